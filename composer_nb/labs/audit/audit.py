@@ -1,8 +1,9 @@
 """Audit a set of tasks, or an environment of one's own, before it trains anything: `composer-nb audit`.
 
 Each task is graded with workspaces that it must accept and workspaces that it must refuse (`probes.py`). Its solution is graded
-several times, also by its tests with every assertion negated. What an agent can read is searched for answers (`leaks.py`). An
-environment's own reward must pay the solution more than any wrong workspace, and more than idle talk.
+several times, also by its tests with every assertion negated, by the visible tests, and with a clock that is ahead. What an agent
+can read is searched for answers, and for the names that it must use (`leaks.py`). An environment's own reward must pay the
+solution more than any wrong workspace, and more than idle talk.
 """
 
 from __future__ import annotations
@@ -17,18 +18,23 @@ from random import Random
 from typing import Any, cast
 
 from composer_nb.harness.agent.loop import Conversation
+from composer_nb.harness.grading.box import Boxes, RunnerEnded
 from composer_nb.harness.grading.check import workspace_of
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Grade
-from composer_nb.harness.grading.plan import PLAN, digest, plan_of, with_plan
+from composer_nb.harness.grading.plan import PLAN, digest, job, plan_of, with_plan
+from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import Executor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxFailure, SandboxUnavailable
+from composer_nb.harness.syntax import literal_eval
+from composer_nb.harness.tasks.functions import literal, parse_test_files, request_tests
+from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.audit.leaks import leaks
-from composer_nb.labs.audit.probes import Files, Probe, contradicted, probes
+from composer_nb.labs.audit.leaks import leaks, untold
+from composer_nb.labs.audit.probes import CLOCK_READ, Files, Probe, changed_code, contradicted, later, near, probes
 
 Rewards = Callable[[Rollout, Grade], float]
 Found = Iterable[tuple[str, Task | ValueError]]
@@ -37,11 +43,24 @@ REPEATS = 3
 SLACK = 10
 """A time limit is this many times what the slowest grade of the solution took, at least."""
 KINDS = ("unreadable", "false negative", "false positive", "unstable", "leak", "time limit", "reward", "unknown")
+LATER = 400 * 24 * 3600
+"""Seconds by which a clock is ahead."""
+SHOWN_S = 20.0
+"""Time limit of the visible tests of the grader `pytest`."""
+INVALID = {"the gold patch": "false negative", "all tests pass": "false positive"}
+"""Beginning of what is wrong with a task of the grader `pytest` -> its kind."""
+WORK: tuple[Turn, ...] = (
+    Turn(call='{"name": "read_file", "arguments": {"target_file": "README.md"}}', observation="It is a project. " * 20),
+    Turn(call='{"name": "write", "arguments": {"file_path": "a.py", "contents": "x = 1"}}', observation="written"),
+    Turn(call='{"name": "run_tests", "arguments": {}}', observation="1 passed", tests_passed=1, tests_run=1),
+)
+"""Turns of an agent that works, whatever it leaves in the workspace."""
 TALK: Mapping[str, tuple[Turn, ...]] = {
     "twenty reads": (Turn(call='{"name": "list_dir", "arguments": {"target_directory": "."}}', observation="a.py"),)
     * 20,
     "a long answer": (Turn(call="", observation="", said="All that was asked is done. " * 200),),
     "a claim": (Turn(call="", observation="", said="I ran the tests. All tests pass."),),
+    "no turn at all": (),
 }
 """Turns of agents that change nothing."""
 
@@ -106,47 +125,76 @@ def audit_task(
     began = time.monotonic()
     row = _row(task.id, task.grader, [])
     try:
-        if task.grader == "pytest" and PLAN not in task.metadata:
-            task = _planned(task, cast(Backend, sandbox), row)
-        start, gold = (workspace_of(task, sandbox, solved) for solved in (False, True))
-        if start == gold:
-            row["problems"].append(("false negative", "it has no solution"))
-        graded = list(_graded(task, sandbox, probes(task, start, gold)))
-        row["problems"] += _judged(graded, counts)
-        failed = next(found.failed for probe, found in graded if probe.name == "no change")
-        row["problems"] += [
-            ("leak", text) for text in leaks(task, start, gold, () if task.grader == "script" else failed)
-        ]
-        row["slips"] = (
-            sum(not found.passed for probe, found in graded if probe.slip),
-            sum(probe.slip for probe, _ in graded),
-        )
-        row["problems"] += _repeated(task, sandbox, gold, graded[0][1], row)
-        row["problems"] += _contradicted(task, sandbox, gold)
-        row["problems"] += _paid(task, graded, pays) if pays else ()
+        row["problems"] += _problems(task, sandbox, counts, pays, row)
     except (ValueError, SandboxUnavailable, SandboxFailure, SandboxDied) as error:
         row["problems"].append(("unreadable", str(error).removeprefix(f"task {task.id}: ")))
     return row | {"seconds": time.monotonic() - began}
 
 
-def _planned(task: Task, backend: Backend, row: dict[str, Any]) -> Task:
-    """Return a task of the grader `pytest` with its plan. Raises ValueError if it has none."""
-    found = validate_task(task, backend)
-    if found.plan is None or not found.valid:
-        raise ValueError((found.problems or ("it cannot be graded",))[0])
-    if found.flaky:
-        row["problems"].append(("unstable", f"tests disagree with themselves: {', '.join(found.flaky[:3])}"))
-    return with_plan(task, found.plan)
+def _problems(
+    task: Task, sandbox: Executor | Backend, counts: dict[str, Counter[str]], pays: Rewards | None, row: dict[str, Any]
+) -> Iterator[tuple[str, str]]:
+    if task.grader == "pytest" and PLAN not in task.metadata:
+        found = validate_task(task, cast(Backend, sandbox))
+        if found.flaky:
+            yield "unstable", f"tests disagree with themselves: {', '.join(found.flaky[:3])}"
+        if found.plan is None or not found.valid:
+            why = (found.problems or ("it cannot be graded",))[0]
+            if not found.flaky:
+                yield next((kind for begin, kind in INVALID.items() if why.startswith(begin)), "unreadable"), why
+            return
+        task = with_plan(task, found.plan)
+    start, gold = (workspace_of(task, sandbox, solved) for solved in (False, True))
+    if start == gold:
+        yield "false negative", "it has no solution"
+    graded = list(_graded(task, sandbox, probes(task, start, gold), gold))
+    yield from _judged(graded, counts)
+    failed = next(found.failed for probe, found in graded if probe.name == "no change")
+    for text in leaks(task, start, gold, () if task.grader == "script" else failed):
+        yield "leak", text
+    if names := untold(task, start, gold):
+        yield "false negative", f"tests need names that nothing tells an agent: {', '.join(names[:3])}"
+    slips = [not found.passed for probe, found in graded if probe.slip]
+    row["slips"] = (sum(slips), len(slips))
+    yield from _repeated(task, sandbox, gold, graded[0][1], row)
+    yield from _contradicted(task, sandbox, gold)
+    yield from _misled(task, sandbox, start, gold)
+    yield from _dated(task, sandbox, start, gold)
+    yield from _paid(task, graded, pays) if pays else ()
 
 
-def _graded(task: Task, sandbox: Executor | Backend, given: Iterable[Probe]) -> Iterator[tuple[Probe, Grade]]:
+def _graded(
+    task: Task, sandbox: Executor | Backend, given: Iterable[Probe], gold: Files
+) -> Iterator[tuple[Probe, Grade]]:
+    limit = 60.0
     for probe in given:
-        yield probe, grade(task, probe.files, sandbox)
+        if probe.slip and task.grader == "pytest":  # a bug may loop for ever
+            found = grade_pytest(task, probe.files, cast(Backend, sandbox), timeout_s=limit)
+            if not found.passed:
+                yield probe, found
+                continue
+        found = grade(task, probe.files, sandbox)
+        if probe.name == "the solution":
+            limit = min(limit, max(5.0, SLACK * found.cost.get("wall_s", limit)))
+        if not (probe.example and found.passed) or _differ(task, cast(Executor, sandbox), probe.files, gold):
+            yield probe, found
+
+
+def _differ(task: Task, calls: Executor, files: Files, gold: Files) -> bool:
+    """Return whether a call like those of the hidden tests has another value than with the solution."""
+    tests = [
+        replace(test, arguments=literal(given))
+        for test in parse_test_files(task.tests)
+        for given in near(literal_eval(test.arguments))
+    ]
+    texts = [{path: data.decode("utf-8", "replace") for path, data in each.items()} for each in (files, gold)]
+    one, other = calls.run([request_tests(each, tests) for each in texts]) if tests else ((), ())
+    return any(a != b and a.status == b.status == "returned" for a, b in zip(one, other, strict=True))
 
 
 def _judged(graded: Iterable[tuple[Probe, Grade]], counts: dict[str, Counter[str]]) -> Iterator[tuple[str, str]]:
     """Yield the probes that were graded wrongly. Planted bugs count only where all of them pass."""
-    slips = []
+    slips, idle, refused = [], False, False
     for probe, found in graded:
         count = counts.setdefault("planted bugs" if probe.slip else probe.name, Counter(tried=0, wrong=0))
         count["tried"] += 1
@@ -155,9 +203,11 @@ def _judged(graded: Iterable[tuple[Probe, Grade]], counts: dict[str, Counter[str
             yield "unknown", f"{probe.name}: {found.status}{': ' + found.output[-200:] if found.output else ''}"
         elif probe.slip:
             slips.append(found.passed)
-        elif found.passed and not probe.right:
+        elif found.passed and not probe.right and not idle:
+            idle = probe.name == "no change"  # which explains those that follow
             yield "false positive", f"accepts: {probe.name}"
-        elif probe.right and not found.passed:
+        elif probe.right and not found.passed and not refused:
+            refused = True
             why = ", ".join([*found.failed[:2], *found.flags]) or found.status
             yield "false negative", f"refuses {probe.name} ({why})"
     if len(slips) > 2 and all(slips):
@@ -190,25 +240,63 @@ def _contradicted(task: Task, sandbox: Executor | Backend, gold: Files) -> Itera
         yield "false positive", "the solution passes the hidden tests with every assertion negated"
 
 
+def _misled(task: Task, sandbox: Executor | Backend, start: Files, gold: Files) -> Iterator[tuple[str, str]]:
+    """Yield visible tests that pass at the start and fail on the solution. Tests that a task asks for are not among them."""
+    texts = {path: data.decode("utf-8", "replace") for path, data in gold.items() if path in start}
+    if task.grader == "functions" and (shown := {path: texts[path] for path in task.visible_tests if path in texts}):
+        twin = task.model_copy(update={"tests": shown, "metadata": {}, "strictness": "tests"})
+        before, after = (grade(twin, files, sandbox).tests for files in (start, gold))
+    elif task.grader == "pytest" and (shown := {path: text for path, text in texts.items() if is_test_module(path)}):
+        twin = task.model_copy(update={"tests": shown})
+        boxes = Boxes(backend=cast(Backend, sandbox), timeout_s=SHOWN_S)
+        try:
+            ran = boxes.run([job(twin, files) for files in (start, gold)])
+        except (SandboxDied, RunnerEnded):
+            return
+        before, after = ({key: result.passed for key, result in each.results.items()} for each in ran)
+    else:
+        return
+    if wrong := [name for name, passed in after.items() if before.get(name) and not passed]:
+        yield "false negative", f"visible tests refuse the solution: {', '.join(wrong[:3])}"
+
+
+def _dated(task: Task, sandbox: Executor | Backend, start: Files, gold: Files) -> Iterator[tuple[str, str]]:
+    """Yield whether the solution fails when the clock is ahead, if it reads the clock and its tests do not."""
+    code = changed_code(start, gold)
+    if not any(map(CLOCK_READ.search, code.values())) or any(map(CLOCK_READ.search, task.tests.values())):
+        return
+    now, then = (grade(task, {**gold, **later(code, seconds)}, sandbox) for seconds in (0, LATER))
+    if now.passed and then.known and not then.passed:
+        yield (
+            "unstable",
+            f"400 days from now the solution is refused ({', '.join(then.failed[:2])}): tests hold today's date",
+        )
+
+
 def _paid(task: Task, graded: list[tuple[Probe, Grade]], pays: Rewards) -> Iterator[tuple[str, str]]:
     """Yield what an environment's reward pays at least as well as the solution."""
 
-    def of(probe: Probe, found: Grade, turns: tuple[Turn, ...] = ()) -> float:
+    paid: dict[str, float] = {}
+    [idle] = [(probe, found) for probe, found in graded if probe.name == "no change"]
+    given = [(probe.name, probe, found, WORK) for probe, found in graded]
+    given += [(name, *idle, turns) for name, turns in TALK.items()]
+    for name, probe, found, turns in given:
         texts = {path: data.decode("utf-8", "surrogateescape") for path, data in probe.files.items()}
-        return float(pays(Conversation(turns=turns, stop="finished").rollout(task.id, (), texts, task.files), found))
-
-    try:
-        paid = {probe.name: of(probe, found) for probe, found in graded if found.known}
-        for probe, found in graded:
-            if probe.name == "no change" and found.known:
-                paid |= {name: of(probe, found, turns) for name, turns in TALK.items()}
-    except Exception as error:  # the environment's own code
-        yield "reward", f"it raises {type(error).__name__}: {error}"
-        return
+        read, written = (
+            sum(map(len, each)) // 4 for each in ([t.observation for t in turns], [t.call + t.said for t in turns])
+        )
+        talk = Conversation(turns=turns, stop="finished", read=read, written=written)
+        try:
+            if found.known:
+                paid[name] = float(pays(talk.rollout(task.id, (), texts, task.files), found))
+        except Exception as error:  # the environment's own code
+            yield "reward", f"for {name} it raises {type(error).__name__}: {error}"
+            return
     best = paid.get("the solution", math.nan)
     if not all(map(math.isfinite, paid.values())):
         yield "reward", "it is not a finite number"
-    right = {probe.name for probe, _ in graded if probe.right}
-    for name, value in paid.items():
-        if name not in right and not name.startswith("a planted bug") and value >= best:
-            yield "reward", f"pays {value:g} for {name}, and {best:g} for the solution"
+    free = {probe.name for probe, _ in graded if probe.right or probe.slip}
+    if wrong := [name for name, value in paid.items() if name not in free and value >= best]:
+        most = max(paid[name] for name in wrong)
+        shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        yield "reward", f"pays {best:g} for the solution, and up to {most:g} for: {shown}"

@@ -1,7 +1,8 @@
-"""Find answers and hidden tests in what an agent can read: the workspace, the instruction, the environment's other files.
+"""Compare what an agent can read (the workspace, the instruction, the environment's other files) with what it must not read, and
+with what it must know.
 
-By text alone, so reworded answers are not found. References: SWE-bench #465 (history), Composer 2.5 (caches of type checkers,
-decompiled bytecode).
+By text alone, so reworded answers are not found. Signs of comments, quotes and patches before a line do not count. References:
+SWE-bench #465 (history), Composer 2.5 (caches of type checkers, decompiled bytecode).
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ SHARE = 0.8
 """Share of the lines of a test module, or of a solution, that makes a copy of it."""
 FEW = 3
 """A solution of fewer lines may stand elsewhere in other code by chance; only in places that hold no other code does it count."""
-LEFTOVERS = re.compile(
-    r"(^|/)(\.git|\.hg|\.svn|__pycache__|\.mypy_cache|\.pytest_cache)/|\.(py[co]|orig|rej|patch|diff|bak)$"
-)
+LEFTOVERS = re.compile(r"(^|/)(\.git|\.hg|\.svn|__pycache__|\.mypy_cache|\.pytest_cache)/|\.(py[co]|orig|rej|bak)$")
+SIGNS = "#>+-/* "
+"""What stands before a line of code in comments, quotes and patches."""
+METHODS = {name for kind in (str, bytes, list, dict, set) for name in dir(kind)}
 COPIES = re.compile(r"^\s*(COPY|ADD)\s.*\b(solution|tests)\b", re.I | re.M)
 
 
@@ -42,16 +44,51 @@ def leaks(task: Task, start: Files, gold: Files, failed: Sequence[str] = ()) -> 
     for path, text in task.tests.items():
         lines = _asserted(path, text, failed)
         if is_test_module(path) and len(lines) > 1:
-            held = [place for place, known in places.items() if len(lines & _lines(known)) >= SHARE * len(lines)]
+            held = [place for place, known in places.items() if len(lines & _quoted(known)) >= SHARE * len(lines)]
             if held:
                 yield f"the hidden tests of {path} lie in {held[0]}"
     changed = [path for path, data in gold.items() if data != start.get(path)]
     new = _all(gold, changed) - _all(start, changed)
     for place, known in places.items() if new else ():
         code = place.endswith(".py") and not LEFTOVERS.search(place)
-        copied = len(new & _lines(known)) >= SHARE * len(new)
-        if copied and place not in changed and not (code and len(new) < FEW):
+        told = _quoted(known) - _lines(known) if code and len(new) < FEW else _quoted(known)
+        if len(new & told) >= SHARE * len(new):
             yield f"the solution lies in {place}"
+
+
+def untold(task: Task, start: Files, gold: Files) -> list[str]:
+    """Return the names that hidden tests import or look up, that the solution defines, and that an agent cannot have read."""
+    known = {word for place, text in readable(task, start).items() for word in re.findall(r"\w+", f"{place} {text}")}
+    made: set[str] = set()
+    for path, data in gold.items():
+        if path.endswith(".py") and data != start.get(path):
+            made |= {path.rpartition("/")[2].removesuffix(".py"), *_defined(_nodes(data.decode("utf-8", "replace")))}
+    used: set[str] = set()
+    for path, text in task.tests.items():
+        for node in _nodes(text) if path.endswith(".py") else ():
+            if isinstance(node, ast.ImportFrom):
+                used |= {*(node.module or "").split("."), *(alias.name for alias in node.names)}
+            elif isinstance(node, ast.Import):
+                used |= {part for alias in node.names for part in alias.name.split(".")}
+            elif isinstance(node, ast.Attribute):
+                used |= {node.attr} - METHODS
+    return sorted(name for name in made & used - known if not name.startswith("__"))
+
+
+def _defined(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, Function | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def _nodes(text: str) -> Iterable[ast.AST]:
+    """Return the nodes of a module; none if it is not Python."""
+    try:
+        return list(ast.walk(parse(text)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ()
 
 
 def readable(task: Task, start: Files) -> Mapping[str, str]:
@@ -66,10 +103,7 @@ def readable(task: Task, start: Files) -> Mapping[str, str]:
 def _asserted(path: str, text: str, failed: Sequence[str]) -> set[str]:
     """Return the lines that assert something, of the tests that failed if any is known by its id."""
     names = {name.partition("[")[0].rpartition("::")[2] for name in failed if name.startswith(f"{path}::")}
-    try:
-        tests = [node for node in ast.walk(parse(text)) if isinstance(node, Function) and node.name in names]
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        tests = []
+    tests = [node for node in _nodes(text) if isinstance(node, Function) and node.name in names]
     parts = [ast.get_source_segment(text, node) or "" for node in tests] if failed else [text]
     return {line for part in parts for line in _lines(part) if "assert" in line}
 
@@ -80,3 +114,8 @@ def _all(files: Files, paths: Iterable[str]) -> set[str]:
 
 def _lines(text: str) -> set[str]:
     return {line.strip() for line in text.splitlines() if len(line.strip()) >= LETTERS}
+
+
+def _quoted(text: str) -> set[str]:
+    """Return the lines of a text as they are, and without the signs before them."""
+    return _lines(text) | _lines("\n".join(line.lstrip(SIGNS) for line in text.splitlines()))

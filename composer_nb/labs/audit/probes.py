@@ -8,9 +8,11 @@ not: no change, a solution whose changed functions do nothing, and tricks at the
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 from composer_nb.harness.grading.source import Function
 from composer_nb.harness.syntax import parse
@@ -34,6 +36,7 @@ os._exit(0)
 """
 LAZY: Mapping[str, str] = {
     "functions return None": "return None",
+    "functions return an empty list": "return []",
     "functions return their first argument": "",
     "functions raise NotImplementedError": "raise NotImplementedError",
     "functions return what equals everything": EQUAL,
@@ -45,22 +48,48 @@ AT_IMPORT: Mapping[str, str] = {
     "pytest.exit(returncode=0) at import": "import pytest\npytest.exit('done', returncode=0)\n",
     "a reward file written at import": REWARD,
 }
+BY_HEART = """
+def _composer_nb_known(function, table):
+    def answer(*given):
+        key = repr(given)
+        return table[key] if key in table else function(*given) if function else None
+    return answer
+"""
+CLOCK_READ = re.compile(r"\b(today|now|utcnow|time|time_ns|localtime|gmtime|strftime)\(")
+CLOCK = """
+def _composer_nb_later(seconds):
+    import datetime, time
+    if hasattr(time, "composer_nb"):
+        return
+    clock, real = time.time, datetime.datetime
+    time.composer_nb, time.time = True, lambda: clock() + seconds
+    class Kind(type):
+        def __instancecheck__(cls, value):
+            return isinstance(value, real)
+    class Later(real, metaclass=Kind):
+        now = classmethod(lambda cls, tz=None: cls.fromtimestamp(time.time(), tz))
+        today = classmethod(lambda cls: cls.fromtimestamp(time.time()))
+        utcnow = classmethod(lambda cls: cls.fromtimestamp(time.time(), datetime.timezone.utc).replace(tzinfo=None))
+    datetime.datetime = Later
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A workspace. `right`: it does what the task asks. `slip`: it does so but for one planted bug, which tests may miss."""
+    """A workspace. `right`: it does what the task asks. `slip`: it does so but for one planted bug, which tests may miss.
+    `example`: it is wrong only if it answers some call otherwise than the solution does."""
 
     name: str
     files: Files
     right: bool = False
     slip: bool = False
+    example: bool = False
 
 
 def probes(task: Task, start: Files, gold: Files) -> Iterator[Probe]:
     """Yield the probes of a task, the solution first. `start` and `gold`: the workspace before, and with the solution."""
     changed = {path for path in gold if gold[path] != start.get(path)}
-    code = {path: text for path in sorted(changed) if path.endswith(".py") and (text := _python(gold[path]))}
+    code = changed_code(start, gold)
     yield Probe(name="the solution", files=gold, right=True)
     if plain := {path: (ast.unparse(parse(text)) + "\n").encode() for path, text in code.items()}:
         yield Probe(name="the solution, in another layout", files={**gold, **plain}, right=True)
@@ -71,6 +100,8 @@ def probes(task: Task, start: Files, gold: Files) -> Iterator[Probe]:
     if changed:
         yield Probe(name="changed files emptied", files={**gold, **dict.fromkeys(changed, b"")})
         yield Probe(name="changed files deleted", files={path: gold[path] for path in gold if path not in changed})
+    if task.grader == "script":
+        yield Probe(name="all files deleted", files={})
     before = {path: _python(start.get(path, b"")) for path in code}
     stubs = {
         name: {**gold, **{path: _stubbed(text, before[path], lambda _, body=body: body) for path, text in code.items()}}  # type: ignore[misc]
@@ -81,7 +112,7 @@ def probes(task: Task, start: Files, gold: Files) -> Iterator[Probe]:
             yield Probe(name=name, files=files)
     for name, head in AT_IMPORT.items() if code else ():
         broken = stubs["functions return None"]
-        yield Probe(name=name, files={**broken, **{path: head.encode() + broken[path] for path in code}})
+        yield Probe(name=name, files={**broken, **{path: _headed(broken[path].decode(), head) for path in code}})
     yield Probe(name="a conftest that passes all", files={**start, "conftest.py": REPORT.encode()})
     yield Probe(
         name="an ini file that only collects", files={**start, "pytest.ini": b"[pytest]\naddopts = --collect-only\n"}
@@ -89,17 +120,41 @@ def probes(task: Task, start: Files, gold: Files) -> Iterator[Probe]:
     tests = {path for path in {*task.tests, *start} if is_test_module(path)} - set(task.source_scope)
     if tests:
         yield Probe(name="tests replaced", files={**start, **{path: _passing(task.tests.get(path)) for path in tests}})
-    if task.grader == "functions" and (known := _by_heart(task, code)):
-        yield Probe(name="visible tests by heart", files={**gold, **known})
+    if task.grader == "functions" and (known := _by_heart(task, start, code)):
+        yield Probe(name="examples that an agent can read, by heart", files={**start, **known}, example=True)
     yield from (
         Probe(name=f"a planted bug: {kind}", files=files, slip=True) for kind, files in slips(code, start, gold)
     )
+
+
+def changed_code(start: Files, gold: Files) -> dict[str, str]:
+    """Return the texts of the modules that the solution changes."""
+    paths = sorted(path for path in gold if path.endswith(".py") and gold[path] != start.get(path))
+    return {path: text for path in paths if (text := _python(gold[path]))}
+
+
+def later(code: Mapping[str, str], seconds: int) -> dict[str, bytes]:
+    """Return modules that set the clock forward when they are imported."""
+    return {path: _headed(text, f"{CLOCK}_composer_nb_later({seconds})\n") for path, text in code.items()}
+
+
+def near(given: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """Yield arguments that differ from those of a call in one place."""
+    for place, value in enumerate(given):
+        other: list[Any] = []
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            other = [value + step for step in (-2, -1, 1, 2, 3, 5, 10)]
+        elif isinstance(value, str | list | tuple):
+            other = [value[:-1], value[1:], value[::-1], value * 2]
+        yield from ((*given[:place], each, *given[place + 1 :]) for each in other)
 
 
 def slips(code: Mapping[str, str], start: Files, gold: Files) -> Iterator[tuple[str, Files]]:
     """Yield up to SLIPS kinds of bugs, planted in the functions that the solution changes, and the workspace with each."""
     where = [unit for path, text in code.items() for unit in units(path, text)]
     where = [unit for unit in where if unit.name in _changed(code[unit.path], _python(start.get(unit.path, b"")))]
+    # No bug is planted in two lines; an empty one after them makes three.
+    where = [replace(unit, end=unit.end + (not code[unit.path].split("\n")[unit.end].strip())) for unit in where]
     for change in islice(bugs(code, where, "audit"), SLIPS):
         yield change.kind, {**gold, **{path: text.encode() for path, text in change.apply(code).items()}}
 
@@ -176,15 +231,35 @@ def _passing(text: str | None) -> bytes:
     return "".join(f"def {name}(*_):\n    pass\n\n\n" for name in names).encode()
 
 
-def _by_heart(task: Task, code: Mapping[str, str]) -> dict[str, bytes]:
-    """Return modules whose changed functions know the visible tests' calls, and nothing else."""
-    table: dict[str, list[str]] = {}
-    for test in parse_test_files(task.visible_tests) if task.visible_tests else ():
-        table.setdefault(test.function, []).append(f"{test.arguments!r}: {test.expected}")
+def _headed(text: str, head: str) -> bytes:
+    """Return a module with statements at its beginning: after its docstring and imports from the future."""
+    tree = parse(text)
+    first = next((at for at, node in enumerate(tree.body) if not _leads(node)), len(tree.body))
+    tree.body[first:first] = parse(head).body
+    return (ast.unparse(tree) + "\n").encode()
 
-    def body(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-        given = "".join(f"{each.arg}, " for each in node.args.args)
-        return f"return {{{', '.join(table.get(node.name, ()))}}}.get(repr(({given})))"
 
-    made = {path: _stubbed(text, "", body) for path, text in code.items()}
-    return made if table.keys() & {name for text in code.values() for name in _functions(text)} else {}
+def _leads(node: ast.stmt) -> bool:
+    return (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) or (
+        isinstance(node, ast.ImportFrom) and node.module == "__future__"
+    )
+
+
+def _by_heart(task: Task, start: Files, code: Mapping[str, str]) -> dict[str, bytes]:
+    """Return the changed modules as they are at the start, with functions that also know the calls of visible tests, and those of
+    hidden tests that the instruction quotes."""
+    tables: dict[str, list[str]] = {}
+    for test in parse_test_files(task.visible_tests | task.tests):
+        told = all(part in task.instruction for part in (test.arguments[1:-1].rstrip(","), test.expected))
+        if told or test.id.partition("::")[0] in task.visible_tests:
+            tables.setdefault(test.function, []).append(f"{test.arguments!r}: {test.expected}")
+    made = {}
+    for path, text in code.items():
+        known = [
+            f"{name} = _composer_nb_known(globals().get({name!r}), {{{', '.join(table)}}})\n"
+            for name, table in tables.items()
+            if name in _functions(text)
+        ]
+        if known:
+            made[path] = "".join([_python(start.get(path, b"")), BY_HEART, *known]).encode()
+    return made

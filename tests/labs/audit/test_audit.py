@@ -22,6 +22,7 @@ from composer_nb.labs.audit.probes import contradicted, probes
 RIGHT = "def clip(values, most):\n    kept = [value for value in values if value < most]\n    return sorted(kept, reverse=True)\n"
 WRONG = RIGHT.replace("value < most", "value <= most")
 SHOWN = [(([3, 1], 9), [3, 1]), (([4], 4), [])]
+READ = "examples that an agent can read, by heart"
 HIDDEN = [(([5, 2, 7], 6), [5, 2]), (([8, 8, 1], 8), [1]), (([], 3), []), (([2, 6], 6), [2]), (([9], 1), [])]
 
 
@@ -74,10 +75,10 @@ def test_probes_are_what_they_say() -> None:
     )
     found = {probe.name: probe for probe in probes(task, start, gold)}
     values: dict[str, Any] = {}
-    for name in ("the solution, in another layout", "functions return their first argument", "visible tests by heart"):
+    for name in ("the solution, in another layout", "functions return their first argument", READ):
         exec(compile(found[name].files["clip.py"], name, "exec"), space := {})  # type: ignore[var-annotated]
         values[name] = [space["clip"]([4, 3], 4), space["clip"]([3, 1], 9)]
-    assert list(values.values()) == [[[3], [3, 1]], [[4, 3], [3, 1]], [None, [3, 1]]]
+    assert list(values.values()) == [[[3], [3, 1]], [[4, 3], [3, 1]], [[4, 3], [3, 1]]]
     slips = [probe.files["clip.py"] for probe in found.values() if probe.slip]
     assert len(set(slips)) == len(slips) == 5 and RIGHT.encode() not in slips
     assert found["no change"].files == start and [probe.name for probe in found.values() if probe.right] == [
@@ -166,7 +167,7 @@ class Own:
 def test_a_reward_that_pays_for_talk(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", f"{__name__}:Own"]) == 1
     shown = capsys.readouterr().out
-    assert "for a long answer, and 1 for the solution" in shown and "0 of 1 tasks are sound" in shown
+    assert "pays 1 for the solution, and up to 5.6 for: a long answer" in shown and "0 of 1 tasks are sound" in shown
 
 
 def test_a_set_of_tasks(tmp_path: Path) -> None:
