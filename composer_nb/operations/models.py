@@ -1,11 +1,11 @@
-"""Commands for what training starts from: convert, corpus, bases."""
+"""Commands for what training starts from, and for what follows it: convert, corpus, bases, improve."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from composer_nb.operations import JSON, SET, arg, command, emit, overrides
+from composer_nb.operations import JSON, SET, arg, command, emit, overrides, pick
 
 
 @command(
@@ -85,3 +85,36 @@ def bases(given: argparse.Namespace) -> int:
     opened = [Base.open(name, measures.seed) for name in given.bases]
     found = compare_bases(opened, read_corpus(given.code).validation, measures, against)
     return emit(given, found, lambda: base_table(found))
+
+
+@command(
+    "improve",
+    arg("records RUN", "folders of conversations with verdicts, from composer-nb serve --record", nargs="+", type=Path),
+    arg("--model DIR", "checkpoint that was served", required=True, type=Path),
+    arg("--gate TASKS", "tasks that decide whether the update ships", required=True, type=Path),
+    arg("--out DIR", "new folder for the update and its report", required=True, type=Path),
+    arg("--store STORE", "store of weight versions that serve --follow follows", ""),
+    arg("--samples N", "attempts at each task of the gate", 2),
+    SET,
+    JSON,
+)
+def improve(given: argparse.Namespace) -> int:
+    """Learn from judged conversations in one update, which a gate lets pass or stops."""
+    from composer_nb.settings import Settings, override
+    from composer_nb.trainer.improve import improve as run
+
+    weights = {"reward.weights": {"solved": 1.0, "given": 1.0, "invalid_calls": -0.2}}
+    settings = override(override(Settings(), weights), overrides(given.set))
+    found = run(given.records, given.model, given.out, given.gate, settings, **pick(given, "store", "samples"))
+    rollouts, gate = found["rollouts"], found["gate"]
+    lines = [
+        f"{rollouts['trained']} of {rollouts['judged']} judged rollouts trained, {rollouts['stale']} of other weights; "
+        f"mean reward {found['reward']:.3f}",
+        f"gate: pass@1 {gate['before']['pass_at_1']:.3f} → {gate['after']['pass_at_1']:.3f} "
+        f"({gate['gain']:+.3f}, {gate['ci95'][0]:+.3f} to {gate['ci95'][1]:+.3f})",
+        f"stopped: {gate['stopped']}; {given.out}/candidate is not published"
+        if gate["stopped"]
+        else f"passed: {given.out}/weights",
+    ]
+    lines += [f"published as version {found['version']} of {given.store}"] if found["version"] is not None else []
+    return emit(given, found, lambda: "\n".join(lines), int(bool(gate["stopped"])))

@@ -82,6 +82,19 @@ def _version(given: argparse.Namespace, manifest: Any) -> int:
     return emit(given, found, lambda: f"version {manifest.version}, {manifest.size:,} bytes, {manifest.hash}")
 
 
+@command(
+    "weights revert",
+    arg("store STORE"),
+    arg("--to N", "version whose weights are published again", required=True, type=int),
+)
+def revert(given: argparse.Namespace) -> int:
+    """Publish the weights of an earlier version as the newest; whoever follows the store takes them."""
+    from composer_nb.trainer.improve import revert as publish
+
+    print(f"version {publish(given.store, given.to)} of {given.store} has the weights of version {given.to}")
+    return 0
+
+
 @command("weights log", arg("store STORE"), JSON)
 def history(given: argparse.Namespace) -> int:
     """List the versions of a store or a run."""

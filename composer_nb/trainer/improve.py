@@ -1,0 +1,211 @@
+"""Learn from production: conversations that users judged make one large update, and a gate lets it pass or stops it.
+
+    composer-nb serve --model DIR --follow STORE --record RUN     people use it; their verdicts come by POST
+    composer-nb improve RUN --model DIR --gate TASKS --out NEW --store STORE
+
+The update is on policy: a rollout that other weights sampled is counted and left out. There are no groups, because each request
+has one rollout, so the baseline is the mean of all rewards, and large batches make up for its noise. A broken call stays in its
+rollout as a negative example: Composer learnt to break calls at hard requests while such rollouts were dropped. It also learnt to
+ask instead of to edit, so the gate looks at edits too (https://cursor.com/blog/real-time-rl-for-composer).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from composer_nb.harness.agent.loop import LIMITS
+from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.bench import Course, behaviour, bootstrap, run_eval, scores
+from composer_nb.harness.environment import Carried, EnvSettings, Sandboxes, carry, make_agent
+from composer_nb.harness.files import write_json
+from composer_nb.harness.product.record import served
+from composer_nb.harness.tasks.task import Task, load_tasks
+from composer_nb.policies import trained_with
+from composer_nb.settings import Settings
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning.learner import Learner
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
+from composer_nb.trainer.learning.packing import flatten, score
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.learning.replay_settings import NO_REPLAY, ReplaySettings
+from composer_nb.trainer.models.checkpoint import config_json, load_pretrained, published, save_pretrained
+from composer_nb.trainer.models.tokenizer import load_tokenizer
+from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.rl import Scored, score_groups, streams_of, to_streams
+from composer_nb.trainer.versions.publisher import Publisher
+from composer_nb.trainer.versions.receiver import Receiver
+
+LOG = logging.getLogger(__name__)
+STALE = 0.05
+"""Nats. A rollout whose log-probabilities differ by more, on average over its tokens, was sampled from other weights."""
+MOST_LOST = 0.05
+"""Loss of pass@1 on the gate's tasks that stops an update although chance could explain it."""
+FEWER_EDITS = 0.1
+"""Fall of the share of attempts that edit anything that stops an update."""
+OWNER = "improve"
+
+
+def improve(
+    records: Sequence[Path],
+    start: Path,
+    out: Path,
+    gate: Path,
+    settings: Settings,
+    *,
+    store: str = "",
+    samples: int = 2,
+) -> dict[str, Any]:
+    """Make one update of the checkpoint `start` from the judged rollouts of `records`, write it to `out/candidate`, and score
+    both on the tasks of `gate`. If the gate lets it pass, publish it to `store`, if one is given, and point `out/weights` at it.
+
+    Returns what `out/improve.json` holds: `rollouts` (`judged`, `stale`, `trained`), `reward`, `train`, `gate` (`before`,
+    `after`, `gain` with its 95 % interval over tasks, `stopped`: why), `version`.
+
+    Raises FileNotFoundError and ValueError before anything is learnt for records without verdicts or of other weights only, for
+    tasks that cannot be read, and for an `out` that is there.
+    """
+    if out.exists():
+        raise ValueError(f"--out {out}: is there already; each update has a folder of its own")
+    began, tasks, known = time.monotonic(), load_tasks(gate), trained_with(start)
+    judged = [done for run in records for done in served(run).values() if done.grade.known]
+    if len(judged) < 2:
+        raise ValueError(
+            f"{', '.join(map(str, records))}: {len(judged)} rollouts with a verdict; an update compares at least two"
+        )
+    model = load_pretrained(start)
+    replay = settings.replay if model.config.moe_layers else NO_REPLAY
+    fresh = [done for done in judged if gap(model, done, replay) <= STALE]
+    if len(fresh) < 2:
+        raise ValueError(
+            f"--model {start}: did not sample these rollouts; {len(fresh)} of {len(judged)} have its log-probabilities"
+        )
+    [group] = score_groups([fresh], settings.reward, settings.loss)
+    LOG.info(f"scoring {start} on {len(tasks)} tasks")
+    before = attempts_of(model, known, start, tasks, samples, settings)
+    trained = learn(model, group, settings, replay)
+    save_pretrained(model, out / "candidate", dtype=torch.bfloat16, tokenizer=start / "tokenizer.json")
+    carry(
+        out / "candidate",
+        EnvSettings(tools=known.tools, renderer=known.renderer, summary=known.summary),
+        known.limits or LIMITS,
+    )
+    LOG.info(f"scoring {out / 'candidate'}")
+    found = judge(before, attempts_of(model, known, start, tasks, samples, settings))
+    version = None
+    if not found["stopped"]:
+        version = publish(store, model) if store else None
+        (out / "weights").symlink_to("candidate")
+    report = {
+        "rollouts": {"judged": len(judged), "stale": len(judged) - len(fresh), "trained": len(fresh)},
+        "reward": float(np.mean([float(each.reward.total or 0.0) for each in group])),
+        "invalid_call_rate": behaviour(fresh)["invalid_call_rate"],
+        "train": trained,
+        "gate": found,
+        "version": version,
+        "seconds": time.monotonic() - began,
+    }
+    write_json(out / "improve.json", report)
+    return report
+
+
+def gap(model: Model, done: Attempt, replay: ReplaySettings) -> float:
+    """Return the mean difference between the recorded log-probabilities of a rollout's sampled tokens and the model's; infinite
+    without tokens."""
+    parts = []
+    for stream in to_streams(Scored(attempt=done, reward=None, advantage=0.0)):  # type: ignore[arg-type]
+        batch = flatten([stream], replay)
+        with torch.no_grad():
+            logprob_S, _ = score(model, batch, batch.recorded)
+        parts.append((logprob_S - batch.sampled_S).abs())
+    found = torch.cat(parts) if parts else torch.zeros(0)
+    return float(found.mean()) if len(found) else float("inf")
+
+
+def learn(model: Model, group: Sequence[Scored], settings: Settings, replay: ReplaySettings) -> dict[str, float]:
+    """Learn from scored rollouts in `rl.minibatches` steps at the rate `rl.lr`. Return the learner's metrics."""
+    rl = settings.rl
+    optimizer = FlatOptimizer(model, settings.optimizer, published=torch.bfloat16)
+    reference = copy.deepcopy(model) if settings.loss.beta else None
+    return Learner(model, optimizer, settings.loss, reference, replay).learn(
+        streams_of([group], settings.loss),
+        Ranks(),
+        Random(f"improve {settings.seed}"),
+        minibatches=rl.minibatches,
+        denominator=float(len(group) * (1 if settings.loss.length_norm else rl.tokens_per_rollout)),
+        lr=rl.lr,
+        clip=rl.clip,
+        budget=rl.microbatch_tokens,
+    )
+
+
+def attempts_of(
+    model: Model, known: Carried, path: Path, tasks: Sequence[Task], samples: int, settings: Settings
+) -> list[Attempt]:
+    """Return attempts at the tasks, in the environment that the checkpoint in `path` was trained in, drawn by the seed."""
+    env = EnvSettings(tools=known.tools, renderer=known.renderer, summary=known.summary, backend=settings.env.backend)
+    with Sandboxes(env.backend) as sandboxes:
+        agent = make_agent(env, load_tokenizer(path, needed=()), known.limits or LIMITS, sandboxes)
+        engine = Engine(
+            model, stop=agent.renderer.stop, slots=settings.slots, max_length=agent.limits.tokens, seed=settings.seed
+        )
+        return list(run_eval(engine, agent, tasks, sandboxes, samples))
+
+
+def judge(before: Sequence[Attempt], after: Sequence[Attempt]) -> dict[str, Any]:
+    """Compare attempts at the same tasks. `stopped` is the reason to keep the old weights; empty if there is none."""
+    old, new = (_figures(attempts) for attempts in (before, after))
+    difference = new.pop("by_task") - old.pop("by_task")
+    gain, ci95 = float(difference.mean()), bootstrap(difference, 0)
+    stopped = ""
+    if ci95[1] < 0 or gain < -MOST_LOST:
+        stopped = f"pass@1 falls by {-gain:.3f} ({-ci95[1]:.3f} to {-ci95[0]:.3f})"
+    elif old["edits"] - new["edits"] > FEWER_EDITS:
+        stopped = f"{new['edits']:.0%} of attempts edit something, {old['edits']:.0%} before"
+    return {"before": old, "after": new, "gain": gain, "ci95": ci95, "stopped": stopped}
+
+
+def _figures(attempts: Sequence[Attempt]) -> dict[str, Any]:
+    by_task = scores([done for done in attempts if done.grade.known], lambda done: done.task.id)
+    means: NDArray[np.float64] = np.array([np.mean(each) for each in by_task.values()])
+    return {
+        "by_task": means,
+        "pass_at_1": float(means.mean()),
+        "edits": float(np.mean([Course.of(done.rollout.turns).edited for done in attempts])),
+        "invalid_call_rate": behaviour(attempts)["invalid_call_rate"],
+        "sampled_per_task": float(np.mean([done.rollout.sampled for done in attempts])),
+    }
+
+
+def publish(store: str, model: Model) -> int:
+    """Publish the weights as the store's next version, and return its number."""
+    publisher = Publisher(store, owner=OWNER)
+    try:
+        version = publisher.last + 1
+        publisher.publish(
+            version, published(model), {"config.json": config_json(model.config, torch.bfloat16).encode()}
+        )
+    finally:
+        publisher.close()
+    return version
+
+
+def revert(store: str, version: int) -> int:
+    """Publish the weights of an earlier version again, as the newest, and return its number: whoever follows the store takes them
+    at its next look. Raises WeightFault, StoreError."""
+    fetched = Receiver(store, name=OWNER).fetch(version)
+    publisher = Publisher(store, owner=OWNER)
+    try:
+        publisher.publish(publisher.last + 1, fetched.tensors, fetched.files)
+        return publisher.last
+    finally:
+        publisher.close()

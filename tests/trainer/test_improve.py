@@ -1,0 +1,145 @@
+"""Learning from production: what is trained, what is left out, and what the gate stops."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from composer_nb.cli import main
+from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.product.record import served
+from composer_nb.harness.rollout import Rollout, Turn
+from composer_nb.harness.store import save_attempts
+from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
+from composer_nb.policies import trained_with
+from composer_nb.settings import Settings
+from composer_nb.trainer.improve import FEWER_EDITS, attempts_of, gap, improve, judge, publish
+from composer_nb.trainer.model import load_pretrained, save_pretrained
+from composer_nb.trainer.recipe.reader import EXAMPLES
+from composer_nb.trainer.versions.receiver import Receiver
+
+START = EXAMPLES[0] / "weights" / "final"
+TASKS = EXAMPLES[0] / "data" / "heldout.jsonl"
+SETTINGS = Settings()
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gate") / "tasks.jsonl"
+    save_tasks(load_tasks(TASKS)[:6], path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations with the checkpoint, judged by users who accept what solves their task."""
+    run, model = tmp_path_factory.mktemp("record"), load_pretrained(START)
+    (run / "rollouts").mkdir()
+    for number, done in enumerate(attempts_of(model, trained_with(START), START, load_tasks(TASKS)[6:14], 1, SETTINGS)):
+        keep(
+            run, f"user{number}", done, Grade(status="graded", rewards={"reward": 0.75 if done.grade.passed else -0.25})
+        )
+    keep(run, "open", done, Grade(status="ungraded"))
+    return run
+
+
+def keep(run: Path, name: str, done: Attempt, verdict: Grade) -> None:
+    rollout = replace(done.rollout, task_id=name, files={})
+    task = Task.model_construct(id=name, instruction="fix", files={})
+    save_attempts(
+        run / "rollouts" / f"served_{name}.parquet",
+        [Attempt(task=task, rollout=rollout, grade=verdict)],
+        {"instruction": ["fix"]},
+    )
+
+
+def words(record: Path, gate: Path, out: Path, **settings: Any) -> list[str]:
+    given = ["improve", str(record), "--model", str(START), "--gate", str(gate), "--out", str(out), "--samples", "1"]
+    return [*given, *(part for name, value in settings.items() for part in ("--set", f"{name}={value}"))]
+
+
+def test_one_update_ships_and_can_be_taken_back(record: Path, gate: Path, tmp_path: Path, capsys: Any) -> None:
+    store, out = str(tmp_path / "store"), tmp_path / "out"
+    first = publish(store, load_pretrained(START))
+    assert main([*words(record, gate, out, **{"rl.lr": 1e-6}), "--store", store]) == 0
+    assert "passed" in capsys.readouterr().out
+    found = json.loads((out / "improve.json").read_text())
+    assert found["rollouts"] == {"judged": 8, "stale": 0, "trained": 8} and found["gate"]["stopped"] == ""
+    judged = [done.grade.rewards["reward"] for done in served(record).values() if done.grade.known]
+    assert -0.25 <= found["reward"] <= sum(judged) / 8 + 1e-6, "invalid calls cost something"
+    newest = Receiver(store).fetch(found["version"]).tensors
+    held, before = (load_pretrained(path).state_dict() for path in (out / "weights", START))
+    assert any(not torch.equal(held[name], before[name]) for name in before)
+    assert found["version"] == first + 1 and trained_with(out / "weights") == trained_with(START)
+
+    assert main(["weights", "revert", store, "--to", str(first)]) == 0
+    again = Receiver(store).fetch(first + 2).tensors
+    old = Receiver(store).fetch(first).tensors
+    assert all(torch.equal(again[name], old[name]) for name in old)
+    assert any(not torch.equal(again[name], newest[name]) for name in old)
+
+
+def test_the_gate_stops_what_a_bad_update_makes(record: Path, gate: Path, tmp_path: Path, capsys: Any) -> None:
+    store, out = str(tmp_path / "store"), tmp_path / "out"
+    first = publish(store, load_pretrained(START))
+    assert main([*words(record, gate, out, **{"rl.lr": 0.5}), "--store", store]) == 1
+    assert "stopped" in capsys.readouterr().out
+    assert Receiver(store).newest() == first and (out / "candidate").is_dir() and not (out / "weights").exists()
+
+
+def test_rollouts_of_other_weights_are_left_out(record: Path, gate: Path, tmp_path: Path) -> None:
+    model = load_pretrained(START)
+    done = next(iter(served(record).values()))
+    assert gap(model, done, SETTINGS.replay) < 1e-3
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+    assert gap(model, done, SETTINGS.replay) > 0.05
+    save_pretrained(model, tmp_path / "other", tokenizer=START / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"did not sample these rollouts; 0 of 8"):
+        improve([record], tmp_path / "other", tmp_path / "out", gate, SETTINGS)
+
+
+def test_bad_input_is_refused_before_anything_is_learnt(record: Path, gate: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "empty/rollouts").mkdir(parents=True)
+    assert main(words(tmp_path / "empty", gate, tmp_path / "out")) == 2
+    assert "0 rollouts with a verdict" in capsys.readouterr().err
+    assert main(words(record, gate, tmp_path)) == 2
+    assert "is there already" in capsys.readouterr().err and list(tmp_path.iterdir()) == [tmp_path / "empty"]
+
+
+def attempts(passed: Sequence[float], edits: float = 1.0) -> list[Attempt]:
+    """Ten attempts at each of some tasks: these shares pass, and this share edits something."""
+    edit = Turn(call='{"name": "edit_line", "arguments": {}}', observation="")
+    made = []
+    for number, share in enumerate(passed):
+        task = Task.model_construct(id=str(number), instruction="", files={}, metadata={})
+        for one in range(10):
+            turns = (edit,) if one < 10 * edits else (Turn(call="", observation="", said="Shall I?"),)
+            rollout = Rollout(task_id=task.id, segments=(), turns=turns, files={}, stop="finished")
+            grade = Grade(status="graded", tests={"t": one < 10 * share})
+            made.append(Attempt(task=task, rollout=rollout, grade=grade))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "gain", "stopped"),
+    [
+        (attempts([0.5] * 8), attempts([0.6] * 8), 0.1, ""),
+        (attempts([0.5] * 8), attempts([0.5] * 8), 0.0, ""),
+        (attempts([0.5, 0.6] * 4), attempts([0.6, 0.4] * 4), -0.05, ""),
+        (attempts([0.5] * 8), attempts([0.4] * 8), -0.1, "pass@1 falls by 0.100"),
+        (attempts([0.5] * 8), attempts([0.6] * 8, edits=0.9 - FEWER_EDITS), 0.1, "80% of attempts edit something"),
+    ],
+)
+def test_the_gate(before: list[Attempt], after: list[Attempt], gain: float, stopped: str) -> None:
+    found = judge(before, after)
+    assert found["gain"] == pytest.approx(gain) and found["ci95"][0] <= gain + 1e-9
+    assert stopped in found["stopped"] if stopped else found["stopped"] == ""
