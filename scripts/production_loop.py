@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""The production loop, with simulated users: `scripts/production_loop.py --model data/example/weights/start --cycles 3`.
+"""The production loop, with simulated users: `scripts/production_loop.py --cycles 3`.
 
-In each cycle users bring new requests to the weights that are served. A user accepts what solves the request and rejects the rest;
-a share `--noise` of verdicts is turned round. `composer-nb improve` learns from the verdicts and scores the update. What passes is
-served next. At the end an update is planted at a rate that destroys the policy, which the gate has to stop, and a version is taken
-back.
+In each cycle users bring new requests to the weights that are served. A user accepts what solves the request and rejects the
+rest; a share `--noise` of verdicts is turned round. `composer-nb improve` learns from the verdicts and scores the update. What
+passes is served next. At the end an update is planted at a rate that destroys the policy, which the gate has to stop, and a
+version is taken back.
 
 Prints a Markdown table: acceptance with its 95 % interval, and the gate's pass@1, by cycle.
 """
@@ -29,9 +29,9 @@ from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.miniatures import make_miniatures
 from composer_nb.harness.tasks.task import Task, save_tasks
+from composer_nb.improve import attempts_of, improve, publish, revert
 from composer_nb.policies import open_engine, trained_with
 from composer_nb.settings import Settings, override
-from composer_nb.trainer.improve import attempts_of, improve, publish, revert
 from composer_nb.trainer.model import load_pretrained
 
 

@@ -100,8 +100,8 @@ def bases(given: argparse.Namespace) -> int:
 )
 def improve(given: argparse.Namespace) -> int:
     """Learn from judged conversations in one update, which a gate lets pass or stops."""
+    from composer_nb.improve import improve as run
     from composer_nb.settings import Settings, override
-    from composer_nb.trainer.improve import improve as run
 
     weights = {"reward.weights": {"solved": 1.0, "given": 1.0, "invalid_calls": -0.2}}
     settings = override(override(Settings(), weights), overrides(given.set))

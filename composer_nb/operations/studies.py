@@ -89,7 +89,7 @@ def _version(given: argparse.Namespace, manifest: Any) -> int:
 )
 def revert(given: argparse.Namespace) -> int:
     """Publish the weights of an earlier version as the newest; whoever follows the store takes them."""
-    from composer_nb.trainer.improve import revert as publish
+    from composer_nb.improve import revert as publish
 
     print(f"version {publish(given.store, given.to)} of {given.store} has the weights of version {given.to}")
     return 0

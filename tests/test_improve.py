@@ -18,9 +18,9 @@ from composer_nb.harness.product.record import served
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
+from composer_nb.improve import FEWER_EDITS, attempts_of, gap, improve, judge, publish
 from composer_nb.policies import trained_with
 from composer_nb.settings import Settings
-from composer_nb.trainer.improve import FEWER_EDITS, attempts_of, gap, improve, judge, publish
 from composer_nb.trainer.model import load_pretrained, save_pretrained
 from composer_nb.trainer.recipe.reader import EXAMPLES
 from composer_nb.trainer.versions.receiver import Receiver
