@@ -35,6 +35,7 @@ from composer_nb.harness.tasks.runtime import spec_of
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.policies import Cast, equipment, identity, open_policy, parse_policy
+from composer_nb.provenance import package_digest
 
 WORKERS = {True: 16, False: 2}
 """Rollouts at a time: of tasks of the grader `functions`, and of tasks with sandboxes of their own."""
@@ -73,6 +74,7 @@ def evaluate(
     backend: str = "bwrap",
     workers: int = 0,
     settings: BenchSettings | None = None,
+    price: tuple[float, float] | None = None,
     told: Callable[[str, Attempt], None] = lambda arm, done: None,
 ) -> dict[str, Any]:
     """Attempt every task `samples` times with each arm, `workers` at a time (0: as many as WORKERS says), and once at temperature
@@ -109,15 +111,20 @@ def evaluate(
             if greedy:
                 found[name][1][:] = attempts(replace(settings, temperature=0.0), 1, out / name / "greedy")
                 save_attempts(out / name / "greedy.parquet", found[name][1])
-    return _reported(found, settings.seed, out, {"policy": policy, "samples": samples, "backend": backend})
+    about = {"policy": policy, "samples": samples, "backend": backend, "package": package_digest()}
+    return _reported(found, settings.seed, out, about, price)
 
 
 def _reported(
-    found: Mapping[str, tuple[list[Attempt], list[Attempt]]], seed: int, out: Path, about: Mapping[str, Any]
+    found: Mapping[str, tuple[list[Attempt], list[Attempt]]],
+    seed: int,
+    out: Path,
+    about: Mapping[str, Any],
+    price: tuple[float, float] | None,
 ) -> dict[str, Any]:
     """Return figures by arm, and keep them."""
     [first, *_] = found.values()
-    report = {name: figures(sampled, greedy, seed) for name, (sampled, greedy) in found.items()}
+    report = {name: figures(sampled, greedy, seed, price) for name, (sampled, greedy) in found.items()}
     for name, (sampled, _) in found.items():
         if sampled is not first[0] and (gain := difference(sampled, first[0], seed)):
             report[name]["gain"] = gain

@@ -25,6 +25,7 @@ KEY = "An endpoint gets the key in the environment variable OPENAI_API_KEY, if t
     arg("--backend NAME", "sandbox of tasks with the product's tools", "bwrap"),
     arg("--workers N", "rollouts at a time (0: 16, or 2 with sandboxes of their own)", 0),
     arg("--greedy", "also one rollout per task at temperature 0"),
+    arg("--price READ,WRITTEN", "dollars per million tokens, for the cost of a task", ""),
     SET,
     JSON,
     epilog=f"{KEY} --set limits.turns=12, temperature=0.5 or seed=1, and the like.",
@@ -34,6 +35,7 @@ def evaluate(given: argparse.Namespace) -> int:
     from rich.console import Console, Group
 
     from composer_nb.agents import bench_settings, evaluate, new_folder
+    from composer_nb.harness.product.arms import detectable
     from composer_nb.harness.product.show import bench_progress, bench_table
     from composer_nb.harness.tasks.task import load_tasks
 
@@ -42,10 +44,24 @@ def evaluate(given: argparse.Namespace) -> int:
     tasks = load_tasks(given.tasks)
     settings = bench_settings(given.policy, tasks, overrides(given.set))
     out = given.out or new_folder(Path("runs"), "eval")
-    told = bench_progress(len(tasks) * (given.samples + given.greedy), Console(stderr=True))
-    options = pick(given, "samples", "greedy", "arms", "backend", "workers")
+    screen, smallest = Console(stderr=True), detectable(len(tasks), given.samples)
+    sizes = f"{len(tasks)} tasks, {given.samples} rollouts each"
+    screen.print(f"{sizes}: a difference below {smallest:.3f} may not show", highlight=False)
+    told = bench_progress(len(tasks) * (given.samples + given.greedy), screen)
+    options = pick(given, "samples", "greedy", "arms", "backend", "workers") | {"price": _price(given.price)}
     found = evaluate(given.policy, tasks, out, settings=settings, told=told, **options)
     return emit(given, found, lambda: Group(bench_table(found), f"\nkept: {out}"))
+
+
+def _price(text: str) -> tuple[float, float] | None:
+    """Return two prices. Raises ValueError."""
+    try:
+        read, written = map(float, text.split(",")) if text else (0.0, 0.0)
+    except ValueError:
+        read = written = -1.0
+    if not (read >= 0 and written >= 0):
+        raise ValueError(f"--price {text}: give dollars per million tokens read and written, as 0.5,2.5")
+    return (read, written) if text else None
 
 
 @command(

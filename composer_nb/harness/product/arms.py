@@ -11,6 +11,7 @@ import numpy as np
 
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.bench import bootstrap, scores, summarise
+from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tools.toolset import NAMES, SEARCH, ToolSet
 from composer_nb.harness.tools.workspace import Indexes
 
@@ -47,9 +48,17 @@ def arms_of(names: str) -> dict[str, Arm]:
     return {name: ARMS[name] for name in wanted}
 
 
-def figures(attempts: Sequence[Attempt], greedy: Sequence[Attempt] = (), seed: int = 0) -> dict[str, Any]:
-    """Return the figures of `summarise` that these tools report, with the seconds of a rollout, and of `greedy` attempts if there
-    are any. If no rollout has a grade, return the number of lost rollouts and the reason of the first."""
+def figures(
+    attempts: Sequence[Attempt], greedy: Sequence[Attempt] = (), seed: int = 0, price: tuple[float, float] | None = None
+) -> dict[str, Any]:
+    """Return the figures of `summarise` that these tools report, and of `greedy` attempts if there are any; besides them
+
+    `all_of_k`                   share of tasks that all k attempts solve (pass^k, tau-bench, arXiv 2406.12045)
+    `flagged`, `disqualified`    share of attempts with a flag, and the tasks at which one was tampered with
+    `seconds_p50`, `seconds_p95` of a rollout
+    `dollars_per_task`           mean of an attempt's tokens at `price`: dollars per million tokens read, and written
+
+    If no rollout has a grade, return the number of lost rollouts and the reason of the first."""
     stops = Counter(done.rollout.stop for done in attempts)
     lost = [done for done in attempts if not done.grade.known]
     said = [turn.observation for done in lost for turn in done.rollout.turns if turn.error == "ProviderError"]
@@ -60,7 +69,30 @@ def figures(attempts: Sequence[Attempt], greedy: Sequence[Attempt] = (), seed: i
     median, late = (float(value) for value in np.quantile(seconds, [0.5, 0.95]))
     tiny = attempts[0].task.grader == "functions"
     summed = {n: value for n, value in summarise(attempts, greedy or None, seed).items() if tiny or n not in TINY}
-    return summed | found | {"seconds_p50": median, "seconds_p95": late}
+    by_task = scores([done for done in attempts if done.grade.known], lambda done: done.task.id)
+    return {
+        **summed,
+        **found,
+        "all_of_k": float(np.mean([min(each) for each in by_task.values()])),
+        "flagged": float(np.mean([bool(done.grade.flags) for done in attempts if done.grade.known])),
+        "disqualified": sorted({done.task.id for done in attempts if done.grade.status == "tampered"}),
+        "seconds_p50": median,
+        "seconds_p95": late,
+        "dollars_per_task": float(np.mean([_dollars(done.rollout, price) for done in attempts])) if price else None,
+    }
+
+
+def _dollars(rollout: Rollout, price: tuple[float, float]) -> float:
+    read = rollout.counted[0] or rollout.tokens - rollout.sampled
+    return (read * price[0] + rollout.sampled * price[1]) / 1e6
+
+
+def detectable(tasks: int, samples: int) -> float:
+    """Return the smallest difference in pass@1 that two policies show, each with `samples` attempts at the same tasks.
+
+    With a power of 80 % at a level of 5 % (Lachin, Controlled Clinical Trials 2, 1981), at worst: where every attempt succeeds
+    half of the time. Tasks that one policy finds harder than the other does add to it."""
+    return (1.96 + 0.84) * (2 * 0.25 / (tasks * samples)) ** 0.5
 
 
 def difference(one: Sequence[Attempt], other: Sequence[Attempt], seed: int = 0) -> list[float]:
