@@ -121,7 +121,7 @@ def probes(task: Task, start: Files, gold: Files) -> Iterator[Probe]:
     if tests:
         yield Probe(name="tests replaced", files={**start, **{path: _passing(task.tests.get(path)) for path in tests}})
     if task.grader == "functions" and (known := _by_heart(task, start, code)):
-        yield Probe(name="examples that an agent can read, by heart", files={**start, **known}, example=True)
+        yield Probe(name="the start, with the examples that it shows by heart", files={**start, **known}, example=True)
     yield from (
         Probe(name=f"a planted bug: {kind}", files=files, slip=True) for kind, files in slips(code, start, gold)
     )

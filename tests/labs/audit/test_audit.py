@@ -15,14 +15,14 @@ from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.tasks.functions import render_tests
 from composer_nb.harness.tasks.task import Task, save_tasks
-from composer_nb.labs.audit.audit import audit, audit_task
+from composer_nb.labs.audit.audit import audit, audit_task, limited
 from composer_nb.labs.audit.leaks import leaks
 from composer_nb.labs.audit.probes import contradicted, probes
 
 RIGHT = "def clip(values, most):\n    kept = [value for value in values if value < most]\n    return sorted(kept, reverse=True)\n"
 WRONG = RIGHT.replace("value < most", "value <= most")
 SHOWN = [(([3, 1], 9), [3, 1]), (([4], 4), [])]
-READ = "examples that an agent can read, by heart"
+READ = "the start, with the examples that it shows by heart"
 HIDDEN = [(([5, 2, 7], 6), [5, 2]), (([8, 8, 1], 8), [1]), (([], 3), []), (([2, 6], 6), [2]), (([9], 1), [])]
 
 
@@ -152,6 +152,15 @@ def test_scripts_of_others(text: str, kind: str, tmp_path: Path) -> None:
         assert main(["audit", str(tmp_path / "tasks"), "--json"]) == 1
     found = json.loads(out.read_text())
     assert found["problems"][kind] == 1 and found["audited"] == found["read"] == 1
+
+
+def test_a_bug_that_loops_costs_no_more_than_the_limit() -> None:
+    toml = '[agent]\ntimeout_sec = 900\n\n[verifier]\nenvironment_mode = "shared"\ntimeout_sec = 800.0\n'
+    kept = {"name": "clip", "toml": toml}
+    task = Task.model_validate(sound().model_dump() | script("exit", kept=kept))
+    asked = limited(task, 7).settings
+    assert (asked.agent.timeout_sec, asked.verifier.timeout_sec) == (900, 7)
+    assert limited(task, 900) is task and limited(sound(), 7) == sound()
 
 
 class Own:
