@@ -12,21 +12,17 @@ Prints a Markdown table: acceptance with its 95 % interval, and the gate's pass@
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 
-from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.bench import bootstrap
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.product.record import keep_judged
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
-from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.miniatures import make_miniatures
 from composer_nb.harness.tasks.task import Task, save_tasks
 from composer_nb.improve import attempts_of, improve, publish, revert
@@ -42,17 +38,11 @@ def requests(seed: str, count: int) -> list[Task]:
 
 def serve(model: Path, tasks: Sequence[Task], run: Path, noise: float, settings: Settings) -> list[float]:
     """Let users bring their requests, and keep the conversations with their verdicts. Return what was accepted."""
-    rng, accepted = Random(f"users {run}"), []
-    (run / "rollouts").mkdir(parents=True)
-    for number, done in enumerate(attempts_of(load_pretrained(model), trained_with(model), model, tasks, 1, settings)):
-        if not done.grade.known:
-            continue
-        accepted.append(float(done.grade.passed != (rng.random() < noise)))
-        name = f"user{number}"
-        verdict = Grade(status="graded", rewards={"reward": accepted[-1]})
-        task = Task.model_construct(id=name, instruction=done.task.instruction, files={})
-        kept = Attempt(task=task, rollout=replace(done.rollout, task_id=name, files={}), grade=verdict)
-        save_attempts(run / "rollouts" / f"served_{name}.parquet", [kept], {"instruction": [task.instruction]})
+    rng = Random(f"users {run}")
+    done = attempts_of(load_pretrained(model), trained_with(model), model, tasks, 1, settings)
+    done = [each for each in done if each.grade.known]
+    accepted = [float(each.grade.passed != (rng.random() < noise)) for each in done]
+    keep_judged(run, done, accepted)
     return accepted
 
 
@@ -100,7 +90,6 @@ def main() -> None:
         print(
             f"taken back: version {before} is followed by {engine.shared.version}, which has the weights of {version}"
         )
-    (out / "settings.json").write_text(json.dumps(changes))
 
 
 if __name__ == "__main__":

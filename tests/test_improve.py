@@ -14,7 +14,7 @@ import torch
 from composer_nb.cli import main
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.grading.grade import Grade
-from composer_nb.harness.product.record import served
+from composer_nb.harness.product.record import keep_judged, served
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
@@ -41,23 +41,12 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Conversations with the checkpoint, judged by users who accept what solves their task."""
     run, model = tmp_path_factory.mktemp("record"), load_pretrained(START)
-    (run / "rollouts").mkdir()
-    for number, done in enumerate(attempts_of(model, trained_with(START), START, load_tasks(TASKS)[6:14], 1, SETTINGS)):
-        keep(
-            run, f"user{number}", done, Grade(status="graded", rewards={"reward": 0.75 if done.grade.passed else -0.25})
-        )
-    keep(run, "open", done, Grade(status="ungraded"))
+    attempts = attempts_of(model, trained_with(START), START, load_tasks(TASKS)[6:15], 1, SETTINGS)
+    keep_judged(run, attempts, [0.75 if done.grade.passed else -0.25 for done in attempts])
+    last = next((run / "rollouts").glob("served_user8.parquet"))
+    undecided = replace(served(run)["user8"], grade=Grade(status="ungraded"))
+    save_attempts(last, [undecided], {"instruction": ["fix"]})
     return run
-
-
-def keep(run: Path, name: str, done: Attempt, verdict: Grade) -> None:
-    rollout = replace(done.rollout, task_id=name, files={})
-    task = Task.model_construct(id=name, instruction="fix", files={})
-    save_attempts(
-        run / "rollouts" / f"served_{name}.parquet",
-        [Attempt(task=task, rollout=rollout, grade=verdict)],
-        {"instruction": ["fix"]},
-    )
 
 
 def words(record: Path, gate: Path, out: Path, **settings: Any) -> list[str]:

@@ -1,18 +1,34 @@
-"""Views of an agent with the product's tools: its conversation, its diff with a verdict, call times, and the arms of the
-bench."""
+"""Views of an agent with the product's tools: its conversation, its diff with a verdict, call times, the arms of the bench, what
+a bench can show, and the gate of an update."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from composer_nb.harness.product.arms import detectable as smallest
 from composer_nb.harness.product.show import call_line
 from composer_nb.harness.product.work import Work
 from composer_nb.harness.rollout import Turn
 from composer_nb.harness.untrusted import as_html
 from composer_nb.views import style
 from composer_nb.views.page import Html, box
-from composer_nb.views.style import BLUE, GREEN, INK, SKY, VERMILION, Picture, as_share, interval, key, title
+from composer_nb.views.style import (
+    BLUE,
+    GREEN,
+    INK,
+    PURPLE,
+    SKY,
+    VERMILION,
+    Picture,
+    Side,
+    as_share,
+    grouped,
+    interval,
+    key,
+    one_panel,
+    title,
+)
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -104,4 +120,33 @@ def arms(report: Mapping[str, Any]) -> Picture:
     title(calls, "calls a task")
     calls.set_ylim(0, calls.get_ylim()[1] * 1.2)
     key(calls, loc="upper center", ncols=2)
+    return picture
+
+
+def detectable(tasks: Sequence[int], samples: Sequence[int]) -> Picture:
+    """Draw the smallest difference that a bench shows, by its number of tasks, one line for each number of attempts a task."""
+    picture, ax = one_panel(7.0, 2.8)
+    for count, color in zip(samples, (BLUE, GREEN, VERMILION, PURPLE), strict=False):
+        ax.plot(
+            tasks, [smallest(number, count) for number in tasks], "o-", color=color, label=f"{count} attempts a task"
+        )
+    ax.set_xscale("log")
+    ax.set_xticks(tasks, [str(number) for number in tasks])
+    title(as_share(ax, 0.3), "smallest difference in pass@1 that shows", "tasks")
+    key(ax)
+    return picture
+
+
+def gate(found: Mapping[str, Any]) -> Picture:
+    """Draw what the gate of an update compares (`improve.judge`): pass@1 and the share of attempts that edit."""
+    picture, ax = one_panel(6.0, 2.6)
+    names = {"pass_at_1": "pass@1", "edits": "attempts that edit"}
+    sides = [
+        Side(when, color, [found[when][name] for name in names], [None] * len(names))
+        for when, color in (("before", SKY), ("after", BLUE))
+    ]
+    grouped(ax, list(names.values()), sides, ".2f")
+    low, high = found["ci95"]
+    title(as_share(ax, 1.2), f"change of pass@1 {found['gain']:+.3f} ({low:+.3f} to {high:+.3f})")
+    key(ax, ncols=2)
     return picture

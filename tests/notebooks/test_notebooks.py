@@ -17,7 +17,11 @@ from composer_nb.trainer.records.rundir import RunDir
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 LONGEST_CELL, LONGEST_DEFINITION = 12, 10
-SHORTER = {"01_tour": {"run_dir": str(EXAMPLES[0])}, "08_product": {"tasks_wanted": 5}}
+SHORTER = {
+    "01_tour": {"run_dir": str(EXAMPLES[0])},
+    "08_product": {"tasks_wanted": 5},
+    "09_bench": {"tasks_wanted": 8, "seconds": 5.0},
+}
 """Parameters with which a notebook shows the same in less time."""
 ON_ONE_PAGE = ("00_minimal_loop",)
 """Notebooks whose subject is the code itself: they define what others import, in cells that follow one another."""

@@ -154,6 +154,15 @@ class Record:
         return self.run / "rollouts" / f"served_{name}{f'+{part}' if part else ''}.parquet"
 
 
+def keep_judged(run: Path, attempts: Sequence[Attempt], rewards: Sequence[float]) -> None:
+    """Store attempts as served rollouts, each with the reward of a user who has nothing but its end to judge."""
+    (run / "rollouts").mkdir(parents=True, exist_ok=True)
+    for number, (done, reward) in enumerate(zip(attempts, rewards, strict=True)):
+        file = run / "rollouts" / f"served_user{number}.parquet"
+        kept = replace(done, task=_task(f"user{number}", done.task.instruction))
+        save_attempts(file, [Verdict(reward=reward).of(kept)], {"instruction": [done.task.instruction]})
+
+
 def served(run: Path) -> dict[str, Attempt]:
     """Return the served rollouts of a run by name. Raises ValueError that names a damaged file."""
     files = sorted((run / "rollouts").glob("served_*.parquet"))
