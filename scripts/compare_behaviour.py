@@ -1,0 +1,268 @@
+#!/usr/bin/env python3
+"""compare_behaviour.py compaction|habits [--seeds N]: comparisons over seeds, as tables for docs/log.md.
+
+compaction: a policy without a model that knows its context alone (`labs/horizons/seeker.py`), with summaries of its own,
+summaries by a long instruction, and a cut, at two triggers. habits: a tiny policy is taught an easy repair with two bad habits, a
+useless read first and a message for each call; then RL with textual feedback, with a penalty of failed calls, with the effort
+penalty, or with none of these. One thread; medians with the least and the most of the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+
+from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.agent.hints import hints_of
+from composer_nb.harness.agent.scripts import turn
+from composer_nb.harness.agent.summary import SummarySettings
+from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.attempt import Agent, Attempt
+from composer_nb.harness.bench import run_eval
+from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
+from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.policy import Completion, Request
+from composer_nb.harness.rewards import Effort, RewardSettings, term
+from composer_nb.harness.rollout import Rollout
+from composer_nb.harness.tasks.functions import render_tests
+from composer_nb.harness.tasks.miniatures import make_miniatures
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.labs.horizons.compaction import figures
+from composer_nb.labs.horizons.seeker import Seeker
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.learner import Learner
+from composer_nb.trainer.learning.loss import LossSettings
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.learning.supervised import train_step
+from composer_nb.trainer.models.config import ModelConfig
+from composer_nb.trainer.models.induction import plant_induction
+from composer_nb.trainer.models.tokenizer import load_tokenizer
+from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.recipe.reader import example_run
+from composer_nb.trainer.rl import score_groups, streams_of
+
+TOKENIZER = load_tokenizer(example_run().path / "data")
+Figures = Mapping[str, float]
+
+
+def table(found: Mapping[str, Sequence[Figures]], names: Iterable[str]) -> str:
+    """Return rows of a Markdown table: for each arm the median of each figure over seeds, with its range."""
+    names = list(names)
+    lines = [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    for arm, runs in found.items():
+        cells = []
+        for name in names:
+            values = [run[name] for run in runs]
+            form = ".0f" if max(map(abs, values)) >= 20 else ".2f"
+            cells.append(f"{np.median(values):{form}} ({min(values):{form}} to {max(values):{form}})")
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+# Compaction
+
+
+def compaction(seeds: int, count: int = 16, triggers: Sequence[int] = (400, 200)) -> str:
+    found: dict[str, list[dict[str, float]]] = {}
+    with Sandboxes() as sandboxes:
+        for seed in range(seeds):
+            made = make_miniatures(f"compaction {seed}", count, heldout=False, executor=sandboxes.functions)
+            tasks = list(made)
+
+            def attempts(tasks: list[Task] = tasks, **summary: Any) -> dict[str, float]:
+                settings = EnvSettings(summary=SummarySettings(**summary))
+                agent = make_agent(settings, TOKENIZER, Limits(turns=24, tokens=8000), sandboxes)
+                return figures(list(run_eval(Seeker(agent.renderer), agent, tasks, sandboxes, samples=1)), TOKENIZER)
+
+            whole = attempts()
+            ways = {"one segment": whole}
+            for trigger in triggers:
+                for kind in ("self", "prompted", "truncate"):
+                    ways[f"{kind}, trigger {trigger}"] = attempts(kind=kind, trigger=trigger)
+            for way, each in ways.items():
+                found.setdefault(way, []).append({**each, "error": whole["solved"] - each["solved"]})
+    return table(found, ("solved", "error", "summary tokens", "reused", "forgotten", "tried twice"))
+
+
+# Habits
+
+
+MISSING = "g.py"
+PROMPTS, GROUP = 4, 6
+LOOKS = (3, 6, 12)
+"""Steps of RL after which figures are taken."""
+
+
+@term
+def failed_calls(rollout: Rollout, grade: Grade) -> float:
+    """Return the share of calls that failed."""
+    return sum(each.error is not None for each in rollout.turns) / max(1, rollout.calls)
+
+
+def task(number: int) -> Task:
+    """An easy repair: the request names the number, and one sign is wrong."""
+    n, name = number % 10, "f"
+    right, wrong = (f"def f(x):\n    return x {sign} {n}\n" for sign in "+-")
+    return Task(
+        id=f"add-{number}",
+        instruction=f"fix f.py: x plus {n}",
+        files={"f.py": wrong, "test_f.py": render_tests("f", name, [((1,), 1 + n), ((5,), 5 + n)])},
+        tests={"test_hidden.py": render_tests("f", name, [((7,), 7 + n), ((20,), 20 + n)])},
+        solution={"f.py": right},
+        source_scope=("f.py",),
+    )
+
+
+class Played(Seeker):
+    """Rollout k of `talks` says its k-th list of messages."""
+
+    talks: Sequence[Sequence[Sequence[ToolCall]]] = ()
+
+    def _answer(self, request: Request) -> Completion:
+        said = self._contexts.setdefault(request.rollout, [])
+        said.append(0)
+        ids = self.renderer.turn(turn(self.talks[request.rollout][len(said) - 1]))
+        none = [0.0] * len(ids)
+        return Completion(rollout=request.rollout, token_ids=ids, logprobs=none, policy_versions=[-1] * len(ids))
+
+
+def messages(number: int, habit: bool, parallel: bool) -> list[list[ToolCall]]:
+    calls = [
+        ToolCall(name="substitute", arguments={"path": "f.py", "old": "x -", "new": "x +"}),
+        ToolCall(name="run_tests", arguments={}),
+        ToolCall(name="finish", arguments={}),
+    ]
+    first = [[ToolCall(name="read_file", arguments={"path": MISSING})]] if habit else []
+    return [*first, *([calls] if parallel else [[call] for call in calls])]
+
+
+def demonstrations(agent: Agent, sandboxes: Sandboxes, rng: Random, count: int = 120) -> list[Row]:
+    """Return examples: six in ten with the bad habit, one in seven in one message; a quarter heeds the hint about the read."""
+    kinds = [(rng.random() < 0.6, rng.random() < 0.15) for _ in range(count)]
+    policy = Played(agent.renderer)
+    policy.talks = [messages(n, *kind) for n, kind in enumerate(kinds)]
+    done = dict(drive([agent.attempt(task(n), n) for n in range(count)], policy, sandboxes.functions))
+    bad = next(done[n].rollout for n, (habit, _) in enumerate(kinds) if habit)
+    [hint] = hints_of(bad, agent.renderer, agent.tools)[0]
+    rows = []
+    for n, (habit, _) in enumerate(kinds):
+        [segment] = done[n].rollout.segments
+        ids, weight = segment.token_ids, np.where(segment.acted, 1.0, 0.1).astype(np.float32)
+        if not habit and n % 5 < 3:
+            ids = np.concatenate([ids[: hint.at], np.array(hint.token_ids, np.int32), ids[hint.at :]])
+            weight = np.concatenate(
+                [weight[: hint.at], np.full(len(hint.token_ids), 0.1, np.float32), weight[hint.at :]]
+            )
+        rows.append(Row(ids, weight))
+    return rows
+
+
+def taught(agent: Agent, sandboxes: Sandboxes, seed: int, steps: int) -> Model:
+    torch.manual_seed(seed)
+    shape = ModelConfig(vocab_size=TOKENIZER.get_vocab_size(), num_hidden_layers=2, max_position_embeddings=512)
+    model = Model(shape)
+    plant_induction(model, seed)
+    model.requires_grad_()
+    rng = Random(seed)
+    rows, optimizer = demonstrations(agent, sandboxes, rng), FlatOptimizer(model, published=torch.bfloat16)
+    for step in range(steps):
+        lr = 3e-3 * min(1.0, (step + 1) / 10, (steps - step) / (steps / 2))
+        train_step(model, rng.sample(rows, 10), optimizer, Ranks(), lr=lr, balance=1e-3, clip=1.0)
+    return model
+
+
+def figures_of(attempts: Sequence[Attempt]) -> dict[str, float]:
+    rollouts = [done.rollout for done in attempts]
+    habits = [MISSING in each.turns[0].call for each in rollouts if each.turns]
+    return {
+        "solved": float(np.mean([done.grade.passed for done in attempts])),
+        "useless read first": float(np.mean(habits)),
+        "calls": float(np.mean([each.calls for each in rollouts])),
+        "messages": float(np.mean([each.messages for each in rollouts])),
+        "written tokens": float(np.mean([each.sampled for each in rollouts])),
+    }
+
+
+ARMS: dict[str, tuple[dict[str, float], float, float]] = {
+    "solved alone": ({"solved": 1.0}, 0.0, 0.0),
+    "and feedback 0.1": ({"solved": 1.0}, 0.1, 0.0),
+    "and feedback 0.3": ({"solved": 1.0}, 0.3, 0.0),
+    "and failed calls −0.3": ({"solved": 1.0, "failed_calls": -0.3}, 0.0, 0.0),
+    "and effort 0.3": ({"solved": 1.0}, 0.0, 0.3),
+}
+"""Weights of the reward, `loss.feedback`, and the weight of the effort penalty."""
+
+
+def trained(start: Model, agent: Agent, sandboxes: Sandboxes, seed: int, arm: str, steps: int) -> list[list[Attempt]]:
+    """Return the attempts of each step of RL, and those of the end: `PROMPTS` groups of 6 rollouts."""
+    weights, feedback, effort = ARMS[arm]
+    rewards = RewardSettings(weights=weights, effort=Effort(weight=effort, turns=0.5, tool_call_tokens=0.01))
+    loss, model = LossSettings(feedback=feedback), copy.deepcopy(start)
+    learner = Learner(model, FlatOptimizer(model, published=torch.bfloat16), loss)
+    hinter = partial(hints_of, renderer=agent.renderer, tools=agent.tools) if feedback else None
+    kept = []
+    for step in range(steps + 1):
+        engine = Engine(
+            model,
+            stop=agent.renderer.stop,
+            slots=GROUP * PROMPTS,
+            max_length=agent.limits.tokens,
+            seed=seed,
+            version=step,
+        )
+        places = range(step * GROUP * PROMPTS, (step + 1) * GROUP * PROMPTS)
+        done = dict(drive([agent.attempt(task(1000 + n // GROUP), n) for n in places], engine, sandboxes.functions))
+        kept.append([done[n] for n in range(len(places))])
+        groups = [kept[-1][at : at + GROUP] for at in range(0, len(places), GROUP)]
+        if step < steps and (streams := streams_of(score_groups(groups, rewards, loss), loss, hinter)):
+            each = {
+                "minibatches": 1,
+                "denominator": GROUP * PROMPTS * 24.0,
+                "lr": 3e-4 * min(1.0, (step + 1) / 3),
+                "clip": 1.0,
+            }
+            learner.learn(streams, Ranks(), Random(step), budget=4096, **each)
+    return kept
+
+
+def habits(seeds: int, taught_steps: int = 120) -> str:
+    found: dict[str, list[dict[str, float]]] = {}
+    with Sandboxes() as sandboxes:
+        agent = make_agent(EnvSettings(), TOKENIZER, Limits(turns=6, turn_tokens=64, tokens=400), sandboxes)
+        for seed in range(seeds):
+            start = taught(agent, sandboxes, seed, taught_steps)
+            for arm in ARMS:
+                kept = trained(start, agent, sandboxes, seed, arm, LOOKS[-1])
+                by_step = [figures_of(each) for each in kept]
+                if arm == "solved alone":
+                    found.setdefault("start", []).append(by_step[0])
+                for after in LOOKS:
+                    found.setdefault(f"{arm}, {after} steps", []).append(by_step[after])
+                print(f"seed {seed}, {arm}: {by_step[-1]}", flush=True)
+    return table(found, ("solved", "useless read first", "calls", "messages", "written tokens"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("compaction", "habits"))
+    parser.add_argument("--seeds", type=int, default=5)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    begun = time.process_time()
+    print({"compaction": compaction, "habits": habits}[given.what](given.seeds))
+    print(f"{time.process_time() - begun:.0f} CPU-seconds")
+
+
+if __name__ == "__main__":
+    main()
