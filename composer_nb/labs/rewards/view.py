@@ -20,6 +20,7 @@ from composer_nb.labs.rewards.judges import Agreement
 from composer_nb.labs.rewards.rescore import Lab, StoredBatch, Verdict, judge, rescore
 from composer_nb.settings import override
 from composer_nb.views import style
+from composer_nb.views.page import shown
 from composer_nb.views.style import Picture, from_zero, key, title
 
 if TYPE_CHECKING:
@@ -263,8 +264,8 @@ def alone(batch: StoredBatch) -> Picture:
     style.bars(live, {name: float(scores.live_P.mean()) for name, scores in found.items()}, style.GREY, ".2f")
     style.rows(agrees, names)
     agrees.axvline(0.5, color=style.GREY, linewidth=0.8)
-    shown = [scores.agreement if scores.live_P.any() else math.nan for scores in found.values()]
-    agrees.plot(shown, range(len(names)), "o", color=style.BLUE)
+    points = [scores.agreement if scores.live_P.any() else math.nan for scores in found.values()]
+    agrees.plot(points, range(len(names)), "o", color=style.BLUE)
     for ax in (live, agrees):
         ax.set_xlim(-0.05, 1.15)
         ax.tick_params(axis="y", labelsize=7.5)
@@ -288,7 +289,7 @@ def agreed(found: Agreement, levels: Sequence[str]) -> Picture:
     style.bars(ax, {"judge": found.accuracy, "a constant": found.constant}, [style.BLUE, style.GREY])
     style.interval(ax, found.interval, [0, 0])
     ax.set_xlim(0, 1)
-    title(ax, f"Cohen's κ = {found.kappa:.2f}", "accuracy, with its 95 % interval")
+    title(ax, f"Cohen's κ: {shown(found.kappa, '.2f')}", "accuracy, with its 95 % interval")
     return picture
 
 
