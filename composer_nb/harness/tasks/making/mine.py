@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import difflib
 import hashlib
+import json
 import re
 import stat
 import time
@@ -24,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from composer_nb.harness.files import write_json
-from composer_nb.harness.grading.plan import with_plan
+from composer_nb.harness.grading.box import Boxes, RunnerEnded
+from composer_nb.harness.grading.plan import gold_files, job, with_plan
 from composer_nb.harness.grading.source import Function
-from composer_nb.harness.grading.validate import validate_task
-from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.grading.validate import IDS, validate_task
+from composer_nb.harness.sandbox.contract import Backend, SandboxDied
 from composer_nb.harness.syntax import parse
 from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, State, prepared
 from composer_nb.harness.tasks.making.options import Running
@@ -252,6 +254,7 @@ def _outcome(candidate: Candidate, backend: Backend, running: Running, most_line
     if isinstance(task, str):
         verdict, _, why = task.partition(": ")
         return Outcome(key=candidate.id, kind=why, verdict=verdict, seconds=0.0)
+    task = _counting(task, backend, running)
     found = validate_task(task, backend, timeout_s=running.suite_s)
     verdict, why = "kept", ""
     if not found.valid or found.plan is None:
@@ -264,6 +267,18 @@ def _outcome(candidate: Candidate, backend: Backend, running: Running, most_line
         seconds=time.monotonic() - began,
         task=with_plan(task, found.plan) if verdict == "kept" and found.plan else None,
     )
+
+
+def _counting(task: Task, backend: Backend, running: Running) -> Task:
+    """Return the task with the tests that pass afterwards, if others fail: for want of a file or a package, as a rule."""
+    try:
+        [ran] = Boxes(backend=backend, timeout_s=running.suite_s).run([job(task, gold_files(task))])
+    except (SandboxDied, RunnerEnded):
+        return task
+    passed = [result.id for result in ran.results.values() if result.passed]
+    if not passed or len(passed) == len(ran.results):
+        return task
+    return task.model_copy(update={"metadata": task.metadata | {IDS: json.dumps(passed)}})
 
 
 def unnamed(before: Repository, after: Repository, tests: dict[str, str], request: str) -> list[str]:

@@ -12,7 +12,7 @@ from dulwich import porcelain
 
 from composer_nb.cli import main
 from composer_nb.harness.grading.front import grade
-from composer_nb.harness.grading.plan import gold_files
+from composer_nb.harness.grading.plan import gold_files, plan_of
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.making.mine import draft, history, mine, releases, request_of
 from composer_nb.harness.tasks.making.options import Running
@@ -137,6 +137,22 @@ def test_releases(tmp_path: Path, backend: Backend) -> None:
     assert task.id == "sums-1" and grade(task, gold_files(task), backend).passed
     held = json.loads((tmp_path / "out/summary.json").read_text())
     assert held["verdicts"] == {"kept": 1, "no suite": 1}
+
+
+def test_tests_that_fail_afterwards_too_do_not_count(tmp_path: Path, backend: Backend) -> None:
+    broken = "\n\ndef test_of_a_file_that_is_not_shipped():\n    open('data.bin')\n"
+    for number, (code, tests, log) in enumerate(
+        [(SUMS, TESTS, ""), (MEAN, TESTS + EMPTY + broken, "- Nothing has a mean\n")]
+    ):
+        for path, text in {"sums.py": code, "test_sums.py": tests, "NEWS.md": log}.items():
+            (tmp_path / f"sums-{number}").mkdir(exist_ok=True)
+            (tmp_path / f"sums-{number}" / path).write_text(text)
+    made = mine([tmp_path / "sums-0", tmp_path / "sums-1"], tmp_path / "out", backend)
+    assert made["verdicts"] == {"kept": 1}
+    [task] = load_tasks(tmp_path / "out")
+    assert sorted(plan_of(task).tests.values()) == [
+        f"test_sums.py::test_{name}" for name in ("mean", "mean_of_nothing", "total")
+    ]
 
 
 def test_what_holds_no_history(tmp_path: Path, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
