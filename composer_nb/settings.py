@@ -274,13 +274,14 @@ class Settings:
     seed: Seed = 0
     rl_seed: Seed = 0
     """Additional seed of RL, so that several RL runs can share one mid-training."""
+    until: Literal["midtrain", "sft", "rl"] = "rl"
+    """Stage after which the run ends. The first two are not followed by an evaluation."""
     control_steps: Count = 0
     """Control: steps of supervised training on all demonstrations, in place of RL."""
     ranks: Some = 2
     """Number of training processes; each has one thread."""
     matmul: Literal["float32", "bfloat16"] = "float32"
-    """Operands of float32 matrix products, in training and in engines. bfloat16 rounds them where the processor has units for it
-    (AMX: 2 to 3 times as fast), and the sums stay in float32."""
+    """Operands of float32 matrix products. bfloat16 rounds them where the processor has units for it (AMX); sums are float32."""
     mesh: MeshSettings = field(default_factory=MeshSettings)
     data: DataSettings = field(default_factory=DataSettings)
     tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)

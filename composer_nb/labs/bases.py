@@ -33,6 +33,8 @@ from composer_nb.trainer.learning.supervised import cross_entropy
 from composer_nb.trainer.models.convert import read_model
 from composer_nb.trainer.models.transformer import Model
 
+WIDTH = 40
+"""Most characters of a line, on average: a history must fit the positions of a small model."""
 END = "# end\n"
 """The line after which an answer is over."""
 
@@ -147,18 +149,17 @@ def chosen(base: Base, question: Question) -> int:
 
 
 def make_histories(texts: Sequence[str], count: int, lines: int, edits: int, seed: int) -> list[History]:
-    """Return histories of pieces of `lines` lines. Each edit deletes a line, repeats one elsewhere, or puts one in the place of
-    another. Raises ValueError where no text has so many lines."""
-    pieces = [text.splitlines(keepends=True) for text in texts]
-    able = [piece for piece in pieces if len(piece) > lines]
+    """Return histories of pieces of `lines` lines, which have at most `WIDTH` characters on average. Each edit deletes a line,
+    repeats one elsewhere, or puts one in the place of another. Raises ValueError where there is no such piece."""
+    whole = [text.replace("\r", "").splitlines(keepends=True) for text in texts]
+    pieces = [each[at : at + lines] for each in whole for at in range(len(each) - lines)]
+    able = [piece for piece in pieces if len("".join(piece)) <= WIDTH * lines]
     if not able:
-        raise ValueError(f"lines={lines}: no text has more lines; lower it")
+        raise ValueError(f"lines={lines}: no text has so many lines of {WIDTH} characters on average; lower it")
     random = Random(f"histories {seed}")
     made = []
     for _ in range(count):
-        piece = random.choice(able)
-        at = random.randrange(len(piece) - lines)
-        now = first = [line.replace("\r", "") for line in piece[at : at + lines]]
+        now = first = random.choice(able)
         diffs = []
         for _ in range(edits):
             new = list(now)

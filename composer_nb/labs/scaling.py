@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -48,6 +48,13 @@ def fit_loss(tokens: Sequence[float], loss: Sequence[float], shape: Shape = "log
         raise ValueError(f"a {shape} line needs tokens above 0 and finite losses, those of a power above 0")
     slope, intercept = np.polyfit(np.log(x), np.log(y) if shape == "power" else y, 1)
     return LossFit(shape=shape, intercept=float(intercept), slope=float(slope))
+
+
+def predictions(tokens: Sequence[float], loss: Sequence[float]) -> dict[str, tuple[LossFit, float]]:
+    """Return both laws, fitted to the first half of the points, each with its error at the last: predicted minus measured."""
+    half = (len(tokens) + 1) // 2
+    fits = {shape: fit_loss(tokens[:half], loss[:half], shape) for shape in get_args(Shape)}
+    return {shape: (fit, float(fit.predict(tokens[-1])) - loss[-1]) for shape, fit in fits.items()}
 
 
 def bits_per_byte(nats: ArrayLike, bytes_per_token: float) -> NDArray[np.float64]:

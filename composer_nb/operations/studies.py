@@ -1,4 +1,4 @@
-"""Commands that measure and look into things: microscope, weights, doctor."""
+"""Commands that measure and look into things: microscope, scaling, weights, doctor."""
 
 from __future__ import annotations
 
@@ -34,6 +34,41 @@ def microscope(given: argparse.Namespace) -> int:
         report.to_dict(),
         lambda: Group(view.headline(report), text_table(list(view.rows(report)), view.HEAD), causes),
     )
+
+
+@command(
+    "scaling",
+    RUN,
+    arg("--loss NAME", "heldout_code_loss, of the codebase, or heldout_agent_loss", "heldout_code_loss"),
+    arg("--png FILE", "also draw it", type=Path),
+    JSON,
+)
+def scaling(given: argparse.Namespace) -> int:
+    """Fit the held-out loss of a run's mid-training against tokens, and test the fits on its second half."""
+    from rich.console import Group
+
+    from composer_nb.harness.files import write_atomic
+    from composer_nb.labs.scaling import predictions
+    from composer_nb.trainer.recipe.reader import open_run
+    from composer_nb.views.midtraining import against_tokens, tokens_seen
+    from composer_nb.views.page import text_table
+
+    points = open_run(given.path).steps("midtrain")
+    if len(points) < 3 or given.loss not in points[0]:
+        raise ValueError(f"{given.path}: fewer than three measurements of {given.loss!r} in mid-training")
+    tokens, loss = tokens_seen(points).tolist(), [point[given.loss] for point in points]
+    found = predictions(tokens, loss)
+    if given.png:
+        fits = [fit for fit, _ in found.values()]
+        write_atomic(given.png, against_tokens(tokens, loss, fits, (len(tokens) + 1) // 2, given.loss).png())
+    laws = {shape: {**asdict(fit), "error": error} for shape, (fit, error) in found.items()}
+    rows = [
+        (name, f"{law['intercept']:.3f}", f"{law['slope']:+.4f}", f"{law['error']:+.3f}") for name, law in laws.items()
+    ]
+    title = f"{given.loss}: {loss[0]:.3f} after {tokens[0]:,.0f} tokens, {loss[-1]:.3f} after {tokens[-1]:,.0f}"
+    head = ("law", "intercept", "slope", "error at the last")
+    plain = {"tokens": tokens, "loss": loss, "laws": laws}
+    return emit(given, plain, lambda: Group(title, text_table(rows, head, numbers=True)))
 
 
 @command(

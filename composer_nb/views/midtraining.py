@@ -44,6 +44,34 @@ def yields(report: Mapping[str, Any]) -> Table:
     return text_table(rows, head, numbers=True)
 
 
+def yields_picture(report: Mapping[str, Any]) -> Picture:
+    """Draw what is left after each filter of a corpus, in files and in bytes, as shares of what was found."""
+    picture, ax = style.one_panel(8, 3.4)
+    rows = report["yields"]
+    for name, hue, mark in (("files", style.BLUE, "o"), ("bytes", style.VERMILION, "s")):
+        left = [row[name] / max(1, rows[0][name]) for row in rows]
+        ax.plot(left, range(len(rows)), color=hue, marker=mark, drawstyle="steps-pre", linewidth=1.7, label=name)
+    ax.set_yticks(range(len(rows)), [row["filter"] for row in rows])
+    ax.invert_yaxis()
+    title(ax, "what is left after each filter", "share of what was found")
+    key(ax)
+    return picture
+
+
+def bases_picture(found: Sequence[Mapping[str, Any]]) -> Picture:
+    """Draw the rows of `labs.bases.compare_bases`, a panel for each evaluation."""
+    picture = Picture(9.5, 0.8 + 0.35 * len(found))
+    kinds = {"fresh_knowledge": "fresh knowledge (more is better)", "state_distance": "state tracking, edits (less)"}
+    panels = picture.panels(1, 3, sharey=True)
+    for ax, (kind, text) in zip(
+        panels, {**kinds, "bits_per_byte": "codebase, bits per byte (less)"}.items(), strict=True
+    ):
+        ax.barh([row["base"] for row in found], [row[kind] for row in found], color=style.BLUE)
+        title(ax, text)
+    panels[0].invert_yaxis()
+    return picture
+
+
 def base_table(found: Sequence[Mapping[str, Any]]) -> Table:
     """Return the rows of `labs.bases.compare_bases` as a table for a terminal; arrows point to the better side."""
     head = ("base", "M weights", "knowledge ↑", "state, edits ↓", "code, nats ↓", "bits/byte ↓")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from composer_nb.labs.scaling import bits_per_byte, bytes_per_token, fit_loss
+from composer_nb.cli import main
+from composer_nb.labs.scaling import bits_per_byte, bytes_per_token, fit_loss, predictions
 from composer_nb.trainer.learning.data import Row, code_rows
+from composer_nb.trainer.recipe.reader import EXAMPLES
 
 TOKENS = [1e3, 3e3, 1e4, 5e4, 2e5]
 
@@ -73,3 +77,23 @@ def test_bytes_are_those_of_the_text(tokenizer: Tokenizer):
 def test_a_byte_of_which_nothing_is_known_costs_eight_bits():
     assert bits_per_byte(math.log(256), 1.0) == pytest.approx(8.0)
     assert bits_per_byte([math.log(2)] * 2, 2.0) == pytest.approx([0.5, 0.5])
+
+
+def test_a_prediction_is_judged_at_the_last_point():
+    loss = (4 - 0.3 * np.log(TOKENS)).tolist()
+    exact = predictions(TOKENS, loss)
+    assert exact["log-linear"][1] == pytest.approx(0, abs=1e-9) and exact["power"][1] > 0.01, (
+        "a power law bends upwards"
+    )
+    higher = predictions(TOKENS, [*loss[:-1], loss[-1] + 1])
+    assert higher["log-linear"][1] == pytest.approx(-1) and higher["log-linear"][0] == exact["log-linear"][0]
+
+
+def test_the_command_fits_a_run_and_draws_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["scaling", str(EXAMPLES[0]), "--json", "--png", str(tmp_path / "fit.png")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["laws"]["log-linear"]["slope"] < 0 and found["tokens"] == sorted(found["tokens"])
+    assert len(found["loss"]) == len(found["tokens"]) > 5 and (tmp_path / "fit.png").read_bytes()[1:4] == b"PNG"
+    assert main(["scaling", str(EXAMPLES[0])]) == 0 and "log-linear" in capsys.readouterr().out
+    assert main(["scaling", str(EXAMPLES[0]), "--loss", "no_loss"]) != 0
+    assert "fewer than three measurements of 'no_loss'" in capsys.readouterr().err

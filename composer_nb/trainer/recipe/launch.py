@@ -142,9 +142,10 @@ def _launch(run: RunDir, settings: Settings, say: Callable[[str], None]) -> None
     _reap(run, say)
     run.clean()
     _require_room(run, settings)
-    if run.finished("eval_control" if settings.control_steps else "numerics") is None:
+    last = "eval_control" if settings.control_steps else "numerics"
+    if run.finished(last if settings.until == "rl" else settings.until) is None:
         _run_ranks(run, settings.ranks, say)
-    if settings.services.on and not settings.control_steps and run.finished("rl") is None:
+    if settings.services.on and settings.until == "rl" and not settings.control_steps and run.finished("rl") is None:
         with held(settings.services.address):
             _run_services(run, say)
         _run_ranks(run, settings.ranks, say)

@@ -52,9 +52,13 @@ def run_recipe(s: Stages) -> None:
     make_tokenizer(s)
     make_data(s)
     midtrain(s)
+    if s.settings.until == "midtrain":
+        return
     if s.settings.extend.steps:
         extend(s)
     fine_tune(s)
+    if s.settings.until == "sft":
+        return
     for name in ("base", "midtrained", "start"):
         evaluate(s, name)
     if s.settings.control_steps:

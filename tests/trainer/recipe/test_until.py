@@ -1,0 +1,46 @@
+"""A run that ends before RL, and one on a corpus, with gaps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from composer_nb.settings import Settings, override
+from composer_nb.trainer.corpus.build import CorpusSettings, make_corpus
+from composer_nb.trainer.learning.data import code_rows, read_corpus
+from composer_nb.trainer.learning.infill import gap_tokens
+from composer_nb.trainer.models.tokenizer import load_tokenizer
+from composer_nb.trainer.recipe.launch import start_or_resume
+from tests.conftest import ROOT, TINY
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(600)
+def test_mid_training_alone_on_a_corpus_with_gaps(tmp_path: Path):
+    """The tokenizer has tokens for gaps, the codebase is what the corpus holds out, and nothing follows mid-training."""
+    (tmp_path / "repositories").mkdir()
+    for name in ("kernels", "harness"):
+        (tmp_path / "repositories" / name).mkdir()
+        (tmp_path / "repositories" / name / "pyproject.toml").write_text('[project]\nlicense = "MIT"\n')
+        for path in (ROOT / "composer_nb" / name).rglob("*.py"):
+            copy = tmp_path / "repositories" / name / path.relative_to(ROOT / "composer_nb")
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(path.read_text())
+    make_corpus(tmp_path / "repositories", tmp_path / "corpus", CorpusSettings(heldout=0.4))
+    few = {"data.demonstrations": 8, "data.mistaken_demonstrations": 0, "data.rl_tasks": 12, "data.heldout_tasks": 4}
+    few |= {"data.structure_tasks": 0, "data.tune_tasks": 4, "sft.steps": 0, "data.level": "functions", "data.told": 0.0}
+    values = few | {"data.code": str(tmp_path / "corpus"), "until": "midtrain", "midtrain.infill.share": 0.5, "ranks": 1}
+    settings = override(Settings(), TINY | {"midtrain.code_first": 1.0, "midtrain.steps": 10} | values)
+    run = start_or_resume(None, settings, runs=tmp_path / "runs", name="alone", say=lambda line: None)
+    assert run.finished("midtrain") is not None and run.finished("sft") is None
+    points = run.steps("midtrain")
+    assert points[-1]["step"] == 10 and np.isfinite(points[-1]["heldout_code_loss"])
+    tokenizer = load_tokenizer(run.path / "data")
+    assert len(set(gap_tokens(tokenizer))) == 3
+    heldout = code_rows(read_corpus(str(tmp_path / "corpus")).validation, tokenizer, 1.0, limit=48)
+    assert not any(set(gap_tokens(tokenizer)) & set(row.token_ids.tolist()) for row in heldout)
+    said: list[str] = []
+    start_or_resume(run.path, say=said.append)
+    assert len(said) == 1 and "the run is complete" in said[0]
