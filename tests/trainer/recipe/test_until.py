@@ -30,8 +30,19 @@ def test_mid_training_alone_on_a_corpus_with_gaps(tmp_path: Path):
             copy.write_text(path.read_text())
     make_corpus(tmp_path / "repositories", tmp_path / "corpus", CorpusSettings(heldout=0.4))
     few = {"data.demonstrations": 8, "data.mistaken_demonstrations": 0, "data.rl_tasks": 12, "data.heldout_tasks": 4}
-    few |= {"data.structure_tasks": 0, "data.tune_tasks": 4, "sft.steps": 0, "data.level": "functions", "data.told": 0.0}
-    values = few | {"data.code": str(tmp_path / "corpus"), "until": "midtrain", "midtrain.infill.share": 0.5, "ranks": 1}
+    few |= {
+        "data.structure_tasks": 0,
+        "data.tune_tasks": 4,
+        "sft.steps": 0,
+        "data.level": "functions",
+        "data.told": 0.0,
+    }
+    values = few | {
+        "data.code": str(tmp_path / "corpus"),
+        "until": "midtrain",
+        "midtrain.infill.share": 0.5,
+        "ranks": 1,
+    }
     settings = override(Settings(), TINY | {"midtrain.code_first": 1.0, "midtrain.steps": 10} | values)
     run = start_or_resume(None, settings, runs=tmp_path / "runs", name="alone", say=lambda line: None)
     assert run.finished("midtrain") is not None and run.finished("sft") is None
