@@ -132,7 +132,7 @@ def detectable(tasks: Sequence[int], samples: Sequence[int]) -> Picture:
         )
     ax.set_xscale("log")
     ax.set_xticks(tasks, [str(number) for number in tasks])
-    title(as_share(ax, 0.3), "smallest difference in pass@1 that shows", "tasks")
+    title(as_share(ax, 0.3), "smallest difference in pass@1 that shows, by attempts", "tasks")
     key(ax)
     return picture
 
