@@ -21,7 +21,7 @@ TOO_OLD = $(PYTHON) is $$($(PYTHON) --version 2>&1); \
 NO_VENV = $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: sudo apt-get install python3-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-smollm example test test-whole test-slow test-browser check check-kernels test-older-triton bench bench-gpu bench-weights speedrun docs lab clean moved
+.PHONY: help setup demo demo-smollm example test test-whole test-slow test-browser check check-kernels test-older-triton bench bench-engine bench-gpu bench-weights speedrun docs lab clean moved
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -73,6 +73,9 @@ example: .venv/.ready ## make data/example anew from the current recipe: two ful
 
 bench: .venv/.ready ## measure this machine
 	@$(BIN)/python scripts/machine_bench.py $(ARGS)
+
+bench-engine: .venv/.ready ## tokens a second of the engine beside transformers, in some minutes
+	@$(BIN)/python scripts/bench_engine.py $(ARGS)
 
 bench-gpu: .venv/.ready ## the MoE kernels on a GPU against their peers, in eight minutes; table and JSON in build/bench_gpu/
 	@$(BIN)/python scripts/bench_gpu.py $(ARGS)

@@ -22,26 +22,30 @@ from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits, ScriptSpeaker, Speaker, TokenSpeaker
 from composer_nb.harness.environment import RENDERERS, Carried, carried
 from composer_nb.harness.product.work import tools_for
+from composer_nb.harness.remote import REMOTE
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.toolset import ToolSet
 
 if TYPE_CHECKING:
     from composer_nb.trainer.services.inference import Inference
 
-KINDS = "DIR, openai:URL[#MODEL], scripted:NAME or scripted:FILE.json"
-LATER = ("vllm", "sglang")
+KINDS = "DIR, openai:URL[#MODEL], vllm:URL#DIR, sglang:URL#DIR, scripted:NAME or scripted:FILE.json"
 Cast = Callable[[Task | None, int], Speaker]
 """Makes the speaker of a conversation from its task, if it has one, and the number of the rollout."""
 
 
 def parse_policy(name: str) -> tuple[str, str]:
-    """Return the kind of a policy (`checkpoint`, `openai` or `scripted`) and the rest of its name. Raises ValueError."""
+    """Return the kind of a policy (`checkpoint`, `openai`, `vllm`, `sglang` or `scripted`) and the rest of its name. Raises
+    ValueError."""
     kind, colon, rest = name.partition(":")
-    if colon and kind in ("openai", "scripted"):
+    if kind in REMOTE and not all(rest.rpartition("#")[::2]):
+        raise ValueError(
+            f"--policy {name}: write {kind}:URL#DIR, with a checkpoint's folder, for its tokens and chat format"
+        )
+    if colon and kind in ("openai", "scripted", *REMOTE):
         return kind, rest
     if colon and not Path(name).exists():
-        wrong = "not supported yet" if kind in LATER else "no such kind"
-        raise ValueError(f"--policy {name}: {wrong}; give {KINDS}")
+        raise ValueError(f"--policy {name}: no such kind; give {KINDS}")
     return "checkpoint", name
 
 
@@ -58,7 +62,8 @@ def equipment(policy: str) -> tuple[ToolSet, Limits]:
     """Return the tools and limits of a policy in the product: those that its checkpoint was trained with, else the product's.
     Raises like `trained_with`."""
     kind, rest = parse_policy(policy)
-    known = trained_with(Path(rest)) if kind == "checkpoint" else None
+    folder = rest.rpartition("#")[2] if kind in REMOTE else rest
+    known = trained_with(Path(folder)) if kind in ("checkpoint", *REMOTE) else None
     return tools_for(known.tools if known else "cursor"), (known and known.limits) or LIMITS
 
 
@@ -83,6 +88,15 @@ def open_policy(
     elif kind == "openai":
         endpoint = open_endpoint(rest, temperature, min(LISTED_S, limits.seconds))
         yield lambda task, rollout: EndpointSpeaker(endpoint, system, schemas, limits)
+    elif kind in REMOTE:
+        from composer_nb.trainer.models.tokenizer import load_tokenizer
+
+        url, _, folder = rest.rpartition("#")
+        known = trained_with(Path(folder))
+        chat = RENDERERS[known.renderer](load_tokenizer(Path(folder), needed=()), schemas)
+        there = REMOTE[kind](url, stop=chat.stop, temperature=temperature)
+        told = summary if summary.trigger else known.summary
+        yield lambda task, rollout: TokenSpeaker(chat, rollout, limits, there.ask, there.release, system, told)
     else:
         with open_engine(Path(name), slots=slots, tokens=limits.tokens, temperature=temperature, seed=seed) as engine:
             renderer, held = engine.format(engine.tokenizer, schemas), replace(limits, tokens=engine.tokens)
@@ -98,6 +112,8 @@ def identity(name: str) -> str:
     kind, rest = parse_policy(name)
     if kind == "openai":
         return open_endpoint(rest).model
+    if kind in REMOTE:
+        return rest
     if kind == "scripted":
         return hashlib.sha256(Path(rest).read_bytes()).hexdigest() if rest.endswith(".json") else rest
     files = sorted(Path(name).glob("*")) if Path(name).is_dir() else []

@@ -212,7 +212,7 @@ def test_a_verdict_may_be_given_later(
         ({"path": "nowhere"}, "no folder here"),
         ({"policy": "scripted:expert"}, "give scripted:FILE.json"),
         ({"policy": "scripted:none.json"}, "none.json"),
-        ({"policy": "vllm:here"}, "not supported yet; give DIR, openai:URL"),
+        ({"policy": "vllm:here"}, "write vllm:URL#DIR"),
         ({"policy": "x:here"}, "no such kind; give DIR, openai:URL"),
         ({"policy": "openai:http://127.0.0.1:9/v1"}, "127.0.0.1:9"),
         ({"policy": "nowhere"}, "no such checkpoint directory"),

@@ -67,7 +67,7 @@ def test_heavy_libraries_are_not_imported_before_they_are_needed():
         (["follow"], "runs/tour: no run here"),
         (["agent", "nowhere", "fix it", "--policy", "scripted:x.json"], "nowhere: no folder here"),
         (["tour", "--resume", "--set", "seed=1"], "leave out --set"),
-        (["eval", "--policy", "vllm:http://x", "--tasks", "TASKS"], "not supported yet"),
+        (["eval", "--policy", "vllm:http://x", "--tasks", "TASKS"], "write vllm:URL#DIR"),
         (
             ["eval", "--policy", "openai:x", "--tasks", "TASKS"],
             "give an address such as openai:http://127.0.0.1:8000/v1",

@@ -41,6 +41,7 @@ TARGETS = {
     "test-older-triton": "triton==3.6.0",
     "bench": "scripts/machine_bench.py",
     "bench-gpu": "bench_gpu.py",
+    "bench-engine": "scripts/bench_engine.py",
     "bench-weights": "scripts/weights_bench.py",
     "lab": "jupyterlab",
     "docs": "make_docs.py",

@@ -21,27 +21,27 @@ from numpy.typing import NDArray
 
 from composer_nb.kernels.attention.cached import attend_one
 from composer_nb.kernels.compiled import compiled, dot, exp2
-
-Floats = NDArray[np.float32]
-CACHE_BYTES = 4 << 20
-"""Weights of a layer up to this size stay in a core's cache from one token to the next."""
+from composer_nb.kernels.tiles import WIDTH, Floats, products
 
 
 class LayerWeights(NamedTuple):
-    """Weights of a layer, float32 and contiguous, each matrix as [in, out]."""
+    """Weights of a layer, float32 and contiguous, each matrix in panels."""
 
     attention_norm_D: Floats
-    qkv_DF: Floats
+    qkv: Floats
     """F = (Q + 2G) · C."""
+    qkv_bias_F: Floats
+    """Empty: none."""
     qk_norm_HC: Floats
-    """A row for each query head, then one for each key head."""
-    o_AD: Floats
-    """A = Q · C."""
+    """A row for each query head, then one for each key head. Empty: no norm."""
+    o: Floats
     moe_norm_D: Floats
-    router_DE: Floats
-    w_in_EDF: Floats
-    """F = 2H, gate and up side by side."""
-    w_out_EHD: Floats
+    count: int  # type: ignore[assignment]  # of a NamedTuple, whose method nobody calls
+    """Experts; 0: a dense layer, in the place of the first."""
+    router: Floats
+    w_in: Floats
+    """A leading dimension of experts; F = 2H, gate and up side by side."""
+    w_out: Floats
 
 
 class DecodeWeights(NamedTuple):
@@ -50,7 +50,7 @@ class DecodeWeights(NamedTuple):
     embed_VD: Floats
     layers: tuple[LayerWeights, ...]
     final_norm_D: Floats
-    output_DV: Floats
+    output: Floats
     rope_P2C: Floats
     """Cosines and sines of each position, half a head wide."""
 
@@ -67,16 +67,12 @@ class NewTokens(NamedTuple):
     source_N: NDArray[np.int64]
 
 
-def fits(layer_bytes: int) -> bool:
-    """Return whether a layer of this size is better read once a token than once a batch."""
-    return layer_bytes <= CACHE_BYTES
-
-
 def decode(
     weights: DecodeWeights, new: NewTokens, k_LSGTC: Floats, v_LSGTC: Floats, chosen: int, eps: float
 ) -> tuple[Floats, NDArray[np.int64], Floats, Floats]:
     """Hidden states [U, D] after the final norm, experts [U, L, K], gates [U, L, K] and margins [U, L]. Adds to the cache."""
     shape = (len(weights.layers), len(new.ids_U))
+    sparse = np.array([own.count > 0 for own in weights.layers])
     x_UD = weights.embed_VD[new.ids_U]
     experts_LUK = np.empty((*shape, chosen), np.int64)
     gates_LUK = np.empty((*shape, chosen), np.float32)
@@ -86,113 +82,114 @@ def decode(
         _layer(x_UD, own, weights.rope_P2C, np.float32(eps), new, k_LSGTC[layer], v_LSGTC[layer], *recorded)
     hidden_UD = np.empty_like(x_UD)
     _norm_rows(x_UD, weights.final_norm_D, np.float32(eps), hidden_UD)
-    return hidden_UD, experts_LUK.swapaxes(0, 1), gates_LUK.swapaxes(0, 1), margins_LU.T
+    return hidden_UD, experts_LUK[sparse].swapaxes(0, 1), gates_LUK[sparse].swapaxes(0, 1), margins_LU[sparse].T
 
 
-def project(hidden_SD: Floats, output_DV: Floats) -> Floats:
+def project(hidden_SD: Floats, output: Floats, vocabulary: int) -> Floats:
     """Logits [S, V], row by row."""
-    rows = len(hidden_SD)
-    even_SD = np.concatenate([hidden_SD, np.zeros((rows % 2, hidden_SD.shape[1]), np.float32)])
-    logits_SV = np.empty((len(even_SD), output_DV.shape[1]), np.float32)
-    _products(even_SD, output_DV, logits_SV)
-    return logits_SV[:rows]
+    logits = np.empty((len(hidden_SD), len(output) * WIDTH), np.float32)
+    products(hidden_SD, output, logits)
+    return logits[:, :vocabulary]
 
 
 @compiled
 def _layer(x, w, rope, eps, new, k, v, experts, gates, margins):  # type: ignore[no-untyped-def]
     tokens, width = x.shape
     keys, head_width = k.shape[1], k.shape[3]
-    queries = len(w.qk_norm_HC) - keys
-    even = tokens + tokens % 2  # products take rows in pairs
-    h = np.zeros((even, width), np.float32)
-    heads = np.empty((even, queries + 2 * keys, head_width), np.float32)
+    queries = w.o.shape[1] // head_width
+    h = np.empty((tokens, width), np.float32)
     for n in range(tokens):
         _norm(x[n], w.attention_norm_D, eps, h[n])
-    _products(h, w.qkv_DF, heads.reshape(even, -1))
+    joined = np.empty((tokens, len(w.qkv) * WIDTH), np.float32)
+    products(h, w.qkv, joined)
     for n in range(tokens):
+        for f in range(len(w.qkv_bias_F)):
+            joined[n, f] += w.qkv_bias_F[f]
+        heads = joined[n, : (queries + 2 * keys) * head_width].reshape(-1, head_width)
         for head in range(queries + keys):
-            _norm_rope(heads[n, head], w.qk_norm_HC[head], rope[new.position_U[n]], eps)
+            if len(w.qk_norm_HC):
+                _norm_rope(heads[head], w.qk_norm_HC[head], rope[new.position_U[n]], eps)
+            else:
+                _rope(heads[head], rope[new.position_U[n]])
     for n in range(len(new.row_N)):
         row, at, source = new.row_N[n], new.position_N[n], new.source_N[n]
         for group in range(keys):
             for c in range(head_width):
-                k[row, group, at, c] = heads[source, queries + group, c]
-                v[row, group, at, c] = heads[source, queries + keys + group, c]
-    score = np.empty(k.shape[2], np.float32)
-    attended = np.zeros((even, queries, head_width), np.float32)
+                k[row, group, at, c] = joined[source, (queries + group) * head_width + c]
+                v[row, group, at, c] = joined[source, (queries + keys + group) * head_width + c]
+    score = np.empty((queries // keys, k.shape[2]), np.float32)
+    attended = np.empty((tokens, queries, head_width), np.float32)
     scale = np.float32(math.log2(math.e) / math.sqrt(head_width))
     for n in range(tokens):
         slot, seen = new.slot_U[n], new.position_U[n] + 1
-        attend_one(heads[n, :queries], k[slot], v[slot], seen, scale, score, attended[n])
-    y = np.empty((even, width), np.float32)
-    _products(attended.reshape(even, -1), w.o_AD, y)
+        heads = joined[n, : queries * head_width].reshape(-1, head_width)
+        attend_one(heads, k[slot], v[slot], seen, scale, score, attended[n])
+    y = np.empty((tokens, len(w.o) * WIDTH), np.float32)
+    products(attended.reshape(tokens, -1), w.o, y)
     for n in range(tokens):
         for d in range(width):
             x[n, d] += y[n, d]
         _norm(x[n], w.moe_norm_D, eps, h[n])
-    scores = np.empty((even, w.router_DE.shape[1]), np.float32)
-    _products(h, w.router_DE, scores)
-    for n in range(tokens):
-        margins[n] = _route(scores[n], experts[n], gates[n])
-    _experts(h, experts, w.w_in_EDF, w.w_out_EHD, gates, x)
+    if w.count:
+        scores = np.empty((tokens, len(w.router) * WIDTH), np.float32)
+        products(h, w.router, scores)
+        for n in range(tokens):
+            margins[n] = _route(scores[n, : w.count], experts[n], gates[n])
+        _experts(h, experts, w.w_in, w.w_out, gates, x)
+    else:
+        _dense(h, w.w_in[0], w.w_out[0], x)
+
+
+@compiled
+def _dense(h, w_in, w_out, x):  # type: ignore[no-untyped-def]
+    """Add the output of a dense layer to `x`."""
+    between = np.empty((len(h), len(w_in) * WIDTH), np.float32)
+    y = np.empty((len(h), len(w_out) * WIDTH), np.float32)
+    _swiglu_products(h, w_in, w_out, between, y)
+    for n in range(len(h)):
+        for d in range(x.shape[1]):
+            x[n, d] += y[n, d]
+
+
+@compiled
+def _swiglu_products(h, w_in, w_out, between, y):  # type: ignore[no-untyped-def]
+    """y = (silu(h · gate) · (h · up)) · w_out, with room for what lies between."""
+    inner = w_out.shape[1]
+    products(h, w_in, between)
+    acted = np.empty((len(h), inner), np.float32)
+    for m in range(len(h)):
+        _swiglu(between[m], acted[m])
+    products(acted, w_out, y)
 
 
 @compiled
 def _experts(h, experts, w_in, w_out, gates, x):  # type: ignore[no-untyped-def]
     """Add the experts' outputs to `x`, for each token in the order of its experts."""
     tokens, chosen = experts.shape
-    width, inner = w_out.shape[2], w_out.shape[1]
-    out = np.empty((tokens, chosen, width), np.float32)
-    where = np.empty((tokens, 2), np.int64)
-    for expert in range(len(w_in)):
-        count = 0
-        for n in range(tokens):
-            for place in range(chosen):
-                if experts[n, place] == expert:
-                    where[count, 0], where[count, 1] = n, place
-                    count += 1
-        even = count + count % 2
-        mine = np.zeros((even, width), np.float32)
-        between, y = np.empty((even, 2 * inner), np.float32), np.empty((even, width), np.float32)
-        for m in range(count):
-            mine[m] = h[where[m, 0]]
-        _products(mine, w_in[expert], between)
-        for m in range(even):
-            _swiglu(between[m])
-        _products(between[:, :inner], w_out[expert], y)
-        for m in range(count):
-            out[where[m, 0], where[m, 1]] = y[m]
+    end = np.zeros(len(w_in) + 1, np.int64)
     for n in range(tokens):
         for place in range(chosen):
-            for d in range(width):
-                x[n, d] += gates[n, place] * out[n, place, d]
-
-
-@compiled
-def _products(x, w, out):  # type: ignore[no-untyped-def]
-    """out[n, f] = Σ_d x[n, d] · w[d, f] for an even number of rows.
-
-    Two rows and four terms at a time: weights are read for both rows, results are read and written a quarter as often. Each
-    row's sum is taken in the same order wherever it stands, so it does not depend on its neighbours.
-    """
-    rows, depth = x.shape
-    width = w.shape[1]
-    whole = depth - depth % 4
-    for n in range(0, rows, 2):
-        a, b = out[n], out[n + 1]
-        for f in range(width):
-            a[f] = b[f] = np.float32(0.0)
-        for d in range(0, whole, 4):
-            a0, a1, a2, a3 = x[n, d], x[n, d + 1], x[n, d + 2], x[n, d + 3]
-            b0, b1, b2, b3 = x[n + 1, d], x[n + 1, d + 1], x[n + 1, d + 2], x[n + 1, d + 3]
-            w0, w1, w2, w3 = w[d], w[d + 1], w[d + 2], w[d + 3]
-            for f in range(width):
-                a[f] += a0 * w0[f] + a1 * w1[f] + a2 * w2[f] + a3 * w3[f]
-                b[f] += b0 * w0[f] + b1 * w1[f] + b2 * w2[f] + b3 * w3[f]
-        for d in range(whole, depth):
-            for f in range(width):
-                a[f] += x[n, d] * w[d, f]
-                b[f] += x[n + 1, d] * w[d, f]
+            end[experts[n, place] + 1] += 1
+    end = np.cumsum(end)
+    starts, at = end.copy(), np.empty((tokens, chosen), np.int64)
+    mine = np.empty((tokens * chosen, h.shape[1]), np.float32)
+    for n in range(tokens):
+        for place in range(chosen):
+            row = starts[experts[n, place]]
+            starts[experts[n, place]] += 1
+            at[n, place] = row
+            mine[row] = h[n]
+    between = np.empty((len(mine), w_in.shape[1] * WIDTH), np.float32)
+    y = np.empty((len(mine), w_out.shape[1] * WIDTH), np.float32)
+    for expert in range(len(w_in)):
+        a, b = end[expert], end[expert + 1]
+        if a < b:
+            _swiglu_products(mine[a:b], w_in[expert], w_out[expert], between[a:b], y[a:b])
+    for n in range(tokens):
+        for place in range(chosen):
+            row = y[at[n, place]]
+            for d in range(x.shape[1]):
+                x[n, d] += gates[n, place] * row[d]
 
 
 @compiled
@@ -209,6 +206,16 @@ def _norm_rope(head, weight, rope, eps):  # type: ignore[no-untyped-def]
     scale = np.float32(1.0) / np.sqrt(dot(head, head) / np.float32(len(head)) + eps)
     for c in range(half):
         a, b = head[c] * scale * weight[c], head[half + c] * scale * weight[half + c]
+        head[c] = a * rope[0, c] - b * rope[1, c]
+        head[half + c] = b * rope[0, c] + a * rope[1, c]
+
+
+@compiled
+def _rope(head, rope):  # type: ignore[no-untyped-def]
+    """Turns a head where it lies."""
+    half = len(head) // 2
+    for c in range(half):
+        a, b = head[c], head[half + c]
         head[c] = a * rope[0, c] - b * rope[1, c]
         head[half + c] = b * rope[0, c] + a * rope[1, c]
 
@@ -245,14 +252,13 @@ def _route(scores, experts, gates):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _swiglu(inner):  # type: ignore[no-untyped-def]
-    """inner[:H] becomes silu(inner[:H]) · inner[H:]. silu(g) = g / (1 + 2^-|g|/ln 2), or that power in the numerator for
-    g < 0."""
-    half = len(inner) // 2
+def _swiglu(inner, out):  # type: ignore[no-untyped-def]
+    """out = silu(inner[:H]) · inner[H:2H]. silu(g) = g / (1 + 2^-|g|/ln 2), or that power in the numerator for g < 0."""
+    half = len(out)
     for i in range(half):
         e = exp2(-abs(inner[i]) * np.float32(math.log2(math.e)))
         above = np.float32(1.0) if inner[i] >= 0 else e
-        inner[i] = inner[i] * above / (np.float32(1.0) + e) * inner[half + i]
+        out[i] = inner[i] * above / (np.float32(1.0) + e) * inner[half + i]
 
 
 @compiled

@@ -31,12 +31,16 @@ from torch import Tensor
 
 from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Drawn, Request, Trace, route_checks, route_dtype
 from composer_nb.kernels.attention.cached import cached_attention
-from composer_nb.kernels.decode import DecodeWeights, LayerWeights, NewTokens, decode, fits, project
+from composer_nb.kernels.decode import DecodeWeights, LayerWeights, NewTokens, decode, project
 from composer_nb.kernels.linear import linear
-from composer_nb.trainer.models.transformer import Model, stacked
+from composer_nb.kernels.tiles import panels
+from composer_nb.trainer.models.transformer import Layer, Model, stacked
 
 Forwarded = tuple[Tensor, NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]
 """Logits after each leader's last token, and experts [U, L, K], gates [U, L, K] and margins [U, L] of the forwarded tokens."""
+
+PACKED_BYTES = 2 << 30
+"""Largest model whose weights are laid out once more for the compiled kernel."""
 
 
 @dataclass(slots=True)
@@ -282,7 +286,7 @@ class Engine:
         """On a CPU, by the compiled kernel."""
         c, k, v = self.model.config, self._k.numpy(), self._v.numpy()
         hidden, experts, gates, margins = decode(weights, new, k, v, c.num_experts_per_tok, c.rms_norm_eps)
-        return torch.from_numpy(project(hidden[last], weights.output_DV)), experts, gates, margins
+        return torch.from_numpy(project(hidden[last], weights.output, c.vocab_size)), experts, gates, margins
 
     def _trunk(self, new: NewTokens, last: NDArray[np.int64]) -> Forwarded:
         """By the model's own forward pass, anywhere and in any dtype."""
@@ -383,41 +387,37 @@ def nucleus(logprob_SV: Tensor, top_p: float) -> Tensor:
 
 
 def pack(model: Model) -> DecodeWeights | None:
-    """A copy of the weights of a float32 Qwen3-MoE on a CPU whose layers fit its cache, laid out for `decode`; None for any
-    other."""
-    layers = model.layers
+    """A copy of the weights of a float32 model on a CPU, laid out for `decode`; None for a model that it does not cover."""
+    c = model.config
     plain = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
-    plain = (
-        plain
-        and model.config.family == "qwen3_moe"
-        and model.config.norm_topk_prob
-        and model.config.moe_layers == model.config.num_hidden_layers
-        and model.kernels.recipe == "bf16"
-        and model.router_dtype in (None, torch.float32)
-    )
-    if not plain or not fits(max(sum(4 * p.numel() for p in layer.parameters()) for layer in layers)):
+    covered = not c.latent and c.norm_topk_prob and model.kernels.recipe == "bf16"
+    small = sum(4 * p.numel() for p in model.parameters()) <= PACKED_BYTES
+    if not (plain and covered and small and model.router_dtype in (None, torch.float32)):
         return None
-    heads = model.config.num_attention_heads, model.config.num_key_value_heads
 
     def array(tensor: Tensor) -> NDArray[np.float32]:
         return np.array(tensor.detach().numpy(), order="C")
 
+    def packed(layer: Layer) -> LayerWeights:
+        norms = [layer.q_norm] * c.num_attention_heads + [layer.k_norm] * c.num_key_value_heads if c.qk_norm else []
+        parts = (layer.dense_in[None], layer.dense_out[None]) if layer.dense else (layer.w_in, layer.w_out)
+        return LayerWeights(
+            attention_norm_D=array(layer.attention_norm),
+            qkv=panels(array(layer.qkv.T)),
+            qkv_bias_F=array(layer.qkv_bias) if c.qkv_bias else np.empty(0, np.float32),
+            qk_norm_HC=np.stack([array(norm) for norm in norms]) if norms else np.empty((0, c.head_dim), np.float32),
+            o=panels(array(layer.o.T)),
+            moe_norm_D=array(layer.moe_norm),
+            count=0 if layer.dense else c.num_experts,
+            router=panels(array(layer.moe_norm[:, None] if layer.dense else layer.router.T)),
+            w_in=np.stack([panels(array(w)) for w in parts[0]]),
+            w_out=np.stack([panels(array(w)) for w in parts[1]]),
+        )
+
     return DecodeWeights(
         embed_VD=array(model.embed),
-        layers=tuple(
-            LayerWeights(
-                attention_norm_D=array(layer.attention_norm),
-                qkv_DF=array(layer.qkv.T),
-                qk_norm_HC=np.repeat(np.stack([array(layer.q_norm), array(layer.k_norm)]), heads, axis=0),
-                o_AD=array(layer.o.T),
-                moe_norm_D=array(layer.moe_norm),
-                router_DE=array(layer.router.T),
-                w_in_EDF=array(layer.w_in),
-                w_out_EHD=array(layer.w_out),
-            )
-            for layer in layers
-        ),
+        layers=tuple(packed(layer) for layer in model.layers),
         final_norm_D=array(model.final_norm),
-        output_DV=array(model.output_weight.T),
+        output=panels(array(model.output_weight.T)),
         rope_P2C=array(model.rope_table(model.embed)),
     )

@@ -11,27 +11,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.policy import Request
-from composer_nb.kernels.decode import CACHE_BYTES, fits
 from composer_nb.trainer.engine import Engine, pack
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 
 NEVER = frozenset[int]()
+SPARSE = st.fixed_dictionaries({"num_experts": st.integers(2, 5), "num_experts_per_tok": st.integers(1, 2)})
+SPARSE = SPARSE.flatmap(
+    lambda held: st.sampled_from([8, 16]).map(lambda inner: held | {"moe_intermediate_size": inner})
+)
+FAMILIES = st.one_of(
+    st.just({"family": "qwen3_moe"}),
+    st.just({"family": "qwen3_moe", "mlp_only_layers": (0,), "intermediate_size": 24, "num_hidden_layers": 2}),
+    st.just({"family": "mixtral"}),
+    *(st.just({"family": family, "intermediate_size": 24}) for family in ("qwen3", "qwen2", "llama")),
+)
 configs = st.builds(
-    lambda width, layers, keys, groups, half, experts, chosen, inner, tied, vocabulary: ModelConfig(
+    lambda width, layers, keys, groups, head, sparse, tied, vocabulary, family: ModelConfig(
+        **{"num_hidden_layers": layers} | ({} if family["family"] in ("qwen3", "qwen2", "llama") else sparse) | family,
         vocab_size=vocabulary,
         hidden_size=8 * width,
-        num_hidden_layers=layers,
         num_attention_heads=keys * groups,
         num_key_value_heads=keys,
-        head_dim=2 * half,
-        num_experts=experts,
-        num_experts_per_tok=min(chosen, experts),
-        moe_intermediate_size=8 * inner,
+        head_dim=head,
         max_position_embeddings=32,
         tie_word_embeddings=tied,
     ),
-    *(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(1, 5)),
-    *(st.integers(1, 5), st.integers(1, 3), st.integers(1, 2), st.booleans(), st.integers(5, 40)),
+    *(st.integers(1, 9), st.integers(1, 3), st.integers(1, 2), st.integers(1, 7), st.sampled_from([2, 6, 10, 16, 32])),
+    *(SPARSE, st.booleans(), st.integers(5, 80), FAMILIES),
 )
 
 
@@ -91,13 +97,14 @@ def test_a_token_does_not_depend_on_its_batch_to_the_last_bit(config: ModelConfi
             np.testing.assert_array_equal(getattr(mine, name), getattr(wanted, name), name)
 
 
-def test_only_what_it_covers_goes_through_it():
+def test_only_what_it_covers_goes_through_it(monkeypatch: pytest.MonkeyPatch):
     config = ModelConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, head_dim=4, moe_intermediate_size=8)
     model = made(config, 0)
-    assert pack(model) is not None and fits(CACHE_BYTES) and not fits(CACHE_BYTES + 1)
+    assert pack(model) is not None
+    monkeypatch.setattr("composer_nb.trainer.engine.PACKED_BYTES", sum(4 * p.numel() for p in model.parameters()) - 1)
+    assert pack(model) is None, "a second copy of a large model costs more than it gains"
+    monkeypatch.undo()
     assert pack(model.bfloat16()) is None
-    large = ModelConfig(vocab_size=16, hidden_size=512, num_hidden_layers=1, moe_intermediate_size=256)
-    assert pack(Model(large)) is None
 
 
 @pytest.mark.parametrize("score", [1e30, -1e30])

@@ -112,7 +112,7 @@ class Endpoint:
     def models(self, within_s: float = LISTED_S) -> list[str]:
         """Return the names of its models. Raises ProviderFailure."""
         try:
-            return [str(entry["id"]) for entry in self._ask("GET", "models", time.monotonic() + within_s)["data"]]
+            return [str(entry["id"]) for entry in self.ask("GET", "models", time.monotonic() + within_s)["data"]]
         except (KeyError, TypeError) as error:
             raise ProviderFailure(f"{self.url}/models: not a list of models: {error!r}") from None
         except TimeIsUp:
@@ -137,7 +137,7 @@ class Endpoint:
         }
         if tools:
             body |= {"tools": list(tools), "parallel_tool_calls": parallel}
-        match self._ask("POST", "chat/completions", until, body):
+        match self.ask("POST", "chat/completions", until, body):
             case {"choices": [{"message": dict(message)}, *_], **more}:
                 usage = more.get("usage")
             case answer:
@@ -146,7 +146,8 @@ class Endpoint:
         read, written = (min(count, 1 << 40) if isinstance(count, int) and count > 0 else 0 for count in counts)
         return Answer(message=message, read=read, written=written)
 
-    def _ask(self, method: str, path: str, until: float, body: Mapping[str, Any] | None = None) -> Any:
+    def ask(self, method: str, path: str, until: float, body: Mapping[str, Any] | None = None) -> Any:
+        """Return the JSON of an answer. Raises ProviderFailure, and TimeIsUp."""
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"

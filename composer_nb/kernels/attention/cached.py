@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from composer_nb.kernels.compiled import compiled, dot, exp2, total
+from composer_nb.kernels.compiled import compiled, dot, exp2, largest, total
+from composer_nb.kernels.tiles import LANES, dots, mixed
 from composer_nb.kernels.triton_runtime import choose
 
 
@@ -54,29 +55,38 @@ def cached_attention_reference(
 
 @compiled
 def _attend(q, k, v, slot, position, out, scale):  # type: ignore[no-untyped-def]
-    score = np.empty(k.shape[2], dtype=np.float32)
+    score = np.empty((q.shape[1] // k.shape[1], k.shape[2]), dtype=np.float32)
     for n in range(len(q)):
         attend_one(q[n], k[slot[n]], v[slot[n]], position[n] + 1, scale, score, out[n])
 
 
 @compiled
 def attend_one(q, k, v, seen, scale, score, out):  # type: ignore[no-untyped-def]
-    """One token's heads [Q, C] on the first `seen` positions of its row [G, T, C]. `score` is room to work in. Softmax in base 2,
-    so `scale` is that of the scores over ln 2."""
-    heads, width = len(q), v.shape[2]
-    groups = heads // k.shape[0]
-    for head in range(heads):
-        keys, values = k[head // groups], v[head // groups]
-        query, mixed = q[head], out[head]
-        top = np.float32(-1e30)
-        for t in range(seen):
-            score[t] = dot(query, keys[t]) * scale
-            top = max(top, score[t])
-        for t in range(seen):
-            score[t] = exp2(score[t] - top)
-        share = np.float32(1.0) / total(score[:seen])
-        mixed[:] = np.float32(0.0)
-        for t in range(seen):
-            weight = score[t] * share
-            for c in range(width):
-                mixed[c] += weight * values[t, c]
+    """One token's heads [Q, C] on the first `seen` positions of its row [G, T, C]. `score` [Q / G, T] is room to work in. Softmax
+    in base 2, so `scale` is that of the scores over ln 2."""
+    heads, width = len(score), v.shape[2]
+    whole = seen - seen % LANES if q.shape[1] % LANES == 0 else 0
+    for group in range(len(k)):
+        keys, values, mix = k[group], v[group], out[group * heads : (group + 1) * heads]
+        for head in range(heads):
+            query, row = q[group * heads + head], score[head]
+            for t in range(0, whole, LANES):
+                dots(query, keys, t, row)
+            for t in range(whole, seen):
+                row[t] = dot(query, keys[t])
+            for t in range(seen):
+                row[t] *= scale
+            top = largest(row[:seen])
+            for t in range(seen):
+                row[t] = exp2(row[t] - top)
+            share = np.float32(1.0) / total(row[:seen])
+            for t in range(seen):
+                row[t] *= share
+        if width % LANES == 0:
+            mixed(score, values, seen, mix)
+        else:
+            mix[:] = np.float32(0.0)
+            for head in range(heads):
+                for t in range(seen):
+                    for c in range(width):
+                        mix[head, c] += score[head, t] * values[t, c]

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from composer_nb.kernels.attention.cached import cached_attention
+from composer_nb.kernels.attention.causal import padded
 from composer_nb.kernels.moe.routing import Replay, Routing, Rule
 from composer_nb.labs.microscope.frozen import Batch
 from composer_nb.labs.retrace import trace_of
@@ -147,11 +149,14 @@ def joined(parts: Sequence[Forwarded]) -> Forwarded:
 def _forwarded(program: Program, model: Model, batch: Batch, streams: bool) -> Forwarded:
     ids_N = torch.from_numpy(np.concatenate([row.token_ids[:-1] for row in batch.rows])).long()
     packed = PackedRows.of_lengths(batch.lengths, model.config)
-    inner = packed.attend if program.layout == "rows" else packed.attend_one_by_one
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        dtype = program.attention
-        return inner(layer, q.to(dtype), k.to(dtype), v.to(dtype), scale).to(q.dtype)
+        wanted = q.to(program.attention), k.to(program.attention), v.to(program.attention)
+        if program.layout == "rows":
+            return packed.attend(layer, *wanted, scale).to(q.dtype)
+        # Each token against exactly the keys that it may see, contiguous as a cache is.
+        keys, values = (padded(x, packed.lengths).contiguous() for x in wanted[1:])
+        return cached_attention(wanted[0], keys, values, packed.row_N, packed.position_N, scale).to(q.dtype)
 
     seen: dict[Place, Tensor] = {}
     if streams:

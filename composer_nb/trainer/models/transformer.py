@@ -29,8 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from composer_nb.kernels.attention.cached import cached_attention
-from composer_nb.kernels.attention.causal import causal_attention, padded
+from composer_nb.kernels.attention.causal import causal_attention
 from composer_nb.kernels.linear import linear, matmul
 from composer_nb.kernels.moe.layer import experts
 from composer_nb.kernels.moe.routing import Replay, Routing, load_balance, route
@@ -407,12 +406,6 @@ class PackedRows:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Compute causal attention within each row."""
         return causal_attention(q, k, v, self.lengths, scale)
-
-    def attend_one_by_one(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Compute the same with the engine's kernel: each token against exactly the keys that it may see."""
-        # Contiguous as a cache is: the kernel sums strided keys in another order.
-        k, v = (padded(x, self.lengths).contiguous() for x in (k, v))
-        return cached_attention(q, k, v, self.row_N, self.position_N, scale)
 
 
 def balance_loss(routings: list[Routing]) -> Tensor:

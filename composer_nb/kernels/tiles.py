@@ -1,0 +1,203 @@
+"""Small products on a CPU that keep their sums in registers, each sum in one order wherever its row stands.
+
+LLVM would not keep the sums of a loop over a matrix in registers, so tiles are spelt in its own terms. Their vectors of 16 become
+those of any processor. Weights lie in panels of 64 columns, [P, D, 64], so that a product reads them once, from front to back.
+
+    a sum over d:  += x[d]·w[d] + x[d+1]·w[d+1] + x[d+2]·w[d+2] + x[d+3]·w[d+3]  for d = 0, 4, 8, …; the last up to three singly
+
+Dimensions: N rows, D input width, F output width, P panels, C head width, T positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numpy.typing import NDArray
+
+from composer_nb.kernels.compiled import compiled, intrinsic
+
+Floats = NDArray[np.float32]
+WIDTH, LANES = 64, 16
+_BLOCK = 64
+"""Rows that take turns on a panel while it is in the cache."""
+_INT = ir.IntType(64)
+_VECTOR = ir.VectorType(ir.FloatType(), LANES)
+
+
+def panels(w_DF: Floats) -> Floats:
+    """Return weights as [P, D, 64], the last panel filled up with zeros."""
+    depth, width = w_DF.shape
+    count = -(-width // WIDTH)
+    full = np.zeros((depth, count * WIDTH), np.float32)
+    full[:, :width] = w_DF
+    return np.ascontiguousarray(full.reshape(depth, count, WIDTH).swapaxes(0, 1))
+
+
+class _Code:
+    """Writes LLVM code on vectors."""
+
+    def __init__(self, builder: Any) -> None:
+        self.b = builder
+        kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+        self._fma = cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v16f32")
+
+    def at(self, pointer: Any, *offsets: Any) -> Any:
+        for offset in offsets:
+            pointer = self.b.gep(pointer, [_INT(offset) if isinstance(offset, int) else offset])
+        return pointer
+
+    def load(self, pointer: Any) -> Any:
+        return self.b.load(self.b.bitcast(pointer, _VECTOR.as_pointer()), align=4)
+
+    def store(self, value: Any, pointer: Any) -> None:
+        self.b.store(value, self.b.bitcast(pointer, _VECTOR.as_pointer()), align=4)
+
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        return self.b.call(self._fma, [a, b, c])
+
+    def pick(self, a: Any, b: Any, lanes: list[int]) -> Any:
+        return self.b.shuffle_vector(a, b, ir.VectorType(ir.IntType(32), LANES)(lanes))
+
+    def spread(self, pointer: Any) -> Any:
+        """Return one number in all lanes."""
+        none = _VECTOR(ir.Undefined)
+        return self.pick(self.b.insert_element(none, self.b.load(pointer), ir.IntType(32)(0)), none, [0] * LANES)
+
+    def loop(self, start: Any, end: Any, step: int, sums: list[Any], terms: Any) -> list[Any]:
+        """Return what `sums` become by `terms(d, sums)` for d = start, start + step, … while below `end`."""
+        b, before = self.b, self.b.block
+        head, body, after = (b.append_basic_block(name) for name in ("head", "body", "after"))
+        b.branch(head)
+        b.position_at_end(head)
+        d, held = b.phi(_INT), [b.phi(_VECTOR) for _ in sums]
+        b.cbranch(b.icmp_signed("<", d, end), body, after)
+        b.position_at_end(body)
+        following = [b.add(d, _INT(step)), *terms(d, held)]
+        for phi, first, then in zip([d, *held], [start, *sums], following, strict=True):
+            phi.add_incoming(first, before)
+            phi.add_incoming(then, body)
+        b.branch(head)
+        b.position_at_end(after)
+        return held
+
+
+def _written(write: Any) -> Any:
+    """Return what makes an intrinsic of `write`, which gets arrays and numbers as LLVM has them."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        pairs = zip(signature.args, arguments, strict=True)
+        arrays = (context.make_array(t)(context, builder, x) if isinstance(t, types.Array) else x for t, x in pairs)
+        write(_Code(builder), *arrays)
+        return context.get_dummy_value()
+
+    return generate
+
+
+def _tile(rows: int, turns: int) -> Any:
+    """out[row + r, column + c] = Σ_d x[row + r, d] · w[start + d · stride + c] for r below `rows`, c below 16 · `turns`."""
+
+    def write(
+        code: _Code, x: Any, row: Any, w: Any, start: Any, stride: Any, depth: Any, out: Any, column: Any
+    ) -> None:
+        b = code.b
+        wide, far = b.extract_value(x.shape, 1), b.extract_value(out.shape, 1)
+        number = [b.add(row, _INT(r)) for r in range(rows)]
+        x_at = [code.at(x.data, b.mul(each, wide)) for each in number]
+        w_at = code.at(w.data, start)
+
+        def terms(step: int, d: Any, sums: list[Any]) -> list[Any]:
+            spread = [[code.spread(code.at(each, d, j)) for j in range(step)] for each in x_at]
+            found = []
+            w_row = [code.at(w_at, b.mul(b.add(d, _INT(j)), stride)) for j in range(step)]
+            for turn in range(turns):
+                loaded = [code.load(code.at(each, turn * LANES)) for each in w_row]
+                for r in range(rows):
+                    total, own = sums[turn * rows + r], list(zip(spread[r], loaded, strict=True))
+                    if step == 1:
+                        found.append(code.fma(*own[0], total))
+                        continue
+                    term = code.fma(*own[0], b.fmul(*own[1]))
+                    for pair in own[2:]:
+                        term = code.fma(*pair, term)
+                    found.append(b.fadd(total, term))
+            return found
+
+        whole = b.and_(depth, _INT(-4))
+        sums = [_VECTOR([0.0] * LANES)] * (rows * turns)
+        sums = code.loop(_INT(0), whole, 4, sums, lambda *at: terms(4, *at))
+        sums = code.loop(whole, depth, 1, sums, lambda *at: terms(1, *at))
+        for place, total in enumerate(sums):
+            turn, r = divmod(place, rows)
+            code.store(total, code.at(out.data, b.mul(number[r], far), column, turn * LANES))
+
+    @intrinsic
+    def tile(typing, x, row, w, start, stride, depth, out, column):  # type: ignore[no-untyped-def]
+        whole = types.int64
+        return types.void(x, whole, w, whole, whole, whole, out, whole), _written(write)
+
+    return tile
+
+
+def _dots(code: _Code, query: Any, keys: Any, first: Any, out: Any) -> None:
+    b = code.b
+    width = b.extract_value(keys.shape, 1)
+    rows = [code.at(keys.data, b.mul(b.add(first, _INT(t)), width)) for t in range(LANES)]
+
+    def terms(c: Any, sums: list[Any]) -> list[Any]:
+        loaded = code.load(code.at(query.data, c))
+        return [code.fma(loaded, code.load(code.at(row, c)), total) for row, total in zip(rows, sums, strict=True)]
+
+    sums = code.loop(_INT(0), width, LANES, [_VECTOR([0.0] * LANES)] * LANES, terms)
+    while len(sums) > 1:  # the sums of neighbouring lanes, of two vectors in one; at last one lane a vector
+        pairs = list(zip(sums[::2], sums[1::2], strict=True))
+        halves = [list(range(first, 2 * LANES, 2)) for first in (0, 1)]
+        sums = [b.fadd(*(code.pick(*pair, half) for half in halves)) for pair in pairs]
+    code.store(sums[0], code.at(out.data, first))
+
+
+@intrinsic
+def dots(typing, query, keys, first, out):  # type: ignore[no-untyped-def]
+    """out[t] = Σ_c query[c] · keys[t, c] for t from `first` on, 16 of them; c is a multiple of 16."""
+    return types.void(query, keys, types.int64, out), _written(_dots)
+
+
+_four, _two, _one = _tile(4, 4), _tile(2, 4), _tile(1, 4)
+_four_heads, _two_heads, _one_head = _tile(4, 1), _tile(2, 1), _tile(1, 1)
+
+
+@compiled
+def products(x, w, out):  # type: ignore[no-untyped-def]
+    """out[n, f] = Σ_d x[n, d] · w[d, f] for panels `w` [P, D, 64] and contiguous rows; `out` is [N, 64 P]."""
+    depth = x.shape[1]
+    for first in range(0, len(x), _BLOCK):
+        end = min(first + _BLOCK, len(x))
+        for panel in range(len(w)):
+            row, start, column = first, panel * depth * WIDTH, panel * WIDTH
+            while row + 4 <= end:
+                _four(x, row, w, start, WIDTH, depth, out, column)
+                row += 4
+            if row + 2 <= end:
+                _two(x, row, w, start, WIDTH, depth, out, column)
+                row += 2
+            if row < end:
+                _one(x, row, w, start, WIDTH, depth, out, column)
+
+
+@compiled
+def mixed(weight, values, seen, out):  # type: ignore[no-untyped-def]
+    """out[h] = Σ_t weight[h, t] · values[t] over the first `seen` positions, for values [T, C] with C a multiple of 16."""
+    width = values.shape[1]
+    for column in range(0, width, LANES):
+        head = 0
+        while head + 4 <= len(weight):
+            _four_heads(weight, head, values, column, width, seen, out, column)
+            head += 4
+        if head + 2 <= len(weight):
+            _two_heads(weight, head, values, column, width, seen, out, column)
+            head += 2
+        if head < len(weight):
+            _one_head(weight, head, values, column, width, seen, out, column)
