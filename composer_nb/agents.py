@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +24,7 @@ from composer_nb.harness.attempt import Attempt, Environment
 from composer_nb.harness.carry import Blob, carry_back
 from composer_nb.harness.files import write_atomic, write_json
 from composer_nb.harness.product import checkout
-from composer_nb.harness.product.arms import arms_of, difference, figures
+from composer_nb.harness.product.arms import arms_of, detectable, difference, figures
 from composer_nb.harness.product.attempts import attempt_all, check_fit
 from composer_nb.harness.product.diff import require_git
 from composer_nb.harness.product.work import Work, keep, open_session
@@ -41,6 +42,9 @@ WORKERS = {True: 16, False: 2}
 """Rollouts at a time: of tasks of the grader `functions`, and of tasks with sandboxes of their own."""
 UNCOUNTED = Limits(turn_tokens=1 << 12, tokens=1 << 20)
 """Limits at tasks of the grader `functions` for a policy whose tokens are not those of a tiny model."""
+
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +98,8 @@ def evaluate(
     if tiny and kind == "scripted" and not script.endswith(".json") and script not in TINY_SCRIPTS:
         raise ValueError(f"--policy {policy}: there is scripted:{', scripted:'.join(TINY_SCRIPTS)}")
     _claim(out, {"policy": policy, "is": identity(policy), "backend": backend, "settings": asdict(settings)})
+    smallest = detectable(len(tasks), samples)
+    LOG.info("%d tasks, %d rollouts each: a difference below %.3f may not show", len(tasks), samples, smallest)
     found: dict[str, tuple[list[Attempt], list[Attempt]]] = {}
     with ExitStack() as stack:
         functions = CachedExecutor(stack.enter_context(SandboxExecutor())) if tiny else None

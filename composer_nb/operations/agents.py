@@ -35,7 +35,6 @@ def evaluate(given: argparse.Namespace) -> int:
     from rich.console import Console, Group
 
     from composer_nb.agents import bench_settings, evaluate, new_folder
-    from composer_nb.harness.product.arms import detectable
     from composer_nb.harness.product.show import bench_progress, bench_table
     from composer_nb.harness.tasks.task import load_tasks
 
@@ -44,10 +43,7 @@ def evaluate(given: argparse.Namespace) -> int:
     tasks = load_tasks(given.tasks)
     settings = bench_settings(given.policy, tasks, overrides(given.set))
     out = given.out or new_folder(Path("runs"), "eval")
-    screen, smallest = Console(stderr=True), detectable(len(tasks), given.samples)
-    sizes = f"{len(tasks)} tasks, {given.samples} rollouts each"
-    screen.print(f"{sizes}: a difference below {smallest:.3f} may not show", highlight=False)
-    told = bench_progress(len(tasks) * (given.samples + given.greedy), screen)
+    told = bench_progress(len(tasks) * (given.samples + given.greedy), Console(stderr=True))
     options = pick(given, "samples", "greedy", "arms", "backend", "workers") | {"price": _price(given.price)}
     found = evaluate(given.policy, tasks, out, settings=settings, told=told, **options)
     return emit(given, found, lambda: Group(bench_table(found), f"\nkept: {out}"))
