@@ -173,9 +173,13 @@ def make_histories(texts: Sequence[str], count: int, lines: int, edits: int, see
 
 
 def distance(one: str, other: str) -> int:
-    """Return the Levenshtein distance in characters: insertions, deletions and replacements."""
-    from ukkonen import distance as bounded
+    """Return the Levenshtein distance in characters: insertions, deletions and replacements.
 
+    Raises ValueError without ukkonen."""
+    try:
+        from ukkonen import distance as bounded
+    except ImportError:
+        raise ValueError("edit distances need ukkonen: pip install 'composer_nb[corpus]'") from None
     return int(bounded(one, other, max(len(one), len(other), 1)))
 
 
