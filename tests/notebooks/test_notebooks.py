@@ -26,7 +26,7 @@ SHORTER = {
 ON_ONE_PAGE = ("00_minimal_loop",)
 """Notebooks whose subject is the code itself: they define what others import, in cells that follow one another."""
 SEE = "*What you should see here:*"
-UNCLOSED = ("02_mid_training", "04_reward_design", "07_long_horizon")
+UNCLOSED = ("02_mid_training", "04_reward_design")
 """Notebooks whose figures are explained before them, not after."""
 WALKTHROUGHS = [path for path in NOTEBOOKS if path.stem not in ON_ONE_PAGE]
 
