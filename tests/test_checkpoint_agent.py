@@ -393,11 +393,11 @@ def test_a_checkpoint_behind_the_server(checkpoint: Path, oracle: Any, monkeypat
             ({"messages": [7]}, "messages.0: Input should be an object"),
         ):
             with pytest.raises(ProviderFailure, match=f"status 400 .*{why}"):
-                endpoint._ask("POST", "chat/completions", float("inf"), wrong)
+                endpoint.ask("POST", "chat/completions", float("inf"), wrong)
 
         def answer(**given: Any) -> str:
             asked = {"messages": talk[:2], "max_tokens": 20, **given}
-            told = endpoint._ask("POST", "chat/completions", float("inf"), asked)
+            told = endpoint.ask("POST", "chat/completions", float("inf"), asked)
             return str(told["choices"][0]["message"]["content"])
 
         assert answer(seed=5) == answer(seed=5) != answer(seed=6)

@@ -39,6 +39,8 @@ from composer_nb.jobs.check import check_outputs, check_parameters, check_type, 
 REFERENCE = re.compile(r"\$\{([\w.=+-]+?)\.(\w+)\}")
 NAME = re.compile(r"[A-Za-z0-9][\w.=+-]*")
 JOB, DIR = "job", "dir"
+MOST_MERGED = 10_000
+"""Keys of a mapping, those that it merges included."""
 MERGE = "tag:yaml.org,2002:merge"
 """Tag of the key `<<`, which takes over what an anchor holds."""
 PLACES = ("run_dir", "runs", "first", "second")
@@ -167,6 +169,12 @@ def resolve(value: Any, found: Mapping[tuple[str, str], Any]) -> Any:
 class _Loader(yaml.SafeLoader):
     """Refuses a mapping that names a key twice, of which YAML's loader would drop the first without a word; and takes 3e-6 for
     the number that it is, which YAML 1.1 does only with a dot."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Merge what `<<` names. Merges of merges multiply, so their size has a limit."""
+        super().flatten_mapping(node)
+        if len(node.value) > MOST_MERGED:
+            raise yaml.constructor.ConstructorError(None, None, "merges too much by `<<`", node.start_mark)
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:

@@ -112,7 +112,7 @@ def test_a_reading_shows_every_token_and_its_numbers(tiny_run: RunDir):
     stored = rollout.sampled(tiny_run)[0]
     page = rollout.read(stored)._repr_html_()
     texts = rollout._texts(stored)
-    assert visible_text(page).replace("⏎", "").replace("\n", "") == "".join(texts).replace("\n", "")
+    assert visible_text(page).replace("⏎", "").replace("\n", "") == re.sub("[\0-\x1f\x7f]", "", "".join(texts))
     notes = [html.unescape(note) for note in re.findall(r'title="([^"]*)"', page)]
     assert len(notes) == len(texts)
     place = int(stored.segment.acted.argmax())

@@ -79,7 +79,7 @@ def test_what_is_refused_costs_no_room(tokenizer: Tokenizer) -> None:
             ({"messages": [{"role": "judge", "content": "x"}]}, "this is not a message"),
         ):
             with pytest.raises(ProviderFailure, match=f"status 400 .*{why}"):
-                endpoint._ask("POST", "chat/completions", float("inf"), body)
+                endpoint.ask("POST", "chat/completions", float("inf"), body)
         assert not policy.asked
         request = urllib.request.Request(
             f"{server.url}/chat/completions", json.dumps({"messages": [user], "stream": True}).encode()

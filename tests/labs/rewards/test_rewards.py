@@ -34,7 +34,9 @@ def test_settings_by_dotted_name():
     assert rewards.with_values(base, {}) == base
     for name in rewards.ranges():
         assert rewards.value_of(rewards.with_values(base, {name: 0.75}), name) == 0.75
-    with pytest.raises(ValueError, match="no reward term 'brevity'; registered terms: agent_failed, asked_back, given"):
+    with pytest.raises(
+        ValueError, match="no reward term 'brevity'; registered terms: agent_failed, asked_back, .*given"
+    ):
         rewards.with_values(base, {"weights.brevity": 1.0})
     with pytest.raises(ValueError, match=r"unknown setting 'effort\.weigth'; did you mean 'effort\.weight'"):
         rewards.with_values(base, {"effort.weigth": 1.0})

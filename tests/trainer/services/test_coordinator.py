@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import socket
@@ -19,14 +20,13 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from composer_nb import settings as config
 from composer_nb.harness.files import write_json
 from composer_nb.labs.rewards.rescore import weights_of
 from composer_nb.settings import Settings, override, to_dict
 from composer_nb.trainer import rl
 from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face, load_pretrained, published
 from composer_nb.trainer.models.transformer import Model
-from composer_nb.trainer.prompts import Order, prompt_order
+from composer_nb.trainer.prompts import Order, prompt_order, tasks_by_id
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.replay import replay
 from composer_nb.trainer.recipe.report import build_report
@@ -44,7 +44,7 @@ from composer_nb.views.report import pictures
 from tests.trainer.services.threads import ThreadRemote, Threads
 
 MICRO: dict[str, Any] = {
-    "data.code": str(Path(config.__file__).parent / "harness"),  # read sooner than the standard library
+    "data.code": str(Path(asyncio.__file__).parent),  # read sooner than the whole standard library, and always the same
     "model.num_hidden_layers": 2,
     "ranks": 1,
     "data.level": "functions",
@@ -563,7 +563,7 @@ def test_what_a_trainer_gives_is_of_one_moment(begun, monkeypatch: pytest.Monkey
         coordinator._make_trainer()
         before = coordinator.trainer.wait("state")[1]
         as_given = copy.deepcopy(before)
-        streams = rl.streams_of(load_batch(batch_file(run.path, 0), coordinator.by_id), settings.loss)
+        streams = rl.streams_of(load_batch(batch_file(run.path, 0), tasks_by_id(run.path)), settings.loss)
         learning.clear()
         learnt = coordinator.trainer.call("learn", 0, 1e-3, streams, [])
         assert learning.wait(60)
