@@ -5,8 +5,8 @@ a whole prompt or observation for one that starts the next. There is no prefill 
 Rollouts that have read and written the same tokens so far, as those of a group do until their first differing choice, are
 forwarded once; each has its own copy of the cache.
 
-With the compiled kernel of small float32 models all that is recorded of a rollout is the same to the last bit whatever else is
-under way.
+With the compiled kernel of float32 models all that is recorded of a rollout is the same to the last bit whatever else is under
+way.
 
 What a rollout draws comes from a random stream of its own, so it depends on the engine's seed and the rollout's number, not on
 what else is under way. At the next step, a request of higher priority takes the place of a rollout, whose cache waits in memory
