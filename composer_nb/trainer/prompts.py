@@ -271,7 +271,8 @@ def combined(a: Task, b: Task) -> Task:
     asked = dict.fromkeys((a.instruction, b.instruction))
     lowered = [name for name in LOWERED.values() if name in a.metadata and name in b.metadata]
     limits = {name: str(int(a.metadata[name]) + int(b.metadata[name])) for name in lowered}
-    difficulty = str(sum(int(task.metadata.get("difficulty", "1")) for task in (a, b)))
+    marks = [task.metadata.get("difficulty", "1") for task in (a, b)]
+    difficulty = str(sum(map(int, marks))) if all(map(str.isdecimal, marks)) else "+".join(marks)
     return Task.model_validate(
         a.model_dump()
         | {

@@ -104,6 +104,8 @@ def test_a_task_made_of_two_is_solved_by_both_answers_and_by_no_one_of_them() ->
     with SandboxExecutor() as boxes:
         for answer, passed in ((task(1).solution | task(2).solution, True), (task(1).solution, False), ({}, False)):
             assert grade_functions(both, both.files | answer, boxes).passed is passed
+    hard = task(1).model_copy(update={"metadata": {"difficulty": "hard"}})  # foreign tasks say it in words
+    assert combined(hard, task(2)).metadata["difficulty"] == "hard+1"
     with pytest.raises(ValueError, match="tasks t1 and t1 share files"):
         combined(task(1), task(1))
 
