@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,13 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from composer_nb.harness.agent.loop import LIMITS
 from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.bench import Course, behaviour, bootstrap, run_eval, scores
-from composer_nb.harness.environment import Carried, EnvSettings, Sandboxes, carry, make_agent
+from composer_nb.harness.bench import Course, behaviour, run_eval, scores
+from composer_nb.harness.environment import CARRIED, Carried, EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.files import write_json
+from composer_nb.harness.product.arms import difference
 from composer_nb.harness.product.record import served
 from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.policies import trained_with
@@ -72,7 +73,7 @@ def improve(
     `after`, `gain` with its 95 % interval over tasks, `stopped`: why), `version`.
 
     Raises FileNotFoundError and ValueError before anything is learnt for records without verdicts or of other weights only, for
-    tasks that cannot be read, and for an `out` that is there.
+    tasks that cannot be read, and for an `out` that is there; SecondWriter and StoreError for a store that cannot be written.
     """
     if out.exists():
         raise ValueError(f"--out {out}: is there already; each update has a folder of its own")
@@ -82,28 +83,25 @@ def improve(
         raise ValueError(
             f"{', '.join(map(str, records))}: {len(judged)} rollouts with a verdict; an update compares at least two"
         )
+    if store:  # another writer holds it: better known now than after the update
+        Publisher(store, owner=OWNER).close()
     model = load_pretrained(start)
     replay = settings.replay if model.config.moe_layers else NO_REPLAY
     fresh = [done for done in judged if gap(model, done, replay) <= STALE]
     if len(fresh) < 2:
-        raise ValueError(
-            f"--model {start}: did not sample these rollouts; {len(fresh)} of {len(judged)} have its log-probabilities"
-        )
+        fit = f"{len(fresh)} of {len(judged)} have its log-probabilities"
+        raise ValueError(f"--model {start}: did not sample these rollouts; {fit}")
     [group] = score_groups([fresh], settings.reward, settings.loss)
     LOG.info(f"scoring {start} on {len(tasks)} tasks")
     before = attempts_of(model, known, start, tasks, samples, settings)
     trained = learn(model, group, settings, replay)
     save_pretrained(model, out / "candidate", dtype=torch.bfloat16, tokenizer=start / "tokenizer.json")
-    carry(
-        out / "candidate",
-        EnvSettings(tools=known.tools, renderer=known.renderer, summary=known.summary),
-        known.limits or LIMITS,
-    )
+    if (known_by := start / CARRIED).is_file():
+        shutil.copyfile(known_by, out / "candidate" / CARRIED)
     LOG.info(f"scoring {out / 'candidate'}")
     found = judge(before, attempts_of(model, known, start, tasks, samples, settings))
-    version = None
+    version = publish(store, model) if store and not found["stopped"] else None
     if not found["stopped"]:
-        version = publish(store, model) if store else None
         (out / "weights").symlink_to("candidate")
     report = {
         "rollouts": {"judged": len(judged), "stale": len(judged) - len(fresh), "trained": len(fresh)},
@@ -163,26 +161,27 @@ def attempts_of(
 
 def judge(before: Sequence[Attempt], after: Sequence[Attempt]) -> dict[str, Any]:
     """Compare attempts at the same tasks. `stopped` is the reason to keep the old weights; empty if there is none."""
-    old, new = (_figures(attempts) for attempts in (before, after))
-    difference = new.pop("by_task") - old.pop("by_task")
-    gain, ci95 = float(difference.mean()), bootstrap(difference, 0)
+    found = difference(after, before)
+    if not found:
+        stopped = "no task of the gate has a grade before and after"
+        return {"before": None, "after": None, "gain": None, "ci95": None, "stopped": stopped}
+    gain, low, high = found
+    old, new = (_figures([done for done in attempts if done.grade.known]) for attempts in (before, after))
     stopped = ""
-    if ci95[1] < 0 or gain < -MOST_LOST:
-        stopped = f"pass@1 falls by {-gain:.3f} ({-ci95[1]:.3f} to {-ci95[0]:.3f})"
+    if high < 0 or gain < -MOST_LOST:
+        stopped = f"pass@1 falls by {-gain:.3f} ({-high:.3f} to {-low:.3f})"
     elif old["edits"] - new["edits"] > FEWER_EDITS:
         stopped = f"{new['edits']:.0%} of attempts edit something, {old['edits']:.0%} before"
-    return {"before": old, "after": new, "gain": gain, "ci95": ci95, "stopped": stopped}
+    return {"before": old, "after": new, "gain": gain, "ci95": [low, high], "stopped": stopped}
 
 
 def _figures(attempts: Sequence[Attempt]) -> dict[str, Any]:
-    by_task = scores([done for done in attempts if done.grade.known], lambda done: done.task.id)
-    means: NDArray[np.float64] = np.array([np.mean(each) for each in by_task.values()])
+    rates = behaviour(attempts)
+    by_task = scores(attempts, lambda done: done.task.id).values()
     return {
-        "by_task": means,
-        "pass_at_1": float(means.mean()),
+        "pass_at_1": float(np.mean([np.mean(each) for each in by_task])),
         "edits": float(np.mean([Course.of(done.rollout.turns).edited for done in attempts])),
-        "invalid_call_rate": behaviour(attempts)["invalid_call_rate"],
-        "sampled_per_task": float(np.mean([done.rollout.sampled for done in attempts])),
+        **{name: rates[name] for name in ("invalid_call_rate", "sampled_per_task")},
     }
 
 
@@ -191,9 +190,8 @@ def publish(store: str, model: Model) -> int:
     publisher = Publisher(store, owner=OWNER)
     try:
         version = publisher.last + 1
-        publisher.publish(
-            version, published(model), {"config.json": config_json(model.config, torch.bfloat16).encode()}
-        )
+        files = {"config.json": config_json(model.config, torch.bfloat16).encode()}
+        publisher.publish(version, published(model), files)
     finally:
         publisher.close()
     return version

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -86,7 +87,7 @@ def main() -> None:
     with open_engine(model, slots=1, tokens=64, follow=store) as engine:
         before, again = engine.shared.version, revert(store, version)
         while engine.shared.version < again:  # a follower looks once a second
-            pass
+            time.sleep(0.05)
         print(
             f"taken back: version {before} is followed by {engine.shared.version}, which has the weights of {version}"
         )

@@ -23,7 +23,8 @@ from composer_nb.policies import trained_with
 from composer_nb.settings import Settings
 from composer_nb.trainer.model import load_pretrained, save_pretrained
 from composer_nb.trainer.recipe.reader import EXAMPLES
-from composer_nb.trainer.versions.receiver import Receiver
+from composer_nb.trainer.versions.publisher import Publisher
+from composer_nb.trainer.versions.receiver import Receiver, SecondWriter
 
 START = EXAMPLES[0] / "weights" / "final"
 TASKS = EXAMPLES[0] / "data" / "heldout.jsonl"
@@ -96,6 +97,15 @@ def test_rollouts_of_other_weights_are_left_out(record: Path, gate: Path, tmp_pa
         improve([record], tmp_path / "other", tmp_path / "out", gate, SETTINGS)
 
 
+def test_a_store_of_another_writer_is_refused_before_anything_is_learnt(
+    record: Path, gate: Path, tmp_path: Path
+) -> None:
+    Publisher(tmp_path / "store", owner="trainer")  # a run that publishes there
+    with pytest.raises(SecondWriter, match="written by 'trainer'"):
+        improve([record], START, tmp_path / "out", gate, SETTINGS, store=str(tmp_path / "store"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_bad_input_is_refused_before_anything_is_learnt(record: Path, gate: Path, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "empty/rollouts").mkdir(parents=True)
     assert main(words(tmp_path / "empty", gate, tmp_path / "out")) == 2
@@ -132,3 +142,10 @@ def test_the_gate(before: list[Attempt], after: list[Attempt], gain: float, stop
     found = judge(before, after)
     assert found["gain"] == pytest.approx(gain) and found["ci95"][0] <= gain + 1e-9
     assert stopped in found["stopped"] if stopped else found["stopped"] == ""
+
+
+def test_tasks_that_a_sandbox_lost_are_compared_nowhere_and_without_any_nothing_ships() -> None:
+    lost = [replace(done, grade=Grade(status="infra_error")) for done in attempts([0.5])]
+    found = judge([*lost, *attempts([0.5] * 8)[10:]], attempts([0.6] * 8))
+    assert found["gain"] == pytest.approx(0.1) and found["stopped"] == ""
+    assert judge(lost, attempts([0.6]))["stopped"] == "no task of the gate has a grade before and after"

@@ -110,11 +110,12 @@ def improve(given: argparse.Namespace) -> int:
     lines = [
         f"{rollouts['trained']} of {rollouts['judged']} judged rollouts trained, {rollouts['stale']} of other weights; "
         f"mean reward {found['reward']:.3f}",
-        f"gate: pass@1 {gate['before']['pass_at_1']:.3f} → {gate['after']['pass_at_1']:.3f} "
-        f"({gate['gain']:+.3f}, {gate['ci95'][0]:+.3f} to {gate['ci95'][1]:+.3f})",
         f"stopped: {gate['stopped']}; {given.out}/candidate is not published"
         if gate["stopped"]
         else f"passed: {given.out}/weights",
     ]
+    if gate["before"]:
+        old, new, (low, high) = gate["before"]["pass_at_1"], gate["after"]["pass_at_1"], gate["ci95"]
+        lines.insert(1, f"gate: pass@1 {old:.3f} → {new:.3f} ({gate['gain']:+.3f}, {low:+.3f} to {high:+.3f})")
     lines += [f"published as version {found['version']} of {given.store}"] if found["version"] is not None else []
     return emit(given, found, lambda: "\n".join(lines), int(bool(gate["stopped"])))
