@@ -20,7 +20,8 @@ from composer_nb.harness.agent.loop import LIMITS
 from composer_nb.harness.agent.scripts import SCRIPTS, read_script
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits, ScriptSpeaker, Speaker, TokenSpeaker
-from composer_nb.harness.environment import RENDERERS, Carried, carried
+from composer_nb.harness.environment import RENDERERS, Carried, carried, read_carried
+from composer_nb.harness.policy import ProviderFailure
 from composer_nb.harness.product.work import tools_for
 from composer_nb.harness.remote import REMOTE
 from composer_nb.harness.tasks.task import Task
@@ -59,11 +60,12 @@ def trained_with(path: Path) -> Carried:
 
 
 def equipment(policy: str) -> tuple[ToolSet, Limits]:
-    """Return the tools and limits of a policy in the product: those that its checkpoint was trained with, else the product's.
-    Raises like `trained_with`."""
+    """Return the tools and limits of a policy in the product: those that its checkpoint was trained with, also behind
+    `composer-nb serve`, else the product's. Raises like `trained_with` and `open_endpoint`."""
     kind, rest = parse_policy(policy)
     folder = rest.rpartition("#")[2] if kind in REMOTE else rest
     known = trained_with(Path(folder)) if kind in ("checkpoint", *REMOTE) else None
+    known = served_with(rest) if kind == "openai" else known
     return tools_for(known.tools if known else "cursor"), (known and known.limits) or LIMITS
 
 
@@ -123,10 +125,27 @@ def identity(name: str) -> str:
 def open_endpoint(name: str, temperature: float = 1.0, within_s: float = LISTED_S) -> Endpoint:
     """Open `URL[#MODEL]`; without a model, the first that the server lists. Raises ValueError, ProviderFailure."""
     url, _, model = name.partition("#")
-    listed = [model] if model else Endpoint(url=url).models(within_s)
-    if not listed:
+    model = model or next(iter(Endpoint(url=url).models(within_s)), "")
+    if not model:
         raise ValueError(f"--policy openai:{url}: it lists no model; write openai:{url}#MODEL")
-    return Endpoint(url=url, model=listed[0], temperature=temperature)
+    return Endpoint(url=url, model=model, temperature=temperature)
+
+
+def served_with(name: str) -> Carried | None:
+    """Return what the model behind `URL[#MODEL]` was trained with, if its server says so, as ours does. A server need not list
+    a model that is named. Raises like `open_endpoint`."""
+    url, _, model = name.partition("#")
+    try:
+        listed = Endpoint(url=url).models()
+    except ProviderFailure:
+        if model:
+            return None
+        raise
+    told = listed.get(model or next(iter(listed), ""), {}).get("trained_with")
+    try:
+        return read_carried(json.dumps(told)) if told else None
+    except ValueError as error:
+        raise ValueError(f"--policy openai:{name}: what its server says of its training is damaged ({error})") from None
 
 
 def _scripted(name: str) -> Cast:
@@ -158,6 +177,8 @@ class OpenEngine:
     """Makes the renderer from the tokenizer and tools. The compact format has the tools of training where none are given."""
     tokens: int
     """Maximum tokens of one conversation."""
+    known: Carried
+    """What it was trained with."""
 
 
 @contextmanager
@@ -189,4 +210,4 @@ def open_engine(
         model, version = (model, -1) if newest is None else (updates.first(newest), newest)
     engine = Engine(model, stop=stop, slots=slots, max_length=most, temperature=temperature, seed=seed, version=version)
     with Inference(engine, updates) as service, following(service) if updates else nullcontext():
-        yield OpenEngine(shared=service, tokenizer=tokenizer, format=form, tokens=most)
+        yield OpenEngine(shared=service, tokenizer=tokenizer, format=form, tokens=most, known=known)

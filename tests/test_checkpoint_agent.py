@@ -12,6 +12,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from composer_nb.harness.sandbox.contract import WORKSPACE
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError
+from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.policies import equipment, open_engine, trained_with
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.checkpoint import save_pretrained
@@ -256,7 +258,28 @@ def test_a_checkpoint_carries_its_environment(compact: Path, repository: Path, t
     carry(compact, EnvSettings(), Limits(turns=1, tokens=400))
     found = evaluate(str(compact), few, tmp_path / "bench", samples=1, workers=2)
     assert found["tool_calls_per_task"] == found["calls_per_turn"]  # one turn each
-    assert equipment("openai:http://x")[1] == LIMITS
+
+
+def test_a_served_checkpoint_is_offered_the_tools_of_its_training(compact: Path) -> None:
+    carry(compact, EnvSettings(), Limits(turns=3, turn_tokens=9, tokens=300))
+    with open_engine(compact, slots=1, tokens=300) as engine:
+        answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
+        with ChatServer(answer, model="tour", trained=engine.known) as server:
+            for name in ("", "#tour"):
+                tools, limits = equipment(f"openai:{server.url}{name}")
+                assert (set(tools.tools), limits) == (set(ToolSet.tiny().tools), trained_with(compact).limits)
+            assert "run_terminal_cmd" in equipment(f"openai:{server.url}#another")[0].tools
+        with ChatServer(answer, trained=replace(engine.known, tools="my.module:Mine")) as server:
+            with pytest.raises(ValueError, match="which only its training has"):
+                equipment(f"openai:{server.url}")
+        with ChatServer(answer, trained=replace(engine.known, renderer="none")) as server:  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match=r"its training is damaged \(renderer "):
+                equipment(f"openai:{server.url}")
+            gone = f"openai:{server.url}"
+    tools, limits = equipment(f"{gone}#named")
+    assert "run_terminal_cmd" in tools.tools and limits == LIMITS
+    with pytest.raises(ProviderFailure):
+        equipment(gone)
 
 
 @pytest.mark.parametrize(
@@ -368,7 +391,7 @@ def test_a_checkpoint_behind_the_server(checkpoint: Path, oracle: Any, monkeypat
         ChatServer(Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)) as server,
     ):
         endpoint = Endpoint(url=server.url, model="model", retries=0)
-        assert endpoint.models() == ["model"]
+        assert list(endpoint.models()) == ["model"]
         first = endpoint.complete(talk, tools, 40)
         assert watched.asked[0] == templated(oracle, talk, tools) and first.read == len(watched.asked[0])
         assert first.written == len(watched.answered[0]) <= 40

@@ -123,11 +123,15 @@ class Carried:
     summary: SummarySettings = NO_SUMMARIES
 
 
+def trained_in(env: EnvSettings, limits: Limits) -> Carried:
+    """Return what a run with these settings trains in."""
+    tools = env.tasks if hasattr(env.own, "tools") else env.tools
+    return Carried(renderer=env.renderer, tools=tools, limits=limits, summary=env.summary)
+
+
 def carry(path: Path, env: EnvSettings, limits: Limits) -> None:
     """Write beside the weights in `path` what they were trained with."""
-    tools = env.tasks if hasattr(env.own, "tools") else env.tools
-    held = {"renderer": env.renderer, "tools": tools, "limits": asdict(limits), "summary": asdict(env.summary)}
-    write_json(path / CARRIED, held)
+    write_json(path / CARRIED, asdict(trained_in(env, limits)))
 
 
 def carried(path: Path, renderer: str) -> Carried:
@@ -138,11 +142,18 @@ def carried(path: Path, renderer: str) -> Carried:
     if not file.is_file():
         return Carried(renderer=cast(Any, renderer), tools="tiny" if renderer == "compact" else "cursor")
     try:
-        return TypeAdapter(Carried).validate_json(file.read_bytes())
+        return read_carried(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file}: damaged ({error}); write it again, or remove it") from None
+
+
+def read_carried(text: bytes | str) -> Carried:
+    """Return a `Carried` from its JSON. Raises ValueError."""
+    try:
+        return TypeAdapter(Carried).validate_json(text)
     except ValidationError as error:
         [first, *_] = error.errors()
-        where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{file}: damaged ({where} {first['msg']}); write it again, or remove it") from None
+        raise ValueError(f"{'.'.join(map(str, first['loc']))} {first['msg']}") from None
 
 
 class Sandboxes:

@@ -149,7 +149,7 @@ def serve(given: argparse.Namespace) -> int:
         with open_engine(given.model, **pick(given, "slots", "tokens", "temperature", "follow")) as engine:
             record = Record(given.record, engine.tokenizer) if given.record else None
             answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens, record)
-            address |= {"version": lambda: engine.shared.version, "grade": answer.grade}
+            address |= {"version": lambda: engine.shared.version, "grade": answer.grade, "trained": engine.known}
             try:
                 return run(ChatServer(answer, given.port, given.model.resolve().name, **address))
             finally:

@@ -109,10 +109,10 @@ class Endpoint:
         if parts.scheme not in ("http", "https") or not parts.host or parts.userinfo or parts.query:
             raise ValueError(f"openai:{self.url}: give an address such as openai:http://127.0.0.1:8000/v1")
 
-    def models(self, within_s: float = LISTED_S) -> list[str]:
-        """Return the names of its models. Raises ProviderFailure."""
+    def models(self, within_s: float = LISTED_S) -> dict[str, Mapping[str, Any]]:
+        """Return what it says of each of its models, by name. Raises ProviderFailure."""
         try:
-            return [str(entry["id"]) for entry in self.ask("GET", "models", time.monotonic() + within_s)["data"]]
+            return {str(entry["id"]): entry for entry in self.ask("GET", "models", time.monotonic() + within_s)["data"]}
         except (KeyError, TypeError) as error:
             raise ProviderFailure(f"{self.url}/models: not a list of models: {error!r}") from None
         except TimeIsUp:

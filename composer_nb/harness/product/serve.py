@@ -20,6 +20,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict
 from ipaddress import ip_address
 from types import TracebackType
 from typing import Any, Self
@@ -34,6 +35,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from composer_nb.harness.agent.turns import Script
+from composer_nb.harness.environment import Carried
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.harness.product import SLOTS
 from composer_nb.harness.product.anthropic import Messages, MessagesReply, refusal
@@ -129,11 +131,13 @@ class ChatServer:
         key: str = "",
         version: Callable[[], int] | None = None,
         grade: Callable[[str, Verdict], int] | None = None,
+        trained: Carried | None = None,
     ) -> None:
         """`port` 0 is any free port; with `shared`, several servers of a machine may listen on one, and each connection goes to
         one of them. `slots` requests are answered at a time and `queue` more wait. Requests bring the `key`, if there is
         one; beyond the loopback one is made. `version`: that of the policy; raises ProviderFailure if it has ended.
-        `grade`: takes what is found out about a recorded rollout, and returns the number of its branches.
+        `grade`: takes what is found out about a recorded rollout, and returns the number of its branches. `trained`: what the
+        model was trained with; `GET /v1/models` says it, so that an agent offers the same tools within the same limits.
 
         Raises ValueError for an invalid address, or one in use."""
         self.model, self.host, self.most = model, host, slots + queue
@@ -147,6 +151,7 @@ class ChatServer:
         local = ip_address(self._socket.getsockname()[0]).is_loopback
         self.key = key or ("" if local else secrets.token_urlsafe(24))
         self._version, self._grade, self._counts = version, grade, Counter[str]()
+        self._trained = {"trained_with": asdict(trained)} if trained else {}
         self._answer, self._work, self._draining = answer, set[Future[Answered]](), False
         self._threads = ThreadPoolExecutor(max_workers=slots, thread_name_prefix="answer")
         self._server = uvicorn.Server(
@@ -211,7 +216,7 @@ class ChatServer:
     async def _reply(self, request: Request) -> Response:
         self._authorize(request.headers, request.scope["server"][0], request.scope["path"])
         body = await _body(request)
-        listed = {"id": self.model, "object": "model", "created": 0, "owned_by": "composer_nb"}
+        listed = {"id": self.model, "object": "model", "created": 0, "owned_by": "composer_nb"} | self._trained
         match request.method, request.scope["path"]:
             case "GET", "/health":
                 if self._draining:

@@ -23,7 +23,7 @@ from composer_nb.harness.agent.chat import ChatRenderer
 from composer_nb.harness.agent.hints import hints_of
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.bench import run_eval
-from composer_nb.harness.environment import Sandboxes, carry, make_agent
+from composer_nb.harness.environment import Sandboxes, carry, make_agent, trained_in
 from composer_nb.harness.sandbox.journal import FOLDER
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.settings import Settings
@@ -79,7 +79,8 @@ class EngineService(Inference):
             return agent.renderer if tools is None else agent.renderer.offering(tools)
 
         answer = Conversations(self, agent.renderer.tokenizer, form, s.limits.tokens)
-        server = ChatServer(answer, s.services.serve, name, shared=True, version=lambda: self.version)
+        known = trained_in(s.env, s.limits)
+        server = ChatServer(answer, s.services.serve, name, shared=True, version=lambda: self.version, trained=known)
         return server.__enter__()
 
     def stop(self) -> None:

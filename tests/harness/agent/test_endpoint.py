@@ -200,7 +200,7 @@ def test_the_key_goes_along_and_the_models_are_asked_for(server: Server, monkeyp
     server.answer = lambda body, number: call("finish")
     ask(server)
     assert server.heads[0]["Authorization"] == "Bearer k" and "k" not in repr(endpoint(server))[:5]
-    assert endpoint(server).models() == ["first", "second"]
+    assert list(endpoint(server).models()) == ["first", "second"]
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_a_conversation_goes_on_in_the_cache_and_another_makes_room(tokenizer: T
     policy = Turns(renderer.turn(call), done, done, broken, done, done)
     start: list[dict[str, Any]] = [{"role": "system", "content": "You fix."}, {"role": "user", "content": "fix f"}]
     with Shared(policy) as shared, ChatServer(Conversations(shared, tokenizer, QwenRenderer, 3000)) as server:
-        endpoint = Endpoint(url=server.url, model=Endpoint(url=server.url).models()[0], retries=0)
+        endpoint = Endpoint(url=server.url, model=next(iter(Endpoint(url=server.url).models())), retries=0)
         first = endpoint.complete(start, [TOOL], 400)
         assert policy.asked[0].token_ids == renderer.render([User(text="fix f")], "You fix.")
         [made] = first.message["tool_calls"]
