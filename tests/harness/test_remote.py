@@ -70,7 +70,7 @@ class Server:
                 handler.wfile.write(data)
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
 
     def answer(self, path: str, body: Any) -> Any:

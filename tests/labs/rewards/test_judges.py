@@ -72,7 +72,7 @@ def served(
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     endpoint = Endpoint(url=f"http://127.0.0.1:{server.server_port}/v1", temperature=0.0, retries=0, wait_s=0.01)
     try:
         yield RubricJudge(endpoint=endpoint, folder=folder, **given), here
