@@ -200,7 +200,7 @@ class ChatRenderer(ABC):
         """Parse a turn as it was sampled, with its last token unless it was cut."""
         *body, last = token_ids or [-1]
         ended = last == self.end
-        pieces = self._pieces(body if last in self.stop or last < 0 else [*body, last])
+        pieces = self.pieces(body if last in self.stop or last < 0 else [*body, last])
         said = self._read(pieces)
         calls = list(said.calls)
         if any(mark in said.text for mark in self.spelled):
@@ -230,7 +230,7 @@ class ChatRenderer(ABC):
                 text = ""
         return token_ids + (self.encode(text) if text else [])
 
-    def _pieces(self, token_ids: Sequence[int]) -> list[Piece]:
+    def pieces(self, token_ids: Sequence[int]) -> list[Piece]:
         """Return the pieces of ids: the inverse of `encoded`. Special tokens of other formats stay tokens too."""
         pieces: list[Piece] = []
         plain: list[int] = []

@@ -91,13 +91,17 @@ class _Form(NamedTuple):
             pieces += [to, text]
         return pieces
 
+    def value(self, name: str, text: str) -> Any:
+        """Raises ToolError for a text that is no value of JSON."""
+        return text if self.types.get(name) == "string" else read_json(_ZEROS.sub("", text))
+
     def read(self, head: str, texts: Sequence[str]) -> ToolCall:
         """Raises ToolError for anything but a call."""
         names, extra, match = (*self.short, *self.long), len(texts) - len(self.long), self.head.fullmatch(head)
         if not match or extra not in (0, int(not self.types.keys() <= {*names})):
             raise ToolError("InvalidArguments", "bad call")
         given = zip(names, (*match.groups(), *texts), strict=False)
-        arguments = {n: t if self.types.get(n) == "string" else read_json(_ZEROS.sub("", t)) for n, t in given}
+        arguments = {name: self.value(name, text) for name, text in given}
         more = read_json(texts[-1]) if extra else {}
         if not isinstance(more, dict) or arguments.keys() & more:
             raise ToolError("InvalidArguments", "bad call")
@@ -121,9 +125,9 @@ class CompactRenderer(ChatRenderer):
             raise ValueError(f"the tokens {', '.join(SPECIALS)} must be special")
         forms = [_Form.of(tool["function"]) for tool in self.tools]
         self._ends = any(form.word == DONE != form.tool for form in forms)
-        self._tools, self._words = {form.tool: form for form in forms}, {form.word: form for form in forms}
-        if len(self._words.keys() | {DONE}) < len(forms) + (not self._ends):
-            raise ValueError(f"tools: two turns would begin with the same word: {', '.join([DONE, *self._words])}")
+        self._tools, self.words = {form.tool: form for form in forms}, {form.word: form for form in forms}
+        if len(self.words.keys() | {DONE}) < len(forms) + (not self._ends):
+            raise ValueError(f"tools: two turns would begin with the same word: {', '.join([DONE, *self.words])}")
         self.spelled = ("",) if self._ends else (TO,)  # where a tool ends conversations, a text alone is no turn
 
     def prompt(self, instruction: str) -> list[int]:
@@ -191,7 +195,7 @@ class CompactRenderer(ChatRenderer):
     def _part(self, part: Sequence[int], body: Sequence[int], ended: bool) -> Said:
         """Return one call of a turn that was written as `part`, or why there is none."""
         try:
-            return self._read(self._pieces(body if ended else [self.pad]))
+            return self._read(self.pieces(body if ended else [self.pad]))
         except ToolError as error:
             text = self.tokenizer.decode(list(part), skip_special_tokens=False)
             return Said(calls=(Written(id="call_0", call=error, text=text),))
@@ -208,6 +212,6 @@ class CompactRenderer(ChatRenderer):
         head, *texts = parts
         if head == DONE and not self._ends and len(texts) < 2:
             return Said(text="".join(texts).strip())
-        if (word := head.partition(" ")[0]) not in self._words:
+        if (word := head.partition(" ")[0]) not in self.words:
             raise ToolError("InvalidArguments", "bad call")
-        return Said(calls=(Written(id="call_0", call=self._words[word].read(head, texts)),))
+        return Said(calls=(Written(id="call_0", call=self.words[word].read(head, texts)),))

@@ -23,7 +23,7 @@ from composer_nb.harness.tools.tool_call import ToolCall, ToolError
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, ARGUMENT, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
-_ID = re.compile(r"(?:functions\.)?([A-Za-z_][\w.-]*):(\d{1,9})", re.A)
+ID = re.compile(r"(?:functions\.)?([A-Za-z_][\w.-]*):(\d{1,9})", re.A)
 
 
 class KimiRenderer(ChatRenderer):
@@ -96,7 +96,7 @@ class KimiRenderer(ChatRenderer):
         if not ended or list(names) not in (["", ARGUMENT, ""], ["", ARGUMENT]):
             return _wrong(number, "a call is an id, arguments and an end")
         told = str(pieces[0]).strip()
-        match = _ID.fullmatch(told)
+        match = ID.fullmatch(told)
         if match is None:
             return _wrong(number, f"{told[:80]!r} is not the id of a call: functions.NAME:NUMBER")
         try:

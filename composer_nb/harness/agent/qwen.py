@@ -27,8 +27,8 @@ from composer_nb.harness.tools.tool_call import ToolCall, ToolError
 
 START, END, CALL, CALL_END = "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"
 RESPONSE, RESPONSE_END = "<tool_response>", "</tool_response>"
-_FUNCTION = re.compile(r"\s*<function=([^\n<>]+)>\n?")
-_PARAMETER = re.compile(
+FUNCTION = re.compile(r"\s*<function=([^\n<>]+)>\n?")
+PARAMETER = re.compile(
     r"\s*<parameter=([^\n<>]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=[^\n<>]+>|</function>))", re.S
 )
 _FUNCTION_END = re.compile(r"\s*</function>\s*\Z")
@@ -112,13 +112,13 @@ class QwenRenderer(ChatRenderer):
         return Said(text=text.strip(), calls=tuple(calls))
 
     def _call(self, body: str, closed: bool) -> ToolCall | ToolError:
-        head = _FUNCTION.match(body)
+        head = FUNCTION.match(body)
         if not closed or head is None:
             return invalid(f"a call is {CALL}, <function=NAME>, its parameters, </function>, {CALL_END}")
         schemas: Mapping[str, Any] = self.parameters.get(head[1], {}).get("properties", {})
         arguments: dict[str, Any] = {}
         at = head.end()
-        while match := _PARAMETER.match(body, at):
+        while match := PARAMETER.match(body, at):
             name, value = match[1], match[2]
             if name in arguments:
                 return invalid(f"the parameter {name[:80]} is repeated")

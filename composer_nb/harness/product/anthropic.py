@@ -9,7 +9,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from composer_nb.harness.product.wire import Answered, Asked, Choice, Count, Named, Probability, Refused, Strict, spoke
+from composer_nb.harness.product.wire import (
+    Answered,
+    Asked,
+    Calls,
+    Choice,
+    Count,
+    Named,
+    Probability,
+    Refused,
+    Strict,
+    arguments_of,
+    shown,
+    spoke,
+)
 
 IGNORED = ("cache_control", "citations")
 """Keys of blocks that do not change what the model reads."""
@@ -105,43 +118,64 @@ class MessagesReply:
 
     def __init__(self, asked: Asked, model: str) -> None:
         self.asked = self.body = asked
-        self.model, self._sent = model, -1
-        """Letters sent so far; −1 before the first event."""
+        self.model, self._letters, self._called = model, 0, dict[int, int]()
+        """Letters sent so far, of the text and of the arguments of each call."""
+        self._blocks = list[object]()
+        """What stands in each block; the last one is open."""
 
     def whole(self, done: Answered) -> dict[str, Any]:
         [choice] = done.choices
-        text, calls = choice.message["content"], _calls(choice, self.asked)
-        content = [{"type": "text", "text": text}] if text or not calls else []
+        text, calls = choice.message["content"], shown(choice.message.get("tool_calls", ()), self.asked)
+        before, after = text[: choice.lead], "" if choice.lead is None else text[choice.lead :]
+        texts = [[{"type": "text", "text": part}] if part else [] for part in (before, after)]
         return {
             **self._head(),
-            "content": [*content, *calls],
+            "content": [*texts[0], *map(_use, calls), *texts[1]] or [{"type": "text", "text": ""}],
             **_stopped(choice),
             "usage": _usage(done),
             **spoke(choice),
         }
 
-    def part(self, number: int, text: str, logprobs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        if self._sent < 0:
-            usage = {"input_tokens": 0, "output_tokens": 0}
-            start = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-            yield {"type": "message_start", "message": start}
-            yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
-            self._sent = 0
+    def part(
+        self, number: int, text: str, calls: Calls, logprobs: Sequence[Mapping[str, Any]]
+    ) -> Iterator[dict[str, Any]]:
         if text:
-            self._sent += len(text)
-            yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": text}}
+            self._letters += len(text)
+            yield from self._in("text before" if not self._called else "text after", {"type": "text", "text": ""})
+            yield self._delta({"type": "text_delta", "text": text})
+        for place, call in enumerate(shown(calls, self.asked)):
+            arguments = call["function"]["arguments"]
+            if more := arguments[self._called.get(place, 0) :]:
+                yield from self._in(place, {**_use(call), "input": {}})
+                yield self._delta({"type": "input_json_delta", "partial_json": more})
+            self._called[place] = len(arguments)
 
     def rest(self, done: Answered) -> Iterator[dict[str, Any]]:
         [choice] = done.choices
-        yield from self.part(0, choice.message["content"][max(self._sent, 0) :], ())
-        yield {"type": "content_block_stop", "index": 0}
-        for place, call in enumerate(_calls(choice, self.asked), 1):
-            given = {"type": "input_json_delta", "partial_json": json.dumps(call["input"])}
-            yield {"type": "content_block_start", "index": place, "content_block": {**call, "input": {}}}
-            yield {"type": "content_block_delta", "index": place, "delta": given}
-            yield {"type": "content_block_stop", "index": place}
+        text, calls = choice.message["content"], choice.message.get("tool_calls", ())
+        lead = len(text) if choice.lead is None else choice.lead
+        yield from self.part(0, text[self._letters : lead], calls, ())
+        yield from self.part(0, text[self._letters :], (), ())
+        if not self._blocks:
+            yield from self._in("text before", {"type": "text", "text": ""})
+        yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
         yield {"type": "message_delta", "delta": {**_stopped(choice), **spoke(choice)}, "usage": _usage(done)}
         yield {"type": "message_stop"}
+
+    def _in(self, what: object, start: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield what opens a block, unless it is open."""
+        if not self._blocks:
+            usage = {"input_tokens": 0, "output_tokens": 0}
+            head = {**self._head(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+            yield {"type": "message_start", "message": head}
+        elif self._blocks[-1] != what:
+            yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
+        if self._blocks[-1:] != [what]:
+            self._blocks.append(what)
+            yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": start}
+
+    def _delta(self, delta: Mapping[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
     def _head(self) -> dict[str, Any]:
         return {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": self.model}
@@ -155,22 +189,19 @@ def refusal(refused: Refused) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": str(refused)}}
 
 
-def _calls(choice: Choice, asked: Asked) -> list[dict[str, Any]]:
-    calls = choice.message.get("tool_calls", ())[: 1 if asked.parallel_tool_calls is False else None]
-    return [
-        {
-            "type": "tool_use",
-            "id": c["id"],
-            "name": c["function"]["name"],
-            "input": json.loads(c["function"]["arguments"]),
-        }
-        for c in calls
-    ]
+def _use(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {
+        "type": "tool_use",
+        "id": call["id"],
+        "name": function["name"],
+        "input": arguments_of(function["arguments"]),
+    }
 
 
 def _stopped(choice: Choice) -> dict[str, Any]:
-    plain = "max_tokens" if choice.cut else "stop_sequence" if choice.stopped else "end_turn"
-    reason = "tool_use" if "tool_calls" in choice.message else plain
+    plain = "stop_sequence" if choice.stopped else "end_turn"
+    reason = "max_tokens" if choice.cut else "tool_use" if "tool_calls" in choice.message else plain
     return {"stop_reason": reason, "stop_sequence": choice.stopped or None}
 
 

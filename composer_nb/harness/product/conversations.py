@@ -6,8 +6,11 @@ A request that continues one of our answers reads only its new messages, and eve
 on from an earlier answer, since the agent rewrote its history, is a branch: it reads the tokens up to there as they were sampled,
 and the rest anew. Any other request is read from its beginning. When room is needed, the policy forgets the conversation that has
 been idle longest; while all are in use, a request waits. A conversation whose client went away is forgotten at once, also in the
-middle of a turn. A message with a call that cannot be read is sent as text, without calls; if the client sends that text back, it
-is read as the tokens that it spells.
+middle of a turn.
+
+A call that cannot be read is sent with its arguments up to there (`turn.py`). If the policy has forgotten the conversation, it is
+read as a call with those. A turn whose first call has no name is sent as text; if the client sends that text back, it is read as
+the tokens that it spells.
 
 With a `Record`, conversations stay known when the policy forgets them. They become stored rollouts when they are graded, when
 there are too many of them, or when the server closes (`record.py`).
@@ -45,6 +48,7 @@ from composer_nb.harness.product.wire import (
     Refused,
     Sampling,
     Told,
+    arguments_of,
     messages_of,
     text_of,
 )
@@ -363,5 +367,8 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message in one form, since clients write the same in several ways."""
     calls = {"tool_call_id": message["tool_call_id"]} if message.get("tool_call_id") else {}
     if message.get("tool_calls"):
-        calls["tool_calls"] = spoken_by(message)[0].get("tool_calls", [])
+        calls["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": arguments_of(call["function"]["arguments"])}}
+            for call in spoken_by(message)[0].get("tool_calls", [])
+        ]
     return {"role": message.get("role"), "content": text_of(message), **calls}

@@ -206,7 +206,11 @@ class ChatServer:
         try:
             reply = await self._reply(request)
         except Exception as error:
-            reply = _refusal(error, scope["path"])
+            refused = _refused(error)
+            # Closed, since some of the request may not have been read.
+            reply = JSONResponse(
+                _shown(refused, scope["path"]), refused.status, {"Connection": "close", **refused.headers}
+            )
             if reply.status_code == 500:
                 LOG.exception("a request failed")
         if scope["path"] in PATHS:
@@ -309,7 +313,7 @@ class ChatServer:
                 for chunk in reply.rest(work.result()):
                     yield _event(chunk)
             except Exception as error:
-                yield _event(json.loads(bytes(_refusal(error, request.scope["path"]).body)))
+                yield _event(_shown(_refused(error), request.scope["path"]))
             finally:
                 work.cancel()
             if isinstance(reply, Reply):
@@ -394,22 +398,25 @@ async def _left(request: Request) -> None:
         pass
 
 
-def _refusal(error: Exception, path: str) -> Response:
-    """Return an error in the form of a path. The message of a ValueError begins with the parameter that it is about."""
+def _refused(error: Exception) -> Refused:
+    """Return an error as a refusal. The message of a ValueError begins with the parameter that it is about."""
     match error:
         case Refused():
-            refused = error
+            return error
         case ValueError():
             name = str(error).partition(":")[0]
-            refused = Refused(str(error), param=name if name in Asked.model_fields else None)
+            return Refused(str(error), param=name if name in Asked.model_fields else None)
         case ProviderFailure() | TimeIsUp() | ClientDisconnect():
-            refused = Refused(str(error) or "the server is closing", 503, "unavailable")
+            return Refused(str(error) or "the server is closing", 503, "unavailable")
         case _:
-            refused = Refused(f"the server failed at this request: {error!r}", 500, "internal_error")
+            return Refused(f"the server failed at this request: {error!r}", 500, "internal_error")
+
+
+def _shown(refused: Refused, path: str) -> dict[str, Any]:
+    """Return a refusal in the form of a path."""
+    if path == "/v1/messages":
+        return refusal(refused)
     kind = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}.get(
         refused.status, "invalid_request_error"
     )
-    body = {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}
-    # Closed, since some of the request may not have been read.
-    shown = refusal(refused) if path == "/v1/messages" else body
-    return JSONResponse(shown, refused.status, {"Connection": "close", **refused.headers})
+    return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}

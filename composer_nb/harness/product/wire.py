@@ -11,11 +11,12 @@ from itertools import groupby
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic_core import from_json
 
 from composer_nb.harness.agent.chat import Message, Result, Said, User, Written
 from composer_nb.harness.agent.endpoint import spoken
 from composer_nb.harness.product.record import NAME
-from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.harness.tools.tool_call import ToolCall, ToolError
 
 Probability = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
@@ -152,6 +153,8 @@ class Choice:
     message: Mapping[str, Any]
     written: int
     """Tokens."""
+    lead: int | None = None
+    """Letters of its text before the first call; None: all."""
     cut: bool = False
     """The turn was cut off by a limit of tokens."""
     logprobs: Sequence[Mapping[str, Any]] | None = None
@@ -177,8 +180,10 @@ class Answered:
 
 
 Body = TypeVar("Body", bound=BaseModel)
-Told = Callable[[int, str, Sequence[Mapping[str, Any]]], None]
-"""Takes what is known of an unfinished answer: number of a choice, next part of its text, and of its log-probabilities."""
+Calls = Sequence[Mapping[str, Any]]
+Told = Callable[[int, str, Calls, Sequence[Mapping[str, Any]]], None]
+"""Takes what is known of an unfinished answer: number of a choice, next part of its text, its calls so far, and the next part of
+its log-probabilities."""
 
 
 def read_request(body: bytes, kind: type[Body]) -> Body:
@@ -224,12 +229,27 @@ def messages_of(wire: Sequence[Mapping[str, Any]]) -> list[Message]:
                 messages.append(Result(id=name, text=text_of(held)))
             case {"role": "assistant"}:
                 said, calls = spoken(held)
-                ids = [call["id"] for call in said.get("tool_calls", ())]
-                written = tuple(Written(id=name, call=call) for name, call in zip(ids, calls, strict=True))
+                pairs = zip(said.get("tool_calls", ()), calls, strict=True)
+                written = tuple(Written(id=told["id"], call=_read(told, call)) for told, call in pairs)
                 messages.append(Said(text=said["content"], calls=written))
             case _:
                 raise ValueError(f"messages: this is not a message: {json.dumps(held)[:200]}")
     return messages
+
+
+def _read(told: Mapping[str, Any], call: ToolCall | ToolError) -> ToolCall | ToolError:
+    """Return a call that was cut off or could not be read with the arguments that it has."""
+    name, text = told["function"]["name"], told["function"]["arguments"]
+    return call if isinstance(call, ToolCall) or not name else ToolCall(name=name, arguments=arguments_of(text))
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """Return what can be read of an object that need not be complete, as Anthropic's client does."""
+    try:
+        known = from_json(text, allow_partial=True)
+    except ValueError:
+        return {}
+    return known if isinstance(known, dict) else {}
 
 
 def wire_of(said: Said) -> dict[str, Any]:
@@ -266,6 +286,8 @@ class Reply:
         self._head: dict[str, Any] = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._sent: dict[int, tuple[int, int]] = {}
         """Letters and log-probabilities of each choice sent so far."""
+        self._called: dict[tuple[int, int], int] = {}
+        """Letters of the arguments of each call sent so far, by the numbers of its choice and its own."""
 
     def whole(self, done: Answered) -> dict[str, Any]:
         choices = [
@@ -275,12 +297,23 @@ class Reply:
         self._head["system_fingerprint"] = _fingerprint(done)
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": _usage(done)}
 
-    def part(self, number: int, text: str, logprobs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the chunk of a part of an answer."""
+    def part(
+        self, number: int, text: str, calls: Calls, logprobs: Sequence[Mapping[str, Any]]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of a part of an answer."""
         letters, tokens = self._sent.get(number, (0, 0))
-        role = {} if number in self._sent else {"role": "assistant"}
-        self._sent[number] = letters + len(text), tokens + len(logprobs)
-        yield self._chunk(number, {**role, "content": text}, logprobs=_logprobs(logprobs) if logprobs else None)
+        if text or logprobs or number not in self._sent:
+            role = {} if number in self._sent else {"role": "assistant"}
+            self._sent[number] = letters + len(text), tokens + len(logprobs)
+            yield self._chunk(number, {**role, "content": text}, logprobs=_logprobs(logprobs) if logprobs else None)
+        for place, call in enumerate(shown(calls, self.asked)):
+            sent, arguments = self._called.get((number, place)), call["function"]["arguments"]
+            if sent is None:
+                named = {**call, "function": {**call["function"], "arguments": ""}}
+                yield self._chunk(number, {"tool_calls": [{"index": place, **named}]})
+            if more := arguments[sent or 0 :]:
+                yield self._chunk(number, {"tool_calls": [{"index": place, "function": {"arguments": more}}]})
+            self._called[number, place] = len(arguments)
 
     def rest(self, done: Answered) -> Iterator[dict[str, Any]]:
         """Yield the chunks of all that was not sent yet."""
@@ -288,13 +321,7 @@ class Reply:
         for number, choice in enumerate(done.choices):
             message, (letters, tokens) = self._message(choice), self._sent.get(number, (0, 0))
             text, logprobs = message["content"][letters:], (choice.logprobs or ())[tokens:]
-            if text or logprobs or number not in self._sent:
-                yield from self.part(number, text, logprobs)
-            for place, call in enumerate(message.get("tool_calls", ())):
-                named = {**call, "function": {**call["function"], "arguments": ""}}
-                yield self._chunk(number, {"tool_calls": [{"index": place, **named}]})
-                said = {"arguments": call["function"]["arguments"]}
-                yield self._chunk(number, {"tool_calls": [{"index": place, "function": said}]})
+            yield from self.part(number, text, message.get("tool_calls", ()), logprobs)
             yield self._chunk(number, {}, finish_reason=self._reason(choice), **spoke(choice))
         if self._counted:
             yield {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": _usage(done)}
@@ -309,13 +336,11 @@ class Reply:
         return {**self._head, "object": "chat.completion.chunk", "choices": [choice], **counted}
 
     def _message(self, choice: Choice) -> dict[str, Any]:
-        message = dict(choice.message)
-        if self.asked.parallel_tool_calls is False and "tool_calls" in message:
-            message["tool_calls"] = message["tool_calls"][:1]
-        return message
+        calls = shown(choice.message.get("tool_calls", ()), self.asked)
+        return {**choice.message, **({"tool_calls": calls} if calls else {})}
 
     def _reason(self, choice: Choice) -> str:
-        return "tool_calls" if "tool_calls" in choice.message else "length" if choice.cut else "stop"
+        return "length" if choice.cut else "tool_calls" if "tool_calls" in choice.message else "stop"
 
 
 class CompletionReply(Reply):
@@ -343,6 +368,11 @@ class CompletionReply(Reply):
             "top_logprobs": [{top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in told],
         }
         return {"index": number, "text": text, "logprobs": logprobs or None, "finish_reason": reason}
+
+
+def shown(calls: Calls, asked: Asked) -> Calls:
+    """Return the calls that a client wants to see."""
+    return calls[:1] if asked.parallel_tool_calls is False else calls
 
 
 def _choice(number: int, choice: Choice, reason: str) -> dict[str, Any]:

@@ -132,8 +132,7 @@ def test_results_are_of_the_calls_whose_ids_they_have(tokenizer: Tokenizer) -> N
 
 def test_a_call_that_nobody_could_read_can_be_told_again(tokenizer: Tokenizer) -> None:
     renderer = QwenRenderer(tokenizer, [TOOL])
-    call = renderer.turn(Said(calls=(Written(id="call_0", call=ToolCall(name="look", arguments={"at": "f"})),)))
-    broken = [*call[:-2], renderer.end]  # without the token that ends a call
+    broken = renderer.spell("I look.\n<tool_call>\nlook(f)\n</tool_call>")  # without a name
     done = renderer.turn(Said(text="Done."))
     start: list[dict[str, Any]] = [{"role": "developer", "content": "You fix."}, {"role": "user", "content": "fix f"}]
     policy = Turns(broken, done)
