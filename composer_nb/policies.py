@@ -183,10 +183,18 @@ class OpenEngine:
 
 @contextmanager
 def open_engine(
-    path: Path, *, slots: int, tokens: int, temperature: float = 1.0, seed: int = 0, follow: str = ""
+    path: Path,
+    *,
+    slots: int,
+    tokens: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+    follow: str = "",
+    step_tokens: int = 4096,
 ) -> Iterator[OpenEngine]:
     """Run a checkpoint. `tokens`: maximum of one conversation; less if the model reads less. `follow`: a store of weight versions
     of this model, whose newest runs at any time; as long as there is none, the checkpoint runs as version -1, else as 0.
+    `step_tokens`: as in `Engine`.
 
     Raises FileNotFoundError for a missing checkpoint, ValueError for one without a format for several tools or for versions of
     another model, WeightFault and StoreError for a store that cannot be used."""
@@ -208,6 +216,7 @@ def open_engine(
         updates = Updates(follow, f"serve-{socket.gethostname()}-{os.getpid()}", model.config)
         newest = updates.receiver.newest()
         model, version = (model, -1) if newest is None else (updates.first(newest), newest)
-    engine = Engine(model, stop=stop, slots=slots, max_length=most, temperature=temperature, seed=seed, version=version)
+    size = {"slots": slots, "max_length": most, "step_tokens": step_tokens}
+    engine = Engine(model, stop=stop, temperature=temperature, seed=seed, version=version, **size)
     with Inference(engine, updates) as service, following(service) if updates else nullcontext():
         yield OpenEngine(shared=service, tokenizer=tokenizer, format=form, tokens=most, known=known)

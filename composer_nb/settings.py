@@ -262,6 +262,8 @@ class EvalSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     slots: Some = 128
+    step_tokens: Some = 4096
+    """Maximum of tokens that a step forwards: a long prompt takes several, between which others decode."""
     numerics: EngineName = "float32"
     """Arithmetic of the engine that samples for RL (`variants.py`). The trainer always computes in float32, so any other value
     makes a mismatch on purpose."""

@@ -112,6 +112,11 @@ def verdict(given: argparse.Namespace) -> int:
     arg("--record RUN", "folder that keeps every conversation as a rollout", type=Path),
     arg("--slots N", "conversations held at a time", SLOTS),
     arg("--tokens N", "maximum tokens of one conversation", 32_768),
+    arg(
+        "--step-tokens N",
+        "maximum tokens of one step, at least --slots; less lets others decode sooner beside a long prompt",
+        512,
+    ),
     arg("--queue N", "waiting requests; more get status 429", 64),
     arg("--temperature T", "temperature of requests that give none", 1.0),
     arg("--host NAME", "address to listen on", "127.0.0.1"),
@@ -142,11 +147,13 @@ def serve(given: argparse.Namespace) -> int:
         raise ValueError("serve: give either --model DIR or --policy scripted:FILE.json")
     if (given.follow or given.record) and not given.model:
         raise ValueError("--follow and --record need --model DIR, for the model's sizes and its tokenizer")
-    if min(given.slots, given.tokens) < 1 or given.queue < 0:
-        raise ValueError("--slots and --tokens must be above 0, and --queue not below it")
+    if min(given.slots, given.tokens) < 1 or given.queue < 0 or given.step_tokens < given.slots:
+        raise ValueError("--slots and --tokens must be above 0, --queue not below it, --step-tokens at least --slots")
     address = {**pick(given, "host", "slots", "queue"), "key": os.environ.get("COMPOSER_NB_KEY", "")}
     if given.model:
-        with open_engine(given.model, **pick(given, "slots", "tokens", "temperature", "follow")) as engine:
+        with open_engine(
+            given.model, **pick(given, "slots", "tokens", "temperature", "follow", "step_tokens")
+        ) as engine:
             record = Record(given.record, engine.tokenizer) if given.record else None
             answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens, record)
             address |= {"version": lambda: engine.shared.version, "grade": answer.grade, "trained": engine.known}

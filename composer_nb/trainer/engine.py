@@ -1,12 +1,12 @@
 """The embedded inference engine: continuous batching with the key-value cache kept across turns.
 
-Every step is one forward pass over whatever tokens are new, side by side: one token for a rollout in the middle of a turn,
-a whole prompt or observation for one that starts the next. There is no prefill phase that others wait for, and no padding.
-Rollouts that have read and written the same tokens so far, as those of a group do until their first differing choice, are
-forwarded once; each has its own copy of the cache.
+Every step is one forward pass over new tokens, side by side and without padding: one token of each rollout, and what is left of
+the step's budget for prompts and observations, those of users first. So a long prompt does not hold up those who decode (chunked
+prefill: Agrawal et al. 2023, arXiv 2308.16369). Rollouts that have read and written the same tokens so far, as those of a group
+do until their first differing choice, are forwarded once; each has its own copy of the cache.
 
 With the compiled kernel of float32 models all that is recorded of a rollout is the same to the last bit whatever else is under
-way.
+way, and however its prompt was cut.
 
 What a rollout draws comes from a random stream of its own, so it depends on the engine's seed and the rollout's number, not on
 what else is under way. At the next step, a request of higher priority takes the place of a rollout, whose cache waits in memory
@@ -74,7 +74,7 @@ class _Slot:
 
 class Engine:
     """Samples turns from a model. `temperature` 0 is greedy. Log-probs are those of the distribution that is drawn from, and of
-    temperature 1 for a greedy turn.
+    temperature 1 for a greedy turn. `step_tokens`: maximum of distinct tokens that a step forwards, at least one a slot.
 
     Raises ValueError for a request that cannot fit `max_length`, RuntimeError when more rollouts are alive than slots.
     """
@@ -89,6 +89,7 @@ class Engine:
         temperature: float = 1.0,
         seed: int = 0,
         version: int = 0,
+        step_tokens: int = 4096,
     ) -> None:
         c = model.config
         if max_length > c.max_position_embeddings:
@@ -98,7 +99,9 @@ class Engine:
             )
         if temperature < 0:
             raise ValueError(f"temperature={temperature} must not be negative; 0 is greedy")
-        self.model, self.stop, self.max_length = model, stop, max_length
+        if step_tokens < slots:
+            raise ValueError(f"engine.step_tokens={step_tokens} is below engine.slots={slots}: raise it")
+        self.model, self.stop, self.max_length, self.step_tokens = model, stop, max_length, step_tokens
         self._packed = pack(model)
         self.temperature, self.version = temperature, version
         self.seed = seed
@@ -202,6 +205,7 @@ class Engine:
         if not active:
             return []
         logits_SV = self._forward([slot for _, slot in active])
+        active = [pair for pair in active if not pair[1].pending]
         tokens, logprobs = _sample(logits_SV, [slot for _, slot in active])
         done = []
         for (rollout, slot), logits_V, token, logprob in zip(active, logits_SV, tokens, logprobs, strict=True):
@@ -255,32 +259,40 @@ class Engine:
 
     @torch.no_grad()
     def _forward(self, slots: list[_Slot]) -> Tensor:
-        """Logits [S, V] after the last pending token of each slot; all pending tokens go to the cache."""
+        """Logits [S, V] after the last pending token of each slot that has none left; tokens go to the cache."""
         leaders, leader_S = self._alike(slots)
-        counts = np.array([len(slot.pending) for slot in slots])
+        sizes = self._sizes([slots[place] for place in leaders])
+        counts = sizes[leader_S]
         row_N = np.repeat([slot.index for slot in slots], counts)
-        position_N = np.concatenate([np.arange(slot.length, slot.length + len(slot.pending)) for slot in slots])
-        sizes = counts[leaders]
+        position_N = np.concatenate([slot.length + np.arange(count) for slot, count in zip(slots, counts, strict=True)])
         starts = np.cumsum(sizes) - sizes
         from_N = np.concatenate([np.arange(starts[lead], starts[lead] + sizes[lead]) for lead in leader_S])
-        ids_U = np.array([token for place in leaders for token in slots[place].pending])
-        own_U = np.concatenate([[slots[place].index] * len(slots[place].pending) for place in leaders])
+        ids_U = np.concatenate([slots[place].pending[:size] for place, size in zip(leaders, sizes, strict=True)])
+        own_U = np.repeat([slots[place].index for place in leaders], sizes)
         at_U = np.empty(len(own_U), np.int64)
         at_U[from_N] = position_N
         new = NewTokens(ids_U, at_U, own_U, row_N, position_N, from_N)
         run = self._trunk if self._packed is None else partial(self._decode, self._packed)
-        logits, routes_ULK, gates_ULK, margins_UL = run(new, starts + sizes - 1)
+        whole = sizes == [len(slots[place].pending) for place in leaders]
+        logits, routes_ULK, gates_ULK, margins_UL = run(new, (starts + sizes - 1)[whole])
         routes_NLK = routes_ULK[from_N].astype(self._routes.dtype)
-        ids_N = np.array([token for slot in slots for token in slot.pending])
         self._routes[row_N, position_N] = routes_NLK
-        self._checks[row_N, position_N] = route_checks(position_N, ids_N, routes_NLK)
+        self._checks[row_N, position_N] = route_checks(position_N, ids_U[from_N], routes_NLK)
         self._gates[row_N, position_N] = gates_ULK[from_N]
         self._margins[row_N, position_N] = margins_UL[from_N]
-        for slot in slots:
-            slot.length += len(slot.pending)
-            slot.pending = []
+        for slot, count in zip(slots, counts.tolist(), strict=True):
+            slot.length, slot.pending = slot.length + count, slot.pending[count:]
         self.forwarded += len(own_U)
-        return logits.index_select(0, torch.from_numpy(leader_S).to(logits.device))
+        row_S = (np.cumsum(whole) - 1)[leader_S[whole[leader_S]]]
+        return logits.index_select(0, torch.from_numpy(row_S).to(logits.device))
+
+    def _sizes(self, slots: Sequence[_Slot]) -> NDArray[np.int64]:
+        """How many of its pending tokens each slot forwards in this step: one, and the rest in order of priority."""
+        sizes, left = np.ones(len(slots), np.int64), self.step_tokens - len(slots)
+        for place in sorted(range(len(slots)), key=lambda place: slots[place].priority):
+            more = min(len(slots[place].pending) - 1, left)
+            sizes[place], left = 1 + more, left - more
+        return sizes
 
     def _decode(self, weights: DecodeWeights, new: NewTokens, last: NDArray[np.int64]) -> Forwarded:
         """On a CPU, by the compiled kernel."""

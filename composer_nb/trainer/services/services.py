@@ -140,15 +140,8 @@ def make_engine(
     model: Model, s: Settings, stop: frozenset[int], *, seed: int, temperature: float = 1.0, version: int = 0
 ) -> Engine:
     """Return an engine of the size that the settings give it."""
-    return Engine(
-        model,
-        stop=stop,
-        slots=s.slots,
-        max_length=s.limits.tokens,
-        temperature=temperature,
-        seed=seed,
-        version=version,
-    )
+    size = {"slots": s.slots, "max_length": s.limits.tokens, "step_tokens": s.engine.step_tokens}
+    return Engine(model, stop=stop, temperature=temperature, seed=seed, version=version, **size)
 
 
 class TrainerService:
