@@ -36,7 +36,7 @@ from composer_nb.trainer.learning.replay_settings import ReplaySettings
 from composer_nb.trainer.models.hf_config import read_config
 from composer_nb.trainer.models.tokenizer import TokenizerSettings
 from composer_nb.trainer.models.transformer import Kernels, ModelConfig
-from composer_nb.trainer.models.variants import ENGINES, EngineName
+from composer_nb.trainer.models.variants import ENGINES, EngineSettings
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 from composer_nb.trainer.prompts import CurriculumSettings
 from composer_nb.trainer.schedule import Schedule
@@ -257,16 +257,6 @@ class ServicesSettings:
 class EvalSettings:
     samples: Some = 4
     """Rollouts per task at temperature 1, the k of best-of-k; one more is greedy."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    slots: Some = 128
-    step_tokens: Some = 4096
-    """Maximum of tokens that a step forwards: a long prompt takes several, between which others decode."""
-    numerics: EngineName = "float32"
-    """Arithmetic of the engine that samples for RL (`variants.py`). The trainer always computes in float32, so any other value
-    makes a mismatch on purpose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
+from pydantic import Field
 
 from composer_nb.kernels.formats.groupwise import rounded
 from composer_nb.trainer.models.transformer import Model
@@ -63,6 +64,17 @@ ENGINES: dict[EngineName, Numerics] = {
     "int4-experts-int8-router": PAIRS["int4-experts-int8-router"].engine,
 }
 """Engines that RL can sample from, by the names of `engine.numerics`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    slots: Annotated[int, Field(ge=1)] = 128
+    step_tokens: Annotated[int, Field(ge=1)] = 4096
+    """Maximum of tokens that a step forwards: a long prompt takes several, between which others decode."""
+    numerics: EngineName = "float32"
+    """Arithmetic of the engine that samples for RL. The trainer always computes in float32, so any other value makes a mismatch
+    on purpose."""
+
 
 TOUR = "int4-experts"
 """The pair that the tour's report shows: the one closest to what serves and trains Composer."""
