@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -90,8 +90,9 @@ class Driver(Generic[Result]):
     """Agents under way against one policy and one sandbox fleet.
 
     In each round everything that wants a sandbox shares one batch, then every agent that waits for the policy shares one step
-    of it. In lockstep a round waits for every agent, and serves them in order of position, so that one seed gives one result;
-    otherwise agents that work in sandboxes of their own hold up no others.
+    of it. In lockstep a round waits for every agent, and serves them in order of position, so that one seed gives one result.
+    Otherwise nobody waits for others: calls run beside the policy's steps, one batch at a time, and agents that work in
+    sandboxes of their own hold up nobody.
     """
 
     def __init__(self, policy: Policy, sandboxes: Executor, lockstep: bool = True) -> None:
@@ -108,6 +109,10 @@ class Driver(Generic[Result]):
         self._results: list[tuple[int, Future[Result]]] = []
         self._stepped = False
         """The policy made the step of a round that is not over."""
+        self._beside = None if lockstep else ThreadPoolExecutor(1, thread_name_prefix="calls")
+        self._batch = Future[None]()
+        """Calls that run beside the policy's steps."""
+        self._batch.set_result(None)
 
     @property
     def room(self) -> int:
@@ -129,11 +134,13 @@ class Driver(Generic[Result]):
         """Serve all agents once. Returns (position, result) of the agents that ended, in order of position. In lockstep, a round
         in which agents work for longer than `seconds` is broken off without results, and the next call goes on with it."""
         until = time.monotonic() + seconds
+        if self._batch.done():
+            self._batch.result()
         if not self._stepped:
             if not self._hear(until):
                 return []
-            while any(not isinstance(asked, Request) for asked in self._waiting.values()):
-                self._execute(self._taken(CallRequest))
+            while self._waits(Release) or (self._waits(CallRequest) and self._batch.done()):
+                self._execute()
                 for position, given in self._taken(Release):
                     self._answer(position, self.policy.release(given.rollout))
                 if not self._hear(until):
@@ -175,12 +182,16 @@ class Driver(Generic[Result]):
         """End every agent still alive."""
         for position in self.alive:
             self.drop(position)
+        if self._beside is not None:
+            self._beside.shutdown()
 
     def _hear(self, until: float) -> bool:
         """Take what agents ask: in lockstep until none works, otherwise what is there, or a moment later if nothing else is to be
         done. Returns whether the round may go on: in lockstep only if none works."""
         while self._working:
-            idle = not self._waiting and not self._names
+            idle = (
+                not self._names and not self._waits(Request, Release) and (not self._waiting or not self._batch.done())
+            )
             left = max(until - time.monotonic(), 0.0)
             timeout = LOOK_S if not self.lockstep else left if math.isfinite(left) else None
             try:
@@ -208,10 +219,25 @@ class Driver(Generic[Result]):
         self._working.add(position)
         self._alive[position].answer(answer)
 
-    def _execute(self, asked: Sequence[tuple[int, CallRequest]]) -> None:
-        outcomes = _execute(self.sandboxes, [request for _, request in asked]) if asked else []
-        for (position, _), outcome in zip(asked, outcomes, strict=True):
-            self._answer(position, outcome)
+    def _waits(self, *kinds: type[Any]) -> bool:
+        return any(isinstance(asked, kinds) for asked in self._waiting.values())
+
+    def _execute(self) -> None:
+        """Execute the calls that are asked for: in lockstep now, otherwise beside the policy's steps, after the last batch."""
+        if not self._batch.done() or not (asked := self._taken(CallRequest)):
+            return
+        self._working |= {position for position, _ in asked}
+        seats = [self._alive[position] for position, _ in asked]
+
+        def run() -> None:
+            outcomes = _execute(self.sandboxes, [request for _, request in asked])
+            for seat, outcome in zip(seats, outcomes, strict=True):
+                seat.answer(outcome)
+
+        if self._beside is None:
+            run()
+        else:
+            self._batch = self._beside.submit(run)
 
 
 def drive(agents: Iterable[Job[Result]], policy: Policy, sandboxes: Executor) -> Iterator[tuple[int, Result]]:

@@ -131,14 +131,12 @@ class EnvironmentService:
         lockstep: bool,
     ) -> None:
         """`policy`: see `RemotePolicy`. `lockstep`: `work` reports each ended rollout at once, so that one seed gives one result:
-        how many have ended then depends on no clock. `Driver` is in lockstep also where agents have no sandboxes of their own,
-        which take long."""
+        how many have ended then depends on no clock."""
         self._sandboxes = Sandboxes(env.backend, run.name, run / FOLDER)
         self._agent = agent = make_agent(env, load_tokenizer(run / "data", needed=()), limits, self._sandboxes)
         self._tasks, self._group, self._lockstep = prompt_order(run, order), group, lockstep
         functions = self._sandboxes.functions if agent.backend is None else self._sandboxes
-        alone = lockstep or agent.backend is None
-        self._driver: Driver[Attempt] = Driver(RemotePolicy(*policy), functions, alone)
+        self._driver: Driver[Attempt] = Driver(RemotePolicy(*policy), functions, lockstep)
         self._doing: dict[int, tuple[int, int, int]] = {}
         self._waiting: list[tuple[int, tuple[int, int, int]]] = []
 

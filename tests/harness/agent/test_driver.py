@@ -193,3 +193,37 @@ def test_calls_of_one_round_are_one_batch_in_order() -> None:
 
     assert [place for place, _ in drive([job(number) for number in range(4)], Echo(), Calls())] == [0, 1, 2, 3]
     assert batches == [["f0", "f1", "f2", "f3"]]
+
+
+def test_without_lockstep_the_policy_goes_on_while_calls_run() -> None:
+    """A call that ends only when another agent has had its turns holds up nobody. What calls raise, `round` raises."""
+    turns = threading.Event()
+
+    class Slow:
+        def run(self, requests: Any) -> Any:
+            assert turns.wait(30)
+            return [(outcome,) for outcome in range(len(requests))]
+
+    def calling(seat: Seat[Any]) -> Any:
+        return seat.run([CallRequest(files={}, module="m", function="f", arguments=("()",))])
+
+    def talking(seat: Seat[Any]) -> str:
+        for _ in range(20):
+            ask(seat, 1)
+        turns.set()
+        return "talked"
+
+    driver: Driver[Any] = Driver(Echo(), Slow(), lockstep=False)
+    for position, job in enumerate((calling, talking)):
+        driver.add(position, job)
+    done: list[tuple[int, Any]] = []
+    while driver.alive:
+        done += driver.round()
+    assert dict([*done, *driver.round()]) == {0: [(0,)], 1: "talked"}
+    driver.close()
+
+    driver = Driver(Echo(), Nothing(), lockstep=False)
+    driver.add(0, calling)
+    with pytest.raises(AssertionError, match="nothing is executed here"):
+        while True:
+            driver.round()
