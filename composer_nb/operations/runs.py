@@ -31,6 +31,7 @@ def tour(given: argparse.Namespace) -> int:
     """Train a small coding agent from nothing, in a notebook that is run and kept."""
     from composer_nb.harness.environment import require_sandboxes
     from composer_nb.jobs.notebook import run_notebook, terminate_as_interrupt
+    from composer_nb.operations.live import LivePage
     from composer_nb.settings import Settings, from_dict, override
     from composer_nb.trainer.recipe.detached import start_detached
     from composer_nb.trainer.recipe.launch import start_or_resume
@@ -45,7 +46,8 @@ def tour(given: argparse.Namespace) -> int:
         print(f"the run continues in the background; see composer-nb follow {run.path}")
         return 0
     try:
-        with terminate_as_interrupt():
+        with terminate_as_interrupt(), LivePage(run.path) as page:
+            print(f"watch it: {page.url}", flush=True)
             if given.plain:
                 start_or_resume(run.path, say=log.info)
             else:
@@ -181,7 +183,7 @@ def headroom(given: argparse.Namespace) -> int:
     return emit(given, found, lambda: text_table([(name, str(value)) for name, value in found.items()], ("", "")))
 
 
-@command("watch", RUN, HTML, JSON)
+@command("watch", RUN, HTML, JSON, arg("--port N", "serve a page that follows the run here, until Ctrl-C", 0))
 def watch(given: argparse.Namespace) -> int:
     """Show the state of a run, live or finished."""
     from composer_nb.harness.files import write_atomic
@@ -191,6 +193,12 @@ def watch(given: argparse.Namespace) -> int:
     from composer_nb.views.page import document, text_table
 
     seen = read_status(given.path)
+    if given.port:
+        from composer_nb.operations.live import LivePage
+
+        with LivePage(seen.path, given.port) as page:
+            print(page.url, flush=True)
+            page.wait()
     if given.html:
         write_atomic(given.html, document(seen.path.name, [dashboard.board(seen).text]))
     if not given.json:

@@ -254,9 +254,9 @@ class Dashboard:
     def _show(self, seen: Status) -> None:
         self.seen = seen
         self._head.value = head(seen).text
-        if _drawn(seen) != self._last_drawn:
+        if pictured(seen) != self._last_drawn:
             self._picture.value = picture(seen).png()
-            self._last_drawn = _drawn(seen)
+            self._last_drawn = pictured(seen)
 
     def _keep_up(self) -> None:
         """Update and rest by turns; a rest lasts the time of the update divided by SHARE. Closing the board or the end of the run
@@ -287,6 +287,6 @@ class Dashboard:
             del _WATCHED[self.seen.path]
 
 
-def _drawn(seen: Status) -> tuple[Any, ...]:
+def pictured(seen: Status) -> tuple[Any, ...]:
     """Return the part of a status that the picture shows."""
     return seen.state, len(seen.steps), seen.ledger, seen.slots, seen.stages, seen.changes

@@ -1,0 +1,129 @@
+"""A page that shows a run while it goes on: its state and time left, its curves, the work in flight, and rollouts to read.
+
+    with LivePage(run.path) as page:
+        print(page.url)
+
+It is served on this machine's loopback alone and only reads the run's folder. When the run has ended, `report.html` stays.
+"""
+
+from __future__ import annotations
+
+import html
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'unsafe-inline'; connect-src 'self'"
+"""A page that shows what models wrote loads nothing from elsewhere."""
+_BODY = """<div id="board">reading the run …</div>
+<h2>Rollouts of the newest step</h2>
+<p><button id="look">Show the newest</button> <select id="list"></select></p><div id="rollout"></div>
+<script>
+const part = async (name) => (await fetch(name)).text()
+const put = async (id, name) => { document.getElementById(id).innerHTML = await part(name) }
+const keep_up = async () => {
+  try { await put("board", "board"); setTimeout(keep_up, 2000) }
+  catch { document.getElementById("board").insertAdjacentHTML("afterbegin",
+    "<p class='note'>The program that served this page has ended. The run's folder holds report.html.</p>") }
+}
+keep_up()
+const list = document.getElementById("list")
+list.onchange = () => put("rollout", "rollouts/" + (list.value || 0))
+document.getElementById("look").onclick = async () => { await put("list", "rollouts"); list.onchange() }
+</script>"""
+
+
+class LivePage:
+    """A page at `url` that follows the run in `path` while it is open. A context manager.
+
+    Raises ValueError for a port that is in use."""
+
+    def __init__(self, path: Path, port: int = 0) -> None:
+        """`port` 0 is any free one."""
+        self.path = path
+        try:
+            self._socket = socket.create_server(("127.0.0.1", port))
+        except (OSError, OverflowError) as error:
+            raise ValueError(f"--port {port}: {error}; give another one") from None
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/"
+        self._lock, self._picture, self._rest_until = threading.Lock(), "", 0.0
+        self._drawn: tuple[Any, ...] | None = None
+        self._rollouts: list[Any] = []
+        routes = [
+            Route("/", self._page),
+            Route("/board", self._board),
+            Route("/rollouts", self._listed),
+            Route("/rollouts/{place:int}", self._read),
+        ]
+        hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
+        app = Starlette(routes=routes, middleware=[hosts])
+        config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="page", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+        self._socket.close()
+
+    def wait(self) -> None:
+        """Wait until the page is closed, or Ctrl-C."""
+        self._thread.join()
+
+    def _page(self, request: Request) -> Response:
+        from composer_nb.views.page import document
+
+        heading = f"<h1>{html.escape(self.path.name)}</h1>"
+        return HTMLResponse(document(self.path.name, [heading, _BODY]), headers={"Content-Security-Policy": POLICY})
+
+    def _board(self, request: Request) -> Response:
+        """Pictures are redrawn after a change, in at most a fifth of the time, since the run needs the processors."""
+        from composer_nb.trainer.recipe.status import read_status
+        from composer_nb.views import dashboard
+        from composer_nb.views.page import image
+
+        with self._lock:
+            seen, began = read_status(self.path), time.monotonic()
+            if (drawn := dashboard.pictured(seen)) != self._drawn and began >= self._rest_until:
+                self._picture, self._drawn = image(dashboard.headline(seen), dashboard.picture(seen).png()), drawn
+                ended = time.monotonic()
+                self._rest_until = ended + (ended - began) / dashboard.SHARE
+            return HTMLResponse(f"{dashboard.head(seen).text}<div>{self._picture}</div>")
+
+    def _listed(self, request: Request) -> Response:
+        from composer_nb.trainer.recipe.reader import ReadOnly
+        from composer_nb.views.rollout import sampled
+
+        with self._lock:
+            try:
+                self._rollouts = sampled(ReadOnly(self.path))
+            except (ValueError, FileNotFoundError):  # no step yet
+                self._rollouts = []
+            rows = [
+                f'<option value="{place}">{html.escape(each.heading)}</option>'
+                for place, each in enumerate(self._rollouts)
+            ]
+        return HTMLResponse("".join(rows))
+
+    def _read(self, request: Request) -> Response:
+        from composer_nb.views.rollout import read
+
+        place = request.path_params["place"]
+        with self._lock:
+            if place >= len(self._rollouts):
+                return HTMLResponse("RL has made no step yet", status_code=404)
+            return HTMLResponse(read(self._rollouts[place]).text)
