@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,7 @@ HEAD = (
     arg("--recompute", "recompute layers in the backward pass"),
     arg("--half", "compute in bfloat16 with fused attention, as on a GPU"),
     arg("--memory GIB", "memory of a rank: refuse what does not fit", type=float),
+    arg("--run RUN", "replay the durations that the RL of a run recorded, and compare with what it reached", type=Path),
     arg("--durations CSV", "prompt,draw,seconds,tokens (data/durations.csv)", type=Path),
     arg("--workers N", "environment workers", 4),
     arg("--capacity N", "rollouts at a time per worker", 16),
@@ -58,17 +59,28 @@ def plan(given: argparse.Namespace) -> int:
 
 
 def _plan_schedules(given: argparse.Namespace) -> int:
-    from composer_nb.labs.planning.simulate import Durations, Load, simulate
+    from composer_nb.labs.planning.simulate import Durations, Load, measured, simulate
+    from composer_nb.settings import from_dict
+    from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.schedule import Schedule
 
-    file = given.durations or Path(__file__).parents[2] / "data" / "durations.csv"
-    if not file.is_file():
-        raise FileNotFoundError(f"{file}: no durations here; give --durations")
-    load = Load(durations=Durations.read(file), **pick(given, "workers", "capacity", "train_s", "publish_s"))
+    reached, base, schedules = 0.0, Schedule(steps=given.steps), [*SCHEDULES]
+    if given.run:
+        run = ReadOnly(given.run)
+        load, reached = measured(run)
+        base = replace(from_dict(run.settings()).schedule(), steps=len(run.steps("rl")), refill=0)
+        schedules.append((base.order, base.ahead, base.bound))
+    else:
+        file = given.durations or Path(__file__).parents[2] / "data" / "durations.csv"
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}: no durations here; give --durations")
+        load = Load(durations=Durations.read(file), **pick(given, "workers", "capacity", "train_s", "publish_s"))
     found = []
-    for order, ahead, bound in SCHEDULES:
-        schedule = Schedule(order=order, ahead=ahead, bound=bound, steps=given.steps)  # type: ignore[arg-type]
+    for order, ahead, bound in schedules:
+        schedule = replace(base, order=order, ahead=ahead, bound=bound)  # type: ignore[arg-type]
         found.append({"order": order, "ahead": ahead, "bound": bound, **simulate(schedule, load)})
+    if given.run:
+        found[-1]["measured_s"] = reached
     lines = [HEAD, "|---|---|---|---|---|---|---|"]
     for row in found:
         name = f"{row['order']}, O = {row['ahead']}, bound {row['bound']}" if row["ahead"] else "synchronous"
@@ -77,6 +89,12 @@ def _plan_schedules(given: argparse.Namespace) -> int:
             f"| {row['staleness_total']:.2f} / {row['staleness_max']} | {row['not_trained']:.1%} "
             f"| {row['half_mean_ratio']:.3f}, {row['half_ks']:.4f} |"
         )
+    if given.run:
+        predicted = found[-1]["samples_s"]
+        lines += [
+            "",
+            f"The last row is the run's own schedule. It reached {reached:.3f} samples/s: {predicted / reached:.2f}× predicted.",
+        ]
     return emit(given, found, lambda: "\n".join(lines))
 
 

@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+WORK_S = 0.25
+"""Seconds between two reports of an environment worker."""
+
 
 def whole(value: Any, least: int = 0) -> bool:
     """Return whether a value is a whole number of at least `least`."""

@@ -21,7 +21,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from composer_nb.settings import from_dict
+from composer_nb.trainer.recipe.reader import rl_tables
+from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.schedule import (
+    WORK_S,
     Cancel,
     Command,
     Dispatch,
@@ -62,6 +66,23 @@ class Durations:
         draw = Random(f"{slot} {place} {again}").randrange(self.seconds.shape[1])
         return float(self.seconds[prompt, draw]), int(self.tokens[prompt, draw])
 
+    @classmethod
+    def of_run(cls, run: RunDir) -> Durations:
+        """Read what the RL of a run as services recorded: `time.rollouts_s` of its steps, and the tokens that were sampled.
+        Steps after a restart, which know only a part, are left out. Raises ValueError where nothing is left."""
+        recorded = {step["step"] - 1: step["time"].get("rollouts_s", [None]) for step in run.steps("rl")}
+        seconds, tokens = list[float](), list[int]()
+        for number, table in rl_tables(run, ["policy_version"]):
+            if None not in recorded[number]:
+                seconds += recorded[number]
+                tokens += [int((np.array(row) >= 0).sum()) for row in table["policy_version"].to_pylist()]
+        group = run.settings()["rl"]["group"]
+        if not seconds or len(seconds) != len(tokens):
+            raise ValueError(
+                f"{run.path.name}: keeps no durations of rollouts; it needs services.on and stored rollouts"
+            )
+        return cls(seconds=np.array(seconds).reshape(-1, group), tokens=np.array(tokens).reshape(-1, group))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
@@ -76,13 +97,35 @@ class Load:
     publish_s: float = 0.0
     """Seconds from the end of a step until every engine serves its weights; running rollouts continue with them."""
 
+    report_s: float = 0.0
+    """Seconds from the end of a rollout until its worker says so."""
+
     def __post_init__(self) -> None:
         """Raise ValueError for values out of range."""
         if self.workers < 1 or self.capacity < 1:
             raise ValueError(f"workers={self.workers} and capacity={self.capacity} must be at least 1")
-        for name in ("train_s", "publish_s"):
+        for name in ("train_s", "publish_s", "report_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be a number of seconds, not negative")
+
+
+def measured(run: RunDir) -> tuple[Load, float]:
+    """Return the load of a run's RL as it was recorded, and the samples a second that it reached. Raises ValueError."""
+    settings, times = from_dict(run.settings()), [step["time"] for step in run.steps("rl")]
+    durations = Durations.of_run(run)
+    paused = run.query("SELECT AVG(seconds + paused) FROM served WHERE seconds IS NOT NULL")[0][0] or 0.0
+    load = Load(
+        durations=durations,
+        workers=settings.services.engines,
+        capacity=settings.slots,
+        train_s=sum(time["train_s"] for time in times) / len(times),
+        publish_s=paused,
+        report_s=WORK_S / 2,  # workers report at such intervals
+    )
+    after_start = sum(
+        time["wall_s"] for time in times[1:]
+    )  # the first step's time is that of starting the services, too
+    return load, (len(times) - 1) * settings.rl.prompts * settings.rl.group / after_start
 
 
 class World:
@@ -134,7 +177,7 @@ class World:
         self.running[slot, attempt, place] = (self.now, seconds, tokens)
         self.lengths[slot, attempt, place] = tokens
         numbers = {"slot": slot, "attempt": attempt, "place": place, "sampled": tokens}
-        self.after(seconds, Finished(at=0.0, oldest_version=self.version, **numbers))
+        self.after(seconds + self.load.report_s, Finished(at=0.0, oldest_version=self.version, **numbers))
 
     def _abandon(self, key: tuple[int, int, int]) -> None:
         start, seconds, tokens = self.running.pop(key)

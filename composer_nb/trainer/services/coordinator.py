@@ -32,6 +32,7 @@ from composer_nb.trainer.records.batches import batch_file, load_batch, save_bat
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Batch, Scored, reinforce, reward_of, scores_line
 from composer_nb.trainer.schedule import (
+    WORK_S,
     Alive,
     Cancel,
     Changed,
@@ -59,9 +60,6 @@ from composer_nb.trainer.services.services import EngineService, EvaluationServi
 from composer_nb.trainer.services.trainer_group import TrainerGroup
 from composer_nb.trainer.versions.manifest import WeightFault
 from composer_nb.trainer.versions.store import stored_bytes
-
-WORK_S = 0.25
-"""Seconds between two reports of an environment worker."""
 
 
 class RunStopped(RuntimeError):
@@ -92,7 +90,7 @@ class Coordinator:
         self.lost = 0
         """Rollouts lost to the infrastructure before the last batch."""
         self.running: list[Running] = []
-        self.waits: list[dict[str, float]] = []
+        self.waits, self.took = list[dict[str, float]](), dict[tuple[int, int, int], float]()
         self.begin = self.last = time.perf_counter()
         self.before = self.train_s = 0.0
         self.saved = self.live = 0
@@ -229,6 +227,7 @@ class Coordinator:
                 events.append(Faulted(at=time.monotonic(), **name, reason=o.reason, sampled=o.sampled))
                 continue
             self.notes.append(partial(self.journal.keep, o))
+            self.took[o.slot, o.attempt, o.place] = o.seconds
             oldest, s, value = o.oldest_version // self.per_step, self.settings, None
             if s.rl.refill:
                 done = unpack_attempt(o.packed, self.tasks[o.slot])
@@ -426,7 +425,9 @@ class Coordinator:
         if step == self.orchestrator.version:
             # otherwise it was recorded before the trainer went back to its checkpoint
             wall, self.last = time.perf_counter() - self.last, time.perf_counter()
-            point["time"] = {"wall_s": wall, "train_s": train_s}
+            [train] = self.journal.batches(step, step + 1)
+            took = [self.took.pop(key, None) for key in train.rollouts]  # nothing is known of those before a restart
+            point["time"] = {"wall_s": wall, "train_s": train_s, "rollouts_s": took}
             if waits := self.waits:
                 mean = {name: sum(each[name] for each in waits) / len(waits) for name in waits[0]}
                 point["time"]["engine_waits"], self.waits = mean, []

@@ -37,6 +37,8 @@ class Outcome:
     packed: bytes | None
     oldest_version: int = 0
     sampled: int = 0
+    seconds: float = 0.0
+    """From the start of the agent to its grade."""
     reason: str = ""
 
 
@@ -138,6 +140,7 @@ class EnvironmentService:
         functions = self._sandboxes.functions if agent.backend is None else self._sandboxes
         self._driver: Driver[Attempt] = Driver(RemotePolicy(*policy), functions, lockstep)
         self._doing: dict[int, tuple[int, int, int]] = {}
+        self._since: dict[int, float] = {}
         self._waiting: list[tuple[int, tuple[int, int, int]]] = []
 
     def work(self, start: Sequence[Dispatch], cancel: Sequence[tuple[int, int]], seconds: float) -> list[Outcome]:
@@ -153,9 +156,11 @@ class EnvironmentService:
                 break
             while self._waiting and self._driver.room:
                 rollout, names = self._waiting.pop(0)
-                self._doing[rollout] = names
+                self._doing[rollout], self._since[rollout] = names, time.monotonic()
                 self._driver.add(rollout, self._agent.attempt(self._tasks[names[0]], rollout))
-            outcomes += [_outcome(self._doing.pop(rollout), done) for rollout, done in self._driver.round(seconds)]
+            for rollout, done in self._driver.round(seconds):
+                took = time.monotonic() - self._since.pop(rollout)
+                outcomes.append(_outcome(self._doing.pop(rollout), done, took))
         return outcomes
 
     def _give_up(self, cancelled: set[tuple[int, int]]) -> list[Outcome]:
@@ -167,6 +172,7 @@ class EnvironmentService:
             if names[:2] in cancelled:
                 self._driver.drop(rollout)
                 gone.append(self._doing.pop(rollout))
+                self._since.pop(rollout)
         return [Outcome(slot=s, attempt=a, place=p, packed=None, reason="cancelled") for s, a, p in gone]
 
     def close(self) -> None:
@@ -174,7 +180,7 @@ class EnvironmentService:
         self._sandboxes.__exit__(None, None, None)
 
 
-def _outcome(names: tuple[int, int, int], done: Attempt) -> Outcome:
+def _outcome(names: tuple[int, int, int], done: Attempt, seconds: float) -> Outcome:
     slot, number, place = names
     rollout = done.rollout
     written = rollout.versions
@@ -186,5 +192,6 @@ def _outcome(names: tuple[int, int, int], done: Attempt) -> Outcome:
         packed=pack_attempt(done) if known else None,
         oldest_version=int(written.min()) if len(written) else 0,
         sampled=rollout.sampled,
+        seconds=seconds,
         reason="" if known else done.grade.status,
     )

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from composer_nb.labs.planning.simulate import Durations, Load, ks, simulate
+from composer_nb.labs.planning.simulate import Durations, Load, ks, measured, simulate
+from composer_nb.trainer.recipe.reader import example_run
 from composer_nb.trainer.schedule import Schedule
 
 DURATIONS = Path(__file__).resolve().parents[3] / "data" / "durations.csv"
@@ -79,6 +80,16 @@ def test_publishing_takes_its_time():
     load = Load(durations=even(10.0), workers=2, capacity=2, train_s=4.0, publish_s=3.0)
     assert simulate(Schedule(prompts=2, group=2, ahead=0, steps=3), load)["seconds"] == 42.0 + 2 * 3
     assert simulate(Schedule(prompts=2, group=2, ahead=2, steps=3), load)["seconds"] == 34.0
+
+
+def test_a_report_comes_late_and_holds_its_place_meanwhile():
+    load = Load(durations=even(10.0), workers=2, capacity=2, train_s=4.0, report_s=0.5)
+    assert simulate(Schedule(prompts=2, group=2, ahead=0, steps=3), load)["seconds"] == 42.0 + 3 * 0.5
+
+
+def test_a_run_without_durations_is_refused():
+    with pytest.raises(ValueError, match="keeps no durations of rollouts"):
+        measured(example_run())
 
 
 def test_steps_must_be_said():

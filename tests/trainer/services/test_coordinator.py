@@ -10,6 +10,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from safetensors import SafetensorError
 
 from composer_nb.harness.files import write_json
+from composer_nb.labs.planning.simulate import measured, simulate
 from composer_nb.labs.rewards.rescore import weights_of
 from composer_nb.settings import Settings, override, to_dict
 from composer_nb.trainer import rl
@@ -162,6 +164,10 @@ def test_in_step_it_is_the_plain_loop_bit_for_bit(loop: RunDir, begun):
     assert all(step["time"]["engine_waits"]["trainer"] > 0 for step in run.steps("rl")[1:]), (
         "nothing is admitted meanwhile"
     )
+    load, reached = measured(run)
+    assert load.durations.seconds.shape == (4 * 2, 4) and load.durations.seconds.min() > 0 and reached > 0
+    assert load.durations.tokens.sum() == run.ledger()["trained"] + run.ledger().get("zero_advantage", 0)
+    assert simulate(replace(settings.schedule(), steps=4), load)["staleness_max"] == 0
 
 
 def test_a_curriculum_is_the_same_after_a_kill_and_in_the_plain_loop(begun):
