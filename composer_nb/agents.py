@@ -24,9 +24,10 @@ from composer_nb.harness.attempt import Attempt, Environment
 from composer_nb.harness.carry import Blob, carry_back
 from composer_nb.harness.files import write_atomic, write_json
 from composer_nb.harness.product import checkout
-from composer_nb.harness.product.arms import arms_of, detectable, difference, figures
+from composer_nb.harness.product.arms import TINY_ARMS, arms_of, detectable, difference, figures, with_plans
 from composer_nb.harness.product.attempts import attempt_all, check_fit
 from composer_nb.harness.product.diff import require_git
+from composer_nb.harness.product.planner import Plan, make_plans
 from composer_nb.harness.product.work import Work, keep, open_session
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
@@ -34,7 +35,6 @@ from composer_nb.harness.sandbox.contract import WORKSPACE, SandboxDied, Sandbox
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.runtime import spec_of
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.policies import Cast, equipment, identity, open_policy, parse_policy
 from composer_nb.provenance import package_digest
 
@@ -79,11 +79,14 @@ def evaluate(
     workers: int = 0,
     settings: BenchSettings | None = None,
     price: tuple[float, float] | None = None,
+    planner: str = "",
+    planner_price: tuple[float, float] | None = None,
     told: Callable[[str, Attempt], None] = lambda arm, done: None,
 ) -> dict[str, Any]:
     """Attempt every task `samples` times with each arm, `workers` at a time (0: as many as WORKERS says), and once at temperature
     0 if `greedy`; keep every rollout in `out`. Agents have the tools of tiny models at tasks of the grader `functions`, and in
-    the arm `all` with a checkpoint that was trained with them.
+    the arm `all` with a checkpoint that was trained with them. `planner`, another policy, adds the arm `planned` (`planner.py`),
+    with the tools of the first.
 
     The same call with the same `out` resumes. Returns the figures of the first arm and figures by arm, and for each but the first
     its gain over the first. Raises ValueError for unknown tasks, arms or policies and for an `out` of another policy;
@@ -91,10 +94,13 @@ def evaluate(
     """
     tiny, chosen, (own, _), (kind, script) = check_fit(tasks), arms_of(arms), equipment(policy), parse_policy(policy)
     settings = settings or bench_settings(policy, tasks, {})
-    if tiny and (arms != "all" or (kind == "checkpoint" and not own.terse)):
+    if tiny and ({*chosen} - {*TINY_ARMS} or (kind == "checkpoint" and not own.terse)):
         raise ValueError(
-            f"--policy {policy} --arms {arms}: at tasks of the grader `functions` agents have the tiny tools alone"
+            f"--policy {policy} --arms {arms}: at tasks of the grader `functions` agents have the tiny tools, with the arms "
+            f"{', '.join(TINY_ARMS)}"
         )
+    if tiny and script in TINY_SCRIPTS and [*chosen] != ["all"]:
+        raise ValueError(f"--policy {policy} --arms {arms}: this script calls grep; give --arms all")
     if tiny and kind == "scripted" and not script.endswith(".json") and script not in TINY_SCRIPTS:
         raise ValueError(f"--policy {policy}: there is scripted:{', scripted:'.join(TINY_SCRIPTS)}")
     _claim(out, {"policy": policy, "is": identity(policy), "backend": backend, "settings": asdict(settings)})
@@ -107,18 +113,46 @@ def evaluate(
         if made is not None:
             for task in tasks:
                 spec_of(task, made)
-        for name, arm in chosen.items():
-            tools = ToolSet.tiny() if tiny else own if own.terse and name == "all" else arm.tools()
+        plans = _plans(planner, tasks, out, workers or WORKERS[tiny], settings) if planner else []
+        asked = [plan.given(task) for plan, task in zip(plans, tasks, strict=True)] if planner else []
+        runs = [(name, arm, tasks) for name, arm in chosen.items()]
+        for name, arm, these in [*runs, *([("planned", runs[0][1], asked)] if planner else [])]:
+            first = name if name != "planned" else runs[0][0]
+            tools = arm.tiny() if tiny else own if own.terse and first == "all" else arm.tools()
             place = Environment(backend=made, functions=functions, tools=tools, limits=settings.limits)
 
-            attempts = partial(_attempts, policy, tasks, place, workers or WORKERS[tiny], partial(told, name))
+            attempts = partial(_attempts, policy, these, place, workers or WORKERS[tiny], partial(told, name))
             found[name] = attempts(settings, samples, out / name / "attempts"), []
             save_attempts(out / name / "rollouts.parquet", found[name][0])
             if greedy:
                 found[name][1][:] = attempts(replace(settings, temperature=0.0), 1, out / name / "greedy")
                 save_attempts(out / name / "greedy.parquet", found[name][1])
-    about = {"policy": policy, "samples": samples, "backend": backend, "package": package_digest()}
-    return _reported(found, settings.seed, out, about, price)
+    about = {
+        "policy": policy,
+        "samples": samples,
+        "backend": backend,
+        "package": package_digest(),
+        "detectable": smallest,
+    }
+    planned = partial(with_plans, plans=plans, policy=planner, price=planner_price)
+    return _reported(found, settings.seed, out, about, price, planned)
+
+
+def _plans(planner: str, tasks: Sequence[Task], out: Path, workers: int, settings: BenchSettings) -> list[Plan]:
+    """Return the plans of a policy, kept in `out`. Raises ValueError for plans of another there."""
+    _claim(out / "planned", {"planner": planner, "is": identity(planner), "seed": settings.seed})
+    limits = equipment(planner)[1]
+    drawn: dict[str, Any] = {
+        "limits": limits,
+        "temperature": settings.temperature,
+        "seed": settings.seed,
+        "slots": workers,
+    }
+    with open_policy(planner, "", [], **drawn) as cast:
+        plans = make_plans(tasks, cast, out / "planned" / "plans", workers, limits.seconds)
+    if empty := sum(not plan.text for plan in plans):
+        LOG.warning("--planner %s: %d of %d plans are empty; their tasks stay as they are", planner, empty, len(plans))
+    return plans
 
 
 def _reported(
@@ -127,10 +161,12 @@ def _reported(
     out: Path,
     about: Mapping[str, Any],
     price: tuple[float, float] | None,
+    planned: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> dict[str, Any]:
     """Return figures by arm, and keep them."""
     [first, *_] = found.values()
     report = {name: figures(sampled, greedy, seed, price) for name, (sampled, greedy) in found.items()}
+    report |= {"planned": planned(report["planned"])} if "planned" in report else {}
     for name, (sampled, _) in found.items():
         if sampled is not first[0] and (gain := difference(sampled, first[0], seed)):
             report[name]["gain"] = gain

@@ -22,6 +22,7 @@ from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits, ScriptSpeaker, Speaker, TokenSpeaker
 from composer_nb.harness.environment import RENDERERS, Carried, carried, read_carried
 from composer_nb.harness.policy import ProviderFailure
+from composer_nb.harness.product.planner import planner
 from composer_nb.harness.product.work import tools_for
 from composer_nb.harness.remote import REMOTE
 from composer_nb.harness.tasks.task import Task
@@ -152,9 +153,10 @@ def _scripted(name: str) -> Cast:
     if name.endswith(".json"):
         held = read_script(Path(name))
         return lambda task, rollout: ScriptSpeaker(held)
-    if name not in SCRIPTS:
+    scripts = SCRIPTS | {"planner": planner}
+    if name not in scripts:
         raise ValueError(
-            f"--policy scripted:{name}: there is scripted:{', scripted:'.join(SCRIPTS)}, scripted:FILE.json"
+            f"--policy scripted:{name}: there is scripted:{', scripted:'.join(scripts)}, scripted:FILE.json"
         )
 
     def cast(task: Task | None, rollout: int) -> Speaker:
@@ -162,7 +164,7 @@ def _scripted(name: str) -> Cast:
             raise ValueError(
                 f"--policy scripted:{name}: plays the solution of a task, and here is no task; give scripted:FILE.json"
             )
-        return ScriptSpeaker(SCRIPTS[name](task))
+        return ScriptSpeaker(scripts[name](task))
 
     return cast
 

@@ -253,7 +253,7 @@ def test_a_checkpoint_carries_its_environment(compact: Path, repository: Path, t
         renderer = engine.format(engine.tokenizer)
         assert renderer.parse(renderer.turn(call)) == call
     few = load_tasks(FUNCTIONS)[:2]
-    with pytest.raises(ValueError, match="agents have the tiny tools alone"):
+    with pytest.raises(ValueError, match="agents have the tiny tools, with the arms"):
         evaluate(str(compact), few, tmp_path / "bench", samples=1)
     carry(compact, EnvSettings(), Limits(turns=1, tokens=400))
     found = evaluate(str(compact), few, tmp_path / "bench", samples=1, workers=2)

@@ -26,6 +26,8 @@ KEY = "An endpoint gets the key in the environment variable OPENAI_API_KEY, if t
     arg("--workers N", "rollouts at a time (0: 16, or 2 with sandboxes of their own)", 0),
     arg("--greedy", "also one rollout per task at temperature 0"),
     arg("--price READ,WRITTEN", "dollars per million tokens, for the cost of a task", ""),
+    arg("--planner POLICY", "a policy that writes plans, for one more arm, `planned`", ""),
+    arg("--planner-price READ,WRITTEN", "dollars per million tokens of the planner", ""),
     SET,
     JSON,
     epilog=f"{KEY} --set limits.turns=12, temperature=0.5 or seed=1, and the like.",
@@ -44,7 +46,8 @@ def evaluate(given: argparse.Namespace) -> int:
     settings = bench_settings(given.policy, tasks, overrides(given.set))
     out = given.out or new_folder(Path("runs"), "eval")
     told = bench_progress(len(tasks) * (given.samples + given.greedy), Console(stderr=True))
-    options = pick(given, "samples", "greedy", "arms", "backend", "workers") | {"price": _price(given.price)}
+    options = pick(given, "samples", "greedy", "arms", "backend", "workers", "planner")
+    options |= {"price": _price(given.price), "planner_price": _price(given.planner_price)}
     found = evaluate(given.policy, tasks, out, settings=settings, told=told, **options)
     return emit(given, found, lambda: Group(bench_table(found), f"\nkept: {out}"))
 
