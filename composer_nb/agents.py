@@ -127,13 +127,7 @@ def evaluate(
             if greedy:
                 found[name][1][:] = attempts(replace(settings, temperature=0.0), 1, out / name / "greedy")
                 save_attempts(out / name / "greedy.parquet", found[name][1])
-    about = {
-        "policy": policy,
-        "samples": samples,
-        "backend": backend,
-        "package": package_digest(),
-        "detectable": smallest,
-    }
+    about = {"policy": policy, "samples": samples, "backend": backend, "detectable": smallest}
     planned = partial(with_plans, plans=plans, policy=planner, price=planner_price)
     return _reported(found, settings.seed, out, about, price, planned)
 
@@ -170,7 +164,7 @@ def _reported(
     for name, (sampled, _) in found.items():
         if sampled is not first[0] and (gain := difference(sampled, first[0], seed)):
             report[name]["gain"] = gain
-    whole = {**next(iter(report.values())), **about, "seed": seed, "arms": report}
+    whole = {**next(iter(report.values())), **about, "package": package_digest(), "seed": seed, "arms": report}
     write_json(out / "report.json", whole)
     return whole
 
