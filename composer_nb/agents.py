@@ -24,10 +24,9 @@ from composer_nb.harness.attempt import Attempt, Environment
 from composer_nb.harness.carry import Blob, carry_back
 from composer_nb.harness.files import write_atomic, write_json
 from composer_nb.harness.product import checkout
-from composer_nb.harness.product.arms import TINY_ARMS, arms_of, detectable, difference, figures, with_plans
+from composer_nb.harness.product.arms import TINY_ARMS, arms_of, detectable, difference, figures
 from composer_nb.harness.product.attempts import attempt_all, check_fit
 from composer_nb.harness.product.diff import require_git
-from composer_nb.harness.product.planner import Plan, make_plans
 from composer_nb.harness.product.work import Work, keep, open_session
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
@@ -35,6 +34,7 @@ from composer_nb.harness.sandbox.contract import WORKSPACE, SandboxDied, Sandbox
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.runtime import spec_of
 from composer_nb.harness.tasks.task import Task
+from composer_nb.planner import Plan, make_plans, with_plans
 from composer_nb.policies import Cast, equipment, identity, open_policy, parse_policy
 from composer_nb.provenance import package_digest
 

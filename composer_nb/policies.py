@@ -22,11 +22,11 @@ from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits, ScriptSpeaker, Speaker, TokenSpeaker
 from composer_nb.harness.environment import RENDERERS, Carried, carried, read_carried
 from composer_nb.harness.policy import ProviderFailure
-from composer_nb.harness.product.planner import planner
 from composer_nb.harness.product.work import tools_for
 from composer_nb.harness.remote import REMOTE
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.planner import planner
 
 if TYPE_CHECKING:
     from composer_nb.trainer.services.inference import Inference

@@ -11,7 +11,6 @@ import numpy as np
 
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.bench import bootstrap, scores, summarise
-from composer_nb.harness.product.planner import Plan
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tools.toolset import NAMES, SEARCH, ToolSet
 from composer_nb.harness.tools.workspace import Indexes
@@ -88,22 +87,6 @@ def figures(
         "seconds_p95": late,
         "dollars_per_task": float(np.mean([_dollars(done.rollout, price) for done in attempts])) if price else None,
     }
-
-
-def with_plans(
-    row: dict[str, Any], plans: Sequence[Plan], policy: str, price: tuple[float, float] | None
-) -> dict[str, Any]:
-    """Return the figures of an arm with those of its planner, whose tokens and dollars at `price` each attempt pays once: as many
-    as a user would pay. Without a price there is no cost, unless the planner counts no tokens."""
-    read, written = (float(np.mean([getattr(plan, name) for plan in plans])) for name in ("read", "written"))
-    found = row | {
-        "planner": {"policy": policy, "read": read, "written": written, "empty": sum(not p.text for p in plans)}
-    }
-    if not row["n_tasks"]:
-        return found
-    own, more = row["dollars_per_task"], (read * price[0] + written * price[1]) / 1e6 if price else None
-    cost = own if own is None or not read + written else None if more is None else own + more
-    return found | {"tokens_per_task": row["tokens_per_task"] + read + written, "dollars_per_task": cost}
 
 
 def _dollars(rollout: Rollout, price: tuple[float, float]) -> float:

@@ -13,13 +13,13 @@ from composer_nb.cli import main
 from composer_nb.harness.agent.chat import Said, Written
 from composer_nb.harness.agent.scripts import read_script
 from composer_nb.harness.agent.turns import Silent, Spoken
-from composer_nb.harness.product.arms import ARMS, with_plans
-from composer_nb.harness.product.planner import Plan, make_plans, planner
+from composer_nb.harness.product.arms import ARMS
 from composer_nb.harness.product.serve import ScriptServer
 from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.planner import Plan, make_plans, planner, with_plans
 
-HELDOUT = Path(__file__).resolve().parents[3] / "data" / "example" / "data" / "heldout.jsonl"
+HELDOUT = Path(__file__).resolve().parents[1] / "data" / "example" / "data" / "heldout.jsonl"
 
 
 @pytest.fixture

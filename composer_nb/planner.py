@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from pydantic import BaseModel
 
 from composer_nb.harness.agent.chat import Said, User
@@ -66,6 +68,22 @@ def make_plans(
 
     with ThreadPoolExecutor(workers, thread_name_prefix="plan") as pool:
         return list(pool.map(one, range(len(tasks)), tasks))
+
+
+def with_plans(
+    row: dict[str, Any], plans: Sequence[Plan], policy: str, price: tuple[float, float] | None
+) -> dict[str, Any]:
+    """Return the figures of an arm with those of its planner, whose tokens and dollars at `price` each attempt pays once: as many
+    as a user would pay. Without a price there is no cost, unless the planner counts no tokens."""
+    read, written = (float(np.mean([getattr(plan, name) for plan in plans])) for name in ("read", "written"))
+    found = row | {
+        "planner": {"policy": policy, "read": read, "written": written, "empty": sum(not p.text for p in plans)}
+    }
+    if not row["n_tasks"]:
+        return found
+    own, more = row["dollars_per_task"], (read * price[0] + written * price[1]) / 1e6 if price else None
+    cost = own if own is None or not read + written else None if more is None else own + more
+    return found | {"tokens_per_task": row["tokens_per_task"] + read + written, "dollars_per_task": cost}
 
 
 def planner(task: Task) -> Script:
