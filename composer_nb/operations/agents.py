@@ -8,9 +8,13 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from composer_nb.harness.product import SLOTS
 from composer_nb.operations import JSON, SET, arg, command, console, emit, overrides, pick
+
+if TYPE_CHECKING:
+    from composer_nb.harness.attempt import Attempt
 
 KEY = "An endpoint gets the key in the environment variable OPENAI_API_KEY, if there is one."
 
@@ -18,7 +22,12 @@ KEY = "An endpoint gets the key in the environment variable OPENAI_API_KEY, if t
 @command(
     "eval",
     arg("--policy DIR|scripted:NAME|openai:URL[#MODEL]", "policy to score", required=True),
-    arg("--tasks PATH", "a .jsonl file or task directories", required=True, type=Path),
+    arg("--tasks PATH", "a .jsonl file or task directories", type=Path),
+    arg(
+        "--suite NAME[:COUNT]",
+        "a side suite in place of tasks: ambiguous, instructions, must-not-edit, interruption, impossible",
+        "",
+    ),
     arg("--samples K", "rollouts per task at temperature 1", 4),
     arg("--arms NAMES", "tools: all, bash, no-search, no-descriptions, every", "all"),
     arg("--out DIR", "folder for rollouts; the same folder resumes (runs/eval-…)", type=Path),
@@ -37,19 +46,42 @@ def evaluate(given: argparse.Namespace) -> int:
     from rich.console import Console, Group
 
     from composer_nb.agents import bench_settings, evaluate, new_folder
+    from composer_nb.harness.files import write_json
     from composer_nb.harness.product.show import bench_progress, bench_table
+    from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
     from composer_nb.harness.tasks.task import load_tasks
+    from composer_nb.labs.suites import judged, make_suite
 
     if given.samples < 1 or given.workers < 0:
         raise ValueError(f"--samples {given.samples} --workers {given.workers}: at least 1 and 0 are needed")
-    tasks = load_tasks(given.tasks)
+    if bool(given.tasks) == bool(given.suite):
+        raise ValueError("eval: give either --tasks PATH or --suite NAME")
+    if given.suite:
+        with SandboxExecutor() as boxes:
+            tasks = make_suite(given.suite, CachedExecutor(boxes))
+    else:
+        tasks = load_tasks(given.tasks)
     settings = bench_settings(given.policy, tasks, overrides(given.set))
     out = given.out or new_folder(Path("runs"), "eval")
-    told = bench_progress(len(tasks) * (given.samples + given.greedy), Console(stderr=True))
+    progress = bench_progress(len(tasks) * (given.samples + given.greedy), Console(stderr=True))
+    done: dict[str, list[Attempt]] = {}
+
+    def told(arm: str, attempt: Attempt) -> None:
+        progress(arm, attempt)
+        done.setdefault(arm, []).append(attempt)
+
     options = pick(given, "samples", "greedy", "arms", "backend", "workers", "planner")
     options |= {"price": _price(given.price), "planner_price": _price(given.planner_price)}
     found = evaluate(given.policy, tasks, out, settings=settings, told=told, **options)
-    return emit(given, found, lambda: Group(bench_table(found), f"\nkept: {out}"))
+    became = ""
+    if given.suite:
+        for arm, attempts in done.items():
+            found["arms"][arm]["suite"] = row = judged(attempts, settings.seed)
+            became += (
+                f"\n{given.suite}, {arm}: {row['passed']} passed {row['ci95']}; {row['became']}, {row['lost']} lost"
+            )
+        write_json(out / "report.json", found)
+    return emit(given, found, lambda: Group(bench_table(found), f"{became}\nkept: {out}"))
 
 
 def _price(text: str) -> tuple[float, float] | None:
