@@ -414,6 +414,12 @@ LENGTH = b"Content-Length: %d\r\n" % len(BODY)
         (b"GET /health HTTP/1.1\r\nHost: localhost:1\r\nOrigin: http://localhost:2\r\n\r\n" + HIDDEN, 403),
         (POST + b"Origin: http://evil.example\r\n" + LENGTH + b"\r\n" + BODY, 403),
         (POST + b"Content-Length: %d\r\n\r\n" % (17 << 20), 413),
+        (
+            POST
+            + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % (serve.MAX_BODY_BYTES + 1)
+            + b" " * (serve.MAX_BODY_BYTES + 1),
+            413,
+        ),
     ],
 )
 def test_one_refusal_and_the_connection_ends(request_: bytes, refused: int, scripted: ScriptServer) -> None:
