@@ -44,7 +44,7 @@ PACKED_BYTES = 2 << 30
 
 
 @dataclass(slots=True)
-class _Slot:
+class Slot:
     """One live rollout."""
 
     pending: list[int]
@@ -117,7 +117,7 @@ class Engine:
         self._checks = np.zeros(routed[:2], np.uint64)
         self._records = self._routes, self._gates, self._margins, self._checks
         self._free = list(range(slots))[::-1]
-        self._live: dict[int, _Slot] = {}
+        self._live: dict[int, Slot] = {}
         self._pasts = 0
         self.forwarded = 0
         """Tokens computed; those that were copied from a rollout alike are not among them."""
@@ -171,11 +171,11 @@ class Engine:
             raise ValueError("the weights are of another model than those that the engine runs")
         self.model, self.version, self._packed = model, version, pack(model)
 
-    def _new_slot(self, rollout: int) -> _Slot:
+    def _new_slot(self, rollout: int) -> Slot:
         key = [abs(self.seed), int(self.seed < 0), rollout % ATTEMPT_STRIDE]
-        return _Slot([], np.random.default_rng(key).random(self.max_length + 1).tolist())
+        return Slot([], np.random.default_rng(key).random(self.max_length + 1).tolist())
 
-    def _placed(self) -> list[tuple[int, _Slot]]:
+    def _placed(self) -> list[tuple[int, Slot]]:
         """Return the turns that go on in this step. Those of lower priority, and who wait for a request, make room for others."""
         outside = [slot for slot in self._live.values() if slot.index < 0 and not slot.waiting]
         for slot in sorted(outside, key=lambda slot: slot.priority):
@@ -205,8 +205,11 @@ class Engine:
         if not active:
             return []
         logits_SV = self._forward([slot for _, slot in active])
-        active = [pair for pair in active if not pair[1].pending]
-        tokens, logprobs = _sample(logits_SV, [slot for _, slot in active])
+        return self._drawn([pair for pair in active if not pair[1].pending], logits_SV)
+
+    def _drawn(self, active: Sequence[tuple[int, Slot]], logits_SV: Tensor) -> list[Completion]:
+        """Draw the next token of each turn, and return the turns that end with it."""
+        tokens, logprobs = sample(logits_SV, [slot for _, slot in active])
         done = []
         for (rollout, slot), logits_V, token, logprob in zip(active, logits_SV, tokens, logprobs, strict=True):
             slot.pending = [token]
@@ -258,7 +261,7 @@ class Engine:
         )
 
     @torch.no_grad()
-    def _forward(self, slots: list[_Slot]) -> Tensor:
+    def _forward(self, slots: list[Slot]) -> Tensor:
         """Logits [S, V] after the last pending token of each slot that has none left; tokens go to the cache."""
         leaders, leader_S = self._alike(slots)
         sizes = self._sizes([slots[place] for place in leaders])
@@ -283,10 +286,10 @@ class Engine:
         for slot, count in zip(slots, counts.tolist(), strict=True):
             slot.length, slot.pending = slot.length + count, slot.pending[count:]
         self.forwarded += len(own_U)
-        row_S = (np.cumsum(whole) - 1)[leader_S[whole[leader_S]]]
-        return logits.index_select(0, torch.from_numpy(row_S).to(logits.device))
+        self._row_S = torch.from_numpy((np.cumsum(whole) - 1)[leader_S[whole[leader_S]]]).to(logits.device)
+        return logits.index_select(0, self._row_S)
 
-    def _sizes(self, slots: Sequence[_Slot]) -> NDArray[np.int64]:
+    def _sizes(self, slots: Sequence[Slot]) -> NDArray[np.int64]:
         """How many of its pending tokens each slot forwards in this step: one, and the rest in order of priority."""
         sizes, left = np.ones(len(slots), np.int64), self.step_tokens - len(slots)
         for place in sorted(range(len(slots)), key=lambda place: slots[place].priority):
@@ -298,6 +301,7 @@ class Engine:
         """On a CPU, by the compiled kernel."""
         c, k, v = self.model.config, self._k.numpy(), self._v.numpy()
         hidden, experts, gates, margins = decode(weights, new, k, v, c.num_experts_per_tok, c.rms_norm_eps)
+        self._hidden_SD = torch.from_numpy(hidden[last])
         return torch.from_numpy(project(hidden[last], weights.output, c.vocab_size)), experts, gates, margins
 
     def _trunk(self, new: NewTokens, last: NDArray[np.int64]) -> Forwarded:
@@ -317,10 +321,10 @@ class Engine:
         experts = stacked([r.experts_NK for r in routings], *chosen).cpu().numpy()
         gates = stacked([r.gates_NK for r in routings], *chosen).float().cpu().numpy()
         margins = stacked([r.margin_N for r in routings], len(ids)).float().cpu().numpy()
-        hidden_SD = hidden_UD[torch.from_numpy(last).to(device)]
-        return linear(hidden_SD, self.model.output_weight).to(wide), experts, gates, margins
+        self._hidden_SD = hidden_UD[torch.from_numpy(last).to(device)]
+        return linear(self._hidden_SD, self.model.output_weight).to(wide), experts, gates, margins
 
-    def _alike(self, slots: list[_Slot]) -> tuple[list[int], NDArray[np.int64]]:
+    def _alike(self, slots: list[Slot]) -> tuple[list[int], NDArray[np.int64]]:
         """Places of the slots that are forwarded, and for every slot which of those it is like: the same tokens in its cache,
         from the same steps, and the same ones pending. Marks the slots' new pasts."""
         known: dict[tuple[int, ...], int] = {}
@@ -340,15 +344,15 @@ def _copied(part: Any) -> Any:
     return part.clone() if isinstance(part, Tensor) else part.copy()
 
 
-def _sample(logits_SV: Tensor, slots: Sequence[_Slot]) -> tuple[list[int], list[float]]:
-    """One token a slot with its log-probability. Slots that draw alike are worked on together."""
-    kinds = {slot.drawn for slot in slots}
+def sample(logits_SV: Tensor, slots: Sequence[Slot], ahead: int = 0) -> tuple[list[int], list[float]]:
+    """One token a slot with its log-probability, `ahead` of the next one. Slots that draw alike are worked on together."""
+    kinds, uniform_S = {slot.drawn for slot in slots}, [slot.uniform[slot.length + ahead] for slot in slots]
     if len(kinds) == 1:
-        return _draw(logits_SV, [slot.uniform[slot.length] for slot in slots], *kinds.pop())
+        return _draw(logits_SV, uniform_S, *kinds.pop())
     tokens, logprobs = [0] * len(slots), [0.0] * len(slots)
     for kind in kinds:
         rows = [row for row, slot in enumerate(slots) if slot.drawn == kind]
-        found = _draw(logits_SV[rows], [slots[row].uniform[slots[row].length] for row in rows], *kind)
+        found = _draw(logits_SV[rows], [uniform_S[row] for row in rows], *kind)
         for row, token, logprob in zip(rows, *found, strict=True):
             tokens[row], logprobs[row] = token, logprob
     return tokens, logprobs
@@ -367,7 +371,7 @@ def _draw(logits_SV: Tensor, uniform_S: list[float], *drawn: Any) -> tuple[list[
     return token_S.tolist(), chosen_S.tolist()
 
 
-def _top(logits_V: Tensor, slot: _Slot) -> list[tuple[int, float]]:
+def _top(logits_V: Tensor, slot: Slot) -> list[tuple[int, float]]:
     """The most probable tokens with their log-probabilities, as many as are asked for and can be drawn."""
     if not slot.top:
         return []

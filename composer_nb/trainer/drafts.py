@@ -1,0 +1,199 @@
+"""Speculative decoding: a small head drafts the token after the next, and the model checks it in the same step.
+
+    step:   forward  x  d      ──▶ the token y after x is drawn as always; if y is d, a second one is drawn, after d
+            head(hidden, last) ──▶ d of the next step, the draft of the token after the last one
+
+Every token is drawn from the model's own logits with the random number of its position, so tokens, log-probabilities and routes
+are those of plain decoding, at any temperature (to the last bit with the compiled kernel). A draft only decides whether a step
+yields one token or two. It is drawn with the random number of its position too: two similar distributions then mostly agree.
+
+The head is a multi-token prediction head without attention, since the hidden state of a token already knows its context
+(DeepSeek-V3, arXiv 2412.19437, §2.2; EAGLE, arXiv 2401.15077). It learns from the model's logits (self-distillation). A later
+version of the weights needs no other head: a draft is a guess, and fewer of them are right.
+
+Dimensions: N tokens, S slots, D width, H inner width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from composer_nb.harness.policy import Completion
+from composer_nb.kernels.decode import DecodeWeights, NewTokens
+from composer_nb.trainer.engine import Engine, Forwarded, Slot, sample
+from composer_nb.trainer.models.transformer import Model, PackedRows
+
+FILE = Path("draft", "head.safetensors")
+"""Place of a head in the folder of its checkpoint."""
+TOKENS = 4096
+"""Tokens of an optimiser step."""
+
+
+class Draft(nn.Module):
+    """Predicts the token after `next_N` from the final hidden state of the token before it, with the model's own embedding and
+    output."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed_norm, self.hidden_norm = nn.RMSNorm(width, eps=1e-6), nn.RMSNorm(width, eps=1e-6)
+        self.join = nn.Linear(2 * width, width, bias=False)
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.gate_up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, model: Model, hidden_ND: Tensor, next_N: Tensor) -> Tensor:
+        """Logits [N, V]."""
+        embedded_ND = self.embed_norm(F.embedding(next_N, model.embed).float())
+        x_ND = hidden_ND.float() + self.join(torch.cat([embedded_ND, self.hidden_norm(hidden_ND.float())], -1))
+        gate_NH, up_NH = self.gate_up(self.norm(x_ND)).chunk(2, -1)
+        x_ND = x_ND + self.down(F.silu(gate_NH) * up_NH)
+        return F.linear(x_ND, model.output_weight.float())
+
+
+def train_draft(model: Model, rows: Sequence[Sequence[int]], steps: int, *, lr: float = 2e-3, seed: int = 0) -> Draft:
+    """Train a head on rows of tokens, such as the model reads and writes, by the mean of KL(model ‖ head). The model stays as it
+    is. Raises ValueError where no row has three tokens."""
+    rows = [row[: model.config.max_position_embeddings] for row in rows if len(row) > 2]
+    if not rows:
+        raise ValueError("a draft learns from rows of at least 3 tokens, and there is none")
+    rng, model = np.random.default_rng(seed), model.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = Draft(model.config.hidden_size).to(model.embed.device)
+    optimizer = torch.optim.AdamW(head.parameters(), weight_decay=0.0)
+    order = _shuffled(len(rows), rng)
+    for step in range(steps):
+        batch, size = list[Sequence[int]](), 0
+        while not batch or size < TOKENS:
+            batch.append(rows[next(order)])
+            size += len(batch[-1])
+        loss, _ = divergence(model, head, batch)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1.0, (step + 1) / 10, 2 * (1 - step / steps))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return head.requires_grad_(False)
+
+
+def divergence(model: Model, head: Draft, rows: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
+    """Return the mean of KL(model ‖ head), in nats a token, and how often both hold the same token for the most probable."""
+    device = model.embed.device
+    ids_N = torch.tensor([token for row in rows for token in row], device=device)
+    packed = PackedRows.of_lengths([len(row) for row in rows], model.config, device)
+    with torch.no_grad():
+        hidden_ND, _ = model.trunk(ids_N, packed.position_N, packed.attend)
+        own_NV = F.linear(hidden_ND, model.output_weight).float().log_softmax(-1)
+    at_N = torch.nonzero(packed.position_N[1:] > 0)[:, 0]  # their next token is of the same row
+    guess_NV = head(model, hidden_ND[at_N], ids_N[at_N + 1]).log_softmax(-1)
+    same = (guess_NV.argmax(-1) == own_NV[at_N + 1].argmax(-1)).float().mean()
+    return F.kl_div(guess_NV, own_NV[at_N + 1], log_target=True, reduction="batchmean"), float(same)
+
+
+def _shuffled(count: int, rng: np.random.Generator) -> Iterator[int]:
+    while True:
+        yield from rng.permutation(count).tolist()
+
+
+def save_draft(head: Draft, checkpoint: Path) -> None:
+    """Write a head into the folder of its model."""
+    (checkpoint / FILE).parent.mkdir(exist_ok=True)
+    save_file(head.state_dict(), checkpoint / FILE)
+
+
+def load_draft(checkpoint: Path, model: Model) -> Draft | None:
+    """Return the head of a checkpoint, if it has one. Raises ValueError for that of another model."""
+    if not (checkpoint / FILE).is_file():
+        return None
+    head = Draft(model.config.hidden_size)
+    try:
+        head.load_state_dict(load_file(checkpoint / FILE))
+    except RuntimeError as error:
+        raise ValueError(
+            f"{checkpoint / FILE}: no head of this model ({str(error).splitlines()[-1].strip()})"
+        ) from None
+    return head.requires_grad_(False).to(model.embed.device)
+
+
+class DraftingEngine(Engine):
+    """An engine that draws up to two tokens a step of each turn. While prompts take all of a step's budget, none is drafted."""
+
+    def __init__(self, model: Model, head: Draft, **given: Any) -> None:
+        super().__init__(model, **given)
+        self.head = head
+        self.proposed = self.accepted = 0
+        self._drafts: dict[int, int] = {}
+        """Rollout -> draft of the token after its pending one."""
+        self._tested: dict[int, int] = {}
+        """Drafts of this step."""
+
+    def step(self) -> list[Completion]:
+        active = self._placed()
+        if not active:
+            return []
+        self._propose(active)
+        logits_SV = self._forward([slot for _, slot in active])
+        active = [pair for pair in active if not pair[1].pending]
+        places = [place for place, (rollout, _) in enumerate(active) if rollout in self._tested]
+        first_SV, hidden_SD = logits_SV.clone(), self._hidden_SD[self._row_S]
+        if places:
+            earlier = self._row_S[places] + len(self._both_SV) // 2
+            first_SV[places] = self._both_SV[earlier]
+        for place in places:
+            active[place][1].length -= 1
+        done = self._drawn(active, first_SV)
+        right = [
+            place
+            for place in places
+            if (pair := active[place])[1].pending == [self._tested[pair[0]]] and not pair[1].waiting
+        ]
+        for place in right:
+            active[place][1].length += 1
+        if wrong := sorted({*places} - {*right}):
+            hidden_SD[wrong] = self._hidden_SD[self._row_S[wrong] + len(self._both_SV) // 2]
+        if right:
+            done += self._drawn([active[place] for place in right], logits_SV[right])
+        self.proposed, self.accepted = self.proposed + len(places), self.accepted + len(right)
+        self._draft(active, hidden_SD)
+        return sorted(done, key=lambda each: each.rollout)
+
+    def _propose(self, active: Sequence[tuple[int, Slot]]) -> None:
+        """Add drafts to what is forwarded, as far as the step's budget goes."""
+        self._tested, room = {}, self.step_tokens - sum(len(slot.pending) for _, slot in active)
+        for rollout, slot in active:
+            more = slot.max_tokens - len(slot.sampled) > 1 and len(self._tested) < room
+            if more and len(slot.pending) == 1 and rollout in self._drafts:
+                self._tested[rollout] = self._drafts[rollout]
+                slot.pending.append(self._drafts[rollout])
+
+    @torch.no_grad()
+    def _draft(self, active: Sequence[tuple[int, Slot]], hidden_SD: Tensor) -> None:
+        going = [place for place, (_, slot) in enumerate(active) if not slot.waiting]
+        slots = [active[place][1] for place in going]
+        self._drafts = {}
+        if going:
+            pending = torch.tensor([slot.pending[0] for slot in slots], device=hidden_SD.device)
+            tokens, _ = sample(self.head(self.model, hidden_SD[going], pending), slots, ahead=1)
+            self._drafts = {active[place][0]: token for place, token in zip(going, tokens, strict=True)}
+
+    def _decode(self, weights: DecodeWeights, new: NewTokens, last: NDArray[np.int64]) -> Forwarded:
+        return self._first(super()._decode(weights, new, self._with_earlier(last)), len(last))
+
+    def _trunk(self, new: NewTokens, last: NDArray[np.int64]) -> Forwarded:
+        return self._first(super()._trunk(new, self._with_earlier(last)), len(last))
+
+    def _with_earlier(self, last: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Add the places before the last ones; where nothing is drafted they are not looked at."""
+        return np.concatenate([last, np.maximum(last - 1, 0)]) if self._tested else last
+
+    def _first(self, forwarded: Forwarded, count: int) -> Forwarded:
+        self._both_SV, experts, gates, margins = forwarded
+        return self._both_SV[:count], experts, gates, margins

@@ -1,0 +1,224 @@
+"""Drafts: whatever a head guesses, what is sampled is what the model alone would have sampled; a trained head guesses well."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from composer_nb.harness.policy import Drawn, Request, Trace
+from composer_nb.trainer.drafts import FILE, Draft, DraftingEngine, divergence, load_draft, save_draft, train_draft
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.models.transformer import Model
+
+NEVER = frozenset[int]()
+Played = dict[int, tuple[list[int], list[float], Trace]]
+
+
+def ask(rollout: int, ids: Sequence[int], most: int = 12, **given: Any) -> Request:
+    return Request(rollout=rollout, token_ids=list(ids), max_tokens=most, **given)
+
+
+def prompt(size: int, seed: int = 0) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(0, 60, size)]
+
+
+class Told(Draft):
+    """A head that knows what one greedy rollout will say, and says so at some of its calls."""
+
+    def __init__(self, model: Model, wanted: list[int], every: int) -> None:
+        super().__init__(model.config.hidden_size)
+        self.wanted, self.every, self.calls = wanted, every, 0
+        self.engine: Engine | None = None
+
+    def forward(self, model: Model, hidden_ND: Tensor, next_N: Tensor) -> Tensor:
+        assert self.engine is not None
+        self.calls += 1
+        token = self.wanted[min(self.engine.sampled, len(self.wanted) - 1)] + (self.calls % self.every > 0)
+        logits = torch.zeros(1, model.config.vocab_size)
+        logits[0, token % logits.shape[1]] = 99.0
+        return logits
+
+
+def head_of(model: Model, seed: int = 0, scale: float = 1.0) -> Draft:
+    torch.manual_seed(seed)
+    head = Draft(model.config.hidden_size).requires_grad_(False)
+    head.join.weight.mul_(scale)
+    return head
+
+
+def play(engine: Engine) -> Played:
+    """Groups and single ones, two turns each, of several ways to draw, more than there are places for."""
+    ids: dict[int, list[int]] = {number: [] for number in range(6)}
+    logprobs: dict[int, list[float]] = {number: [] for number in ids}
+    ways: list[dict[str, Any]] = [{}, {}, {"temperature": 0.0}, {"top_p": 0.7}, {"temperature": 2.0, "top_k": 9}, {}]
+    for turn in range(2):
+        asked = [ask(n, prompt(9, n // 2 + turn), 11 + n, **ways[n]) for n in ids]
+        for done in engine.generate(asked):
+            ids[done.rollout] += [*asked[done.rollout].token_ids, *done.token_ids]
+            logprobs[done.rollout] += done.logprobs
+    return {number: (ids[number], logprobs[number], engine.release(number)) for number in ids}
+
+
+@pytest.mark.parametrize("step_tokens", [6, 14, 4096])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
+def test_whatever_the_head_says_all_that_is_recorded_is_as_without_it(make_model, scale: float, step_tokens: int):
+    model = make_model(3)
+    with torch.no_grad():
+        model.final_norm.mul_(2.5)
+    size: dict[str, Any] = {"slots": 6, "max_length": 80, "seed": 4, "step_tokens": step_tokens}
+    wanted = play(Engine(model, stop=frozenset({7, 11}), **size))
+    engine = DraftingEngine(model, head_of(model, scale=scale), stop=frozenset({7, 11}), **size)
+    found = play(engine)
+    assert engine.proposed > 20 and (scale > 0 or engine.accepted > 0)
+    for number, (ids, logprobs, trace) in found.items():
+        assert (ids, logprobs) == wanted[number][:2], "to the last bit"
+        for each in fields(Trace):
+            np.testing.assert_array_equal(getattr(trace, each.name), getattr(wanted[number][2], each.name), each.name)
+
+
+def test_without_the_compiled_kernel_too(make_model):
+    model = make_model(3).double()
+    engines: list[Engine] = [Engine(model, stop=NEVER, slots=6, max_length=80, seed=4)]
+    engines.append(DraftingEngine(model, head_of(model, scale=0.0), stop=NEVER, slots=6, max_length=80, seed=4))
+    wanted, found = map(play, engines)
+    for number, (ids, logprobs, _) in found.items():
+        assert ids == wanted[number][0]
+        np.testing.assert_allclose(logprobs, wanted[number][1], atol=1e-12)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_a_draft_that_is_right_saves_a_step(make_model, every: int):
+    model, most = make_model(4), 40
+    [wanted] = Engine(model, stop=NEVER, slots=1, max_length=80, temperature=0.0).generate([ask(0, [3], most)])
+    head = Told(model, wanted.token_ids, every)
+    head.engine = engine = DraftingEngine(model, head, stop=NEVER, slots=1, max_length=80, temperature=0.0)
+    engine.submit(ask(0, [3], most))
+    done, steps = [], 0
+    while engine.busy:
+        done += engine.step()
+        steps += 1
+    assert done == [wanted] and steps == most - engine.accepted
+    assert engine.accepted == engine.proposed == 19 if every == 1 else 5 < engine.accepted < engine.proposed
+
+
+def test_users_preemption_and_new_weights_in_between_change_nothing(make_model):
+    first, second = make_model(3), make_model(4)
+
+    def run(engine: Engine) -> tuple[dict[int, Any], list[Drawn]]:
+        done, told = dict[int, Any](), list[Drawn]()
+        for number in range(3):
+            engine.submit(ask(number, prompt(4), 20))
+        count = 0
+        while len(done) < 4:
+            if count == 1:  # before any other draft could have shifted who is where
+                engine.swap(second, 5)
+                engine.submit(replace(ask(-1, prompt(5, 3), 9, priority=0), heard=told.append))
+            done |= {turn.rollout: (turn.token_ids, turn.logprobs) for turn in engine.step()}
+            count += 1
+        return done, told
+
+    size: dict[str, Any] = {"stop": NEVER, "slots": 3, "max_length": 60, "seed": 2}
+    wanted, found = run(Engine(first, **size)), run(DraftingEngine(first, head_of(first, scale=0.0), **size))
+    assert found == wanted and len(found[1]) == 9
+
+
+@pytest.mark.parametrize("count", [4000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_samples_with_drafts_have_the_models_distribution(make_model, count: int):
+    """Chi-square over whole sequences of three tokens: against the exact probabilities, and against plain sampling."""
+    model, slots = make_model(6, vocab_size=4), 500
+    with torch.no_grad():
+        model.final_norm.mul_(0.3)
+    head = train_draft(model, [prompt_of(n) for n in range(64)], 30)
+    engines: dict[str, Engine] = {
+        "drafts": DraftingEngine(model, head, stop=NEVER, slots=slots, max_length=8, seed=3),
+        "plain": Engine(model, stop=NEVER, slots=slots, max_length=8, seed=9),
+    }
+    found = {name: Counter[tuple[int, ...]]() for name in engines}
+    for first in range(0, count, slots):
+        for name, engine in engines.items():
+            for turn in engine.generate([ask(n, [1, 2], 4) for n in range(first, first + slots)]):
+                found[name][tuple(turn.token_ids[:3])] += 1
+                engine.release(turn.rollout)
+    drafting = engines["drafts"]
+    assert isinstance(drafting, DraftingEngine) and drafting.accepted > count / 4
+    keys = [(a, b, c) for a in range(4) for b in range(4) for c in range(4)]
+    with torch.no_grad():
+        rows = torch.tensor([[1, 2, *key] for key in keys])
+        logprob = model(rows)[0].log_softmax(-1)
+    exact = np.exp([float(sum(logprob[n, 1 + at, key[at]] for at in range(3))) for n, key in enumerate(keys)])
+    seen = {name: np.array([counts[key] for key in keys]) for name, counts in found.items()}
+    often = exact * count > 5
+    assert often.sum() > 10
+    rest = [np.append(each[often], each[~often].sum()) for each in (seen["drafts"], exact * count)]
+    used = rest[1] > 0
+    assert stats.chisquare(rest[0][used], rest[1][used] * rest[0].sum() / rest[1].sum()).pvalue > 1e-3
+    both = np.stack([seen["drafts"], seen["plain"]])[:, often]
+    assert stats.chi2_contingency(both).pvalue > 1e-3
+
+
+def prompt_of(number: int) -> list[int]:
+    return np.random.default_rng(number).integers(0, 4, 7).tolist()
+
+
+# Training
+
+
+def test_a_trained_head_guesses_well_and_the_model_stays_as_it_is(make_model):
+    model = make_model(4)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    engine = Engine(model, stop=NEVER, slots=64, max_length=60, temperature=0.5, seed=8)
+    rows = [
+        [*prompt(4, n), *done.token_ids]
+        for n, done in enumerate(engine.generate([ask(n, prompt(4, n), 50) for n in range(64)]))
+    ]
+    fresh, head, again = (train_draft(model, rows[:48], steps) for steps in (0, 60, 60))
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name])
+    assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
+    with torch.no_grad():
+        (worse, seldom), (better, often) = (divergence(model, each, rows[48:]) for each in (fresh, head))
+    assert better < 0.6 * worse and often > seldom
+
+
+def test_the_divergence_is_that_of_the_next_token_but_one(make_model):
+    """By hand, on two rows of which none knows the other."""
+    model, rows = make_model(3), [prompt(5), prompt(7, 1)]
+    head, parts = head_of(model), list[Tensor]()
+    with torch.no_grad():
+        for row in rows:
+            ids = torch.tensor(row)
+
+            def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, size: int = len(row)) -> Tensor:
+                from composer_nb.trainer.models.transformer import PackedRows
+
+                return PackedRows.of_lengths([size], model.config).attend(layer, q, k, v, scale)
+
+            hidden, _ = model.trunk(ids, torch.arange(len(row)), keep)
+            own = (hidden @ model.output_weight.T).log_softmax(-1)
+            guess = head(model, hidden[:-1], ids[1:]).log_softmax(-1)
+            parts.append((own[1:].exp() * (own[1:] - guess)).sum(-1))
+        found, _ = divergence(model, head, rows)
+    torch.testing.assert_close(found, torch.cat(parts).mean())
+
+
+def test_a_head_stands_beside_its_checkpoint(make_model, tmp_path: Path):
+    model = make_model(4)
+    assert load_draft(tmp_path, model) is None
+    head = head_of(model)
+    save_draft(head, tmp_path)
+    again = load_draft(tmp_path, model)
+    assert again is not None
+    assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
+    with pytest.raises(ValueError, match=f"{FILE.name}: no head of this model"):
+        load_draft(tmp_path, make_model(4, hidden_size=48))
+    with pytest.raises(ValueError, match="rows of at least 3 tokens"):
+        train_draft(model, [[1, 2]], 1)
