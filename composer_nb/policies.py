@@ -196,10 +196,11 @@ def open_engine(
 ) -> Iterator[OpenEngine]:
     """Run a checkpoint. `tokens`: maximum of one conversation; less if the model reads less. `follow`: a store of weight versions
     of this model, whose newest runs at any time; as long as there is none, the checkpoint runs as version -1, else as 0.
-    `step_tokens`: as in `Engine`.
+    `step_tokens`: as in `Engine`. A head beside the checkpoint drafts (`drafts.py`), which changes nothing but the speed.
 
     Raises FileNotFoundError for a missing checkpoint, ValueError for one without a format for several tools or for versions of
     another model, WeightFault and StoreError for a store that cannot be used."""
+    from composer_nb.trainer.drafts import DraftingEngine, load_draft
     from composer_nb.trainer.engine import Engine
     from composer_nb.trainer.models.checkpoint import load_pretrained
     from composer_nb.trainer.models.tokenizer import load_tokenizer
@@ -219,6 +220,8 @@ def open_engine(
         newest = updates.receiver.newest()
         model, version = (model, -1) if newest is None else (updates.first(newest), newest)
     size = {"slots": slots, "max_length": most, "step_tokens": step_tokens}
-    engine = Engine(model, stop=stop, temperature=temperature, seed=seed, version=version, **size)
+    given: dict[str, Any] = {"stop": stop, "temperature": temperature, "seed": seed, "version": version, **size}
+    head = load_draft(path, model)
+    engine = Engine(model, **given) if head is None else DraftingEngine(model, head, **given)
     with Inference(engine, updates) as service, following(service) if updates else nullcontext():
         yield OpenEngine(shared=service, tokenizer=tokenizer, format=form, tokens=most, known=known)

@@ -4,6 +4,9 @@
 32 conversations of ragged turns with observations between, greedy, with a Qwen3-MoE of 32 million parameters and random weights,
 against `generate` with each experts back end. Both keep the cache between turns, and must find the same tokens.
 
+Then the engine with drafts beside the engine without: the example's final model reads and writes as in the evaluation on record,
+with a head that learnt from other rollouts of the example.
+
 Sides take turns in each round; a ratio is the median of the rounds' ratios. Tokens are those that were drawn; reading prompts and
 observations counts as time: CPU seconds of one thread, seconds by the clock of several.
 """
@@ -11,20 +14,25 @@ observations counts as time: CPU seconds of one thread, seconds by the clock of 
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import torch
 import transformers
 
 from composer_nb.harness.policy import Request
+from composer_nb.harness.rollout import Kind
+from composer_nb.trainer.drafts import DraftingEngine, rows_of, train_draft
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.models.checkpoint import save_pretrained
+from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 
 MOE = ModelConfig(
@@ -41,6 +49,8 @@ MOE = ModelConfig(
     tie_word_embeddings=False,
 )
 TURNS, ROLLOUTS = 3, 32
+EXAMPLE = Path(__file__).parents[1] / "data/example"
+READ = (Kind.PROMPT, Kind.OBSERVATION)
 Turns = list[list[tuple[list[int], int]]]
 """For each turn, what each rollout reads and how many tokens it draws."""
 Tokens = list[list[int]]
@@ -59,8 +69,10 @@ def conversations(seed: int, rollouts: int, turns: int, vocabulary: int) -> Turn
 
 
 def ours(model: Model, slots: int) -> Form:
-    engine = Engine(model, stop=frozenset(), slots=slots, max_length=1024, temperature=0.0)
+    return by(Engine(model, stop=frozenset(), slots=slots, max_length=1024, temperature=0.0))
 
+
+def by(engine: Engine) -> Form:
     def run(turns: Turns) -> Tokens:
         """Each rollout goes on as soon as its turn has ended."""
         found: Tokens = [[] for _ in turns[0]]
@@ -160,6 +172,38 @@ def moe(rounds: int) -> None:
     table(f"MoE, {size / 1e6:.1f} M", rates(forms, lambda n: conversations(n, ROLLOUTS, TURNS, 4096), rounds))
 
 
+def recorded(slots: int, number: int) -> Turns:
+    """What rollouts of the example's evaluation read and how many tokens they wrote, for as many turns as all of them have."""
+    rows = pq.read_table(EXAMPLE / "rollouts/eval_final.parquet").to_pylist()[number * slots :][:slots]
+    talks = list[list[tuple[list[int], int]]]()
+    for row in rows:
+        parts = [
+            (wrote, [token for token, _ in part])
+            for wrote, part in groupby(
+                zip(row["token_ids"], row["kind"], strict=True), lambda pair: bool(pair[1] not in READ)
+            )
+        ]
+        talks.append([(read, len(written)) for (_, read), (_, written) in zip(parts[::2], parts[1::2], strict=False)])
+    return [[talk[turn] for talk in talks] for turn in range(min(map(len, talks)))]
+
+
+def drafts(rounds: int) -> None:
+    model = load_pretrained(EXAMPLE / "weights/final")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "rollouts").mkdir()
+        for file in (EXAMPLE / "rollouts").glob("rl_*"):
+            shutil.copyfile(file, Path(folder) / "rollouts" / file.name)
+        head = train_draft(model, rows_of(Path(folder)), 150)
+    for slots in (1, 8, 32):
+        size: dict[str, Any] = {"stop": frozenset(), "slots": slots, "max_length": model.config.max_position_embeddings}
+        for temperature in (0.0, 1.0):
+            engine = DraftingEngine(model, head, temperature=temperature, **size)
+            forms = {"with drafts": by(engine), "without": by(Engine(model, temperature=temperature, **size))}
+            found = rates(forms, lambda n, slots=slots: recorded(slots, n), rounds)
+            right = f"{engine.accepted / engine.proposed:.0%} of drafts right"
+            table(f"example, {slots} at once, temperature {temperature:g}, {right}", found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
@@ -169,6 +213,7 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     print("| model | form | tokens / s | ours / it |\n|---|---|---|---|")
     moe(asked.rounds)
+    drafts(asked.rounds)
 
 
 if __name__ == "__main__":

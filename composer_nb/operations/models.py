@@ -1,4 +1,5 @@
-"""Commands for what training starts from, and for what follows it: convert, corpus, bases, improve."""
+"""Commands for what training starts from, and for what follows it: convert, draft, corpus, bases,
+improve."""
 
 from __future__ import annotations
 
@@ -35,6 +36,28 @@ def convert(given: argparse.Namespace) -> int:
     )
     size = plan_memory(config)
     print(f"{given.out}: {config.family}, {size.total / 1e6:.1f} M weights, {size.active / 1e6:.1f} M active per token")
+    return 0
+
+
+@command(
+    "draft",
+    arg("model DIR", "checkpoint folder, which gets the head", type=Path),
+    arg("--rollouts RUN", "run whose stored rollouts it learns from", type=Path, required=True),
+    arg("--steps N", "optimiser steps of 4,096 tokens", 200),
+)
+def draft(given: argparse.Namespace) -> int:
+    """Train a head that drafts tokens beside a checkpoint: serve then writes faster, and the same."""
+    from composer_nb.trainer.drafts import divergence, rows_of, save_draft, train_draft
+    from composer_nb.trainer.models.checkpoint import load_pretrained
+
+    if given.steps < 1:
+        raise ValueError(f"--steps {given.steps}: at least 1")
+    model, rows = load_pretrained(given.model), rows_of(given.rollouts)
+    held = max(len(rows) // 20, 1)  # the last ones, since a run ends with its newest rollouts
+    head = train_draft(model, rows[:-held] or rows, given.steps)
+    _, same = divergence(model, head, rows[-held:])
+    save_draft(head, given.model)
+    print(f"{given.model}: of the model's most probable tokens the head names {same:.0%}, on {held} rollouts held out")
     return 0
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
@@ -96,6 +97,20 @@ def divergence(model: Model, head: Draft, rows: Sequence[Sequence[int]]) -> tupl
     guess_NV = head(model, hidden_ND[at_N], ids_N[at_N + 1]).log_softmax(-1)
     same = (guess_NV.argmax(-1) == own_NV[at_N + 1].argmax(-1)).float().mean()
     return F.kl_div(guess_NV, own_NV[at_N + 1], log_target=True, reduction="batchmean"), float(same)
+
+
+def rows_of(run: Path) -> list[list[int]]:
+    """Return the tokens of all stored rollouts of a run, a row for each segment. Raises ValueError where there is none."""
+    rows = list[list[int]]()
+    for file in sorted((run / "rollouts").glob("*.parquet")):
+        for row in pq.read_table(file).to_pylist():
+            cuts = np.cumsum(row.get("segments") or [len(row["token_ids"])])
+            rows += [part.tolist() for part in np.split(np.array(row["token_ids"], np.int64), cuts[:-1])]
+    if not any(rows):
+        raise ValueError(
+            f"--rollouts {run}: holds no rollouts with tokens; give a run, or what composer-nb serve --record wrote"
+        )
+    return rows
 
 
 def _shuffled(count: int, rng: np.random.Generator) -> Iterator[int]:

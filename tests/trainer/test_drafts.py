@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -14,7 +15,9 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from composer_nb.harness.policy import Drawn, Request, Trace
+from composer_nb.cli import main
+from composer_nb.harness.policy import Completion, Drawn, Request, Trace
+from composer_nb.policies import open_engine
 from composer_nb.trainer.drafts import FILE, Draft, DraftingEngine, divergence, load_draft, save_draft, train_draft
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.transformer import Model
@@ -208,6 +211,26 @@ def test_the_divergence_is_that_of_the_next_token_but_one(make_model):
             parts.append((own[1:].exp() * (own[1:] - guess)).sum(-1))
         found, _ = divergence(model, head, rows)
     torch.testing.assert_close(found, torch.cat(parts).mean())
+
+
+def test_a_served_checkpoint_drafts_once_it_has_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    example = Path(__file__).parents[2] / "data/example"
+    shutil.copytree(example / "weights/start", tmp_path / "model")
+    run = tmp_path / "run/rollouts"
+    run.mkdir(parents=True)
+    assert main(["draft", str(tmp_path / "model"), "--rollouts", str(run.parent)]) == 2
+    assert "holds no rollouts with tokens" in capsys.readouterr().err
+    shutil.copyfile(example / "rollouts/rl_00000_0.parquet", run / "rl_00000_0.parquet")
+    wanted = said(tmp_path / "model", Engine)
+    assert main(["draft", str(tmp_path / "model"), "--rollouts", str(run.parent), "--steps", "3"]) == 0
+    assert "on 3 rollouts held out" in capsys.readouterr().out
+    assert said(tmp_path / "model", DraftingEngine) == wanted
+
+
+def said(path: Path, kind: type[Engine]) -> Completion:
+    with open_engine(path, slots=2, tokens=200) as engine:
+        assert type(engine.shared.policy) is kind
+        return engine.shared.ask(ask(0, range(20, 40), 60))
 
 
 def test_a_head_stands_beside_its_checkpoint(make_model, tmp_path: Path):
