@@ -17,6 +17,7 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
+from composer_nb.harness.agent.chat import User
 from composer_nb.harness.policy import Completion, Drawn, ProviderFailure, Request
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.transformer import Model
@@ -253,3 +254,13 @@ def test_text_is_continued_whole_and_as_a_stream(model: Model, tokenizer: Tokeni
                 complete(**wrong)
         narrow = small.chat(seed=4, max_tokens=9, extra_body={"top_k": 1, "min_p": 0.1}).choices[0].message.content
         assert narrow == small.chat(temperature=0, max_tokens=9).choices[0].message.content
+
+
+def test_a_renderer_for_each_request_costs_no_memory(tokenizer: Tokenizer) -> None:
+    """A copy of a tokenizer does: the library keeps some of it."""
+    me, form = psutil.Process(), product.QwenRenderer
+    for number in range(3000):
+        form(tokenizer, TOOLS).render([User(text="fix f")])
+        if number == 500:
+            before = me.memory_info().rss
+    assert me.memory_info().rss < before + (16 << 20)

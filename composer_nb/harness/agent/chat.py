@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, Self
 
@@ -314,6 +315,9 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
     return int(found)
 
 
+@lru_cache(
+    maxsize=16
+)  # the library leaks some kilobytes with every copy, and a server makes a renderer for each request
 def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
     """Return a copy that finds no added token in a text, special or not, and does not normalise."""
     held = json.loads(tokenizer.to_str()) | {"added_tokens": [], "normalizer": None, "post_processor": None}
