@@ -5,7 +5,8 @@
 against `generate` with each experts back end. Both keep the cache between turns, and must find the same tokens.
 
 Then the engine with drafts beside the engine without: the example's final model reads and writes as in the evaluation on record,
-with a head that learnt from other rollouts of the example.
+with a head that learnt from other rollouts of the example; and a dense model of 66 million random weights, one greedy answer at a
+time, whose head has learnt these very answers. That is the most that drafts bring there.
 
 Sides take turns in each round; a ratio is the median of the rounds' ratios. Tokens are those that were drawn; reading prompts and
 observations counts as time: CPU seconds of one thread, seconds by the clock of several.
@@ -47,6 +48,17 @@ MOE = ModelConfig(
     moe_intermediate_size=96,
     max_position_embeddings=1024,
     tie_word_embeddings=False,
+)
+DENSE = ModelConfig(
+    family="qwen3",
+    vocab_size=4096,
+    hidden_size=768,
+    num_hidden_layers=10,
+    num_attention_heads=12,
+    num_key_value_heads=4,
+    head_dim=64,
+    intermediate_size=2048,
+    max_position_embeddings=512,
 )
 TURNS, ROLLOUTS = 3, 32
 EXAMPLE = Path(__file__).parents[1] / "data/example"
@@ -204,6 +216,21 @@ def drafts(rounds: int) -> None:
             table(f"example, {slots} at once, temperature {temperature:g}, {right}", found)
 
 
+def ceiling(rounds: int) -> None:
+    torch.manual_seed(0)
+    model = Model(DENSE)
+    size: dict[str, Any] = {"stop": frozenset(), "slots": 1, "max_length": 512, "temperature": 0.0}
+    plain = Engine(model, **size)
+    prompts = [np.random.default_rng(n).integers(0, DENSE.vocab_size, 16).tolist() for n in range(8)]
+    told = [by(plain)([[(prompt, 60)]])[0] for prompt in prompts]
+    head = train_draft(model, [prompt + tokens for prompt, tokens in zip(prompts, told, strict=True)], 40)
+    engine = DraftingEngine(model, head, **size)
+    found = rates(
+        {"with drafts": by(engine), "without": by(plain)}, lambda n: [[(prompts[n % len(prompts)], 60)]], rounds
+    )
+    table(f"dense, 66 M, 1 at once, {engine.accepted / engine.proposed:.0%} of drafts right", found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
@@ -214,6 +241,7 @@ def main() -> None:
     print("| model | form | tokens / s | ours / it |\n|---|---|---|---|")
     moe(asked.rounds)
     drafts(asked.rounds)
+    ceiling(asked.rounds)
 
 
 if __name__ == "__main__":

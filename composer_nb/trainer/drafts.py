@@ -36,7 +36,7 @@ from composer_nb.trainer.models.transformer import Model, PackedRows
 FILE = Path("draft", "head.safetensors")
 """Place of a head in the folder of its checkpoint."""
 TOKENS = 4096
-"""Tokens of an optimiser step."""
+"""Tokens of an optimiser step, if there are so many."""
 
 
 class Draft(nn.Module):
@@ -70,10 +70,10 @@ def train_draft(model: Model, rows: Sequence[Sequence[int]], steps: int, *, lr: 
         torch.manual_seed(seed)
         head = Draft(model.config.hidden_size).to(model.embed.device)
     optimizer = torch.optim.AdamW(head.parameters(), weight_decay=0.0)
-    order = _shuffled(len(rows), rng)
+    order, budget = _shuffled(len(rows), rng), min(TOKENS, sum(map(len, rows)))
     for step in range(steps):
         batch, size = list[Sequence[int]](), 0
-        while not batch or size < TOKENS:
+        while size < budget:
             batch.append(rows[next(order)])
             size += len(batch[-1])
         loss, _ = divergence(model, head, batch)
