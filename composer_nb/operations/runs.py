@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +15,7 @@ from typing import Any
 from composer_nb.operations import HTML, JSON, RUN, SET, arg, command, console, emit, overrides
 
 NOTEBOOK = "01_tour.ipynb"
+TRACK = arg("--track NAMES", "send figures to tensorboard, wandb, trackio, mlflow (commas between)", "tensorboard")
 TOUR = arg("path RUN", "a run directory", Path("runs/tour"), nargs="?")
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
     arg("--runs DIR", "folder of runs", Path("runs")),
     arg("--plain", "run the recipe without the notebook"),
     arg("--detach", "run the recipe in the background; see composer-nb follow and stop"),
+    TRACK,
     lines=True,
 )
 def tour(given: argparse.Namespace) -> int:
@@ -32,11 +35,12 @@ def tour(given: argparse.Namespace) -> int:
     from composer_nb.harness.environment import require_sandboxes
     from composer_nb.jobs.notebook import run_notebook, terminate_as_interrupt
     from composer_nb.operations.live import LivePage
+    from composer_nb.operations.track import Tracking, parse
     from composer_nb.settings import Settings, from_dict, override
     from composer_nb.trainer.recipe.detached import start_detached
     from composer_nb.trainer.recipe.launch import start_or_resume
 
-    chosen = override(Settings(), overrides(given.set))
+    trackers, chosen = parse(given.track), override(Settings(), overrides(given.set))
     found = _resumed(given) if given.resume else None
     require_sandboxes(from_dict(found.settings()).env if found else chosen.env)  # now, not after minutes
     run = found or _started(given, chosen)
@@ -46,7 +50,7 @@ def tour(given: argparse.Namespace) -> int:
         print(f"the run continues in the background; see composer-nb follow {run.path}")
         return 0
     try:
-        with terminate_as_interrupt(), LivePage(run.path) as page:
+        with terminate_as_interrupt(), LivePage(run.path) as page, Tracking(run.path, trackers):
             print(f"watch it: {page.url}", flush=True)
             if given.plain:
                 start_or_resume(run.path, say=log.info)
@@ -72,6 +76,7 @@ def _reported(run: Any, newest: Path, *kept: str) -> int:
     arg("--model DIR", "a checkpoint with its tokenizer", type=Path, required=True),
     arg("--tasks PATH|MODULE:CLASS", "tasks, as for composer-nb eval, or your own environment", required=True),
     arg("--out RUN", "the run", Path("runs/rl")),
+    TRACK,
     SET,
     lines=True,
 )
@@ -83,10 +88,12 @@ def rl(given: argparse.Namespace) -> int:
     from composer_nb.harness.agent.loop import LIMITS
     from composer_nb.harness.environment import require_sandboxes
     from composer_nb.jobs.notebook import terminate_as_interrupt
+    from composer_nb.operations.track import Tracking, parse
     from composer_nb.settings import Settings, override
     from composer_nb.trainer.models.tokenizer import format_of
     from composer_nb.trainer.recipe.launch import start_or_resume
 
+    trackers = parse(given.track)
     values: dict[str, Any] = {"model.start": str(given.model.resolve()), "env.tasks": given.tasks}
     values |= dict.fromkeys(("midtrain.steps", "sft.steps", "data.demonstrations", "data.mistaken_demonstrations"), 0)
     values |= overrides(given.set)
@@ -99,7 +106,7 @@ def rl(given: argparse.Namespace) -> int:
         chosen = replace(chosen, limits=replace(LIMITS, tokens=most))
     require_sandboxes(chosen.env)  # now, not after minutes
     try:
-        with terminate_as_interrupt():
+        with terminate_as_interrupt(), Tracking(given.out, trackers):
             run = start_or_resume(None, chosen, runs=given.out.parent, name=given.out.name, resume=True, say=log.info)
     except KeyboardInterrupt:
         print("interrupted; resume with the same command", file=sys.stderr)
@@ -224,6 +231,23 @@ def compare(given: argparse.Namespace) -> int:
     if given.html:
         write_atomic(given.html, page(found, figures(found, first, second)))
     return emit(given, found, lambda: table(found))
+
+
+@command(
+    "track", RUN, arg("--to NAMES", "tensorboard, wandb, trackio, mlflow (commas between)", required=True), lines=True
+)
+def track(given: argparse.Namespace) -> int:
+    """Send the figures of a run, live or finished, to trackers; the same command goes on where it ended."""
+    from composer_nb.operations.track import follow, parse
+    from composer_nb.trainer.recipe.status import read_status
+
+    path, names = read_status(given.path).path, parse(given.to)
+    with ThreadPoolExecutor() as pool:
+        ends = {name: pool.submit(follow, path, name, lambda: read_status(path).state != "live") for name in names}
+    for name, end in ends.items():
+        end.result()
+        print(f"{name} has all steps of {path.name}")
+    return 0
 
 
 @command("follow", TOUR, lines=True)

@@ -13,15 +13,12 @@ its checkpoint and learns the logged batches again, and the coordinator itself r
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import Any
-
-from torch.utils.tensorboard import SummaryWriter
 
 from composer_nb.harness.store import unpack_attempt
 from composer_nb.settings import Settings, override
@@ -97,7 +94,6 @@ class Coordinator:
         """`live`: the step that the last batch with a signal began at. Batches without one make versions that change nothing."""
         self.notes: list[Callable[[], None]] = []
         """Notes to write down in the transaction of the next events."""
-        self.board = SummaryWriter(str(run.path / "tensorboard"), flush_secs=10)
         self.trainer: Remote
         self.orchestrator: Orchestrator
 
@@ -433,9 +429,6 @@ class Coordinator:
                 point["time"]["engine_waits"], self.waits = mean, []
             self.notes.append(partial(self.journal.log_step, step + 1, point, tokens))
             self.run.log("rl", step + 1, point)
-            for name, value in point.items():
-                if isinstance(value, int | float) and math.isfinite(value):
-                    self.board.add_scalar(f"rl/{name}", value, step + 1)
         self._handle([Trained(at=time.monotonic(), step=step)])
 
     def save(self, step: int) -> None:
@@ -457,7 +450,6 @@ class Coordinator:
         unused["unused_at_the_end"] += books["held_tokens"]
         with self.journal.transaction():
             self.journal.log_ledger(0, unused)
-        self.board.close()
         self.journal.close()
         return {
             "seconds_before": self.before,

@@ -1,0 +1,195 @@
+"""Trackers, against the real libraries, all of them on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_nb import cli
+from composer_nb.operations import track
+from composer_nb.trainer.recipe.reader import example_run
+
+LINES = [
+    {"stage": "sft", "step": 1, "loss": 0.5, "name": "x"},
+    {"stage": "rl", "step": 1, "reward": 0.25, "time": {"wall_s": 3.0}},
+    {"stage": "rl", "step": 2, "reward": 0.5, "best": None},
+    {"stage": "rl", "step": 2, "reward": 0.5},  # made again after a crash
+    {"stage": "rl", "step": 3, "reward": 0.75, "done": True},
+]
+WANTED = {"sft/loss": [(1, 0.5)], "rl/reward": [(1, 0.25), (2, 0.5), (3, 0.75)]}
+
+
+def line(row: Any) -> str:
+    return json.dumps(row) + "\n"
+
+
+@pytest.fixture
+def run(copy_of: Callable[[Any], Any]) -> Path:
+    path: Path = copy_of(example_run()).path
+    (path / "metrics.jsonl").write_text("".join(map(line, LINES[:3])) + line(LINES[3])[:9])
+    return path
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 4)), max_size=12),
+    st.lists(st.integers(0, 400), max_size=4),
+)
+def test_each_step_is_sent_once_wherever_reading_stops(steps: list[tuple[str, int]], stops: list[int]) -> None:
+    raw = "".join(line({"stage": stage, "step": step, "x": 1.0}) for stage, step in steps).encode()
+    sent, got, highest = track.Sent(), [], dict[str, int]()
+    for stop in [*sorted(min(stop, len(raw)) for stop in stops), len(raw)]:
+        sent = track.Sent(**json.loads(json.dumps({"offset": sent.offset, "steps": sent.steps})))
+        got += [(next(iter(figures))[0], step) for step, figures in sent.rows(raw[sent.offset : stop])]
+    wanted = []
+    for stage, step in steps:
+        if step > highest.get(stage, 0):
+            highest[stage] = step
+            wanted.append((stage, step))
+    assert got == wanted and sent.offset == len(raw)
+
+
+def board(run: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(run / "tensorboard"))
+    found.Reload()
+    return {name: [(each.step, each.value) for each in found.Scalars(name)] for name in found.Tags()["scalars"]}
+
+
+def mlflow(run: Path) -> dict[str, list[tuple[int, float]]]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{run.parent}/mlflow.db")
+    [experiment] = [each for each in client.search_experiments() if each.name == track.PROJECT]
+    [found] = client.search_runs([experiment.experiment_id])
+    assert found.data.params["rl.group"] == "8" and found.info.status == "FINISHED"
+    assert found.data.tags["mlflow.runName"] == run.name
+    names = found.data.metrics
+    return {name: [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, name)] for name in names}
+
+
+def trackio(run: Path) -> dict[str, list[tuple[int, float]]]:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    logs = SQLiteStorage.get_logs(track.PROJECT, run.name)
+    return {name: [(each["step"], each[name]) for each in logs if name in each] for name in ("sft/loss", "rl/reward")}
+
+
+def records(raw: bytes) -> Iterator[bytes]:
+    """Yield the records of a file of W&B: LevelDB's log format after a header of 7 bytes."""
+    at, record = 7, b""
+    while at < len(raw):
+        room = 32_768 - at % 32_768
+        if room < 7:  # no header fits into the rest of a block
+            at += room
+            continue
+        size, kind = int.from_bytes(raw[at + 4 : at + 6], "little"), raw[at + 6]
+        record += raw[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+def wandb(run: Path) -> dict[str, list[tuple[int, float]]]:
+    from wandb.proto import wandb_internal_pb2
+
+    found: dict[str, list[tuple[int, float]]] = {}
+    for file in (run / "trackers").glob("wandb/offline-run-*/run-*.wandb"):
+        for data in records(file.read_bytes()):
+            items = wandb_internal_pb2.Record.FromString(data).history.item
+            row = {each.key or each.nested_key[0]: json.loads(each.value_json) for each in items}
+            for name in row:
+                if "/" in name and not name.endswith("/step"):
+                    found.setdefault(name, []).append((row[f"{name.partition('/')[0]}/step"], row[name]))
+    return found
+
+
+PROGRAM = """\
+import json, sys
+from pathlib import Path
+from composer_nb.operations.track import follow
+run, name, here, rest = Path(sys.argv[1]), *sys.argv[2:]
+follow(run, name, lambda: True)
+with (run / "metrics.jsonl").open("a") as file:
+    file.write(rest)
+follow(run, name, lambda: True)
+sys.path.insert(0, here)
+import test_track
+print("found", json.dumps(test_track.READ[name](run)))
+"""
+READ = {"tensorboard": board, "mlflow": mlflow, "trackio": trackio, "wandb": wandb}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_was_sent_is_there_once_also_after_an_end_in_between(run: Path, name: str, tmp_path: Path) -> None:
+    pytest.importorskip(name, reason=f"{name} is not installed; the extra trackers brings it")
+    quiet = {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "HOME": str(tmp_path),
+    }
+    command = [
+        sys.executable,
+        "-c",
+        PROGRAM,
+        str(run),
+        name,
+        str(Path(__file__).parent),
+        line(LINES[3])[9:] + line(LINES[4]),
+    ]
+    done = subprocess.run(command, env=os.environ | quiet, capture_output=True, text=True, check=True)
+    [found] = [json.loads(each[6:]) for each in done.stdout.splitlines() if each.startswith("found ")]
+    assert {key: sorted(map(tuple, rows)) for key, rows in found.items()} == WANTED
+
+
+def test_a_service_that_fails_is_named_once_and_gets_everything_later(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(track, "EVERY_S", 0.01)
+    got: list[tuple[int, float]] = []
+    tries = 0
+
+    class Flaky:
+        def __init__(self, *_: Any) -> None: ...
+
+        def log(self, figures: Any, step: int) -> None:
+            nonlocal tries
+            tries += 1
+            if tries in (2, 3, 4):
+                raise ConnectionError("no route")
+            got.extend((step, value) for value in figures.values())
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(track, "TRACKERS", {"mlflow": Flaky})
+    track.follow(run, "mlflow", lambda: len(got) >= 3)
+    assert got == [(1, 0.5), (1, 0.25), (2, 0.5)]
+    assert [record.getMessage() for record in caplog.records] == ["mlflow: no route; what is missing is sent later"]
+    (run / "trackers" / "mlflow.json").unlink()
+    tries = 1
+    with pytest.raises(ConnectionError):
+        track.follow(run, "mlflow", lambda: True)
+    with track.Tracking(run, ["mlflow"]):
+        tries = 1
+    assert "composer-nb track" in caplog.records[-1].getMessage()
+
+
+def test_an_unknown_tracker_or_one_that_is_not_there_is_named(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["track", str(run), "--to", "tensorboard,neptune"]) == 2
+    assert "--track neptune: there are tensorboard, wandb, trackio, mlflow" in capsys.readouterr().err
+    monkeypatch.setattr(track, "find_spec", lambda name: None)
+    assert cli.main(["track", str(run), "--to", "wandb"]) == 2
+    assert "pip install 'composer-nb[trackers]'" in capsys.readouterr().err
