@@ -266,6 +266,7 @@ REVIEWED = {
         "jobs/directory.py snapshot",
         "trainer/models/checkpoint.py _write",
         "operations/runs.py _reported",
+        "operations/track.py follow",
         "trainer/recipe/evaluate.py _scored",
         "trainer/recipe/evaluate.py _score",
         "trainer/recipe/prepare.py _drop_leaks",
