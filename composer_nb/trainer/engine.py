@@ -169,7 +169,8 @@ class Engine:
         """
         if model.config != self.model.config:
             raise ValueError("the weights are of another model than those that the engine runs")
-        self.model, self.version, self._packed = model, version, pack(model)
+        self.model, self.version, self._packed = model, version, None  # two packed copies would take twice the memory
+        self._packed = pack(model)
 
     def _new_slot(self, rollout: int) -> Slot:
         key = [abs(self.seed), int(self.seed < 0), rollout % ATTEMPT_STRIDE]

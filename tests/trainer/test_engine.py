@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import product
@@ -233,6 +234,22 @@ def test_after_a_swap_tokens_come_from_the_new_weights_on_the_old_cache(make_mod
     assert turn.logprobs == [*opening.logprobs, *rest.logprobs]
     with pytest.raises(ValueError, match="another model"):
         engine.swap(make_model(3, num_experts=4), 9)
+
+
+def test_a_swap_needs_no_room_for_two_packed_copies(make_model):
+    first, second = (
+        make_model(seed, hidden_size=64, moe_intermediate_size=128, num_hidden_layers=8) for seed in (3, 4)
+    )
+    tracemalloc.start()
+    try:
+        engine = Engine(first, stop=NEVER, slots=1, max_length=8)
+        packed = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        engine.swap(second, 1)
+        now, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert packed > 4e6 and now < 1.05 * packed and peak < 1.4 * packed
 
 
 # Continuous batching
