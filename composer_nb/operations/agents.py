@@ -22,7 +22,7 @@ KEY = "An endpoint gets the key in the environment variable OPENAI_API_KEY, if t
 @command(
     "eval",
     arg("--policy DIR|scripted:NAME|openai:URL[#MODEL]", "policy to score", required=True),
-    arg("--tasks PATH", "a .jsonl file or task directories", type=Path),
+    arg("--tasks PATH", "a .jsonl file, task directories, verifiers:NAME or openenv:MODULE:ENV:ACTION", type=Path),
     arg(
         "--suite NAME[:COUNT]",
         "a side suite in place of tasks: ambiguous, instructions, must-not-edit, interruption, impossible",
@@ -46,6 +46,7 @@ def evaluate(given: argparse.Namespace) -> int:
     from rich.console import Console, Group
 
     from composer_nb.agents import bench_settings, evaluate, new_folder
+    from composer_nb.foreign import KINDS
     from composer_nb.harness.files import write_json
     from composer_nb.harness.product.show import bench_progress, bench_table
     from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
@@ -54,6 +55,8 @@ def evaluate(given: argparse.Namespace) -> int:
 
     if given.samples < 1 or given.workers < 0:
         raise ValueError(f"--samples {given.samples} --workers {given.workers}: at least 1 and 0 are needed")
+    if str(given.tasks).startswith(KINDS):
+        return _evaluate_foreign(given)
     if bool(given.tasks) == bool(given.suite):
         raise ValueError("eval: give either --tasks PATH or --suite NAME")
     if given.suite:
@@ -82,6 +85,17 @@ def evaluate(given: argparse.Namespace) -> int:
             )
         write_json(out / "report.json", found)
     return emit(given, found, lambda: Group(bench_table(found), f"{became}\nkept: {out}"))
+
+
+def _evaluate_foreign(given: argparse.Namespace) -> int:
+    from composer_nb.foreign import ForeignSettings, evaluate_foreign
+    from composer_nb.settings import override
+
+    settings = override(ForeignSettings(), overrides(given.set))
+    found = evaluate_foreign(given.policy, str(given.tasks), given.samples, settings)
+    low, high = found["ci95"]
+    line = f"reward {found['reward']:.3f} ({low:.3f} to {high:.3f}), best of {found['k']} {found['best_of_k']:.3f}"
+    return emit(given, found, lambda: f"{line}, {found['n_tasks']} examples, {found['lost']} attempts lost")
 
 
 def _price(text: str) -> tuple[float, float] | None:

@@ -149,7 +149,7 @@ def convert(given: argparse.Namespace) -> int:
 
 @command(
     "audit",
-    arg("path PATH|MODULE:CLASS", "a .jsonl file, task directories, or an environment of your own"),
+    arg("path PATH|MODULE:CLASS", "a .jsonl file, task directories, an environment of your own, or verifiers:NAME"),
     arg("--seconds S", "begin no further task after this time; tasks come in a random order", 55.0),
     arg("--seed SEED", "decides the order", 0),
     BACKEND,
@@ -157,6 +157,8 @@ def convert(given: argparse.Namespace) -> int:
 )
 def audit(given: argparse.Namespace) -> int:
     """Try tasks with workspaces that they must accept or refuse, before anything is trained on them."""
+    if given.path.startswith("verifiers:"):
+        return _audit_verifiers(given)
     if find_spec("libcst") is None:
         raise ValueError("audit plants bugs with libcst: pip install 'composer_nb[tasks]'")
     from rich.console import Group
@@ -182,6 +184,16 @@ def audit(given: argparse.Namespace) -> int:
     tables = [text_table(rates, ("workspace", "tried", "wrongly graded"))]
     tables += [text_table(problems, ("task", "problem", ""))] if problems else []
     return emit(given, found, lambda: Group(*tables, line), int(bool(problems)))
+
+
+def _audit_verifiers(given: argparse.Namespace) -> int:
+    from composer_nb.foreign import audit_verifiers
+    from composer_nb.views.page import text_table
+
+    found = audit_verifiers(given.path.partition(":")[2])
+    rates = [(name, str(row["tried"]), str(row["wrong"])) for name, row in found["probes"].items()]
+    wrong = any(row["wrong"] for row in found["probes"].values())
+    return emit(given, found, lambda: text_table(rates, ("answer", "tried", "wrongly judged")), int(wrong))
 
 
 @command("sandbox check", arg("--backend NAME", "backend", "bwrap"), JSON)

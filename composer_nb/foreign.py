@@ -1,0 +1,194 @@
+"""Environments of others: those of `verifiers`, named `verifiers:NAME`, and of OpenEnv, named `openenv:MODULE:ENV:ACTION`.
+
+A verifiers environment keeps its own loop, tools and rubric, and asks an endpoint for turns. An OpenEnv environment gets one
+action a turn: the JSON object that the policy writes. Both run in this process, unlike the tasks of this package, so load only
+what you trust. References: PrimeIntellect's verifiers (0.3), Meta's openenv-core (0.3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+
+from composer_nb.harness.agent.chat import User
+from composer_nb.harness.agent.turns import Speaker
+from composer_nb.harness.bench import bootstrap
+from composer_nb.harness.policy import TimeIsUp
+from composer_nb.policies import equipment, open_endpoint, open_policy, parse_policy
+
+KINDS = ("verifiers:", "openenv:")
+TURNS = 32
+"""Most actions of an episode."""
+LAZY: Mapping[str, Callable[[str], str]] = {
+    "an empty answer": lambda asked: "",
+    "the request, repeated": lambda asked: asked,
+    "a refusal": lambda asked: "I do not know.",
+    "many numbers": lambda asked: " ".join(map(str, range(200))),
+    "many choices": lambda asked: "A B C D yes no true false <answer></answer> \\boxed{}",
+}
+"""Answers that solve nothing; each is made from the last message of a prompt."""
+
+
+def _library(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        package = {"verifiers": "'verifiers<0.4'", "openenv.core": "openenv-core"}.get(name)
+        what = f"needs a package: pip install {package}" if package else "cannot be imported"
+        raise ValueError(f"{name}: {what} ({error})") from None
+
+
+def load_verifiers(name: str) -> Any:
+    """Return the environment that the installed package `name` has. Raises ValueError."""
+    library = _library("verifiers")
+    if not hasattr(library, "load_environment"):
+        raise ValueError("verifiers: this version has no load_environment; pip install 'verifiers<0.4'")
+    try:
+        return library.load_environment(name)
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"verifiers:{name}: {error}") from None
+
+
+def load_openenv(name: str) -> tuple[Any, Any]:
+    """Return an environment and the class of its actions. Raises ValueError."""
+    parts = name.split(":")
+    if len(parts) != 3:
+        raise ValueError(f"openenv:{name}: write openenv:MODULE:ENVIRONMENT:ACTION")
+    _library("openenv.core")
+    try:
+        made, action = (getattr(_library(parts[0]), part) for part in parts[1:])
+    except AttributeError as error:
+        raise ValueError(f"openenv:{name}: {error}") from None
+    return made(), action
+
+
+def _row(rewards: Mapping[Any, Sequence[float]], tokens: Sequence[float], lost: int, seed: int) -> dict[str, Any]:
+    if not rewards:
+        raise ValueError(f"no attempt has a reward, {lost} were lost; is the endpoint reachable?")
+    means = np.array([np.mean(each) for each in rewards.values()])
+    return {
+        "reward": float(means.mean()),
+        "ci95": bootstrap(means, seed),
+        "best_of_k": float(np.mean([max(each) for each in rewards.values()])),
+        "k": max(map(len, rewards.values())),
+        "n_tasks": len(rewards),
+        "tokens_per_task": float(np.mean(tokens)) if tokens else None,
+        "lost": lost,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignSettings:
+    """Settings of such an evaluation."""
+
+    count: Annotated[int, Field(ge=0)] = 0
+    """Examples of verifiers (0: all), or episodes of OpenEnv (0: 16)."""
+    temperature: float = 1.0
+    seed: int = 0
+
+
+def evaluate_foreign(policy: str, tasks: str, samples: int, settings: ForeignSettings | None = None) -> dict[str, Any]:
+    """Return the rewards of a policy, `samples` times at each example: the mean with its 95 % interval over examples, and the
+    best of k. Raises ValueError, ProviderFailure."""
+    s = settings or ForeignSettings()
+    kind, _, name = tasks.partition(":")
+    rewards: dict[Any, list[float]] = {}
+    if kind == "openenv":
+        tokens: list[float] = []
+        limits = equipment(policy)[1]
+        with open_policy(policy, "", [], limits=limits, temperature=s.temperature, seed=s.seed) as cast:
+            for n in range((s.count or 16) * samples):
+                reward, used = _episode(*load_openenv(name), cast(None, n), s.seed + n // samples, limits.seconds)
+                rewards.setdefault(n // samples, []).append(reward)
+                tokens.append(used)
+        return _row(rewards, tokens, 0, s.seed)
+    if parse_policy(policy)[0] != "openai":
+        raise ValueError(
+            f"--policy {policy}: verifiers asks an endpoint; `composer-nb serve` makes one of a checkpoint"
+        )
+    env, endpoint = load_verifiers(name), open_endpoint(parse_policy(policy)[1])
+    key = "OPENAI_API_KEY" if os.environ.get("OPENAI_API_KEY") else "COMPOSER_NB_NO_KEY"
+    os.environ.setdefault("COMPOSER_NB_NO_KEY", "none")  # the library refuses an empty one
+    client = _library("verifiers.types").ClientConfig(api_key_var=key, api_base_url=endpoint.url, max_retries=2)
+    asked: dict[str, Any] = {"num_examples": s.count or -1, "rollouts_per_example": samples}
+    asked |= {"sampling_args": {"temperature": s.temperature}}
+    outputs = env.evaluate_sync(client=client, model=endpoint.model, **asked)["outputs"]
+    known = [one for one in outputs if not one.get("error")]
+    for one in known:
+        rewards.setdefault(one["example_id"], []).append(float(one["reward"]))
+    totals = [sum(one["token_usage"].values()) for one in known if one.get("token_usage")]
+    return _row(rewards, totals, len(outputs) - len(known), s.seed)
+
+
+def _episode(env: Any, action: Any, speaker: Speaker, seed: int, seconds: float) -> tuple[float, float]:
+    """Play one episode. Return the sum of its rewards, and the tokens where they are counted. What is no action ends it."""
+    schema = json.dumps(action.model_json_schema())
+    seen, total, tokens = env.reset(seed=seed), 0.0, 0.0
+    text = f"Act in an environment. Answer each observation with one JSON object, of this schema:\n{schema}\n\n{_told(seen)}"
+    try:
+        for _ in range(TURNS):
+            spoken = None if seen.done else speaker.say([User(text=text)], time.monotonic() + seconds)
+            if spoken is None:
+                break
+            tokens += spoken.read + spoken.written
+            try:
+                act = action.model_validate_json(_object(spoken.said.text))
+            except ValueError:  # also what lies outside of the schema
+                break
+            seen = env.step(act)
+            total += float(seen.reward or 0)
+            text = _told(seen)
+    except TimeIsUp:
+        pass
+    finally:
+        speaker.close()
+        with suppress(AttributeError):
+            env.close()
+    return total, tokens
+
+
+def _told(seen: Any) -> str:
+    return str(seen.model_dump_json(exclude={"metadata", "done", "reward"}))
+
+
+def _object(text: str) -> str:
+    return text[text.find("{") : text.rfind("}") + 1]
+
+
+def audit_verifiers(name: str, count: int = 32) -> dict[str, Any]:
+    """Score answers whose worth is known with an environment's own rubric.
+
+    Return for each kind of answer at how many examples it was tried, and judged wrongly: a lazy one that earns as much as the
+    example's answer (or more than 0, where it has none), and an answer, word for word, that earns no more than an empty one."""
+    env, types = load_verifiers(name), _library("verifiers.types")
+    rows = [dict(row) for row in env.get_eval_dataset(n=count)]
+
+    async def score(row: Mapping[str, Any], text: str) -> float:
+        held = {"answer": "", "info": {}, **row}
+        state = await env.init_state(held, client=types.ClientConfig(), model="none")
+        state["completion"] = [types.AssistantMessage(content=text)]
+        await env.rubric.score_rollout(state)
+        return float(state["reward"])
+
+    async def tried() -> dict[str, list[bool]]:
+        found: dict[str, list[bool]] = {kind: [] for kind in ("the answer", *LAZY)}
+        for row in rows:
+            lazy = {kind: await score(row, make(row["prompt"][-1]["content"])) for kind, make in LAZY.items()}
+            gold = await score(row, str(row["answer"])) if row.get("answer") else None
+            for kind, reward in lazy.items():
+                found[kind].append(reward > 0 and (gold is None or reward >= gold))
+            found["the answer"] += [] if gold is None else [gold <= lazy["an empty answer"]]
+        return found
+
+    found = asyncio.run(tried())
+    return {"examples": len(rows), "probes": {kind: {"tried": len(w), "wrong": sum(w)} for kind, w in found.items()}}
