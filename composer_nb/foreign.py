@@ -29,6 +29,8 @@ from composer_nb.policies import equipment, open_endpoint, open_policy, parse_po
 KINDS = ("verifiers:", "openenv:")
 TURNS = 32
 """Most actions of an episode."""
+HIDDEN = {"metadata", "done", "reward"}
+"""Of an observation, what no policy reads."""
 LAZY: Mapping[str, Callable[[str], str]] = {
     "an empty answer": lambda asked: "",
     "the request, repeated": lambda asked: asked,
@@ -134,20 +136,21 @@ def _episode(env: Any, action: Any, speaker: Speaker, seed: int, seconds: float)
     """Play one episode. Return the sum of its rewards, and the tokens where they are counted. What is no action ends it."""
     schema = json.dumps(action.model_json_schema())
     seen, total, tokens = env.reset(seed=seed), 0.0, 0.0
-    text = f"Act in an environment. Answer each observation with one JSON object, of this schema:\n{schema}\n\n{_told(seen)}"
+    text = f"Act in an environment. Answer each observation with one JSON object, of this schema:\n{schema}\n\n{seen.model_dump_json(exclude=HIDDEN)}"
     try:
         for _ in range(TURNS):
             spoken = None if seen.done else speaker.say([User(text=text)], time.monotonic() + seconds)
             if spoken is None:
                 break
             tokens += spoken.read + spoken.written
+            said = spoken.said.text
             try:
-                act = action.model_validate_json(_object(spoken.said.text))
+                act = action.model_validate_json(said[said.find("{") : said.rfind("}") + 1])
             except ValueError:  # also what lies outside of the schema
                 break
             seen = env.step(act)
             total += float(seen.reward or 0)
-            text = _told(seen)
+            text = seen.model_dump_json(exclude=HIDDEN)
     except TimeIsUp:
         pass
     finally:
@@ -155,14 +158,6 @@ def _episode(env: Any, action: Any, speaker: Speaker, seed: int, seconds: float)
         with suppress(AttributeError):
             env.close()
     return total, tokens
-
-
-def _told(seen: Any) -> str:
-    return str(seen.model_dump_json(exclude={"metadata", "done", "reward"}))
-
-
-def _object(text: str) -> str:
-    return text[text.find("{") : text.rfind("}") + 1]
 
 
 def audit_verifiers(name: str, count: int = 32) -> dict[str, Any]:
