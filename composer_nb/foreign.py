@@ -136,7 +136,8 @@ def _episode(env: Any, action: Any, speaker: Speaker, seed: int, seconds: float)
     """Play one episode. Return the sum of its rewards, and the tokens where they are counted. What is no action ends it."""
     schema = json.dumps(action.model_json_schema())
     seen, total, tokens = env.reset(seed=seed), 0.0, 0.0
-    text = f"Act in an environment. Answer each observation with one JSON object, of this schema:\n{schema}\n\n{seen.model_dump_json(exclude=HIDDEN)}"
+    text = f"Act in an environment. Answer each observation with one JSON object, of this schema:\n{schema}\n\n"
+    text += seen.model_dump_json(exclude=HIDDEN)
     try:
         for _ in range(TURNS):
             spoken = None if seen.done else speaker.say([User(text=text)], time.monotonic() + seconds)
