@@ -305,6 +305,8 @@ def test_a_run_is_followed_to_its_end_and_stopped_only_while_it_is_live(tiny_run
     assert capsys.readouterr().out.splitlines()[-1].startswith("the run is complete")
     assert cli.main(["stop", str(tiny_run.path)]) == 0
     assert capsys.readouterr().out == "it is not live\n"
+    assert cli.main(["stop", str(tiny_run.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"stopped": False}
     assert cli.main(["follow", str(tmp_path)]) == 2
     assert "no run here" in capsys.readouterr().err
 
@@ -314,3 +316,13 @@ def test_a_head_is_ended_only_where_one_lives(tmp_path: Path, capsys: Any):
     assert "no head lives in" in capsys.readouterr().out
     assert cli.main(["up", str(tmp_path / "head"), "--lease", "0"]) == 2
     assert "lease_s=0" in capsys.readouterr().err
+
+
+FOLLOWED = {"tour", "rl", "track", "follow", "serve", "agent", "jobs run", "jobs log", "jobs sweep"}
+"""Commands that print what happens while it happens; their results are files."""
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_command_that_prints_a_result_prints_it_as_json_when_asked(name: str) -> None:
+    flags = {flag for names, _ in COMMANDS[name].arguments for flag in names}
+    assert ("--json" in flags) == (name not in FOLLOWED)

@@ -143,14 +143,15 @@ def agent(given: argparse.Namespace) -> int:
     "verdict",
     arg("path FOLDER", "folder of the result, as runs/agent-…", type=Path),
     arg("verdict", choices=["accept", "reject"]),
+    JSON,
 )
 def verdict(given: argparse.Namespace) -> int:
     """Accept or reject the result of an agent later."""
     from composer_nb.harness.product.work import give_verdict
 
     root, count = give_verdict(given.path, "accepted" if given.verdict == "accept" else "rejected")
-    print(f"accepted: {count} files changed in {root}" if count else "rejected: nothing was changed")
-    return 0
+    line = f"accepted: {count} files changed in {root}" if count else "rejected: nothing was changed"
+    return emit(given, {"changed_files": count, "folder": str(root)}, lambda: line)
 
 
 @command(

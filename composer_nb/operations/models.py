@@ -18,6 +18,7 @@ from composer_nb.operations import JSON, SET, arg, command, emit, overrides, pic
     arg("--experts-per-token N", "experts that a token uses", 2),
     arg("--noise X", "noise of each expert, in standard deviations of its weights", 0.0),
     arg("--seed N", "seed of routers and noise", 0),
+    JSON,
     epilog="composer-nb tour --set model.start=DIR trains it.",
 )
 def convert(given: argparse.Namespace) -> int:
@@ -35,8 +36,9 @@ def convert(given: argparse.Namespace) -> int:
         seed=given.seed,
     )
     size = plan_memory(config)
-    print(f"{given.out}: {config.family}, {size.total / 1e6:.1f} M weights, {size.active / 1e6:.1f} M active per token")
-    return 0
+    found = {"out": str(given.out), "family": config.family, "weights": size.total, "active": size.active}
+    line = f"{given.out}: {config.family}, {size.total / 1e6:.1f} M weights, {size.active / 1e6:.1f} M active per token"
+    return emit(given, found, lambda: line)
 
 
 @command(
@@ -44,6 +46,7 @@ def convert(given: argparse.Namespace) -> int:
     arg("model DIR", "checkpoint folder, which gets the head", type=Path),
     arg("--rollouts RUN", "run whose stored rollouts it learns from", type=Path, required=True),
     arg("--steps N", "optimiser steps of 4,096 tokens", 200),
+    JSON,
 )
 def draft(given: argparse.Namespace) -> int:
     """Train a head that drafts tokens beside a checkpoint: serve then writes faster, and the same."""
@@ -57,8 +60,8 @@ def draft(given: argparse.Namespace) -> int:
     head = train_draft(model, rows[:-held] or rows, given.steps)
     _, same = divergence(model, head, rows[-held:])
     save_draft(head, given.model)
-    print(f"{given.model}: of the model's most probable tokens the head names {same:.0%}, on {held} rollouts held out")
-    return 0
+    line = f"{given.model}: of the model's most probable tokens the head names {same:.0%}, on {held} rollouts held out"
+    return emit(given, {"same": float(same), "held_out": held}, lambda: line)
 
 
 @command(

@@ -261,16 +261,16 @@ def follow(given: argparse.Namespace) -> int:
     return int(follow(given.path.resolve(), log.info) != "complete")
 
 
-@command("stop", TOUR)
+@command("stop", TOUR, JSON)
 def stop(given: argparse.Namespace) -> int:
     """End a live run, wherever it was started; it can be resumed."""
     from composer_nb.trainer.recipe.detached import stop
 
-    print("stopped" if stop(given.path.resolve()) else "it is not live")
-    return 0
+    stopped = stop(given.path.resolve())
+    return emit(given, {"stopped": stopped}, lambda: "stopped" if stopped else "it is not live")
 
 
-@command("set", RUN, arg("pairs NAME=VALUE", "as services.bound=4", nargs="+"))
+@command("set", RUN, arg("pairs NAME=VALUE", "as services.bound=4", nargs="+"), JSON)
 def change(given: argparse.Namespace) -> int:
     """Change a setting of a live run; the run records from which step on.
 
@@ -288,8 +288,7 @@ def change(given: argparse.Namespace) -> int:
         raise ValueError(f"{run.path.name}: its RL is over; nothing is left to change")
     for name, value in changes.items():
         request_change(run, name, value)
-        print(f"asked: {name} = {value!r}")
-    return 0
+    return emit(given, changes, lambda: "\n".join(f"asked: {name} = {value!r}" for name, value in changes.items()))
 
 
 @command("replay", RUN, arg("--step N", "last step to repeat (all)", type=int), JSON, lines=True)

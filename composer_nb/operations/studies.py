@@ -121,13 +121,15 @@ def _version(given: argparse.Namespace, manifest: Any) -> int:
     "weights revert",
     arg("store STORE"),
     arg("--to N", "version whose weights are published again", required=True, type=int),
+    JSON,
 )
 def revert(given: argparse.Namespace) -> int:
     """Publish the weights of an earlier version as the newest; whoever follows the store takes them."""
     from composer_nb.improve import revert as publish
 
-    print(f"version {publish(given.store, given.to)} of {given.store} has the weights of version {given.to}")
-    return 0
+    made = publish(given.store, given.to)
+    line = f"version {made} of {given.store} has the weights of version {given.to}"
+    return emit(given, {"version": made, "weights_of": given.to}, lambda: line)
 
 
 @command("weights log", arg("store STORE"), JSON)
