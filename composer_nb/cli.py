@@ -31,7 +31,7 @@ FIXABLE_ERRNO = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS),
     *(errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
 }
-for module in ("runs", "agents", "tasks", "studies", "jobs", "models", "plans"):  # in the order of the help
+for module in ("runs", "agents", "tasks", "studies", "jobs", "models", "plans", "mcp"):  # in the order of the help
     import_module(f"composer_nb.operations.{module}")
 
 

@@ -103,8 +103,22 @@ def test_environment_yml_brings_python_and_leaves_the_rest_to_pyproject():
     lowest = PROJECT["requires-python"].removeprefix(">=")
     assert conda == [f"python={lowest}", "pip"]
     assert pip == {"pip": ["-e .[dev,lab]"]}
-    assert set(EXTRAS) == {"agent", "browser", "corpus", "dev", "docker", "docs", "gguf", "lab", "tasks", "trackers"}
-    needed = set[str]().union(*(EXTRAS[name] for name in ("corpus", "docker", "docs", "gguf", "tasks", "trackers")))
+    assert set(EXTRAS) == {
+        "agent",
+        "browser",
+        "corpus",
+        "dev",
+        "docker",
+        "docs",
+        "gguf",
+        "lab",
+        "mcp",
+        "tasks",
+        "trackers",
+    }
+    needed = set[str]().union(
+        *(EXTRAS[name] for name in ("corpus", "docker", "docs", "gguf", "mcp", "tasks", "trackers"))
+    )
     assert needed <= set(EXTRAS["dev"]), "the tests need them"
     assert set(environment) == {"name", "channels", "dependencies"}
 

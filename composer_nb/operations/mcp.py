@@ -1,0 +1,198 @@
+"""The command mcp: what a run says, and the product's tools, for agents that speak the Model Context Protocol on stdio.
+
+    composer-nb mcp                                 report, watch, compare, … of runs here; nothing is changed
+    composer-nb mcp --allow-writes                  and eval and set
+    composer-nb mcp --workspace PATH                and the product's tools, in a sandbox with a copy of PATH
+
+Each command is carried out by a process of its own, with `--json`. The tools of a workspace change the copy alone; `show_changes`
+gives the diff. Source: the specification of 2025-06-18 (modelcontextprotocol.io), by its own Python SDK.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from composer_nb.operations import COMMANDS, Argument, arg, command
+
+READS = ("report", "watch", "compare", "headroom", "plan", "doctor", "jobs status", "weights log", "weights verify")
+WRITES = ("eval", "set")
+WRITERS = {"--json", "--html", "--port", "--png", "--out"}
+"""Arguments that a reader does not get."""
+LIMIT_S, LIMIT_BYTES = 600.0, 1 << 20
+"""Of one command, and of what it prints."""
+_TYPES = {int: "integer", float: "number"}
+
+
+def schema(arguments: Sequence[Argument], without: frozenset[str] | set[str] = frozenset({"--json"})) -> dict[str, Any]:
+    """Return the JSON schema of a command's arguments."""
+    properties, required = dict[str, Any](), list[str]()
+    for (name, *_), options in arguments:
+        if name in without:
+            continue
+        kind = "boolean" if options.get("action") == "store_true" else _TYPES.get(options.get("type", str), "string")
+        made: dict[str, Any] = {"type": kind, "description": options.get("help", "")}
+        if options.get("action") == "append" or isinstance(options.get("nargs"), int):
+            made = {"type": "array", "items": {"type": kind}, "description": made["description"]}
+        if "choices" in options:
+            made["enum"] = list(options["choices"])
+        properties[_key(name)] = made
+        if options.get("required") or not (name.startswith("-") or options.get("nargs") == "?"):
+            required.append(_key(name))
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def line(name: str, arguments: Sequence[Argument], given: Mapping[str, Any]) -> list[str]:
+    """Return the words of a command line: options first, so that no value is taken for one. Raises ValueError for an argument
+    that the command does not have."""
+    options, places, left = list[str](), list[str](), dict(given)
+    for (argument, *_), _ in arguments:
+        if (value := left.pop(_key(argument), None)) is None or value is False:
+            continue
+        values = value if isinstance(value, list) else [value]
+        if argument.startswith("-"):
+            options += [argument] if value is True else [f"{argument}={each}" for each in values]
+        else:
+            places += map(str, values)
+    if left:
+        raise ValueError(f"{name} has no argument {', '.join(map(repr, left))}")
+    has_json = any(argument == "--json" for (argument, *_), _ in arguments)
+    return [*name.split(), *options, *["--json"] * has_json, *["--", *places] * bool(places)]
+
+
+def _key(argument: str) -> str:
+    return argument.lstrip("-").replace("-", "_")
+
+
+async def run(words: Sequence[str]) -> tuple[str, bool]:
+    """Carry out a command. Returns what it printed, or its error, and whether it failed."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "composer_nb.cli", *words),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        printed, error = await asyncio.wait_for(process.communicate(), LIMIT_S)
+    except TimeoutError:
+        return f"not within {LIMIT_S:g} s", True
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    failed = process.returncode != 0
+    text = (printed or error if failed else printed)[:LIMIT_BYTES]
+    return text.decode("utf-8", "replace"), failed
+
+
+class Workspace:
+    """The product's tools in a sandbox with a copy of a repository. A context manager; opening it raises like `run_agent`."""
+
+    def __init__(self, root: Path, backend: str) -> None:
+        self._root, self._backend = root, backend
+
+    def __enter__(self) -> Workspace:
+        from composer_nb.harness.product.checkout import read_checkout
+        from composer_nb.harness.product.diff import require_git
+        from composer_nb.harness.product.work import open_session, tools_for
+        from composer_nb.harness.sandbox import open_backend
+
+        require_git()
+        self._source, self.tools = read_checkout(self._root), tools_for("cursor")
+        with ExitStack() as stack:
+            made = stack.enter_context(open_backend(self._backend))
+            self._session, _ = stack.enter_context(open_session(self._source, self.tools, made))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def schemas(self) -> Iterator[dict[str, Any]]:
+        for each in self.tools.schemas:
+            yield each["function"]
+        empty = {"type": "object", "properties": {}, "additionalProperties": False}
+        yield {
+            "name": "show_changes",
+            "description": "Show the diff of all changes in the workspace.",
+            "parameters": empty,
+        }
+
+    def call(self, name: str, given: Mapping[str, Any]) -> tuple[str, bool]:
+        """Carry out a call of a tool. Returns its observation, and whether it failed."""
+        from composer_nb.harness.carry import carry_back
+        from composer_nb.harness.product.checkout import changed
+        from composer_nb.harness.product.diff import patch
+        from composer_nb.harness.tools.tool_call import ToolCall
+
+        if name == "show_changes":
+            changes, _ = changed(self._source, *carry_back(self._session.sandbox))
+            before = {path: blob for path in self._source.files if (blob := self._source.blob(path))}
+            return patch(before, changes).decode("utf-8", "replace") or "nothing was changed", False
+        [reply] = self.tools.run(self._session, [ToolCall(name=name, arguments=dict(given))])
+        return reply.text, bool(reply.error)
+
+
+@command(
+    "mcp",
+    arg("--workspace PATH", "offer the product's tools too, on a copy of this repository", type=Path),
+    arg("--backend NAME", "sandbox of the workspace", "bwrap"),
+    arg("--allow-writes", "offer eval and set too"),
+)
+def mcp(given: argparse.Namespace) -> int:
+    """Serve runs, and a workspace's tools, to an agent over MCP on stdio."""
+    try:
+        from mcp import stdio_server, types
+        from mcp.server.lowlevel import Server
+    except ImportError:
+        raise ValueError("mcp: the SDK is not installed; pip install 'composer-nb[mcp]' brings it") from None
+
+    names = {each.replace(" ", "_"): each for each in (*READS, *WRITES[: 2 * given.allow_writes])}
+    hidden = {name: WRITERS if name in READS else {"--json"} for name in names.values()}
+    with ExitStack() as stack:
+        place = stack.enter_context(Workspace(given.workspace, given.backend)) if given.workspace else None
+        own = {each["name"]: each for each in place.schemas()} if place else {}
+
+        async def listed(context: Any, params: Any) -> Any:
+            tools = [
+                types.Tool(
+                    name=tool,
+                    description=COMMANDS[name].help,
+                    input_schema=schema(COMMANDS[name].arguments, hidden[name]),
+                    annotations=types.ToolAnnotations(read_only_hint=name in READS),
+                )
+                for tool, name in names.items()
+            ]
+            tools += [
+                types.Tool(name=tool, description=each["description"], input_schema=each["parameters"])
+                for tool, each in own.items()
+            ]
+            return types.ListToolsResult(tools=tools)
+
+        async def called(context: Any, params: Any) -> Any:
+            asked = params.arguments or {}
+            try:
+                if place and params.name in own:
+                    text, failed = await asyncio.to_thread(place.call, params.name, asked)
+                elif name := names.get(params.name):
+                    taken = hidden[name] - {"--json"}
+                    known = [each for each in COMMANDS[name].arguments if each[0][0] not in taken]
+                    text, failed = await run(line(name, known, asked))
+                else:
+                    text, failed = f"no tool {params.name!r}; there are {', '.join([*names, *own])}", True
+            except ValueError as error:
+                text, failed = str(error), True
+            return types.CallToolResult(content=[types.TextContent(text=text)], is_error=failed)
+
+        async def serve() -> None:
+            server = Server("composer_nb", on_list_tools=listed, on_call_tool=called)
+            async with stdio_server() as (read, write):
+                await server.run(read, write, server.create_initialization_options())
+
+        asyncio.run(serve())
+    return 0

@@ -1,0 +1,91 @@
+"""The MCP server, by the SDK's own client over stdio."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_nb.cli import parser
+from composer_nb.operations import COMMANDS
+from composer_nb.operations.mcp import READS, WRITES, line, schema
+from composer_nb.trainer.recipe.reader import example_run
+
+sdk = pytest.importorskip("mcp", reason="the SDK is not installed; the extra mcp brings it")
+EXAMPLE = str(example_run().path)
+
+
+def talk(*options: str, calls: tuple[tuple[str, dict[str, Any]], ...]) -> tuple[dict[str, Any], list[tuple[str, bool]]]:
+    """Return the tools of a server with these options, by name, and the answers to calls, with whether they failed."""
+
+    async def go() -> tuple[dict[str, Any], list[tuple[str, bool]]]:
+        server = sdk.StdioServerParameters(command=sys.executable, args=["-m", "composer_nb.cli", "mcp", *options])
+        async with sdk.Client(server) as client:
+            tools = {tool.name: tool for tool in (await client.list_tools()).tools}
+            answers = [await client.call_tool(name, given) for name, given in calls]
+            return tools, [(answer.content[0].text, bool(answer.is_error)) for answer in answers]
+
+    return asyncio.run(go())
+
+
+def test_runs_are_read_and_nothing_else_is_offered() -> None:
+    tools, answers = talk(
+        calls=(
+            ("report", {"path": EXAMPLE}),
+            ("report", {"path": "gone"}),
+            ("compare", {"paths": [EXAMPLE, EXAMPLE]}),
+            ("report", {"path": EXAMPLE, "html": "page.html"}),
+            ("set", {"path": EXAMPLE}),
+        )
+    )
+    assert set(tools) == {name.replace(" ", "_") for name in READS}
+    assert all(tool.annotations.read_only_hint for tool in tools.values())
+    (report, failed), gone, (compared, _), html, unknown = answers
+    assert not failed and json.loads(report)["seed"] == 0 and json.loads(compared)
+    assert gone[1] and "gone: no run here" in gone[0] and "Traceback" not in gone[0]
+    assert html[1] and "no argument 'html'" in html[0]
+    assert unknown[1] and "no tool 'set'" in unknown[0]
+
+
+def test_a_workspace_is_changed_in_a_sandbox_alone(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text("x = 1\n")
+    change = {"file_path": "f.py", "old_string": "1", "new_string": "2"}
+    tools, answers = talk(
+        *("--workspace", str(tmp_path), "--allow-writes"),
+        calls=(
+            ("search_replace", change),
+            ("run_terminal_cmd", {"command": "cat f.py; ls /work /root 2>&1 | head -3", "is_background": False}),
+            ("read_file", {"target_file": "../../etc/passwd"}),
+            ("show_changes", {}),
+        ),
+    )
+    assert {"read_file", "run_terminal_cmd", "eval", "set", "show_changes"} <= set(tools)
+    assert not tools["set"].annotations.read_only_hint
+    assert [failed for _, failed in answers] == [False, False, True, False]
+    assert "\nx = 2\nls: cannot access" in answers[1][0] and "-x = 1\n+x = 2" in answers[3][0]
+    assert (tmp_path / "f.py").read_text() == "x = 1\n"
+
+
+@pytest.mark.parametrize("name", [*READS, *WRITES])
+def test_a_schema_is_what_the_command_takes(name: str) -> None:
+    known = COMMANDS[name].arguments
+    made = schema(known)
+    given = {key: _some(each) for key, each in made["properties"].items()}
+    words = line(name, known, given)
+    parsed = parser().parse_args(words)
+    assert parsed.command == name and {*made["required"]} <= {*given}
+    assert line(name, known, {}) == [*name.split(), *(["--json"] if "--json" in words else [])]
+    with pytest.raises(ValueError, match="no argument 'nonsense'"):
+        line(name, known, {"nonsense": 1})
+
+
+def _some(of: dict[str, Any]) -> Any:
+    if "enum" in of:
+        return of["enum"][0]
+    if of["type"] == "array":
+        return ["--a=b", "--c=d"]  # what looks like an option is none
+    return {"boolean": True, "integer": 3, "number": 2.5, "string": "--x"}[of["type"]]
