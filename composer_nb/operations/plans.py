@@ -38,6 +38,7 @@ HEAD = (
     arg("--half", "compute in bfloat16 with fused attention, as on a GPU"),
     arg("--memory GIB", "memory of a rank: refuse what does not fit", type=float),
     arg("--run RUN", "replay the durations that the RL of a run recorded, and compare with what it reached", type=Path),
+    arg("--write CSV", "with --run: keep what it recorded as a table (data/tour_durations.csv)", type=Path),
     arg("--durations CSV", "prompt,draw,seconds,tokens (data/durations.csv)", type=Path),
     arg("--workers N", "environment workers", 4),
     arg("--capacity N", "rollouts at a time per worker", 16),
@@ -59,16 +60,21 @@ def plan(given: argparse.Namespace) -> int:
 
 
 def _plan_schedules(given: argparse.Namespace) -> int:
-    from composer_nb.labs.planning.simulate import Durations, Load, measured, simulate
-    from composer_nb.settings import from_dict
+    from composer_nb.labs.planning.fleet import Recorded
+    from composer_nb.labs.planning.simulate import Durations, Load, simulate
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.schedule import Schedule
 
     reached, base, schedules = 0.0, Schedule(steps=given.steps), [*SCHEDULES]
+    if given.write and not given.run:
+        raise ValueError("--write needs --run, the run whose durations it keeps")
     if given.run:
         run = ReadOnly(given.run)
-        load, reached = measured(run)
-        base = replace(from_dict(run.settings()).schedule(), steps=len(run.steps("rl")), refill=0)
+        recorded = Recorded.of_run(run)
+        load, reached = recorded.load, recorded.reached
+        base = replace(recorded.schedule, steps=len(run.steps("rl")), refill=0)
+        if given.write:
+            recorded.write(given.write)
         schedules.append((base.order, base.ahead, base.bound))
     else:
         file = given.durations or Path(__file__).parents[2] / "data" / "durations.csv"
