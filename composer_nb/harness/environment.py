@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, Self, cast
 
@@ -44,9 +47,13 @@ class Own(Protocol):
 
 
 def _own(name: str) -> Own:
-    """Return the one object of the class that `name` means now: a notebook may define it anew."""
+    """Return the one object of the class that `name` means now: a notebook may define it anew. Its module may lie in the current
+    folder, which comes last, and only where a user names a module: the folder may be one that nobody trusts."""
     module, _, kind = name.partition(":")
     try:
+        first = module.partition(".")[0]
+        if first not in sys.modules and find_spec(first) is None:
+            sys.path += {os.getcwd()} - {*sys.path}
         return _only(getattr(import_module(module), kind))
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -318,7 +319,7 @@ def test_an_environment_of_ones_own_has_tasks_tools_and_a_reward(mine: EnvSettin
     with Sandboxes() as sandboxes:
         agent = make_agent(mine, tokenizer, Limits(turns=20, tokens=4000), sandboxes)
         policy = ScriptedPolicy(agent.renderer, lambda rollout: (said for said in (read, count, mend, end)))
-        [(_, done)] = drive([agent.attempt(tasks[7], 0)], policy, sandboxes)
+        [(_, done)] = drive([agent.attempt(tasks[6], 0)], policy, sandboxes)
     assert done.grade.passed and done.rollout.turns[1].observation == "2" and not done.rollout.invalid_calls
     own: Any = mine.own
     [[scored]] = score_groups([[done]], RewardSettings(), LossSettings(), own.reward)
@@ -336,3 +337,17 @@ def test_generated_tasks_with_one_request_are_dealt_by_their_structures() -> Non
     dealt = deal_tasks(tasks, DataSettings())
     sides = [{task.metadata["structure"] for task in part} for part in dealt.values()]
     assert all(sides) and sum(map(len, sides)) == 20
+
+
+def test_an_environment_of_ones_own_may_lie_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes last, so that no file there takes the place of a library."""
+    (tmp_path / "env_of_mine.py").write_text("class Mine:\n    def tasks(self):\n        return []\n")
+    (tmp_path / "json.py").write_text("raise RuntimeError")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert EnvSettings(tasks="env_of_mine:Mine").own.tasks() == []
+    assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1
+    with pytest.raises(ValueError, match="neither a path nor MODULE:CLASS"):
+        _ = EnvSettings(tasks="not_there_either:Mine").own
