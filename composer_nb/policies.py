@@ -137,7 +137,7 @@ def served_with(name: str) -> Carried | None:
     a model that is named. Raises like `open_endpoint`."""
     url, _, model = name.partition("#")
     try:
-        listed = Endpoint(url=url).models()
+        listed = (Endpoint(url=url, retries=0) if model else Endpoint(url=url)).models()
     except ProviderFailure:
         if model:
             return None

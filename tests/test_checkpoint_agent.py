@@ -13,6 +13,7 @@ import sys
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
+from composer_nb import policies
 from composer_nb.agents import evaluate, run_agent
 from composer_nb.cli import main
 from composer_nb.harness.agent.chat import Said, Written
@@ -260,7 +262,9 @@ def test_a_checkpoint_carries_its_environment(compact: Path, repository: Path, t
     assert found["tool_calls_per_task"] == found["calls_per_turn"]  # one turn each
 
 
-def test_a_served_checkpoint_is_offered_the_tools_of_its_training(compact: Path) -> None:
+def test_a_served_checkpoint_is_offered_the_tools_of_its_training(
+    compact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     carry(compact, EnvSettings(), Limits(turns=3, turn_tokens=9, tokens=300))
     with open_engine(compact, slots=1, tokens=300) as engine:
         answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
@@ -278,6 +282,7 @@ def test_a_served_checkpoint_is_offered_the_tools_of_its_training(compact: Path)
             gone = f"openai:{server.url}"
     tools, limits = equipment(f"{gone}#named")
     assert "run_terminal_cmd" in tools.tools and limits == LIMITS
+    monkeypatch.setattr(policies, "Endpoint", partial(Endpoint, retries=0))
     with pytest.raises(ProviderFailure):
         equipment(gone)
 
