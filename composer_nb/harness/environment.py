@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -55,10 +57,30 @@ def _own(name: str) -> Own:
         if first not in sys.modules and find_spec(first) is None:
             sys.path += {os.getcwd()} - {*sys.path}
         return _only(getattr(import_module(module), kind))
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ValueError(
             f"env.tasks={name!r}: neither a path nor MODULE:CLASS that can be imported ({error})"
         ) from None
+
+
+def tasks_of(name: str, own: Own) -> list[Task]:
+    """Return the tasks of an environment of one's own. Raises ValueError for what its class did wrong, with the place."""
+    told = f"env.tasks={name!r}:"
+    try:
+        tasks = list(own.tasks())
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        first = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{told} tasks() ended in {type(error).__name__}: {first} ({place.filename}:{place.lineno})"
+        ) from error
+    if not tasks:
+        raise ValueError(f"{told} tasks() has no task")
+    if wrong := [task for task in tasks if not isinstance(task, Task)]:
+        raise ValueError(f"{told} tasks() must give Tasks, and gave {type(wrong[0]).__name__}")
+    if twice := [name for name, count in Counter(task.id for task in tasks).items() if count > 1]:
+        raise ValueError(f"{told} tasks() gives the id {twice[0]!r} more than once")
+    return tasks
 
 
 @lru_cache(maxsize=8)

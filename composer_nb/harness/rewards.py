@@ -11,7 +11,6 @@ gradient.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Any, cast
 
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rollout import Kind, Rollout, Turn
+from composer_nb.harness.untrusted import json_of
 
 Term = Callable[[Rollout, Grade], float]
 TERMS: dict[str, Term] = {}
@@ -90,7 +90,7 @@ CHANGES = EDITS | {"undo", "delete_file", "run_terminal_cmd"}
 def called(turn: Turn) -> tuple[str, dict[str, Any]]:
     """Return the tool and the arguments of a call; nothing for one that could not be read."""
     try:
-        call = json.loads(turn.call)
+        call = json_of(turn.call)
         return str(call["name"]), dict(call.get("arguments") or {})
     except (ValueError, TypeError, KeyError):
         return "", {}

@@ -163,13 +163,13 @@ def audit(given: argparse.Namespace) -> int:
         raise ValueError("audit plants bugs with libcst: pip install 'composer_nb[tasks]'")
     from rich.console import Group
 
-    from composer_nb.harness.environment import EnvSettings
+    from composer_nb.harness.environment import EnvSettings, tasks_of
     from composer_nb.harness.tasks.task import read_tasks
     from composer_nb.labs.audit.audit import audit as run
     from composer_nb.views.page import text_table
 
     own = EnvSettings(tasks=given.path).own
-    tasks = ((task.id, task) for task in own.tasks()) if own else read_tasks(Path(given.path))
+    tasks = ((task.id, task) for task in tasks_of(given.path, own)) if own else read_tasks(Path(given.path))
     options = {"seconds": given.seconds, "seed": given.seed, "pays": getattr(own, "reward", None)}
     found = run(tasks, given.backend, **options)
     if not found["read"]:

@@ -189,11 +189,15 @@ def score_groups(
 
 
 def reward_of(done: Attempt, rewards: RewardSettings, own: OwnReward | None) -> Reward:
-    """Return the reward of an attempt."""
+    """Return the reward of an attempt. Raises ValueError for one of an own environment that is no finite number."""
     if own is None:
         return reward(done.rollout, done.grade, rewards)
-    total = float(own(done.rollout, done.grade))
-    return Reward(total=total, terms={"own": total})
+    total = own(done.rollout, done.grade)
+    if not isinstance(total, int | float | np.number) or not np.isfinite(total):
+        raise ValueError(
+            f"env.tasks: reward(rollout, grade) must return a finite number; {done.task.id} got {total!r:.80}"
+        )
+    return Reward(total=float(total), terms={"own": float(total)})
 
 
 def shuffle_rewards(groups: list[list[Scored]], loss: LossSettings, rng: Random) -> list[list[Scored]]:

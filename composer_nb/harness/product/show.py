@@ -20,8 +20,9 @@ from rich.table import Table
 from composer_nb.harness.agent.chat import Said
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.product.work import Work
+from composer_nb.harness.rewards import called
 from composer_nb.harness.rollout import Turn
-from composer_nb.harness.untrusted import json_of, visible, visible_lines
+from composer_nb.harness.untrusted import visible, visible_lines
 
 SHOWN_LINES = 8
 """Lines shown of an observation."""
@@ -51,11 +52,11 @@ def teller(console: Console) -> Callable[[Said | Turn], None]:
 
 def call_line(turn: Turn) -> str:
     """Return a call as one line, such as `read_file target_file=a.py`."""
-    if not turn.call:
-        return "(a call that could not be read)"
-    held = json_of(turn.call)
-    parts = [f"{name}={visible_lines(str(value))!r}"[:80] for name, value in held["arguments"].items()]
-    return visible(" ".join([held["name"], *parts]))[:200]
+    tool, arguments = called(turn)
+    if not tool:
+        return visible(f"(a call that could not be read) {turn.call}")[:200].rstrip()
+    parts = [f"{name}={visible_lines(str(value))!r}"[:80] for name, value in arguments.items()]
+    return visible(" ".join([tool, *parts]))[:200]
 
 
 def decide(work: Work, verdict: str, console: Console) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 from composer_nb.harness.agent.compact import SPECIALS
 from composer_nb.harness.agent.expert import changes_lines
 from composer_nb.harness.attempt import Agent, tools_of
-from composer_nb.harness.environment import EnvSettings, make_agent
+from composer_nb.harness.environment import EnvSettings, make_agent, tasks_of
 from composer_nb.harness.files import write_json
 from composer_nb.harness.grading.plan import PLAN
 from composer_nb.harness.tasks.miniatures import make_miniatures
@@ -231,7 +231,7 @@ def _drop_leaks(s: Stages, folder: Path) -> dict[str, Any]:
 
 def own_tasks(env: EnvSettings) -> list[Task]:
     """Return the tasks of `env.tasks`. Raises ValueError for those that cannot be trained on with `env.tools`."""
-    tasks = list(env.own.tasks()) if env.own else load_tasks(env.path or Path())
+    tasks = tasks_of(env.tasks, env.own) if env.own else load_tasks(env.path or Path())
     for task in tasks:
         tools_of(task, env.toolset)
         if task.grader == "script":

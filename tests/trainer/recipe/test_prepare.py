@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -17,8 +18,11 @@ from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.expert import ScriptedPolicy
 from composer_nb.harness.agent.scripts import turn
 from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.environment import EnvSettings, Sandboxes, carried, make_agent
+from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rewards import RewardSettings
+from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.settings import DataSettings, Settings, override
@@ -351,3 +355,40 @@ def test_an_environment_of_ones_own_may_lie_in_the_current_folder(
     assert sys.path[-1] == str(tmp_path) and sys.path.count(str(tmp_path)) == 1
     with pytest.raises(ValueError, match="neither a path nor MODULE:CLASS"):
         _ = EnvSettings(tasks="not_there_either:Mine").own
+
+
+FAULTS = {
+    "Nothing": ("return None", "tasks\\(\\) ended in TypeError: 'NoneType' object is not iterable"),
+    "Raises": ("raise ValueError('boom\\nand more')", r"tasks\(\) ended in ValueError: boom \(.*faulty_env.py:\d+\)"),
+    "Empty": ("return []", r"tasks\(\) has no task"),
+    "Texts": ("return ['fix f']", r"tasks\(\) must give Tasks, and gave str"),
+    "Twice": ("return [TASK, TASK]", r"tasks\(\) gives the id 'own-0' more than once"),
+}
+
+
+@pytest.mark.parametrize("name", [*FAULTS, "Needs", "Without"])
+def test_what_an_environment_of_ones_own_does_wrong_is_one_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classes = [f"class {each}:\n    def tasks(self):\n        {body}\n" for each, (body, _) in FAULTS.items()]
+    classes += ["class Needs:\n    def __init__(self, x): ...\n", "class Without:\n    pass\n"]
+    head = "from tests.trainer.recipe.test_prepare import own\nTASK = own(0)\n"
+    (tmp_path / "faulty_env.py").write_text(head + "\n".join(classes))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "faulty_env", raising=False)
+    more = {"Needs": "can be imported .*missing 1 required", "Without": "ended in AttributeError: .*'tasks'"}
+    why = FAULTS[name][1] if name in FAULTS else more[name]
+    with pytest.raises(ValueError, match=f"^env.tasks='faulty_env:{name}': .*{why}") as caught:
+        own_tasks(EnvSettings(tasks=f"faulty_env:{name}"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "good", [1.0]])
+def test_an_own_reward_that_is_no_finite_number_is_named_before_it_trains(mine: EnvSettings, value: Any) -> None:
+    [task, *_] = own_tasks(mine)
+    rollout = Rollout(task_id=task.id, segments=(), turns=(), files={}, stop="finished")
+    done = Attempt(task=task, rollout=rollout, grade=Grade(status="graded"))
+    with pytest.raises(ValueError, match=f"must return a finite number; {task.id} got "):
+        score_groups([[done]], RewardSettings(), LossSettings(), lambda rollout, grade: value)
+    [[scored]] = score_groups([[done]], RewardSettings(), LossSettings(), lambda rollout, grade: np.float32(0.5))
+    assert scored.reward.total == 0.5
