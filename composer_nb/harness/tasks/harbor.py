@@ -223,7 +223,8 @@ def first_problem(error: ValidationError) -> str:
     """Return a model's first complaint and its place."""
     first = error.errors()[0]
     place = visible(".".join(str(part) for part in first["loc"]))
-    return f"{place + ': ' if place else ''}{first['msg']}"
+    told = "must have named fields" if first["type"] == "model_type" else first["msg"].removeprefix("Value error, ")
+    return f"{place + ': ' if place else ''}{told}"
 
 
 def values(directory: Directory, path: Path) -> dict[str, Any]:
