@@ -193,10 +193,12 @@ def test_a_guard_can_be_required(tmp_path: Path, backend: Backend) -> None:
     )
     out = tmp_path.with_name(f"{tmp_path.name}-out")
     free = make(tmp_path, out, backend, limit=5)
-    assert {"calls", "none"} == {each["by"] for each in free.guards.values()}
+    assert {"calls", "none"} == {each["by"] for each in free["guards"].values()}
     strict = make(tmp_path, out, backend, limit=5, require="calls")
-    assert strict.tasks == len(strict.guards) > 0 and {each["by"] for each in strict.guards.values()} == {"calls"}
-    assert {task.id for task in load_tasks(out / TASKS)} == set(strict.guards)
+    assert strict["tasks"] == len(strict["guards"]) > 0 and {each["by"] for each in strict["guards"].values()} == {
+        "calls"
+    }
+    assert {task.id for task in load_tasks(out / TASKS)} == set(strict["guards"])
     assert all('"a.py::total"' in task.metadata["places"] for task in load_tasks(out / TASKS))
     told = str(table(free).title)
     assert "guarded by recorded calls" in told and "so nothing should be trained on them" in told
@@ -225,6 +227,6 @@ def test_an_interrupted_run_goes_on_to_the_same_tasks(checkout, made, tmp_path, 
     assert settled == [lost] and [task.id for task in load_tasks(tmp_path / TASKS)] == wanted
     settled.clear()
     again = make(checkout, tmp_path, backend, limit=LIMIT)
-    assert not settled and again.tasks == len(load_tasks(made / TASKS))
+    assert not settled and again["tasks"] == len(load_tasks(made / TASKS))
     with pytest.raises(ValueError, match="tasks of another repository"):
         make(checkout, tmp_path, backend, limit=LIMIT, seed="1")
