@@ -22,7 +22,7 @@ from composer_nb.operations import COMMANDS, Argument, arg, command
 
 READS = ("report", "watch", "compare", "headroom", "plan", "doctor", "jobs status", "weights log", "weights verify")
 WRITES = ("eval", "set")
-WRITERS = {"--json", "--html", "--port", "--png", "--out"}
+WRITERS = {"--json", "--html", "--port", "--png", "--out", "--write"}
 """Arguments that a reader does not get."""
 LIMIT_S, LIMIT_BYTES = 600.0, 1 << 20
 """Of one command, and of what it prints."""

@@ -12,7 +12,7 @@ import pytest
 
 from composer_nb.cli import parser
 from composer_nb.operations import COMMANDS
-from composer_nb.operations.mcp import READS, WRITES, line, schema
+from composer_nb.operations.mcp import READS, WRITERS, WRITES, line, schema
 from composer_nb.trainer.recipe.reader import example_run
 
 sdk = pytest.importorskip("mcp", reason="the SDK is not installed; the extra mcp brings it")
@@ -68,6 +68,17 @@ def test_a_workspace_is_changed_in_a_sandbox_alone(tmp_path: Path) -> None:
     assert [failed for _, failed in answers] == [False, False, True, False]
     assert "\nx = 2\nls: cannot access" in answers[1][0] and "-x = 1\n+x = 2" in answers[3][0]
     assert (tmp_path / "f.py").read_text() == "x = 1\n"
+
+
+def test_a_reader_gets_no_argument_that_names_a_file_to_write() -> None:
+    """What `FILE`, `CSV` or `DIR` an argument names is read, or its flag is among WRITERS."""
+    named = {
+        flag: options["metavar"]
+        for name in READS
+        for (flag, *_), options in COMMANDS[name].arguments
+        if flag not in WRITERS and options.get("metavar") in ("FILE", "CSV", "DIR", "NEW")
+    }
+    assert named == {"--durations": "CSV", "--runs": "DIR"}
 
 
 @pytest.mark.parametrize("name", [*READS, *WRITES])
