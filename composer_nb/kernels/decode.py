@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from composer_nb.kernels.attention.cached import attend_one
 from composer_nb.kernels.compiled import compiled, dot, exp2
-from composer_nb.kernels.tiles import WIDTH, Floats, products
+from composer_nb.kernels.tiles import BLOCK, WIDTH, Floats, products
 
 
 class LayerWeights(NamedTuple):
@@ -164,32 +164,35 @@ def _swiglu_products(h, w_in, w_out, between, y):  # type: ignore[no-untyped-def
 
 @compiled
 def _experts(h, experts, w_in, w_out, gates, x):  # type: ignore[no-untyped-def]
-    """Add the experts' outputs to `x`, for each token in the order of its experts."""
+    """Add the experts' outputs to `x`, for each token in the order of their numbers. A block of an expert's tokens stays in the
+    cache from its gathering to its sum."""
     tokens, chosen = experts.shape
     end = np.zeros(len(w_in) + 1, np.int64)
     for n in range(tokens):
         for place in range(chosen):
             end[experts[n, place] + 1] += 1
     end = np.cumsum(end)
-    starts, at = end.copy(), np.empty((tokens, chosen), np.int64)
-    mine = np.empty((tokens * chosen, h.shape[1]), np.float32)
+    starts, pairs = end.copy(), np.empty((tokens * chosen, 2), np.int64)
     for n in range(tokens):
         for place in range(chosen):
-            row = starts[experts[n, place]]
+            at = starts[experts[n, place]]
             starts[experts[n, place]] += 1
-            at[n, place] = row
-            mine[row] = h[n]
-    between = np.empty((len(mine), w_in.shape[1] * WIDTH), np.float32)
-    y = np.empty((len(mine), w_out.shape[1] * WIDTH), np.float32)
+            pairs[at, 0], pairs[at, 1] = n, place
+    rows = min(BLOCK, tokens)
+    mine, y = np.empty((rows, h.shape[1]), np.float32), np.empty((rows, w_out.shape[1] * WIDTH), np.float32)
+    between = np.empty((rows, w_in.shape[1] * WIDTH), np.float32)
     for expert in range(len(w_in)):
-        a, b = end[expert], end[expert + 1]
-        if a < b:
-            _swiglu_products(mine[a:b], w_in[expert], w_out[expert], between[a:b], y[a:b])
-    for n in range(tokens):
-        for place in range(chosen):
-            row = y[at[n, place]]
-            for d in range(x.shape[1]):
-                x[n, d] += gates[n, place] * row[d]
+        for first in range(end[expert], end[expert + 1], BLOCK):
+            count = min(BLOCK, end[expert + 1] - first)
+            for m in range(count):
+                n = pairs[first + m, 0]
+                for d in range(h.shape[1]):
+                    mine[m, d] = h[n, d]
+            _swiglu_products(mine[:count], w_in[expert], w_out[expert], between[:count], y[:count])
+            for m in range(count):
+                n, gate = pairs[first + m, 0], gates[pairs[first + m, 0], pairs[first + m, 1]]
+                for d in range(x.shape[1]):
+                    x[n, d] += gate * y[m, d]
 
 
 @compiled

@@ -3,7 +3,7 @@
 LLVM would not keep the sums of a loop over a matrix in registers, so tiles are spelt in its own terms. Their vectors of 16 become
 those of any processor. Weights lie in panels of 64 columns, [P, D, 64], so that a product reads them once, from front to back.
 
-    a sum over d:  += x[d]·w[d] + x[d+1]·w[d+1] + x[d+2]·w[d+2] + x[d+3]·w[d+3]  for d = 0, 4, 8, …; the last up to three singly
+    a sum over d:  += x[d]·w[d], rounded once, for d = 0, 1, 2, …
 
 Dimensions: N rows, D input width, F output width, P panels, C head width, T positions.
 """
@@ -22,7 +22,7 @@ from composer_nb.kernels.compiled import compiled, intrinsic
 
 Floats = NDArray[np.float32]
 WIDTH, LANES = 64, 16
-_BLOCK = 64
+BLOCK = 64
 """Rows that take turns on a panel while it is in the cache."""
 _INT = ir.IntType(64)
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
@@ -109,27 +109,13 @@ def _tile(rows: int, turns: int) -> Any:
         x_at = [code.at(x.data, b.mul(each, wide)) for each in number]
         w_at = code.at(w.data, start)
 
-        def terms(step: int, d: Any, sums: list[Any]) -> list[Any]:
-            spread = [[code.spread(code.at(each, d, j)) for j in range(step)] for each in x_at]
-            found = []
-            w_row = [code.at(w_at, b.mul(b.add(d, _INT(j)), stride)) for j in range(step)]
-            for turn in range(turns):
-                loaded = [code.load(code.at(each, turn * LANES)) for each in w_row]
-                for r in range(rows):
-                    total, own = sums[turn * rows + r], list(zip(spread[r], loaded, strict=True))
-                    if step == 1:
-                        found.append(code.fma(*own[0], total))
-                        continue
-                    term = code.fma(*own[0], b.fmul(*own[1]))
-                    for pair in own[2:]:
-                        term = code.fma(*pair, term)
-                    found.append(b.fadd(total, term))
-            return found
+        def terms(d: Any, sums: list[Any]) -> list[Any]:
+            w_row = code.at(w_at, b.mul(d, stride))
+            loaded = [code.load(code.at(w_row, turn * LANES)) for turn in range(turns)]
+            pairs = [(code.spread(code.at(each, d)), part) for part in loaded for each in x_at]
+            return [code.fma(*pair, total) for pair, total in zip(pairs, sums, strict=True)]
 
-        whole = b.and_(depth, _INT(-4))
-        sums = [_VECTOR([0.0] * LANES)] * (rows * turns)
-        sums = code.loop(_INT(0), whole, 4, sums, lambda *at: terms(4, *at))
-        sums = code.loop(whole, depth, 1, sums, lambda *at: terms(1, *at))
+        sums = code.loop(_INT(0), depth, 1, [_VECTOR([0.0] * LANES)] * (rows * turns), terms)
         for place, total in enumerate(sums):
             turn, r = divmod(place, rows)
             code.store(total, code.at(out.data, b.mul(number[r], far), column, turn * LANES))
@@ -173,8 +159,8 @@ _four_heads, _two_heads, _one_head = _tile(4, 1), _tile(2, 1), _tile(1, 1)
 def products(x, w, out):  # type: ignore[no-untyped-def]
     """out[n, f] = Σ_d x[n, d] · w[d, f] for panels `w` [P, D, 64] and contiguous rows; `out` is [N, 64 P]."""
     depth = x.shape[1]
-    for first in range(0, len(x), _BLOCK):
-        end = min(first + _BLOCK, len(x))
+    for first in range(0, len(x), BLOCK):
+        end = min(first + BLOCK, len(x))
         for panel in range(len(w)):
             row, start, column = first, panel * depth * WIDTH, panel * WIDTH
             while row + 4 <= end:
