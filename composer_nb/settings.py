@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.environment import EnvSettings
 from composer_nb.harness.monitors import MonitorSettings
+from composer_nb.harness.plain import Count, NotNegative, Positive, Share, Some, adapter_of, checked_value
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.tasks.miniatures import Kind
 from composer_nb.kernels.moe.recipes import RECIPES
@@ -41,10 +42,6 @@ from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 from composer_nb.trainer.prompts import CurriculumSettings
 from composer_nb.trainer.schedule import Schedule
 
-Count = Annotated[int, Field(ge=0)]
-Some = Annotated[int, Field(ge=1)]
-NotNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(ge=-(2**62), le=2**62)]
 
 
@@ -167,7 +164,7 @@ class SftSettings:
     tokens: Some = 2048
     lr: NotNegative = 1e-3
     clip: NotNegative = 1.0
-    sharpness: tuple[Annotated[float, Field(gt=0)], ...] = (1.0, 1.4, 2.0)
+    sharpness: tuple[Positive, ...] = (1.0, 1.4, 2.0)
     """Factors of all logits to choose from on the tuning tasks, after fine-tuning; none: they stay as they are."""
 
 
@@ -240,7 +237,7 @@ class ServicesSettings:
     """Times that one rollout is dispatched again after an infrastructure fault."""
     deaths: Count = 20
     """Times that one group may lose its worker, or one batch its trainer."""
-    hang_s: float = 120.0
+    hang_s: Positive = 120.0
     """Seconds of silence after which a worker is ended as hung."""
     lockstep: bool = False
     """Step engines only while an environment worker waits for them. Bit-reproducible with ahead=0 and one engine."""
@@ -404,7 +401,6 @@ class Settings:
 
 
 Tree = TypeVar("Tree")
-_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 def override(settings: Tree, values: Mapping[str, Any]) -> Tree:
@@ -471,7 +467,7 @@ def _reads(wanted: Any, value: Any) -> bool:
 
 def _typed(value: Any, wanted: Any, name: str) -> Any:
     """Return `value` as its annotation wants it; text is tried as it is, then as a literal."""
-    adapter: TypeAdapter[Any] = TypeAdapter(wanted, config=_STRICT)
+    adapter = adapter_of(wanted)
     if isinstance(value, str):
         with suppress(ValidationError):
             return adapter.validate_python(value)
@@ -482,12 +478,7 @@ def _typed(value: Any, wanted: Any, name: str) -> Any:
         value = re.findall(r"[\w.-]+", value)
     if get_origin(bare) is tuple and isinstance(value, list):  # JSON has no tuples
         value = tuple(value)
-    try:
-        return adapter.validate_python(value)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = "".join(f"[{part!r}]" for part in first["loc"])
-        raise ValueError(f"{name}{place}={value!r}: {first['msg'].replace('Input should', 'must')}") from None
+    return checked_value(adapter, value, name)
 
 
 def _replaced(node: Any, values: Mapping[str, Any]) -> Any:

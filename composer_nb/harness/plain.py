@@ -1,11 +1,50 @@
-"""Values as JSON that every reader takes."""
+"""Plain values: JSON that every reader takes, and ranges of settings."""
 
 from __future__ import annotations
 
 import json
 import math
+import typing
 from collections.abc import Mapping
-from typing import Any
+from functools import lru_cache
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+Count = Annotated[int, Field(ge=0)]
+Some = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+def adapter_of(wanted: Any) -> TypeAdapter[Any]:
+    """Return the check of a setting's annotation: its type, which is not converted, and its range."""
+    return TypeAdapter(wanted, config=_STRICT)
+
+
+def checked_value(adapter: TypeAdapter[Any], value: Any, name: str) -> Any:
+    """Return the value of the setting `name`. Raises ValueError, in one line that names it, for another type or range."""
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f"[{part!r}]" for part in first["loc"])
+        raise ValueError(f"{name}{place}={value!r}: {first['msg'].replace('Input should', 'must')}") from None
+
+
+def require_ranges(settings: Any, group: str) -> None:
+    """Raise ValueError that names a field of a dataclass whose value is not what its annotation says."""
+    kind: type = type(settings)
+    for name, adapter in _adapters(kind).items():
+        checked_value(adapter, getattr(settings, name), f"{group}.{name}")
+
+
+@lru_cache
+def _adapters(kind: type) -> dict[str, TypeAdapter[Any]]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {name: adapter_of(wanted) for name, wanted in hints.items()}
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

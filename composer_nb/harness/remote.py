@@ -16,11 +16,12 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from composer_nb.harness.agent.endpoint import Endpoint
+from composer_nb.harness.plain import Positive, require_ranges
 from composer_nb.harness.policy import Completion, ProviderFailure, Request, TimeIsUp, Trace
 
 
@@ -28,19 +29,17 @@ from composer_nb.harness.policy import Completion, ProviderFailure, Request, Tim
 class Timeouts:
     """Time limits in seconds. Raises ValueError for one that is not above 0 and finite."""
 
-    turn_s: float = 600.0
+    turn_s: Positive = 600.0
     """A turn, with its wait in the engine's queue."""
-    drain_s: float = 600.0
+    drain_s: Positive = 600.0
     """Until the turns under way have ended, before an update."""
-    pause_s: float = 30.0
+    pause_s: Positive = 30.0
     """Pausing, resuming, and saying what runs."""
-    load_s: float = 900.0
+    load_s: Positive = 900.0
     """Loading a version from disk."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if not 0 < getattr(self, each.name) < math.inf:
-                raise ValueError(f"timeouts.{each.name}={getattr(self, each.name)} must be above 0 and finite")
+        require_ranges(self, "timeouts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

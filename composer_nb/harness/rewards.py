@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import Any, cast
 
 from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.plain import NotNegative, Positive, require_ranges
 from composer_nb.harness.rollout import Kind, Rollout, Turn
 from composer_nb.harness.untrusted import json_of
 
@@ -103,8 +104,8 @@ class Effort:
 
     weight: float = 0.0
     """λ; 0 turns the penalty off."""
-    k: float = 1.0
-    q: float = 0.5
+    k: Positive = 1.0
+    q: NotNegative = 0.5
     thinking_tokens: float = 0.01
     tool_call_tokens: float = 0.01
     tool_output_tokens: float = 0.0
@@ -113,8 +114,7 @@ class Effort:
     turns: float = 0.1
 
     def __post_init__(self) -> None:
-        if not (self.k > 0 and self.q >= 0):
-            raise ValueError(f"reward.effort: k={self.k} must be above 0 and q={self.q} not below it")
+        require_ranges(self, "reward.effort")
 
     def of(self, rollout: Rollout) -> float:
         """Return x, the weighted effort of a rollout."""

@@ -22,17 +22,16 @@ from functools import lru_cache
 from itertools import combinations, islice
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import pyarrow.parquet as pq
-from pydantic import Field
 
 from composer_nb.harness.files import write_json
+from composer_nb.harness.plain import Share
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.tasks.task import LOWERED, Task, load_tasks
 from composer_nb.harness.untrusted import json_of
 
-Share = Annotated[float, Field(ge=0, le=1)]
 POWER = 2.0
 """A kind of task that took twice the effort is drawn so many times two as often."""
 PAIRS = 200

@@ -25,7 +25,7 @@ import torch
 
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.grading.grade import Grade
-from composer_nb.harness.monitors import MonitorSettings, Watch, counts
+from composer_nb.harness.monitors import Watch, counts
 from composer_nb.harness.rewards import Reward, RewardSettings, reward
 from composer_nb.harness.rollout import Hint, Rollout
 from composer_nb.trainer.learning.feedback import with_hints
@@ -70,41 +70,13 @@ class Batch:
     """Further metrics."""
 
 
-class RlSettings(Protocol):
-    """The settings of RL that the loop itself reads."""
-
-    @property
-    def steps(self) -> int: ...
-    @property
-    def minibatches(self) -> int: ...
-    @property
-    def checkpoint_every(self) -> int: ...
-    @property
-    def evaluate_every(self) -> int: ...
-    @property
-    def shuffle_rewards(self) -> bool: ...
-
-
-class Settings(Protocol):
-    """Some settings may change while a run is live: the loop reads them anew for every batch."""
-
-    @property
-    def rl(self) -> RlSettings: ...
-    @property
-    def reward(self) -> RewardSettings: ...
-    @property
-    def loss(self) -> LossSettings: ...
-    @property
-    def monitor(self) -> MonitorSettings: ...
-    @property
-    def env(self) -> Any: ...
-
-
 class Services(Protocol):
     """The machines behind the loop: they sample and grade, learn, evaluate and keep the record."""
 
     ranks: Ranks
     settings: Any
+    """The tree of settings (`settings.py`), read anew for every batch: some may change while a run is live. The loop itself reads
+    `rl`, `reward`, `loss`, `monitor` and `env`."""
     hinter: Hinter | None
     """Gives hints, where `loss.feedback` is above 0."""
 
@@ -142,7 +114,7 @@ def reinforce(services: Services) -> None:
     """Train until there is nothing left to take. Raises GamedError where monitors stop the run, before it learns."""
     watch = Watch.of(services.past())
     while (batch := services.take()) is not None:
-        s: Settings = services.settings
+        s = services.settings
         groups = batch.scored
         if groups is None:
             groups = score_groups(batch.groups, s.reward, s.loss, getattr(s.env.own, "reward", None))

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from composer_nb.harness.plain import Count, Positive, Share, Some, require_ranges
 
 WORK_S = 0.25
 """Seconds between two reports of an environment worker."""
@@ -19,44 +23,35 @@ def whole(value: Any, least: int = 0) -> bool:
 class Schedule:
     """Limits on what may run ahead. The defaults are asynchronous; `ahead=0` is the synchronous schedule."""
 
-    prompts: int = 8
+    prompts: Some = 8
     """P: groups a batch."""
-    group: int = 8
+    group: Some = 8
     """G: rollouts a group."""
-    ahead: int = 4
+    ahead: Count = 4
     """O: batches that may be under way beyond the one that is due; 0 = on policy."""
-    bound: int = -1
+    bound: Annotated[int, Field(ge=-1)] = -1
     """Versions that the oldest token of a rollout may be behind when it is trained; −1: twice `ahead`."""
-    window: float = 0.5
+    window: Share = 0.5
     """A batch is taken from the oldest max(P, window · (O + 1) · P) groups."""
     order: Literal["window", "fifo", "discard"] = "window"
     """`discard` takes whatever is ready first and drops what gets too old: biased to short rollouts, for comparison."""
-    retries: int = 3
+    retries: Count = 3
     """Times that one rollout is dispatched again after an infrastructure fault or a hang."""
-    deaths: int = 20
+    deaths: Count = 20
     """Times that a group may lose its worker, or a batch its trainer."""
-    hang_s: float = 1800.0
+    hang_s: Positive = 1800.0
     """A dispatch without any event of its own for so long is taken for hung."""
-    steps: int = 0
+    steps: Count = 0
     """Batches in all; 0: until `Drain`."""
-    refill: int = 0
+    refill: Count = 0
     """Groups without a signal (all rewards equal) that are replaced by a group at another prompt, in all."""
 
     def __post_init__(self) -> None:
-        lowest = {"prompts": 1, "group": 1, "ahead": 0, "bound": -1, "retries": 0, "deaths": 0, "steps": 0, "refill": 0}
-        for name, least in lowest.items():
-            if not whole(value := getattr(self, name), least):
-                raise ValueError(f"services.{name}={value!r}: must be a whole number of at least {least}")
+        require_ranges(self, "services")
         if self.bound == -1:
             object.__setattr__(self, "bound", 2 * self.ahead)
         if self.bound < self.ahead:
             raise ValueError(f"services.bound={self.bound}: must be at least services.ahead ({self.ahead})")
-        if not 0 <= self.window <= 1:
-            raise ValueError(f"services.window={self.window!r}: must be a share from 0 to 1")
-        if self.order not in ("window", "fifo", "discard"):
-            raise ValueError(f"services.order={self.order!r}: must be one of 'window', 'fifo', 'discard'")
-        if not 0 < self.hang_s < math.inf:
-            raise ValueError(f"services.hang_s={self.hang_s!r}: must be a positive number of seconds")
 
     @property
     def batch(self) -> int:

@@ -6,11 +6,12 @@ Each turn answers the news: first the text of the user, then the results of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Protocol
 
 from composer_nb.harness.agent.chat import ChatRenderer, Message, Result, Said, User
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
+from composer_nb.harness.plain import Positive, Some, require_ranges
 from composer_nb.harness.policy import SEGMENT_STRIDE, Completion, Request, Trace
 from composer_nb.harness.rollout import Kind, Segment, Transcript
 
@@ -23,21 +24,19 @@ Script = Callable[[Sequence[Message]], Said]
 class Limits:
     """Limits of a rollout. Raises ValueError for a limit that is not above 0."""
 
-    turns: int = 16
+    turns: Some = 16
     """Maximum turns; the last one ends the rollout."""
-    turn_tokens: int = 64
+    turn_tokens: Some = 64
     """Maximum tokens per turn; a longer turn is cut, and its cut call counts as invalid."""
-    tokens: int = 512
+    tokens: Some = 512
     """Maximum tokens per segment, read and written: the context. Without summaries a rollout is one segment."""
-    rollout_tokens: int = 1 << 24
+    rollout_tokens: Some = 1 << 24
     """Maximum tokens per rollout, over all of its segments."""
-    seconds: float = 300.0
+    seconds: Positive = 300.0
     """Wall-clock time per rollout."""
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not value > 0:
-                raise ValueError(f"limits.{name} must be above 0, not {value!r}")
+        require_ranges(self, "limits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,11 +16,12 @@ import tarfile
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
 from pydantic import Field, FiniteFloat, TypeAdapter
 
+from composer_nb.harness.plain import Positive, Some, require_ranges
 from composer_nb.harness.sandbox.host import Channel, frame_of
 from composer_nb.harness.sandbox.journal import Resource
 from composer_nb.harness.sandbox.system.cgroups import Group
@@ -53,13 +54,6 @@ class SandboxDied(RuntimeError):
     """The code inside ended the sandbox, for instance because it used up the memory: the agent's own doing."""
 
 
-BOUNDS: Mapping[str, tuple[float, float]] = {
-    "memory_bytes": (1, 1 << 46), "disk_bytes": (1, 1 << 45), "inodes": (1, 1 << 31), "processes": (1, 1 << 22),
-    "cpus": (0.01, 4096), "open_files": (32, 1 << 20),
-}  # fmt: skip
-"""Range of each limit of a SandboxSpec. With fewer than 32 open files the resident program itself would lack some."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallLimits:
     """Limits of one request of function calls; all of its arguments share them, except `output_bytes`.
@@ -67,44 +61,42 @@ class CallLimits:
     Raises ValueError for a limit that is not above 0.
     """
 
-    cpu_s: float = 0.1
+    cpu_s: Positive = 0.1
     """CPU seconds, from the import of the module on."""
-    wall_s: float = 2.0
+    wall_s: Positive = 2.0
     """Maximum seconds of sleep; waiting for the machine is no sleep."""
-    memory_bytes: int = 256 << 20
+    memory_bytes: Some = 256 << 20
     """Address space."""
-    disk_bytes: int = 4 << 20
+    disk_bytes: Some = 4 << 20
     """Size of the workspace, which is in memory."""
-    inodes: int = 256
-    files: int = 32
+    inodes: Some = 256
+    files: Some = 32
     """Files open at once."""
-    threads: int = 16
+    threads: Some = 16
     """Threads; new processes are never allowed."""
-    output_bytes: int = 16 << 10
+    output_bytes: Some = 16 << 10
     """Characters of one value's text."""
-    answer_bytes: int = 1 << 20
+    answer_bytes: Some = 1 << 20
     """Bytes of everything a request may report."""
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not value > 0:
-                raise ValueError(f"CallLimits.{name} must be above 0, not {value!r}")
+        require_ranges(self, "CallLimits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
     """Limits of a sandbox, for all of its processes and files together. Raises ValueError for a limit out of range."""
 
-    memory_bytes: int = 512 << 20
+    memory_bytes: Annotated[int, Field(ge=1, le=1 << 46)] = 512 << 20
     """Memory of processes and of files, which live in memory."""
-    disk_bytes: int = 64 << 20
+    disk_bytes: Annotated[int, Field(ge=1, le=1 << 45)] = 64 << 20
     """Size of the workspace; its folder for temporary files gets as much again, memory that processes share a quarter."""
-    inodes: int = 16_384
-    processes: int = 128
+    inodes: Annotated[int, Field(ge=1, le=1 << 31)] = 16_384
+    processes: Annotated[int, Field(ge=1, le=1 << 22)] = 128
     """Processes and threads."""
-    cpus: float = 1.0
-    open_files: int = 1024
-    """Open files of one process."""
+    cpus: Annotated[float, Field(ge=0.01, le=4096)] = 1.0
+    open_files: Annotated[int, Field(ge=32, le=1 << 20)] = 1024
+    """Open files of one process; with fewer than 32 the resident program itself would lack some."""
     image: str = ""
     """Name of an image, for the backend `docker`; empty: the one that is made of this machine's own files."""
     trusted: bool = False
@@ -115,11 +107,7 @@ class SandboxSpec:
     """Limits of each request of function calls, for a sandbox that serves these and nothing else (backend `bwrap`)."""
 
     def __post_init__(self) -> None:
-        for name, (least, most) in BOUNDS.items():
-            value = getattr(self, name)
-            whole = type(value) is int or (name == "cpus" and isinstance(value, float))
-            if not whole or not least <= value <= most:
-                raise ValueError(f"SandboxSpec.{name} must be from {least:,} to {most:,}, not {value!r}")
+        require_ranges(self, "SandboxSpec")
         if self.memory_bytes < 2 * self.disk_bytes + (64 << 20):
             raise ValueError(
                 f"SandboxSpec.memory_bytes={self.memory_bytes}: its files live in memory, so it must be at least twice "

@@ -14,12 +14,14 @@ formula beside its paper's, and what each did to a stored batch.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
+
+from composer_nb.harness.plain import NotNegative, Positive, require_ranges
 
 Ratio = Literal["ppo", "none", "gspo", "cispo", "tis", "icepop", "dppo"]
 Kl = Literal["k1", "k2", "k3"]
@@ -32,15 +34,15 @@ class LossSettings:
 
     ratio: Ratio = "ppo"
     """Use of the importance ratio; see `policy_loss`."""
-    clip_low: float = 0.2
-    clip_high: float = 0.28
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
+    clip_high: Positive = 0.28
     """PPO and CISPO keep ratios within 1 − low .. 1 + high; for GSPO these bound the rollout's mean ratio, which moves far less:
     its paper has 3e-4 and 4e-4. CISPO's paper has no lower bound, which is clip_low=1."""
-    tis_cap: float = 5.0
-    icepop_low: float = 0.5
-    icepop: float = 2.0
+    tis_cap: Positive = 5.0
+    icepop_low: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    icepop: Annotated[float, Field(gt=1)] = 2.0
     """IcePop drops tokens whose ratio leaves icepop_low .. icepop. Its authors have 0.5 .. 5."""
-    dppo: float = 0.2
+    dppo: Positive = 0.2
     """DPPO drops tokens whose probability has moved by more than this in the advantage's direction."""
     baseline: Baseline = "group"
     """group: the mean reward of the group. phase: apart for each phase, which failed tests end (`phases.py`). none: the reward is
@@ -49,31 +51,19 @@ class LossSettings:
     """GRPO's division of advantages by the group's standard deviation."""
     length_norm: bool = False
     """GRPO's division by the rollout's length. The denominator must then count rollouts instead of tokens."""
-    beta: float = 0.0
+    beta: NotNegative = 0.0
     """Weight of the KL penalty to the frozen reference."""
-    feedback: float = 0.0
+    feedback: NotNegative = 0.0
     """Weight of the KL to the policy that has read a hint, over the turns that have one (`feedback.py`); 0: no hints."""
     kl: Kl = "k1"
     """Estimator of the KL penalty, which also decides where it enters; see `kl_penalty`."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.beta < math.inf:  # so that NaN is refused, here and below
-            raise ValueError("loss.beta must be a number, and not negative")
-        if not 0 <= self.feedback < math.inf:
-            raise ValueError("loss.feedback must be a number, and not negative")
-        if not 0 < self.clip_low <= 1 or not self.clip_high > 0:
-            raise ValueError("loss.clip_low must lie above 0 and be at most 1, loss.clip_high above 0")
-        if not 0 < self.icepop_low < 1:
-            raise ValueError("loss.icepop_low must lie between 0 and 1")
-        if not (self.tis_cap > 0 and self.icepop > 1 and self.dppo > 0):
-            raise ValueError("loss.tis_cap and loss.dppo must be above 0, loss.icepop above 1")
+        require_ranges(self, "loss")
         if self.std_norm and self.baseline != "group":
             raise ValueError(
                 "loss.std_norm needs loss.baseline=group: without it there is no common deviation to divide by"
             )
-        for name, choices in (("ratio", get_args(Ratio)), ("kl", get_args(Kl)), ("baseline", get_args(Baseline))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"loss.{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
 
 
 def advantages(rewards_G: Tensor, std_norm: bool = False) -> Tensor:

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from composer_nb.harness.plain import Some, require_ranges
 from composer_nb.trainer.models.config import ModelConfig
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -37,18 +39,13 @@ class OptimizerSettings:
     name: OptimizerName = "adamw"
     """muon: matrices of attention heads, experts and dense layers are moved by Muon; embeddings, routers, norms and the output
     layer by AdamW."""
-    momentum: float = 0.95
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Momentum of Muon."""
-    newton_schulz: int = 5
+    newton_schulz: Some = 5
     """Steps of Muon towards an orthogonal update."""
 
     def __post_init__(self) -> None:
-        if self.name not in get_args(OptimizerName):
-            raise ValueError(f"optimizer.name={self.name!r}: must be one of {', '.join(get_args(OptimizerName))}")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"optimizer.momentum={self.momentum}: must be at least 0 and below 1; 0.95 is usual")
-        if self.newton_schulz < 1:
-            raise ValueError(f"optimizer.newton_schulz={self.newton_schulz}: must be at least 1; 5 is usual")
+        require_ranges(self, "optimizer")
 
 
 def newton_schulz(

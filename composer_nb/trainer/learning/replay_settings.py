@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
+
+from composer_nb.harness.plain import Share, require_ranges
 
 ReplayLevel = Literal["none", "ids", "ids+order", "weights"]
 Source = Literal["engine", "trainer"]
@@ -19,20 +21,15 @@ class ReplaySettings:
     source: Source = "engine"
     """engine: the routes of sampling (R3). trainer: those of the trainer's own forward pass before the first optimiser step on a
     batch (R2), which keeps the experts still between its minibatches; then streams need no routes."""
-    plausible: float = 0.0
+    plausible: Share = 0.0
     """Replayed experts whose live score is below this times the lowest of the router's own choice are replaced by its own
     candidates. 0 replays all; 1 next to none that the router would not choose itself, where that score alone decides its choice
     (a bias or limits of groups, as DeepSeek-V3 has, decide too and are not asked)."""
-    missing: float = 0.0
+    missing: Share = 0.0
     """Share of a rollout's forwarded tokens that may be without routes; these take the trainer's own experts."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("level", get_args(ReplayLevel)), ("source", get_args(Source))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"replay.{name}={getattr(self, name)!r}: must be one of {', '.join(choices)}")
-        for name in ("plausible", "missing"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"replay.{name}={getattr(self, name)}: must lie in 0..1")
+        require_ranges(self, "replay")
         if self.level == "none" and (self.source != "engine" or self.plausible or self.missing):
             raise ValueError(
                 "replay.level is none, so the other replay settings would do nothing: set it, as to 'ids+order'"

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from composer_nb.harness.plain import Count, Some, require_ranges
+
 Axis = Literal[
     "replicate", "shard", "cp", "fsdp", "data", "expert_replicate", "expert_shard", "ep", "world"
 ]  # fmt: skip
@@ -27,14 +29,14 @@ Axis = Literal[
 class MeshSettings:
     """The division of work among ranks. By default every rank holds all weights and has rows of its own."""
 
-    shard: int = 1
+    shard: Some = 1
     """Groups of different rows that hold one copy of the weights between them; with `cp`, how finely they are cut. What the
     ranks leave over are further copies."""
-    cp: int = 1
+    cp: Some = 1
     """Context parallelism: ranks that share each row, a part of its positions each."""
-    ep: int = 1
+    ep: Some = 1
     """Expert parallelism: ranks over which the experts are dealt."""
-    expert_shard: int = 0
+    expert_shard: Count = 0
     """Ranks over which each expert's weights are cut; 0: so that they are cut as finely as all others, as far as ep allows."""
     compute: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which layers compute, whatever that of their weights; gradients are summed in the dtype of the weights."""
@@ -44,9 +46,7 @@ class MeshSettings:
     """Device of a trainer rank: with cuda each has a GPU of its own, which the cluster has to have."""
 
     def __post_init__(self) -> None:
-        for name, least in (("shard", 1), ("cp", 1), ("ep", 1), ("expert_shard", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"mesh.{name}={getattr(self, name)}: must be at least {least}")
+        require_ranges(self, "mesh")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

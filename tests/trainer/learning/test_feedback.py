@@ -148,5 +148,5 @@ def test_a_hint_stands_before_the_cue_of_its_turn_and_its_rollout_trains(make_mo
     assert streams_of([[scored]], LossSettings()) == []
     [stream] = streams_of([[scored]], LossSettings(), lambda each: hints_of(each, renderer, tools))
     assert stream.hints == (hint,) and np.array_equal(stream.token_ids, rollout.segments[0].token_ids)
-    with pytest.raises(ValueError, match="loss.feedback must be a number"):
+    with pytest.raises(ValueError, match="loss.feedback=-1.0: must be greater than or equal to 0"):
         LossSettings(feedback=-1.0)

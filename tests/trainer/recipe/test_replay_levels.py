@@ -152,7 +152,7 @@ def test_at_level_weights_gates_on_record_part_beginnings(make_model, streams):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"level": "all"}, "replay.level='all': must be one of none, ids"),
+        ({"level": "all"}, "replay.level='all': must be 'none', 'ids'"),
         ({"source": "both"}, "replay.source='both'"),
         ({"plausible": 1.5}, "replay.plausible=1.5"),
         ({"missing": -0.1}, "replay.missing=-0.1"),

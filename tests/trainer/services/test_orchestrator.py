@@ -213,13 +213,13 @@ def schedule(**changes: Any) -> Schedule:
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"prompts": 0}, "services.prompts=0: must be a whole number of at least 1"),
+        ({"prompts": 0}, "services.prompts=0: must be greater than or equal to 1"),
         ({"group": 1.5}, "services.group=1.5"),
         ({"ahead": -1}, "services.ahead=-1"),
         ({"ahead": 3, "bound": 2}, r"services.bound=2: must be at least services.ahead \(3\)"),
         ({"window": 1.5}, "services.window=1.5"),
         ({"window": float("nan")}, "services.window=nan"),
-        ({"order": "lifo"}, "services.order='lifo': must be one of"),
+        ({"order": "lifo"}, "services.order='lifo': must be 'window'"),
         ({"retries": True}, "services.retries=True"),
         ({"deaths": -1}, "services.deaths=-1"),
         ({"hang_s": 0.0}, "services.hang_s=0.0"),
