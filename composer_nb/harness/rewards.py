@@ -12,7 +12,7 @@ gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, cast
@@ -27,8 +27,11 @@ TERMS: dict[str, Term] = {}
 
 
 def term(function: Term) -> Term:
-    """Register a reward term under its function's name."""
-    TERMS[function.__name__] = function
+    """Register a reward term under its function's name. Raises ValueError for the name of another module's term."""
+    known = TERMS.get(name := function.__name__, function)
+    if known.__module__ != function.__module__:
+        raise ValueError(f"a reward term {name!r} is registered by {known.__module__}: give this one another name")
+    TERMS[name] = function
     return function
 
 
@@ -38,7 +41,7 @@ def term_named(name: str) -> Term:
     if function:
         try:
             return cast(Term, getattr(import_module(module), function))
-        except (ImportError, AttributeError, ValueError) as error:
+        except Exception as error:  # whatever the module raises
             raise ValueError(f"reward.weights names {name!r}, which cannot be imported ({error})") from None
     if name not in TERMS:
         import_module("composer_nb.harness.terms")
@@ -155,21 +158,33 @@ class RewardSettings:
         for name in self.weights:
             term_named(name)
 
-    def tried(self) -> None:
-        """Score a rollout of nothing, so that a term that cannot work here is found before it ends a run. Raises ValueError."""
+    def tried(self, seen: Iterable[tuple[Rollout, Grade]] = ()) -> None:
+        """Score a rollout of nothing, and those that were `seen`, so that a term that cannot work here is found before it ends a
+        run. Raises ValueError."""
         nothing = Rollout(task_id="", segments=(), turns=(), files={}, stop="tokens")
-        for name, weight in self.weights.items():
-            try:
-                _ = weight and float(term_named(name)(nothing, Grade(status="graded")))
-            except Exception as error:
-                raise ValueError(f"reward.weights: {name} fails on a rollout without turns: {error!r}") from None
+        for done in ((nothing, Grade(status="graded")), *seen):
+            reward(*done, self)
+
+
+def _weighted(name: str, weight: float, rollout: Rollout, grade: Grade) -> float:
+    """Return a term with its weight. Raises ValueError for one that fails or is no finite number."""
+    try:
+        value = weight * float(term_named(name)(rollout, grade))
+        if not math.isfinite(value):
+            raise ValueError(f"{value} is no finite number")
+    except Exception as error:  # whatever a term raises
+        where = f"of task {rollout.task_id}" if rollout.task_id else "without turns"
+        text = f"reward.weights: {name} fails on a rollout {where}: {error!r}; mend it, or leave it out"
+        raise ValueError(text) from error
+    return value
 
 
 def reward(rollout: Rollout, grade: Grade, settings: RewardSettings) -> Reward:
-    """Score a rollout; its total is None if the grade says nothing about the agent's work."""
+    """Score a rollout; its total is None if the grade says nothing about the agent's work. Raises ValueError for a term that fails
+    or is no finite number."""
     if not grade.known:
         return Reward(total=None)
-    terms = {name: weight * term_named(name)(rollout, grade) for name, weight in settings.weights.items() if weight}
+    terms = {name: _weighted(name, w, rollout, grade) for name, w in settings.weights.items() if w}
     if settings.effort.weight:
         terms["effort"] = -settings.effort.weight * effort_curve(
             settings.effort.of(rollout), settings.effort.k, settings.effort.q

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -164,6 +165,43 @@ def test_a_term_of_ones_own_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 TERM = "def quick(rollout, grade):\n    return 1.0\n\ndef rash(rollout, grade):\n    return 1 / len(rollout.turns)\n"
+
+
+def test_a_name_of_another_modules_term_is_refused_and_ones_own_can_be_written_again() -> None:
+    def solved(done: Rollout, grade: Grade) -> float:
+        return 5.0
+
+    with pytest.raises(ValueError, match=r"a reward term 'solved' is registered by composer_nb\.harness\.rewards"):
+        term(solved)
+    assert TERMS["solved"](rollout(), FAILED) == 0.0
+    own = TERMS["solved"]
+    assert term(own) is own, "a cell of a notebook runs twice"
+
+
+@pytest.mark.parametrize("value", ["math.nan", "math.inf", "1 / 0", "'much'", "None"])
+def test_a_term_that_fails_on_some_rollout_is_one_line_and_no_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    (tmp_path / "late_terms.py").write_text(f"import math\n\ndef late(r, g):\n    return {value} if r.turns else 0.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "late_terms", raising=False)
+    settings = RewardSettings(weights={"solved": 1.0, "late_terms:late": 1.0})
+    settings.tried()
+    with pytest.raises(ValueError, match=r"reward\.weights: late_terms:late fails on a rollout of task t: ") as error:
+        reward(rollout(), PASSED, settings)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="late_terms:late fails on a rollout of task t: "):
+        settings.tried([(rollout(), PASSED)])
+
+
+@pytest.mark.parametrize("text", ["x = 1 +", "raise KeyError('no')"])
+def test_a_module_that_cannot_be_imported_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    (tmp_path / "broken_terms.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=r"'broken_terms:f', which cannot be imported"):
+        RewardSettings(weights={"broken_terms:f": 1.0})
 
 
 def test_a_term_of_a_module_needs_no_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

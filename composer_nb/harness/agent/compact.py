@@ -165,7 +165,8 @@ class CompactRenderer(ChatRenderer):
         return [Kind.TOOL_CALL if self._ends or self.parse(token_ids).calls else Kind.FINAL_MESSAGE] * len(token_ids)
 
     def _thought(self, token_ids: Sequence[int]) -> int:
-        return max((place + 1 for place, token in enumerate(token_ids) if token == self.to), default=0)
+        # The last token is never thinking: it tells a summary from a turn.
+        return max((place + 1 for place, token in enumerate(token_ids[:-1]) if token == self.to), default=0)
 
     def _system(self, system: str) -> list[Piece]:
         return [self.bos]

@@ -140,6 +140,19 @@ def test_a_summary_that_is_cut_or_holds_calls_is_used_as_it_is_and_trains(
     assert {first_segment(number) for number in asked} == {1}
 
 
+def test_a_summary_that_is_cut_after_its_thinking_is_a_summary_still(
+    renderer: CompactRenderer, task: Task, typist: Make, sandboxes: Any
+) -> None:
+    """Its last token tells it from a turn, or the turns after it would be counted one too far."""
+    agent = Agent(renderer, limits=replace(LIMITS, turns=4), summary=SummarySettings(trigger=60, tokens=3))
+    reads, cut = renderer.render_call(READ), [*renderer.encode("no"), renderer.to][-3:]
+    policy = typist(lambda rollout, turn: cut if turn == 2 else reads)
+    [(_, done)] = drive([agent.attempt(task, 1)], policy, sandboxes)
+    first = done.rollout.segments[0]
+    assert first.token_ids[first.messages[-1]].tolist() == cut and first.kind[-1] == Kind.SUMMARY and first.reused
+    assert sum(s.kind[m[-1]] != Kind.SUMMARY for s in done.rollout.segments for m in s.messages) == 4
+
+
 def test_the_history_is_found_by_tools_after_everything_else(task: Task, sandboxes: Any) -> None:
     place = Workspace(files=dict(task.files), visible_tests=task.visible_tests, sandboxes=sandboxes)
     before = place.find("x < k")
