@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""compare_behaviour.py compaction|habits [--seeds N]: comparisons over seeds, as tables for docs/log.md.
+"""compare_behaviour.py compaction|habits|curriculum [--seeds N]: comparisons over seeds, as tables for docs/log.md.
 
 compaction: a policy without a model that knows its context alone (`labs/horizons/seeker.py`), with summaries of its own,
 summaries by a long instruction, and a cut, at two triggers. habits: a tiny policy is taught an easy repair with two bad habits, a
 useless read first and a message for each call; then RL with textual feedback, with a penalty of failed calls, with the effort
-penalty, or with none of these. One thread; medians with the least and the most of the seeds.
+penalty, or with none of these. curriculum: the example's policy before RL goes on with tasks in their order, with tasks drawn by
+effort. One thread; medians with the least and the most of the seeds.
 """
 
 from __future__ import annotations
@@ -45,10 +46,12 @@ from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import train_step
+from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.config import ModelConfig
 from composer_nb.trainer.models.induction import plant_induction
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.prompts import CurriculumSettings, Order, Tried, chosen, kind_of, named
 from composer_nb.trainer.recipe.reader import example_run
 from composer_nb.trainer.rl import score_groups, streams_of
 
@@ -253,14 +256,123 @@ def habits(seeds: int, taught_steps: int = 120) -> str:
     return table(found, ("solved", "useless read first", "calls", "messages", "written tokens"))
 
 
+# Curriculum
+
+
+POOL, STEPS, TUNE = 400, 40, 96
+"""Tasks to choose from, steps of RL with `PROMPTS` groups of `GROUP` rollouts, and tasks that score before and after."""
+CURRICULA = {
+    "in order": CurriculumSettings(),
+    "harder .75": CurriculumSettings(harder=0.75, start=0.25),
+}
+
+
+def scored_tasks(model: Model, agent: Agent, sandboxes: Sandboxes, tasks: Sequence[Task], easy: set[str]) -> Figures:
+    """Return the shares solved of the tasks of easy kinds and of the others, and calls; two rollouts a task."""
+    engine = Engine(model, stop=agent.renderer.stop, slots=64, max_length=agent.limits.tokens, seed=999)
+    done = list(run_eval(engine, agent, tasks, sandboxes, samples=2))
+    shares = {
+        True: [d.grade.passed for d in done if d.task.id in easy],
+        False: [d.grade.passed for d in done if d.task.id not in easy],
+    }
+    return {
+        "solved": float(np.mean([d.grade.passed for d in done])),
+        "easy kinds": float(np.mean(shares[True])),
+        "hard kinds": float(np.mean(shares[False])),
+        "calls": float(np.mean([d.rollout.calls for d in done])),
+    }
+
+
+def learnt(
+    start: Model, agent: Agent, sandboxes: Sandboxes, seed: int, pool: Sequence[Task], c: CurriculumSettings
+) -> tuple[Model, Figures]:
+    """Return the policy after `STEPS` steps of RL under a curriculum, and what its steps were like from `start` on."""
+    model, known, order = (
+        copy.deepcopy(start),
+        {task.id: task for task in pool},
+        Order(seed=str(seed), prompts=PROMPTS, steps=STEPS, curriculum=c),
+    )
+    learner = Learner(model, FlatOptimizer(model, published=torch.bfloat16), LossSettings())
+    used, tried, late = list[str](), list[Tried](), list[dict[str, float]]()
+    for step in range(STEPS):
+        names = chosen(step, order, known, used, tried)
+        engine = Engine(
+            model,
+            stop=agent.renderer.stop,
+            slots=GROUP * PROMPTS,
+            max_length=agent.limits.tokens,
+            seed=seed,
+            version=step,
+        )
+        jobs = [
+            agent.attempt(named(name, known), step * GROUP * PROMPTS + at * GROUP + n)
+            for at, name in enumerate(names)
+            for n in range(GROUP)
+        ]
+        done = dict(drive(jobs, engine, sandboxes.functions))
+        groups = [[done[at * GROUP + n] for n in range(GROUP)] for at in range(PROMPTS)]
+        used += names
+        scored = score_groups(groups, RewardSettings(), LossSettings())
+        for name, group in zip(names, groups, strict=True):
+            turns, solved = (
+                float(np.mean(v)) for v in zip(*((len(d.rollout.turns), d.grade.passed) for d in group), strict=True)
+            )
+            tried.append(Tried(name, turns, 0.0, solved))
+        if step >= STEPS // 4:
+            late.append(
+                {
+                    "live groups": float(np.mean([any(abs(s.advantage) > 1e-6 for s in group) for group in scored])),
+                    "solved in RL": float(np.mean([each.solved for each in tried[-PROMPTS:]])),
+                    "calls in RL": float(np.mean([each.turns for each in tried[-PROMPTS:]])),
+                }
+            )
+        if streams := streams_of(scored, LossSettings()):
+            given: dict[str, Any] = {
+                "minibatches": 1,
+                "denominator": GROUP * PROMPTS * 64.0,
+                "lr": 5e-4 * min(1.0, (step + 1) / 6),
+                "clip": 1.0,
+            }
+            learner.learn(streams, Ranks(), Random(step), budget=4096, **given)
+    return model, {name: float(np.mean([each[name] for each in late])) for name in late[0]}
+
+
+def curriculum(seeds: int) -> str:
+    found: dict[str, list[Figures]] = {}
+    run = example_run()
+    start = load_pretrained(run.path / "weights" / "start")
+    start.requires_grad_()
+    with Sandboxes() as sandboxes:
+        agent = make_agent(EnvSettings(), TOKENIZER, Limits(turns=16, turn_tokens=64, tokens=512), sandboxes)
+        for seed in range(seeds):
+            pool = list(make_miniatures(f"curriculum {seed}", POOL, heldout=False, executor=sandboxes.functions))
+            tune = list(make_miniatures(f"curriculum tune {seed}", TUNE, heldout=False, executor=sandboxes.functions))
+            engine = Engine(start, stop=agent.renderer.stop, slots=64, max_length=512, seed=998)
+            calls: dict[tuple[str, ...], list[int]] = {}
+            for done in run_eval(engine, agent, tune, sandboxes, samples=1):
+                calls.setdefault(kind_of(done.task), []).append(done.rollout.calls)
+            middle = np.median([n for each in calls.values() for n in each])
+            easy = {task.id for task in tune if np.mean(calls[kind_of(task)]) <= middle}
+            found.setdefault("start", []).append(
+                scored_tasks(start, agent, sandboxes, tune, easy)
+                | dict.fromkeys(("live groups", "solved in RL", "calls in RL"), float("nan"))
+            )
+            for arm, settings in CURRICULA.items():
+                begun = time.process_time()
+                model, late = learnt(start, agent, sandboxes, seed, pool, settings)
+                found.setdefault(arm, []).append({**scored_tasks(model, agent, sandboxes, tune, easy), **late})
+                print(f"seed {seed}, {arm}: {found[arm][-1]}, {time.process_time() - begun:.0f} s", flush=True)
+    return table(found, ("solved", "easy kinds", "hard kinds", "calls", "live groups", "solved in RL", "calls in RL"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("compaction", "habits"))
+    parser.add_argument("what", choices=("compaction", "habits", "curriculum"))
     parser.add_argument("--seeds", type=int, default=5)
     given = parser.parse_args()
     torch.set_num_threads(1)
     begun = time.process_time()
-    print({"compaction": compaction, "habits": habits}[given.what](given.seeds))
+    print({"compaction": compaction, "habits": habits, "curriculum": curriculum}[given.what](given.seeds))
     print(f"{time.process_time() - begun:.0f} CPU-seconds")
 
 

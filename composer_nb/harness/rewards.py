@@ -180,8 +180,7 @@ def _weighted(name: str, weight: float, rollout: Rollout, grade: Grade) -> float
 
 
 def reward(rollout: Rollout, grade: Grade, settings: RewardSettings) -> Reward:
-    """Score a rollout; its total is None if the grade says nothing about the agent's work. Raises ValueError for a term that fails
-    or is no finite number."""
+    """Score a rollout; its total is None if the grade says nothing about the agent's work. Raises ValueError if a term fails."""
     if not grade.known:
         return Reward(total=None)
     terms = {name: _weighted(name, w, rollout, grade) for name, w in settings.weights.items() if w}

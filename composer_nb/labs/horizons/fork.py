@@ -7,7 +7,7 @@ tokens before the turn are the stored ones. A turn's worth is the share of its f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -48,24 +48,29 @@ def fork(
     count: int = 8,
     hint: str = "",
     message: Sequence[int] = (),
+    summary: Sequence[int] = (),
 ) -> Fork:
     """Return `count` futures of a rollout from its `turn` (from 0) on. `hint` is a text that the policy reads before that turn;
-    `message`, token ids, takes the place of that turn. Raises ValueError for a turn that the rollout does not have, and for a
-    message of more than limits.turn_tokens."""
+    `message`, token ids, takes the place of that turn, and `summary` that of the last summary before it. Raises ValueError for a
+    turn or a summary that the rollout does not have, and for a message of more than limits.turn_tokens."""
     said = messages_before(done.rollout, turn)
+    if summary:
+        said[summary_before(done.rollout, turn)[0]] = _completion(summary)
     if len(message) > (most := agent.limits.turn_tokens):
         raise ValueError(f"the message has {len(message)} tokens, and limits.turn_tokens={most}")
     if message:
-        told = Completion(
-            rollout=0, token_ids=[*message], logprobs=[0.0] * len(message), policy_versions=[-1] * len(message)
-        )
-        said = [*said, told]
+        said = [*said, _completion(message)]
     speaker = partial(Again, stored=done.rollout, said=said, hint=hint)
     jobs = [agent.attempt(done.task, number, speaker) for number in range(count)]
     found = dict(drive(jobs, policy, executor))
     attempts = tuple(found[number] for number in range(count))
     head = head_before(done.rollout, turn)
     return Fork(turn=turn, attempts=attempts, exact=all(_begins(each.rollout, head) for each in attempts))
+
+
+def _completion(token_ids: Sequence[int]) -> Completion:
+    none = len(token_ids)
+    return Completion(rollout=0, token_ids=[*token_ids], logprobs=[0.0] * none, policy_versions=[-1] * none)
 
 
 def turns_of(rollout: Rollout) -> list[tuple[int, int]]:
@@ -100,6 +105,34 @@ def messages_before(rollout: Rollout, turn: int) -> list[Completion]:
         for places in segment.messages
         if places[0] < size
     ]
+
+
+def summary_before(rollout: Rollout, turn: int) -> tuple[int, list[int]]:
+    """Return the last summary before a turn: its place among all messages, and its token ids with the thinking before it. Raises
+    ValueError where there is none."""
+    number = len(head_before(rollout, turn)) - 1
+    before = [(segment, places) for segment in rollout.segments[:number] for places in segment.messages]
+    if not before or before[-1][0].kind[before[-1][1][-1]] != Kind.SUMMARY:
+        raise ValueError(f"turn {turn}: the rollout of task {rollout.task_id} has no summary before it")
+    segment, places = before[-1]
+    return len(before) - 1, segment.token_ids[places].tolist()
+
+
+def ablate(
+    done: Attempt, turn: int, agent: Agent, policy: Callable[[], Policy], executor: Executor, *, count: int = 8
+) -> dict[str, Fork]:
+    """Return futures of a rollout from a turn on without each line of the summary before it, by that line, and those of the whole
+    summary under "". What is worse without a line is what the line was worth. `policy()` returns a new policy, so that all have
+    the same draws. Raises ValueError like `fork`."""
+    renderer, (_, token_ids) = agent.renderer, summary_before(done.rollout, turn)
+    text, kinds = renderer.summary(token_ids)
+    thought, lines = token_ids[: kinds.count(Kind.THINKING)], [line for line in text.split("\n") if line.strip()]
+
+    def without(gone: str) -> Fork:
+        kept = renderer.encoded(["\n".join(line for line in lines if line != gone), renderer.end])
+        return fork(done, turn, agent, policy(), executor, count=count, summary=[*thought, *kept])
+
+    return {gone: without(gone) for gone in dict.fromkeys(["", *lines])}
 
 
 class Again(TokenSpeaker):

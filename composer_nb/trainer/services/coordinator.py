@@ -20,6 +20,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import Any
 
+from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.store import unpack_attempt
 from composer_nb.settings import Settings, override
 from composer_nb.trainer.learning.packing import Stream
@@ -76,17 +78,16 @@ class Coordinator:
         self.tasks = prompt_order(run.path, Order.of(settings))
         self.pending: dict[Future[Any], tuple[str, Any]] = {}
         self.pairs: dict[str, Pair] = {}
-        self.made = self.stillborn = 0
-        """Pairs that were made, and those in a row that died before they had joined."""
+        self.made = self.stillborn = self.lost = 0
+        """Pairs that were made, those in a row that died before they had joined, and rollouts lost before the last batch."""
         self.ended = self.stopped_early = self.learning = False
         self.ranks, self.hinter = Ranks(), hinter_of(run, settings)
         self.due: Train | None = None
         """The batch that the trainer is to learn next."""
         self.found: dict[str, Any] | None = None
         """The trainer's answer about the batch that it was given."""
-        self.lost = 0
-        """Rollouts lost to the infrastructure before the last batch."""
-        self.running: list[Running] = []
+        self.running, self.seen = list[Running](), list[tuple[Rollout, Grade]]()
+        """`seen`: the rollouts of the last batch, at which new terms of the reward are tried."""
         self.waits, self.took = list[dict[str, float]](), dict[tuple[int, int, int], float]()
         self.begin = self.last = time.perf_counter()
         self.before = self.train_s = 0.0
@@ -115,7 +116,7 @@ class Coordinator:
         for _ in range(self.settings.services.engines):
             self._make_pair()  # beside the trainer, whose version they wait for: all take long to start
         self.trainer.wait("at")
-        self._handle([Served(at=time.monotonic(), version=self.orchestrator.version)])
+        self._handle([Served(at=time.monotonic(), version=self.orchestrator.version), *self._changed()])
         reinforce(self)
         return self._finish()
 
@@ -285,12 +286,13 @@ class Coordinator:
 
     def _changed(self) -> list[Event]:
         """Takes up live settings; what is unknown or does not fit is refused with a line, and the run goes on."""
-        asked, before = self.journal.asked(), self.settings
+        asked, before, at = self.journal.asked(), self.settings, self.orchestrator.version
+        at += batch_file(self.run.path, at).is_file()  # this batch has its rewards
         for number, name, value in asked:
-            step: int | None = self.orchestrator.version
+            step: int | None = at
             try:
-                self.settings = change_live(self.settings, name, value)
-                self.say(f"{name} is {value!r} from step {self.orchestrator.version + 1} on")
+                self.settings = change_live(self.settings, name, value, self.seen)
+                self.say(f"{name} is {value!r} from step {at + 1} on")
             except ValueError as error:
                 step = None
                 self.say(f"refused: {error}")
@@ -391,6 +393,7 @@ class Coordinator:
         return batch(groups=[done[at : at + size] for at in range(0, len(done), size)])
 
     def keep(self, batch: Batch, groups: list[list[Scored]]) -> None:
+        self.seen = [(each.attempt.rollout, each.attempt.grade) for group in groups for each in group]
         [train] = self.journal.batches(batch.step, batch.step + 1)
         slots, dispatches, _ = zip(*train.rollouts, strict=True)
         columns = {"slot": slots, "dispatch": dispatches}

@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.plain import to_json
+from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.untrusted import json_of
 from composer_nb.settings import Settings, override
 from composer_nb.trainer.records.rundir import RunDir
@@ -161,12 +163,13 @@ class Journal:
         self._db.close()
 
 
-def change_live(settings: Settings, name: str, value: Any) -> Settings:
-    """`settings` with one of them changed. Raises ValueError for one that a live run cannot change, or that does not fit."""
+def change_live(settings: Settings, name: str, value: Any, seen: Iterable[tuple[Rollout, Grade]] = ()) -> Settings:
+    """Return `settings` with one of them changed. Raises ValueError for one that a live run cannot change, or that does not fit:
+    rewards must be able to score the rollouts that were `seen`."""
     if name not in LIVE and not name.startswith(("reward.", "monitor.")):
         raise ValueError(f"{name} cannot be changed while a run is live; {', '.join(LIVE)}, reward.* and monitor.* can")
     changed = override(settings, {name: value})
-    changed.reward.tried()
+    changed.reward.tried(seen)
     return changed
 
 

@@ -10,15 +10,18 @@ import pytest
 
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.agent.scripts import turn as turn_
 from composer_nb.harness.agent.summary import SummarySettings
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent, Attempt
+from composer_nb.harness.policy import Completion, Request
 from composer_nb.harness.rewards import Reward
 from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
 from composer_nb.harness.store import pack_attempt
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
-from composer_nb.labs.horizons.fork import fork, head_before, turns_of
+from composer_nb.labs.horizons.fork import ablate, fork, head_before, summary_before, turns_of
+from composer_nb.labs.horizons.seeker import Seeker
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.rl import Scored, to_streams
 
@@ -108,3 +111,34 @@ def test_a_turn_that_is_not_there_is_refused(stored, agent, engine) -> None:
     assert head_before(stored.rollout, 0) == [
         stored.rollout.segments[0].token_ids[: turns_of(stored.rollout)[0][1]].tolist()
     ]
+
+
+class Reader(Seeker):
+    """Reads a file in every turn; its summary has a thought and three lines, one of them twice."""
+
+    def _answer(self, request: Request) -> Completion:
+        r = self.renderer
+        said = r.encoded(["I think", r.to, "f fails\nnice day\nf fails", r.end])
+        asked = r.ask(r.queries["self"]) == request.token_ids[-len(r.ask(r.queries["self"])) :]
+        ids = said if asked else r.turn(turn_([ToolCall(name="read_file", arguments={"path": "f.py"})]))
+        none = len(ids)
+        return Completion(rollout=request.rollout, token_ids=ids, logprobs=[0.0] * none, policy_versions=[-1] * none)
+
+
+def test_a_summary_is_rolled_out_again_without_each_of_its_lines(tokenizer, task: Task) -> None:
+    limits = Limits(turns=4, turn_tokens=20, tokens=300)
+    agent = Agent(CompactRenderer(tokenizer), limits=limits, summary=SummarySettings(trigger=40, tokens=60))
+    [(_, done)] = drive([agent.attempt(task, 0)], Reader(agent.renderer), Boxes())
+    turn = next(n for n, (number, _) in enumerate(turns_of(done.rollout)) if number == 1)
+    place, ids = summary_before(done.rollout, turn)
+    first = done.rollout.segments[0]
+    assert ids == first.token_ids[first.messages[-1]].tolist() and place == len(first.messages) - 1 == turn
+    found = ablate(done, turn, agent, lambda: Reader(agent.renderer), Boxes(), count=1)
+    assert list(found) == ["", "f fails", "nice day"] and found[""].exact and not found["nice day"].exact
+    begun = {gone: each.attempts[0].rollout.segments[1] for gone, each in found.items()}
+    texts = {gone: tokenizer.decode(s.token_ids[: int(s.acted.argmax())].tolist()) for gone, s in begun.items()}
+    assert texts["nice day"].count("f fails") == 2 and "nice day" not in texts["nice day"]
+    assert texts["f fails"].count("nice day") == 1 and "f fails" not in texts["f fails"]
+    assert all("I think" not in text for text in texts.values())
+    with pytest.raises(ValueError, match="turn 0: the rollout of task t has no summary before it"):
+        fork(done, 0, agent, Reader(agent.renderer), Boxes(), summary=ids)

@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors import SafetensorError
 
 from composer_nb.harness.files import write_json
+from composer_nb.harness.rewards import TERMS
 from composer_nb.labs.planning.simulate import measured, simulate
-from composer_nb.labs.rewards.rescore import weights_of
+from composer_nb.labs.rewards.rescore import rescore, settings_at, stored_batch, stored_scores, weights_of
 from composer_nb.settings import Settings, override, to_dict
 from composer_nb.trainer import rl
 from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face, load_pretrained, published
@@ -411,6 +413,44 @@ def test_settings_change_while_a_run_is_live_and_are_noted(begun):
         ("model.hidden_size", REFUSED),
         ("reward.weights", 0),
     ]
+
+
+def test_a_term_that_fails_on_rollouts_is_refused_by_a_live_run_and_ends_one_that_has_seen_none(begun, monkeypatch):
+    monkeypatch.setitem(TERMS, "late", lambda rollout, grade: 0.0 if not rollout.turns else float("nan"))
+    new, good = {"solved": 1.0, "late": 1.0}, {"solved": 1.0, "unfinished": -0.5}
+    run, settings = begun("late", IN_STEP | {"rl.steps": 3})
+    actors, said = Threads(), list[str]()
+    coordinator = Coordinator(run, settings, actors, said.append)
+    keep = coordinator.keep
+    monkeypatch.setattr(coordinator, "keep", lambda *given: [keep(*given), request_change(run, "reward.weights", new)])
+    coordinator.go()
+    actors.close()
+    assert len(run.steps("rl")) == 3 and coordinator.settings.reward == settings.reward
+    assert any(line.startswith("refused: reward.weights: late fails on a rollout of task ") for line in said)
+
+    run, settings = begun("soon", IN_STEP | {"rl.steps": 3})
+    request_change(run, "reward.weights", new)
+    with pytest.raises(ValueError, match=r"late fails on a rollout of task .* mend it, or leave it out"):
+        go(run, settings)
+    request_change(run, "reward.weights", good)
+    go(run, settings)
+    assert len(run.steps("rl")) == 3
+    changes = run.query("SELECT value FROM change WHERE step >= 0 ORDER BY number")
+    assert [json.loads(value) for (value,) in changes] == [new, good]
+
+
+def test_a_reward_that_changes_while_a_batch_is_learnt_counts_from_the_next_batch_on(begun, monkeypatch):
+    run, settings = begun("while", IN_STEP | {"rl.steps": 3})
+    actors = Threads()
+    coordinator = Coordinator(run, settings, actors, lambda line: None)
+    learn, new = coordinator.learn, {"unfinished": -0.25}
+    monkeypatch.setattr(coordinator, "learn", lambda *a: [request_change(run, "reward.weights", new), learn(*a)][1])
+    coordinator.go()
+    actors.close()
+    assert settings_at(run, 1).reward == settings.reward and settings_at(run, 2).reward.weights == new
+    for step in (1, 2, 3):
+        batch = stored_batch(run, step)
+        assert np.array_equal(rescore(batch, batch.settings.reward).reward_R, stored_scores(batch).reward_R)
 
 
 WRONG: dict[str, Any] = {"services.bound": 0, "rl.prompts": 4, "reward.weights": {"nosuch": 1.0}, "rl.group": 0}
