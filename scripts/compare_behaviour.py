@@ -259,7 +259,7 @@ def habits(seeds: int, taught_steps: int = 120) -> str:
 # Curriculum
 
 
-POOL, STEPS, TUNE = 400, 40, 96
+POOL, STEPS, TUNE = 160, 16, 64
 """Tasks to choose from, steps of RL with `PROMPTS` groups of `GROUP` rollouts, and tasks that score before and after."""
 CURRICULA = {
     "in order": CurriculumSettings(),
