@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Tokens a second of the engine beside llama.cpp: `scripts/llama_cpp_bench.py [--rounds N]`. Prints a table.
 
-A dense model of SmolLM2-135M's shape with random weights, in float32 on both sides, key-value cache included; greedy answers of
-64 tokens to prompts of 64, one and sixteen at once, one thread, CPU seconds. Both must find the same tokens. The time of an
-answer includes reading its prompt. `pip install llama-cpp-python` compiles llama.cpp for this processor in ten minutes or more.
+A dense model of SmolLM2-135M's shape with random weights, in float32 or bfloat16 on both sides, with a float32 key-value cache.
+Greedy answers of 64 tokens to prompts of 64, one and sixteen at once; one thread, CPU seconds. In float32 both must find the same
+tokens; in bfloat16 llama.cpp rounds activations too. The time of an answer includes reading its prompt.
+`pip install llama-cpp-python` compiles llama.cpp for this processor, in ten minutes or more.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import llama_cpp
 import numpy as np
 import torch
 from bench_engine import Form, Tokens, Turns, by, rates, table
-from gguf import GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
 
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.checkpoint import hugging_face_views
@@ -39,7 +41,7 @@ READ, WRITTEN = 64, 64
 QUIET = llama_cpp.llama_log_callback(lambda *_: None)
 
 
-def write_gguf(model: Model, file: Path) -> None:
+def write_gguf(model: Model, file: Path, halved: bool) -> None:
     """Write a model of Llama's family, without a tokenizer; query and key rows as llama.cpp orders them."""
     c, writer = model.config, GGUFWriter(file, "llama")
     writer.add_block_count(c.num_hidden_layers)
@@ -59,7 +61,9 @@ def write_gguf(model: Model, file: Path) -> None:
         short = theirs[part if layer else name.removesuffix(".weight")]
         if short in ("attn_q", "attn_k"):
             weight = weight.unflatten(0, (-1, 2, c.head_dim // 2)).transpose(1, 2).flatten(0, 2)
-        writer.add_tensor(f"blk.{number}.{short}.weight" if layer else f"{short}.weight", weight.float().numpy())
+        kind = GGMLQuantizationType.F32 if weight.ndim == 1 or not halved else GGMLQuantizationType.BF16
+        values = quantize(weight.float().numpy(), kind)
+        writer.add_tensor(f"blk.{number}.{short}.weight" if layer else f"{short}.weight", values, raw_dtype=kind)
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         write()
     writer.close()
@@ -115,18 +119,23 @@ def main() -> None:
     torch.manual_seed(0)
     model = Model(SHAPE)
     llama_cpp.llama_log_set(QUIET, None)
-    print("| conversations | form | tokens / s | ours / it |\n|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as folder:
-        write_gguf(model, file := Path(folder) / "model.gguf")
-        for slots in (1, 16):
-            engine = Engine(model, stop=frozenset(), slots=slots, max_length=READ + WRITTEN, temperature=0.0)
-            forms: dict[str, Form] = {"ours": by(engine), "llama.cpp": Llama(file, slots).run}
-            rng = np.random.default_rng(slots)
-            turns = [
-                [[(rng.integers(0, SHAPE.vocab_size, READ).tolist(), WRITTEN) for _ in range(slots)]]
-                for _ in range(asked.rounds + 1)
-            ]
-            table(str(slots), rates(forms, turns.__getitem__, asked.rounds))
+    print("| weights, conversations | form | tokens / s | ours / it |\n|---|---|---|---|")
+    for dtype in (torch.float32, torch.bfloat16):
+        halved = dtype == torch.bfloat16
+        for weight in model.parameters():
+            weight.data = weight.to(dtype).float()
+        with tempfile.TemporaryDirectory() as folder:
+            write_gguf(model, file := Path(folder) / "model.gguf", halved)
+            for slots in (1, 16):
+                engine = Engine(model, stop=frozenset(), slots=slots, max_length=READ + WRITTEN, temperature=0.0)
+                forms: dict[str, Form] = {"ours": by(engine), "llama.cpp": Llama(file, slots).run}
+                found = rates(forms, lambda n, slots=slots: prompts(n, slots), asked.rounds, same=not halved)
+                table(f"{str(dtype)[6:]}, {slots}", found)
+
+
+def prompts(number: int, slots: int) -> Turns:
+    rng = np.random.default_rng(number)
+    return [[(rng.integers(0, SHAPE.vocab_size, READ).tolist(), WRITTEN) for _ in range(slots)]]
 
 
 if __name__ == "__main__":

@@ -21,36 +21,36 @@ from numpy.typing import NDArray
 
 from composer_nb.kernels.attention.cached import attend_one
 from composer_nb.kernels.compiled import compiled, dot, exp2
-from composer_nb.kernels.tiles import BLOCK, WIDTH, Floats, products
+from composer_nb.kernels.tiles import BLOCK, WIDTH, Floats, Weights, products
 
 
 class LayerWeights(NamedTuple):
-    """Weights of a layer, float32 and contiguous, each matrix in panels."""
+    """Weights of a layer, contiguous, each matrix in panels."""
 
     attention_norm_D: Floats
-    qkv: Floats
+    qkv: Weights
     """F = (Q + 2G) · C."""
     qkv_bias_F: Floats
     """Empty: none."""
     qk_norm_HC: Floats
     """A row for each query head, then one for each key head. Empty: no norm."""
-    o: Floats
+    o: Weights
     moe_norm_D: Floats
     count: int  # type: ignore[assignment]  # of a NamedTuple, whose method nobody calls
     """Experts; 0: a dense layer, in the place of the first."""
-    router: Floats
-    w_in: Floats
+    router: Weights
+    w_in: Weights
     """A leading dimension of experts; F = 2H, gate and up side by side."""
-    w_out: Floats
+    w_out: Weights
 
 
 class DecodeWeights(NamedTuple):
-    """A model's weights, float32 and contiguous."""
+    """A model's weights, contiguous. All matrices but the embedding are of one dtype."""
 
     embed_VD: Floats
     layers: tuple[LayerWeights, ...]
     final_norm_D: Floats
-    output: Floats
+    output: Weights
     rope_P2C: Floats
     """Cosines and sines of each position, half a head wide."""
 
@@ -85,7 +85,7 @@ def decode(
     return hidden_UD, experts_LUK[sparse].swapaxes(0, 1), gates_LUK[sparse].swapaxes(0, 1), margins_LU[sparse].T
 
 
-def project(hidden_SD: Floats, output: Floats, vocabulary: int) -> Floats:
+def project(hidden_SD: Floats, output: Weights, vocabulary: int) -> Floats:
     """Logits [S, V], row by row."""
     logits = np.empty((len(hidden_SD), len(output) * WIDTH), np.float32)
     products(hidden_SD, output, logits)

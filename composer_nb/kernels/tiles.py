@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from composer_nb.kernels.compiled import compiled, intrinsic
 
 Floats = NDArray[np.float32]
+Weights = NDArray[np.float32] | NDArray[np.uint16]
+"""Panels in float32, or as the bits of bfloat16 (`narrow`)."""
 WIDTH, LANES = 64, 16
 BLOCK = 64
 """Rows that take turns on a panel while it is in the cache."""
@@ -37,6 +39,14 @@ def panels(w_DF: Floats) -> Floats:
     return np.ascontiguousarray(full.reshape(depth, count, WIDTH).swapaxes(0, 1))
 
 
+def narrow(w: Floats) -> NDArray[np.uint16]:
+    """Return numbers that bfloat16 holds exactly as the bits of bfloat16. Raises ValueError for others."""
+    bits = w.view(np.uint32)
+    if (bits & 0xFFFF).any():
+        raise ValueError("a number needs more than the 8 bits of bfloat16's significand")
+    return (bits >> 16).astype(np.uint16)
+
+
 class _Code:
     """Writes LLVM code on vectors."""
 
@@ -51,7 +61,12 @@ class _Code:
         return pointer
 
     def load(self, pointer: Any) -> Any:
-        return self.b.load(self.b.bitcast(pointer, _VECTOR.as_pointer()), align=4)
+        """Return 16 numbers as float32, of float32 or of the bits of bfloat16, its upper half."""
+        if pointer.type.pointee == ir.FloatType():
+            return self.b.load(self.b.bitcast(pointer, _VECTOR.as_pointer()), align=4)
+        halves = self.b.load(self.b.bitcast(pointer, ir.VectorType(ir.IntType(16), LANES).as_pointer()), align=2)
+        whole = ir.VectorType(ir.IntType(32), LANES)
+        return self.b.bitcast(self.b.shl(self.b.zext(halves, whole), whole([16] * LANES)), _VECTOR)
 
     def store(self, value: Any, pointer: Any) -> None:
         self.b.store(value, self.b.bitcast(pointer, _VECTOR.as_pointer()), align=4)

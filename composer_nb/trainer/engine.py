@@ -33,7 +33,7 @@ from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Drawn, Reques
 from composer_nb.kernels.attention.cached import cached_attention
 from composer_nb.kernels.decode import DecodeWeights, LayerWeights, NewTokens, decode, project
 from composer_nb.kernels.linear import linear
-from composer_nb.kernels.tiles import panels
+from composer_nb.kernels.tiles import Weights, narrow, panels
 from composer_nb.trainer.models.transformer import Layer, Model, stacked
 
 Forwarded = tuple[Tensor, NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]
@@ -41,6 +41,9 @@ Forwarded = tuple[Tensor, NDArray[np.int64], NDArray[np.float32], NDArray[np.flo
 
 PACKED_BYTES = 2 << 30
 """Largest model whose weights are laid out once more for the compiled kernel."""
+CACHED_BYTES = 16 << 20
+"""Largest model whose weights stay in a processor's cache. A larger one is kept as bfloat16 where that loses nothing, as with
+published weights: a step reads half as much memory and computes the same."""
 
 
 @dataclass(slots=True)
@@ -408,33 +411,38 @@ def pack(model: Model) -> DecodeWeights | None:
     c = model.config
     plain = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
     covered = not c.latent and c.norm_topk_prob and model.kernels.recipe == "bf16"
-    small = sum(4 * p.numel() for p in model.parameters()) <= PACKED_BYTES
-    if not (plain and covered and small and model.router_dtype in (None, torch.float32)):
+    size = sum(4 * p.numel() for p in model.parameters())
+    if not (plain and covered and size <= PACKED_BYTES and model.router_dtype in (None, torch.float32)):
         return None
+    halved = size > CACHED_BYTES and all(torch.equal(p, p.bfloat16().float()) for p in model.parameters())
 
     def array(tensor: Tensor) -> NDArray[np.float32]:
         return np.array(tensor.detach().numpy(), order="C")
+
+    def stacked(matrices: Tensor) -> Weights:
+        laid = np.stack([panels(array(matrix)) for matrix in matrices])
+        return narrow(laid) if halved else laid
 
     def packed(layer: Layer) -> LayerWeights:
         norms = [layer.q_norm] * c.num_attention_heads + [layer.k_norm] * c.num_key_value_heads if c.qk_norm else []
         parts = (layer.dense_in[None], layer.dense_out[None]) if layer.dense else (layer.w_in, layer.w_out)
         return LayerWeights(
             attention_norm_D=array(layer.attention_norm),
-            qkv=panels(array(layer.qkv.T)),
+            qkv=stacked(layer.qkv.T[None])[0],
             qkv_bias_F=array(layer.qkv_bias) if c.qkv_bias else np.empty(0, np.float32),
             qk_norm_HC=np.stack([array(norm) for norm in norms]) if norms else np.empty((0, c.head_dim), np.float32),
-            o=panels(array(layer.o.T)),
+            o=stacked(layer.o.T[None])[0],
             moe_norm_D=array(layer.moe_norm),
             count=0 if layer.dense else c.num_experts,
-            router=panels(array(layer.moe_norm[:, None] if layer.dense else layer.router.T)),
-            w_in=np.stack([panels(array(w)) for w in parts[0]]),
-            w_out=np.stack([panels(array(w)) for w in parts[1]]),
+            router=stacked((layer.moe_norm[None] if layer.dense else layer.router).T[None])[0],
+            w_in=stacked(parts[0]),
+            w_out=stacked(parts[1]),
         )
 
     return DecodeWeights(
         embed_VD=array(model.embed),
         layers=tuple(packed(layer) for layer in model.layers),
         final_norm_D=array(model.final_norm),
-        output=panels(array(model.output_weight.T)),
+        output=stacked(model.output_weight.T[None])[0],
         rope_P2C=array(model.rope_table(model.embed)),
     )

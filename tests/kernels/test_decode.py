@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.policy import Request
+from composer_nb.kernels.tiles import narrow
 from composer_nb.trainer.engine import Engine, pack
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 
@@ -95,6 +96,31 @@ def test_a_token_does_not_depend_on_its_batch_to_the_last_bit(config: ModelConfi
         mine, wanted = alone.release(n), together.release(n)
         for name in ("routes", "gates", "margins"):
             np.testing.assert_array_equal(getattr(mine, name), getattr(wanted, name), name)
+
+
+@settings(max_examples=8, deadline=None)
+@given(configs, st.integers(0, 1000))
+def test_published_weights_are_read_as_bfloat16_and_computed_with_in_float32(config: ModelConfig, seed: int):
+    model = made(config, seed)
+    for parameter in model.parameters():
+        parameter.data = parameter.bfloat16().float()
+    with pytest.MonkeyPatch.context() as patch:
+        engines = list[Engine]()
+        for cached in (1 << 30, 0):
+            patch.setattr("composer_nb.trainer.engine.CACHED_BYTES", cached)
+            engines.append(Engine(model, stop=NEVER, slots=4, max_length=32, seed=seed))
+    assert [engine._packed.output.dtype for engine in engines] == [np.float32, np.uint16]
+    wide, halved = (conversation(engine, [[1], [1, 2, 3]]) for engine in engines)
+    for mine, wanted in zip(halved[:4], wide[:4], strict=True):
+        assert mine.token_ids == wanted.token_ids and list(mine.logprobs) == list(wanted.logprobs)
+
+
+def test_weights_that_bfloat16_does_not_hold_stay_as_they_are(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("composer_nb.trainer.engine.CACHED_BYTES", 0)
+    packed = pack(made(ModelConfig(vocab_size=20), 0))
+    assert packed is not None and packed.output.dtype == np.float32
+    with pytest.raises(ValueError, match="bfloat16"):
+        narrow(np.array([1.0, 1.0 + 2**-8], np.float32))
 
 
 def test_only_what_it_covers_goes_through_it(monkeypatch: pytest.MonkeyPatch):
