@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.grading.grade import Grade
-from composer_nb.harness.policy import Request
+from composer_nb.harness.policy import Request, Trace
 from composer_nb.harness.rollout import Kind, Rollout, Segment
 from composer_nb.harness.tasks.task import Task
 from composer_nb.trainer.engine import Engine
@@ -34,7 +34,27 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 96,
     "rope_theta": 700.0,
 }
+NEVER = frozenset[int]()
+Played = dict[int, tuple[list[int], list[float], Trace]]
+"""Rollouts by number: tokens, log-probabilities and what the engine recorded."""
 TESTS = "from f import f\n\n\ndef test_0():\n    assert f(1) == 2\n"
+
+
+def ask(rollout: int, ids: Sequence[int], most: int = 6, **given: Any) -> Request:
+    return Request(rollout=rollout, token_ids=list(ids), max_tokens=most, **given)
+
+
+def prompt(size: int, seed: int = 0) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(0, 60, size)]
+
+
+def same(found: Played, wanted: Played) -> None:
+    """To the last bit."""
+    assert found.keys() == wanted.keys()
+    for number, (ids, logprobs, trace) in found.items():
+        assert (ids, logprobs) == wanted[number][:2]
+        for each in fields(Trace):
+            np.testing.assert_array_equal(getattr(trace, each.name), getattr(wanted[number][2], each.name), each.name)
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ class EnvSettings:
 
     @property
     def boxed(self) -> bool:
-        """Whether rollouts may have a sandbox of their own."""
+        """True if rollouts may have a sandbox of their own."""
         return self.path is not None or self.toolset.needs_sandbox
 
 

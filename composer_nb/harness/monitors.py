@@ -17,7 +17,7 @@ from pydantic import Field
 
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.rewards import called
-from composer_nb.harness.syntax import literal_eval, parse
+from composer_nb.harness.syntax import literal_eval, nodes_of
 from composer_nb.harness.tasks.functions import is_test
 
 Detector = Callable[[Attempt], bool]
@@ -91,17 +91,9 @@ def _changed(done: Attempt) -> Iterator[tuple[str, str]]:
     return ((path, text) for path, text in done.rollout.files.items() if files.get(path) != text)
 
 
-def _nodes(text: str) -> list[ast.AST]:
-    """Return the nodes of a module; none for one that cannot be parsed."""
-    try:
-        return list(ast.walk(parse(text)))
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return []
-
-
 def _given(text: str) -> Iterator[str]:
     """Yield the plain values that the calls of a module are given."""
-    for call in _nodes(text):
+    for call in nodes_of(text):
         for given in call.args if isinstance(call, ast.Call) else ():
             yield from _plain(ast.walk(given))
         if isinstance(call, ast.Call):
@@ -110,7 +102,7 @@ def _given(text: str) -> Iterator[str]:
 
 def _cases(text: str) -> Iterator[str]:
     """Yield the plain values that a module compares with or looks up; a string that spells a value is that value."""
-    for node in _nodes(text):
+    for node in nodes_of(text):
         if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq | ast.In | ast.Is):
             parts: Sequence[ast.AST | None] = [node.left, *node.comparators]
         elif isinstance(node, ast.Dict):
@@ -136,7 +128,7 @@ def _plain(nodes: Sequence[ast.AST] | Iterator[ast.AST]) -> Iterator[str]:
 def _strength(text: str) -> int:
     """Return the assertions of a test file less what it skips."""
     count = 0
-    for node in _nodes(text):
+    for node in nodes_of(text):
         name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
         count += isinstance(node, ast.Assert) or name.startswith("assert") or name == "raises"
         count -= name in ("skip", "skipif", "xfail", "importorskip", "skipTest")

@@ -114,7 +114,7 @@ class Turn:
 
 
 class Hint(NamedTuple):
-    """What the policy is to read before one turn of a segment."""
+    """A text that the policy is to read before one turn of a segment."""
 
     start: int
     """First token of the turn."""

@@ -19,6 +19,14 @@ def parse(text: str) -> ast.Module:
         return ast.parse(text)
 
 
+def nodes_of(text: str) -> list[ast.AST]:
+    """Return the nodes of a module; none if it cannot be parsed."""
+    try:
+        return list(ast.walk(parse(text)))
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return []
+
+
 def literal_eval(text: str | ast.expr) -> Any:
     """Return a value like `ast.literal_eval`. Raises what `parse` does."""
     with _ALONE:

@@ -1,4 +1,4 @@
-"""Which base to train: the three evaluations by which Composer 2 chose its own (arXiv 2603.24477, appendix B).
+"""Choose a base to train by the three evaluations by which Composer 2 chose its own (arXiv 2603.24477, appendix B).
 
     fresh knowledge   questions about code that its makers wrote lately; share answered right
     state tracking    a file after many diffs (as LoCoDiff); mean edits between the answer and the file, in characters
@@ -72,7 +72,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Which parameters does this function have?"""
+    """A function, and the question which parameters it has."""
 
     prompt: str
     choices: tuple[str, ...]
@@ -89,7 +89,7 @@ class History:
 
     @property
     def prompt(self) -> str:
-        """What the model reads."""
+        """The text that the model reads."""
         changes = "".join(f"# change {number}\n{diff}" for number, diff in enumerate(self.diffs, 1))
         return f"# first version\n{self.start}{END}{changes}# last version\n"
 
@@ -202,7 +202,7 @@ def rebuilt(base: Base, histories: Sequence[History], slots: int = 16) -> list[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measures:
-    """How much of each evaluation."""
+    """The size of each evaluation."""
 
     bytes: int = 40_000
     """Of the codebase, at most."""

@@ -32,7 +32,7 @@ EVERY_S, LATEST_S = 3.0, 300.0
 
 
 class Tracker(Protocol):
-    """Where figures go. May raise whatever its library raises."""
+    """A place for figures. May raise whatever its library raises."""
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         """Take figures of a step; their names begin with its stage."""
@@ -136,7 +136,7 @@ def parse(names: str) -> list[str]:
 
 @dataclass(slots=True)
 class Sent:
-    """What a tracker has got."""
+    """The lines and steps that a tracker has got."""
 
     offset: int = 0
     """Bytes of metrics.jsonl."""

@@ -294,7 +294,7 @@ class Engine:
         return logits.index_select(0, self._row_S)
 
     def _sizes(self, slots: Sequence[Slot]) -> NDArray[np.int64]:
-        """How many of its pending tokens each slot forwards in this step: one, and the rest in order of priority."""
+        """Return the number of pending tokens that each slot forwards in this step: one, and the rest in order of priority."""
         sizes, left = np.ones(len(slots), np.int64), self.step_tokens - len(slots)
         for place in sorted(range(len(slots)), key=lambda place: slots[place].priority):
             more = min(len(slots[place].pending) - 1, left)

@@ -59,7 +59,7 @@ class CurriculumSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What decides the order of a run's prompts, besides its tasks and records."""
+    """All that decides the order of a run's prompts, besides its tasks and records."""
 
     seed: str
     prompts: int = 1

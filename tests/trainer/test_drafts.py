@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +12,15 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from tiny_models import NEVER, Played, ask, prompt, same
 from torch import Tensor
 
 from composer_nb.cli import main
-from composer_nb.harness.policy import Completion, Drawn, Request, Trace
+from composer_nb.harness.policy import Completion, Drawn
 from composer_nb.policies import open_engine
 from composer_nb.trainer.drafts import FILE, Draft, DraftingEngine, divergence, load_draft, save_draft, train_draft
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.transformer import Model
-
-NEVER = frozenset[int]()
-Played = dict[int, tuple[list[int], list[float], Trace]]
-
-
-def ask(rollout: int, ids: Sequence[int], most: int = 12, **given: Any) -> Request:
-    return Request(rollout=rollout, token_ids=list(ids), max_tokens=most, **given)
-
-
-def prompt(size: int, seed: int = 0) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(0, 60, size)]
 
 
 class Told(Draft):
@@ -82,10 +71,7 @@ def test_whatever_the_head_says_all_that_is_recorded_is_as_without_it(make_model
     engine = DraftingEngine(model, head_of(model, scale=scale), stop=frozenset({7, 11}), **size)
     found = play(engine)
     assert engine.proposed > 20 and (scale > 0 or engine.accepted > 0)
-    for number, (ids, logprobs, trace) in found.items():
-        assert (ids, logprobs) == wanted[number][:2], "to the last bit"
-        for each in fields(Trace):
-            np.testing.assert_array_equal(getattr(trace, each.name), getattr(wanted[number][2], each.name), each.name)
+    same(found, wanted)
 
 
 def test_without_the_compiled_kernel_too(make_model):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,23 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import NEVER, Played, ask, prompt, same
 from torch import Tensor
 
-from composer_nb.harness.policy import Drawn, Request, Trace
+from composer_nb.harness.policy import Drawn, Trace
 from composer_nb.kernels.attention.cached import cached_attention_reference
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.transformer import Model, ModelConfig
-
-NEVER = frozenset[int]()
-Played = dict[int, tuple[list[int], list[float], Trace]]
-
-
-def ask(rollout: int, ids: Sequence[int], most: int = 6, **given: int) -> Request:
-    return Request(rollout=rollout, token_ids=list(ids), max_tokens=most, **given)
-
-
-def prompt(size: int, seed: int = 0) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(0, 60, size)]
 
 
 def play(engine: Engine, prompts: Sequence[list[int]], turns: int = 2) -> Played:
@@ -41,15 +31,6 @@ def play(engine: Engine, prompts: Sequence[list[int]], turns: int = 2) -> Played
             ids[done.rollout] += [*news[done.rollout], *done.token_ids]
             logprobs[done.rollout] += done.logprobs
     return {number: (ids[number], logprobs[number], engine.release(number)) for number in ids}
-
-
-def same(found: Played, wanted: Played) -> None:
-    """To the last bit."""
-    assert found.keys() == wanted.keys()
-    for number, (ids, logprobs, trace) in found.items():
-        assert (ids, logprobs) == wanted[number][:2]
-        for each in fields(Trace):
-            np.testing.assert_array_equal(getattr(trace, each.name), getattr(wanted[number][2], each.name), each.name)
 
 
 @pytest.mark.parametrize("step_tokens", [5, 6, 13, 40])

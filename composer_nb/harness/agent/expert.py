@@ -273,22 +273,12 @@ class _Play:
         return next((one(c) for c in reversed(calls) if isinstance(c, ToolCall) and c.name == "read_file"), None)
 
 
-class ScriptedPolicy:
-    """Plays one script a rollout. Deterministic, for tests and demonstrations without a model.
+class WithoutModel:
+    """A policy that writes by rule what a model would sample. A rollout is answered at once and leaves no trace."""
 
-    Where it is asked for a summary it writes a `digest`, and reads the file again that it read last. Raises ValueError when a
-    script ends before its agent does.
-    """
-
-    def __init__(
-        self, renderer: ChatRenderer, script: Callable[[int], Script], capacity: int = 256, chained: bool = False
-    ) -> None:
-        """`chained`: rollouts may have several segments, so a script is kept when a segment ends."""
-        self.renderer, self.script, self.capacity, self.chained = renderer, script, capacity, chained
-        self._plays: dict[int, _Play] = {}
-        self._live: set[int] = set()
+    def __init__(self, renderer: ChatRenderer, capacity: int = 256) -> None:
+        self.renderer, self.capacity = renderer, capacity
         self._requests: list[Request] = []
-        self._queries = [renderer.ask(text) for text in renderer.queries.values()]
 
     def submit(self, request: Request) -> None:
         self._requests.append(request)
@@ -299,24 +289,52 @@ class ScriptedPolicy:
 
     def release(self, rollout: int) -> Trace:
         self._requests = [request for request in self._requests if request.rollout != rollout]
+        return Trace()
+
+    def written(self, request: Request) -> list[int]:
+        """Return the turn that answers a request, which may be longer than it allows."""
+        raise NotImplementedError
+
+    def _answer(self, request: Request) -> Completion:
+        return unsampled(request.rollout, self.written(request)[: request.max_tokens])
+
+
+def unsampled(rollout: int, token_ids: Sequence[int]) -> Completion:
+    """Return a completion that no model wrote."""
+    size = len(token_ids)
+    return Completion(rollout=rollout, token_ids=list(token_ids), logprobs=[0.0] * size, policy_versions=[-1] * size)
+
+
+class ScriptedPolicy(WithoutModel):
+    """Plays one script a rollout. Deterministic, for tests and demonstrations without a model.
+
+    Where it is asked for a summary it writes a `digest`, and reads the file again that it read last. Raises ValueError when a
+    script ends before its agent does.
+    """
+
+    def __init__(
+        self, renderer: ChatRenderer, script: Callable[[int], Script], capacity: int = 256, chained: bool = False
+    ) -> None:
+        """`chained`: rollouts may have several segments, so a script is kept when a segment ends."""
+        super().__init__(renderer, capacity)
+        self.script, self.chained = script, chained
+        self._plays: dict[int, _Play] = {}
+        self._live: set[int] = set()
+        self._queries = [renderer.ask(text) for text in renderer.queries.values()]
+
+    def release(self, rollout: int) -> Trace:
         self._live.discard(rollout)
         if not self.chained and (play := self._plays.pop(rollout, None)):
             play.script.close()
-        return Trace()
+        return super().release(rollout)
 
     def _answer(self, request: Request) -> Completion:
         try:
-            token_ids = self._written(request)[: request.max_tokens]
+            return super()._answer(request)
         except StopIteration:
             raise ValueError(f"the script of rollout {request.rollout} ended before its agent") from None
-        return Completion(
-            rollout=request.rollout,
-            token_ids=token_ids,
-            logprobs=[0.0] * len(token_ids),
-            policy_versions=[-1] * len(token_ids),
-        )
 
-    def _written(self, request: Request) -> list[int]:
+    def written(self, request: Request) -> list[int]:
         root = first_segment(request.rollout)
         begins = request.rollout not in self._live
         self._live.add(request.rollout)

@@ -92,7 +92,7 @@ class Defined(NamedTuple):
 
 
 class Names(NamedTuple):
-    """What a module defines: its functions, and names by kind."""
+    """The functions and names, by kind, that a module defines."""
 
     functions: tuple[Defined, ...] = ()
     names: frozenset[tuple[str, str]] = frozenset()

@@ -86,7 +86,7 @@ class ToolSet:
 
     @property
     def needs_sandbox(self) -> bool:
-        """Whether these tools work only in a sandbox: those of the product do, tiny ones and your own in plain files too."""
+        """True if these tools work only in a sandbox: those of the product do, tiny ones and your own in plain files too."""
         return any(tool in TOOLS for tool in self.tools.values())
 
     def only(self, names: Collection[str]) -> ToolSet:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from composer_nb.harness.grading.source import Function
-from composer_nb.harness.syntax import parse
+from composer_nb.harness.syntax import nodes_of
 from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.audit.probes import Files
@@ -62,10 +62,10 @@ def untold(task: Task, start: Files, gold: Files) -> list[str]:
     made: set[str] = set()
     for path, data in gold.items():
         if path.endswith(".py") and data != start.get(path):
-            made |= {path.rpartition("/")[2].removesuffix(".py"), *_defined(_nodes(data.decode("utf-8", "replace")))}
+            made |= {path.rpartition("/")[2].removesuffix(".py"), *_defined(nodes_of(data.decode("utf-8", "replace")))}
     used: set[str] = set()
     for path, text in task.tests.items():
-        for node in _nodes(text) if path.endswith(".py") else ():
+        for node in nodes_of(text) if path.endswith(".py") else ():
             if isinstance(node, ast.ImportFrom):
                 used |= {*(node.module or "").split("."), *(alias.name for alias in node.names)}
             elif isinstance(node, ast.Import):
@@ -83,14 +83,6 @@ def _defined(nodes: Iterable[ast.AST]) -> Iterator[str]:
             yield node.attr
 
 
-def _nodes(text: str) -> Iterable[ast.AST]:
-    """Return the nodes of a module; none if it is not Python."""
-    try:
-        return list(ast.walk(parse(text)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ()
-
-
 def readable(task: Task, start: Files) -> Mapping[str, str]:
     """Return the texts that an agent can read, by place."""
     rest = {
@@ -103,7 +95,7 @@ def readable(task: Task, start: Files) -> Mapping[str, str]:
 def _asserted(path: str, text: str, failed: Sequence[str]) -> set[str]:
     """Return the lines that assert something, of the tests that failed if any is known by its id."""
     names = {name.partition("[")[0].rpartition("::")[2] for name in failed if name.startswith(f"{path}::")}
-    tests = [node for node in _nodes(text) if isinstance(node, Function) and node.name in names]
+    tests = [node for node in nodes_of(text) if isinstance(node, Function) and node.name in names]
     parts = [ast.get_source_segment(text, node) or "" for node in tests] if failed else [text]
     return {line for part in parts for line in _lines(part) if "assert" in line}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -104,7 +104,7 @@ def probes(task: Task, start: Files, gold: Files) -> Iterator[Probe]:
         yield Probe(name="all files deleted", files={})
     before = {path: _python(start.get(path, b"")) for path in code}
     stubs = {
-        name: {**gold, **{path: _stubbed(text, before[path], lambda _, body=body: body) for path, text in code.items()}}  # type: ignore[misc]
+        name: {**gold, **{path: _stubbed(text, before[path], body) for path, text in code.items()}}
         for name, body in LAZY.items()
     }
     for name, files in stubs.items():
@@ -187,17 +187,18 @@ def _python(data: bytes) -> str:
 
 def _functions(text: str) -> dict[str, str]:
     """Return the text of each function that is in no other, by its qualified name."""
-    found = {}
+    return {name: ast.unparse(node) for name, node in _outermost(parse(text).body)}
 
-    def visit(body: Sequence[ast.stmt], base: str) -> None:
-        for node in body:
-            if isinstance(node, ast.ClassDef):
-                visit(node.body, f"{base}{node.name}.")
-            elif isinstance(node, Function):
-                found[base + node.name] = ast.unparse(node)
 
-    visit(parse(text).body, "")
-    return found
+def _outermost(
+    body: Sequence[ast.stmt], base: str = ""
+) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Yield the functions that are in no other, with their qualified names."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield from _outermost(node.body, f"{base}{node.name}.")
+        elif isinstance(node, Function):
+            yield base + node.name, node
 
 
 def _changed(text: str, before: str) -> set[str]:
@@ -207,21 +208,14 @@ def _changed(text: str, before: str) -> set[str]:
     return names or set(_functions(text))
 
 
-def _stubbed(text: str, before: str, body_of: Callable[[ast.FunctionDef | ast.AsyncFunctionDef], str]) -> bytes:
-    """Return a module whose changed functions have another body: the given one, or an empty one for their first argument."""
+def _stubbed(text: str, before: str, body: str) -> bytes:
+    """Return a module whose changed functions have another body; an empty one stands for their first argument."""
     names, tree = _changed(text, before), parse(text)
-
-    def visit(body: Sequence[ast.stmt], base: str) -> None:
-        for node in body:
-            if isinstance(node, ast.ClassDef):
-                visit(node.body, f"{base}{node.name}.")
-            elif isinstance(node, Function) and base + node.name in names and not node.name.startswith("__"):
-                given = [
-                    each.arg for each in (*node.args.posonlyargs, *node.args.args) if each.arg not in ("self", "cls")
-                ]
-                node.body = parse(f"def f():\n {body_of(node) or 'return ' + (given or ['None'])[0]}").body[0].body  # type: ignore[attr-defined]
-
-    visit(tree.body, "")
+    for name, node in _outermost(tree.body):
+        if name in names and not node.name.startswith("__"):
+            arguments = (each.arg for each in (*node.args.posonlyargs, *node.args.args))
+            given = next((each for each in arguments if each not in ("self", "cls")), "None")
+            node.body = parse(f"def f():\n {body or f'return {given}'}").body[0].body  # type: ignore[attr-defined]
     return (ast.unparse(tree) + "\n").encode()
 
 

@@ -1,4 +1,4 @@
-"""What ways to end a segment cost and lose, counted over finished attempts of `seeker.Seeker`."""
+"""Costs and losses of the ways to end a segment, counted over finished attempts of `seeker.Seeker`."""
 
 from __future__ import annotations
 

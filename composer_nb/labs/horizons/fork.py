@@ -16,6 +16,7 @@ import numpy as np
 
 from composer_nb.harness.agent.chat import User
 from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.agent.expert import unsampled
 from composer_nb.harness.agent.turns import News, Spoken, TokenSpeaker
 from composer_nb.harness.attempt import Agent, Attempt
 from composer_nb.harness.policy import Completion, Policy, Request, Trace
@@ -55,22 +56,17 @@ def fork(
     turn or a summary that the rollout does not have, and for a message of more than limits.turn_tokens."""
     said = messages_before(done.rollout, turn)
     if summary:
-        said[summary_before(done.rollout, turn)[0]] = _completion(summary)
+        said[summary_before(done.rollout, turn)[0]] = unsampled(0, summary)
     if len(message) > (most := agent.limits.turn_tokens):
         raise ValueError(f"the message has {len(message)} tokens, and limits.turn_tokens={most}")
     if message:
-        said = [*said, _completion(message)]
+        said = [*said, unsampled(0, message)]
     speaker = partial(Again, stored=done.rollout, said=said, hint=hint)
     jobs = [agent.attempt(done.task, number, speaker) for number in range(count)]
     found = dict(drive(jobs, policy, executor))
     attempts = tuple(found[number] for number in range(count))
     head = head_before(done.rollout, turn)
     return Fork(turn=turn, attempts=attempts, exact=all(_begins(each.rollout, head) for each in attempts))
-
-
-def _completion(token_ids: Sequence[int]) -> Completion:
-    none = len(token_ids)
-    return Completion(rollout=0, token_ids=[*token_ids], logprobs=[0.0] * none, policy_versions=[-1] * none)
 
 
 def turns_of(rollout: Rollout) -> list[tuple[int, int]]:

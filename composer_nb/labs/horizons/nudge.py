@@ -1,4 +1,4 @@
-"""What a hint would change at one turn of a stored rollout, token by token, before anything is trained."""
+"""The effect of a hint at one turn of a stored rollout, token by token, before anything is trained."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 
 from composer_nb.harness.agent.chat import ChatRenderer, Said
-from composer_nb.harness.agent.expert import substitution
+from composer_nb.harness.agent.expert import WithoutModel, substitution
 from composer_nb.harness.agent.scripts import turn
 from composer_nb.harness.agent.summary import PROMPTED
-from composer_nb.harness.policy import Completion, Request, Trace
+from composer_nb.harness.policy import Request, Trace
 from composer_nb.harness.tasks.miniatures import ENUMERABLE
 from composer_nb.harness.tasks.repairs import neighbours, split_at
 from composer_nb.harness.tools.tool_call import ToolCall
@@ -72,41 +72,24 @@ def summarise(context: str, long: bool) -> str:
     return "\n".join(f"{title}\n{told.get(n) or 'none'}" for n, title in enumerate(titles, 1))
 
 
-class Seeker:
+class Seeker(WithoutModel):
     """The policy: `seek` as tokens of a chat format, and `summarise` where it is asked for a summary."""
 
-    capacity = 256
-
     def __init__(self, renderer: ChatRenderer) -> None:
-        self.renderer = renderer
+        super().__init__(renderer)
         self._contexts: dict[int, list[int]] = {}
-        self._asked: list[Request] = []
         self._queries = {kind: self.renderer.ask(text) for kind, text in renderer.queries.items()}
 
-    def submit(self, request: Request) -> None:
-        self._asked.append(request)
-
-    def step(self) -> list[Completion]:
-        asked, self._asked = self._asked, []
-        return [self._answer(request) for request in sorted(asked, key=lambda request: request.rollout)]
-
     def release(self, rollout: int) -> Trace:
-        self._asked = [request for request in self._asked if request.rollout != rollout]
         self._contexts.pop(rollout, None)
-        return Trace()
+        return super().release(rollout)
 
-    def _answer(self, request: Request) -> Completion:
+    def written(self, request: Request) -> list[int]:
         read = self._contexts.setdefault(request.rollout, [])
         read += request.token_ids
         context = self.renderer.tokenizer.decode(read, skip_special_tokens=False)
         kind = next((kind for kind, query in self._queries.items() if read[-len(query) :] == query), "")
-        written = self.renderer.encoded([summarise(context, kind == "prompted"), self.renderer.end]) if kind else None
-        token_ids = (written or self.renderer.turn(seek(context)))[: request.max_tokens]
+        summary = self.renderer.encoded([summarise(context, kind == "prompted"), self.renderer.end]) if kind else None
+        token_ids = (summary or self.renderer.turn(seek(context)))[: request.max_tokens]
         read += token_ids
-        unknown = len(token_ids)
-        return Completion(
-            rollout=request.rollout,
-            token_ids=token_ids,
-            logprobs=[0.0] * unknown,
-            policy_versions=[-1] * unknown,
-        )
+        return token_ids

@@ -1,4 +1,4 @@
-"""What more machines would give: recorded runs replayed under other loads, and the arithmetic of a fleet.
+"""The gain of more machines: recorded runs replayed under other loads, and the arithmetic of a fleet.
 
 Recorded.of_run(run) or .read(table)  →  replace(load or schedule)  →  simulate  →  sweep (figure)
 Fleet(...)                            →  Little's law, bytes, seconds, dollars: closed forms of what was assumed
@@ -28,7 +28,7 @@ _COLORS = (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """What the RL of a run recorded of its own speed."""
+    """The speed of a run's RL, as it recorded it."""
 
     load: Load
     schedule: Schedule

@@ -33,7 +33,7 @@ REPORT, DROPPED = "report.json", "dropped.csv"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusSettings:
-    """What a file must be like, and how documents are cut."""
+    """Conditions that a file must meet, and how documents are cut."""
 
     seed: int = 0
     """Draws what is held out, and the permutations of MinHash."""

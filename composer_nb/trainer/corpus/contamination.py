@@ -1,4 +1,4 @@
-"""Which files hold a part of the tasks that a model will be scored on: their requests, gold patches and hidden tests.
+"""Find files that hold a part of the tasks that a model will be scored on: their requests, gold patches and hidden tests.
 
 A file is contaminated if it shares a run of `n` tokens with one of them (as in arXiv 2005.14165, appendix C, on tokens of code).
 What the workspace of a task shows is no secret: of a solution only the runs count that a change made.

@@ -1,4 +1,4 @@
-"""Which licence a repository states, and whether it may be used.
+"""Find the licence that a repository states, and tell whether it may be used.
 
 The text of a licence is recognised by `identify`, which compares it with those of choosealicense.com. Metadata of the package
 (PEP 639, or the older classifiers and words) say it where no text is recognised. Where both speak, both must be allowed.

@@ -1,4 +1,4 @@
-"""Which files are worth reading: filters by rule, as those of The Stack and StarCoder (arXiv 2211.15533, 2305.06161)."""
+"""Choose files worth reading: filters by rule, as those of The Stack and StarCoder (arXiv 2211.15533, 2305.06161)."""
 
 from __future__ import annotations
 

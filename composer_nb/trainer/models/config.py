@@ -169,7 +169,7 @@ class ModelConfig:
 
     @property
     def qk_norm(self) -> bool:
-        """Whether queries and keys are normalised before they are rotated."""
+        """True if queries and keys are normalised before they are rotated."""
         return self.family in ("qwen3_moe", "qwen3")
 
     @property

@@ -69,7 +69,7 @@ class Group:
 
     @property
     def without_signal(self) -> bool:
-        """Whether it is complete and its rewards are known and equal: none of its rollouts has an advantage."""
+        """True if it is complete and its rewards are known and equal: none of its rollouts has an advantage."""
         rewards = [done.reward for done in self.done.values() if done.reward is not None]
         return self.complete and len(rewards) == self.size and max(rewards) - min(rewards) < 1e-6
 

@@ -30,7 +30,8 @@ from composer_nb.harness.grading.plan import gold_files, job, with_plan
 from composer_nb.harness.grading.source import Function
 from composer_nb.harness.grading.validate import IDS, validate_task
 from composer_nb.harness.sandbox.contract import Backend, SandboxDied
-from composer_nb.harness.syntax import parse
+from composer_nb.harness.syntax import nodes_of, parse
+from composer_nb.harness.tasks.making.changes import changed_lines
 from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, State, prepared
 from composer_nb.harness.tasks.making.options import Running
 from composer_nb.harness.tasks.making.repository import (
@@ -226,7 +227,7 @@ def draft(candidate: Candidate, most_lines: int, running: Running) -> Task | str
         return "no source"
     if not modules:
         return "no tests"
-    size = sum(_changed_lines(before.files.get(path, ""), text) for path, text in solution.items())
+    size = sum(changed_lines(before.files.get(path, ""), text) for path, text in solution.items())
     if size > most_lines:
         return "too much"
     held, _ = prepared(after, running)
@@ -299,11 +300,4 @@ def unnamed(before: Repository, after: Repository, tests: dict[str, str], reques
 
 def _defined(text: str) -> set[str]:
     """Return the names of a module's functions and classes; none if it cannot be parsed."""
-    try:
-        return {node.name for node in ast.walk(parse(text)) if isinstance(node, Function | ast.ClassDef)}
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()
-
-
-def _changed_lines(old: str, new: str) -> int:
-    return sum(line[:1] in "+-" for line in list(difflib.unified_diff(old.splitlines(), new.splitlines(), n=0))[2:])
+    return {node.name for node in nodes_of(text) if isinstance(node, Function | ast.ClassDef)}
