@@ -137,6 +137,8 @@ class MidtrainSettings:
     infill: InfillSettings = field(default_factory=InfillSettings)
     balance: NotNegative = 1e-3
     """Weight of the load-balancing loss."""
+    draft_steps: Count = 0
+    """Steps that train a head beside the mid-trained model, which drafts tokens for `serve`; 0: no head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,18 +50,14 @@ def convert(given: argparse.Namespace) -> int:
 )
 def draft(given: argparse.Namespace) -> int:
     """Train a head that drafts tokens beside a checkpoint: serve then writes faster, and the same."""
-    from composer_nb.trainer.drafts import divergence, rows_of, save_draft, train_draft
+    from composer_nb.trainer.drafts import add_draft, rows_of
     from composer_nb.trainer.models.checkpoint import load_pretrained
 
     if given.steps < 1:
         raise ValueError(f"--steps {given.steps}: at least 1")
-    model, rows = load_pretrained(given.model), rows_of(given.rollouts)
-    held = max(len(rows) // 20, 1)  # the last ones, since a run ends with its newest rollouts
-    head = train_draft(model, rows[:-held] or rows, given.steps)
-    _, same = divergence(model, head, rows[-held:])
-    save_draft(head, given.model)
+    same, held = add_draft(load_pretrained(given.model), rows_of(given.rollouts), given.steps, given.model)
     line = f"{given.model}: of the model's most probable tokens the head names {same:.0%}, on {held} rollouts held out"
-    return emit(given, {"same": float(same), "held_out": held}, lambda: line)
+    return emit(given, {"same": same, "held_out": held}, lambda: line)
 
 
 @command(

@@ -85,6 +85,17 @@ def train_draft(model: Model, rows: Sequence[Sequence[int]], steps: int, *, lr: 
     return head.requires_grad_(False)
 
 
+def add_draft(
+    model: Model, rows: Sequence[Sequence[int]], steps: int, checkpoint: Path, *, seed: int = 0
+) -> tuple[float, int]:
+    """Train a head and write it beside the model's checkpoint. Return how often it names the model's most probable token, and on
+    how many rows: the last twentieth, held out."""
+    held = max(len(rows) // 20, 1)
+    head = train_draft(model, rows[:-held] or rows, steps, seed=seed)
+    save_draft(head, checkpoint)
+    return divergence(model, head, rows[-held:])[1], held
+
+
 def divergence(model: Model, head: Draft, rows: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
     """Return the mean of KL(model ‖ head), in nats a token, and how often both hold the same token for the most probable."""
     device = model.embed.device

@@ -10,6 +10,7 @@ what it would have started from is published under its name too.
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from composer_nb.harness.agent.chat import User
 from composer_nb.harness.bench import bootstrap
 from composer_nb.harness.policy import Request
 from composer_nb.settings import MidtrainSettings
+from composer_nb.trainer.drafts import FILE, add_draft
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.headroom import require_headroom, run_headroom
 from composer_nb.trainer.learning.data import (
@@ -72,6 +74,8 @@ def run_recipe(s: Stages) -> None:
     reinforcement(s)
     evaluate(s, "final")
     compare_numerics(s)
+    if s.settings.midtrain.draft_steps and s.ranks.first:  # whoever checks a draft, it is a guess
+        shutil.copytree(s.weights("midtrained") / FILE.parent, s.weights("final") / FILE.parent, dirs_exist_ok=True)
 
 
 def _train(s: Stages, model: Model, plan: Plan, batches: Iterator[list[Row]], info: dict[str, Any]) -> None:
@@ -117,10 +121,15 @@ def midtrain(s: Stages) -> None:
             info["own_loss_before"] = cross_entropy(model, own[:HELD], s.ranks)
         _train(s, model, midtrain_plan(m, watch), _midtrain_batches(s, own[HELD:]), info)
         s.publish(model, "midtrained")
+        if m.draft_steps and s.ranks.first:
+            shown = [row.token_ids.tolist() for row in _shown(s)]
+            info["draft_same"], _ = add_draft(
+                model, shown, m.draft_steps, s.weights("midtrained"), seed=s.settings.seed
+            )
 
 
 REHEARSED, HELD = 256, 32
-"""Rows of text of the checkpoint's own: those to train on, at most, and those that its loss is measured on."""
+"""Rows of text of the checkpoint's own: those to train on, at most, and those that a loss is measured on."""
 
 
 def _own_text(s: Stages, model: Model) -> list[Row]:

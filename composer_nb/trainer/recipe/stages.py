@@ -61,7 +61,7 @@ class Stages:
         )
 
     def load(self, name: str) -> Model:
-        model = load_pretrained(self.run.path / "weights" / name)
+        model = load_pretrained(self.weights(name))
         model.kernels = self.settings.kernels
         return model
 
@@ -72,9 +72,12 @@ class Stages:
             return model
         return model.on_positions(model.config.stretched(self.settings.extend.factor))
 
+    def weights(self, name: str) -> Path:
+        return self.run.path / "weights" / name
+
     def publish(self, model: Model, name: str) -> None:
         if self.ranks.first:
-            path = self.run.path / "weights" / name
+            path = self.weights(name)
             save_pretrained(model, path, dtype=torch.bfloat16, tokenizer=self.tokenizer_file)
             carry(path, self.settings.env, self.settings.limits)
         self.ranks.barrier()
@@ -82,7 +85,7 @@ class Stages:
     def publish_again(self, name: str, again: str) -> None:
         """Publish the same weights under another name too, for a stage that is left out."""
         if self.ranks.first:
-            link = self.run.path / "weights" / again
+            link = self.weights(again)
             link.unlink(missing_ok=True)
             link.symlink_to(name)
         self.ranks.barrier()

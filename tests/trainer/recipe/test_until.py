@@ -9,8 +9,10 @@ import pytest
 
 from composer_nb.settings import Settings, override
 from composer_nb.trainer.corpus.build import CorpusSettings, make_corpus
+from composer_nb.trainer.drafts import load_draft
 from composer_nb.trainer.learning.data import code_rows, read_corpus
 from composer_nb.trainer.learning.infill import gap_tokens
+from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.recipe.launch import start_or_resume
 from tests.conftest import ROOT, TINY
@@ -41,6 +43,7 @@ def test_mid_training_alone_on_a_corpus_with_gaps(tmp_path: Path):
         "data.code": str(tmp_path / "corpus"),
         "until": "midtrain",
         "midtrain.infill.share": 0.5,
+        "midtrain.draft_steps": 3,
         "ranks": 1,
     }
     settings = override(Settings(), TINY | {"midtrain.code_first": 1.0, "midtrain.steps": 10} | values)
@@ -48,6 +51,8 @@ def test_mid_training_alone_on_a_corpus_with_gaps(tmp_path: Path):
     assert run.finished("midtrain") is not None and run.finished("sft") is None
     points = run.steps("midtrain")
     assert points[-1]["step"] == 10 and np.isfinite(points[-1]["heldout_code_loss"])
+    model = load_pretrained(run.path / "weights/midtrained")
+    assert load_draft(run.path / "weights/midtrained", model) and 0 <= run.finished("midtrain")["draft_same"] <= 1
     tokenizer = load_tokenizer(run.path / "data")
     assert len(set(gap_tokens(tokenizer))) == 3
     heldout = code_rows(read_corpus(str(tmp_path / "corpus")).validation, tokenizer, 1.0, limit=48)
