@@ -16,6 +16,7 @@ import logging
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -187,23 +188,16 @@ def _figures(attempts: Sequence[Attempt]) -> dict[str, Any]:
 
 def publish(store: str, model: Model) -> int:
     """Publish the weights as the store's next version, and return its number."""
-    publisher = Publisher(store, owner=OWNER)
-    try:
-        version = publisher.last + 1
+    with closing(Publisher(store, owner=OWNER)) as publisher:
         files = {"config.json": config_json(model.config, torch.bfloat16).encode()}
-        publisher.publish(version, published(model), files)
-    finally:
-        publisher.close()
-    return version
+        publisher.publish(publisher.last + 1, published(model), files)
+        return publisher.last
 
 
 def revert(store: str, version: int) -> int:
     """Publish the weights of an earlier version again, as the newest, and return its number: whoever follows the store takes them
     at its next look. Raises WeightFault, StoreError."""
     fetched = Receiver(store, name=OWNER).fetch(version)
-    publisher = Publisher(store, owner=OWNER)
-    try:
+    with closing(Publisher(store, owner=OWNER)) as publisher:
         publisher.publish(publisher.last + 1, fetched.tensors, fetched.files)
         return publisher.last
-    finally:
-        publisher.close()

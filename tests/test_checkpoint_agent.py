@@ -292,7 +292,10 @@ def test_a_served_checkpoint_is_offered_the_tools_of_its_training(
     [
         ("{", "damaged"),
         ('{"renderer": "xml", "tools": "tiny"}', "renderer"),
-        ('{"renderer": "compact", "tools": "tiny", "limits": {"turns": 0}}', "limits.turns must be above 0"),
+        (
+            '{"renderer": "compact", "tools": "tiny", "limits": {"turns": 0}}',
+            "limits.turns Input should be greater than",
+        ),
         ('{"renderer": "compact", "tools": "os:abort"}', "trained with the tools of os:abort, which"),
     ],
 )

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.expert import one
 from composer_nb.harness.attempt import Agent, Attempt
 from composer_nb.harness.bench import behaviour, filtered_best_of, run_eval, summarise
 from composer_nb.harness.grading.grade import Grade
@@ -167,8 +168,8 @@ def test_attempts_come_in_order_of_task_whatever_ended_first(
     renderer: CompactRenderer, agent: Agent, task: Task, typist: Callable[..., Any], boxes: Callable[..., Any]
 ) -> None:
     tasks = [task.model_copy(update={"id": f"t{n}"}) for n in range(3)]
-    finish = renderer.render_call(ToolCall(name="finish", arguments={}))
-    read = renderer.render_call(ToolCall(name="read_file", arguments={"path": "f.py"}))
+    finish = renderer.turn(one(ToolCall(name="finish", arguments={})))
+    read = renderer.turn(one(ToolCall(name="read_file", arguments={"path": "f.py"})))
     policy = typist(lambda rollout, turn: read if turn < (5 - rollout) else finish, capacity=3)
     done = list(run_eval(policy, agent, tasks, boxes("1"), 2))
     assert [each.task.id for each in done] == ["t0", "t0", "t1", "t1", "t2", "t2"]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.agent.expert import one
 from composer_nb.harness.attempt import Agent, Attempt
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.policy import Trace
@@ -114,7 +115,7 @@ def test_what_is_written_is_read(task: Task, data: st.DataObject, traced: bool) 
 @pytest.fixture
 def played(agent: Agent, task: Task, typist: Callable[..., Any], boxes: Callable[..., Any]) -> list[Attempt]:
     """Two rollouts that the loop made, without traces."""
-    finish = agent.renderer.render_call(ToolCall(name="finish", arguments={}))
+    finish = agent.renderer.turn(one(ToolCall(name="finish", arguments={})))
     policy = typist(lambda rollout, turn: finish)
     return [done for _, done in drive((agent.attempt(task, n) for n in range(2)), policy, boxes("1"))]
 

@@ -148,10 +148,6 @@ class ChatRenderer(ABC):
         """Render a user's text and the cue for a turn."""
         return self.encoded([*self._user(text), *self._cue()])
 
-    def following(self, text: str) -> list[int]:
-        """Render what follows a turn without calls: a user's text, and the cue for the next turn."""
-        return self.render([User(text=text)], after=True)
-
     def results(self, results: Sequence[Result]) -> list[int]:
         """Render what follows a turn with calls: their results, and the cue for the next turn."""
         return self.render(results, after=True)

@@ -137,17 +137,6 @@ class CompactRenderer(ChatRenderer):
         """Render what follows the agent's `<|end|>`: the answer of the tool, and the cue for the next call."""
         return self.results([Result(id="", text=text)])
 
-    def render_call(self, call: ToolCall) -> list[int]:
-        """Render a turn of one call. Raises ValueError for a call that the format cannot express."""
-        return self.turn(Said(calls=(Written(id="call_0", call=call),)))
-
-    def parse_call(self, token_ids: Sequence[int]) -> ToolCall:
-        """Parse a turn of one call. Raises ToolError (InvalidArguments) for anything else."""
-        for written in self.parse(token_ids).calls:
-            if isinstance(written.call, ToolCall):
-                return written.call
-        raise ToolError("InvalidArguments", "bad call")
-
     def parse(self, token_ids: Sequence[int]) -> Said:
         """Parse a turn: its calls, each or why it cannot be read; without a tool that ends conversations, also a text."""
         cuts = [place for place, token in enumerate(token_ids) if token == self.call]

@@ -11,7 +11,6 @@ from __future__ import annotations
 from composer_nb.harness.tasks.task import Task
 
 MODULE = "ledger.py"
-NAMES = ("parse_amount", "split_evenly", "share", "balance", "owes", "render", "label")
 FAULTY = '''"""Amounts of money, in cents."""
 def parse_amount(text):
     whole, _, cents = text.partition(".")

@@ -24,11 +24,11 @@ from composer_nb.trainer.recipe.prepare import check_inputs
 from composer_nb.trainer.records.rundir import RunDir, create, open_run, provenance
 from composer_nb.trainer.services import LOST
 from composer_nb.trainer.services.capacity import require_room, require_room_for_rl, this_machine
-from composer_nb.trainer.services.head import claim, held, holder
+from composer_nb.trainer.services.head import PROCESS, SILENT, claim, held, holder, last_words
 
 LOCK, SAID = "launch.lock", "said.log"
 """In a run directory: what its launcher holds, and what it said."""
-COMPLETE, SILENT = "the run is complete", "it said nothing"
+COMPLETE = "the run is complete"
 
 
 class RunFailed(RuntimeError):
@@ -262,7 +262,7 @@ def _run_processes(run: RunDir, programs: Mapping[str, tuple[str, ...]], say: Ca
             listener.join(timeout=10)
     if failed is not None:
         name, code = list(programs)[failed], processes[failed].returncode
-        last = _last_line(run.path / f"{name}.log", begins[failed])
+        last = last_words(run.path / f"{name}.log", begins[failed])
         raise RunFailed(f"{_spoken(name)} ended with {code}: {last}", code)
 
 
@@ -279,13 +279,12 @@ def _temporary_folder(journal: Journal) -> Iterator[Path]:
 
 
 def _start(words: Sequence[str], log: IO[bytes], *, heard: bool) -> subprocess.Popen[str]:
-    settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", "composer_nb.trainer.recipe.child", str(os.getpid()), *words],
         stdout=subprocess.PIPE if heard else log,
         stderr=log,
         stdin=subprocess.DEVNULL,
-        env=os.environ | settings,
+        env=os.environ | PROCESS,
         text=True,
     )
 
@@ -318,10 +317,3 @@ def _end(ranks: list[subprocess.Popen[str]]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _last_line(log: Path, begin: int) -> str:
-    """The last line that was written to `log` from byte `begin` on."""
-    text = log.read_bytes()[begin:].decode("utf-8", "replace")
-    lines = [line for line in text.splitlines() if line.strip()]
-    return f"{lines[-1]} ({log})" if lines else f"{SILENT} ({log})"

@@ -39,6 +39,9 @@ START_S = 240.0
 """Seconds that a head may take to start; Ray takes a third of it on a busy machine."""
 END_S = 30.0
 POLL_S = 0.5
+PROCESS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+"""Environment of a process that computes and writes a log."""
+SILENT = "it said nothing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,11 +169,16 @@ def begin(
         ended = process.poll() is not None and holder(lock) is None
         if ended or time.monotonic() > deadline:
             process.kill()
-            said = log.read_bytes()[start:].decode("utf-8", "replace").strip().splitlines() or ["it said nothing"]
             why = f"ended with {process.returncode}" if ended else f"did not start within {longest:.0f} s"
-            return f"{why}: {said[-1]} ({log})"
+            return f"{why}: {last_words(log, start)}"
         time.sleep(0.05)
     return ""
+
+
+def last_words(log: Path, begin: int) -> str:
+    """Return the last line that was written to `log` from byte `begin` on, and where it stands."""
+    text = log.read_bytes()[begin:].decode("utf-8", "replace").strip()
+    return f"{text.splitlines()[-1] if text else SILENT} ({log})"
 
 
 def end(lock: Path, pid: int, number: signal.Signals, seconds: float) -> None:
@@ -203,19 +211,13 @@ def claim(lock: Path, tries: int = 20) -> int | None:
 def detach(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     """Runs a module of ours in a session of its own, where it outlives this process; what it prints goes to `log`. A job that
     it was started in does not end it: it holds a lease on its own folder (docs/jobs.md)."""
-    settings = {
-        "COMPOSER_NB_LEASE": str(log.parent),
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",
-    }
     with log.open("ab") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", *words],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
-            env=os.environ | settings,
+            env=os.environ | PROCESS | {"COMPOSER_NB_LEASE": str(log.parent)},
             start_new_session=True,
         )
     threading.Thread(target=process.wait, daemon=True).start()  # no zombie, should it end before this process

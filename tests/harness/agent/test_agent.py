@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from composer_nb.harness.agent.chat import Result, Said, Written
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.agent.expert import ScriptedPolicy, expert
+from composer_nb.harness.agent.expert import ScriptedPolicy, expert, one
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent, Attempt, limits_of
 from composer_nb.harness.policy import Request, Trace
@@ -44,8 +44,8 @@ def run(agent: Agent, task: Task, policy: Any, boxes: Any, count: int = 1) -> li
 
 def calls(renderer: CompactRenderer, *sequence: ToolCall) -> Callable[[int, int], list[int]]:
     """What a Typist writes to make these calls, and tests for ever after."""
-    written = [renderer.render_call(call) for call in sequence]
-    last = renderer.render_call(TEST)
+    written = [renderer.turn(one(call)) for call in sequence]
+    last = renderer.turn(one(TEST))
     return lambda rollout, turn: written[turn] if turn < len(written) else last
 
 
@@ -106,7 +106,7 @@ def test_whatever_is_written_limits_hold_and_everything_is_counted(
         turn_tokens=data.draw(st.integers(1, 40), "turn_tokens"),
         tokens=prompt + data.draw(st.integers(1, 150), "tokens"),
     )
-    good = [renderer.render_call(call) for call in (READ, MEND, TEST, FINISH)]
+    good = [renderer.turn(one(call)) for call in (READ, MEND, TEST, FINISH)]
     token = st.integers(0, renderer.tokenizer.get_vocab_size() - 1)
     wild = st.lists(token, min_size=1, max_size=60)
     turns = data.draw(st.lists(st.sampled_from(good) | wild, min_size=5, max_size=5), "turns written")
@@ -180,7 +180,7 @@ def test_time_runs_out(renderer: CompactRenderer, task: Task, typist: Make, boxe
 @pytest.mark.parametrize("name", ["turns", "turn_tokens", "tokens", "seconds"])
 @pytest.mark.parametrize("value", [0, -1, float("nan")])
 def test_a_limit_is_above_zero(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"limits\.{name} must be above 0"):
+    with pytest.raises(ValueError, match=rf"limits\.{name}=.*: must be "):
         Limits(**{name: value})  # type: ignore[arg-type]
 
 
@@ -287,7 +287,7 @@ def test_agents_are_started_only_when_there_is_room(agent: Agent, task: Task, ty
 
 
 def test_a_caller_that_stops_early_leaves_nothing_behind(agent: Agent, task: Task, typist: Make, boxes: Make) -> None:
-    policy = typist(lambda n, turn: agent.renderer.render_call(FINISH if n == 0 else READ), capacity=3)
+    policy = typist(lambda n, turn: agent.renderer.turn(one(FINISH if n == 0 else READ)), capacity=3)
     runs = [agent.attempt(task, n) for n in range(5)]
     results = drive(runs, policy, boxes("1"))
     assert next(results)[0] == 0
@@ -352,7 +352,7 @@ def test_demonstrations_are_token_for_token_what_was_said(
         for place, turn in enumerate(done.rollout.turns):
             assert turn.error is None
             arguments = json.loads(turn.call)
-            expected += renderer.render_call(ToolCall(name=arguments["name"], arguments=arguments["arguments"]))
+            expected += renderer.turn(one(ToolCall(name=arguments["name"], arguments=arguments["arguments"])))
             if place + 1 < len(done.rollout.turns):
                 expected += renderer.observation(turn.observation)
         assert segment.token_ids.tolist() == expected

@@ -115,7 +115,7 @@ def test_a_turn_is_cut_where_the_policy_has_to_stop(renderer: CompactRenderer) -
     policy = ScriptedPolicy(renderer, lambda n: script_of(READ))
     policy.submit(Request(rollout=0, token_ids=renderer.prompt("x"), max_tokens=3))
     [completion] = policy.step()
-    assert completion.token_ids == renderer.render_call(READ)[:3]
+    assert completion.token_ids == renderer.turn(one(READ))[:3]
     assert completion.logprobs == [0.0] * 3 and completion.policy_versions == [-1] * 3
 
 

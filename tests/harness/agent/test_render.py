@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -33,6 +34,14 @@ CALLS = (
 QUICK = settings(max_examples=150)
 
 
+def the_call(renderer: CompactRenderer, token_ids: Sequence[int]) -> ToolCall:
+    """Return the call of a turn of one, or raise ToolError."""
+    calls = [written.call for written in renderer.parse(token_ids).calls]
+    if len(calls) == 1 and isinstance(calls[0], ToolCall):
+        return calls[0]
+    raise ToolError("InvalidArguments", "bad call")
+
+
 def specials(renderer: CompactRenderer) -> set[int]:
     return {renderer.tokenizer.token_to_id(token) for token in SPECIALS}
 
@@ -40,10 +49,10 @@ def specials(renderer: CompactRenderer) -> set[int]:
 @QUICK
 @given(call=CALLS)
 def test_a_call_survives_the_way_there_and_back(renderer: CompactRenderer, call: ToolCall) -> None:
-    token_ids = renderer.render_call(call)
+    token_ids = renderer.turn(turn_of(call))
     assert token_ids[-1] == renderer.end
     assert set(token_ids[:-1]) & specials(renderer) <= {renderer.to}
-    assert renderer.parse_call(token_ids) == call
+    assert the_call(renderer, token_ids) == call
     ToolSet.tiny().find(call)
 
 
@@ -66,9 +75,9 @@ def test_instruction_observation_and_edit_hold_specials_only_where_the_format_ha
     assert [prompt[0], prompt[1], *prompt[-2:]] == [r.bos, r.user, r.end, r.call]
     assert [token for token in observation if token in specials(r)] == [r.out, r.end, r.call]
     assert [observation[0], *observation[-2:]] == [r.out, r.end, r.call]
-    edit = r.render_call(ToolCall(name="edit_line", arguments={"path": "f.py", "line": 1, "text": text}))
+    edit = r.turn(turn_of(ToolCall(name="edit_line", arguments={"path": "f.py", "line": 1, "text": text})))
     assert [token for token in edit if token in specials(r)] == [r.to, r.end]
-    assert r.parse_call(edit).arguments["text"] == text
+    assert the_call(r, edit).arguments["text"] == text
 
 
 @QUICK
@@ -97,7 +106,7 @@ def test_token_soup_is_a_call_or_an_invalid_one(renderer: CompactRenderer, data:
     soup = [token for part in data.draw(st.lists(piece, max_size=10)) for token in part]
     soup += data.draw(st.sampled_from([[], [r.end]]))
     try:
-        call = r.parse_call(soup)
+        call = the_call(r, soup)
     except ToolError as error:
         assert error.kind == "InvalidArguments"
         return
@@ -115,7 +124,7 @@ def test_token_soup_is_a_call_or_an_invalid_one(renderer: CompactRenderer, data:
 )
 def test_a_body_that_is_almost_a_call_is_invalid(renderer: CompactRenderer, text: str) -> None:
     with pytest.raises(ToolError) as caught:
-        renderer.parse_call([*renderer.encode(text), renderer.end])
+        the_call(renderer, [*renderer.encode(text), renderer.end])
     assert caught.value.kind == "InvalidArguments"
 
 
@@ -124,7 +133,7 @@ def test_a_body_that_is_almost_a_call_is_invalid(renderer: CompactRenderer, text
 )
 def test_a_head_that_is_almost_an_edit_is_invalid(renderer: CompactRenderer, head: str) -> None:
     with pytest.raises(ToolError) as caught:
-        renderer.parse_call([*renderer.encode(head), renderer.to, *renderer.encode("x"), renderer.end])
+        the_call(renderer, [*renderer.encode(head), renderer.to, *renderer.encode("x"), renderer.end])
     assert caught.value.kind == "InvalidArguments"
 
 
@@ -152,16 +161,16 @@ def test_of_several_calls_a_bad_one_leaves_the_others_alone(renderer: CompactRen
 def test_an_edit_names_its_text_once(renderer: CompactRenderer) -> None:
     body = [*renderer.encode("edit f.py 1"), renderer.to, *renderer.encode("x"), renderer.to, *renderer.encode("y")]
     with pytest.raises(ToolError):
-        renderer.parse_call([*body, renderer.end])
+        the_call(renderer, [*body, renderer.end])
 
 
 def test_a_turn_ends_where_the_agent_has_no_business_to_go_on(renderer: CompactRenderer) -> None:
     assert renderer.stop == specials(renderer) - {renderer.to, renderer.call}
     for token in renderer.stop - {renderer.end}:
         with pytest.raises(ToolError):
-            renderer.parse_call([*renderer.encode("test"), token])
+            the_call(renderer, [*renderer.encode("test"), token])
     with pytest.raises(ToolError):
-        renderer.parse_call(renderer.encode("test"))
+        the_call(renderer, renderer.encode("test"))
 
 
 def test_a_tokenizer_without_the_formats_tokens_is_refused() -> None:
@@ -299,7 +308,7 @@ def test_a_conversation_at_once_has_the_tokens_of_its_turns(cursor: CompactRende
     call, end = turn_of(ToolCall(name="read_lints", arguments={})), Said(text="Well?")
     talk = [User(text="fix"), call, Result(id="call_0", text="none"), end, User(text="go on")]
     turns = [*cursor.read([User(text="fix")]), *cursor.turn(call), *cursor.read([Result(id="call_0", text="none")])]
-    assert cursor.render(talk) == [*turns, *cursor.turn(end), *cursor.following("go on")]
+    assert cursor.render(talk) == [*turns, *cursor.turn(end), *cursor.render([User(text="go on")], after=True)]
     assert cursor.read([User(text="fix")], "You fix.") == cursor.prompt("fix")
     assert cursor.render(talk, "You fix.") == cursor.render(talk), "a system text is left out"
 
@@ -328,4 +337,4 @@ def test_another_tool_has_any_whole_number(renderer: CompactRenderer) -> None:
     for seconds in (-1, 12_345_678):
         call = ToolCall(name="wait", arguments={"seconds": seconds, "what": "x"})
         made_for = CompactRenderer(renderer.tokenizer, tools)
-        assert made_for.parse_call(made_for.render_call(call)) == call
+        assert the_call(made_for, made_for.turn(turn_of(call))) == call

@@ -125,7 +125,7 @@ def test_a_summary_that_is_cut_or_holds_calls_is_used_as_it_is_and_trains(
     renderer: CompactRenderer, task: Task, typist: Make, sandboxes: Any
 ) -> None:
     agent = Agent(renderer, limits=replace(LIMITS, turns=5), summary=SummarySettings(trigger=60, tokens=7))
-    reads = renderer.render_call(READ)
+    reads = renderer.turn(one(READ))
     wild = [renderer.call, *renderer.encode("no"), renderer.to, *renderer.encode("a note that is too long to be held")]
     policy = typist(lambda rollout, turn: wild if turn == 2 else reads)
     [(_, done)] = drive([agent.attempt(task, 1)], policy, sandboxes)
@@ -145,7 +145,7 @@ def test_a_summary_that_is_cut_after_its_thinking_is_a_summary_still(
 ) -> None:
     """Its last token tells it from a turn, or the turns after it would be counted one too far."""
     agent = Agent(renderer, limits=replace(LIMITS, turns=4), summary=SummarySettings(trigger=60, tokens=3))
-    reads, cut = renderer.render_call(READ), [*renderer.encode("no"), renderer.to][-3:]
+    reads, cut = renderer.turn(one(READ)), [*renderer.encode("no"), renderer.to][-3:]
     policy = typist(lambda rollout, turn: cut if turn == 2 else reads)
     [(_, done)] = drive([agent.attempt(task, 1)], policy, sandboxes)
     first = done.rollout.segments[0]

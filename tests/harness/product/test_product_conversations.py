@@ -51,7 +51,7 @@ def test_a_conversation_goes_on_in_the_cache_and_another_makes_room(tokenizer: T
         more = [*talk, second.message, {"role": "user", "content": [{"type": "text", "text": "and?"}]}]
         endpoint.complete(more, [TOOL], 400)
         assert policy.asked[2].rollout == policy.asked[0].rollout
-        assert policy.asked[2].token_ids == renderer.following("and?")
+        assert policy.asked[2].token_ids == renderer.render([User(text="and?")], after=True)
         # A call that can not be read is a text; another conversation with other tools is another rollout.
         assert endpoint.complete(start, [], 400).message == {"role": "assistant", "content": "<tool_call>{"}
         assert policy.asked[3].rollout != policy.asked[0].rollout and not policy.released
@@ -145,7 +145,7 @@ def test_a_call_that_nobody_could_read_can_be_told_again(tokenizer: Tokenizer) -
         Conversations(shared, tokenizer, QwenRenderer, 3000)(Asked(messages=more, tools=[TOOL]))  # has not seen it
     prompt, again = ([*each.token_ids] for each in policy.asked)
     assert prompt == renderer.render([User(text="fix f")], "You fix.")
-    assert again == [*prompt, *broken, *renderer.following("what?")]
+    assert again == [*prompt, *broken, *renderer.render([User(text="what?")], after=True)]
 
 
 class Mute(Turns):

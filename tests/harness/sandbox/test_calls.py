@@ -234,7 +234,7 @@ def test_bad_requests_are_refused(change: dict[str, Any], message: str) -> None:
 
 
 def test_limits_are_positive_and_kept() -> None:
-    with pytest.raises(ValueError, match=r"CallLimits\.cpu_s must be above 0"):
+    with pytest.raises(ValueError, match=r"CallLimits\.cpu_s=0: must be greater than 0"):
         CallLimits(cpu_s=0)
     source = "def f(n):\n    return len(bytearray(n << 20))\n"
     with SandboxExecutor(CallLimits(memory_bytes=64 << 20, cpu_s=0.5)) as small:

@@ -10,6 +10,7 @@ import pytest
 
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.agent.expert import one
 from composer_nb.harness.agent.scripts import turn as turn_
 from composer_nb.harness.agent.summary import SummarySettings
 from composer_nb.harness.agent.turns import Limits
@@ -90,7 +91,7 @@ def test_a_hint_is_read_before_the_turn_and_a_message_takes_its_place(stored, ag
             == stored.rollout.segments[number].token_ids[: place - cue].tolist()
         )
     assert not hinted.exact, "the hint stands where the turn began"
-    finish = renderer.render_call(ToolCall(name="finish", arguments={}))
+    finish = renderer.turn(one(ToolCall(name="finish", arguments={})))
     ended = fork(stored, 4, agent, engine(), Boxes(), count=1, message=finish)
     [done] = ended.attempts
     assert ended.exact and done.rollout.stop == "finished"
@@ -98,7 +99,7 @@ def test_a_hint_is_read_before_the_turn_and_a_message_takes_its_place(stored, ag
 
 
 def test_tools_that_answer_otherwise_are_noticed(stored, agent, engine, task: Task) -> None:
-    read = agent.renderer.render_call(ToolCall(name="read_file", arguments={"path": "f.py"}))
+    read = agent.renderer.turn(one(ToolCall(name="read_file", arguments={"path": "f.py"})))
     once = fork(stored, 0, agent, engine(), Boxes(), count=1, message=read).attempts[0]
     assert fork(once, 1, agent, engine(), Boxes(), count=1).exact
     moved = replace(once, task=task.model_copy(update={"files": {**task.files, "f.py": "def f(x):\n    return 1\n"}}))
