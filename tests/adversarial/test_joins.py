@@ -272,6 +272,7 @@ REVIEWED = {
         "trainer/recipe/prepare.py _drop_leaks",
         "trainer/recipe/stages.py tasks",
         "trainer/recipe/stages.py weights",
+        "trainer/recipe/recipe.py run_recipe",
         "trainer/recipe/launch.py _run_processes",
         "trainer/recipe/prepare.py _make_chunk",
         "trainer/recipe/prepare.py make_data",
