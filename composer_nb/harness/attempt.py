@@ -61,7 +61,8 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A policy's side of attempts: its chat format, with the tools and limits that it works under."""
+    """A policy's side of attempts: its chat format, with the tools and limits that it works under. Raises ValueError for limits
+    that have no room for the call for a summary."""
 
     renderer: ChatRenderer
     tools: ToolSet = field(default_factory=ToolSet.tiny)
@@ -70,6 +71,15 @@ class Agent:
     backend: Backend | None = None
     system: str = ""
     summary: SummarySettings = NO_SUMMARIES
+
+    def __post_init__(self) -> None:
+        if self.summary.trigger and self.summary.kind != "truncate":
+            least = self.summary.trigger + len(self.renderer.ask(self.renderer.queries[self.summary.kind]))
+            if least >= self.limits.tokens:
+                raise ValueError(
+                    f"env.summary.trigger={self.summary.trigger} and the call for a summary come to {least} tokens, and "
+                    f"limits.tokens={self.limits.tokens}: raise one or lower the other"
+                )
 
     def place(self, functions: Executor | None = None) -> Environment:
         """Return the tools, limits and sandboxes of its attempts."""

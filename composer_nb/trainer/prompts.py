@@ -202,7 +202,7 @@ def chosen(
         if draw < c.made:
             name = _made(tried, known, parts, rng)
         elif draw < c.made + c.harder and rest:
-            weights = [effort(known[each]) ** POWER for each in rest]
+            weights = [effort(known[each]) ** POWER or 1e-9 for each in rest]  # no effort at all: all alike
             name = rng.choices(rest, weights)[0]
         if name is None and not rest:
             raise ValueError(f"curriculum.*: all {len(known)} tasks are taken by step {step + 1}; raise data.rl_tasks")

@@ -25,7 +25,7 @@ import torch
 
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.grading.grade import Grade
-from composer_nb.harness.monitors import Watch, counts
+from composer_nb.harness.monitors import Watch, counts, forms
 from composer_nb.harness.rewards import Reward, RewardSettings, reward
 from composer_nb.harness.rollout import Hint, Rollout
 from composer_nb.trainer.learning.feedback import with_hints
@@ -254,10 +254,10 @@ def ledger(groups: Sequence[Sequence[Scored]], loss: LossSettings) -> Counter[st
 
 
 def suspects(groups: Sequence[Sequence[Scored]]) -> Counter[str]:
-    """Count this rank's rollouts, their tokens, and what monitors flag among them (`monitors.counts`)."""
+    """Count this rank's rollouts, their tokens, what monitors flag among them and what may drift (`monitors`)."""
     done = [scored.attempt for group in groups for scored in group]
     size = Counter[str](samples=len(done), sampled=sum(each.rollout.sampled for each in done))
-    return size + counts(done)
+    return size + counts(done) + forms(done)
 
 
 def measured(groups: Sequence[Sequence[Scored]], batch: Batch, versions_a_step: int, ranks: Ranks) -> dict[str, Any]:

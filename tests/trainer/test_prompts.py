@@ -88,6 +88,11 @@ def test_kinds_that_took_more_effort_come_more_often() -> None:
     assert shares[0] == 0.5 and shares[1] >= 0.8, "two to the power of two, against one half"
 
 
+def test_kinds_that_took_no_effort_at_all_are_drawn_alike() -> None:
+    tried = [Tried("t0", 0.0, 0.0, 0.0), Tried("t1", 0.0, 0.0, 0.0)]
+    assert len(set(chosen(5, order(harder=1.0), KNOWN, ["t0", "t1"], tried))) == 4
+
+
 def test_effort_counts_turns_and_thinking_alike_and_an_unknown_kind_as_the_mean() -> None:
     tried = [Tried("t0", 2.0, 0.0, 1.0), Tried("t2", 4.0, 0.0, 1.0), Tried("t1", 6.0, 30.0, 0.0)]
     effort = effort_of(tried, KNOWN)

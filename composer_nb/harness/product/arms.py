@@ -11,6 +11,7 @@ import numpy as np
 
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.bench import bootstrap, scores, summarise
+from composer_nb.harness.monitors import flags_of
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tools.toolset import NAMES, SEARCH, ToolSet
 from composer_nb.harness.tools.workspace import Indexes
@@ -61,7 +62,8 @@ def figures(
     """Return the figures of `summarise` that these tools report, and of `greedy` attempts if there are any; besides them
 
     `all_of_k`                   share of tasks that all k attempts solve (pass^k, tau-bench, arXiv 2406.12045)
-    `flagged`, `disqualified`    share of attempts with a flag, and the tasks at which one was tampered with
+    `flagged`, `disqualified`    share of attempts with a flag of the grader or of a monitor, and the tasks at which
+                                 one was tampered with
     `seconds_p50`, `seconds_p95` of a rollout
     `dollars_per_task`           mean of an attempt's tokens at `price`: dollars per million tokens read, and written
 
@@ -81,7 +83,7 @@ def figures(
         **summed,
         **found,
         "all_of_k": float(np.mean([min(each) for each in by_task.values()])),
-        "flagged": float(np.mean([bool(done.grade.flags) for done in attempts if done.grade.known])),
+        "flagged": float(np.mean([bool(done.grade.flags or flags_of(done)) for done in attempts if done.grade.known])),
         "disqualified": sorted({done.task.id for done in attempts if done.grade.status == "tampered"}),
         "seconds_p50": median,
         "seconds_p95": late,

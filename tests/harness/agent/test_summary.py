@@ -113,12 +113,23 @@ def test_the_baselines_are_values_of_one_setting(
         assert set(segment.kind[len(prompt) + len(tail) : first]) == {Kind.OBSERVATION}
 
 
+def test_a_context_without_room_for_the_call_for_a_summary_is_refused(renderer: CompactRenderer) -> None:
+    least = 400 + len(renderer.ask(PROMPTED))
+    given = SummarySettings(kind="prompted", trigger=400)
+    with pytest.raises(
+        ValueError, match=rf"env.summary.trigger=400 .* come to {least} tokens, and limits.tokens={least}"
+    ):
+        Agent(renderer, limits=Limits(tokens=least), summary=given)
+    Agent(renderer, limits=Limits(tokens=least + 1), summary=given)
+    Agent(renderer, limits=Limits(tokens=401), summary=replace(given, kind="truncate"))
+
+
 def test_tokens_are_limited_per_segment_and_over_all(renderer: CompactRenderer, task: Task, sandboxes: Any) -> None:
     whole = long_attempt(renderer, task, sandboxes).rollout.tokens
     done = long_attempt(renderer, task, sandboxes, limits=replace(LIMITS, rollout_tokens=whole // 2))
     assert done.rollout.stop == "tokens" and done.rollout.tokens <= whole // 2 and len(done.rollout.segments) > 1
-    short = long_attempt(renderer, task, sandboxes, limits=replace(LIMITS, tokens=270))
-    assert short.rollout.stop == "tokens" and max(len(s.token_ids) for s in short.rollout.segments) <= 270
+    short = long_attempt(renderer, task, sandboxes, limits=replace(LIMITS, tokens=275))
+    assert short.rollout.stop == "tokens" and max(len(s.token_ids) for s in short.rollout.segments) <= 275
 
 
 def test_a_summary_that_is_cut_or_holds_calls_is_used_as_it_is_and_trains(

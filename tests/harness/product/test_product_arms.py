@@ -19,7 +19,9 @@ def attempt(task: str, passed: bool, **grade: Any) -> Attempt:
     rollout = Rollout(task_id=task, segments=(), turns=(), files={}, stop="finished", counted=(9000, 1000), seconds=2.0)
     known = {"status": "graded", "tests": {"t": passed}} | grade
     return Attempt(
-        task=Task.model_construct(id=task, grader="pytest", metadata={}), rollout=rollout, grade=Grade(**known)
+        task=Task.model_construct(id=task, grader="pytest", metadata={}, files={}, solution={}),
+        rollout=rollout,
+        grade=Grade(**known),
     )
 
 

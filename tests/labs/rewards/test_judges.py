@@ -105,7 +105,7 @@ def test_levels_their_cost_and_the_cache(tmp_path: Path) -> None:
 GARBLED: dict[str, Callable[[str], str | bytes]] = {
     "empty": lambda mark: "",
     "in words": lambda mark: f"The level is 2, and the mark {mark}.",
-    "fenced": lambda mark: f'```json\n{{"mark": "{mark}", "level": 2}}\n```',
+    "two fences": lambda mark: f'```\n```json\n{{"mark": "{mark}", "level": 2}}\n```\n```',
     "words after it": lambda mark: f'{{"mark": "{mark}", "level": 2}} as it is brief',
     "two answers": lambda mark: f'{{"mark": "{mark}", "level": 0}}{{"mark": "{mark}", "level": 2}}',
     "one level twice": lambda mark: f'{{"mark": "{mark}", "level": 0, "level": 2}}',
@@ -133,6 +133,13 @@ def test_a_garbled_answer_is_no_level_and_never_the_lowest(tmp_path: Path) -> No
                 [verdict] = judge.verdicts(COMMUNICATION, [done("I fixed f.py.")])
                 assert verdict.level is None and verdict.why, name
             assert len(here.asked) == 2, name
+
+
+@pytest.mark.parametrize("around", ["```json\n{}\n```", "```\n{}\n```", "<think>0 or 2?</think>\n\n{}\n"])
+def test_a_fence_around_an_answer_and_thinking_before_it_are_left_out(tmp_path: Path, around: str) -> None:
+    with served(lambda question: around.format(fair(question)), tmp_path, answer_tokens=900) as (judge, here):
+        assert judge.verdicts(COMMUNICATION, [done("I fixed f.py.")])[0].level == 2
+        assert judge.verdicts(COMMUNICATION, [done("I fixed f.py.")])[0].kept and here.asked[0]["max_tokens"] == 900
 
 
 def test_a_slow_judge_gives_no_level(tmp_path: Path) -> None:
