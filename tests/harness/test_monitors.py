@@ -107,8 +107,9 @@ def test_a_task_that_asks_for_tests_may_change_them() -> None:
     assert flags_of(done({"test_f.py": "def test_0():\n    assert True\n"}, task=task)) == ["deleted_assertions"]
 
 
-def test_files_of_an_image_are_no_changes() -> None:
-    task = TASK.model_copy(update={"image": "repo:1", "files": {}})
+def test_files_of_an_image_are_no_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Task, "image", property(lambda self: True))
+    task = TASK.model_copy(update={"files": {}})
     assert flags_of(done({"conftest.py": "", "lib/run.py": "import sys\nsys._getframe(1)\n"}, task=task)) == []
 
 

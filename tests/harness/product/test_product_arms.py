@@ -18,11 +18,8 @@ from composer_nb.harness.tasks.task import Task
 def attempt(task: str, passed: bool, **grade: Any) -> Attempt:
     rollout = Rollout(task_id=task, segments=(), turns=(), files={}, stop="finished", counted=(9000, 1000), seconds=2.0)
     known = {"status": "graded", "tests": {"t": passed}} | grade
-    return Attempt(
-        task=Task.model_construct(id=task, grader="pytest", metadata={}, files={}, solution={}),
-        rollout=rollout,
-        grade=Grade(**known),
-    )
+    made = Task.model_construct(id=task, grader="pytest", metadata={}, files={}, solution={})
+    return Attempt(task=made, rollout=rollout, grade=Grade(**known))
 
 
 def test_a_row_by_hand() -> None:
