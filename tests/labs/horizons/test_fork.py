@@ -10,19 +10,18 @@ import pytest
 
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.agent.expert import one
+from composer_nb.harness.agent.expert import WithoutModel, one
 from composer_nb.harness.agent.scripts import turn as turn_
 from composer_nb.harness.agent.summary import SummarySettings
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent, Attempt
-from composer_nb.harness.policy import Completion, Request
+from composer_nb.harness.policy import Request
 from composer_nb.harness.rewards import Reward
 from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
 from composer_nb.harness.store import pack_attempt
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.labs.horizons.fork import ablate, fork, head_before, summary_before, turns_of
-from composer_nb.labs.horizons.seeker import Seeker
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.rl import Scored, to_streams
 
@@ -114,16 +113,15 @@ def test_a_turn_that_is_not_there_is_refused(stored, agent, engine) -> None:
     ]
 
 
-class Reader(Seeker):
+class Reader(WithoutModel):
     """Reads a file in every turn; its summary has a thought and three lines, one of them twice."""
 
-    def _answer(self, request: Request) -> Completion:
+    def written(self, request: Request) -> list[int]:
         r = self.renderer
-        said = r.encoded(["I think", r.to, "f fails\nnice day\nf fails", r.end])
-        asked = r.ask(r.queries["self"]) == request.token_ids[-len(r.ask(r.queries["self"])) :]
-        ids = said if asked else r.turn(turn_([ToolCall(name="read_file", arguments={"path": "f.py"})]))
-        none = len(ids)
-        return Completion(rollout=request.rollout, token_ids=ids, logprobs=[0.0] * none, policy_versions=[-1] * none)
+        query = r.ask(r.queries["self"])
+        if request.token_ids[-len(query) :] == query:
+            return r.encoded(["I think", r.to, "f fails\nnice day\nf fails", r.end])
+        return r.turn(turn_([ToolCall(name="read_file", arguments={"path": "f.py"})]))
 
 
 def test_a_summary_is_rolled_out_again_without_each_of_its_lines(tokenizer, task: Task) -> None:
