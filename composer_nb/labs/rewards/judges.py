@@ -1,6 +1,6 @@
 """Rubric judges: a model scores one aspect of stored rollouts, and how far it agrees with labels.
 
-    judge = RubricJudge(endpoint=Endpoint(url="http://127.0.0.1:8000/v1", temperature=0.0), folder=Path("judged"))
+    judge = RubricJudge(endpoint=open_endpoint("http://127.0.0.1:8000/v1", temperature=0.0), folder=Path("judged"))
     verdicts = judge.verdicts(COMMUNICATION, attempts)
     found = agreement([verdict.level for verdict in verdicts], labels)
 
