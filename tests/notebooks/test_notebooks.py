@@ -26,8 +26,6 @@ SHORTER = {
 ON_ONE_PAGE = ("00_minimal_loop",)
 """Notebooks whose subject is the code itself: they define what others import, in cells that follow one another."""
 SEE = "*What you should see here:*"
-UNCLOSED = ("02_mid_training", "04_reward_design")
-"""Notebooks whose figures are explained before them, not after."""
 WALKTHROUGHS = [path for path in NOTEBOOKS if path.stem not in ON_ONE_PAGE]
 
 
@@ -161,8 +159,7 @@ def test_it_runs_on_the_example(path: Path, tmp_path: Path):
     assert [out for out in outputs if out.output_type == "error" or out.get("name") == "stderr"] == []
     drawn = [place for place, cell in enumerate(done.cells) if "image/png" in str(cell.get("outputs"))]
     assert drawn
-    if path.stem not in UNCLOSED:
-        assert [done.cells[place].source for place in drawn if not done.cells[place + 1].source.startswith(SEE)] == []
+    assert [done.cells[place].source for place in drawn if not done.cells[place + 1].source.startswith(SEE)] == []
     assert [files_below(folder) for folder in EXAMPLES] == before
 
 
