@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, Self, cast
 
@@ -57,23 +58,31 @@ def _own(name: str) -> Own:
         if first not in sys.modules and find_spec(first) is None:
             sys.path += {os.getcwd()} - {*sys.path}
         return _only(getattr(import_module(module), kind))
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ValueError(
-            f"env.tasks={name!r}: neither a path nor MODULE:CLASS that can be imported ({error})"
-        ) from None
+    except (Exception, SystemExit) as error:
+        said = f"env.tasks={name!r}: neither a path nor MODULE:CLASS that can be imported"
+        raise ValueError(f"{said} ({error!r})") from None
+
+
+def fault(what: str, error: BaseException) -> ValueError:
+    """Return what to raise where code of an environment of one's own raised `error`, or exited: one line with the place."""
+    places = [at for at in traceback.extract_tb(error.__traceback__) if at.filename != __file__]
+    where = f" ({places[-1].filename}:{places[-1].lineno})" if places else ""
+    return ValueError(f"{what} ended in {type(error).__name__}: {str(error).partition(chr(10))[0]}{where}")
 
 
 def tasks_of(name: str, own: Own) -> list[Task]:
-    """Return the tasks of an environment of one's own. Raises ValueError for what its class did wrong, with the place."""
+    """Return the tasks of an environment of one's own. Raises ValueError for what its class does wrong."""
     told = f"env.tasks={name!r}:"
+    if not isinstance(tools := getattr(own, "tools", ToolSet.tiny()), ToolSet):
+        raise ValueError(f"{told} tools must be a ToolSet, and is {type(tools).__name__}")
+    try:
+        signature(getattr(own, "reward", lambda rollout, grade: 0.0)).bind(None, None)
+    except TypeError as error:
+        raise ValueError(f"{told} reward must be called as reward(rollout, grade): {error}") from None
     try:
         tasks = list(own.tasks())
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        first = str(error).partition("\n")[0]
-        raise ValueError(
-            f"{told} tasks() ended in {type(error).__name__}: {first} ({place.filename}:{place.lineno})"
-        ) from error
+    except (Exception, SystemExit) as error:
+        raise fault(f"{told} tasks()", error) from error
     if not tasks:
         raise ValueError(f"{told} tasks() has no task")
     if wrong := [task for task in tasks if not isinstance(task, Task)]:

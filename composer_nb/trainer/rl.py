@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.environment import fault
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.monitors import Watch, counts, forms
 from composer_nb.harness.rewards import Reward, RewardSettings, reward
@@ -161,10 +162,13 @@ def score_groups(
 
 
 def reward_of(done: Attempt, rewards: RewardSettings, own: OwnReward | None) -> Reward:
-    """Return the reward of an attempt. Raises ValueError for one of an own environment that is no finite number."""
+    """Return the reward of an attempt. Raises ValueError for an own one that fails or is no finite number."""
     if own is None:
         return reward(done.rollout, done.grade, rewards)
-    total = own(done.rollout, done.grade)
+    try:
+        total = own(done.rollout, done.grade)
+    except (Exception, SystemExit) as error:
+        raise fault(f"env.tasks: reward(rollout, grade) of {done.task.id}", error) from error
     if not isinstance(total, int | float | np.number) or not np.isfinite(total):
         raise ValueError(
             f"env.tasks: reward(rollout, grade) must return a finite number; {done.task.id} got {total!r:.80}"

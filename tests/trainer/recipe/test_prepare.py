@@ -358,29 +358,67 @@ def test_an_environment_of_ones_own_may_lie_in_the_current_folder(
 
 
 FAULTS = {
-    "Nothing": ("return None", "tasks\\(\\) ended in TypeError: 'NoneType' object is not iterable"),
+    "Nothing": ("return None", "tasks\\(\\) ended in TypeError: 'NoneType' object is not iterable$"),
     "Raises": ("raise ValueError('boom\\nand more')", r"tasks\(\) ended in ValueError: boom \(.*faulty_env.py:\d+\)"),
+    "Exits": ("raise SystemExit(0)", r"tasks\(\) ended in SystemExit: 0 \(.*faulty_env.py:\d+\)"),
     "Empty": ("return []", r"tasks\(\) has no task"),
     "Texts": ("return ['fix f']", r"tasks\(\) must give Tasks, and gave str"),
     "Twice": ("return [TASK, TASK]", r"tasks\(\) gives the id 'own-0' more than once"),
 }
 
 
-@pytest.mark.parametrize("name", [*FAULTS, "Needs", "Without"])
+CLASSES = {
+    "Needs": ("def __init__(self, x): ...", "can be imported .*missing 1 required"),
+    "Breaks": ("def __init__(self): raise RuntimeError('no data')", "can be imported .*RuntimeError.*no data"),
+    "Leaves": ("def __init__(self): raise SystemExit(0)", "can be imported .*SystemExit"),
+    "Without": ("pass", "ended in AttributeError: .*'tasks'"),
+    "Names": ("tasks = lambda self: [TASK]; tools = ['grep']", "tools must be a ToolSet, and is list"),
+    "Number": ("tasks = lambda self: [TASK]; reward = 1.0", r"reward must be called as reward\(rollout, grade\)"),
+    "Short": ("tasks = lambda self: [TASK]; reward = lambda self, x: 1", r"reward must be called as .*too many"),
+}
+
+
+@pytest.mark.parametrize("name", [*FAULTS, *CLASSES])
 def test_what_an_environment_of_ones_own_does_wrong_is_one_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     classes = [f"class {each}:\n    def tasks(self):\n        {body}\n" for each, (body, _) in FAULTS.items()]
-    classes += ["class Needs:\n    def __init__(self, x): ...\n", "class Without:\n    pass\n"]
+    classes += [f"class {each}:\n    {body}\n" for each, (body, _) in CLASSES.items()]
     head = "from tests.trainer.recipe.test_prepare import own\nTASK = own(0)\n"
     (tmp_path / "faulty_env.py").write_text(head + "\n".join(classes))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "faulty_env", raising=False)
-    more = {"Needs": "can be imported .*missing 1 required", "Without": "ended in AttributeError: .*'tasks'"}
-    why = FAULTS[name][1] if name in FAULTS else more[name]
+    [_, why] = (FAULTS | CLASSES)[name]
     with pytest.raises(ValueError, match=f"^env.tasks='faulty_env:{name}': .*{why}") as caught:
         own_tasks(EnvSettings(tasks=f"faulty_env:{name}"))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["def", "raise SystemExit(0)", "raise RuntimeError('no\\nluck')"])
+def test_a_module_that_ends_while_it_is_imported_is_named(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_env.py").write_text(f"{text}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match="^env.tasks='broken_env:Mine': neither a path nor MODULE:CLASS .*$") as caught:
+        own_tasks(EnvSettings(tasks="broken_env:Mine"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [KeyError("lines"), SystemExit(0)])
+def test_an_own_reward_that_ends_is_named_with_its_place(mine: EnvSettings, error: BaseException) -> None:
+    [task, *_] = own_tasks(mine)
+    rollout = Rollout(task_id=task.id, segments=(), turns=(), files={}, stop="finished")
+
+    def breaks(rollout: Rollout, grade: Grade) -> float:
+        raise error
+
+    told = rf"reward\(rollout, grade\) of {task.id} ended in {type(error).__name__}: .* \(.*test_prepare.py:\d+\)$"
+    with pytest.raises(ValueError, match=told):
+        score_groups(
+            [[Attempt(task=task, rollout=rollout, grade=Grade(status="graded"))]],
+            *(RewardSettings(), LossSettings(), breaks),
+        )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "good", [1.0]])
