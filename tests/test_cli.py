@@ -216,6 +216,23 @@ def test_an_interrupted_tour_says_how_to_go_on(tmp_path: Path, monkeypatch: pyte
     assert saved["seed"] == 5 and (tmp_path / "tour" / "run.db").is_file()
 
 
+def test_an_interrupted_rl_says_whether_there_is_anything_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    from composer_nb.trainer.recipe import launch
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "start_or_resume", interrupt)
+    weights = str(Path(__file__).parents[1] / "data" / "example" / "weights" / "final")
+    call = ["rl", "--model", weights, "--tasks", "generated", "--out", str(tmp_path / "r"), "--track", ""]
+    assert cli.main(call) == 130 and "interrupted; the run had not begun" in capsys.readouterr().err
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "settings.json").write_text("{}")
+    assert cli.main(call) == 130 and "interrupted; resume with the same command" in capsys.readouterr().err
+
+
 def test_the_scripted_expert_solves_everything(tasks: Path, tmp_path: Path, capsys: Any):
     kept = ["--greedy", "--out", str(tmp_path / "out"), "--json"]
     assert cli.main(["eval", "--policy", "scripted:expert", "--tasks", str(tasks), "--samples", "2", *kept]) == 0

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from composer_nb.harness.agent.chat import ChatRenderer
+from composer_nb.harness.agent.chat import ChatRenderer, User
 from composer_nb.harness.agent.driver import Job, Seat
 from composer_nb.harness.agent.loop import LIMITS, Conversation, Told, conversation, converse
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
@@ -86,17 +86,22 @@ class Agent:
         own = {name: getattr(self, name) for name in ("tools", "limits", "backend", "clock")}
         return Environment(functions=functions, **own)
 
+    def begin(self, task: Task) -> tuple[Limits, ChatRenderer]:
+        """Return the limits and the chat format of attempts. Raises ValueError for a prompt that leaves no room to answer."""
+        limits, offered = limits_of(task, self.limits), tools_of(task, self.tools)
+        renderer = self.renderer if offered is self.tools else self.renderer.offering(offered.schemas)
+        if (size := len(renderer.read([User(text=task.instruction)], self.system))) >= (most := limits.tokens):
+            raise ValueError(f"task {task.id}: its prompt has {size} tokens, and limits.tokens={most}")
+        return limits, renderer
+
     def attempt(self, task: Task, rollout: int, speaks: Callable[..., TokenSpeaker] = TokenSpeaker) -> Job[Attempt]:
         """Return the job of an attempt by a policy that continues tokens. `rollout` names it to the policy and decides its random
         draws; `speaks` makes what takes the turns. The job raises ValueError for a task that cannot run here, and for a prompt
         that leaves no room to answer."""
 
         def job(seat: Seat[Any]) -> Attempt:
-            limits, offered = limits_of(task, self.limits), tools_of(task, self.tools)
-            renderer = self.renderer if offered is self.tools else self.renderer.offering(offered.schemas)
+            limits, renderer = self.begin(task)
             speaker = speaks(renderer, rollout, limits, seat.ask, seat.release, self.system, self.summary)
-            if (size := speaker.prompt_size(task.instruction)) >= (most := limits.tokens):
-                raise ValueError(f"task {task.id}: its prompt has {size} tokens, and limits.tokens={most}")
             opened = replace(self.place(seat), opened=lambda session: seat.at_drop.append(session.abort))
             return attempt(task, opened, speaker)
 

@@ -70,12 +70,13 @@ def save_packed(path: Path, packed: Sequence[bytes], columns: Mapping[str, Seque
     """Write attempts that `pack_attempt` has made bytes of, as `save_attempts` does."""
     arrays = [load(data) for data in packed]
     rows = [each | json.loads(each["row"].tobytes()) for each in arrays]
-    if len({len(each["route_valid"]) > 0 for each in arrays}) > 1:
+    traced = [each for each in arrays if len(each["route_valid"])]
+    if traced and any(len(each["token_ids"]) > len(each["route_valid"]) for each in arrays):
         raise ValueError(f"{path}: some of these rollouts have a trace and some have none; store them apart")
     own = {name: pa.array([row[name] for row in rows], kind) for name, kind in _COLUMNS.items()}
     table = pa.table(own | dict(columns or {}))
     empty = Trace()
-    tensors = {name: np.concatenate([each[name] for each in arrays] or [getattr(empty, name)]) for name in _TENSORS}
+    tensors = {name: np.concatenate([each[name] for each in traced] or [getattr(empty, name)]) for name in _TENSORS}
     for target, write in (
         (path.with_suffix(".safetensors"), lambda part: save_file(tensors, part)),
         (path, lambda part: pq.write_table(table, part, compression="zstd")),

@@ -109,7 +109,9 @@ def rl(given: argparse.Namespace) -> int:
         with terminate_as_interrupt(), Tracking(given.out, trackers):
             run = start_or_resume(None, chosen, runs=given.out.parent, name=given.out.name, resume=True, say=log.info)
     except KeyboardInterrupt:
-        print("interrupted; resume with the same command", file=sys.stderr)
+        begun = (given.out / "settings.json").is_file()
+        told = "resume with the same command" if begun else "the run had not begun"
+        print(f"interrupted; {told}", file=sys.stderr)
         return 130
     return _reported(run, given.out)
 

@@ -122,10 +122,6 @@ class TokenSpeaker:
     def _name(self) -> int:
         return self.rollout + len(self._segments) * SEGMENT_STRIDE
 
-    def prompt_size(self, instruction: str) -> int:
-        """Return the tokens that a conversation begins with."""
-        return len(self.renderer.read([User(text=instruction)], self.system))
-
     def say(self, news: News, until: float) -> Spoken | None:
         begun = self._transcript.token_ids or self._kept
         news_ids = self.renderer.read(news, self.system)

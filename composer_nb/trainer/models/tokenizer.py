@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,12 +57,10 @@ def load_tokenizer(path: Path, needed: Sequence[str] = SPECIALS) -> Tokenizer:
     file = path / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file}: a checkpoint needs its tokenizer beside it")
-    text = file.read_text(encoding="utf-8")
     try:
-        json.loads(text)  # the library would raise a bare Exception
-    except ValueError as error:
+        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as error:  # the library raises nothing else
         raise ValueError(f"{file}: damaged ({error}); fetch or write it again") from None
-    tokenizer = Tokenizer.from_str(text)
     if missing := [token for token in needed if tokenizer.token_to_id(token) is None]:
         raise ValueError(f"{file}: lacks the tokens {missing}")
     return tokenizer

@@ -61,8 +61,11 @@ def start_or_resume(
     machine has no room for them; RunBusy when somebody else runs it; RunFailed when a rank ends with an error. Ctrl-C ends the
     ranks and leaves the run ready to resume.
     """
-    begun = _begun(runs / name, settings or Settings(), say) if resume and run_dir is None else None
+    others = list[str]()
+    begun = _begun(runs / name, settings or Settings(), others.append) if resume and run_dir is None else None
     run = begun or (new_run(runs, name, settings or Settings()) if run_dir is None else open_run(run_dir))
+    for line in others:  # now that there is a new run
+        say(line)
     if run.excerpt is not None:
         settle(run, settings)
         say(f"{run.path} is an excerpt of a complete run: it is shown, not resumed")
@@ -142,13 +145,17 @@ def _launch(run: RunDir, settings: Settings, say: Callable[[str], None]) -> None
     _reap(run, say)
     run.clean()
     _require_room(run, settings)
-    last = "eval_control" if settings.control_steps else "numerics"
-    if run.finished(last if settings.until == "rl" else settings.until) is None:
+    last = settings.until if settings.until != "rl" else "eval_control" if settings.control_steps else "numerics"
+    if run.finished(last) is None:
         _run_ranks(run, settings.ranks, say)
     if settings.services.on and settings.until == "rl" and not settings.control_steps and run.finished("rl") is None:
         with held(settings.services.address):
             _run_services(run, say)
         _run_ranks(run, settings.ranks, say)
+    if run.finished(last) is None:
+        raise RunFailed(
+            f"its processes ended with 0 before the run was complete: code of its tasks or rewards exits ({run.path / SAID})"
+        )
     seconds = time.perf_counter() - start
     say(f"{COMPLETE} after {seconds:.0f} s: {run.path}")
 

@@ -61,7 +61,11 @@ def check_inputs(settings: Settings) -> None:
         except (OSError, ValueError) as error:
             raise ValueError(f"model.start={model.start!r} with env.renderer={renderer!r}: {error}") from None
     if settings.env.path:
-        deal_tasks(own_tasks(settings.env), settings.data)
+        deal_tasks(tasks := own_tasks(settings.env), settings.data)
+        if model.start:
+            agent = make_agent(settings.env, tokenizer, settings.limits)
+            for task in tasks:
+                agent.begin(task)
 
 
 def make_tokenizer(s: Stages) -> None:

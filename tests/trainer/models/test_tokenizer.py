@@ -70,8 +70,9 @@ def test_a_tokenizer_without_our_special_tokens_is_refused(tokenizer: Tokenizer,
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("keep", [0, 300])
-def test_a_damaged_tokenizer_is_named(tokenizer: Tokenizer, tmp_path: Path, keep: int):
-    (tmp_path / "tokenizer.json").write_text(tokenizer.to_str()[:keep])
+@pytest.mark.parametrize("keep", [0, 300, "{}", "[]", '{"model": {"type": "of another library"}}', b"\xff"])
+def test_a_damaged_tokenizer_is_named(tokenizer: Tokenizer, tmp_path: Path, keep: int | str | bytes):
+    text = tokenizer.to_str()[:keep] if isinstance(keep, int) else keep
+    (tmp_path / "tokenizer.json").write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(ValueError, match=r"tokenizer.json: damaged"):
         load_tokenizer(tmp_path)

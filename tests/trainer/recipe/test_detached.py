@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,14 @@ def run(tmp_path: Path) -> RunDir:
 def test_what_a_run_says_can_be_read_elsewhere_and_how_it_ended(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     assert follow(run.path, said.append) == "dead" and not said
-    monkeypatch.setattr(launch, "_run_ranks", lambda run, world, say: [say(f"step {n}") for n in range(30)])
     here: list[str] = []
+
+    def ranks(run: RunDir, world: int, say: Callable[[str], None]) -> None:
+        for n in range(30):
+            say(f"step {n}")
+        run.finish("numerics", 0.0, {})
+
+    monkeypatch.setattr(launch, "_run_ranks", ranks)
     start_or_resume(run.path, say=here.append)
     assert follow(run.path, said.append) == "complete"
     assert said == here[-20:] and said[-1].startswith("the run is complete")
@@ -54,9 +61,11 @@ def test_what_a_run_says_can_be_read_elsewhere_and_how_it_ended(run: RunDir, mon
         raise RunFailed("rank 0 ended with 1: oh")
 
     monkeypatch.setattr(launch, "_run_ranks", failing)
+    other = create(run.path.parent, "other")
+    write_json(other.path / "settings.json", run.settings())
     with pytest.raises(RunFailed):
-        start_or_resume(run.path, say=here.append)
-    assert follow(run.path, said.append, lines=1) == "dead" and said[-1] == "rank 0 ended with 1: oh"
+        start_or_resume(other.path, say=here.append)
+    assert follow(other.path, said.append, lines=1) == "dead" and said[-1] == "rank 0 ended with 1: oh"
 
 
 def test_a_live_run_is_followed_until_it_is_stopped(run: RunDir) -> None:

@@ -58,11 +58,17 @@ def quiet(line: str) -> None:
     """Says nothing."""
 
 
+def go(run: Path) -> None:
+    """Start a run whose ranks do nothing and end with 0: that is never a run that is complete."""
+    with pytest.raises(RunFailed, match=r"ended with 0 before the run was complete: .*said\.log"):
+        start_or_resume(run, say=quiet)
+
+
 def test_a_batch_that_is_called_again_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_launch", lambda run, settings, say: None)
     said: list[str] = []
 
-    def call(**dotted: int) -> RunDir:
+    def call(**dotted: object) -> RunDir:
         settings = override(Settings(), {"seed": 1, **dotted})
         return start_or_resume(None, settings, runs=tmp_path / "runs", resume=True, say=said.append)
 
@@ -70,6 +76,9 @@ def test_a_batch_that_is_called_again_goes_on_with_its_run(tmp_path: Path, monke
     assert call().path == first.path and not said
     other = call(seed=2)
     assert other.path != first.path and len(said) == 1 and first.path.name in said[0]
+    with pytest.raises(FileNotFoundError, match="no task file"):
+        call(**{"env.tasks": str(tmp_path / "nowhere")})
+    assert len(said) == 1, "what is refused is no new run"
     made = other.path / "provenance.json"
     write_json(made, json.loads(made.read_text()) | {"package_digest": "another"})
     assert call(seed=2).path != other.path
@@ -89,8 +98,8 @@ def test_a_second_launcher_is_refused_until_the_first_is_dead(run: RunDir, no_ra
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     holder.stdout.close()
-    start_or_resume(run.path, say=quiet)
-    start_or_resume(run.path, say=quiet)
+    go(run.path)
+    go(run.path)
 
 
 def test_a_launcher_is_refused_in_its_own_process_too(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +110,7 @@ def test_a_launcher_is_refused_in_its_own_process_too(run: RunDir, monkeypatch: 
         done.wait(20)
 
     monkeypatch.setattr(launch, "_run_ranks", ranks)
-    first = threading.Thread(target=start_or_resume, args=(run.path,), kwargs={"say": quiet})
+    first = threading.Thread(target=go, args=(run.path,))
     first.start()
     try:
         assert started.wait(20)
@@ -115,13 +124,13 @@ def test_a_launcher_is_refused_in_its_own_process_too(run: RunDir, monkeypatch: 
 def test_a_launcher_that_failed_frees_its_run(run: RunDir, no_ranks: None) -> None:
     with pytest.raises(ValueError, match="other settings"):
         start_or_resume(run.path, Settings(seed=99), say=quiet)
-    start_or_resume(run.path, say=quiet)
+    go(run.path)
 
 
 def test_the_ranks_do_not_hold_the_lock(run: RunDir, worker: Path, tmp_path: Path) -> None:
     """Otherwise a child that outlives its launcher would keep everybody out."""
     worker.write_text(f"#!/bin/sh\nls -l /proc/$$/fd > {tmp_path}/open-$8\n")
-    start_or_resume(run.path, say=quiet)
+    go(run.path)
     for rank in range(2):
         held = (tmp_path / f"open-{rank}").read_text()
         assert f"rank{rank}.log" in held and "launch.lock" not in held
@@ -146,7 +155,7 @@ def test_last_words_are_of_this_launch(run: RunDir, worker: Path, program: str, 
 
 def test_the_journal_names_ranks_and_folder_while_they_are_there(run: RunDir, worker: Path, tmp_path: Path) -> None:
     worker.write_text(f"#!/bin/sh\nsleep 0.3\ncat {run.path}/journal/*.jsonl > {tmp_path}/seen-$8\n")
-    start_or_resume(run.path, say=quiet)
+    go(run.path)
     seen = (tmp_path / "seen-0").read_text()
     assert seen.count('"kind": "process"') == 2 and seen.count('"kind": "directory"') == 1
     assert f'"run_id": "{run.path.name}"' in seen

@@ -286,6 +286,15 @@ def test_a_checkpoint_rehearses_what_it_wrote_itself(
         override(Settings(), {"midtrain.rehearsal": 0.5})
 
 
+def test_a_prompt_without_room_to_answer_is_named_before_anything_starts(checkpoint: Path, tmp_path: Path) -> None:
+    long = own(3, instruction="many words " * 400)
+    save_tasks([own(0), own(1), own(2), long], tmp_path / "own.jsonl")
+    values = ALONE | {"model.start": str(checkpoint), "env.tasks": str(tmp_path / "own.jsonl")}
+    with pytest.raises(ValueError, match=r"^task own-3: its prompt has \d+ tokens, and limits.tokens=512$"):
+        new_run(tmp_path / "runs", "run", override(Settings(), values))
+    assert not (tmp_path / "runs").exists()
+
+
 # The order of RL
 
 

@@ -99,7 +99,7 @@ def test_no_stage_of_a_run_begins_without_room(tmp_path: Path, small: None):
 
 
 def test_a_run_that_only_has_to_be_scored_is_not_asked(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(launch, "_run_ranks", lambda run, world, say: None)
+    monkeypatch.setattr(launch, "_run_ranks", lambda run, world, say: run.finish("numerics", 0.0, {}))
     run = create(tmp_path, "tour")
     write_json(run.path / "settings.json", to_dict(override(Settings(), {"services.on": False})))
     for stage in ("sft", "rl"):
