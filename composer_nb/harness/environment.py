@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.files import write_json
+from composer_nb.harness.rewards import fault
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, SandboxExecutor
 from composer_nb.harness.sandbox.contract import WORKSPACE, Backend, SandboxUnavailable
@@ -61,13 +61,6 @@ def _own(name: str) -> Own:
     except (Exception, SystemExit) as error:
         said = f"env.tasks={name!r}: neither a path nor MODULE:CLASS that can be imported"
         raise ValueError(f"{said} ({error!r})") from None
-
-
-def fault(what: str, error: BaseException) -> ValueError:
-    """Return what to raise where code of an environment of one's own raised `error`, or exited: one line with the place."""
-    places = [at for at in traceback.extract_tb(error.__traceback__) if at.filename != __file__]
-    where = f" ({places[-1].filename}:{places[-1].lineno})" if places else ""
-    return ValueError(f"{what} ended in {type(error).__name__}: {str(error).partition(chr(10))[0]}{where}")
 
 
 def tasks_of(name: str, own: Own) -> list[Task]:

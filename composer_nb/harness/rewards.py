@@ -12,9 +12,11 @@ gradient.
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import Any, cast
 
 from composer_nb.harness.grading.grade import Grade
@@ -164,6 +166,14 @@ class RewardSettings:
         nothing = Rollout(task_id="", segments=(), turns=(), files={}, stop="tokens")
         for done in ((nothing, Grade(status="graded")), *seen):
             reward(*done, self)
+
+
+def fault(what: str, error: BaseException) -> ValueError:
+    """Return what to raise where a user's code raised `error`, or exited: one line with the place in that code."""
+    ours = str(Path(__file__).parents[1])
+    places = [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(ours)]
+    where = f" ({places[-1].filename}:{places[-1].lineno})" if places else ""
+    return ValueError(f"{what} ended in {type(error).__name__}: {str(error).partition(chr(10))[0]}{where}")
 
 
 def _weighted(name: str, weight: float, rollout: Rollout, grade: Grade) -> float:

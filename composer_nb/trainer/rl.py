@@ -24,10 +24,9 @@ import numpy as np
 import torch
 
 from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.environment import fault
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.monitors import Watch, counts, forms
-from composer_nb.harness.rewards import Reward, RewardSettings, reward
+from composer_nb.harness.rewards import Reward, RewardSettings, fault, reward
 from composer_nb.harness.rollout import Hint, Rollout
 from composer_nb.trainer.learning.feedback import with_hints
 from composer_nb.trainer.learning.learner import share
