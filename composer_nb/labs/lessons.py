@@ -28,7 +28,7 @@ def raw_streams(groups: Sequence[Sequence[Scored]]) -> Groups:
     for group in groups:
         values = torch.tensor([scored.reward.total for scored in group], dtype=torch.float32)
         shares = advantages(values).tolist()
-        raw = [replace(scored, advantage=a, phases=()) for scored, a in zip(group, shares, strict=True)]
+        raw = [replace(scored, advantage=a) for scored, a in zip(group, shares, strict=True)]
         made.append([stream for scored in raw for stream in to_streams(scored)])
     return made
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Protocol
 
@@ -32,7 +32,6 @@ from composer_nb.trainer.learning.feedback import with_hints
 from composer_nb.trainer.learning.learner import share
 from composer_nb.trainer.learning.loss import LossSettings, advantages
 from composer_nb.trainer.learning.packing import Stream
-from composer_nb.trainer.learning.phases import failures_before, phase_advantages, token_phases
 from composer_nb.trainer.learning.ranks import Ranks
 
 Hinter = Callable[[Rollout], list[list[Hint]]]
@@ -51,8 +50,6 @@ class Scored:
     attempt: Attempt
     reward: Reward
     advantage: float
-    phases: tuple[float, ...] = ()
-    """Advantage of each phase (`phases.py`); they sum to `advantage`. Empty: the whole rollout has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +154,7 @@ def score_groups(
 ) -> list[list[Scored]]:
     """Return the groups with rewards and advantages. `own`: the reward of an environment, in place of the weighted terms."""
     totals = [[reward_of(done, rewards, own) for done in group] for group in groups]
-    return _with_phases([_scored(g, given, loss) for g, given in zip(groups, totals, strict=True)], loss)
+    return [_scored(g, given, loss) for g, given in zip(groups, totals, strict=True)]
 
 
 def reward_of(done: Attempt, rewards: RewardSettings, own: OwnReward | None) -> Reward:
@@ -180,19 +177,7 @@ def shuffle_rewards(groups: list[list[Scored]], loss: LossSettings, rng: Random)
     totals = [scored.reward for group in groups for scored in group]
     rng.shuffle(totals)
     rest = iter(totals)
-    shuffled = [_scored([s.attempt for s in group], [next(rest) for _ in group], loss) for group in groups]
-    return _with_phases(shuffled, loss)
-
-
-def _with_phases(groups: list[list[Scored]], loss: LossSettings) -> list[list[Scored]]:
-    if loss.baseline != "phase":
-        return groups
-    last = [[failures_before(s.attempt.rollout)[-1:] or [0] for s in group] for group in groups]
-    rewards = [[float(s.reward.total or 0.0) for s in group] for group in groups]
-    found = phase_advantages(rewards, [[n for [n] in group] for group in last])
-    return [
-        [replace(s, phases=tuple(p)) for s, p in zip(*pair, strict=True)] for pair in zip(groups, found, strict=True)
-    ]
+    return [_scored([s.attempt for s in group], [next(rest) for _ in group], loss) for group in groups]
 
 
 def _scored(group: Sequence[Attempt], rewards: Sequence[Reward], loss: LossSettings) -> list[Scored]:
@@ -205,27 +190,25 @@ def to_streams(scored: Scored) -> list[Stream]:
     """Return the trainer's view of a scored attempt, one stream for each segment. The advantage is that of every token of the
     chain that the policy wrote, summaries too."""
     segments = scored.attempt.rollout.segments
-    phases = np.array(scored.phases or (scored.advantage,))
-    places = token_phases(scored.attempt.rollout) if scored.phases else [np.zeros(1, np.int64)] * len(segments)
     return [
         Stream(
             token_ids=segment.token_ids,
             acted=segment.acted,
             logprob=segment.logprob,
-            advantage=np.where(segment.acted, phases[place], 0.0).astype(np.float32),
+            advantage=np.where(segment.acted, scored.advantage, 0.0).astype(np.float32),
             routes=segment.trace.routes,
             gates=segment.trace.gates,
             route_valid=segment.trace.route_valid,
             checks=segment.trace.checks,
             prompt=segments[0].token_ids[: int(segments[0].acted.argmax())].tobytes(),
         )
-        for segment, place in zip(segments, places, strict=True)
+        for segment in segments
     ]
 
 
 def trains(scored: Scored, loss: LossSettings) -> bool:
     """Return whether a rollout adds anything to the gradient: an advantage, or the KL weight, which needs none."""
-    return any(abs(part) > 1e-6 for part in scored.phases or (scored.advantage,)) or loss.beta > 0
+    return abs(scored.advantage) > 1e-6 or loss.beta > 0
 
 
 def streams_of(groups: Sequence[Sequence[Scored]], loss: LossSettings, hinter: Hinter | None = None) -> list[Stream]:

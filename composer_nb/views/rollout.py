@@ -26,7 +26,6 @@ from composer_nb.harness.store import load_attempts
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.untrusted import as_html, beneath
 from composer_nb.labs.retrace import Recomputed, recompute
-from composer_nb.trainer.learning.phases import token_phases
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.prompts import tasks_by_id
@@ -52,8 +51,6 @@ class Stored:
     """Origin, for headings."""
     tokenizer: Tokenizer
     advantage: float | None = None
-    phases: tuple[float, ...] = ()
-    """Advantage of each phase (`learning.phases`); empty where the rollout has one."""
     recomputed: tuple[Recomputed, ...] = ()
     """Values of another model at the tokens of each segment (`with_trainer`)."""
     number: int = 0
@@ -77,9 +74,7 @@ class Stored:
         """The advantage of each token, float64 [T]; None for a rollout that RL did not train on."""
         if self.advantage is None:
             return None
-        if not self.phases:
-            return np.full(len(self.segment.token_ids), self.advantage)
-        return np.array(self.phases)[token_phases(self.attempt.rollout)[self.number]]
+        return np.full(len(self.segment.token_ids), self.advantage)
 
     @property
     def heading(self) -> str:
@@ -111,7 +106,7 @@ def sampled(run: RunDir, step: int = -1) -> list[Stored]:
     found = []
     for path in sorted((run.path / "rollouts").glob(f"rl_{number:05d}_*.parquet")):
         found += [
-            Stored(attempt=s.attempt, name=name, tokenizer=tokenizer, advantage=s.advantage, phases=s.phases)
+            Stored(attempt=s.attempt, name=name, tokenizer=tokenizer, advantage=s.advantage)
             for group in load_batch(path, tasks)
             for s in group
         ]

@@ -17,7 +17,7 @@ from composer_nb.harness.agent.summary import SummarySettings
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent, Attempt
 from composer_nb.harness.rewards import Reward
-from composer_nb.harness.rollout import Kind, Turn
+from composer_nb.harness.rollout import Kind
 from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
 from composer_nb.harness.store import load_attempts, pack_attempt, save_attempts, unpack_attempt
 from composer_nb.harness.tasks.task import Task
@@ -104,15 +104,6 @@ def test_metrics_count_rollouts_and_the_ledger_every_token(group: list[Scored]) 
     assert ledger([group], LossSettings()) == {
         "trained": sum(len(s.versions) for s in (g.attempt.rollout for g in group))
     }
-
-
-def test_phases_give_each_segment_its_own_credit(group: list[Scored]) -> None:
-    failed = Turn(call='{"name": "run_tests"}', observation="", tests_passed=0, tests_run=1)
-    done = replace(group[0].attempt, rollout=replace(group[0].attempt.rollout, turns=(failed,) * 7))
-    streams = to_streams(replace(group[0], attempt=done, phases=tuple(float(n) for n in range(8))))
-    seen = [sorted(set(stream.advantage[stream.acted].tolist())) for stream in streams]
-    # Three messages a segment, of which the last one of the first two is a summary.
-    assert seen == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0, 6.0]]
 
 
 def test_replay_and_the_studies_take_every_segment(model: Model, chains: list[Attempt]) -> None:

@@ -20,7 +20,6 @@ from safetensors.numpy import save_file
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.untrusted import visible_lines
 from composer_nb.labs.microscope import routes
-from composer_nb.trainer.learning.phases import token_phases
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir
@@ -145,9 +144,8 @@ def test_colours_say_how_likely_and_which_way(tiny_run: RunDir):
     sure = int(np.argmax(np.where(acted, stored.segment.logprob, -np.inf)))
     unsure = int(np.argmin(np.where(acted, stored.segment.logprob, np.inf)))
     assert tints[sure].strength < tints[unsure].strength, "the less likely, the stronger"
-    phases = tuple((-0.5, 0.25)[n % 2] for n in range(token_phases(stored.attempt.rollout)[0].max() + 1))
-    for one in (stored, replace(stored, phases=phases)):
-        assert one.token_advantages is not None and set(one.token_advantages) <= set(one.phases or (one.advantage,))
+    for one in (stored, replace(stored, advantage=-stored.advantage)):
+        assert one.token_advantages is not None and set(one.token_advantages) == {one.advantage}
         for tint, advantage in zip(colours_of(one, "advantage").tints, one.token_advantages, strict=True):
             assert tint is None or (tint.hue == style.SKY) == (advantage > 0)
 

@@ -164,9 +164,7 @@ def _advantage(stream: Stream) -> float:
     """Return the rollout's advantage. Raises ValueError where it differs from token to token, or is missing."""
     values = np.unique(stream.advantage[1:][stream.acted[1:]])
     if len(values) != 1:
-        raise ValueError(
-            f"the bench needs one advantage a stream, not {len(values)} (loss.baseline=phase gives several)"
-        )
+        raise ValueError(f"the bench needs one advantage a stream, not {len(values)}")
     return float(values[0])
 
 

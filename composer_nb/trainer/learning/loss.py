@@ -25,7 +25,7 @@ from composer_nb.harness.plain import NotNegative, Positive, require_ranges
 
 Ratio = Literal["ppo", "none", "gspo", "cispo", "tis", "icepop", "dppo"]
 Kl = Literal["k1", "k2", "k3"]
-Baseline = Literal["group", "phase", "none"]
+Baseline = Literal["group", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,8 @@ class LossSettings:
     dppo: Positive = 0.2
     """DPPO drops tokens whose probability has moved by more than this in the advantage's direction."""
     baseline: Baseline = "group"
-    """group: the mean reward of the group. phase: apart for each phase, which failed tests end (`phases.py`). none: the reward is
-    the advantage; where it is 1 for solved and else 0, that imitates the solved rollouts (expert iteration)."""
+    """group: the mean reward of the group. none: the reward is the advantage; where it is 1 for solved and else 0, that imitates
+    the solved rollouts (expert iteration)."""
     std_norm: bool = False
     """GRPO's division of advantages by the group's standard deviation."""
     length_norm: bool = False

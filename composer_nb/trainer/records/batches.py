@@ -36,7 +36,6 @@ def save_batch(
             "reward": [scored.reward.total for scored in everyone],
             "terms": [json.dumps(scored.reward.terms) for scored in everyone],
             "advantage": [scored.advantage for scored in everyone],
-            "phases": [json.dumps(scored.phases) for scored in everyone],
             **(columns or {}),
         },
     )
@@ -46,14 +45,12 @@ def load_batch(file: Path, tasks: Mapping[str, Task]) -> list[list[Scored]]:
     """Read a file of `save_batch`; `tasks` maps ids to tasks. Raises ValueError that names a damaged file."""
     attempts = load_attempts(file, tasks)
     groups: dict[int, list[Scored]] = {}
-    names = ["group", "reward", "terms", "advantage", "phases"]
-    there = [name for name in names if name in pq.read_schema(file).names]  # batches of before there were phases
-    for done, c in zip(attempts, pq.read_table(file, columns=there).to_pylist(), strict=True):
+    names = ["group", "reward", "terms", "advantage"]
+    for done, c in zip(attempts, pq.read_table(file, columns=names).to_pylist(), strict=True):
         scored = Scored(
             attempt=done,
             reward=Reward(total=c["reward"], terms=json.loads(c["terms"])),
             advantage=c["advantage"],
-            phases=tuple(json.loads(c.get("phases", "[]"))),
         )
         groups.setdefault(c["group"], []).append(scored)
     return list(groups.values())

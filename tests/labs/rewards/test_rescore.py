@@ -84,16 +84,6 @@ def test_a_step_that_is_not_there_is_refused(tiny_run: RunDir, copy_of: Callable
         stored_batch(run, 2)
 
 
-def test_a_batch_with_an_advantage_a_phase_is_refused(tiny_run: RunDir):
-    batch = stored_batch(tiny_run, 3)
-    phased = override(batch.settings, {"loss.baseline": "phase"})
-    with pytest.raises(ValueError, match=r"^loss\.baseline=phase: "):
-        rescore(replace(batch, settings=phased), batch.settings.reward)
-    scored = replace(batch.groups[0][0], phases=(0.5, -0.5))
-    with pytest.raises(ValueError, match=r"^loss\.baseline=phase: "):
-        stored_scores(replace(batch, groups=((scored,),)))
-
-
 def test_a_setting_that_was_changed_on_the_way_is_in_force_from_then_on(
     tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]
 ):
