@@ -181,7 +181,7 @@ class RlSettings:
     """Rollouts per task, at least two: an advantage compares a rollout with the others of its group."""
     minibatches: Some = 1
     """Optimizer steps per batch."""
-    lr: NotNegative = 5e-4
+    lr: NotNegative = 2.5e-4
     """Peak learning rate. It rises over `warmup` steps and falls linearly to a twentieth at the last step, or over the second
     half of `max_seconds` if that gives less."""
     warmup: Count = 6
