@@ -6,7 +6,7 @@ drawn     w ~ N(0, σ) in five tensors of σ 0.006 to 0.04, a step of learning r
           long after the start, where masters lie anywhere between two bf16 numbers
 trained   a Qwen3-MoE of 11 million weights, 60 steps of AdamW on Python's standard library at 1e-3; then eight at a low learning
           rate with the moments that it has (a fresh optimiser's first steps are several times too large)
-RL        the example's policy, 12 steps of policy gradient on its stored rollouts; 5e-4 was the learning rate of the stored example
+RL        the example's policy, 12 steps of policy gradient on its stored rollouts; 5e-4 was the rate of the stored example
 
 TRL's gaps and NeMo-RL's layout are written here from their descriptions: gaps between changes in 16 bits, or in 32 where one is
 larger; new values as they are, or XOR and one zstd-1 frame for all tensors. arc_v3 is Fireworks' own package, told to

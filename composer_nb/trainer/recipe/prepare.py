@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from composer_nb.harness.attempt import Agent, tools_of
 from composer_nb.harness.environment import EnvSettings, make_agent, tasks_of
 from composer_nb.harness.files import write_json
 from composer_nb.harness.grading.plan import PLAN
+from composer_nb.harness.grading.recorded import guard_of
 from composer_nb.harness.tasks.miniatures import make_miniatures
 from composer_nb.harness.tasks.repairs import buggy, buggy_prints, fingerprints, make_tasks
 from composer_nb.harness.tasks.task import LOWERED, Task, load_tasks, save_tasks
@@ -156,6 +157,11 @@ def make_data(s: Stages) -> None:
                 )
         s.ranks.barrier()
         if s.ranks.first:
+            if found := unguarded((dealt or {}).get("rl", [])):
+                s.say(
+                    f"data: env.tasks={s.settings.env.tasks}: RL trains on {len(found)} tasks that accept code which only claims "
+                    f"to be right, so it may learn that; take them out: {', '.join(found[:5])}{', …' * (len(found) > 5)}"
+                )
             for kind, tasks in (dealt or {}).items():
                 save_tasks(tasks, folder / f"{kind}.jsonl")
                 info.setdefault("tasks", {})[kind] = len(tasks)
@@ -243,6 +249,11 @@ def own_tasks(env: EnvSettings) -> list[Task]:
         if task.grader == "pytest" and PLAN not in task.metadata:
             raise ValueError(f"env.tasks: task {task.id} has no plan of its tests; composer-nb tasks make makes one")
     return tasks
+
+
+def unguarded(tasks: Iterable[Task]) -> list[str]:
+    """Return the ids of tasks that `tasks make` made and found no guard for."""
+    return [task.id for task in tasks if {PLAN, "fail_to_pass"} <= {*task.metadata} and guard_of(task).by == "none"]
 
 
 def deal_tasks(tasks: Sequence[Task], data: DataSettings) -> dict[str, list[Task]]:

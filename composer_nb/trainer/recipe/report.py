@@ -184,7 +184,8 @@ def _asynchronous(steps: Sequence[Mapping[str, Any]], done: Mapping[str, Any]) -
 
 
 def rewards(run: RunDir) -> dict[str, Any]:
-    """Return the mean of each reward term and of the total over the stored RL rollouts, with counts of errors and flags."""
+    """Return the mean of each reward term and of the total over the stored RL rollouts, with counts of errors, of flags, and of
+    rollouts that failed whatever the tests say."""
     steps = run.steps("rl")
     sums: dict[str, float] = {}
     total = count = 0.0
@@ -198,6 +199,7 @@ def rewards(run: RunDir) -> dict[str, Any]:
         "mean": total / count if count else None,
         "rollouts": int(count),
         "infra_errors": int(sum(step["infra_errors"] for step in steps)),
+        "failed": {name: int(sum(step.get(name, 0) for step in steps)) for name in ("tampered", "agent_failed")},
         "flagged": int(sum(step["flagged"] for step in steps)),
         "flagged_share": max((step.get("flagged_share") or 0.0 for step in steps), default=None),
     }

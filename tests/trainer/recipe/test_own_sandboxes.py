@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,14 @@ import websocket
 
 from composer_nb.cli import main
 from composer_nb.harness import attempt as attempts
+from composer_nb.harness.grading.plan import plan_of, with_plan
+from composer_nb.harness.grading.recorded import guard_of
 from composer_nb.harness.sandbox.contract import Sandbox
+from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.settings import Settings, override
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
+from composer_nb.trainer.recipe.prepare import unguarded
 from composer_nb.trainer.recipe.reader import EXAMPLES
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir
@@ -69,6 +74,13 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = folder / "made"
     assert main(["tasks", "make", str(folder / "lib"), "--out", str(out), "--limit", "5"]) == 0
     return out
+
+
+def test_tasks_that_nothing_guards_are_named(tasks: Path):
+    made = load_tasks(tasks)
+    bare = [with_plan(task, replace(plan_of(task), twins=(), calls=())) for task in made]
+    assert unguarded(bare) == [task.id for task in made]
+    assert set(unguarded(made)) == {task.id for task in made if guard_of(task).by == "none"} != set(unguarded(bare))
 
 
 @pytest.fixture(scope="module")
