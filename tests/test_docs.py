@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,6 +101,17 @@ def test_commands_that_a_page_shows_are_accepted(name: str) -> None:
     assert len(shown) > 3
     for command in shown:
         cli.parser().parse_args(shlex.split(command))
+
+
+def test_an_environment_of_ones_own_runs_in_this_process_as_its_page_says(tmp_path: Path) -> None:
+    """In a folder with `mine.py` and the example."""
+    page = (ROOT / "docs" / "rl.md").read_text(encoding="utf-8").split("### An environment of your own")[1]
+    mine, attempt = re.findall(r"```python\n(.*?)```", page, re.S)[:2]
+    (tmp_path / "mine.py").write_text(mine)
+    (tmp_path / "attempt.py").write_text(attempt)
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    done = subprocess.run([sys.executable, "attempt.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and -1 < float(done.stdout) <= 1, done.stderr
 
 
 def test_llms_txt_is_current() -> None:
