@@ -309,6 +309,8 @@ class Settings:
         data, clean = self.data, self.midtrain.steps + self.extend.steps
         if clean and not data.demonstrations:
             raise ValueError("data.demonstrations=0: midtrain.steps and extend.steps must be 0 too, they train on them")
+        if self.midtrain.draft_steps and not self.midtrain.steps:
+            raise ValueError("midtrain.draft_steps: needs midtrain.steps above 0, whose end it is")
         if self.midtrain.rehearsal and not self.model.start:
             raise ValueError("midtrain.rehearsal: needs model.start, because random weights have nothing to forget")
         if not data.kinds:

@@ -183,6 +183,7 @@ def test_a_group_cannot_be_set_as_a_whole(name: str):
         ({"data.demonstrations": 0}, "data.demonstrations=0: midtrain.steps and extend.steps must be 0 too"),
         ({"data.mistaken_demonstrations": 0}, "data.mistaken_demonstrations=0: sft.steps must be 0 too"),
         ({"midtrain.steps": -1}, "midtrain.steps=-1: must be greater than or equal to 0"),
+        ({"midtrain.steps": 0, "midtrain.draft_steps": 1}, "midtrain.draft_steps: needs midtrain.steps"),
         ({"services.ahead": 3}, r"services.bound=2: must be at least services.ahead \(3\)"),
         ({"limits.tokens": 600}, r"limits.tokens=600: must be at most model.max_position_embeddings \(512\)"),
         ({"reward.weights": {"nosuch": 1.0}}, r"reward.weights names 'nosuch'; registered terms"),

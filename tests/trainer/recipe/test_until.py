@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from composer_nb.settings import Settings, override
+from composer_nb.harness.environment import Sandboxes
+from composer_nb.settings import Settings, from_dict, override
 from composer_nb.trainer.corpus.build import CorpusSettings, make_corpus
-from composer_nb.trainer.drafts import load_draft
+from composer_nb.trainer.drafts import Draft, load_draft, save_draft
 from composer_nb.trainer.learning.data import code_rows, read_corpus
 from composer_nb.trainer.learning.infill import gap_tokens
+from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.recipe.launch import start_or_resume
+from composer_nb.trainer.recipe.recipe import run_recipe
+from composer_nb.trainer.recipe.stages import Stages
+from composer_nb.trainer.records.rundir import RunDir
 from tests.conftest import ROOT, TINY
 
 
@@ -60,3 +67,16 @@ def test_mid_training_alone_on_a_corpus_with_gaps(tmp_path: Path):
     said: list[str] = []
     start_or_resume(run.path, say=said.append)
     assert len(said) == 1 and "the run is complete" in said[0]
+
+
+@pytest.mark.whole
+def test_the_policy_after_rl_has_the_head_of_mid_training(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):
+    run = copy_of(tiny_run)
+    model = load_pretrained(run.path / "weights/final")
+    save_draft(Draft(model.config.hidden_size), run.path / "weights/midtrained")
+    assert load_draft(run.path / "weights/final", model) is None
+    settings = override(from_dict(run.settings()), {"midtrain.draft_steps": 1})
+    with Sandboxes() as sandboxes:
+        run_recipe(Stages(run, settings, Ranks(), sandboxes, lambda line: None))
+    head, own = (load_draft(run.path / "weights" / name, model) for name in ("final", "midtrained"))
+    assert head is not None and own is not None and torch.equal(head.join.weight, own.join.weight)
