@@ -207,6 +207,12 @@ ARMS: dict[str, tuple[dict[str, float], float, float]] = {
 """Weights of the reward, `loss.feedback`, and the weight of the effort penalty."""
 
 
+def engine_at(model: Model, agent: Agent, seed: int, step: int) -> Engine:
+    """Return what samples the rollouts of a step."""
+    size = {"slots": GROUP * PROMPTS, "max_length": agent.limits.tokens}
+    return Engine(model, stop=agent.renderer.stop, seed=seed, version=step, **size)
+
+
 def trained(start: Model, agent: Agent, sandboxes: Sandboxes, seed: int, arm: str, steps: int) -> list[list[Attempt]]:
     """Return the attempts of each step of RL, and those of the end: `PROMPTS` groups of 6 rollouts."""
     weights, feedback, effort = ARMS[arm]
@@ -216,14 +222,7 @@ def trained(start: Model, agent: Agent, sandboxes: Sandboxes, seed: int, arm: st
     hinter = partial(hints_of, renderer=agent.renderer, tools=agent.tools) if feedback else None
     kept = []
     for step in range(steps + 1):
-        engine = Engine(
-            model,
-            stop=agent.renderer.stop,
-            slots=GROUP * PROMPTS,
-            max_length=agent.limits.tokens,
-            seed=seed,
-            version=step,
-        )
+        engine = engine_at(model, agent, seed, step)
         places = range(step * GROUP * PROMPTS, (step + 1) * GROUP * PROMPTS)
         done = dict(drive([agent.attempt(task(1000 + n // GROUP), n) for n in places], engine, sandboxes.functions))
         kept.append([done[n] for n in range(len(places))])
@@ -287,23 +286,13 @@ def learnt(
     start: Model, agent: Agent, sandboxes: Sandboxes, seed: int, pool: Sequence[Task], c: CurriculumSettings
 ) -> tuple[Model, Figures]:
     """Return the policy after `STEPS` steps of RL under a curriculum, and what its steps were like from `start` on."""
-    model, known, order = (
-        copy.deepcopy(start),
-        {task.id: task for task in pool},
-        Order(seed=str(seed), prompts=PROMPTS, steps=STEPS, curriculum=c),
-    )
+    model, known = copy.deepcopy(start), {task.id: task for task in pool}
+    order = Order(seed=str(seed), prompts=PROMPTS, steps=STEPS, curriculum=c)
     learner = Learner(model, FlatOptimizer(model, published=torch.bfloat16), LossSettings())
     used, tried, late = list[str](), list[Tried](), list[dict[str, float]]()
     for step in range(STEPS):
         names = chosen(step, order, known, used, tried)
-        engine = Engine(
-            model,
-            stop=agent.renderer.stop,
-            slots=GROUP * PROMPTS,
-            max_length=agent.limits.tokens,
-            seed=seed,
-            version=step,
-        )
+        engine = engine_at(model, agent, seed, step)
         jobs = [
             agent.attempt(named(name, known), step * GROUP * PROMPTS + at * GROUP + n)
             for at, name in enumerate(names)

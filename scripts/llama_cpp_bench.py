@@ -14,17 +14,21 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
 import numpy as np
 import torch
-from bench_engine import Form, Tokens, Turns, by, rates, table
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.checkpoint import hugging_face_views
-from composer_nb.trainer.models.gguf_file import _NAMES
+from composer_nb.trainer.models.gguf_file import NAMES
 from composer_nb.trainer.models.transformer import Model, ModelConfig
+from scripts.bench_engine import Form, Tokens, Turns, by, rates, table
+
+try:
+    import llama_cpp
+except ImportError:
+    raise SystemExit("llama.cpp is missing: pip install llama-cpp-python") from None
 
 SHAPE = ModelConfig(
     family="llama",
@@ -54,7 +58,7 @@ def write_gguf(model: Model, file: Path, halved: bool) -> None:
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
     writer.add_vocab_size(c.vocab_size)
     writer.add_tokenizer_model("none")
-    theirs = {name: short for short, name in _NAMES.items()}
+    theirs = {name: short for short, name in NAMES.items()}
     for name, weight in hugging_face_views(model).items():
         *_, number, part = ("", *name.removesuffix(".weight").removeprefix("model.layers.").split(".", 1))
         layer = name.startswith("model.layers.")

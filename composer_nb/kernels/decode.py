@@ -178,9 +178,8 @@ def _experts(h, experts, w_in, w_out, gates, x):  # type: ignore[no-untyped-def]
             at = starts[experts[n, place]]
             starts[experts[n, place]] += 1
             pairs[at, 0], pairs[at, 1] = n, place
-    rows = min(BLOCK, tokens)
-    mine, y = np.empty((rows, h.shape[1]), np.float32), np.empty((rows, w_out.shape[1] * WIDTH), np.float32)
-    between = np.empty((rows, w_in.shape[1] * WIDTH), np.float32)
+    mine, y = np.empty((BLOCK, h.shape[1]), np.float32), np.empty((BLOCK, w_out.shape[1] * WIDTH), np.float32)
+    between = np.empty((BLOCK, w_in.shape[1] * WIDTH), np.float32)
     for expert in range(len(w_in)):
         for first in range(end[expert], end[expert + 1], BLOCK):
             count = min(BLOCK, end[expert + 1] - first)

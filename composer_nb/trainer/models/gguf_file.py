@@ -17,7 +17,7 @@ from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face
 from composer_nb.trainer.models.config import DENSE, ModelConfig
 from composer_nb.trainer.models.transformer import Model
 
-_NAMES = {
+NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
@@ -109,7 +109,7 @@ def _name(name: str) -> str:
     block, layer, rest = name.split(".", 2) if name.startswith("blk.") else ("", "", name)
     part, _, kind = rest.rpartition(".")
     prefix = f"model.layers.{layer}." if block else ""
-    return f"{prefix}{_NAMES[part]}.{kind}" if part in _NAMES else name
+    return f"{prefix}{NAMES[part]}.{kind}" if part in NAMES else name
 
 
 def _weight(tensor: Any, c: ModelConfig) -> Tensor:

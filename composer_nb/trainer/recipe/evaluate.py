@@ -103,7 +103,7 @@ def compare_numerics(s: Stages) -> None:
         if s.ranks.first:
             shown = TOUR if sparse else "bf16"
             info["replay"] = {**found.pop(shown), "pair": shown, "others": found}
-            info["weights"] = delta_sizes(s.run.path / "weights" / "before_final", s.run.path / "weights" / "final")
+            info["weights"] = delta_sizes(s.weights("before_final"), s.weights("final"))
             info["fidelity"] = compare_places(s)
 
 

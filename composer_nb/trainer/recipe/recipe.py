@@ -122,10 +122,8 @@ def midtrain(s: Stages) -> None:
         _train(s, model, midtrain_plan(m, watch), _midtrain_batches(s, own[HELD:]), info)
         s.publish(model, "midtrained")
         if m.draft_steps and s.ranks.first:
-            shown = [row.token_ids.tolist() for row in _shown(s)]
-            info["draft_same"], _ = add_draft(
-                model, shown, m.draft_steps, s.weights("midtrained"), seed=s.settings.seed
-            )
+            ids, beside = [row.token_ids.tolist() for row in _shown(s)], s.weights("midtrained")
+            info["draft_same"], _ = add_draft(model, ids, m.draft_steps, beside, seed=s.settings.seed)
 
 
 REHEARSED, HELD = 256, 32

@@ -22,6 +22,7 @@ from composer_nb.harness.untrusted import beneath, json_of
 from composer_nb.settings import from_dict, to_dict
 from composer_nb.trainer.recipe.reader import rl_tables, solved_by_task
 from composer_nb.trainer.records.rundir import RunDir, well_formed
+from composer_nb.trainer.rl import FAILED
 
 POLICIES = ("base", "midtrained", "start", "final")
 STAGES = (
@@ -199,7 +200,7 @@ def rewards(run: RunDir) -> dict[str, Any]:
         "mean": total / count if count else None,
         "rollouts": int(count),
         "infra_errors": int(sum(step["infra_errors"] for step in steps)),
-        "failed": {name: int(sum(step.get(name, 0) for step in steps)) for name in ("tampered", "agent_failed")},
+        "failed": {name: int(sum(step.get(name, 0) for step in steps)) for name in FAILED},
         "flagged": int(sum(step["flagged"] for step in steps)),
         "flagged_share": max((step.get("flagged_share") or 0.0 for step in steps), default=None),
     }

@@ -73,6 +73,7 @@ class Stages:
         return model.on_positions(model.config.stretched(self.settings.extend.factor))
 
     def weights(self, name: str) -> Path:
+        """Return the folder of published weights."""
         return self.run.path / "weights" / name
 
     def publish(self, model: Model, name: str) -> None:
