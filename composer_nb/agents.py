@@ -15,8 +15,7 @@ from typing import Any
 
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.expert import TINY_SCRIPTS, Script, ScriptedPolicy
-from composer_nb.harness.agent.loop import LIMITS, Told, converse
-from composer_nb.harness.agent.prompt import system_text
+from composer_nb.harness.agent.loop import LIMITS, Told, converse, system_text
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits, TokenSpeaker

@@ -27,8 +27,7 @@ from composer_nb.agents import evaluate, run_agent
 from composer_nb.cli import main
 from composer_nb.harness.agent.chat import Said, Written
 from composer_nb.harness.agent.endpoint import Endpoint
-from composer_nb.harness.agent.loop import LIMITS, converse
-from composer_nb.harness.agent.prompt import system_text
+from composer_nb.harness.agent.loop import LIMITS, converse, system_text
 from composer_nb.harness.agent.qwen import HOW, QwenRenderer
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.agent.turns import Limits, TokenSpeaker

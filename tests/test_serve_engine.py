@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import urllib.request
 from base64 import b64decode
@@ -13,6 +14,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import numpy as np
 import openai
 import pytest
@@ -359,3 +361,75 @@ def test_a_policy_that_failed_is_not_healthy(model: Model, tokenizer: Tokenizer)
             shared.ask(Request(rollout=0, token_ids=[1], max_tokens=2))
         with pytest.raises(ProviderFailure, match="ZeroDivisionError"):
             shared.check()
+
+
+# Turns that must call a tool
+
+
+def tool(name: str, *, strict: bool = False, **kinds: str) -> Any:
+    properties = {key: {"type": kind} for key, kind in kinds.items()}
+    schema = {"type": "object", "properties": properties, "required": [*kinds], "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "strict": strict, "parameters": schema}}
+
+
+LOOK, PUT = tool("look", at="integer"), tool("put", all="boolean")
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"look", "put"}),
+        ({"type": "function", "function": {"name": "put"}}, {"put"}),
+    ],
+)
+def test_a_turn_that_must_call_a_tool_does_so(served: Served, choice: Any, names: set[str]) -> None:
+    done = served.chat(tools=[LOOK, PUT], tool_choice=choice, n=4, seed=1, logprobs=True, top_logprobs=20)
+    for each in done.choices:
+        assert each.finish_reason == "tool_calls" and not each.message.content
+        calls = [(call.function.name, json.loads(call.function.arguments)) for call in each.message.tool_calls]
+        assert {name for name, _ in calls} <= names and (choice == "required" or len(calls) == 1)
+        assert all(given.keys() == ({"at"} if name == "look" else {"all"}) for name, given in calls)
+        for written in each.logprobs.content:  # the distribution that was drawn from
+            assert written.logprob <= 0 and sum(np.exp(top.logprob) for top in written.top_logprobs) <= 1 + 1e-5
+        assert any(len(written.top_logprobs) == 1 for written in each.logprobs.content), "some tokens have no choice"
+    single = served.chat(tools=[LOOK, PUT], tool_choice="required", parallel_tool_calls=False, seed=1)
+    assert len(single.choices[0].message.tool_calls) == 1
+    streamed = served.chat(tools=[LOOK, PUT], tool_choice=choice, seed=1, stream=True)
+    parts = [call for chunk in streamed for call in chunk.choices[0].delta.tool_calls or ()]
+    first = "".join(part.function.arguments for part in parts if part.index == 0)
+    assert first == done.choices[0].message.tool_calls[0].function.arguments
+
+
+def test_calls_of_strict_tools_fit_their_schemas(served: Served) -> None:
+    strict = tool("look", strict=True, at="integer")
+    with pytest.raises(openai.BadRequestError, match="no such tool"):
+        served.chat(tools=[strict], tool_choice={"type": "function", "function": {"name": "put"}})
+    found = [served.chat(tools=[strict], seed=seed, max_tokens=200).choices[0] for seed in range(6)]
+    assert any(each.finish_reason == "stop" and each.message.content for each in found), "a text is allowed too"
+
+
+def test_other_turns_do_not_notice_one_that_is_held_to_a_grammar(served: Served) -> None:
+    alone = [served.chat(seed=seed, max_tokens=40, logprobs=True).choices[0] for seed in range(2)]
+    with ThreadPoolExecutor(3) as clients:
+        held = clients.submit(served.chat, tools=[LOOK], tool_choice="required", seed=5)
+        beside = [*clients.map(lambda seed: served.chat(seed=seed, max_tokens=40, logprobs=True), range(2))]
+    assert held.result().choices[0].message.tool_calls
+    assert [each.choices[0].logprobs for each in beside] == [each.logprobs for each in alone]
+
+
+def test_anthropics_client_can_ask_for_a_call(served: Served) -> None:
+    tools: list[Any] = [
+        {"name": each["function"]["name"], "input_schema": each["function"]["parameters"]} for each in (LOOK, PUT)
+    ]
+    url = served.server.url.removesuffix("/v1")
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        for choice, names in (({"type": "any"}, {"look", "put"}), ({"type": "tool", "name": "look"}, {"look"})):
+            done = client.messages.create(
+                model="model",
+                messages=ASKED,
+                max_tokens=900,
+                tools=tools,
+                tool_choice=choice,  # type: ignore[arg-type]
+            )
+            assert done.stop_reason == "tool_use"
+            assert {block.name for block in done.content if block.type == "tool_use"} <= names

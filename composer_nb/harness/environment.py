@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from composer_nb.harness.agent.chat import ChatRenderer
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.kimi import KimiRenderer
-from composer_nb.harness.agent.prompt import system_text
+from composer_nb.harness.agent.loop import system_text
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits

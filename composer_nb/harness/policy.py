@@ -56,6 +56,8 @@ class Request:
     """Called with every token as it is drawn, by a policy that can do so."""
     top: int = 0
     """Number of the most probable tokens told beside the drawn one."""
+    allowed: Callable[[Sequence[int]], NDArray[np.bool_]] | None = None
+    """Returns [V] which tokens may follow those of the turn so far: it is drawn from these alone. None: all may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -186,7 +186,9 @@ class Remote(ABC):
         return str(found["weight_version"])
 
     def _drawn(self, request: Request) -> dict[str, Any]:
-        """Parameters that both engines name alike."""
+        """Parameters that both engines name alike. Raises ValueError for a turn that is held to a grammar."""
+        if request.allowed:
+            raise ValueError(f"{self._where}: a turn that is held to a grammar needs this project's own engine")
         temperature = self.temperature if request.temperature is None else request.temperature
         drawn = {"temperature": temperature, "top_p": request.top_p, "min_p": request.min_p}
         return drawn | ({"top_k": request.top_k} if request.top_k else {}) | {"stop_token_ids": sorted(self.stop)}

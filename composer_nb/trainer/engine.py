@@ -71,6 +71,7 @@ class Slot:
     versions: list[int] = field(default_factory=list)
     heard: Callable[[Drawn], None] | None = None
     top: int = 0
+    allowed: Callable[[Sequence[int]], NDArray[np.bool_]] | None = None
     waiting: bool = False
     """The turn has ended; the next request is not here yet."""
 
@@ -162,7 +163,7 @@ class Engine:
         slot = known or self._live.setdefault(request.rollout, self._new_slot(request.rollout))
         slot.pending, slot.max_tokens, slot.waiting = pending, request.max_tokens, False
         slot.priority = request.priority
-        slot.drawn, slot.heard, slot.top = drawn, request.heard, request.top
+        slot.drawn, slot.heard, slot.top, slot.allowed = drawn, request.heard, request.top, request.allowed
         slot.sampled, slot.logprobs, slot.versions = [], [], []
 
     def swap(self, model: Model, version: int) -> None:
@@ -213,6 +214,7 @@ class Engine:
 
     def _drawn(self, active: Sequence[tuple[int, Slot]], logits_SV: Tensor) -> list[Completion]:
         """Draw the next token of each turn, and return the turns that end with it."""
+        logits_SV = _held(logits_SV, [slot for _, slot in active])
         tokens, logprobs = sample(logits_SV, [slot for _, slot in active])
         done = []
         for (rollout, slot), logits_V, token, logprob in zip(active, logits_SV, tokens, logprobs, strict=True):
@@ -346,6 +348,17 @@ class Engine:
 
 def _copied(part: Any) -> Any:
     return part.clone() if isinstance(part, Tensor) else part.copy()
+
+
+def _held(logits_SV: Tensor, slots: Sequence[Slot]) -> Tensor:
+    """Leave each turn the tokens that may follow in it."""
+    rows = [row for row, slot in enumerate(slots) if slot.allowed]
+    logits_SV = logits_SV.clone() if rows else logits_SV
+    for row in rows:
+        allowed = torch.from_numpy(slots[row].allowed(slots[row].sampled)).to(logits_SV.device)  # type: ignore[misc]
+        logits_SV[row, len(allowed) :] = -torch.inf
+        logits_SV[row, : len(allowed)].masked_fill_(~allowed[: logits_SV.shape[1]], -torch.inf)
+    return logits_SV
 
 
 def sample(logits_SV: Tensor, slots: Sequence[Slot], ahead: int = 0) -> tuple[list[int], list[float]]:

@@ -51,11 +51,13 @@ def play(engine: Engine) -> Played:
     """Groups and single ones, two turns each, of several ways to draw, more than there are places for."""
     ids: dict[int, list[int]] = {number: [] for number in range(6)}
     logprobs: dict[int, list[float]] = {number: [] for number in ids}
-    ways: list[dict[str, Any]] = [{}, {}, {"temperature": 0.0}, {"top_p": 0.7}, {"temperature": 2.0, "top_k": 9}, {}]
+    ways: list[dict[str, Any]] = [{}, {}, {"temperature": 0.0}, {"top_p": 0.7}, {"temperature": 2.0, "top_k": 9}]
+    ways.append({"allowed": lambda written: np.arange(9999) % 2 == len(written) % 2})
     for turn in range(2):
         asked = [ask(n, prompt(9, n // 2 + turn), 11 + n, **ways[n]) for n in ids]
         for done in engine.generate(asked):
             ids[done.rollout] += [*asked[done.rollout].token_ids, *done.token_ids]
+            assert done.rollout < 5 or all(token % 2 == n % 2 for n, token in enumerate(done.token_ids))
             logprobs[done.rollout] += done.logprobs
     return {number: (ids[number], logprobs[number], engine.release(number)) for number in ids}
 

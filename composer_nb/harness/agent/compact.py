@@ -124,11 +124,11 @@ class CompactRenderer(ChatRenderer):
         if not all(held.special for n, held in tokenizer.get_added_tokens_decoder().items() if n in self.names):
             raise ValueError(f"the tokens {', '.join(SPECIALS)} must be special")
         forms = [_Form.of(tool["function"]) for tool in self.tools]
-        self._ends = any(form.word == DONE != form.tool for form in forms)
+        self.ends = any(form.word == DONE != form.tool for form in forms)
         self._tools, self.words = {form.tool: form for form in forms}, {form.word: form for form in forms}
-        if len(self.words.keys() | {DONE}) < len(forms) + (not self._ends):
+        if len(self.words.keys() | {DONE}) < len(forms) + (not self.ends):
             raise ValueError(f"tools: two turns would begin with the same word: {', '.join([DONE, *self.words])}")
-        self.spelled = ("",) if self._ends else (TO,)  # where a tool ends conversations, a text alone is no turn
+        self.spelled = ("",) if self.ends else (TO,)  # where a tool ends conversations, a text alone is no turn
 
     def prompt(self, instruction: str) -> list[int]:
         return self.read([User(text=instruction)])
@@ -151,7 +151,7 @@ class CompactRenderer(ChatRenderer):
 
     def kinds(self, token_ids: Sequence[int]) -> list[Kind]:
         """Return the kind of each token of a turn."""
-        return [Kind.TOOL_CALL if self._ends or self.parse(token_ids).calls else Kind.FINAL_MESSAGE] * len(token_ids)
+        return [Kind.TOOL_CALL if self.ends or self.parse(token_ids).calls else Kind.FINAL_MESSAGE] * len(token_ids)
 
     def _thought(self, token_ids: Sequence[int]) -> int:
         # The last token is never thinking: it tells a summary from a turn.
@@ -200,7 +200,7 @@ class CompactRenderer(ChatRenderer):
             else:
                 raise ToolError("InvalidArguments", "bad call")
         head, *texts = parts
-        if head == DONE and not self._ends and len(texts) < 2:
+        if head == DONE and not self.ends and len(texts) < 2:
             return Said(text="".join(texts).strip())
         if (word := head.partition(" ")[0]) not in self.words:
             raise ToolError("InvalidArguments", "bad call")

@@ -33,11 +33,21 @@ class _Tool(BaseModel):
     type: Literal["custom"] | None = None
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None
 
 
 class _Choose(Strict):
-    type: Literal["auto", "none"]
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
+    """Of the tool that must be called."""
     disable_parallel_tool_use: bool = False
+
+    @property
+    def openai(self) -> Any:
+        """The same choice in OpenAI's form."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
 
 
 class Messages(Strict):
@@ -67,7 +77,8 @@ class Messages(Strict):
             {
                 "type": "function",
                 "function": {"name": each.name, "parameters": each.input_schema}
-                | ({"description": each.description} if each.description else {}),
+                | ({"description": each.description} if each.description else {})
+                | ({"strict": True} if each.strict else {}),
             }
             for each in self.tools or ()
         ]
@@ -78,7 +89,7 @@ class Messages(Strict):
             ],
             model=self.model,
             tools=tools or None,
-            tool_choice=choice.type if choice else None,
+            tool_choice=choice.openai if choice else None,
             parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
             stop=self.stop_sequences,
             **self.model_dump(include={"max_tokens", "temperature", "top_p", "top_k", "stream", "rollout"}),

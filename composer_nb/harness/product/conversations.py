@@ -36,6 +36,7 @@ from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.chat import ChatRenderer, Message, Result, Said, User
 from composer_nb.harness.agent.endpoint import spoken as spoken_by
+from composer_nb.harness.agent.grammar import Grammar
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Drawn, Request, TimeIsUp, Trace
 from composer_nb.harness.product.record import Record, Row, Verdict
@@ -115,6 +116,7 @@ class Conversations:
         system = "\n\n".join(text_of(each) for each in wire if each.get("role") in SYSTEM)
         spoken = [_plain(each) for each in wire if each.get("role") not in SYSTEM]
         renderer = self.form(self.tokenizer, asked.tools) if asked.tools else self.form(self.tokenizer)
+        grammar = _grammar(asked, renderer)
         digests = [_digest(b"", [system, asked.tools or [], asked.seed, asked.rollout])]
         for each in spoken:
             digests.append(_digest(digests[-1], each))
@@ -122,15 +124,20 @@ class Conversations:
         new = _Talk(renderer=renderer, digest=digests[0], row=Row(name=asked.rollout or "", instruction=user))
         held = self._held(new, asked.n or 1, asked.seed, digests, there)
         most, work = asked.max_completion_tokens or asked.max_tokens, list[tuple[Request, Turn]]()
+        grammars = list[Grammar | None]()
         drawn = {"temperature": asked.temperature, "top_p": asked.top_p or 1.0, "top": asked.top_logprobs or 0}
         drawn |= {"top_k": asked.top_k or 0, "min_p": asked.min_p or 0.0}
         try:
             reads = [self._read(talk, system, spoken, known) for talk, known in held]
             for number, ((talk, _), (read, _)) in enumerate(zip(held, reads, strict=True)):
-                request = self._request(talk, read, most, "messages", drawn)
+                grammars.append(grammar and grammar.fresh())
+                held_to = {"allowed": grammars[-1] and grammars[-1].allowed}
+                request = self._request(talk, read, most, "messages", drawn | held_to)
                 work.append((request, Turn(talk.renderer, asked, partial(told, number))))
             before = len(held[0][0].row.transcript.token_ids) + len(reads[0][0])
             self._run(work, there)
+            if faults := [each.fault for each in grammars if each and each.fault]:
+                raise Refused(f"tools: a call could not be held to its schema: {faults[0]}", param="tools")
             choices = [turn.choice() for _, turn in work]
         except BaseException:
             for talk, _ in held:
@@ -329,6 +336,22 @@ class Conversations:
         talk.rollout = None
         talk.row.traced(trace)
         return trace
+
+
+def _grammar(asked: Asked, renderer: ChatRenderer) -> Grammar | None:
+    """Return what a turn is held to: calls of all tools if one must be called or one is `strict`, of one tool if it must be.
+    Raises Refused for a tool that is not there, and for schemas that this format cannot be held to."""
+    known = {tool["function"]["name"]: tool["function"] for tool in renderer.tools}
+    if not asked.must_call and (asked.tool_choice == "none" or not any(each.get("strict") for each in known.values())):
+        return None
+    names = [asked.tool] if asked.tool else [*known]
+    if not names or not known.keys() >= {*names}:
+        raise Refused(f"tool_choice: {asked.tool or 'required'}: there is no such tool", param="tool_choice")
+    several = asked.parallel_tool_calls is not False and not asked.tool
+    try:
+        return Grammar.of_calls(renderer, names, text=not asked.must_call, several=several)
+    except ValueError as error:
+        raise Refused(str(error), param="tools") from None
 
 
 def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:

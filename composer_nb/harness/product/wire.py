@@ -32,11 +32,21 @@ class _Function(BaseModel):
     name: str
     description: str | None = None
     parameters: dict[str, Any] = {}
+    strict: bool | None = None
 
 
 class _Tool(BaseModel):
     type: Literal["function"]
     function: _Function
+
+
+class _Name(Strict):
+    name: str
+
+
+class _Chosen(Strict):
+    type: Literal["function"]
+    function: _Name
 
 
 class _Drawn(Strict):
@@ -64,7 +74,7 @@ class Asked(_Drawn):
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _Chosen | None = None
     parallel_tool_calls: bool | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
@@ -86,6 +96,15 @@ class Asked(_Drawn):
     def _tools(cls, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
         TypeAdapter(list[_Tool]).validate_python(tools or [])
         return tools  # as the client ordered them: the model reads them so
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice not in ("auto", "none", None)
+
+    @property
+    def tool(self) -> str | None:
+        """Name of the one tool that must be called."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, _Chosen) else None
 
     @property
     def stops(self) -> list[str]:

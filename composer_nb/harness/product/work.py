@@ -12,8 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from composer_nb.harness.agent.loop import Conversation
-from composer_nb.harness.agent.prompt import system_text
+from composer_nb.harness.agent.loop import Conversation, system_text
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.carry import EXECUTABLE, PLAIN, Blob
 from composer_nb.harness.files import write_atomic

@@ -212,11 +212,22 @@ def test_a_model_of_the_compact_format(tiny_tokenizer: Tokenizer) -> None:
             assert policy.asked[-1].token_ids == policy.asked[0].token_ids
 
 
+STRICT = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "strict": True,
+        "parameters": {"type": "object", "properties": {"at": {"type": "string", "pattern": "a"}}},
+    },
+}
+
+
 @pytest.mark.parametrize(
     ("given", "param", "code"),
     [
         ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
         ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice", "invalid_value"),
+        ({"tool_choice": "auto", "tools": [STRICT]}, "tools", "invalid_value"),
         ({"response_format": {"type": "json_object"}}, "response_format", "invalid_value"),
         ({"n": 3}, "n", "invalid_value"),
         ({"n": 0}, "n", "invalid_value"),

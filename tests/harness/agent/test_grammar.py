@@ -1,0 +1,135 @@
+"""Grammars of calls: all that a format writes is allowed, and all that is allowed is a call that fits its tool's schema."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_nb.harness.agent.chat import ChatRenderer, Said, Written
+from composer_nb.harness.agent.grammar import Grammar
+from composer_nb.harness.agent.kimi import KimiRenderer
+from composer_nb.harness.agent.qwen import QwenRenderer
+from composer_nb.harness.tools.tool_call import ToolCall
+from tests.harness.product.test_product_calls import FORMATS
+
+PAIR = {"type": "object", "properties": {"a": {"type": ["number", "null"]}}, "required": ["a"]}
+PUT = {
+    "path": {"type": "string"},
+    "text": {"type": "string", "description": "the new text"},
+    "line": {"type": "integer"},
+    "all": {"type": "boolean"},
+    "mode": {"enum": ["a", "b\n"], "type": "string"},
+    "pairs": {"type": "array", "items": {"$ref": "#/$defs/pair"}},
+}
+SCHEMAS: dict[str, Any] = {
+    "put": {"type": "object", "properties": PUT, "required": ["path", "text"], "$defs": {"pair": PAIR}},
+    "test": {"type": "object", "properties": {}},
+    "edit": {"type": "object", "properties": {n: PUT[n] for n in ("path", "line")}, "required": ["path", "line"]},
+}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
+RENDERERS = {name: renderer.offering(TOOLS) for name, renderer in FORMATS.items()}
+
+TEXTS = st.text(st.sampled_from('ab <>/\n"\\é{}'), max_size=8).filter(lambda text: "</parameter>" not in text)
+OPTIONAL = {
+    "line": st.integers(-5, 10**6),
+    "all": st.booleans(),
+    "mode": st.sampled_from(["a", "b\n"]),
+    "pairs": st.lists(st.fixed_dictionaries({"a": st.none() | st.sampled_from([0, -2.5, 1e-7])}), max_size=2),
+}
+PUTS = st.fixed_dictionaries({"path": st.sampled_from(["f.py", "a/b-c.py"]), "text": TEXTS}, optional=OPTIONAL)
+CALLS = st.one_of(
+    st.tuples(st.just("put"), PUTS),
+    st.tuples(st.just("test"), st.just({})),
+    st.tuples(st.just("edit"), st.fixed_dictionaries({"path": st.just("f.py"), "line": st.integers(0, 999_999)})),
+)
+
+
+def grammar(renderer: ChatRenderer, *names: str, text: bool = False, several: bool = True) -> Grammar:
+    return Grammar.of_calls(renderer, names or [*SCHEMAS], text=text, several=several)
+
+
+def follows(made: Grammar, token_ids: list[int]) -> bool:
+    """Return whether each token of a turn, its end included, is allowed."""
+    turn = made.fresh()
+    return all(turn.allowed(token_ids[:count])[token] for count, token in enumerate(token_ids))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(sorted(RENDERERS)), st.lists(CALLS, min_size=1, max_size=3), st.sampled_from(["", "I look."]))
+def test_turns_as_they_are_rendered_are_allowed(name: str, calls: list[tuple[str, dict[str, Any]]], text: str) -> None:
+    renderer = RENDERERS[name]
+    id = "functions.{}:{}" if isinstance(renderer, KimiRenderer) else "call_{1}"
+    written = tuple(
+        Written(id=id.format(tool, n), call=ToolCall(name=tool, arguments={k: v[k] for k in PUT if k in v}))
+        for n, (tool, v) in enumerate(calls)
+    )
+    try:
+        token_ids = renderer.turn(Said(text="" if name == "CompactRenderer" else text, calls=written))
+    except ValueError:  # the format cannot express it
+        return
+    says = bool(text) and name != "CompactRenderer"
+    assert follows(grammar(renderer, text=True), token_ids)
+    assert follows(grammar(renderer), token_ids) is not says
+    assert follows(grammar(renderer, several=False), token_ids) is (len(calls) == 1 and not says)
+    assert follows(grammar(renderer, "put"), token_ids) is (not says and {tool for tool, _ in calls} == {"put"})
+
+
+def walk(made: Grammar, renderer: ChatRenderer, rng: np.random.Generator) -> list[int]:
+    """Write a turn at random, which closes what it has begun sooner or later."""
+    turn, token_ids, closing = made.fresh(), list[int](), renderer.encode("</parameter>")
+    closed = 0
+    while not token_ids or token_ids[-1] != renderer.end:
+        allowed = np.flatnonzero(turn.allowed(token_ids))
+        marks = [
+            token for token in allowed if token in renderer.special or renderer.tokenizer.id_to_token(token) in '"}]'
+        ]
+        if closed or (len(allowed) > 99 and isinstance(renderer, QwenRenderer) and rng.random() < 0.2):
+            token, closed = closing[closed], (closed + 1) % len(closing)
+            token = token if token in allowed else rng.choice(allowed)
+        else:
+            token = rng.choice(marks if marks and rng.random() < 0.4 else allowed)
+        token_ids.append(int(token))
+        assert len(token_ids) < 5000
+    return token_ids
+
+
+@pytest.mark.parametrize("name", RENDERERS)
+def test_whatever_is_allowed_is_a_call_that_fits_its_schema(name: str) -> None:
+    renderer, rng, counts = RENDERERS[name], np.random.default_rng(0), set[int]()
+    for several in [True] * 20 + [False] * 5:
+        said = renderer.parse(walk(grammar(renderer, several=several), renderer, rng))
+        assert said.calls and not said.text and (several or len(said.calls) == 1)
+        for call in (written.call for written in said.calls):
+            assert isinstance(call, ToolCall), call
+            jsonschema.validate(dict(call.arguments), SCHEMAS[call.name])
+        counts.add(len(said.calls))
+    assert len(counts) > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "match"),
+    [
+        ("QwenRenderer", {"type": "string", "pattern": "a+"}, "at: .*pattern"),
+        ("CompactRenderer", {"type": "string", "minLength": 2}, "at: .*minLength"),
+        ("KimiRenderer", {"type": "object", "not": {"required": ["x"]}}, "not"),
+        ("QwenRenderer", {"type": "array", "items": {"$ref": "#/$defs/none"}}, "none"),
+    ],
+)
+def test_a_schema_that_cannot_be_followed_is_refused(name: str, schema: dict[str, Any], match: str) -> None:
+    parameters = {"type": "object", "properties": {"at": schema}, "required": ["at"]}
+    renderer = FORMATS[name].offering([{"type": "function", "function": {"name": "look", "parameters": parameters}}])
+    with pytest.raises(ValueError, match=f"(?s)^tools: .*{match}"):
+        grammar(renderer, "look")
+
+
+def test_a_turn_that_cannot_be_followed_ends() -> None:
+    renderer = RENDERERS["KimiRenderer"]
+    made = grammar(renderer)
+    assert not made.fault and not made.allowed([])[renderer.end]
+    assert np.flatnonzero(made.allowed(renderer.encode("x"))).tolist() == [renderer.end] and "x" in made.fault
+    assert not grammar(renderer).fault
