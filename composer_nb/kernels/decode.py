@@ -21,27 +21,27 @@ from numpy.typing import NDArray
 
 from composer_nb.kernels.attention.cached import attend_one
 from composer_nb.kernels.compiled import compiled, dot, exp2
-from composer_nb.kernels.tiles import BLOCK, WIDTH, Floats, Weights, products
+from composer_nb.kernels.tiles import BLOCK, WIDTH, Floats, Matrix, products
 
 
 class LayerWeights(NamedTuple):
     """Weights of a layer, contiguous, each matrix in panels."""
 
     attention_norm_D: Floats
-    qkv: Weights
+    qkv: Matrix
     """F = (Q + 2G) · C."""
     qkv_bias_F: Floats
     """Empty: none."""
     qk_norm_HC: Floats
     """A row for each query head, then one for each key head. Empty: no norm."""
-    o: Weights
+    o: Matrix
     moe_norm_D: Floats
     count: int  # type: ignore[assignment]  # of a NamedTuple, whose method nobody calls
     """Experts; 0: a dense layer, in the place of the first."""
-    router: Weights
-    w_in: Weights
+    router: Matrix
+    w_in: Matrix
     """A leading dimension of experts; F = 2H, gate and up side by side."""
-    w_out: Weights
+    w_out: Matrix
 
 
 class DecodeWeights(NamedTuple):
@@ -50,7 +50,7 @@ class DecodeWeights(NamedTuple):
     embed_VD: Floats
     layers: tuple[LayerWeights, ...]
     final_norm_D: Floats
-    output: Weights
+    output: Matrix
     rope_P2C: Floats
     """Cosines and sines of each position, half a head wide."""
 
@@ -85,10 +85,10 @@ def decode(
     return hidden_UD, experts_LUK[sparse].swapaxes(0, 1), gates_LUK[sparse].swapaxes(0, 1), margins_LU[sparse].T
 
 
-def project(hidden_SD: Floats, output: Weights, vocabulary: int) -> Floats:
+def project(hidden_SD: Floats, output: Matrix, vocabulary: int) -> Floats:
     """Logits [S, V], row by row."""
-    logits = np.empty((len(hidden_SD), len(output) * WIDTH), np.float32)
-    products(hidden_SD, output, logits)
+    logits = np.empty((len(hidden_SD), len(output.panels) * WIDTH), np.float32)
+    products(hidden_SD, output.panels, output.scale, logits)
     return logits[:, :vocabulary]
 
 
@@ -96,12 +96,12 @@ def project(hidden_SD: Floats, output: Weights, vocabulary: int) -> Floats:
 def _layer(x, w, rope, eps, new, k, v, experts, gates, margins):  # type: ignore[no-untyped-def]
     tokens, width = x.shape
     keys, head_width = k.shape[1], k.shape[3]
-    queries = w.o.shape[1] // head_width
+    queries = w.o.panels.shape[1] // head_width
     h = np.empty((tokens, width), np.float32)
     for n in range(tokens):
         _norm(x[n], w.attention_norm_D, eps, h[n])
-    joined = np.empty((tokens, len(w.qkv) * WIDTH), np.float32)
-    products(h, w.qkv, joined)
+    joined = np.empty((tokens, len(w.qkv.panels) * WIDTH), np.float32)
+    products(h, w.qkv.panels, w.qkv.scale, joined)
     for n in range(tokens):
         for f in range(len(w.qkv_bias_F)):
             joined[n, f] += w.qkv_bias_F[f]
@@ -124,42 +124,42 @@ def _layer(x, w, rope, eps, new, k, v, experts, gates, margins):  # type: ignore
         slot, seen = new.slot_U[n], new.position_U[n] + 1
         heads = joined[n, : queries * head_width].reshape(-1, head_width)
         attend_one(heads, k[slot], v[slot], seen, scale, score, attended[n])
-    y = np.empty((tokens, len(w.o) * WIDTH), np.float32)
-    products(attended.reshape(tokens, -1), w.o, y)
+    y = np.empty((tokens, len(w.o.panels) * WIDTH), np.float32)
+    products(attended.reshape(tokens, -1), w.o.panels, w.o.scale, y)
     for n in range(tokens):
         for d in range(width):
             x[n, d] += y[n, d]
         _norm(x[n], w.moe_norm_D, eps, h[n])
     if w.count:
-        scores = np.empty((tokens, len(w.router) * WIDTH), np.float32)
-        products(h, w.router, scores)
+        scores = np.empty((tokens, len(w.router.panels) * WIDTH), np.float32)
+        products(h, w.router.panels, w.router.scale, scores)
         for n in range(tokens):
             margins[n] = _route(scores[n, : w.count], experts[n], gates[n])
         _experts(h, experts, w.w_in, w.w_out, gates, x)
     else:
-        _dense(h, w.w_in[0], w.w_out[0], x)
+        _dense(h, w.w_in, w.w_out, x)
 
 
 @compiled
 def _dense(h, w_in, w_out, x):  # type: ignore[no-untyped-def]
     """Add the output of a dense layer to `x`."""
-    between = np.empty((len(h), len(w_in) * WIDTH), np.float32)
-    y = np.empty((len(h), len(w_out) * WIDTH), np.float32)
-    _swiglu_products(h, w_in, w_out, between, y)
+    between = np.empty((len(h), w_in.panels.shape[1] * WIDTH), np.float32)
+    y = np.empty((len(h), w_out.panels.shape[1] * WIDTH), np.float32)
+    _swiglu_products(h, 0, w_in, w_out, between, y)
     for n in range(len(h)):
         for d in range(x.shape[1]):
             x[n, d] += y[n, d]
 
 
 @compiled
-def _swiglu_products(h, w_in, w_out, between, y):  # type: ignore[no-untyped-def]
-    """y = (silu(h · gate) · (h · up)) · w_out, with room for what lies between."""
-    inner = w_out.shape[1]
-    products(h, w_in, between)
+def _swiglu_products(h, expert, w_in, w_out, between, y):  # type: ignore[no-untyped-def]
+    """y = (silu(h · gate) · (h · up)) · w_out of an expert, with room for what lies between."""
+    inner = w_out.panels.shape[2]
+    products(h, w_in.panels[expert], w_in.scale[expert], between)
     acted = np.empty((len(h), inner), np.float32)
     for m in range(len(h)):
         _swiglu(between[m], acted[m])
-    products(acted, w_out, y)
+    products(acted, w_out.panels[expert], w_out.scale[expert], y)
 
 
 @compiled
@@ -167,7 +167,7 @@ def _experts(h, experts, w_in, w_out, gates, x):  # type: ignore[no-untyped-def]
     """Add the experts' outputs to `x`, for each token in the order of their numbers. A block of an expert's tokens stays in the
     cache from its gathering to its sum."""
     tokens, chosen = experts.shape
-    end = np.zeros(len(w_in) + 1, np.int64)
+    end = np.zeros(len(w_in.panels) + 1, np.int64)
     for n in range(tokens):
         for place in range(chosen):
             end[experts[n, place] + 1] += 1
@@ -178,16 +178,16 @@ def _experts(h, experts, w_in, w_out, gates, x):  # type: ignore[no-untyped-def]
             at = starts[experts[n, place]]
             starts[experts[n, place]] += 1
             pairs[at, 0], pairs[at, 1] = n, place
-    mine, y = np.empty((BLOCK, h.shape[1]), np.float32), np.empty((BLOCK, w_out.shape[1] * WIDTH), np.float32)
-    between = np.empty((BLOCK, w_in.shape[1] * WIDTH), np.float32)
-    for expert in range(len(w_in)):
+    mine, y = np.empty((BLOCK, h.shape[1]), np.float32), np.empty((BLOCK, w_out.panels.shape[1] * WIDTH), np.float32)
+    between = np.empty((BLOCK, w_in.panels.shape[1] * WIDTH), np.float32)
+    for expert in range(len(w_in.panels)):
         for first in range(end[expert], end[expert + 1], BLOCK):
             count = min(BLOCK, end[expert + 1] - first)
             for m in range(count):
                 n = pairs[first + m, 0]
                 for d in range(h.shape[1]):
                     mine[m, d] = h[n, d]
-            _swiglu_products(mine[:count], w_in[expert], w_out[expert], between[:count], y[:count])
+            _swiglu_products(mine[:count], expert, w_in, w_out, between[:count], y[:count])
             for m in range(count):
                 n, gate = pairs[first + m, 0], gates[pairs[first + m, 0], pairs[first + m, 1]]
                 for d in range(x.shape[1]):

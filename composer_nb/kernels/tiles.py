@@ -5,12 +5,15 @@ those of any processor. Weights lie in panels of 64 columns, [P, D, 64], so that
 
     a sum over d:  += x[d]·w[d], rounded once, for d = 0, 1, 2, …
 
+Panels may be narrower than float32 where the weights allow it without a change of any sum: bfloat16, or int8 with a power of two
+as the scale of each column. A large model is then read from memory in a half or a quarter of the bytes.
+
 Dimensions: N rows, D input width, F output width, P panels, C head width, T positions.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -21,8 +24,17 @@ from numpy.typing import NDArray
 from composer_nb.kernels.compiled import compiled, intrinsic
 
 Floats = NDArray[np.float32]
-Weights = NDArray[np.float32] | NDArray[np.uint16]
-"""Panels in float32, or as the bits of bfloat16 (`narrow`)."""
+
+
+class Matrix(NamedTuple):
+    """Weights as a product reads them. Both may have a leading dimension of experts."""
+
+    panels: NDArray[np.float32] | NDArray[np.uint16] | NDArray[np.int8]
+    """[P, D, 64] in float32, as the bits of bfloat16, or as integers."""
+    scale: Floats
+    """[64 P] what a column's sums are multiplied by; [0]: by nothing."""
+
+
 WIDTH, LANES = 64, 16
 BLOCK = 64
 """Rows that take turns on a panel while it is in the cache."""
@@ -39,12 +51,27 @@ def panels(w_DF: Floats) -> Floats:
     return np.ascontiguousarray(full.reshape(depth, count, WIDTH).swapaxes(0, 1))
 
 
-def narrow(w: Floats) -> NDArray[np.uint16]:
-    """Return numbers that bfloat16 holds exactly as the bits of bfloat16. Raises ValueError for others."""
-    bits = w.view(np.uint32)
-    if (bits & 0xFFFF).any():
-        raise ValueError("a number needs more than the 8 bits of bfloat16's significand")
-    return (bits >> 16).astype(np.uint16)
+def matrix(w: Floats, bits: int = 32) -> Matrix:
+    """Return panels [..., P, D, 64] as a matrix of numbers of 8, 16 or 32 bits. Raises ValueError if these do not hold them
+    exactly."""
+    if bits == 32:
+        return Matrix(w, np.empty((*w.shape[:-3], 0), np.float32))
+    if bits == 16:
+        found = w.view(np.uint32)
+        if (found & 0xFFFF).any():
+            raise ValueError("a number needs more than the 8 bits of bfloat16's significand")
+        return Matrix((found >> 16).astype(np.uint16), np.empty((*w.shape[:-3], 0), np.float32))
+    scale = column_scale(np.abs(w).max(-2))
+    codes = w / scale[..., None, :]
+    if (codes != codes.round()).any():
+        raise ValueError("a column is no integers times a power of two")
+    return Matrix(codes.astype(np.int8), np.ascontiguousarray(scale.reshape(*w.shape[:-3], -1)))
+
+
+def column_scale(largest: Any) -> Any:
+    """Return the smallest power of two by which columns with these largest magnitudes become integers of at most 127."""
+    steps = np.ceil(np.log2(np.maximum(largest, 2.0**-100) / 127))
+    return np.exp2(steps).astype(np.float32)
 
 
 class _Code:
@@ -61,12 +88,15 @@ class _Code:
         return pointer
 
     def load(self, pointer: Any) -> Any:
-        """Return 16 numbers as float32, of float32 or of the bits of bfloat16, its upper half."""
-        if pointer.type.pointee == ir.FloatType():
-            return self.b.load(self.b.bitcast(pointer, _VECTOR.as_pointer()), align=4)
-        halves = self.b.load(self.b.bitcast(pointer, ir.VectorType(ir.IntType(16), LANES).as_pointer()), align=2)
-        whole = ir.VectorType(ir.IntType(32), LANES)
-        return self.b.bitcast(self.b.shl(self.b.zext(halves, whole), whole([16] * LANES)), _VECTOR)
+        """Return 16 numbers as float32, of float32, of integers, or of the bits of bfloat16, its upper half."""
+        kind, whole = pointer.type.pointee, ir.VectorType(ir.IntType(32), LANES)
+        vector = _VECTOR if kind == ir.FloatType() else ir.VectorType(kind, LANES)
+        found = self.b.load(self.b.bitcast(pointer, vector.as_pointer()), align=1 if kind == ir.IntType(8) else 2)
+        if vector is _VECTOR:
+            return found
+        if kind == ir.IntType(8):
+            return self.b.sitofp(self.b.sext(found, whole), _VECTOR)
+        return self.b.bitcast(self.b.shl(self.b.zext(found, whole), whole([16] * LANES)), _VECTOR)
 
     def store(self, value: Any, pointer: Any) -> None:
         self.b.store(value, self.b.bitcast(pointer, _VECTOR.as_pointer()), align=4)
@@ -171,8 +201,8 @@ _four_heads, _two_heads, _one_head = _tile(4, 1), _tile(2, 1), _tile(1, 1)
 
 
 @compiled
-def products(x, w, out):  # type: ignore[no-untyped-def]
-    """out[n, f] = Σ_d x[n, d] · w[d, f] for panels `w` [P, D, 64] and contiguous rows; `out` is [N, 64 P]."""
+def products(x, w, scale, out):  # type: ignore[no-untyped-def]
+    """out[n, f] = Σ_d x[n, d] · w[d, f] for panels `w` [P, D, 64] with their `scale`, and contiguous rows; `out` is [N, 64 P]."""
     depth = x.shape[1]
     for first in range(0, len(x), BLOCK):
         end = min(first + BLOCK, len(x))
@@ -186,6 +216,10 @@ def products(x, w, out):  # type: ignore[no-untyped-def]
                 row += 2
             if row < end:
                 _one(x, row, w, start, WIDTH, depth, out, column)
+            if len(scale):
+                for row in range(first, end):
+                    for f in range(column, column + WIDTH):
+                        out[row, f] *= scale[f]
 
 
 @compiled

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,7 +34,7 @@ from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Drawn, Reques
 from composer_nb.kernels.attention.cached import cached_attention
 from composer_nb.kernels.decode import DecodeWeights, LayerWeights, NewTokens, decode, project
 from composer_nb.kernels.linear import linear
-from composer_nb.kernels.tiles import Weights, narrow, panels
+from composer_nb.kernels.tiles import Matrix, matrix, panels
 from composer_nb.trainer.models.transformer import Layer, Model, stacked
 
 Forwarded = tuple[Tensor, NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]
@@ -42,8 +43,8 @@ Forwarded = tuple[Tensor, NDArray[np.int64], NDArray[np.float32], NDArray[np.flo
 PACKED_BYTES = 2 << 30
 """Largest model whose weights are laid out once more for the compiled kernel."""
 CACHED_BYTES = 16 << 20
-"""Largest model whose weights stay in a processor's cache. A larger one is kept as bfloat16 where that loses nothing, as with
-published weights: a step reads half as much memory and computes the same."""
+"""Largest model whose weights stay in a processor's cache. A larger one is kept as bfloat16 or int8 where that loses nothing, as
+with published weights and with `engine.numerics=int8`: a step reads a half or a quarter of the memory and computes the same."""
 
 
 @dataclass(slots=True)
@@ -427,35 +428,42 @@ def pack(model: Model) -> DecodeWeights | None:
     size = sum(4 * p.numel() for p in model.parameters())
     if not (plain and covered and size <= PACKED_BYTES and model.router_dtype in (None, torch.float32)):
         return None
-    halved = size > CACHED_BYTES and all(torch.equal(p, p.bfloat16().float()) for p in model.parameters())
 
     def array(tensor: Tensor) -> NDArray[np.float32]:
         return np.array(tensor.detach().numpy(), order="C")
 
-    def stacked(matrices: Tensor) -> Weights:
-        laid = np.stack([panels(array(matrix)) for matrix in matrices])
-        return narrow(laid) if halved else laid
+    def stacked(matrices: Tensor, bits: int) -> Matrix:
+        return matrix(np.stack([panels(array(each)) for each in matrices]), bits)
 
-    def packed(layer: Layer) -> LayerWeights:
+    def single(weight: Tensor, bits: int) -> Matrix:
+        return Matrix(*(part[0] for part in stacked(weight.T[None], bits)))
+
+    def packed(layer: Layer, bits: int) -> LayerWeights:
         norms = [layer.q_norm] * c.num_attention_heads + [layer.k_norm] * c.num_key_value_heads if c.qk_norm else []
         parts = (layer.dense_in[None], layer.dense_out[None]) if layer.dense else (layer.w_in, layer.w_out)
         return LayerWeights(
             attention_norm_D=array(layer.attention_norm),
-            qkv=stacked(layer.qkv.T[None])[0],
+            qkv=single(layer.qkv, bits),
             qkv_bias_F=array(layer.qkv_bias) if c.qkv_bias else np.empty(0, np.float32),
             qk_norm_HC=np.stack([array(norm) for norm in norms]) if norms else np.empty((0, c.head_dim), np.float32),
-            o=stacked(layer.o.T[None])[0],
+            o=single(layer.o, bits),
             moe_norm_D=array(layer.moe_norm),
             count=0 if layer.dense else c.num_experts,
-            router=stacked((layer.moe_norm[None] if layer.dense else layer.router).T[None])[0],
-            w_in=stacked(parts[0]),
-            w_out=stacked(parts[1]),
+            router=single(layer.router if not layer.dense else torch.zeros(1, c.hidden_size), bits),
+            w_in=stacked(parts[0], bits),
+            w_out=stacked(parts[1], bits),
         )
 
-    return DecodeWeights(
-        embed_VD=array(model.embed),
-        layers=tuple(packed(layer) for layer in model.layers),
-        final_norm_D=array(model.final_norm),
-        output=stacked(model.output_weight.T[None])[0],
-        rope_P2C=array(model.rope_table(model.embed)),
-    )
+    def weights(bits: int) -> DecodeWeights:
+        return DecodeWeights(
+            embed_VD=array(model.embed),
+            layers=tuple(packed(layer, bits) for layer in model.layers),
+            final_norm_D=array(model.final_norm),
+            output=single(model.output_weight, bits),
+            rope_P2C=array(model.rope_table(model.embed)),
+        )
+
+    for bits in (8, 16) if size > CACHED_BYTES else ():
+        with suppress(ValueError):
+            return weights(bits)
+    return weights(32)

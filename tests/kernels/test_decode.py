@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.policy import Request
-from composer_nb.kernels.tiles import narrow
+from composer_nb.kernels.tiles import column_scale, matrix
 from composer_nb.trainer.engine import Engine, pack
 from composer_nb.trainer.models.transformer import Model, ModelConfig
+from composer_nb.trainer.models.variants import as_engine
 
 NEVER = frozenset[int]()
 SPARSE = st.fixed_dictionaries({"num_experts": st.integers(2, 5), "num_experts_per_tok": st.integers(1, 2)})
@@ -99,28 +100,41 @@ def test_a_token_does_not_depend_on_its_batch_to_the_last_bit(config: ModelConfi
 
 
 @settings(max_examples=8, deadline=None)
-@given(configs, st.integers(0, 1000))
-def test_published_weights_are_read_as_bfloat16_and_computed_with_in_float32(config: ModelConfig, seed: int):
+@given(configs, st.integers(0, 1000), st.sampled_from([np.uint16, np.int8]))
+def test_weights_that_fit_fewer_bits_are_read_so_and_computed_with_in_float32(config: ModelConfig, seed: int, kind: Any):
     model = made(config, seed)
-    for parameter in model.parameters():
+    if kind is np.int8:
+        model = as_engine(model, "int8")
+    for parameter in model.parameters() if kind is np.uint16 else ():
         parameter.data = parameter.bfloat16().float()
     with pytest.MonkeyPatch.context() as patch:
         engines = list[Engine]()
         for cached in (1 << 30, 0):
             patch.setattr("composer_nb.trainer.engine.CACHED_BYTES", cached)
             engines.append(Engine(model, stop=NEVER, slots=4, max_length=32, seed=seed))
-    assert [engine._packed.output.dtype for engine in engines] == [np.float32, np.uint16]
-    wide, halved = (conversation(engine, [[1], [1, 2, 3]]) for engine in engines)
-    for mine, wanted in zip(halved[:4], wide[:4], strict=True):
+    assert [engine._packed.output.panels.dtype for engine in engines] == [np.float32, kind]
+    wide, narrow = (conversation(engine, [[1], [1, 2, 3]]) for engine in engines)
+    for mine, wanted in zip(narrow[:4], wide[:4], strict=True):
         assert mine.token_ids == wanted.token_ids and list(mine.logprobs) == list(wanted.logprobs)
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-40, 1e-9, 0.37, 1.0, 126.9, 127.0, 127.1, 3e20])
+def test_the_scale_of_a_column_is_the_least_power_of_two_that_holds_it(largest: float):
+    scale = float(column_scale(np.float32(largest)))
+    assert np.log2(scale) == round(np.log2(scale)) and largest / scale <= 127
+    assert largest < 2.0**-93 or largest / (scale / 2) > 127
+    weight = np.array([largest, -largest / 3, largest / 127], np.float64)
+    rounded = (weight / scale).round() * scale
+    assert abs(rounded - weight).max() <= scale / 2
+    assert float(column_scale(np.float32(abs(rounded).max()))) == scale, "what was rounded has the same scale again"
 
 
 def test_weights_that_bfloat16_does_not_hold_stay_as_they_are(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("composer_nb.trainer.engine.CACHED_BYTES", 0)
     packed = pack(made(ModelConfig(vocab_size=20), 0))
-    assert packed is not None and packed.output.dtype == np.float32
+    assert packed is not None and packed.output.panels.dtype == np.float32
     with pytest.raises(ValueError, match="bfloat16"):
-        narrow(np.array([1.0, 1.0 + 2**-8], np.float32))
+        matrix(np.array([[[1.0, 1.0 + 2**-8]]], np.float32), 16)
 
 
 def test_only_what_it_covers_goes_through_it(monkeypatch: pytest.MonkeyPatch):

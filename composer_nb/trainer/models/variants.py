@@ -27,6 +27,7 @@ import torch
 from pydantic import Field
 
 from composer_nb.kernels.formats.groupwise import rounded
+from composer_nb.kernels.tiles import column_scale
 from composer_nb.trainer.models.transformer import Model
 
 
@@ -40,6 +41,8 @@ class Numerics:
     """Experts go through integers of so many bits, groups of 32; 0: as published."""
     router_bits: int = 0
     """Routers likewise, groups of 64."""
+    matrices: bool = False
+    """All matrices go through int8 with a power of two as the scale of each output."""
     router_dtype: torch.dtype | None = None
     """Dtype of the router's product; None: that of the model's family."""
 
@@ -55,10 +58,11 @@ PAIRS: dict[str, Pair] = {
     "int4-experts-int8-router": Pair(Numerics(expert_bits=4, router_bits=8), Numerics(expert_bits=4)),
 }
 
-EngineName = Literal["float32", "bf16", "int8-experts", "int4-experts", "int4-experts-int8-router"]
+EngineName = Literal["float32", "bf16", "int8", "int8-experts", "int4-experts", "int4-experts-int8-router"]
 ENGINES: dict[EngineName, Numerics] = {
     "float32": Numerics(),
     "bf16": PAIRS["bf16"].engine,
+    "int8": Numerics(matrices=True),
     "int8-experts": Numerics(expert_bits=8),
     "int4-experts": PAIRS["int4-experts"].engine,
     "int4-experts-int8-router": PAIRS["int4-experts-int8-router"].engine,
@@ -90,6 +94,11 @@ def variant(model: Model, numerics: Numerics) -> Model:
                 weight.copy_(rounded(weight, bits=numerics.expert_bits, group=32, dim=1))
         if numerics.router_bits and not layer.dense:
             layer.router.copy_(rounded(layer.router, bits=numerics.router_bits, group=64))
+    for name, weight in made.named_parameters() if numerics.matrices else ():
+        if weight.ndim > 1 and (weight is not made.embed or weight is made.output_weight):
+            inputs = 0 if name.endswith(("dense_in", "dense_out")) else 1
+            scale = torch.from_numpy(column_scale(weight.abs().amax(inputs, keepdim=True).numpy()))
+            weight.copy_((weight / scale).round() * scale)
     made.router_dtype = numerics.router_dtype or made.router_dtype
     return made.to(numerics.dtype)
 
