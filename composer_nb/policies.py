@@ -193,10 +193,12 @@ def open_engine(
     seed: int = 0,
     follow: str = "",
     step_tokens: int = 4096,
+    numerics: str = "float32",
 ) -> Iterator[OpenEngine]:
     """Run a checkpoint. `tokens`: maximum of one conversation; less if the model reads less. `follow`: a store of weight versions
     of this model, whose newest runs at any time; as long as there is none, the checkpoint runs as version -1, else as 0.
-    `step_tokens`: as in `Engine`. A head beside the checkpoint drafts (`drafts.py`), which changes nothing but the speed.
+    `step_tokens`: as in `Engine`. `numerics`: as `engine.numerics`. A head beside the checkpoint drafts (`drafts.py`), which changes
+    nothing but the speed.
 
     Raises FileNotFoundError for a missing checkpoint, ValueError for one without a format for several tools or for versions of
     another model, WeightFault and StoreError for a store that cannot be used."""
@@ -204,19 +206,23 @@ def open_engine(
     from composer_nb.trainer.engine import Engine
     from composer_nb.trainer.models.checkpoint import load_pretrained
     from composer_nb.trainer.models.tokenizer import load_tokenizer
+    from composer_nb.trainer.models.variants import ENGINES, as_engine
     from composer_nb.trainer.services.inference import Inference, Updates, following
 
+    name = next((each for each in ENGINES if each == numerics), None)
+    if name is None:
+        raise ValueError(f"--numerics {numerics}: there are {', '.join(ENGINES)}")
     known, tokenizer = trained_with(path), load_tokenizer(path, needed=())
     own = tools_for(known.tools).schemas if known.renderer == "compact" else []
 
     def form(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = own) -> ChatRenderer:
         return RENDERERS[known.renderer](tokenizer, tools)
 
-    stop, model = form(tokenizer).stop, load_pretrained(path)
+    stop, model = form(tokenizer).stop, as_engine(load_pretrained(path), name)
     most = min(tokens, model.config.max_position_embeddings)
     updates, version = None, 0
     if follow:
-        updates = Updates(follow, f"serve-{socket.gethostname()}-{os.getpid()}", model.config)
+        updates = Updates(follow, f"serve-{socket.gethostname()}-{os.getpid()}", model.config, numerics=name)
         newest = updates.receiver.newest()
         model, version = (model, -1) if newest is None else (updates.first(newest), newest)
     size = {"slots": slots, "max_length": most, "step_tokens": step_tokens}

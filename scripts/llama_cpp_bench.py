@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Tokens a second of the engine beside llama.cpp: `scripts/llama_cpp_bench.py [--rounds N]`. Prints a table.
 
-A dense model of SmolLM2-135M's shape with random weights, in float32 or bfloat16 on both sides, with a float32 key-value cache.
+A dense model of SmolLM2-135M's shape with random weights, in float32, bfloat16 or int8 (`engine.numerics=int8` beside Q8_0) on
+both sides, with a float32 key-value cache.
 Greedy answers of 64 tokens to prompts of 64, one and sixteen at once; one thread, CPU seconds. In float32 both must find the same
-tokens; in bfloat16 llama.cpp rounds activations too. The time of an answer includes reading its prompt.
+tokens; otherwise llama.cpp rounds activations too. The time of an answer includes reading its prompt.
 `pip install llama-cpp-python` compiles llama.cpp for this processor, in ten minutes or more.
 """
 
@@ -23,6 +24,7 @@ from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.checkpoint import hugging_face_views
 from composer_nb.trainer.models.gguf_file import NAMES
 from composer_nb.trainer.models.transformer import Model, ModelConfig
+from composer_nb.trainer.models.variants import as_engine
 from scripts.bench_engine import Form, Tokens, Turns, by, rates, table
 
 try:
@@ -42,10 +44,15 @@ SHAPE = ModelConfig(
     max_position_embeddings=256,
 )
 READ, WRITTEN = 64, 64
+KINDS = {
+    "float32": GGMLQuantizationType.F32,
+    "bfloat16": GGMLQuantizationType.BF16,
+    "int8": GGMLQuantizationType.Q8_0,
+}
 QUIET = llama_cpp.llama_log_callback(lambda *_: None)
 
 
-def write_gguf(model: Model, file: Path, halved: bool) -> None:
+def write_gguf(model: Model, file: Path, kind: GGMLQuantizationType) -> None:
     """Write a model of Llama's family, without a tokenizer; query and key rows as llama.cpp orders them."""
     c, writer = model.config, GGUFWriter(file, "llama")
     writer.add_block_count(c.num_hidden_layers)
@@ -65,9 +72,9 @@ def write_gguf(model: Model, file: Path, halved: bool) -> None:
         short = theirs[part if layer else name.removesuffix(".weight")]
         if short in ("attn_q", "attn_k"):
             weight = weight.unflatten(0, (-1, 2, c.head_dim // 2)).transpose(1, 2).flatten(0, 2)
-        kind = GGMLQuantizationType.F32 if weight.ndim == 1 or not halved else GGMLQuantizationType.BF16
-        values = quantize(weight.float().numpy(), kind)
-        writer.add_tensor(f"blk.{number}.{short}.weight" if layer else f"{short}.weight", values, raw_dtype=kind)
+        own = GGMLQuantizationType.F32 if weight.ndim == 1 else kind
+        values = quantize(weight.float().numpy(), own)
+        writer.add_tensor(f"blk.{number}.{short}.weight" if layer else f"{short}.weight", values, raw_dtype=own)
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         write()
     writer.close()
@@ -124,17 +131,17 @@ def main() -> None:
     model = Model(SHAPE)
     llama_cpp.llama_log_set(QUIET, None)
     print("| weights, conversations | form | tokens / s | ours / it |\n|---|---|---|---|")
-    for dtype in (torch.float32, torch.bfloat16):
-        halved = dtype == torch.bfloat16
-        for weight in model.parameters():
-            weight.data = weight.to(dtype).float()
+    for name, kind in KINDS.items():
+        for weight in model.parameters() if name == "bfloat16" else ():
+            weight.data = weight.bfloat16().float()
+        model = as_engine(model, "int8") if name == "int8" else model
         with tempfile.TemporaryDirectory() as folder:
-            write_gguf(model, file := Path(folder) / "model.gguf", halved)
+            write_gguf(model, file := Path(folder) / "model.gguf", kind)
             for slots in (1, 16):
                 engine = Engine(model, stop=frozenset(), slots=slots, max_length=READ + WRITTEN, temperature=0.0)
                 forms: dict[str, Form] = {"ours": by(engine), "llama.cpp": Llama(file, slots).run}
-                found = rates(forms, lambda n, slots=slots: prompts(n, slots), asked.rounds, same=not halved)
-                table(f"{str(dtype)[6:]}, {slots}", found)
+                found = rates(forms, lambda n, slots=slots: prompts(n, slots), asked.rounds, same=name == "float32")
+                table(f"{name}, {slots}", found)
 
 
 def prompts(number: int, slots: int) -> Turns:

@@ -167,6 +167,7 @@ def verdict(given: argparse.Namespace) -> int:
         "maximum tokens of one step, at least --slots; less lets others decode sooner beside a long prompt",
         512,
     ),
+    arg("--numerics NAME", "arithmetic: float32, or int8, which reads a quarter of the memory", "float32"),
     arg("--queue N", "waiting requests; more get status 429", 64),
     arg("--temperature T", "temperature of requests that give none", 1.0),
     arg("--host NAME", "address to listen on", "127.0.0.1"),
@@ -202,7 +203,7 @@ def serve(given: argparse.Namespace) -> int:
     address = {**pick(given, "host", "slots", "queue"), "key": os.environ.get("COMPOSER_NB_KEY", "")}
     if given.model:
         with open_engine(
-            given.model, **pick(given, "slots", "tokens", "temperature", "follow", "step_tokens")
+            given.model, **pick(given, "slots", "tokens", "temperature", "follow", "step_tokens", "numerics")
         ) as engine:
             record = Record(given.record, engine.tokenizer) if given.record else None
             answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens, record)

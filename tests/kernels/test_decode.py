@@ -101,7 +101,9 @@ def test_a_token_does_not_depend_on_its_batch_to_the_last_bit(config: ModelConfi
 
 @settings(max_examples=8, deadline=None)
 @given(configs, st.integers(0, 1000), st.sampled_from([np.uint16, np.int8]))
-def test_weights_that_fit_fewer_bits_are_read_so_and_computed_with_in_float32(config: ModelConfig, seed: int, kind: Any):
+def test_weights_that_fit_fewer_bits_are_read_so_and_computed_with_in_float32(
+    config: ModelConfig, seed: int, kind: Any
+):
     model = made(config, seed)
     if kind is np.int8:
         model = as_engine(model, "int8")

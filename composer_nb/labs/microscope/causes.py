@@ -51,6 +51,7 @@ def engines(model: Model) -> dict[str, Program]:
         "bf16-head": replace(plain, head=bf16),
         "bf16-attention": Program(model=model, attention=bf16),
         "bf16-router": replace(plain, numerics=Numerics(router_dtype=bf16)),
+        "int8": replace(plain, numerics=Numerics(matrices=True)),
         "int8-experts": replace(plain, numerics=Numerics(expert_bits=8)),
         "int4-experts": replace(plain, numerics=Numerics(expert_bits=4)),
     }

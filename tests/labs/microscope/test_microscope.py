@@ -270,7 +270,7 @@ def test_the_path_ends_at_the_engine_and_each_step_is_one_cause(model, batch):
 
 
 @in_both(
-    ["bf16", "bf16-head", "bf16-attention", "bf16-router", "int8-experts", "int4-experts"],
+    ["bf16", "bf16-head", "bf16-attention", "bf16-router", "int8", "int8-experts", "int4-experts"],
     {"int4-experts"},
 )
 def test_all_causes_put_in_leave_nothing(model, batch, name: str):

@@ -32,9 +32,25 @@ def test_a_variant_changes_what_it_says_and_nothing_else(make_model):
             assert torch.equal(weight, before[name]) and weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_int8_rounds_every_matrix_to_integers_times_a_power_of_two_for_each_output(make_model, tied: bool):
+    model = make_model(3, tie_word_embeddings=tied)
+    before, made = dict(model.named_parameters()), as_engine(model, "int8")
+    for name, weight in made.named_parameters():
+        if weight.ndim == 1 or (name == "embed" and not tied):
+            assert torch.equal(weight, before[name])
+            continue
+        outputs = weight if weight.ndim == 2 else weight.transpose(1, 2)  # [..., out, in]
+        step = (outputs.double().abs().amax(-1, keepdim=True) / 127).log2().ceil().exp2()
+        codes = outputs.double() / step
+        assert torch.equal(codes, codes.round()) and 64 <= codes.abs().amax() <= 127
+        gap = (weight - before[name]).abs() if weight.ndim == 2 else (weight - before[name]).abs().transpose(1, 2)
+        assert bool((gap <= step / 2 + 1e-9).all()) and gap.max() > 0
+
+
 def test_every_engine_of_the_settings_is_there_and_float32_is_the_model_itself(make_model):
     model = make_model(3)
-    assert set(ENGINES) == set(typing.get_args(EngineName)) == {*PAIRS, "float32", "int8-experts"}
+    assert set(ENGINES) == set(typing.get_args(EngineName)) == {*PAIRS, "float32", "int8", "int8-experts"}
     assert as_engine(model, "float32") is model
     ids = torch.arange(20)[None]
     with torch.no_grad():
@@ -42,6 +58,7 @@ def test_every_engine_of_the_settings_is_there_and_float32_is_the_model_itself(m
         made = {name: as_engine(model, name) for name in ENGINES if name != "float32"}
         gaps = {name: float((engine(ids)[0] - exact).abs().mean()) for name, engine in made.items()}
     assert 0 < gaps["int8-experts"] < gaps["int4-experts"], "fewer bits, further away"
+    assert gaps["int8-experts"] < gaps["int8"] < gaps["int4-experts"], "more matrices, coarser scales"
 
 
 def test_plain_numerics_are_the_model_itself_and_bf16_is_bf16_throughout(make_model):
