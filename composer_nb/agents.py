@@ -31,6 +31,7 @@ from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import WORKSPACE, SandboxDied, SandboxFailure
 from composer_nb.harness.store import save_attempts
+from composer_nb.harness.tasks.making.options import given_packages
 from composer_nb.harness.tasks.runtime import spec_of
 from composer_nb.harness.tasks.task import Task
 from composer_nb.planner import Plan, make_plans, with_plans
@@ -234,6 +235,7 @@ def run_agent(
     *,
     backend: str = "bwrap",
     image: str = "",
+    packages: Path | None = None,
     limits: Limits | None = None,
     told: Told = lambda event: None,
     temperature: float = 1.0,
@@ -243,7 +245,8 @@ def run_agent(
 
     A checkpoint gets the tools and limits that it was trained with (`environment.carried`), other policies those of the product.
 
-    `image`: Docker image with the dependencies of the repository, for the backend `docker`. The repository itself is not
+    `image`: Docker image with the dependencies of the repository, for the backend `docker`. `packages`: a folder of such packages
+    that pip installed, for any backend. The repository itself is not
     touched. Raises ValueError for an instruction that is empty or not Unicode, a repository that is empty or too large, an
     unknown policy; SandboxUnavailable; ProviderFailure for an endpoint that does not answer at all.
     """
@@ -254,12 +257,12 @@ def run_agent(
     if image and backend != "docker":
         raise ValueError(f"--image {image}: the backend {backend} has no images; use --backend docker")
     require_git()
-    source = checkout.read_checkout(root)
+    source, held = checkout.read_checkout(root), given_packages(packages)
     if out.exists():
         raise FileExistsError(f"{out}: exists already; give --out a new folder")
     tools, usual = equipment(policy)
     limits = limits or usual
-    with open_backend(backend) as made, open_session(source, tools, made, image) as (session, system):
+    with open_backend(backend) as made, open_session(source, tools, made, image, held) as (session, system):
         with open_policy(policy, system, tools.schemas, limits=limits, temperature=temperature, slots=1) as cast:
             speaker = cast(None, 0)
             try:

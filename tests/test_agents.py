@@ -218,6 +218,7 @@ def test_a_verdict_may_be_given_later(
         ({"policy": "nowhere"}, "no such checkpoint directory"),
         ({"backend": "chroot"}, "backend must be one of"),
         ({"image": "python:3.12"}, "has no images; use --backend docker"),
+        ({"packages": "nowhere"}, "--packages nowhere: holds no file; fill it by pip install --target"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -232,7 +233,7 @@ def test_bad_input_is_one_line(
         "backend": "bwrap",
     } | changed
     options = ["--policy", given["policy"], "--backend", given["backend"], "--image", given.get("image", "")]
-    options += ["--out", str(tmp_path / "out")]
+    options += ["--out", str(tmp_path / "out"), *(["--packages", given["packages"]] if "packages" in given else [])]
     assert main(["agent", given["path"], given["instruction"], *options]) == 2
     [line] = capsys.readouterr().err.strip().splitlines()[-1:]
     assert told in line

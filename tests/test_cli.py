@@ -224,13 +224,34 @@ def test_an_interrupted_rl_says_whether_there_is_anything_to_resume(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch, "start_or_resume", interrupt)
+    monkeypatch.setattr(launch, "begin_run", interrupt)
     weights = str(Path(__file__).parents[1] / "data" / "example" / "weights" / "final")
     call = ["rl", "--model", weights, "--tasks", "generated", "--out", str(tmp_path / "r"), "--track", ""]
     assert cli.main(call) == 130 and "interrupted; the run had not begun" in capsys.readouterr().err
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "settings.json").write_text("{}")
     assert cli.main(call) == 130 and "interrupted; resume with the same command" in capsys.readouterr().err
+
+
+def test_trackers_follow_the_run_that_rl_begins_not_the_one_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    from composer_nb.trainer.recipe import launch
+
+    def work(path: Path, **_: object) -> RunDir:
+        run = RunDir(path)
+        run.log("rl", 1, {"reward": 0.5})
+        return run
+
+    monkeypatch.setattr(launch, "start_or_resume", work)
+    monkeypatch.setattr("composer_nb.operations.runs._reported", lambda *_: 0)
+    weights = str(Path(__file__).parents[1] / "data" / "example" / "weights" / "final")
+    for seed in ("1", "2"):
+        call = ["rl", "--model", weights, "--tasks", "generated", "--out", str(tmp_path / "r"), "--set", f"seed={seed}"]
+        assert cli.main(call) == 0
+    runs = [path for path in tmp_path.iterdir() if not path.is_symlink()]
+    assert len(runs) == 2 and all([*(run / "tensorboard").glob("events*")] for run in runs)
+    assert not [record for record in caplog.records if "tensorboard" in record.getMessage()]
 
 
 def test_the_scripted_expert_solves_everything(tasks: Path, tmp_path: Path, capsys: Any):

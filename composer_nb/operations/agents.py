@@ -116,6 +116,7 @@ def _price(text: str) -> tuple[float, float] | None:
     arg("--policy DIR|openai:URL[#MODEL]|scripted:FILE.json", "the policy to use", required=True),
     arg("--backend NAME", "sandbox to work in", "bwrap"),
     arg("--image NAME", "Docker image with the repository's dependencies (--backend docker)", ""),
+    arg("--packages FOLDER", "installed packages that the repository needs, from pip install --target", type=Path),
     arg("--out DIR", "new folder for the result (runs/agent-…)", type=Path),
     arg("--verdict", "later: see composer-nb verdict", "ask", choices=["ask", "accept", "reject", "later"]),
     arg("--seconds S", "time limit", 1800.0),
@@ -134,7 +135,7 @@ def agent(given: argparse.Namespace) -> int:
     if not 0 <= given.temperature < float("inf"):
         raise ValueError(f"--temperature {given.temperature:g}: must be 0 or more")
     limits = replace(equipment(given.policy)[1], seconds=given.seconds)
-    options = pick(given, "backend", "image", "temperature")
+    options = pick(given, "backend", "image", "packages", "temperature")
     work = run_agent(given.path, given.instruction, given.policy, out, limits=limits, told=teller(screen), **options)
     return decide(work, given.verdict, screen)
 

@@ -38,12 +38,12 @@ def tour(given: argparse.Namespace) -> int:
     from composer_nb.operations.track import Tracking, parse
     from composer_nb.settings import Settings, from_dict, override
     from composer_nb.trainer.recipe.detached import start_detached
-    from composer_nb.trainer.recipe.launch import start_or_resume
+    from composer_nb.trainer.recipe.launch import begin_run, start_or_resume
 
     trackers, chosen = parse(given.track), override(Settings(), overrides(given.set))
     found = _resumed(given) if given.resume else None
     require_sandboxes(from_dict(found.settings()).env if found else chosen.env)  # now, not after minutes
-    run = found or _started(given, chosen)
+    run = found or begin_run(chosen, given.runs, "tour")
     print(run.path, flush=True)
     if given.detach:
         start_detached(run.path)
@@ -91,7 +91,7 @@ def rl(given: argparse.Namespace) -> int:
     from composer_nb.operations.track import Tracking, parse
     from composer_nb.settings import Settings, override
     from composer_nb.trainer.models.tokenizer import format_of
-    from composer_nb.trainer.recipe.launch import start_or_resume
+    from composer_nb.trainer.recipe.launch import begin_run, start_or_resume
 
     trackers = parse(given.track)
     values: dict[str, Any] = {"model.start": str(given.model.resolve()), "env.tasks": given.tasks}
@@ -106,27 +106,16 @@ def rl(given: argparse.Namespace) -> int:
         chosen = replace(chosen, limits=replace(LIMITS, tokens=most))
     require_sandboxes(chosen.env)  # now, not after minutes
     try:
-        with terminate_as_interrupt(), Tracking(given.out, trackers):
-            run = start_or_resume(None, chosen, runs=given.out.parent, name=given.out.name, resume=True, say=log.info)
+        with terminate_as_interrupt():
+            run = begin_run(chosen, given.out.parent, given.out.name, resume=True, say=log.info)
+            with Tracking(run.path, trackers):
+                start_or_resume(run.path, say=log.info)
     except KeyboardInterrupt:
         begun = (given.out / "settings.json").is_file()
         told = "resume with the same command" if begun else "the run had not begun"
         print(f"interrupted; {told}", file=sys.stderr)
         return 130
     return _reported(run, given.out)
-
-
-def _started(given: argparse.Namespace, chosen: Any) -> Any:
-    """Return a new run directory that already holds its settings, so that it can be resumed from any point."""
-    from composer_nb.harness.files import write_json
-    from composer_nb.settings import to_dict
-    from composer_nb.trainer.recipe.launch import new_run
-    from composer_nb.trainer.records.rundir import provenance
-
-    run = new_run(given.runs, "tour", chosen)
-    write_json(run.path / "settings.json", to_dict(chosen))
-    write_json(run.path / "provenance.json", provenance())
-    return run
 
 
 def _resumed(given: argparse.Namespace) -> Any:

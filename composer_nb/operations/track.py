@@ -228,9 +228,6 @@ class Tracking:
 
     def _follow(self, path: Path, name: str) -> None:
         try:
-            while not (there := (path / "run.db").is_file()) and not self._ended.wait(0.2):  # it is about to be made
-                pass
-            if there:
-                follow(path, name, self._ended.is_set)
+            follow(path, name, self._ended.is_set)
         except Exception as error:  # the library's
             log.warning("%s: %s; composer-nb track %s --to %s goes on", name, error, path, name)

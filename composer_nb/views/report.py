@@ -176,7 +176,8 @@ def fidelity_line(compared: Mapping[str, Any]) -> str:
     if "error" in compared:
         return f"could not be compared: {compared['error']}"
     names = dict.fromkeys(each["what"] for each in compared["differences"])
-    found = f"{len(compared['differences'])} differences ({', '.join(names)})" if names else "no difference"
+    count = len(compared["differences"])
+    found = f"{count} difference{'s' * (count > 1)} ({', '.join(names)})" if names else "no difference"
     return f"{found} in {compared['calls']} calls, byte by byte"
 
 

@@ -96,7 +96,7 @@ class Plan:
         try:
             return _PLANS.validate_json(text)
         except ValidationError as error:
-            raise ValueError(f"not a plan of hidden tests: {error}") from None
+            raise ValueError(f"not a plan of hidden tests: {error.errors()[0]['msg']}") from None
 
 
 _PLANS = TypeAdapter(Plan)

@@ -18,6 +18,7 @@ from composer_nb.harness.carry import EXECUTABLE, PLAIN, Blob, add_history
 from composer_nb.harness.grading.diff import CACHE_ENDINGS, CACHE_FOLDERS
 from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxFailure, SandboxSpec
 from composer_nb.harness.search.ignore import NAMES, Ignore, read_ignore
+from composer_nb.harness.tasks.runtime import PACKAGES_AT, bring
 from composer_nb.harness.tools.session import FOLDER
 from composer_nb.harness.untrusted import HISTORY, is_plain, protected
 
@@ -54,14 +55,16 @@ class Checkout:
             inodes=max(usual.inodes, 4 * len(self.files)),
         )
 
-    def start(self, backend: Backend, image: str = "") -> Sandbox:
-        """Return a new sandbox that holds the files. Raises SandboxFailure."""
+    def start(self, backend: Backend, image: str = "", packages: Mapping[str, bytes] | None = None) -> Sandbox:
+        """Return a new sandbox that holds the files, beside them installed packages. Raises SandboxFailure."""
         box = backend.create(replace(self.spec, image=image))
         try:
             box.upload({path: data for path, data in self.files.items() if path not in self.executable})
             for path in sorted(self.executable):
                 box.write(path, self.files[path], mode=0o755)
             add_history(box)
+            if packages:
+                bring(box, packages, PACKAGES_AT)
         except BaseException as error:
             box.destroy()
             if isinstance(error, OSError):

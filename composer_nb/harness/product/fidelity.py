@@ -31,6 +31,7 @@ from composer_nb.harness.agent.turns import Script, ScriptSpeaker
 from composer_nb.harness.attempt import Agent, open_session
 from composer_nb.harness.product import work
 from composer_nb.harness.product.checkout import read_checkout
+from composer_nb.harness.tasks.runtime import packages_of
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.session import Session
 from composer_nb.harness.tools.tool_call import ToolCall
@@ -105,7 +106,8 @@ def open_in(place: str, task: Task, agent: Agent) -> Iterator[Side]:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(text.encode())
         source = read_checkout(Path(folder))
-    with work.open_session(source, tools, agent.backend, task.metadata.get("image", "")) as (session, system):
+    asked = task.metadata.get("image", ""), packages_of(task)
+    with work.open_session(source, tools, agent.backend, *asked) as (session, system):
         yield Side(session=session, tools=tools, system=system, schemas=tools.schemas)
 
 

@@ -79,9 +79,11 @@ def tools_for(name: str) -> ToolSet:
 
 
 @contextmanager
-def open_session(source: Checkout, tools: ToolSet, backend: Backend, image: str = "") -> Iterator[tuple[Session, str]]:
+def open_session(
+    source: Checkout, tools: ToolSet, backend: Backend, image: str = "", packages: Mapping[str, bytes] | None = None
+) -> Iterator[tuple[Session, str]]:
     """Open an agent's session in a new sandbox with a copy of a user's repository; with the system text that it is told."""
-    with source.start(backend, image) as box:
+    with source.start(backend, image, packages) as box:
         session = tools.open(box)
         yield session, system_text(session.root)
 

@@ -118,7 +118,8 @@ def compare_places(s: Stages) -> dict[str, Any] | None:
         calls, found = differences(task, agent)
     except (SandboxFailure, SandboxDied, OSError, ValueError) as error:
         return {"task": task.id, "error": str(error)}
-    s.say(f"training and product: {len(found)} differences in {calls} calls")
+    names = dict.fromkeys(each.what for each in found)
+    s.say(f"training and product: differences in {calls} calls: {', '.join(names) or 'none'}")
     return {"task": task.id, "calls": calls, "differences": [each.excerpt() for each in found]}
 
 

@@ -61,17 +61,25 @@ def start_or_resume(
     machine has no room for them; RunBusy when somebody else runs it; RunFailed when a rank ends with an error. Ctrl-C ends the
     ranks and leaves the run ready to resume.
     """
-    others = list[str]()
-    begun = _begun(runs / name, settings or Settings(), others.append) if resume and run_dir is None else None
-    run = begun or (new_run(runs, name, settings or Settings()) if run_dir is None else open_run(run_dir))
-    for line in others:  # now that there is a new run
-        say(line)
+    run = open_run(run_dir) if run_dir else begin_run(settings or Settings(), runs, name, resume=resume, say=say)
     if run.excerpt is not None:
         settle(run, settings)
         say(f"{run.path} is an excerpt of a complete run: it is shown, not resumed")
         return run
     with _only_launcher(run), _noted(run, say) as say:
         _launch(run, settle(run, settings), say)
+    return run
+
+
+def begin_run(
+    settings: Settings, runs: Path, name: str, *, resume: bool = False, say: Callable[[str], None] = print
+) -> RunDir:
+    """Return a run that holds its settings, ready to be resumed: a new one or, with `resume`, the newest if it has these."""
+    others = list[str]()
+    run = (_begun(runs / name, settings, others.append) if resume else None) or new_run(runs, name, settings)
+    settle(run, settings)
+    for line in others:  # now that there is a new run
+        say(line)
     return run
 
 

@@ -18,12 +18,14 @@ from typing import Any
 from composer_nb.harness.agent.compact import SPECIALS
 from composer_nb.harness.agent.expert import changes_lines
 from composer_nb.harness.attempt import Agent, tools_of
-from composer_nb.harness.environment import EnvSettings, make_agent, tasks_of
+from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent, tasks_of
 from composer_nb.harness.files import write_json
-from composer_nb.harness.grading.plan import PLAN
+from composer_nb.harness.grading.plan import PLAN, plan_of
 from composer_nb.harness.grading.recorded import guard_of
+from composer_nb.harness.sandbox.contract import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.tasks.miniatures import make_miniatures
 from composer_nb.harness.tasks.repairs import buggy, buggy_prints, fingerprints, make_tasks
+from composer_nb.harness.tasks.runtime import PACKAGES, PACKAGES_DIGEST, start
 from composer_nb.harness.tasks.task import LOWERED, Task, load_tasks, save_tasks
 from composer_nb.settings import DataSettings, Settings
 from composer_nb.trainer.learning.data import demonstrate, demonstration_rows, read_corpus, save_rows
@@ -67,6 +69,7 @@ def check_inputs(settings: Settings) -> None:
             agent = make_agent(settings.env, tokenizer, settings.limits)
             for task in tasks:
                 agent.begin(task)
+        try_places(tasks, settings.env)
 
 
 def make_tokenizer(s: Stages) -> None:
@@ -248,7 +251,29 @@ def own_tasks(env: EnvSettings) -> list[Task]:
             raise ValueError(f"env.tasks: task {task.id} has the grader `script`, which is for evaluation alone")
         if task.grader == "pytest" and PLAN not in task.metadata:
             raise ValueError(f"env.tasks: task {task.id} has no plan of its tests; composer-nb tasks make makes one")
+        if task.grader == "pytest":
+            try:
+                plan_of(task)
+            except ValueError as error:
+                raise ValueError(f"env.tasks: task {task.id}: {error}") from None
     return tasks
+
+
+def try_places(tasks: Iterable[Task], env: EnvSettings) -> None:
+    """Open a place for a task of every kind: with or without a sandbox of its own, of each image, of each folder of packages.
+    Raises ValueError where it cannot be had with `env.backend`."""
+    called = not env.toolset.needs_sandbox
+    named = ("image", PACKAGES, PACKAGES_DIGEST)
+    kinds = {(task.grader, *map(task.metadata.get, named)): task for task in tasks}
+    with Sandboxes(env.backend) as sandboxes:
+        for task in kinds.values():
+            try:
+                if task.grader == "functions":
+                    _ = sandboxes.functions
+                if task.grader != "functions" or not called:
+                    start(task, sandboxes.backend).destroy()
+            except (ValueError, SandboxUnavailable, SandboxFailure) as error:
+                raise ValueError(f"env.tasks with env.backend={env.backend}: {error}") from None
 
 
 def unguarded(tasks: Iterable[Task]) -> list[str]:

@@ -134,6 +134,9 @@ def test_a_difference_is_named_in_one_line() -> None:
     assert fidelity_line({"calls": 30, "differences": differences}) == (
         "3 differences (grep, system text) in 30 calls, byte by byte"
     )
+    assert (
+        fidelity_line({"calls": 30, "differences": differences[:1]}) == "1 difference (grep) in 30 calls, byte by byte"
+    )
     assert fidelity_line({"error": "no sandbox"}) == "could not be compared: no sandbox"
 
 

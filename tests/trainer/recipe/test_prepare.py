@@ -21,8 +21,10 @@ from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.environment import EnvSettings, Sandboxes, carried, make_agent
 from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.plan import PLAN, Plan, digest, with_plan
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.rollout import Rollout
+from composer_nb.harness.tasks.runtime import PACKAGES
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.settings import DataSettings, Settings, override
@@ -220,6 +222,30 @@ def test_tasks_that_cannot_be_trained_on_are_refused_before_there_is_a_run(tmp_p
     ):
         override(Settings(), {"env.tools": "grep,find"})
     assert "at least 3 tasks" in refused(three[:2])
+    damaged = own(6, **HIDDEN, metadata={PLAN: '{"x": 1}'})
+    assert "env.tasks: task own-6: not a plan of hidden tests: " in refused([*three, damaged])
+    other = planned(7).model_copy(update={"tests": {"test_f.py": "def test_1(): pass\n"}})
+    assert "own-7: its plan was made for other hidden tests" in refused([*three, other])
+    for key, why in (("image", "in the image gone, which bwrap does not have"), (PACKAGES, "are missing or not those")):
+        assert why in refused([*three, planned(8, **{key: "gone"})]), "a place that cannot be had"
+
+
+HIDDEN: dict[str, Any] = {"grader": "pytest", "tests": {"test_f.py": "def test_0(): pass\n"}}
+
+
+def planned(number: int, **metadata: str) -> Task:
+    """A task of the grader `pytest`."""
+    task = own(number, **HIDDEN, metadata=metadata)
+    return with_plan(task, Plan(digest=digest(task), tests={}))
+
+
+@pytest.mark.docker
+def test_an_image_that_the_engine_has_not_is_named_before_there_is_a_run(tmp_path: Path, docker_client: object) -> None:
+    save_tasks([planned(number, image="gone:1") for number in range(3)], tmp_path / "t.jsonl")
+    values = {"env.tasks": str(tmp_path / "t.jsonl"), "env.backend": "docker"}
+    with pytest.raises(ValueError, match=r"env\.backend=docker: the Docker Engine has no image gone:1"):
+        new_run(tmp_path / "runs", "run", override(Settings(), values))
+    assert not (tmp_path / "runs").exists()
 
 
 def test_tasks_of_ones_own_are_dealt_into_the_run(tmp_path: Path, checkpoint: Path) -> None:

@@ -23,11 +23,11 @@ from composer_nb.harness.grading.recorded import Guarding, guard_of, meets
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.tasks.making.baseline import Baseline, measure
 from composer_nb.harness.tasks.making.changes import Change, bugs, combined, features
-from composer_nb.harness.tasks.making.options import INI, Options, Running, plugins_in, read_options
+from composer_nb.harness.tasks.making.options import INI, Options, Running, given_packages, plugins_in, read_options
 from composer_nb.harness.tasks.making.repository import Repository, read_repository
 from composer_nb.harness.tasks.making.store import Store
 from composer_nb.harness.tasks.making.trial import Outcome, Subject, settle
-from composer_nb.harness.tasks.runtime import PACKAGES, PACKAGES_DIGEST, allow_packages, packages_digest, read_packages
+from composer_nb.harness.tasks.runtime import PACKAGES, PACKAGES_DIGEST, allow_packages, packages_digest
 from composer_nb.harness.tasks.task import Task, save_tasks
 
 TASKS, RECORD, SUMMARY = "tasks.jsonl", "made.db", "summary.json"
@@ -108,10 +108,7 @@ def prepared(repository: Repository, running: Running) -> tuple[Repository, Opti
     settings: dict[str, str] = {"image": running.image} if running.image else {}
     plugins: list[str] = []
     if running.packages is not None:
-        folder = running.packages.resolve()
-        held = read_packages(folder)
-        if not held:
-            raise ValueError(f"--packages {running.packages}: holds no file; fill it by pip install --target")
+        folder, held = running.packages.resolve(), given_packages(running.packages)
         allow_packages(folder)
         settings |= {PACKAGES: str(folder), PACKAGES_DIGEST: packages_digest(held)}
         plugins = plugins_in(folder)
@@ -124,7 +121,7 @@ def _claim(store: Store, repository: Repository, seed: str, out: Path, ways: lis
     """Note whose tasks `out` holds. Raises ValueError if they belong to another repository or setting."""
     held = [FORMAT, seed, sorted(repository.files.items()), sorted(repository.settings.items()), ways]
     own = hashlib.sha256(json.dumps(held).encode()).hexdigest()
-    if store.facts.get("made of", own) != own:
+    if "baseline" in store.facts and store.facts.get("made of") != own:  # without one, nothing was made yet
         raise ValueError(
             f"--out {out}: holds tasks of another repository, state of it, seed, or way to run its tests; choose another folder"
         )

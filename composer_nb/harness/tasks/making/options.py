@@ -20,6 +20,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+from composer_nb.harness.tasks.runtime import read_packages
 from composer_nb.harness.untrusted import visible
 
 INI = "pytest.ini"
@@ -113,6 +114,14 @@ def read_options(files: Mapping[str, str], given: str = "", plugins: Sequence[st
         ignored=(*own.ignore, *own.ignore_glob, *asked.ignore, *asked.ignore_glob),
         dropped=(*dropped, *(visible(key[:60]) for key in odd)),
     )
+
+
+def given_packages(folder: Path | None) -> Mapping[str, bytes]:
+    """Return the packages in a folder that a user named; none for None. Raises ValueError for a folder without any."""
+    held = {} if folder is None else read_packages(folder.resolve())
+    if folder is not None and not held:
+        raise ValueError(f"--packages {folder}: holds no file; fill it by pip install --target")
+    return held
 
 
 def plugins_in(folder: Path) -> list[str]:

@@ -63,6 +63,16 @@ def baseline(checkout: Path, backend: Backend) -> Iterator[Baseline]:
     yield measure(read_repository(checkout), backend, SandboxSpec(), lambda doing: None)
 
 
+def test_a_folder_in_which_nothing_was_made_serves_for_another_try(tmp_path: Path, backend: Backend) -> None:
+    """The advice to bring packages, for instance, can be followed with the same command."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "f.py").write_text(TOTAL)
+    (tmp_path / "lib" / "test_f.py").write_text("import gone\n\ndef test_0():\n    pass\n")
+    for seed in ("0", "1"):
+        with pytest.raises(ValueError, match="only 0 of .* tests pass"):
+            make(tmp_path / "lib", tmp_path / "out", backend, seed=seed)
+
+
 def test_answers_do_not_get_into_the_repository(checkout: Path) -> None:
     with pytest.raises(ValueError, match="lies in the repository"):
         make(checkout, checkout / "tasks" / "made", cast(Backend, None))
