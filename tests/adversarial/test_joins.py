@@ -249,7 +249,7 @@ REVIEWED = {
         "jobs/directory.py find",
         "jobs/file.py _draft",
         "jobs/file.py _expand",
-        "trainer/recipe/launch.py start_or_resume",
+        "trainer/recipe/launch.py begin_run",
         "trainer/records/rundir.py create",
     },
     "a job's or a node's name, which `JobFile` holds to letters, digits and a few signs": {
