@@ -197,8 +197,8 @@ def open_engine(
 ) -> Iterator[OpenEngine]:
     """Run a checkpoint. `tokens`: maximum of one conversation; less if the model reads less. `follow`: a store of weight versions
     of this model, whose newest runs at any time; as long as there is none, the checkpoint runs as version -1, else as 0.
-    `step_tokens`: as in `Engine`. `numerics`: as `engine.numerics`. A head beside the checkpoint drafts (`drafts.py`), which changes
-    nothing but the speed.
+    `step_tokens`: as in `Engine`. `numerics`: as `engine.numerics`. A head beside the checkpoint drafts (`drafts.py`), which
+    changes nothing but the speed.
 
     Raises FileNotFoundError for a missing checkpoint, ValueError for one without a format for several tools or for versions of
     another model, WeightFault and StoreError for a store that cannot be used."""
