@@ -20,7 +20,7 @@ from composer_nb.harness.agent.loop import LIMITS
 from composer_nb.harness.agent.scripts import SCRIPTS, read_script
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits, ScriptSpeaker, Speaker, TokenSpeaker
-from composer_nb.harness.environment import RENDERERS, Carried, carried, read_carried
+from composer_nb.harness.environment import RENDERERS, TO_CONVERT, Carried, carried, read_carried
 from composer_nb.harness.policy import ProviderFailure
 from composer_nb.harness.product.work import tools_for
 from composer_nb.harness.remote import REMOTE
@@ -55,8 +55,10 @@ def trained_with(path: Path) -> Carried:
     """Return what the checkpoint in `path` was trained with (`carried`). Raises FileNotFoundError, ValueError."""
     from composer_nb.trainer.models.tokenizer import format_of
 
+    if path.is_file():
+        raise FileNotFoundError(f"{path}: {TO_CONVERT}")
     if not path.is_dir():
-        raise FileNotFoundError(f"--policy {path}: no such checkpoint directory (or give {KINDS})")
+        raise FileNotFoundError(f"{path}: no such checkpoint directory (or give {KINDS})")
     return carried(path, format_of(path))
 
 

@@ -58,6 +58,8 @@ def test_heavy_libraries_are_not_imported_before_they_are_needed():
         (["tour", "--set", "data.code=."], "data.code='.': only 0 usable Python files"),
         (["tour", "--resume"], "no run here"),
         (["rl", "--model", "gone", "--tasks", "TASKS"], "gone': no such folder"),
+        (["rl", "--model", __file__, "--tasks", "TASKS"], "convert FILE DIR makes a checkpoint of a GGUF file"),
+        (["serve", "--model", __file__], "convert FILE DIR makes a checkpoint of a GGUF file"),
         (["rl", "--model", ".", "--tasks", "TASKS"], "tokenizer.json: a checkpoint needs its tokenizer beside it"),
         (["rl", "--model", "gone", "--tasks", "TASKS", "--set", "rl.stepz=3"], "unknown setting 'rl.stepz'"),
         (["verdict", "nowhere", "accept"], "nowhere: no agent's work is kept here"),

@@ -165,6 +165,9 @@ def carry(path: Path, env: EnvSettings, limits: Limits) -> None:
     write_json(path / CARRIED, asdict(trained_in(env, limits)))
 
 
+TO_CONVERT = "no checkpoint folder, but a file; composer-nb convert FILE DIR makes a checkpoint of a GGUF file"
+
+
 def carried(path: Path, renderer: str) -> Carried:
     """Return what the checkpoint in `path` was trained with. One that does not say so has the chat format `renderer`, that of its
     tokenizer: if it is the compact one, with the tools of tiny models, else with those of the product. Raises ValueError if

@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,7 +62,12 @@ class Wandb:
 
         name = run.path.name
         self._run = wandb.init(
-            project=PROJECT, name=name, id=name, resume="allow", dir=str(run.path / "trackers"), config=dict(settings)
+            project=PROJECT,
+            name=name,
+            id=re.sub(r"[^\w.-]", "-", name),
+            resume="allow",
+            dir=str(run.path / "trackers"),
+            config=dict(settings),
         )
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
@@ -97,7 +103,8 @@ class Mlflow:
         self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.path.parent}/mlflow.db")
         found = self._client.get_experiment_by_name(PROJECT)
         place = found.experiment_id if found else self._client.create_experiment(PROJECT)
-        there = self._client.search_runs([place], f"tags.mlflow.runName = '{name}'")
+        quote = '"' if "'" in name else "'"
+        there = self._client.search_runs([place], f"tags.mlflow.runName = {quote}{name}{quote}")
         made = there[0] if there else self._client.create_run(place, run_name=name)
         self._id = made.info.run_id
         if not there:

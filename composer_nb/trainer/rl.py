@@ -132,10 +132,11 @@ def reinforce(services: Services) -> None:
             point |= services.evaluate(batch, point)
         tokens: Counter[str] = sum(services.ranks.gather(ledger(groups, s.loss)), Counter())
         services.record(batch, point, dict(tokens))
-        if step % SAID_EVERY == 0:
+        if step % SAID_EVERY == 0 or step in (1, steps):
+            entropy = f"entropy {point['entropy']:.2f}" if point["entropy"] == point["entropy"] else "no signal"
             services.say(
                 f"rl {step}/{steps}: solved {point['solved']:.3f}, {point['turns']:.1f} calls, "
-                f"staleness {point['staleness']:.2f}, entropy {point['entropy']:.2f}, {services.seconds:.0f} s"
+                f"staleness {point['staleness']:.2f}, {entropy}, {services.seconds:.0f} s"
             )
         if step % s.rl.checkpoint_every == 0 or step == steps:
             services.save(step)

@@ -35,6 +35,7 @@ def line(row: Any) -> str:
 @pytest.fixture
 def run(copy_of: Callable[[Any], Any]) -> Path:
     path: Path = copy_of(example_run()).path
+    path = path.rename(path.parent / "a user's run")
     (path / "metrics.jsonl").write_text("".join(map(line, LINES[:3])) + line(LINES[3])[:9])
     return path
 

@@ -81,7 +81,8 @@ def write(session: Session, file_path: Path, contents: Content) -> str:
     if there and path not in session.seen:
         raise ToolError("InvalidArguments", f"{path}: exists already; read it before you overwrite it")
     session.store(path, contents)
-    return f"{path}: {'written' if there else 'made'}, {contents.count(chr(10))} lines"
+    lines = contents.removesuffix("\n").count("\n") + bool(contents)
+    return f"{path}: {'written' if there else 'made'}, {lines} lines"
 
 
 @tool(mutates=True)

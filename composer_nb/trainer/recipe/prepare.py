@@ -18,7 +18,7 @@ from typing import Any
 from composer_nb.harness.agent.compact import SPECIALS
 from composer_nb.harness.agent.expert import changes_lines
 from composer_nb.harness.attempt import Agent, tools_of
-from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent, tasks_of
+from composer_nb.harness.environment import TO_CONVERT, EnvSettings, Sandboxes, make_agent, tasks_of
 from composer_nb.harness.files import write_json
 from composer_nb.harness.grading.plan import PLAN, plan_of
 from composer_nb.harness.grading.recorded import guard_of
@@ -53,7 +53,7 @@ def check_inputs(settings: Settings) -> None:
     if not model.start and renderer != "compact":
         raise ValueError(f"env.renderer={renderer!r}: only a checkpoint's tokenizer can have it; set model.start")
     if model.start and not model.folder.is_dir():
-        raise ValueError(f"model.start={model.start!r}: no such folder")
+        raise ValueError(f"model.start={model.start!r}: {TO_CONVERT if model.folder.is_file() else 'no such folder'}")
     if model.start:
         try:
             tokenizer, source = load_tokenizer(model.folder, FORMATS[renderer]), Source.open(model.folder)

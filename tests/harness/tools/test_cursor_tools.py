@@ -75,10 +75,10 @@ class TestFiles:
         assert "read it" in call("write", file_path="run", contents="new", **NEVER).text
         assert box.read("run") == b"old\n"
         call("read_file", target_file="./run")
-        call("write", file_path="run", contents="new\n")
+        assert call("write", file_path="run", contents="new\n").text == "run: written, 1 lines"
         assert box.read("run") == b"new\n" and box.entries()[0].mode == 0o755
-        call("write", file_path="x/y", contents="1")
-        call("write", file_path="x/y", contents="2")
+        assert call("write", file_path="x/y", contents="1\n\n1").text == "x/y: made, 3 lines"
+        assert call("write", file_path="x/y", contents="").text == "x/y: written, 0 lines"
         call("delete_file", target_file="x/y")
         box.write("x/y", b"another's")
         call("write", file_path="x/y", contents="3", **NEVER)
