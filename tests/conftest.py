@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,14 @@ TINY: dict[str, Any] = {
     "reward.weights": {"solved": 1.0, "invalid_calls": -0.5, "unfinished": -0.3},
 }
 """Settings of a run that learns next to nothing and goes through everything."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with whole runs come first, then those with many tests: several processes take a file at a time, and a long one at
+    the end would leave all but one of them without work."""
+    whole = Counter(item.path for item in items if item.get_closest_marker("whole"))
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: (-whole[item.path], -tests[item.path], item.path))
 
 
 @pytest.fixture(scope="session")

@@ -297,18 +297,22 @@ def test_scripts_can_be_run(path: str, shell: str):
 def test_ci_checks_and_tests_and_stops_at_the_first_failure(clone: Path):
     """With an engine, which ends with it if it was started for it."""
     shutil.copytree(ROOT / ".ci", clone / ".ci")
-    script(clone / "bin/make", 'echo "make $* CI=$CI" >>log; exit 3')
+    script(clone / "bin/make", 'echo "make $* CI=$CI" >>log; case "$1" in "$fails") exit 3; esac')
     script(clone / "scripts/system_packages", 'echo "packages $*" >>log')
     script(clone / "scripts/docker_engine", 'sleep 60 >/dev/null 2>&1 & echo $! | tee pid >"$1"; echo engine >>log')
-    done = run(str(clone / ".ci/run"), cwd=clone.parent, PATH=f"{clone / 'bin'}:{os.environ['PATH']}")
-    assert done.returncode == 3
-    assert (clone / "log").read_text().splitlines() == [
+    steps = [
         "packages bwrap git make python3-venv",
         "engine",
-        "make check check-kernels test ARGS=-m 'not slow and not browser' CI=true",
+        "make -j2 -O check check-kernels CI=true",
+        "make test ARGS=-m 'not slow and not browser' CI=true",
     ]
-    stat = Path("/proc", (clone / "pid").read_text().strip(), "stat")
-    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+    path = f"{clone / 'bin'}:{os.environ['PATH']}"
+    for fails, made in (("-j2", steps[:-1]), ("test", steps)):
+        (clone / "log").unlink(missing_ok=True)
+        assert run(str(clone / ".ci/run"), cwd=clone.parent, PATH=path, fails=fails).returncode == 3
+        assert (clone / "log").read_text().splitlines() == made
+        stat = Path("/proc", (clone / "pid").read_text().strip(), "stat")
+        assert not stat.exists() or stat.read_text().split()[2] == "Z"
 
     script(clone / "scripts/docker_engine", "echo nothing could be started >&2; exit 1")
     done = run(str(clone / ".ci/run"), cwd=clone.parent, PATH=f"{clone / 'bin'}:{os.environ['PATH']}")

@@ -19,10 +19,13 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 LONGEST_CELL, LONGEST_DEFINITION = 12, 10
 SHORTER = {
     "01_tour": {"run_dir": str(EXAMPLES[0])},
+    "02_mid_training": {"steps": 80, "tokens": 256, "demonstrations": 96},
     "08_product": {"tasks_wanted": 5},
-    "09_bench": {"tasks_wanted": 8, "seconds": 5.0},
+    "09_bench": {"tasks_wanted": 6, "seconds": 3.0},
+    "10_router_replay": {"rollouts": 16},
+    "11_mismatch_and_losses": {"rollouts": 16},
 }
-"""Parameters with which a notebook shows the same in less time."""
+"""Parameters with which a notebook shows the same in less time. `make docs` runs it with its own."""
 ON_ONE_PAGE = ("00_minimal_loop",)
 """Notebooks whose subject is the code itself: they define what others import, in cells that follow one another."""
 SEE = "*What you should see here:*"

@@ -13,6 +13,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from random import Random
 from typing import Any
 
@@ -247,24 +248,29 @@ def distinct(
     draw: Callable[[], Candidate | None],
     make: Callable[[Candidate, tuple[CallOutcome, ...]], Task | None],
     executor: Executor,
+    ahead: bool = False,
 ) -> Iterator[tuple[Task, Candidate, tuple[CallOutcome, ...]]]:
     """Yield `count` tasks with different bugs or instructions, the candidate that each was made of, and what its bug returned.
+    Only as many candidates run as are likely to be needed. `ahead`: a thousand are drawn before the first task is made, so that
+    `draw` and `make` can share a generator of random numbers.
 
     Raises ValueError if a thousand draws hold nothing new."""
     seen: set[tuple[str, str]] = set()
     while len(seen) < count:
         before = len(seen)
-        candidates = [candidate for candidate in (draw() for _ in range(16 * BATCH)) if candidate is not None]
-        inputs = [candidate.inputs for candidate in candidates]
-        found = run_programs([candidate.buggy for candidate in candidates], inputs, executor)
-        for candidate, outcomes in zip(candidates, found, strict=True):
-            task = make(candidate, outcomes) if outcomes is not None else None
-            if task is None or outcomes is None or (key := (task.instruction, candidate.buggy)) in seen:
-                continue
-            seen.add(key)
-            yield task, candidate, outcomes
-            if len(seen) == count:
-                return
+        draws = (draw() for _ in range(16 * BATCH))
+        fit = filter(None, list(draws) if ahead else draws)
+        while candidates := list(islice(fit, max(16, 2 * (count - len(seen))))):
+            programs, inputs = [each.buggy for each in candidates], [each.inputs for each in candidates]
+            found = run_programs(programs, inputs, executor)
+            for candidate, outcomes in zip(candidates, found, strict=True):
+                task = make(candidate, outcomes) if outcomes is not None else None
+                if task is None or outcomes is None or (key := (task.instruction, candidate.buggy)) in seen:
+                    continue
+                seen.add(key)
+                yield task, candidate, outcomes
+                if len(seen) == count:
+                    return
         if len(seen) == before:
             raise ValueError(
                 f"only {before} of {count} tasks could be made; ask for fewer (or see `composer-nb doctor`)"

@@ -122,6 +122,19 @@ def test_where_nothing_can_be_made_there_is_an_error(boxes: Callable[..., Execut
         Made(nothing_ends, "one", 5, False)
 
 
+def test_no_more_bugs_run_than_are_likely_to_be_needed(
+    sandboxes: SandboxExecutor, boxes: Callable[..., Executor]
+) -> None:
+    tried = list[int]()
+
+    def count(request: CallRequest) -> tuple[CallOutcome, ...]:
+        tried.append(len(request.arguments) // (VISIBLE + HIDDEN))
+        return sandboxes.run([request])[0]
+
+    Made(boxes(count), "few", 5, False)
+    assert 5 <= sum(tried) <= 48
+
+
 def test_held_out_structures_are_in_no_other_task(made: Made, heldout: Made) -> None:
     assert not {task.metadata["structure"] for task in made.tasks} & {t.metadata["structure"] for t in heldout.tasks}
     assert not fingerprints(made.tasks) & fingerprints(heldout.tasks)
