@@ -418,6 +418,33 @@ def test_calls_of_strict_tools_fit_their_schemas(served: Served) -> None:
     assert any(each.finish_reason == "stop" and each.message.content for each in found), "a text is allowed too"
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": None},
+        {"properties": []},
+        {"properties": {"a": {"type": 5}}},
+        {"properties": {"a": {"type": [{}]}}},
+        {"properties": {"a": {"enum": 5}}},
+        {"properties": {"a": {"anyOf": 5}}},
+        {"required": "a"},
+        {"$defs": 5, "properties": {"a": {"$ref": "#/$defs/P"}}},
+    ],
+)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_schema_that_is_none_is_refused_by_name(served: Served, schema: dict[str, Any], choice: Any) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", **schema}}}]
+    with pytest.raises(openai.BadRequestError) as refused:
+        served.chat(tools=tools, tool_choice=choice, max_tokens=5)
+    assert refused.value.param == "tools"
+
+
+def test_a_model_is_found_by_its_name(served: Served) -> None:
+    assert served.client.models.retrieve("model") == served.client.models.list().data[0]
+    with pytest.raises(openai.NotFoundError):
+        served.client.models.retrieve("other")
+
+
 def test_other_turns_do_not_notice_one_that_is_held_to_a_grammar(served: Served) -> None:
     alone = [served.chat(seed=seed, max_tokens=40, logprobs=True).choices[0] for seed in range(2)]
     with ThreadPoolExecutor(3) as clients:

@@ -12,6 +12,7 @@ Reference: llguidance, docs/syntax.md; OpenAI's `tool_choice` and `strict`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Self
@@ -21,15 +22,18 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent.chat import ChatRenderer
+from composer_nb.harness.agent.chat import ChatRenderer, write_json
 from composer_nb.harness.agent.compact import DONE, CompactRenderer
-from composer_nb.harness.agent.kimi import KimiRenderer
-from composer_nb.harness.agent.qwen import QwenRenderer, kinds
+from composer_nb.harness.agent.kimi import ID, KimiRenderer
+from composer_nb.harness.agent.qwen import FUNCTION, PARAMETER, QwenRenderer, kinds, read_value
 
 _TEXT = "TEXT: /(?s:.+)/\n"
 _SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as `write_json` writes it: otherwise white space could go on for ever."""
-_SAID = frozenset(("type", "description", "title", "default", "examples", "enum", "const"))
+_JOINED = frozenset(("$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames"))
+_JOINED |= {"minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"}
+"""Keys of a schema of arguments that hold several of them together."""
+_SAID = frozenset(("type", "description", "title", "default", "examples", "enum", "const", "deprecated"))
 """Keys of a schema that a string which stands as it is can follow."""
 
 
@@ -48,7 +52,7 @@ class Grammar:
             case CompactRenderer():
                 rules = _compact(renderer, tools, text, several)
             case QwenRenderer():
-                rules = _qwen(tools, text, several)
+                rules = _qwen(renderer, tools, text, several)
             case KimiRenderer():
                 rules = _kimi(tools, text, several)
             case _:
@@ -95,39 +99,91 @@ def _compact(renderer: CompactRenderer, tools: Sequence[Any], text: bool, severa
     yield "WORD: /[^\\s\\x1c-\\x1f]+/\nLINE: /[0-9]{1,6}/\n"
     forms = {form.tool: form for form in renderer.words.values()}
     for number, tool in enumerate(tools):
-        form, parameters = forms[tool["name"]], tool.get("parameters") or {}
-        parts = [json.dumps(form.word)]
+        form, parameters = forms[tool["name"]], _whole(tool.get("parameters") or {})
+        parts, schemas = [json.dumps(form.word)], parameters.get("properties") or {}
         for name in form.short:
-            value = _string(parameters, name, "WORD") if form.types[name] == "string" else _json(parameters, name)
+            if (name == "line" and schemas[name].keys() - _SAID | schemas[name].keys() & {"enum", "const"}) or any(
+                len(str(value).split()) != 1 for value in schemas[name].get("enum", ())
+            ):
+                raise ValueError(f"tools: {name}: this format has a number or a word here, and no other limits")
+            value = (
+                _string(parameters, name, "WORD") if form.types[name] == "string" else _json(schemas[name], parameters)
+            )
             parts += ['" "', "LINE" if name == "line" else value]
         for name in form.long:
-            value = _string(parameters, name, "TEXT?") if form.types.get(name) == "string" else _json(parameters, name)
+            text = form.types.get(name) == "string"
+            value = _string(parameters, name, "TEXT?") if text else _json(schemas.get(name, {}), parameters)
             parts += ["<|to|>", value]
-        known, properties = {*form.short, *form.long}, parameters.get("properties") or {}
-        if more := {name: schema for name, schema in properties.items() if name not in known}:
+        known = {*form.short, *form.long}
+        if more := {name: schema for name, schema in schemas.items() if name not in known}:
             rest = {"type": "object", "properties": more, "required": [], "additionalProperties": False}
-            parts += [f"(<|to|> {_json({**parameters, 'properties': {'rest': rest}}, 'rest')})?"]
+            parts += [f"(<|to|> {_json(rest, parameters)})?"]
         yield f"call{number}: {' '.join(parts)}\n"
 
 
-def _qwen(tools: Sequence[Any], text: bool, several: bool) -> Iterator[str]:
+def _qwen(renderer: QwenRenderer, tools: Sequence[Any], text: bool, several: bool) -> Iterator[str]:
     calls = f"call{_more('NEWLINE call', several)}"
     yield f"start: TEXT? {calls} | TEXT\n" if text else f"start: {calls}\n"
     yield f"call: <tool_call> ({' | '.join(f'call{n}' for n in range(len(tools)))}) </tool_call>\n"
     yield 'value[lazy]: /(?s:.*)<\\/parameter>/\nNEWLINE: "\\n"\n'
     for number, tool in enumerate(tools):
-        parameters, parts = tool.get("parameters") or {}, list[str]()
-        for name, schema in (parameters.get("properties") or {}).items():
-            head, close = _literal(f"<parameter={name}>\n"), _literal("\n</parameter>")
-            if "string" in kinds(schema):
-                spelled = _string(parameters, name, "")
-                value = f"{spelled} {close}" if spelled else "value"
-            else:
-                value = f"{_json(parameters, name)} {close}"
-            part = f'{head} {value} "\\n"'
-            parts.append(part if name in parameters.get("required", ()) else f"({part})?")
+        parameters, parts = _whole(tool.get("parameters") or {}), list[str]()
+        required = parameters.get("required") or ()
+        known = {**{key: {} for key in required}, **renderer.parameters[tool["name"]].get("properties", {})}
+        _named(FUNCTION, f"<function={tool['name']}>", tool["name"])
+        for place, (name, schema) in enumerate(known.items()):
+            _named(FUNCTION, f"<function={name}>", name)
+            rule = f"VALUE{number}X{place}"
+            value, rules = _value(schema, parameters, name, rule)
+            yield rules
+            part = f'{_literal(f"<parameter={name}>{chr(10)}")} {value} "\\n"'
+            parts.append(part if name in required else f"({part})?")
         head, close = _literal(f"\n<function={tool['name']}>\n"), _literal("</function>\n")
         yield f"call{number}: {head} {' '.join(parts)} {close}\n"
+
+
+def _value(schema: Mapping[str, Any], parameters: Mapping[str, Any], name: str, rule: str) -> tuple[str, str]:
+    """Return what stands between the tags of a parameter, its end included, and the rule `rule` if that is needed. Raises
+    ValueError for a schema that Qwen's format cannot be held to."""
+    known, others, free = list[str](), list[str](), False
+    for each in schema.get("anyOf") or schema.get("oneOf") or [schema]:
+        if "enum" in each or "const" in each:
+            for value in each.get("enum", [each.get("const")]):
+                text = value if isinstance(value, str) else write_json(value)
+                read = PARAMETER.match(f"<parameter=a>\n{text}\n</parameter>\n</function>")
+                if read is None or read[2] != text or write_json(read_value(text, schema)) != write_json(value):
+                    raise ValueError(
+                        f"tools: {name}: this format cannot tell {write_json(value)[:80]} from another value"
+                    )
+                known.append(_literal(text))
+        elif "string" in kinds(each):
+            free = True
+            _string({"properties": {name: each}}, name, "")
+        else:
+            others.append(_json(each, parameters))
+    if free and (known or others):  # any text is a string; what reads as something else must be that
+        for each in schema.get("anyOf") or schema["oneOf"]:
+            _string({"properties": {name: each}}, name, "")
+    if free:
+        return "value", ""
+    rules = f"{rule}: ({' | '.join(known)}) {_literal(chr(10) + '</parameter>')}\n" if known else ""
+    spelled = [f"{other} {_literal(chr(10) + '</parameter>')}" for other in others]
+    return f"({' | '.join([*spelled, *([rule] if known else [])])})", rules
+
+
+def _named(form: re.Pattern[str], text: str, name: str) -> None:
+    """Raise ValueError for a name that a format cannot write."""
+    if (found := form.fullmatch(text)) is None or found[1] != name:
+        raise ValueError(f"tools: {name!r}: this format cannot write such a name")
+
+
+def _whole(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of a tool's arguments. Raises ValueError for one that their own schemas do not make up."""
+    if bad := _JOINED & parameters.keys():
+        raise ValueError(f"tools: arguments cannot be held to {', '.join(sorted(bad))}")
+    if parameters.get("type", "object") != "object":
+        raise ValueError("tools: arguments are an object")
+    return parameters
 
 
 def _kimi(tools: Sequence[Any], text: bool, several: bool) -> Iterator[str]:
@@ -135,6 +191,9 @@ def _kimi(tools: Sequence[Any], text: bool, several: bool) -> Iterator[str]:
     yield f"start: TEXT? {calls} | TEXT\n" if text else f"start: {calls}\n"
     yield f"call: <|tool_call_begin|> ({' | '.join(f'call{n}' for n in range(len(tools)))}) <|tool_call_end|>\n"
     for number, tool in enumerate(tools):
+        _named(ID, f"functions.{tool['name']}:0", tool["name"])
+        if (tool.get("parameters") or {}).get("type", "object") != "object":
+            raise ValueError("tools: arguments are an object")
         schema = {"additionalProperties": False, "type": "object", **(tool.get("parameters") or {})}
         schema["x-guidance"] = _SPELLING
         head = _literal(f"functions.{tool['name']}:")
@@ -158,7 +217,7 @@ def _string(parameters: Mapping[str, Any], name: str, free: str) -> str:
     return free if known is None else f"({' | '.join(map(_literal, known))})"
 
 
-def _json(parameters: Mapping[str, Any], name: str) -> str:
-    """Return the rule of a value that stands as JSON."""
+def _json(schema: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
+    """Return the rule of a value that stands as JSON, with the definitions of `parameters`."""
     defined = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
-    return f"%json {json.dumps({**parameters.get('properties', {}).get(name, {}), **defined, 'x-guidance': _SPELLING})}"
+    return f"%json {json.dumps({**schema, **defined, 'x-guidance': _SPELLING})}"

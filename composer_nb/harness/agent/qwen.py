@@ -22,6 +22,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from composer_nb.harness.agent.chat import ChatRenderer, Piece, Result, Said, Written, invalid, read_json, write_json
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError
 
@@ -57,6 +59,10 @@ class QwenRenderer(ChatRenderer):
     closing = END
     around = (RESPONSE, RESPONSE_END)
     spelled = (CALL, CALL_END, "<function=")
+
+    def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(tokenizer, tools)
+        self.parameters = {name: _resolved(parameters) for name, parameters in self.parameters.items()}
 
     def _message(self, role: str, *pieces: Piece) -> list[Piece]:
         return [self.ids[START], f"{role}\n", *pieces, self.ids[END], "\n"]
@@ -132,6 +138,25 @@ class QwenRenderer(ChatRenderer):
         return ToolCall(name=head[1], arguments=arguments)
 
 
+def _resolved(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema of arguments in which those of parameters, and what they join, stand in the places of references."""
+
+    def found(schema: Any) -> dict[str, Any]:
+        for _ in range(9):  # a reference may lead to itself
+            [only, *more] = schema.get("allOf", [schema]) if isinstance(schema, Mapping) else [{}]
+            named = str(only.get("$ref", "")).split("/") if not more and isinstance(only, Mapping) else []
+            target = parameters.get(named[1], {}).get(named[2]) if len(named) == 3 else None
+            if target is None:
+                return {**schema} if isinstance(schema, Mapping) else {}
+            schema = target
+        return {}
+
+    schemas = {name: found(schema) for name, schema in (parameters.get("properties") or {}).items()}
+    for schema in schemas.values():
+        schema |= {key: [*map(found, schema[key])] for key in ("anyOf", "oneOf") if key in schema}
+    return {**parameters, "properties": schemas} if schemas else {**parameters}
+
+
 def kinds(schema: Any) -> frozenset[str]:
     """Return the JSON types that a schema admits, by its `type`, `anyOf`, `oneOf`, `enum` or `const`; all if it has none."""
     if not isinstance(schema, Mapping):
@@ -178,7 +203,9 @@ def _declared(function: Mapping[str, Any]) -> str:
     parts = [f"<function>\n<name>{function['name']}</name>"]
     if function.get("description"):
         parts.append(f"<description>{function['description'].strip()}</description>")
-    properties = schema.get("properties", {})
+    properties = {
+        name: told if isinstance(told, Mapping) else {} for name, told in schema.get("properties", {}).items()
+    }
     if schema.keys() == {"type", "properties"} and all(told.keys() == {"type"} for told in properties.values()):
         lines = [f"{name}: {told['type']}" for name, told in properties.items()]
         return "\n".join([*parts, *lines, "</function>"])

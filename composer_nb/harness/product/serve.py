@@ -230,6 +230,8 @@ class ChatServer:
                 return PlainTextResponse(self._metrics())
             case "GET", "/v1/models":
                 return JSONResponse({"object": "list", "data": [listed]})
+            case "GET", path if path == f"/v1/models/{self.model}":
+                return JSONResponse(listed)
             case "POST", "/v1/generate":
                 tokens = self._known(read_request(body, Generate))
                 return JSONResponse(generated(await self._queued(tokens, request), self.model))

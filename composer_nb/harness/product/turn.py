@@ -190,8 +190,12 @@ class Continuation(Turn):
 def calls_of(renderer: ChatRenderer, token_ids: Sequence[int]) -> list[dict[str, Any]]:
     """Return the calls of a turn, which need not have ended, in OpenAI's form: all up to the first that cannot be read, and what
     is known of that one."""
-    made = list[dict[str, Any]]()
-    for number, written in enumerate(renderer.parse(token_ids).calls):
+    made, calls = list[dict[str, Any]](), renderer.parse(token_ids).calls
+    if isinstance(renderer, CompactRenderer) and renderer.call in token_ids and renderer.end not in token_ids:
+        last = len(token_ids) - 1 - [*token_ids][::-1].index(renderer.call)  # what stands before it is complete
+        whole = renderer.parse([*token_ids[:last], renderer.end]).calls
+        calls = (*whole, *calls[len(whole) :])
+    for number, written in enumerate(calls):
         call, shown = written.call, None
         match renderer:
             case KimiRenderer():

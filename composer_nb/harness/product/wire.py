@@ -28,10 +28,24 @@ class Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+class _Schema(BaseModel):
+    """What a JSON Schema must be for the formats to read it."""
+
+    type: str | list[str] = []
+    enum: list[Any] = []
+    anyOf: list[_Schema | bool] = []
+    oneOf: list[_Schema | bool] = []
+    allOf: list[_Schema | bool] = []
+    properties: dict[str, _Schema | bool] = {}
+    required: list[str] = []
+    defs: dict[str, _Schema | bool] = Field({}, alias="$defs")
+    definitions: dict[str, _Schema | bool] = {}
+
+
 class _Function(BaseModel):
     name: str
     description: str | None = None
-    parameters: dict[str, Any] = {}
+    parameters: _Schema = Field({}, validate_default=True)
     strict: bool | None = None
 
 

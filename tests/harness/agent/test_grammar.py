@@ -118,6 +118,9 @@ def test_whatever_is_allowed_is_a_call_that_fits_its_schema(name: str) -> None:
         ("CompactRenderer", {"type": "string", "minLength": 2}, "at: .*minLength"),
         ("KimiRenderer", {"type": "object", "not": {"required": ["x"]}}, "not"),
         ("QwenRenderer", {"type": "array", "items": {"$ref": "#/$defs/none"}}, "none"),
+        ("QwenRenderer", {"enum": ["5", 5]}, "at: .*another value"),
+        ("QwenRenderer", {"enum": ["a</parameter>\n</function>"]}, "at: .*another value"),
+        ("QwenRenderer", {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]}, "at: .*minimum"),
     ],
 )
 def test_a_schema_that_cannot_be_followed_is_refused(name: str, schema: dict[str, Any], match: str) -> None:
@@ -125,6 +128,82 @@ def test_a_schema_that_cannot_be_followed_is_refused(name: str, schema: dict[str
     renderer = FORMATS[name].offering([{"type": "function", "function": {"name": "look", "parameters": parameters}}])
     with pytest.raises(ValueError, match=f"(?s)^tools: .*{match}"):
         grammar(renderer, "look")
+
+
+def look(name: str, parameters: Any, tool: str = "look") -> ChatRenderer:
+    return FORMATS[name].offering([{"type": "function", "function": {"name": tool, "parameters": parameters}}])
+
+
+NUMBER = {"type": "object", "properties": {"at": {"type": "integer"}}, "required": ["at"]}
+MODES = {"type": "string", "enum": ["red", "1", "null", "a\nb", "\n", "", "x\n</parameter>", '\\d "é"']}
+ODD: dict[str, Any] = {
+    "optional": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "or number": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    "a model": {"$ref": "#/$defs/pair"},
+    "a model or none": {"anyOf": [{"$ref": "#/$defs/pair"}, {"type": "null"}]},
+    "an enum": {"$ref": "#/$defs/mode"},
+    "all of one": {"allOf": [{"$ref": "#/$defs/mode"}], "default": "red"},
+    "mixed": {"enum": ["a", 5, None, True]},
+    "anything": True,
+    "many": {"type": "string", "enum": [f"value {n}" for n in range(1500)]},
+    "tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}},
+}
+TREE = {"type": "object", "properties": {"kids": ODD["tree"]}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize("name", ["QwenRenderer", "KimiRenderer"])
+@pytest.mark.parametrize("kind", ODD)
+def test_schemas_as_libraries_write_them_are_followed(kind: str, name: str) -> None:
+    parameters = {"type": "object", "properties": {"at": ODD[kind]}, "required": ["at"]}
+    parameters |= {"$defs": {"pair": NUMBER, "mode": MODES, "tree": TREE}}
+    renderer = look(name, parameters)
+    assert renderer.open()
+    for seed in range(6):
+        [written] = renderer.parse(
+            walk(grammar(renderer, "look", several=False), renderer, np.random.default_rng(seed))
+        ).calls
+        assert isinstance(written.call, ToolCall), written.call
+        jsonschema.validate(dict(written.call.arguments), parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "tool", "parameters", "match"),
+    [
+        ("QwenRenderer", "a>b", NUMBER, "a>b"),
+        ("QwenRenderer", "look", {"type": "object", "properties": {"a>b": {"type": "integer"}}}, "a>b"),
+        ("QwenRenderer", "look", {"type": "object", "properties": {"": {}}}, "''"),
+        ("KimiRenderer", "naïve", NUMBER, "naïve"),
+        ("KimiRenderer", "look", {"type": "array"}, "object"),
+        ("QwenRenderer", "look", {"type": "array"}, "object"),
+        ("QwenRenderer", "look", {"anyOf": [NUMBER, {"type": "object"}]}, "anyOf"),
+        ("CompactRenderer", "look", {"$ref": "#/$defs/x", "$defs": {"x": NUMBER}}, "ref"),
+        (
+            "CompactRenderer",
+            "look",
+            {"type": "object", "properties": {"line": {"type": "integer", "minimum": 5}}, "required": ["line"]},
+            "line",
+        ),
+        (
+            "CompactRenderer",
+            "look",
+            {"type": "object", "properties": {"path": {"type": "string", "enum": ["a b"]}}, "required": ["path"]},
+            "path",
+        ),
+    ],
+)
+def test_names_and_arguments_that_a_format_cannot_write_are_refused(
+    name: str, tool: str, parameters: Any, match: str
+) -> None:
+    with pytest.raises(ValueError, match=f"(?s)^tools: .*{match}"):
+        grammar(look(name, parameters, tool), tool)
+
+
+def test_an_argument_that_is_required_and_not_described_is_written() -> None:
+    renderer = look(
+        "QwenRenderer", {"type": "object", "properties": {"at": {"type": "integer"}}, "required": ["other"]}
+    )
+    [written] = renderer.parse(walk(grammar(renderer, "look", several=False), renderer, np.random.default_rng(0))).calls
+    assert isinstance(written.call, ToolCall) and "other" in written.call.arguments
 
 
 def test_a_turn_that_cannot_be_followed_ends() -> None:

@@ -68,6 +68,7 @@ WRITTEN = [
     ("CompactRenderer", "put f.py<|to|>größer"),
     ("CompactRenderer", "put f.py<|to|>x<|call|>put g.py<|to|>y"),
     ("CompactRenderer", "put f.py<|to|>x<|to|>nothing"),
+    ("CompactRenderer", "put f.py<|to|>x<|call|>babble<|call|>put g.py<|to|>y"),
     ("CompactRenderer", "put f.py g.py<|to|>x"),
     ("CompactRenderer", "done<|to|>All is well."),
     ("CompactRenderer", "babble"),
@@ -86,7 +87,9 @@ def check(renderer: ChatRenderer, ids: Sequence[int]) -> None:
         for old, new in zip(before, now, strict=False):
             assert new[:2] == old[:2] and new[2].startswith(old[2])
         assert len(now) >= len(before) and all(arguments for _, _, arguments in now)
-        read = renderer.parse(ids[:end]).calls
+        ended = isinstance(renderer, CompactRenderer) and ids[-1] == renderer.end
+        complete = list(ids[:end]).count(renderer.call) if isinstance(renderer, CompactRenderer) and ended else 0
+        read = (*renderer.parse(ids).calls[:complete], *renderer.parse(ids[:end]).calls[complete:])
         for (id, name, arguments), written in zip(now, read, strict=False):
             if isinstance(written.call, ToolCall):
                 assert (id, name, json.loads(arguments)) == (written.id, written.call.name, written.call.arguments)
@@ -108,6 +111,26 @@ def test_what_is_shown_of_calls_only_grows(name: str, text: str) -> None:
     check(renderer, renderer.spell(text))
     cut = renderer.spell(text)[:-4]
     check(renderer, [*cut, renderer.end])
+
+
+def test_calls_before_one_that_was_cut_off_are_shown() -> None:
+    schema = {"type": "object", "properties": {"at": {"type": "integer"}}, "required": ["at"]}
+    tools = [{"type": "function", "function": {"name": "look", "parameters": schema}}]
+    for name, text in (
+        ("CompactRenderer", "look 2<|call|>look 31<|call|>lo"),
+        (
+            "QwenRenderer",
+            "\n".join(
+                ["<tool_call>\n<function=look>\n<parameter=at>\n{}\n</parameter>\n</function>\n</tool_call>"] * 2
+            ).format(2, 31),
+        ),
+    ):
+        renderer = FORMATS[name].offering(tools)
+        found = shown(calls_of(renderer, renderer.spell(text)[:-1]))
+        assert [(name, json.loads(arguments)) for _, name, arguments in found] == [
+            ("look", {"at": 2}),
+            ("look", {"at": 31}),
+        ]
 
 
 PARTS = st.sampled_from(
