@@ -250,8 +250,6 @@ def _run_services(run: RunDir, say: Callable[[str], None]) -> None:
             if not lost or left < 0:
                 raise
             say(f"{error}; started again")
-        finally:
-            _reap(run, say)
 
 
 def _run_processes(run: RunDir, programs: Mapping[str, tuple[str, ...]], say: Callable[[str], None]) -> None:
@@ -274,6 +272,7 @@ def _run_processes(run: RunDir, programs: Mapping[str, tuple[str, ...]], say: Ca
             _end(processes)
             for resource in noted:
                 journal.gone(resource)
+            _reap(run, say)  # a container outlives the process that it was made for
             listener.join(timeout=10)
     if failed is not None:
         name, code = list(programs)[failed], processes[failed].returncode

@@ -20,6 +20,15 @@ from composer_nb.trainer.recipe.detached import start_detached
 from composer_nb.trainer.recipe.launch import BEFORE_RL, LOST, RunBusy, RunFailed, fork, start_or_resume
 from composer_nb.trainer.records.rundir import RunDir, create
 
+PYTHON = sys.executable
+LEAVER = """
+import os, sys, tempfile
+from pathlib import Path
+from composer_nb.harness.sandbox.journal import FOLDER, Journal
+run = Path(sys.argv[-4])
+Journal(run / FOLDER, run.name).made("directory", Path(tempfile.mkdtemp(dir=run)) )
+os._exit(3)
+"""
 HOLDER = """
 import sys, time
 from pathlib import Path
@@ -62,6 +71,15 @@ def go(run: Path) -> None:
     """Start a run whose ranks do nothing and end with 0: that is never a run that is complete."""
     with pytest.raises(RunFailed, match=r"ended with 0 before the run was complete: .*said\.log"):
         start_or_resume(run, say=quiet)
+
+
+def test_what_a_process_of_a_run_left_is_removed_when_it_has_ended(run: RunDir, worker: Path) -> None:
+    worker.write_text(f"#!{PYTHON}\n{LEAVER}")
+    before = {path.name for path in run.path.iterdir()}
+    with pytest.raises(RunFailed, match="ended with 3"):
+        start_or_resume(run.path, say=quiet)
+    left = {path for path in run.path.iterdir() if path.is_dir() and path.name not in before}
+    assert not [path for path in left if path.name.startswith("tmp")]
 
 
 def test_a_batch_that_is_called_again_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
