@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from composer_nb.labs.planning.simulate import Durations, Load, ks, measured, simulate
 from composer_nb.trainer.recipe.reader import example_run
+from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.schedule import Schedule
 
 DURATIONS = Path(__file__).resolve().parents[3] / "data" / "durations.csv"
@@ -87,9 +89,13 @@ def test_a_report_comes_late_and_holds_its_place_meanwhile():
     assert simulate(Schedule(prompts=2, group=2, ahead=0, steps=3), load)["seconds"] == 42.0 + 3 * 0.5
 
 
-def test_a_run_without_durations_is_refused():
+def test_a_run_without_durations_is_refused(copy_of: Callable[[RunDir], RunDir]):
+    run = copy_of(example_run())
+    file = run.path / "metrics.jsonl"
+    assert '"rollouts_s": [' in file.read_text()
+    file.write_text(file.read_text().replace('"rollouts_s"', '"seconds"'))
     with pytest.raises(ValueError, match="keeps no durations of rollouts"):
-        measured(example_run())
+        measured(run)
 
 
 def test_steps_must_be_said():
