@@ -3,8 +3,8 @@
     schemas, format ──▶ a grammar of texts and special tokens ──▶ Grammar.allowed(tokens so far) ──▶ tokens that may follow
 
 A grammar is written in llguidance's dialect of Lark. It follows what a format's renderer writes, and whatever it allows the
-renderer parses as calls with these schemas (but for a number beyond a double's range). Optional arguments come in the order of
-the schema.
+renderer parses as calls with these schemas, but for a number beyond a double's range and, in Qwen's format, JSON that holds the
+end of a parameter. Optional arguments come in the order of the schema. A schema that refers to itself may fail in the turn.
 
 Reference: llguidance, docs/syntax.md; OpenAI's `tool_choice` and `strict`.
 """
