@@ -470,3 +470,11 @@ def test_anthropics_client_can_ask_for_a_call(served: Served) -> None:
             )
             assert done.stop_reason == "tool_use"
             assert {block.name for block in done.content if block.type == "tool_use"} <= names
+        with pytest.raises(anthropic.BadRequestError, match="tool_choice: .*a name belongs to the type tool"):
+            client.messages.create(
+                model="model",
+                messages=ASKED,
+                max_tokens=9,
+                tools=tools,
+                tool_choice={"type": "tool"},  # type: ignore[arg-type,typeddict-item]
+            )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from composer_nb.harness.product.wire import (
     Answered,
@@ -41,6 +41,12 @@ class _Choose(Strict):
     name: str | None = None
     """Of the tool that must be called."""
     disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if (self.type == "tool") != bool(self.name):
+            raise ValueError("a name belongs to the type tool, and to no other")
+        return self
 
     @property
     def openai(self) -> Any:

@@ -55,7 +55,7 @@ class _Tool(BaseModel):
 
 
 class _Name(Strict):
-    name: str
+    name: Annotated[str, Field(min_length=1)]
 
 
 class _Chosen(Strict):

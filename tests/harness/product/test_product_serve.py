@@ -228,6 +228,7 @@ STRICT = {
         ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
         ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice", "invalid_value"),
         ({"tool_choice": "auto", "tools": [STRICT]}, "tools", "invalid_value"),
+        ({"tool_choice": {"type": "function", "function": {"name": ""}}}, "tool_choice", "invalid_value"),
         ({"response_format": {"type": "json_object"}}, "response_format", "invalid_value"),
         ({"n": 3}, "n", "invalid_value"),
         ({"n": 0}, "n", "invalid_value"),
