@@ -113,7 +113,8 @@ class ChatRenderer(ABC):
     def encode(self, text: str) -> list[int]:
         """Return the token ids of plain text, none of them special. Raises ValueError for half of a surrogate pair."""
         text.encode()
-        return list(self._plain.encode(text, add_special_tokens=False).ids)
+        # Unlike `encode`, this lets other threads run: a long text of one request would stop a server.
+        return list(self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def render(
         self, messages: Sequence[Message], system: str = "", *, spelled: bool = False, after: bool = False

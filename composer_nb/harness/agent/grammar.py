@@ -27,6 +27,8 @@ from composer_nb.harness.agent.compact import DONE, CompactRenderer
 from composer_nb.harness.agent.kimi import ID, KimiRenderer
 from composer_nb.harness.agent.qwen import FUNCTION, PARAMETER, QwenRenderer, kinds, read_value
 
+MOST = 500_000
+"""Letters of a grammar. It takes a second or two to build, in which a server answers fewer requests."""
 _TEXT = "TEXT: /(?s:.+)/\n"
 _SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as `write_json` writes it: otherwise white space could go on for ever."""
@@ -57,8 +59,11 @@ class Grammar:
                 rules = _kimi(tools, text, several)
             case _:
                 raise ValueError(f"tools: {type(renderer).__name__} has no grammar")
+        written = "".join(rules) + _TEXT
+        if len(written) > MOST:
+            raise ValueError(f"tools: a grammar of {len(written)} letters; calls can be held to at most {MOST}")
         vocabulary = _vocabulary(renderer.tokenizer, renderer.tokens, renderer.end)
-        made = cls(LLMatcher(vocabulary, "".join(rules) + _TEXT, log_level=0), renderer.end)
+        made = cls(LLMatcher(vocabulary, written, log_level=0), renderer.end)
         if made.fault:
             raise ValueError(f"tools: {made.fault}")
         return made
@@ -106,14 +111,16 @@ def _compact(renderer: CompactRenderer, tools: Sequence[Any], text: bool, severa
                 len(str(value).split()) != 1 for value in schemas[name].get("enum", ())
             ):
                 raise ValueError(f"tools: {name}: this format has a number or a word here, and no other limits")
-            value = (
-                _string(parameters, name, "WORD") if form.types[name] == "string" else _json(schemas[name], parameters)
-            )
-            parts += ['" "', "LINE" if name == "line" else value]
-        for name in form.long:
-            text = form.types.get(name) == "string"
-            value = _string(parameters, name, "TEXT?") if text else _json(schemas.get(name, {}), parameters)
-            parts += ["<|to|>", value]
+        for name in (*form.short, *form.long):
+            short = name in form.short
+            if form.types.get(name) == "string":
+                value = _string(parameters, name, "WORD" if short else "TEXT?")
+                if value.startswith("("):  # a lexeme: the parser takes no more than 2,000 alternatives
+                    value, rule = f"ENUM{number}X{len(parts)}", value
+                    yield f"{value}: {rule}\n"
+            else:
+                value = "LINE" if name == "line" and short else _json(schemas.get(name, {}), parameters)
+            parts += ['" "' if short else "<|to|>", value]
         known = {*form.short, *form.long}
         if more := {name: schema for name, schema in schemas.items() if name not in known}:
             rest = {"type": "object", "properties": more, "required": [], "additionalProperties": False}

@@ -95,6 +95,8 @@ class Conversations:
     ) -> None:
         """`tokens`: maximum of one conversation."""
         self.policy, self.tokenizer, self.form, self.tokens, self.record = policy, tokenizer, form, tokens, record
+        self._letters = tokens * max(map(len, tokenizer.get_vocab()))
+        """No longer text fits into a conversation."""
         self._talks: list[_Talk] = []
         """Known ones, the one that has been idle longest first."""
         self._door = threading.Lock()
@@ -189,6 +191,7 @@ class Conversations:
         if isinstance(asked, Complete):
             param, given, how, kind = "prompt", asked, asked.asked, Continuation
             text = asked.prompt if isinstance(asked.prompt, str) else ""
+            self._fits(len(text), param)
             ids = self.tokenizer.encode(text, add_special_tokens=False).ids if text else [*asked.prompt]
         else:
             param, given, how, ids = (
@@ -312,11 +315,18 @@ class Conversations:
         news = _in_order(messages_of(spoken[known:]), [call["id"] for call in before])
         if not news or not isinstance(news[-1], User | Result):
             raise ValueError("messages: the last one is a user's or a tool's")
+        self._fits(sum(len(each.text) for each in news), "messages")
         if not known:
             return talk.renderer.render(news, system, spelled=True), news
         cut = talk.row.transcript.token_ids[-1] != talk.renderer.end
         end = [talk.renderer.end] if cut else []
         return end + talk.renderer.render(news, spelled=True, after=True), news
+
+    def _fits(self, letters: int, param: str) -> None:
+        """Raise Refused for a text that is too long for any conversation, before the time for its tokens is spent."""
+        if letters > self._letters:
+            message = f"{param}: {letters} letters: a conversation has {self.tokens} tokens"
+            raise Refused(message, code="context_length_exceeded", param=param)
 
     def _end(self, talk: _Talk, drop: bool) -> Trace:
         """Let others use the room of a conversation. `drop`: the policy forgets it. Returns the records of what is forgotten."""

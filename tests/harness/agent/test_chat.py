@@ -8,6 +8,8 @@ public descriptions, rendered by Jinja and encoded at once.
 from __future__ import annotations
 
 import json
+import threading
+import time
 from typing import Any
 
 import jinja2
@@ -430,3 +432,12 @@ def test_the_types_of_a_schema(schema: Any, wanted: set[str]) -> None:
 def test_a_tokenizer_without_the_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match=r"lacks the token <\|im_start\|>"):
         QwenRenderer(Tokenizer(models.BPE()))
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    thread, ticks = threading.Thread(target=QwenRenderer(TOKENIZER).encode, args=("word " * 10**5,)), 0
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        ticks += 1
+    assert ticks > 20

@@ -151,6 +151,19 @@ ODD: dict[str, Any] = {
 TREE = {"type": "object", "properties": {"kids": ODD["tree"]}, "additionalProperties": False}
 
 
+@pytest.mark.parametrize("name", RENDERERS)
+def test_long_enumerations_are_followed_and_endless_ones_refused(name: str) -> None:
+    at = {"type": "string", "enum": [f"value_{n}" for n in range(3000)]}
+    renderer = look(name, {"type": "object", "properties": {"at": at}, "required": ["at"]})
+    made = grammar(renderer, "look", several=False)
+    [written] = renderer.parse(walk(made, renderer, np.random.default_rng(0))).calls
+    assert isinstance(written.call, ToolCall) and written.call.arguments["at"] in at["enum"] and not made.fault
+    at["enum"] += [f"value_{n}" for n in range(3000, 60_000)]
+    renderer = look(name, {"type": "object", "properties": {"at": at}, "required": ["at"]})
+    with pytest.raises(ValueError, match="tools: a grammar of .* letters"):
+        grammar(renderer, "look")
+
+
 @pytest.mark.parametrize("name", ["QwenRenderer", "KimiRenderer"])
 @pytest.mark.parametrize("kind", ODD)
 def test_schemas_as_libraries_write_them_are_followed(kind: str, name: str) -> None:
