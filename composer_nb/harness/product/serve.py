@@ -61,6 +61,10 @@ LOG = logging.getLogger("uvicorn.error")
 MAX_BODY_BYTES = 16 << 20
 SPARE_CONNECTIONS = 64
 """Connections besides those of the requests that are answered or wait: their requests are told to ask again."""
+TURNED_AWAY = 512
+"""Connections beyond these, of which no request is read: they are told to ask again. Any more are cut."""
+AWAY_S = 2.0
+"""Time for a client that is turned away to read why."""
 ARRIVE_S = 20.0
 """Time for the head of a request to arrive, and again for its body."""
 KEEP_S = 30.0
@@ -86,16 +90,29 @@ class _Connection(H11Protocol):
 
     most: int
     """Maximum connections of the server."""
+    busy: bytes
+    """The answer on any more."""
     _late: asyncio.TimerHandle | None = None
+    _away: bytes | None = None
+    """What is still to be told to a client that is turned away."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=1 << 30)  # nothing waits for a client that does not read
-        if len(self.connections) > self.most:
+        if len(self.connections) > self.most + TURNED_AWAY:
             transport.abort()
+        elif len(self.connections) > self.most:
+            self._away = self.busy
+            self.loop.call_later(AWAY_S, transport.abort)
         self._expect()
 
     def data_received(self, data: bytes) -> None:
+        if self._away is not None:
+            if self._away:
+                self.transport.write(self._away)
+                self.transport.write_eof()  # closed before all is read, the connection would be reset
+            self._away = b""
+            return
         super().data_received(data)
         self._expect()
 
@@ -158,7 +175,7 @@ class ChatServer:
             uvicorn.Config(
                 self._serve,
                 interface="asgi3",
-                http=type("_Limited", (_Connection,), {"most": self.most + SPARE_CONNECTIONS}),
+                http=type("_Limited", (_Connection,), {"most": self.most + SPARE_CONNECTIONS, "busy": self._busy()}),
                 ws="none",
                 loop="asyncio",
                 lifespan="off",
@@ -262,6 +279,17 @@ class ChatServer:
             raise Refused(message, 404, "model_not_found", "model")
         return asked
 
+    def _full(self) -> Refused:
+        message = f"{self.most} requests are under way or wait; ask again"
+        return Refused(message, 429, "rate_limit_exceeded", **{"Retry-After": str(RETRY_S)})
+
+    def _busy(self) -> bytes:
+        """Return the answer on a connection of which nothing is read."""
+        body = json.dumps(_shown(self._full(), "")).encode()
+        named = {**self._full().headers, "Content-Type": "application/json", "Content-Length": len(body)}
+        heads = "".join(f"{name}: {value}\r\n" for name, value in named.items())
+        return f"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\n{heads}\r\n".encode() + body
+
     def _metrics(self) -> str:
         """Return counts in Prometheus' text format."""
         running = sum(work.running() for work in [*self._work])
@@ -328,8 +356,7 @@ class ChatServer:
     ) -> Answered:
         """Return the answer. Requests wait in order, and a client that goes away leaves the queue."""
         if len(self._work) >= self.most:
-            message = f"{self.most} requests are under way or wait; ask again"
-            raise Refused(message, 429, "rate_limit_exceeded", **{"Retry-After": str(RETRY_S)})
+            raise self._full()
         if self._draining or self._server.should_exit:
             raise TimeIsUp
         gone = threading.Event()

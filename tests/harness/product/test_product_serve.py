@@ -536,6 +536,7 @@ def test_slow_clients_take_no_thread_and_only_so_many_connections(
     held = scripted._server.server_state.connections
     wait_until(lambda: len(held) == 10)
     assert threading.active_count() <= threads + 1
+    assert answers(send(scripted, POST + LENGTH + b"\r\n" + BODY)) == [429]
     for client in clients:
         client.close()
     wait_until(lambda: not held)
