@@ -82,7 +82,8 @@ class LivePage:
 
     def wait(self) -> None:
         """Wait until the page is closed, or Ctrl-C."""
-        self._thread.join()
+        while self._thread.is_alive():  # as `ChatServer.wait`
+            time.sleep(0.1)
 
     def _page(self, request: Request) -> Response:
         from composer_nb.views.page import document

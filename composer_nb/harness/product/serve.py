@@ -17,6 +17,7 @@ import re
 import secrets
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -212,7 +213,8 @@ class ChatServer:
 
     def wait(self) -> None:
         """Wait until the server is closed, or Ctrl-C."""
-        self._thread.join()
+        while self._thread.is_alive():  # Python 3.11 takes a thread for ended whose `join` was interrupted
+            time.sleep(0.1)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -384,6 +389,33 @@ def test_the_end_of_the_server_ends_what_it_does_and_what_waits() -> None:
         wait_until(lambda: len(server._work) == 2)
     assert answer.gone == ["a"] == answer.begun
     assert [status(each) for each in clients] == [503, 503]
+
+
+SLOW = """
+import time
+from composer_nb.harness.agent.chat import Said
+from composer_nb.harness.product.serve import ScriptServer
+
+with ScriptServer(lambda messages: time.sleep(1) or Said(text="x" * 4_000_000)) as server:
+    print(server.url, flush=True)
+    try:
+        server.wait()
+    except KeyboardInterrupt:
+        server.drain()
+"""
+
+
+def test_an_answer_under_way_at_ctrl_c_arrives_whole() -> None:
+    run = [sys.executable, "-c", f"import signal; signal.signal(2, signal.default_int_handler); {SLOW.strip()}"]
+    with subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stderr
+        request = urllib.request.Request(f"{process.stdout.readline().strip()}/chat/completions", BODY)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(lambda: urllib.request.urlopen(request).read())
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            assert len(answer.result()) > 4_000_000
+        assert (process.wait(), process.stderr.read()) == (0, "")
 
 
 # -- hostile and slow clients --------------------------------------------------------------------------------
