@@ -98,9 +98,9 @@ class EnvSettings:
     """`generated`; or a path: a JSON Lines file, a folder of Harbor task directories, or what `composer-nb tasks make` wrote; or
     `MODULE:CLASS`, an environment of your own (`Own`)."""
     tools: str = "tiny"
-    """tiny: search, read, edit a line, undo, run the tests, finish. cursor: the tools of the product. Names of these with commas
-    between them: these alone, undescribed, which makes the prompt short. Other tools than tiny work in a sandbox of each
-    rollout."""
+    """tiny: search, read, edit a line, undo, run the tests, finish. cursor: the tools of the product. Names of either with
+    commas between them (those of tiny with `finish`): these alone, undescribed, which makes the prompt short. The product's work
+    in a sandbox of each rollout."""
     renderer: Literal["compact", "qwen", "kimi"] = "compact"
     """The chat format; the tokenizer must have its tokens."""
     backend: Literal["bwrap", "docker"] = "bwrap"

@@ -70,7 +70,7 @@ TRIES = 6
 """Edits that a searcher tries, at most."""
 
 
-def searcher(task: Task, rng: Random) -> Script:
+def searcher(task: Task, rng: Random, undo: bool = True) -> Script:
     """Test, search the function that failed, read its module; then try single changes of it, each with a test in the same turn,
     undone if the test fails, until one passes.
 
@@ -78,7 +78,8 @@ def searcher(task: Task, rng: Random) -> Script:
     drawn without repeats. Every try is one to learn from. Where the instruction says what the function should do, the first is
     right.
 
-    A gap is filled, and a lint removed, at the first try. Raises ValueError for a bug that is undone by no single change."""
+    A gap is filled, and a lint removed, at the first try. Without `undo` an edit is taken back by another one. Raises ValueError
+    for a bug that is undone by no single change."""
     if "kind" in task.metadata:
         yield from (_write_test if task.metadata["kind"] == "tests" else _mend)(task)
         return
@@ -88,7 +89,7 @@ def searcher(task: Task, rng: Random) -> Script:
         raise ValueError(f"task {task.id}: its solution is no single change of the function whose test fails")
     count = 0 if ":" in task.instruction else rng.randrange(TRIES)
     wrong = [edit for edit in rng.sample([*edits.values()], len(edits)) if edit != answer]
-    yield from _try([*wrong[:count], answer])
+    yield from _try([*wrong[:count], answer], None if undo else task)
 
 
 def _mend(task: Task) -> Script:
@@ -152,12 +153,22 @@ def _look(task: Task) -> Generator[Said, str, dict[str, ToolCall]]:
     return {text: substitution(path, now, text) for text in texts}
 
 
-def _try(edits: Sequence[ToolCall]) -> Script:
-    """Try edits, each with a test in the same turn, undone if the test fails, until one passes; then finish."""
-    for number, edit in enumerate(edits):
-        if (yield turn([*[_UNDO] * (number > 0), edit, _TEST_CALL])).startswith("pass"):
+def _try(edits: Sequence[ToolCall], by_hand: Task | None = None) -> Script:
+    """Try edits, each with a test in the same turn, undone if the test fails, until one passes; then finish. With the task of
+    `by_hand` an edit takes back the one before."""
+    back = list[ToolCall]()
+    for edit in edits:
+        if (yield turn([*back, edit, _TEST_CALL])).startswith("pass"):
             break
+        back = [_reverse(edit, by_hand) if by_hand else _UNDO]
     yield one(ToolCall(name="finish", arguments={}))
+
+
+def _reverse(edit: ToolCall, task: Task) -> ToolCall:
+    """Return the substitution that takes back an edit of the task's files."""
+    path, old, new = (str(edit.arguments[name]) for name in ("path", "old", "new"))
+    now = task.files[path].rstrip("\n")
+    return substitution(path, now.replace(old, new), now)
 
 
 _PARTS = re.compile(r"\n| ?\w+| ?[^\w\s]+|\s")

@@ -35,7 +35,7 @@ from composer_nb.harness.tasks.runtime import packages_of
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.session import Session
 from composer_nb.harness.tools.tool_call import ToolCall
-from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.harness.tools.toolset import TINY_NAMES, ToolSet
 from composer_nb.harness.untrusted import beneath
 
 PLACES = ("training", "product")
@@ -113,9 +113,9 @@ def open_in(place: str, task: Task, agent: Agent) -> Iterator[Side]:
 
 def _name(tools: ToolSet) -> str:
     """Return the name of a tool set, under which a checkpoint that was trained with it asks the product for tools."""
-    if "edit_line" in tools.tools:
+    if "finish" in tools.tools and not {*tools.tools} < {*TINY_NAMES}:
         return "tiny"
-    return "cursor" if tools.described else ",".join(tools.tools)
+    return ",".join(tools.tools) if "finish" in tools.tools or not tools.described else "cursor"
 
 
 def probes(files: Mapping[str, str]) -> Iterator[ToolCall]:
@@ -187,7 +187,7 @@ def tiny_probes(files: Mapping[str, str]) -> Iterator[ToolCall]:
 
 def differences(task: Task, agent: Agent) -> tuple[int, list[Difference]]:
     """Return the number of calls made in each place, and what differs. Raises what `open_in` does."""
-    made = tiny_probes if _name(agent.tools) == "tiny" else probes
+    made = tiny_probes if "finish" in agent.tools.tools else probes
     calls = [call for call in made(task.files) if call.name in {*agent.tools.tools, "unknown_tool"}]
     told: list[dict[str, str]] = []
     replies: list[list[str]] = []

@@ -34,7 +34,7 @@ TOOLS = (
     *(search.glob_file_search, search.grep, terminal.run_terminal_cmd, notes.read_lints, notes.todo_write),
     *(files.apply_patch, search.codebase_search),
 )
-NAMES = tuple(tool.name for tool in TOOLS)
+NAMES, TINY_NAMES = (tuple(tool.name for tool in tools) for tools in (TOOLS, TINY))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +52,11 @@ class ToolSet:
     """Show required parameters alone, with no more than their types, in the schemas."""
 
     @classmethod
-    def tiny(cls) -> ToolSet:
-        """Search, read, edit, undo, run tests, finish: for tiny models, in a sandbox or without one of their own."""
-        return cls(tools={tool.name: tool for tool in TINY}, terse=True)
+    def tiny(cls, offer: Collection[str] = TINY_NAMES) -> ToolSet:
+        """Search, read, edit, undo, run tests, finish: for tiny models, in a sandbox or without one of their own.
+
+        `offer`: only these tools."""
+        return cls(tools={tool.name: tool for tool in TINY if tool.name in offer}, terse=True)
 
     @classmethod
     def cursor(
@@ -76,11 +78,12 @@ class ToolSet:
 
     @classmethod
     def named(cls, name: str, search: Callable[[Session], Search] | None = None) -> ToolSet:
-        """Return `tiny`, `cursor`, or with commas between them some of the product's tools. Of these the schemas are `brief` and
-        undescribed, for a model that is trained with them. Raises ValueError for an unknown tool."""
-        if name == "tiny":
-            return cls.tiny()
-        offer = NAMES if name == "cursor" else tuple(name.split(","))
+        """Return `tiny`, `cursor`, or with commas between them some of their tools: those of `tiny` where `finish` is among them,
+        else the product's. Of these the schemas are `brief` and undescribed, for a model that is trained with them. Raises
+        ValueError for an unknown tool."""
+        offer = {"tiny": TINY_NAMES, "cursor": NAMES}.get(name) or tuple(name.split(","))
+        if "finish" in offer and {*offer} <= {*TINY_NAMES}:
+            return cls.tiny(offer)
         made = cls.cursor(search=search if SEARCH in offer else None, offer=offer, described=name == "cursor")
         return replace(made, brief=name != "cursor")
 

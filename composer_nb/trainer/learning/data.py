@@ -131,7 +131,9 @@ def demonstrate(
         if "finish" not in agent.tools.tools:
             return step_by_step(scripts.expert(task))
         rng = Random(f"expert {seed} {task.id}")
-        return searcher(task, rng) if "function" in task.metadata else expert(task, rng, mistake_rate)
+        if "function" not in task.metadata:
+            return expert(task, rng, mistake_rate)
+        return searcher(task, rng, undo="undo" in agent.tools.tools)
 
     capacity = 256 if agent.backend is None else 16  # sandboxes take memory
     policy = ScriptedPolicy(agent.renderer, script, capacity, chained=agent.summary.trigger > 0)

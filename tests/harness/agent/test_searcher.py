@@ -16,6 +16,7 @@ from composer_nb.harness.bench import behaviour
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.tasks.miniatures import make_miniatures
 from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.toolset import TINY_NAMES, ToolSet
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,31 @@ def test_every_try_is_undone_before_the_next_and_none_comes_twice(searched: list
         assert len(edits) == 1 or not told
         most = max(most, len(edits))
     assert most > 3
+
+
+def test_without_undo_an_edit_takes_back_the_one_before(renderer: CompactRenderer, sandboxes: SandboxExecutor) -> None:
+    """In the same tools without `undo`, which a name with commas means, the tries and what they come to are the same."""
+    executor = CachedExecutor(sandboxes)
+    tasks = list(make_miniatures("searched", 12, heldout=False, executor=executor))
+    few = ToolSet.named(",".join(name for name in TINY_NAMES if name != "undo"))
+    assert "undo" not in few.tools and not few.needs_sandbox
+
+    def played(tools: ToolSet) -> list[tuple[bool, list[list[str]]]]:
+        agent = Agent(renderer, tools=tools, limits=Limits(turns=16, turn_tokens=200, tokens=4000))
+        policy = ScriptedPolicy(
+            renderer, lambda number: searcher(tasks[number], Random(number), undo="undo" in tools.tools)
+        )
+        done = dict(drive((agent.attempt(task, number) for number, task in enumerate(tasks)), policy, executor))
+        found = []
+        for number in range(len(tasks)):
+            turns = done[number].rollout.turns
+            seen = [[turn.observation, json.loads(turn.call)["name"]] for turn in turns]
+            found.append((done[number].grade.passed, [each for each in seen if each[1] in ("run_tests", "undo")]))
+        return found
+
+    with_undo, without = played(ToolSet.tiny()), played(few)
+    assert [(passed, [each for each in seen if each[1] != "undo"]) for passed, seen in with_undo] == without
+    assert any(len(seen) > 4 for _, seen in without)
 
 
 def test_a_task_that_is_no_single_change_is_refused(task: Task) -> None:
