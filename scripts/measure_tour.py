@@ -9,6 +9,7 @@ With `--controls` each seed's first run is also compared, paired by task, with w
     expert iteration  RL's own tasks and batches, but the solved rollouts are imitated: no baseline, no blame
     shuffled rewards  rewards permuted within each batch
     masked tests      RL where the tests of an edit say nothing (`masked.py`), scored like all others
+    masked tries      mid-training, fine-tuning and RL again, where no failed try of a demonstration is trained on
     fresh contexts    the start, begun anew after k calls until the visible tests pass; the best k. No training
     blind             `scripted:blind`, a search without repeats. No training
 
@@ -40,11 +41,13 @@ from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.store import load_attempts
 from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.settings import Settings, from_dict, override, to_dict
+from composer_nb.trainer.learning.data import load_rows, save_rows
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.reader import solved_by_task
 from composer_nb.trainer.recipe.report import build_report, within_12
 from composer_nb.trainer.records.rundir import RunDir, create, provenance
+from scripts.masked import without_tries
 
 CALLS = 12
 CONTROLS: Mapping[str, Mapping[str, Any]] = {
@@ -54,6 +57,7 @@ CONTROLS: Mapping[str, Mapping[str, Any]] = {
 }
 MORE_SFT, AFTER = "more SFT", "RL after more SFT"
 MASKED, SEEN = "masked tests", "masked tests, scored with them"
+UNTRIED = "masked tries"
 
 
 def folder(seed: int, control: str) -> str:
@@ -101,6 +105,24 @@ def after(runs: Path, name: str, settings: Settings, source: RunDir, taught: Run
         info = taught.finished("eval_control")
         assert info is not None
         made.finish("eval_start", info.pop("seconds"), info)
+    return finished(path)
+
+
+def untried(runs: Path, name: str, settings: Settings, source: RunDir) -> RunDir:
+    """A run on the tokenizer and the data of `source`, whose demonstrations are masked by `without_tries`."""
+    path = runs / name
+    if not (path / "run.db").is_file():
+        made = create(runs, name)
+        shutil.copytree(source.path / "data", made.path / "data", dirs_exist_ok=True)
+        tokenizer = load_tokenizer(made.path / "data", needed=())
+        for file in (made.path / "data").glob("mistaken-*.npz"):
+            save_rows([without_tries(row, tokenizer) for row in load_rows(file)], file)
+        for stage in ("tokenizer", "data"):
+            info = source.finished(stage)
+            assert info is not None
+            made.finish(stage, info.pop("seconds"), info)
+        write_json(made.path / "settings.json", to_dict(settings))
+        write_json(made.path / "provenance.json", provenance())
     return finished(path)
 
 
@@ -276,7 +298,9 @@ def compare(seed: int, rl: Sequence[RunDir], settings: Settings, asked: argparse
             seen(asked.runs, folder(seed, SEEN), settings, rl[0], made)
         if name == MORE_SFT:
             after(asked.runs, folder(seed, AFTER), settings, rl[0], made)
-    paths = {name: asked.runs / folder(seed, name) for name in (*changes, SEEN, AFTER)}
+    if asked.controls and not asked.table_only:
+        untried(asked.runs, folder(seed, UNTRIED), settings, rl[0])
+    paths = {name: asked.runs / folder(seed, name) for name in (*changes, SEEN, AFTER, UNTRIED)}
     there = {name: RunDir(path) for name, path in paths.items() if (path / "run.db").is_file()}
     return {name: made for name, made in there.items() if any(map(made.finished, ("eval_final", "eval_control")))}
 

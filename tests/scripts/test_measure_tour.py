@@ -1,9 +1,10 @@
-"""The controls of the tour: fresh contexts by hand, and tests that say nothing of an edit."""
+"""The controls of the tour: fresh contexts by hand, tests that say nothing of an edit, and tries that are not trained on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from composer_nb.harness.attempt import Attempt
@@ -13,7 +14,9 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tiny import Edits, Observation
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
-from scripts.masked import Masked
+from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.models.tokenizer import train_tokenizer
+from scripts.masked import Masked, without_tries
 from scripts.measure_tour import restarted
 
 TASK = Task(
@@ -78,3 +81,27 @@ def test_masked_tests_say_nothing_of_an_edit_and_refuse_none() -> None:
     seen = run_tests(place)
     assert (seen.text, seen.tests_passed, seen.tests_run) == ("ran", 1, 2) and not place.edits.refused
     assert Masked.tools.schemas == ToolSet.tiny().schemas
+
+
+def test_failed_tries_are_masked_and_nothing_else() -> None:
+    agent = [
+        "read f.py",
+        "sub f.py<|to|>a<|to|>b<|call|>test",
+        "undo<|call|>sub f.py<|to|>a<|to|>c<|call|>test",
+        "done",
+    ]
+    seen = ["1a", "ok<|end|><|out|>fail 1/2: f(1) = 2 want 3", "ok<|end|><|out|>ok<|end|><|out|>pass 2"]
+    tokenizer = train_tokenizer([*agent, *seen], 300)
+    ids, weight = tokenizer.encode("<|bos|><|user|>fix f.py<|end|><|call|>").ids, list[float]()
+    weight += [0.2] * len(ids)
+    for said, told in zip(agent, [*seen, ""], strict=True):
+        own = tokenizer.encode(f"{said}<|end|>").ids
+        read = tokenizer.encode(f"<|out|>{told}<|end|><|call|>" if told else "").ids
+        ids, weight = ids + own + read, weight + [1.0] * len(own) + [0.2] * len(read)
+    row = Row(np.array(ids, np.int32), np.array(weight, np.float32))
+    made = without_tries(row, tokenizer)
+    [places] = np.nonzero(made.weight != row.weight)
+    assert (
+        (made.token_ids == row.token_ids).all() and not made.weight[places].any() and np.ptp(places) == len(places) - 1
+    )
+    assert tokenizer.decode([ids[place] for place in places], skip_special_tokens=False) == "sub f.py<|to|>a<|to|>b"
