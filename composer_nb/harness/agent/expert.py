@@ -7,8 +7,8 @@ token for token like the rollout of a model.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from composer_nb.harness.agent.chat import ChatRenderer, Message, Said
@@ -63,14 +63,59 @@ def expert(task: Task, rng: Random, mistake_rate: float) -> Script:
             yield one(call)
         if tried or rng.random() < 0.7:
             yield _TEST
-    yield one(ToolCall(name="finish", arguments={}))
+    yield TINY.finish
 
 
 TRIES = 6
 """Edits that a searcher tries, at most."""
 
 
-def searcher(task: Task, rng: Random, undo: bool = True) -> Script:
+@dataclass(frozen=True, slots=True)
+class Verbs:
+    """What a searcher does, as calls of a set of tools."""
+
+    test: ToolCall
+    find: Callable[[str], ToolCall]
+    """By the name of a function."""
+    read: Callable[[str], ToolCall]
+    """By path."""
+    change: Callable[[str, str, str], ToolCall]
+    """By path, old text and new text."""
+    finish: Said
+    undo: ToolCall | None = None
+    """Without it an edit is taken back by another one."""
+
+
+TINY = Verbs(
+    test=_TEST_CALL,
+    find=lambda name: ToolCall(name="grep", arguments={"pattern": f"def {name}"}),
+    read=lambda path: ToolCall(name="read_file", arguments={"path": path}),
+    change=lambda path, old, new: ToolCall(name="substitute", arguments={"path": path, "old": old, "new": new}),
+    undo=_UNDO,
+    finish=one(ToolCall(name="finish", arguments={})),
+)
+PRODUCT = Verbs(
+    test=ToolCall(
+        name="run_terminal_cmd",
+        arguments={"command": "python -m pytest -q -x --tb=short -rN", "is_background": False},
+    ),
+    find=TINY.find,
+    read=lambda path: ToolCall(name="read_file", arguments={"target_file": path}),
+    change=lambda path, old, new: ToolCall(
+        name="search_replace", arguments={"file_path": path, "old_string": old, "new_string": new}
+    ),
+    finish=turn([], "I made the tests pass."),
+)
+
+
+def searches(tools: Collection[str]) -> Verbs | None:
+    """Return how a searcher works with the tools of these names; None where it cannot."""
+    if "finish" in tools:
+        return TINY if "undo" in tools else replace(TINY, undo=None)
+    return PRODUCT if {"run_terminal_cmd", "grep", "read_file", "search_replace"} <= {*tools} else None
+
+
+def searcher(task: Task, rng: Random, verbs: Verbs = TINY) -> Script:
     """Test, search the function that failed, read its module; then try single changes of it, each with a test in the same turn,
     undone if the test fails, until one passes.
 
@@ -78,18 +123,18 @@ def searcher(task: Task, rng: Random, undo: bool = True) -> Script:
     drawn without repeats. Every try is one to learn from. Where the instruction says what the function should do, the first is
     right.
 
-    A gap is filled, and a lint removed, at the first try. Without `undo` an edit is taken back by another one. Raises ValueError
-    for a bug that is undone by no single change."""
+    A gap is filled, and a lint removed, at the first try, with the tools of tiny models. Raises ValueError for a bug that is
+    undone by no single change."""
     if "kind" in task.metadata:
         yield from (_write_test if task.metadata["kind"] == "tests" else _mend)(task)
         return
     [right] = task.solution.values()
-    edits = yield from _look(task)
-    if (answer := edits.get(right.rstrip("\n"))) is None:
+    path, texts = yield from _look(task, verbs)
+    if (answer := right.rstrip("\n")) not in texts:
         raise ValueError(f"task {task.id}: its solution is no single change of the function whose test fails")
     count = 0 if ":" in task.instruction else rng.randrange(TRIES)
-    wrong = [edit for edit in rng.sample([*edits.values()], len(edits)) if edit != answer]
-    yield from _try([*wrong[:count], answer], None if undo else task)
+    wrong = [text for text in rng.sample(texts, len(texts)) if text != answer]
+    yield from _try(path, task.files[path], [*wrong[:count], answer], verbs)
 
 
 def _mend(task: Task) -> Script:
@@ -97,23 +142,23 @@ def _mend(task: Task) -> Script:
     [(path, right)] = task.solution.items()
     check = _LINT if task.metadata["kind"] == "lint" else _TEST_CALL
     yield one(check)
-    yield one(ToolCall(name="grep", arguments={"pattern": f"def {task.metadata['function']}"}))
-    yield one(ToolCall(name="read_file", arguments={"path": path}))
+    yield one(TINY.find(task.metadata["function"]))
+    yield one(TINY.read(path))
     yield turn([_replace(path, task.files[path], right), check, *[_TEST_CALL] * (check == _LINT)])
-    yield one(ToolCall(name="finish", arguments={}))
+    yield TINY.finish
 
 
 def _write_test(task: Task) -> Script:
     """Read the function and its tests, add one that wants what another wants, and write what the function gave instead."""
     [(path, right)] = task.solution.items()
     name, now = task.metadata["function"], task.files[path]
-    yield one(ToolCall(name="grep", arguments={"pattern": f"def {name}"}))
-    yield turn([ToolCall(name="read_file", arguments={"path": each}) for each in (home_of(name, task.files), path)])
+    yield one(TINY.find(name))
+    yield turn([TINY.read(each) for each in (home_of(name, task.files), path)])
     guess = re.sub(" == .*", now[now.rindex(" == ") :].rstrip("\n"), right, count=1)
     yield turn([_replace(path, now, guess), _TEST_CALL])
     if guess != right:
         yield turn([_replace(path, guess, right), _TEST_CALL])
-    yield one(ToolCall(name="finish", arguments={}))
+    yield TINY.finish
 
 
 def _replace(path: str, now: str, wanted: str) -> ToolCall:
@@ -128,63 +173,54 @@ def _replace(path: str, now: str, wanted: str) -> ToolCall:
     while now.count("\n".join(old[first : len(old) - after])) > 1:
         first -= 1
     before, text = ("\n".join(lines[first : len(lines) - after]) for lines in (old, new))
-    return ToolCall(name="substitute", arguments={"path": path, "old": before, "new": text})
+    return TINY.change(path, before, text)
 
 
 def blind(task: Task, rng: Random) -> Script:
     """Do as `searcher` does without knowing the answer: try every single change of the function that failed, in a random order,
     until the tests pass or the rollout is over. What a policy finds beyond this it has learnt."""
-    edits = yield from _look(task)
-    yield from _try(rng.sample([*edits.values()], len(edits)))
+    path, texts = yield from _look(task, TINY)
+    yield from _try(path, task.files[path], rng.sample(texts, len(texts)), TINY)
 
 
-def _look(task: Task) -> Generator[Said, str, dict[str, ToolCall]]:
-    """Test, search the function that failed, and read its module. Returns the edits that change it in one place, by the
-    text of the module after each. Raises ValueError if no failed test names a function."""
-    failed = yield _TEST
-    if (called := re.search(r": (\w+)\(", failed)) is None:
+def _look(task: Task, verbs: Verbs) -> Generator[Said, str, tuple[str, list[str]]]:
+    """Test, search the function that failed, and read its module. Returns the module's path, and its texts with the function
+    changed in one place. Raises ValueError if no failed test names a function."""
+    failed = yield one(verbs.test)
+    if (called := re.search(r"(?::|assert) (\w+)\(", failed)) is None:
         raise ValueError(f"task {task.id}: no failed test names a function: {failed}")
-    found = yield one(ToolCall(name="grep", arguments={"pattern": f"def {called[1]}"}))
-    path = found.partition(":")[0]
-    yield one(ToolCall(name="read_file", arguments={"path": path}))
-    now = task.files[path].rstrip("\n")
-    start, code, end = split_at(now, called[1])
-    texts = [start + text + end for _, text in neighbours(code, ENUMERABLE)]
-    return {text: substitution(path, now, text) for text in texts}
+    yield one(verbs.find(called[1]))
+    path = home_of(called[1], task.files)
+    yield one(verbs.read(path))
+    start, code, end = split_at(task.files[path].rstrip("\n"), called[1])
+    return path, list(dict.fromkeys(start + text + end for _, text in neighbours(code, ENUMERABLE)))
 
 
-def _try(edits: Sequence[ToolCall], by_hand: Task | None = None) -> Script:
-    """Try edits, each with a test in the same turn, undone if the test fails, until one passes; then finish. With the task of
-    `by_hand` an edit takes back the one before."""
-    back = list[ToolCall]()
-    for edit in edits:
-        if (yield turn([*back, edit, _TEST_CALL])).startswith("pass"):
+def _try(path: str, now: str, texts: Sequence[str], verbs: Verbs) -> Script:
+    """Try texts of a module, each with a test in the same turn, undone if the test fails, until one passes; then finish."""
+    now, back = now.rstrip("\n"), list[ToolCall]()
+    for text in texts:
+        seen = yield turn([*back, verbs.change(path, *substitution(now, text)), verbs.test])
+        if "pass" in seen and "fail" not in seen:
             break
-        back = [_reverse(edit, by_hand) if by_hand else _UNDO]
-    yield one(ToolCall(name="finish", arguments={}))
-
-
-def _reverse(edit: ToolCall, task: Task) -> ToolCall:
-    """Return the substitution that takes back an edit of the task's files."""
-    path, old, new = (str(edit.arguments[name]) for name in ("path", "old", "new"))
-    now = task.files[path].rstrip("\n")
-    return substitution(path, now.replace(old, new), now)
+        back = [verbs.undo or verbs.change(path, *substitution(text, now))]
+    yield verbs.finish
 
 
 _PARTS = re.compile(r"\n| ?\w+| ?[^\w\s]+|\s")
 
 
-def substitution(path: str, now: str, wanted: str) -> ToolCall:
-    """Return the call that makes `wanted` of `now`, which differ in one place: the operator that changes, with the words on both
-    sides of it, and as many parts before them as make it unique in the file. A model finds its place by copying the words."""
+def substitution(now: str, wanted: str) -> tuple[str, str]:
+    """Return the texts whose exchange makes `wanted` of `now`, which differ in one place: the operator that changes, with the
+    words on both sides of it, and as many parts before them as make it unique in the file. A model finds its place by copying the
+    words."""
     old, new = _PARTS.findall(now), _PARTS.findall(wanted)
     place = next(n for n, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1])
     first = next((n for n in range(place - 1, -1, -1) if _ends_side(old[n])), place)
     last = next((n for n in range(place + 1, len(old)) if _ends_side(old[n])), place)
     while first and now.count("".join(old[first : last + 1])) > 1:
         first -= 1
-    before, after = ("".join(parts[first : last + 1]) for parts in (old, new))
-    return ToolCall(name="substitute", arguments={"path": path, "old": before, "new": after})
+    return "".join(old[first : last + 1]), "".join(new[first : last + 1])
 
 
 def _ends_side(part: str) -> bool:

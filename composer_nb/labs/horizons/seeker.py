@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from composer_nb.harness.agent.chat import ChatRenderer, Said
-from composer_nb.harness.agent.expert import WithoutModel, substitution
+from composer_nb.harness.agent.expert import TINY, WithoutModel, substitution
 from composer_nb.harness.agent.scripts import turn
 from composer_nb.harness.agent.summary import PROMPTED
 from composer_nb.harness.policy import Request, Trace
@@ -36,9 +36,9 @@ def seek(context: str) -> Said:
     module = "\n".join(line[len(str(n)) :] for n, line in enumerate(shown[-1].split("\n"), 1))
     before, function, after = split_at(module, failed[1])
     for _, changed in neighbours(function, ENUMERABLE):
-        edit = substitution(home[1], module, before + changed + after)
-        if _line(edit.arguments["old"], edit.arguments["new"]) not in tried(context):
-            return turn([_UNDO, edit, _TEST])
+        old, new = substitution(module, before + changed + after)
+        if _line(old, new) not in tried(context):
+            return turn([_UNDO, TINY.change(home[1], old, new), _TEST])
     return turn([_FINISH])
 
 

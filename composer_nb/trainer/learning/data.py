@@ -24,7 +24,7 @@ from torch import Tensor
 
 from composer_nb.harness.agent import scripts
 from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.agent.expert import Script, ScriptedPolicy, expert, searcher, step_by_step
+from composer_nb.harness.agent.expert import Script, ScriptedPolicy, expert, searcher, searches, step_by_step
 from composer_nb.harness.attempt import Agent, Attempt
 from composer_nb.harness.files import replacing
 from composer_nb.harness.rollout import Rollout
@@ -124,16 +124,15 @@ def demonstrate(
 ) -> Iterator[Attempt]:
     """Attempts of the scripted expert at `tasks`, in the real harness, in order of ending.
 
-    With the tools of the product it makes no mistakes."""
+    It searches for the bug of a generated repository. At other tasks it makes mistakes at `mistake_rate`, and with the tools of
+    the product none."""
 
     def script(position: int) -> Script:
-        task = tasks[position]
-        if "finish" not in agent.tools.tools:
-            return step_by_step(scripts.expert(task))
-        rng = Random(f"expert {seed} {task.id}")
-        if "function" not in task.metadata:
-            return expert(task, rng, mistake_rate)
-        return searcher(task, rng, undo="undo" in agent.tools.tools)
+        task, tiny = tasks[position], "finish" in agent.tools.tools
+        rng, verbs = Random(f"expert {seed} {task.id}"), searches(agent.tools.tools)
+        if "function" in task.metadata and verbs and (tiny or "kind" not in task.metadata):
+            return searcher(task, rng, verbs)
+        return expert(task, rng, mistake_rate) if tiny else step_by_step(scripts.expert(task))
 
     capacity = 256 if agent.backend is None else 16  # sandboxes take memory
     policy = ScriptedPolicy(agent.renderer, script, capacity, chained=agent.summary.trigger > 0)

@@ -9,14 +9,16 @@ import pytest
 
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.agent.expert import TRIES, ScriptedPolicy, blind, searcher
+from composer_nb.harness.agent.expert import TINY, TRIES, ScriptedPolicy, blind, searcher, searches
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent, Attempt
 from composer_nb.harness.bench import behaviour
+from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.tasks.miniatures import make_miniatures
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.toolset import TINY_NAMES, ToolSet
+from composer_nb.trainer.learning.data import demonstrate
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +66,7 @@ def test_without_undo_an_edit_takes_back_the_one_before(renderer: CompactRendere
     def played(tools: ToolSet) -> list[tuple[bool, list[list[str]]]]:
         agent = Agent(renderer, tools=tools, limits=Limits(turns=16, turn_tokens=200, tokens=4000))
         policy = ScriptedPolicy(
-            renderer, lambda number: searcher(tasks[number], Random(number), undo="undo" in tools.tools)
+            renderer, lambda number: searcher(tasks[number], Random(number), searches(tools.tools) or TINY)
         )
         done = dict(drive((agent.attempt(task, number) for number, task in enumerate(tasks)), policy, executor))
         found = []
@@ -77,6 +79,24 @@ def test_without_undo_an_edit_takes_back_the_one_before(renderer: CompactRendere
     with_undo, without = played(ToolSet.tiny()), played(few)
     assert [(passed, [each for each in seen if each[1] != "undo"]) for passed, seen in with_undo] == without
     assert any(len(seen) > 4 for _, seen in without)
+
+
+def test_it_searches_with_the_products_tools_too(renderer: CompactRenderer) -> None:
+    """In a sandbox of each rollout, by running pytest; with fewer tools it cannot, and the expert shows what it knows."""
+    assert searches(["grep", "read_file", "write"]) is None
+    settings = EnvSettings(tools="grep,read_file,search_replace,run_terminal_cmd")
+    limits = Limits(turns=20, turn_tokens=1000, tokens=16000)
+    with Sandboxes() as sandboxes:
+        tasks = list(make_miniatures("product", 2, heldout=False, executor=sandboxes.functions, told=0.0))
+        agent = make_agent(settings, renderer.tokenizer, limits, sandboxes)
+        found = list(demonstrate(tasks, agent, sandboxes, 0, 0.0))
+    assert len(found) == 2 and all(done.grade.passed and done.rollout.stop == "finished" for done in found)
+    for done in found:
+        names = [json.loads(turn.call)["name"] for turn in done.rollout.turns if turn.call]
+        first, again = ["search_replace", "run_terminal_cmd"], ["search_replace", "search_replace", "run_terminal_cmd"]
+        tries = names[3:]
+        assert names[:3] == ["run_terminal_cmd", "grep", "read_file"]
+        assert tries == first + again * ((len(tries) - 2) // 3)
 
 
 def test_a_task_that_is_no_single_change_is_refused(task: Task) -> None:
