@@ -28,7 +28,7 @@ _LOSSES = {
 
 def supervised(run: RunDir) -> Picture:
     """Draw the losses of mid-training, the long-context phase if there is one, and fine-tuning, in nats per token."""
-    stages = {"midtrain": "mid-training", "extend": "on longer rows", "sft": "fine-tuning on mistakes"}
+    stages = {"midtrain": "mid-training", "extend": "on longer rows", "sft": "fine-tuning (SFT)"}
     steps = {name: run.steps(name) for name in stages}
     if not steps["midtrain"]:
         return style.empty("mid-training has not reached its first checkpoint yet")
