@@ -242,6 +242,7 @@ def test_text_is_continued_whole_and_as_a_stream(model: Model, tokenizer: Tokeni
         assert complete(seed=3, prompt=tokenizer.encode("def f(x):").ids).choices[0].text == first.text
         assert complete(seed=3, stop=first.text[4]).choices[0].text == first.text[: first.text.index(first.text[4])]
         assert complete(seed=3, top_p=1e-6).choices[0].text == complete(temperature=0).choices[0].text
+        assert complete(max_tokens=None).usage.completion_tokens == 16
         for wrong in (
             {"prompt": ""},
             {"echo": True},

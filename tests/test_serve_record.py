@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -220,3 +222,23 @@ def test_what_nobody_grades_is_stored_when_the_server_closes(tmp_path: Path) -> 
             with pytest.raises(openai.BadRequestError, match="--record"):
                 chat(client, [{"role": "user", "content": "x"}], extra_body={"rollout": "mine"})
             assert grade(server, "mine")["status"] == 404
+
+
+STORED = """
+import sys
+from pathlib import Path
+from tokenizers import Tokenizer
+from composer_nb.harness.product.record import Record, Row, Verdict
+
+record = Record(Path(sys.argv[1]), Tokenizer.from_file(sys.argv[2]))
+row, known = Row(name="a"), {*sys.modules}
+row.transcript.read([1, 2], 0)
+record.keep("a", [row])
+record.grade("a", Verdict(reward=1.0))
+print("pandas" in {*sys.modules} - known)
+"""
+
+
+def test_the_first_grade_does_not_wait_for_pandas(tmp_path: Path) -> None:
+    run = [sys.executable, "-c", STORED, str(tmp_path), str(POLICY / "tokenizer.json")]
+    assert subprocess.run(run, check=True, capture_output=True, text=True).stdout == "False\n"

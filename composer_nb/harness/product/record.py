@@ -14,6 +14,7 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import Annotated, Literal
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
@@ -114,6 +115,7 @@ class Record:
 
     def __init__(self, run: Path, tokenizer: Tokenizer) -> None:
         """Raises ValueError for a run with another tokenizer."""
+        pa.array([0])  # imports pandas, for seconds: now, and not while requests are answered
         self.run, known = run, run / "data" / "tokenizer.json"
         if known.exists() and Tokenizer.from_file(str(known)).to_str() != tokenizer.to_str():
             raise ValueError(f"--record {run}: holds rollouts in the tokens of another model; give another folder")

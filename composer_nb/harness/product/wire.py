@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 from pydantic_core import from_json
 
 from composer_nb.harness.agent.chat import Message, Result, Said, User, Written
@@ -75,7 +75,7 @@ class _Drawn(Strict):
     stop: str | Annotated[list[str], Field(max_length=4)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
-    stream_options: dict[str, bool] | None = None
+    stream_options: dict[Literal["include_usage"], bool] | None = None
     # Accepted with the values that change nothing.
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
@@ -154,7 +154,7 @@ class Complete(_Drawn):
     """The body of a request for text that follows text or tokens."""
 
     prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-    max_tokens: Count = 16
+    max_tokens: Annotated[Count, BeforeValidator(lambda given: 16 if given is None else given)] = 16
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     # Accepted with the values that change nothing.
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
@@ -260,7 +260,7 @@ def messages_of(wire: Sequence[Mapping[str, Any]]) -> list[Message]:
                 messages.append(User(text=text_of(held)))
             case {"role": "tool", "tool_call_id": str(name), "content": str() | list()}:
                 messages.append(Result(id=name, text=text_of(held)))
-            case {"role": "assistant"}:
+            case {"role": "assistant"} if not held.get("function_call"):  # as calls were written before `tool_calls`
                 said, calls = spoken(held)
                 pairs = zip(said.get("tool_calls", ()), calls, strict=True)
                 written = tuple(Written(id=told["id"], call=_read(told, call)) for told, call in pairs)

@@ -250,6 +250,8 @@ STRICT = {
         ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
         ({"tools": [{"type": "function", "function": {"name": 5}}]}, "tools", "invalid_value"),
         ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}, *ASKED]}, "messages", "invalid_value"),
+        ({"extra_body": {"stream_options": {"include": True}}}, "stream_options", "invalid_value"),
         ({"messages": [*ASKED, {"role": "assistant", "content": "y"}]}, "messages", "invalid_value"),
         ({"messages": [{"role": "user", "content": "x" * 9000}]}, "messages", "context_length_exceeded"),
     ],
