@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -242,3 +244,19 @@ print("pandas" in {*sys.modules} - known)
 def test_the_first_grade_does_not_wait_for_pandas(tmp_path: Path) -> None:
     run = [sys.executable, "-c", STORED, str(tmp_path), str(POLICY / "tokenizer.json")]
     assert subprocess.run(run, check=True, capture_output=True, text=True).stdout == "False\n"
+
+
+def test_no_recorded_conversation_is_lost_however_often_the_server_is_told_to_end(tmp_path: Path) -> None:
+    command = [Path(sys.executable).with_name("composer-nb"), "serve", "--model", POLICY, "--port", "0"]
+    with subprocess.Popen([*command, "--record", tmp_path], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        url = process.stdout.readline().strip().removesuffix("/v1")
+        body = {"messages": [{"role": "user", "content": "fix f"}], "max_tokens": 5}
+        for name in "abcdef":
+            httpx.post(f"{url}/rollouts/{name}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+        told = signal.SIGHUP  # a terminal that is closed
+        while process.poll() is None:
+            process.send_signal(told)
+            told = signal.SIGTERM
+            time.sleep(0.05)
+    assert [*served(tmp_path)] == [*"abcdef"]

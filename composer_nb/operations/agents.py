@@ -187,7 +187,9 @@ def serve(given: argparse.Namespace) -> int:
             print(server.url, flush=True)
             if server.key:
                 print(f"its key, also as COMPOSER_NB_KEY: {server.key}", file=sys.stderr, flush=True)
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            for each in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(each) is not signal.SIG_IGN:  # as `nohup` sets it
+                    signal.signal(each, signal.default_int_handler)
             try:
                 server.wait()
             except KeyboardInterrupt:
@@ -212,6 +214,8 @@ def serve(given: argparse.Namespace) -> int:
             try:
                 return run(ChatServer(answer, given.port, given.model.resolve().name, **address))
             finally:
+                for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # what was recorded is stored in any case
+                    signal.signal(each, signal.SIG_IGN)
                 answer.close()
     kind, _, name = given.policy.partition(":")
     if kind != "scripted" or not name.endswith(".json"):

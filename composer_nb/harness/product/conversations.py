@@ -397,7 +397,9 @@ def _put(news: SimpleQueue[Any], number: int, what: Drawn | Future[Completion]) 
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message in one form, since clients write the same in several ways."""
+    """Return a message in one form, since clients write the same in several ways. Raises ValueError for an invalid one."""
+    if message.get("function_call"):
+        raise ValueError("messages: function_call: give the call as tool_calls")
     calls = {"tool_call_id": message["tool_call_id"]} if message.get("tool_call_id") else {}
     if message.get("tool_calls"):
         calls["tool_calls"] = [

@@ -260,7 +260,7 @@ def messages_of(wire: Sequence[Mapping[str, Any]]) -> list[Message]:
                 messages.append(User(text=text_of(held)))
             case {"role": "tool", "tool_call_id": str(name), "content": str() | list()}:
                 messages.append(Result(id=name, text=text_of(held)))
-            case {"role": "assistant"} if not held.get("function_call"):  # as calls were written before `tool_calls`
+            case {"role": "assistant"}:
                 said, calls = spoken(held)
                 pairs = zip(said.get("tool_calls", ()), calls, strict=True)
                 written = tuple(Written(id=told["id"], call=_read(told, call)) for told, call in pairs)
