@@ -247,8 +247,9 @@ def test_the_first_grade_does_not_wait_for_pandas(tmp_path: Path) -> None:
 
 
 def test_no_recorded_conversation_is_lost_however_often_the_server_is_told_to_end(tmp_path: Path) -> None:
-    command = [Path(sys.executable).with_name("composer-nb"), "serve", "--model", POLICY, "--port", "0"]
-    with subprocess.Popen([*command, "--record", tmp_path], stdout=subprocess.PIPE, text=True) as process:
+    program = str(Path(sys.executable).with_name("composer-nb"))
+    command = [program, "serve", "--model", str(POLICY), "--port", "0"]
+    with subprocess.Popen([*command, "--record", str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         url = process.stdout.readline().strip().removesuffix("/v1")
         body = {"messages": [{"role": "user", "content": "fix f"}], "max_tokens": 5}
