@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -171,11 +171,14 @@ def _scripted(name: str) -> Cast:
     return cast
 
 
+Service = TypeVar("Service")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenEngine:
+class OpenEngine(Generic[Service]):
     """A running checkpoint and its chat format."""
 
-    shared: Inference
+    shared: Service
     tokenizer: Tokenizer
     format: Callable[..., ChatRenderer]
     """Makes the renderer from the tokenizer and tools. The compact format has the tools of training where none are given."""
@@ -183,6 +186,19 @@ class OpenEngine:
     """Maximum tokens of one conversation."""
     known: Carried
     """What it was trained with."""
+
+
+def chat_of(path: Path) -> tuple[Carried, Tokenizer, Callable[..., ChatRenderer]]:
+    """Return what a checkpoint was trained with, its tokenizer, and what makes its renderer. Raises like `trained_with`."""
+    from composer_nb.trainer.models.tokenizer import load_tokenizer
+
+    known = trained_with(path)
+    own = tools_for(known.tools).schemas if known.renderer == "compact" else []
+
+    def form(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = own) -> ChatRenderer:
+        return RENDERERS[known.renderer](tokenizer, tools)
+
+    return known, load_tokenizer(path, needed=()), form
 
 
 @contextmanager
@@ -196,7 +212,7 @@ def open_engine(
     follow: str = "",
     step_tokens: int = 4096,
     numerics: str = "float32",
-) -> Iterator[OpenEngine]:
+) -> Iterator[OpenEngine[Inference]]:
     """Run a checkpoint. `tokens`: maximum of one conversation; less if the model reads less. `follow`: a store of weight versions
     of this model, whose newest runs at any time; as long as there is none, the checkpoint runs as version -1, else as 0.
     `step_tokens`: as in `Engine`. `numerics`: as `engine.numerics`. A head beside the checkpoint drafts (`drafts.py`), which
@@ -207,19 +223,13 @@ def open_engine(
     from composer_nb.trainer.drafts import DraftingEngine, load_draft
     from composer_nb.trainer.engine import Engine
     from composer_nb.trainer.models.checkpoint import load_pretrained
-    from composer_nb.trainer.models.tokenizer import load_tokenizer
     from composer_nb.trainer.models.variants import ENGINES, as_engine
     from composer_nb.trainer.services.inference import Inference, Updates, following
 
     name = next((each for each in ENGINES if each == numerics), None)
     if name is None:
         raise ValueError(f"--numerics {numerics}: there are {', '.join(ENGINES)}")
-    known, tokenizer = trained_with(path), load_tokenizer(path, needed=())
-    own = tools_for(known.tools).schemas if known.renderer == "compact" else []
-
-    def form(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = own) -> ChatRenderer:
-        return RENDERERS[known.renderer](tokenizer, tools)
-
+    known, tokenizer, form = chat_of(path)
     stop, model = form(tokenizer).stop, as_engine(load_pretrained(path), name)
     most = min(tokens, model.config.max_position_embeddings)
     updates, version = None, 0

@@ -162,6 +162,7 @@ def verdict(given: argparse.Namespace) -> int:
     arg("--follow STORE", "store of weight versions of this model; the newest answers", ""),
     arg("--record RUN", "folder that keeps every conversation as a rollout", type=Path),
     arg("--slots N", "conversations held at a time", SLOTS),
+    arg("--replicas N", "processes that share them, each with the model in its own memory", 1),
     arg("--tokens N", "maximum tokens of one conversation", 32_768),
     arg(
         "--step-tokens N",
@@ -181,6 +182,7 @@ def serve(given: argparse.Namespace) -> int:
     from composer_nb.harness.product.record import Record
     from composer_nb.harness.product.serve import ChatServer, ScriptServer
     from composer_nb.policies import open_engine
+    from composer_nb.replicas import Replicas, open_replicas
 
     def run(server: ChatServer) -> int:
         with server:
@@ -203,14 +205,19 @@ def serve(given: argparse.Namespace) -> int:
         raise ValueError("--follow and --record need --model DIR, for the model's sizes and its tokenizer")
     if min(given.slots, given.tokens) < 1 or given.queue < 0 or given.step_tokens < given.slots:
         raise ValueError("--slots and --tokens must be above 0, --queue not below it, --step-tokens at least --slots")
+    if not 1 <= given.replicas <= given.slots or (given.replicas > 1 and not given.model):
+        raise ValueError(f"--replicas {given.replicas}: from 1 to --slots {given.slots}, and with --model DIR")
     address = {**pick(given, "host", "slots", "queue"), "key": os.environ.get("COMPOSER_NB_KEY", "")}
     if given.model:
-        with open_engine(
-            given.model, **pick(given, "slots", "tokens", "temperature", "follow", "step_tokens", "numerics")
+        size = pick(given, "slots", "tokens", "temperature", "follow", "step_tokens", "numerics")
+        alone = given.replicas == 1
+        with (
+            open_engine(given.model, **size) if alone else open_replicas(given.model, given.replicas, **size)
         ) as engine:
             record = Record(given.record, engine.tokenizer) if given.record else None
             answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens, record)
             address |= {"version": lambda: engine.shared.version, "grade": answer.grade, "trained": engine.known}
+            address |= {"replicas": engine.shared.states} if isinstance(engine.shared, Replicas) else {}
             try:
                 return run(ChatServer(answer, given.port, given.model.resolve().name, **address))
             finally:

@@ -38,12 +38,15 @@ _JOINED |= {"minProperties", "maxProperties", "dependentRequired", "dependentSch
 _SAID = frozenset(("type", "description", "title", "default", "examples", "enum", "const", "deprecated"))
 """Keys of a schema that a string which stands as it is can follow."""
 
+Form = tuple[str, tuple[str, ...], int]
+"""A grammar as a text, the tokens of its chat format, and the token that ends a turn."""
+
 
 class Grammar:
     """Follows one turn, and says which tokens may come next."""
 
-    def __init__(self, matcher: LLMatcher, end: int) -> None:
-        self._matcher, self._end, self._known = matcher, end, 0
+    def __init__(self, matcher: LLMatcher, form: Form) -> None:
+        self._matcher, self.form, self._end, self._known = matcher, form, form[2], 0
 
     @classmethod
     def of_calls(cls, renderer: ChatRenderer, names: Sequence[str], *, text: bool, several: bool) -> Self:
@@ -62,20 +65,28 @@ class Grammar:
         written = "".join(rules) + _TEXT
         if len(written) > MOST:
             raise ValueError(f"tools: a grammar of {len(written)} letters; calls can be held to at most {MOST}")
-        vocabulary = _vocabulary(renderer.tokenizer, renderer.tokens, renderer.end)
-        made = cls(LLMatcher(vocabulary, written, log_level=0), renderer.end)
+        made = cls.of_form(renderer.tokenizer, (written, renderer.tokens, renderer.end))
         if made.fault:
             raise ValueError(f"tools: {made.fault}")
         return made
 
+    @classmethod
+    def of_form(cls, tokenizer: Tokenizer, form: Form) -> Self:
+        """Return a grammar from its text, as in another process."""
+        return cls(LLMatcher(_vocabulary(tokenizer, *form[1:]), form[0], log_level=0), form)
+
     def fresh(self) -> Self:
         """Return the same grammar for another turn that has not begun."""
-        return type(self)(self._matcher.deep_copy(), self._end)
+        return type(self)(self._matcher.deep_copy(), self.form)
+
+    def follow(self, written: Sequence[int]) -> None:
+        """Take the tokens of the turn so far."""
+        self._matcher.consume_tokens([*written[self._known :]])
+        self._known = len(written)
 
     def allowed(self, written: Sequence[int]) -> NDArray[np.bool_]:
         """Return [V] which tokens may follow those of the turn so far; after a `fault`, its end."""
-        self._matcher.consume_tokens([*written[self._known :]])
-        self._known = len(written)
+        self.follow(written)
         found = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
         if self.fault or not found.any():
             found[:] = np.arange(len(found)) == self._end

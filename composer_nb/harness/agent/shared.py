@@ -9,9 +9,21 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from composer_nb.harness.policy import Completion, Policy, ProviderFailure, Request, TimeIsUp, Trace
+
+
+class Answering(Protocol):
+    """What answers the turns of many conversations: an engine behind a `Shared`, or several of them."""
+
+    @property
+    def capacity(self) -> int:
+        """Conversations that can be alive at a time."""
+
+    def start(self, *requests: Request) -> list[Future[Completion]]: ...
+
+    def release(self, rollout: int) -> Trace: ...
 
 
 class Shared:
@@ -30,6 +42,10 @@ class Shared:
         self._asked: dict[int, Future[Completion]] = {}
         self._over: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="policy", daemon=True)
+
+    @property
+    def capacity(self) -> int:
+        return self.policy.capacity
 
     def __enter__(self) -> Self:
         self._thread.start()

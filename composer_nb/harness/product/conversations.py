@@ -37,7 +37,7 @@ from tokenizers import Tokenizer
 from composer_nb.harness.agent.chat import ChatRenderer, Message, Result, Said, User
 from composer_nb.harness.agent.endpoint import spoken as spoken_by
 from composer_nb.harness.agent.grammar import Grammar
-from composer_nb.harness.agent.shared import Shared
+from composer_nb.harness.agent.shared import Answering
 from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Drawn, Request, TimeIsUp, Trace
 from composer_nb.harness.product.record import Record, Row, Verdict
 from composer_nb.harness.product.turn import Continuation, Turn
@@ -87,7 +87,7 @@ class Conversations:
 
     def __init__(
         self,
-        policy: Shared,
+        policy: Answering,
         tokenizer: Tokenizer,
         form: Callable[..., ChatRenderer],
         tokens: int,
@@ -264,7 +264,7 @@ class Conversations:
     ) -> list[tuple[_Talk, int]]:
         """Return a conversation for each choice of a request, and how many of its messages are known; 0 for a `new` one.
         Waits while too many are in use. Raises TimeIsUp when the client goes away."""
-        most = self.policy.policy.capacity
+        most = self.policy.capacity
         if count > most:
             raise Refused(f"n: {count} choices, and {most} conversations are held at a time", param="n")
         with self._door, self._room:

@@ -101,13 +101,20 @@ class Row:
 
     def traced(self, trace: Trace) -> None:
         """Take the policy's records. Where tokens were forwarded twice, the first records stay: those of the sampling."""
-        old, new = self.trace, trace.head(len(self.transcript.token_ids))
+        new = trace.head(len(self.transcript.token_ids))
         if len(new.route_valid) < len(self.transcript.token_ids):  # it read nothing, or keeps no records
             return
-        for each in fields(new) if len(old.route_valid) else ():
-            first = getattr(old, each.name)
-            getattr(new, each.name)[: len(first)][old.route_valid] = first[old.route_valid]
-        self.trace = new
+        self.trace = overlaid(self.trace, new)
+
+
+def overlaid(first: Trace, later: Trace) -> Trace:
+    """Return the records of a rollout whose tokens were forwarded twice, the first ones where there are such."""
+    if len(later.route_valid) < len(first.route_valid):
+        return first
+    for each in fields(later) if len(first.route_valid) else ():
+        known = getattr(first, each.name)
+        getattr(later, each.name)[: len(known)][first.route_valid] = known[first.route_valid]
+    return later
 
 
 class Record:

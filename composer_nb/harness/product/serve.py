@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from ipaddress import ip_address
@@ -150,12 +150,14 @@ class ChatServer:
         version: Callable[[], int] | None = None,
         grade: Callable[[str, Verdict], int] | None = None,
         trained: Carried | None = None,
+        replicas: Callable[[], Sequence[Mapping[str, int]]] = tuple,
     ) -> None:
         """`port` 0 is any free port; with `shared`, several servers of a machine may listen on one, and each connection goes to
         one of them. `slots` requests are answered at a time and `queue` more wait. Requests bring the `key`, if there is
         one; beyond the loopback one is made. `version`: that of the policy; raises ProviderFailure if it has ended.
         `grade`: takes what is found out about a recorded rollout, and returns the number of its branches. `trained`: what the
         model was trained with; `GET /v1/models` says it, so that an agent offers the same tools within the same limits.
+        `replicas`: what each of several engines does, for `/health` and `/metrics`.
 
         Raises ValueError for an invalid address, or one in use."""
         self.model, self.host, self.most = model, host, slots + queue
@@ -169,6 +171,7 @@ class ChatServer:
         local = ip_address(self._socket.getsockname()[0]).is_loopback
         self.key = key or ("" if local else secrets.token_urlsafe(24))
         self._version, self._grade, self._counts = version, grade, Counter[str]()
+        self._replicas = replicas
         self._trained = {"trained_with": asdict(trained)} if trained else {}
         self._answer, self._work, self._draining = answer, set[Future[Answered]](), False
         self._threads = ThreadPoolExecutor(max_workers=slots, thread_name_prefix="answer")
@@ -244,7 +247,10 @@ class ChatServer:
             case "GET", "/health":
                 if self._draining:
                     raise TimeIsUp
-                return JSONResponse({"status": "ok"} | ({"policy_version": self._version()} if self._version else {}))
+                told: dict[str, Any] = {"policy_version": self._version()} if self._version else {}
+                return JSONResponse(
+                    {"status": "ok"} | told | ({"replicas": each} if (each := self._replicas()) else {})
+                )
             case "GET", "/metrics":
                 return PlainTextResponse(self._metrics())
             case "GET", "/v1/models":
@@ -298,6 +304,8 @@ class ChatServer:
         now = {"requests_running": running, "requests_queued": len(self._work) - running}
         if self._version:
             now["policy_version"] = self._version()
+        for number, state in enumerate(self._replicas()):
+            now |= {f'replica_{name}{{replica="{number}"}}': value for name, value in state.items() if name != "pid"}
         values, lines = {**self._counts, **now}, list[str]()
         for name in sorted({each.partition("{")[0] for each in values}):
             lines.append(f"# TYPE composer_nb_{name} {'counter' if name.endswith('_total') else 'gauge'}")
