@@ -138,7 +138,10 @@ class MidtrainSettings:
     balance: NotNegative = 1e-3
     """Weight of the load-balancing loss."""
     draft_steps: Count = 0
-    """Steps that train a head beside the mid-trained model, which drafts tokens for `serve`; 0: no head."""
+    """Steps that train a head on the frozen model, which drafts tokens for `serve`; 0: no head."""
+    draft_weight: NotNegative = 0.0
+    """Weight of the head's loss beside the model's. With it the head begins where the learning rate begins to fall, and learns
+    jointly with the model from there; 0: it begins after mid-training, and the model never learns from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,6 +314,8 @@ class Settings:
             raise ValueError("data.demonstrations=0: midtrain.steps and extend.steps must be 0 too, they train on them")
         if self.midtrain.draft_steps and not self.midtrain.steps:
             raise ValueError("midtrain.draft_steps: needs midtrain.steps above 0, whose end it is")
+        if self.midtrain.draft_weight and not self.midtrain.draft_steps:
+            raise ValueError("midtrain.draft_weight: needs midtrain.draft_steps above 0, which begin the head")
         if self.midtrain.rehearsal and not self.model.start:
             raise ValueError("midtrain.rehearsal: needs model.start, because random weights have nothing to forget")
         if not data.kinds:

@@ -8,17 +8,18 @@ are those of plain decoding, at any temperature (to the last bit with the compil
 yields one token or two. It is drawn with the random number of its position too: two similar distributions then mostly agree.
 
 The head is a multi-token prediction head without attention, since the hidden state of a token already knows its context
-(DeepSeek-V3, arXiv 2412.19437, §2.2; EAGLE, arXiv 2401.15077). It learns from the model's logits (self-distillation). A later
-version of the weights needs no other head: a draft is a guess, and fewer of them are right.
+(DeepSeek-V3, arXiv 2412.19437, §2.2; EAGLE, arXiv 2401.15077). It learns from the model's logits (self-distillation), on a
+frozen model (`train_draft`) and then, if wanted, jointly with it (`Joint`). A later version of the weights needs no other head: a
+draft is a guess, and fewer of them are right.
 
 Dimensions: N tokens, S slots, D width, H inner width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -31,6 +32,9 @@ from torch.nn import functional as F
 from composer_nb.harness.policy import Completion
 from composer_nb.kernels.decode import DecodeWeights, NewTokens
 from composer_nb.trainer.engine import Engine, Forwarded, Slot, sample
+from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
+from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model, PackedRows
 
 FILE = Path("draft", "head.safetensors")
@@ -85,24 +89,88 @@ def train_draft(model: Model, rows: Sequence[Sequence[int]], steps: int, *, lr: 
     return head.requires_grad_(False)
 
 
+class Joint:
+    """A head that learns beside its model in supervised training (`supervised.Beside`): begun on the model as it is at step
+    `begin`, which stays frozen meanwhile, and from there on jointly (Composer 2, arXiv 2603.24477, §3.1). `weight` times the mean
+    of KL(model ‖ head) is added to the loss. The model's distribution is a constant target; the gradient goes through the head's
+    input, the model's embedding and output into the model (as in DeepSeek-V3, whose targets are tokens)."""
+
+    def __init__(
+        self,
+        model: Model,
+        rows: Sequence[Sequence[int]],
+        ranks: Ranks,
+        *,
+        begin: int,
+        steps: int,
+        weight: float,
+        seed: int,
+    ) -> None:
+        self.model, self._rows, self._ranks = model, rows, ranks
+        self.begin, self._steps, self._weight, self._seed = begin, steps, weight, seed
+        self.head: Draft | None = None
+        self._optimizer: FlatOptimizer
+
+    def at(self, step: int) -> Self | None:
+        if step < self.begin:
+            return None
+        if self.head is None:
+            self._take(train_draft(self.model, self._rows, self._steps, seed=self._seed))
+            self.model.requires_grad_(True)
+            if not self._ranks.first:
+                self._optimizer.weights.zero_()
+            self._ranks.sum_(self._optimizer.weights)  # the first rank's
+        return self
+
+    def loss(self, rows: Sequence[Row]) -> Tensor:
+        assert self.head is not None
+        return self._weight * divergence(self.model, self.head, [row.token_ids.tolist() for row in rows])[0]
+
+    def update(self, lr: float) -> None:
+        self._optimizer.sum_(self._ranks)
+        self._optimizer.step(lr, 1.0)
+        self._optimizer.zero_()
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a resumed run needs; nothing before its first step."""
+        return {f"draft_{name}": value for name, value in self._optimizer.state().items()} if self.head else {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        if found := {name.removeprefix("draft_"): state[name] for name in state if name.startswith("draft_")}:
+            self._take(Draft(self.model.config.hidden_size).to(self.model.embed.device))
+            self._optimizer.load(found)
+
+    def _take(self, head: Draft) -> None:
+        self.head = head.requires_grad_(True)
+        self._optimizer = FlatOptimizer(head)
+
+
 def add_draft(
-    model: Model, rows: Sequence[Sequence[int]], steps: int, checkpoint: Path, *, seed: int = 0
+    model: Model,
+    rows: Sequence[Sequence[int]],
+    steps: int,
+    checkpoint: Path,
+    *,
+    seed: int = 0,
+    head: Draft | None = None,
 ) -> tuple[float, int]:
-    """Train a head and write it beside the model's checkpoint. Return how often it names the model's most probable token, and on
-    how many rows: the last twentieth, held out."""
+    """Train a head, or take one, and write it beside the model's checkpoint. Return how often it names the model's most probable
+    token, and on how many rows: the last twentieth, held out from its training here."""
     held = max(len(rows) // 20, 1)
-    head = train_draft(model, rows[:-held] or rows, steps, seed=seed)
+    head = head or train_draft(model, rows[:-held] or rows, steps, seed=seed)
     save_draft(head, checkpoint)
-    return divergence(model, head, rows[-held:])[1], held
+    with torch.no_grad():
+        return divergence(model, head, rows[-held:])[1], held
 
 
 def divergence(model: Model, head: Draft, rows: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
-    """Return the mean of KL(model ‖ head), in nats a token, and how often both hold the same token for the most probable."""
+    """Return the mean of KL(model ‖ head), in nats a token, and how often both hold the same token for the most probable. The
+    model's distribution has no gradient."""
     device = model.embed.device
     ids_N = torch.tensor([token for row in rows for token in row], device=device)
     packed = PackedRows.of_lengths([len(row) for row in rows], model.config, device)
+    hidden_ND, _ = model.trunk(ids_N, packed.position_N, packed.attend)
     with torch.no_grad():
-        hidden_ND, _ = model.trunk(ids_N, packed.position_N, packed.attend)
         own_NV = F.linear(hidden_ND, model.output_weight).float().log_softmax(-1)
     at_N = torch.nonzero(packed.position_N[1:] > 0)[:, 0]  # their next token is of the same row
     guess_NV = head(model, hidden_ND[at_N], ids_N[at_N + 1]).log_softmax(-1)

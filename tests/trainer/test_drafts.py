@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -11,16 +12,34 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from scipy import stats
 from tiny_models import NEVER, Played, ask, prompt, same
 from torch import Tensor
+from torch.nn import functional as F
 
 from composer_nb.cli import main
 from composer_nb.harness.policy import Completion, Drawn
 from composer_nb.policies import open_engine
-from composer_nb.trainer.drafts import FILE, Draft, DraftingEngine, divergence, load_draft, save_draft, train_draft
+from composer_nb.settings import MidtrainSettings
+from composer_nb.trainer.drafts import (
+    FILE,
+    Draft,
+    DraftingEngine,
+    Joint,
+    divergence,
+    load_draft,
+    save_draft,
+    train_draft,
+)
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.learning.supervised import supervise, train_step
+from composer_nb.trainer.models.transformer import Model, PackedRows
+from composer_nb.trainer.recipe.recipe import midtrain_plan
+from tests.trainer.forked import on_ranks
 
 
 class Told(Draft):
@@ -178,6 +197,99 @@ def test_a_trained_head_guesses_well_and_the_model_stays_as_it_is(make_model):
     with torch.no_grad():
         (worse, seldom), (better, often) = (divergence(model, each, rows[48:]) for each in (fresh, head))
     assert better < 0.6 * worse and often > seldom
+
+
+# Training with the model
+
+
+def batches_of(count: int) -> list[list[Row]]:
+    rng = np.random.default_rng(2)
+    sizes = [[12, 7, 9], [8, 8], [15, 4, 6, 5]]
+    return [
+        [Row(rng.integers(0, 90, size).astype(np.int32), np.ones(size, np.float32)) for size in sizes[n % 3]]
+        for n in range(count)
+    ]
+
+
+def joint_of(model: Model, ranks: Ranks, seed: int = 0) -> Joint:
+    rows = [row.token_ids.tolist() for batch in batches_of(3) for row in batch]
+    return Joint(model, rows, ranks, begin=2, steps=3, weight=0.3, seed=seed)
+
+
+def learnt(
+    model: Model, joint: Joint, ranks: Ranks, optimizer: FlatOptimizer, begin: int = 0, end: int = 6
+) -> list[dict[str, Any]]:
+    plan = replace(midtrain_plan(MidtrainSettings(steps=6, lr=1e-2), {}), beside=joint)
+    points = list[dict[str, Any]]()
+    for step, point in supervise(model, optimizer, batches_of(6), plan, ranks, begin, looks=6):
+        points.append(point)
+        if step == end:
+            break
+    return points
+
+
+def test_a_joint_step_has_the_gradient_of_both_losses_and_no_gradient_of_the_target(make_model):
+    model, [_, _, batch] = make_model(3), batches_of(3)
+    optimizer, joint = FlatOptimizer(model), joint_of(model, Ranks())
+    joint.begin = 0
+    beside = joint.at(0)
+    assert beside is joint and joint.head is not None and all(each.requires_grad for each in model.parameters())
+    head, total = copy.deepcopy(joint.head), torch.zeros(())
+    for row in batch:  # by hand, a row at a time
+        ids = torch.from_numpy(row.token_ids).long()
+        packed = PackedRows.of_lengths([len(ids)], model.config)
+        hidden, _ = model.trunk(ids, packed.position_N, packed.attend)
+        own = (hidden @ model.output_weight.T).log_softmax(-1)
+        total = total + F.nll_loss(own[:-1], ids[1:], reduction="sum") / sum(len(each.token_ids) - 1 for each in batch)
+        guess, target = head(model, hidden[:-1], ids[1:]).log_softmax(-1), own[1:].detach()
+        total = total + 0.3 * (target.exp() * (target - guess)).sum() / sum(len(each.token_ids) - 1 for each in batch)
+    wanted = torch.autograd.grad(total, [*model.parameters(), *head.parameters()])
+    joint.update = lambda lr: None  # type: ignore[method-assign]
+    train_step(model, batch, optimizer, Ranks(), lr=0.0, balance=0.0, clip=1e9, beside=joint)
+    found = optimizer.gradients
+    size = len(found)
+    flat = torch.cat([each.flatten() for each in wanted])
+    torch.testing.assert_close(found, flat[:size], atol=1e-5, rtol=1e-3)
+    torch.testing.assert_close(joint._optimizer.gradients, flat[size:], atol=1e-5, rtol=1e-3)
+
+
+def test_a_head_joins_in_the_middle_and_a_resumed_run_has_the_same_head(make_model):
+    model, plain = make_model(3), make_model(3)
+    optimizer, joint = FlatOptimizer(model), joint_of(model, Ranks())
+    points = learnt(model, joint, Ranks(), optimizer)
+    bare = learnt(plain, joint_of(plain, Ranks()), Ranks(), FlatOptimizer(plain), end=2)
+    assert points[:2] == bare and all(np.isfinite(point["loss"]) for point in points)
+    part = make_model(3)
+    half, first = FlatOptimizer(part), joint_of(part, Ranks())
+    learnt(part, first, Ranks(), half, end=2)
+    assert first.head is None and first.state() == {}
+    for end, begin in ((4, 2), (6, 4)):  # once before it has joined, and once after
+        again, second = make_model(3), None
+        rest = FlatOptimizer(again)
+        rest.load(half.state())
+        second = joint_of(again, Ranks())
+        second.load({**half.state(), **first.state()})
+        learnt(again, second, Ranks(), rest, begin, end)
+        half, first = rest, second
+    assert torch.equal(half.weights, optimizer.weights)
+    assert joint.head is not None and first.head is not None
+    assert all(torch.equal(a, b) for a, b in zip(first.head.parameters(), joint.head.parameters(), strict=True))
+
+
+def together(make_model: Any) -> None:
+    ranks = Ranks()
+    ranks.rank, ranks.world = dist.get_rank(), 2
+    model = make_model(3)
+    joint = joint_of(model, ranks, seed=ranks.rank)  # the first rank's counts
+    learnt(model, joint, ranks, FlatOptimizer(model))
+    assert joint.head is not None
+    for mine in (joint.head.join.weight, model.embed):
+        there = ranks.gather(mine.detach().clone())
+        assert torch.equal(there[0], there[1])
+
+
+def test_ranks_have_one_head(make_model, tmp_path: Path):
+    assert not on_ranks(2, {"together": together}, tmp_path, make_model)
 
 
 def test_the_divergence_is_that_of_the_next_token_but_one(make_model):

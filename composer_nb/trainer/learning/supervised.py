@@ -1,13 +1,11 @@
-"""Supervised training: mid-training and fine-tuning are one loop over different rows and schedules.
-
-Leaves out: multi-token prediction.
-"""
+"""Supervised training: mid-training and fine-tuning are one loop over different rows and schedules."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -19,6 +17,26 @@ from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import Stream, flatten, score
 from composer_nb.trainer.learning.ranks import Ranks, deal
 from composer_nb.trainer.models.transformer import Model, balance_loss
+
+
+class Beside(Protocol):
+    """What learns beside a model, on the same rows."""
+
+    def at(self, step: int) -> Self | None:
+        """Return itself from its first step on. Every rank calls it."""
+
+    def loss(self, rows: Sequence[Row]) -> Tensor:
+        """Return what is added to the loss of this rank's rows."""
+
+    def update(self, lr: float) -> None:
+        """Learn from the gradients of all ranks."""
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that a resumed run needs, under names that begin with `draft_`."""
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from where `state` was taken."""
+
 
 LOOKS = 10
 """Looks at the watched rows in a stage."""
@@ -36,6 +54,7 @@ class Plan:
     weight_decay: float
     watch: Mapping[str, Sequence[Row]]
     """Rows by the name of the loss that is reported of them."""
+    beside: Beside | None = None
 
 
 def supervise(
@@ -60,8 +79,9 @@ def supervise(
             break
         if step < begin:
             continue
-        mine = share(rows, ranks)
-        recent.append(train_step(model, mine, optimizer, ranks, lr=plan.lr(step), balance=plan.balance, clip=plan.clip))
+        beside = plan.beside.at(step) if plan.beside else None
+        how: dict[str, Any] = {"lr": plan.lr(step), "balance": plan.balance, "clip": plan.clip, "beside": beside}
+        recent.append(train_step(model, share(rows, ranks), optimizer, ranks, **how))
         if (step + 1) % every == 0 or step + 1 == plan.steps:
             point = _means(recent)
             point |= {name: cross_entropy(model, watched, ranks) for name, watched in plan.watch.items()}
@@ -86,9 +106,11 @@ def train_step(
     lr: float,
     balance: float,
     clip: float,
+    beside: Beside | None = None,
 ) -> dict[str, float]:
     """One optimiser step on this rank's `rows`: the weighted mean of cross-entropy over the tokens of all ranks, and the mean
-    of the ranks' balance losses. A small batch may leave a rank without rows; it takes part all the same."""
+    of the ranks' balance losses and of what learns beside the model. A small batch may leave a rank without rows; it takes part
+    all the same."""
     optimizer.zero_()
     counts = dict.fromkeys(("loss", "weight", "agent_loss", "agent_tokens", "tokens"), 0.0)
     if rows:
@@ -104,9 +126,12 @@ def train_step(
         }
     totals = ranks.sums(counts)
     if rows:
-        (weighted / totals["weight"] + balance * balance_loss(routings) / ranks.world).backward()
+        more = balance * balance_loss(routings) + (beside.loss(rows) if beside else 0.0)
+        (weighted / totals["weight"] + more / ranks.world).backward()
     ranks.sum_(optimizer.gradients)
     norm = optimizer.step(lr, clip)
+    if beside:
+        beside.update(lr)
     return {
         "loss": totals["loss"] / totals["weight"],
         "agent_loss": totals["agent_loss"] / totals["agent_tokens"] if totals["agent_tokens"] else math.nan,

@@ -24,7 +24,7 @@ from composer_nb.harness.agent.chat import User
 from composer_nb.harness.bench import bootstrap
 from composer_nb.harness.policy import Request
 from composer_nb.settings import MidtrainSettings
-from composer_nb.trainer.drafts import FILE, add_draft
+from composer_nb.trainer.drafts import FILE, Joint, add_draft
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.headroom import require_headroom, run_headroom
 from composer_nb.trainer.learning.data import (
@@ -85,14 +85,17 @@ def _train(s: Stages, model: Model, plan: Plan, batches: Iterator[list[Row]], in
     start, before = time.perf_counter(), 0.0
     if found := s.run.checkpoint(plan.stage):
         begin, state, before = found
-        optimizer.load(state)
+        optimizer.load({name: value for name, value in state.items() if not name.startswith("draft_")})
+        if plan.beside:
+            plan.beside.load(state)
     for step, point in supervise(model, optimizer, batches, plan, s.ranks, begin):
         if s.ranks.first:
             s.run.log(plan.stage, step, point)
             shown = ", ".join(f"{k} {v:.3f}" for k, v in point.items() if v is not None and k != "tokens")
             s.say(f"{plan.stage} {step}/{plan.steps}: {shown}")
             seconds = before + time.perf_counter() - start
-            s.run.commit(plan.stage, step, optimizer.state(), [(step, point)], seconds=seconds)
+            states = optimizer.state() | (plan.beside.state() if plan.beside else {})
+            s.run.commit(plan.stage, step, states, [(step, point)], seconds=seconds)
     info["seconds_before"] = before
 
 
@@ -119,11 +122,17 @@ def midtrain(s: Stages) -> None:
         if own:
             watch["heldout_own_loss"] = own[:HELD]
             info["own_loss_before"] = cross_entropy(model, own[:HELD], s.ranks)
-        _train(s, model, midtrain_plan(m, watch), _midtrain_batches(s, own[HELD:]), info)
+        plan, ids = midtrain_plan(m, watch), [row.token_ids.tolist() for row in _shown(s)]
+        if m.draft_weight:
+            how: dict[str, Any] = {"steps": m.draft_steps, "weight": m.draft_weight, "seed": s.settings.seed}
+            begin = min(round(m.constant * m.steps), m.steps - 1)
+            plan = replace(plan, beside=Joint(model, ids, s.ranks, begin=begin, **how))
+        _train(s, model, plan, _midtrain_batches(s, own[HELD:]), info)
         s.publish(model, "midtrained")
         if m.draft_steps and s.ranks.first:
-            ids, beside = [row.token_ids.tolist() for row in _shown(s)], s.weights("midtrained")
-            info["draft_same"], _ = add_draft(model, ids, m.draft_steps, beside, seed=s.settings.seed)
+            head = plan.beside.head if isinstance(plan.beside, Joint) else None
+            seed, folder = s.settings.seed, s.weights("midtrained")
+            info["draft_same"], _ = add_draft(model, ids, m.draft_steps, folder, seed=seed, head=head)
 
 
 REHEARSED, HELD = 256, 32

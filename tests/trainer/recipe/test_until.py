@@ -51,6 +51,7 @@ def test_mid_training_alone_on_a_corpus_with_gaps(tmp_path: Path):
         "until": "midtrain",
         "midtrain.infill.share": 0.5,
         "midtrain.draft_steps": 3,
+        "midtrain.draft_weight": 0.1,
         "ranks": 1,
     }
     settings = override(Settings(), TINY | {"midtrain.code_first": 1.0, "midtrain.steps": 10} | values)
