@@ -206,7 +206,7 @@ def batches_of(count: int) -> list[list[Row]]:
     rng = np.random.default_rng(2)
     sizes = [[12, 7, 9], [8, 8], [15, 4, 6, 5]]
     return [
-        [Row(rng.integers(0, 90, size).astype(np.int32), np.ones(size, np.float32)) for size in sizes[n % 3]]
+        [Row(rng.integers(0, 12, size).astype(np.int32), np.ones(size, np.float32)) for size in sizes[n % 3]]
         for n in range(count)
     ]
 
