@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 import pickle
 import signal
 import threading
@@ -40,6 +41,7 @@ from composer_nb.harness.agent.grammar import Grammar
 from composer_nb.harness.policy import Completion, Drawn, ProviderFailure, Request, Trace
 from composer_nb.harness.product.record import overlaid
 from composer_nb.policies import OpenEngine, chat_of, open_engine
+from composer_nb.trainer.recipe.child import die_with
 
 LOG = logging.getLogger(__name__)
 TELL_S = 0.5
@@ -62,7 +64,6 @@ FIRST_TURN = 64.0
 class _Replica:
     number: int
     thread: threading.Thread
-    """Hears one process after another."""
     process: Any = None
     pipe: Connection | None = None
     ready: bool = False
@@ -74,18 +75,16 @@ class _Replica:
     starts: int = 0
     stillborn: int = 0
     moved: int = 0
-    """Turns that it took over from others."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Talk:
-    """A conversation that is alive, and its turn under way, if there is one."""
+    """A conversation that is alive, its turn under way, if there is one, and the replica that holds its cache."""
 
     rollout: int
     tokens: list[int] = field(default_factory=list)
     """All that were read and drawn."""
     home: _Replica | None = None
-    """Holds its cache."""
     place: int = 0
     """Number of its stay there: what was said of an earlier one is not heard."""
     earlier: list[tuple[int, Future[Trace]]] = field(default_factory=list)
@@ -420,6 +419,7 @@ def _grammar(request: Request) -> Grammar | None:
 
 def _serve(pipe: Connection, given: dict[str, Any], narrow: bool) -> None:
     """The process of a replica. Signals that end a group of processes are left to the front, which drains, and then ends it."""
+    die_with(os.getppid())  # also while it loads
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     said: SimpleQueue[Any] = SimpleQueue()
