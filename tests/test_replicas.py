@@ -182,7 +182,10 @@ def test_what_a_killed_replica_had_under_way_goes_on_elsewhere_with_the_same_tok
     wait_until(lambda: pair.service.states()[0]["restarts_total"] == 1)
     health = pair.client.get("/../health", cast_to=dict[str, Any])
     assert health["policy_version"] == 4 and [each["restarts_total"] for each in health["replicas"]] == [1, 0]
-    wait_until(lambda: all(state["ready"] for state in pair.service.states()))
+    until = time.monotonic() + 300  # it loads torch again, maybe beside much else
+    while not all(state["ready"] for state in pair.service.states()):
+        assert time.monotonic() < until
+        time.sleep(0.1)
     with urllib.request.urlopen(pair.server.url.removesuffix("/v1") + "/metrics") as reply:
         lines = reply.read().decode().splitlines()
     assert 'composer_nb_replica_restarts_total{replica="0"} 1' in lines
