@@ -33,10 +33,10 @@ demo: .venv/.ready ## train a small coding agent from nothing and show what each
 	@$(BIN)/composer-nb tour $(ARGS)
 
 test: .venv/.ready ## all tests but whole runs, the slow ones and those in a browser
-	@$(BIN)/python -m pytest -q -rs -n 3 --dist loadfile --no-loadscope-reorder -m 'not whole and not slow and not browser' $(ARGS)
+	@$(BIN)/python -m pytest -q -rs -n 2 --dist loadfile --no-loadscope-reorder -m 'not whole and not slow and not browser' $(ARGS)
 
 test-whole: .venv/.ready ## whole runs of the recipe and of the notebooks; CI runs them with all the others
-	@$(BIN)/python -m pytest -q -rs -n 3 --dist loadfile --no-loadscope-reorder -m 'whole and not slow' $(ARGS)
+	@$(BIN)/python -m pytest -q -rs -n 2 --dist loadfile --no-loadscope-reorder -m 'whole and not slow' $(ARGS)
 
 test-slow: .venv/.ready ## the slow tests
 	@$(BIN)/python -m pytest -q -rs -m slow $(ARGS)

@@ -124,13 +124,14 @@ def demonstrate(
 ) -> Iterator[Attempt]:
     """Attempts of the scripted expert at `tasks`, in the real harness, in order of ending.
 
-    It searches for the bug of a generated repository. At other tasks it makes mistakes at `mistake_rate`, and with the tools of
-    the product none."""
+    It searches for the bug of a generated repository; with the tools of the product only where the request does not say what to
+    do. At other tasks it makes mistakes at `mistake_rate`, and with the tools of the product none."""
 
     def script(position: int) -> Script:
         task, tiny = tasks[position], "finish" in agent.tools.tools
         rng, verbs = Random(f"expert {seed} {task.id}"), searches(agent.tools.tools)
-        if "function" in task.metadata and verbs and (tiny or "kind" not in task.metadata):
+        hidden = ":" not in task.instruction and "kind" not in task.metadata  # a bug of which the request says nothing
+        if "function" in task.metadata and verbs and (tiny or hidden):
             return searcher(task, rng, verbs)
         return expert(task, rng, mistake_rate) if tiny else step_by_step(scripts.expert(task))
 
