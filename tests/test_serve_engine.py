@@ -68,11 +68,16 @@ def model(tokenizer: Tokenizer) -> Model:
     return made
 
 
-class Endless(Engine):
-    """Writes letters, slowly, and nothing that ends a turn."""
-
+class Slow(Engine):
     def _forward(self, slots: Any) -> Any:
         time.sleep(0.002)
+        return super()._forward(slots)
+
+
+class Endless(Slow):
+    """Writes letters, and nothing that ends a turn."""
+
+    def _forward(self, slots: Any) -> Any:
         logits = super()._forward(slots)
         held = logits[:, 70:80].clone()
         return logits.fill_(-float("inf")).index_copy_(1, torch.arange(70, 80), held)
@@ -83,12 +88,11 @@ def serving(
     model: Model,
     tokenizer: Tokenizer,
     slots: int = 4,
-    endless: bool = False,
+    kind: type[Engine] = Engine,
     store: Path | None = None,
     version: int = 0,
     **given: Any,
 ) -> Iterator[Served]:
-    kind = Endless if endless else Engine
     engine = kind(model, stop=QwenRenderer(tokenizer).stop, slots=slots, max_length=LONG, version=version)
     with (
         Inference(engine, Updates(store, "served", model.config) if store else None) as shared,
@@ -149,7 +153,7 @@ def test_more_than_the_queue_holds_are_told_to_ask_again_and_not_cut_off(model: 
 
 
 def test_a_client_that_goes_away_in_the_middle_frees_its_slot(model: Model, tokenizer: Tokenizer) -> None:
-    with serving(model, tokenizer, slots=1, endless=True) as small:
+    with serving(model, tokenizer, slots=1, kind=Endless) as small:
         with pytest.raises(openai.APITimeoutError):
             small.client.with_options(timeout=0.3).chat.completions.create(model="model", messages=ASKED)
         wait_until(lambda: not small.engine.busy)
@@ -177,7 +181,7 @@ def test_a_stream_comes_while_it_is_written_and_says_what_the_whole_answer_says(
 
 
 def test_the_first_part_of_a_stream_does_not_wait_for_the_last(model: Model, tokenizer: Tokenizer) -> None:
-    with serving(model, tokenizer, slots=1, endless=True) as small:
+    with serving(model, tokenizer, slots=1, kind=Endless) as small:
         with small.chat(stream=True, seed=1, max_tokens=1500) as stream:
             for _ in range(5):
                 assert next(iter(stream)).choices[0].finish_reason is None
@@ -225,7 +229,7 @@ def test_the_most_probable_tokens_are_those_of_the_distribution_that_is_drawn_fr
 
 
 def test_a_stop_text_ends_the_turn_in_the_engine(model: Model, tokenizer: Tokenizer) -> None:
-    with serving(model, tokenizer, slots=1, endless=True) as small:
+    with serving(model, tokenizer, slots=1, kind=Endless) as small:
         long = small.chat(seed=1, max_tokens=60).choices[0].message.content
         stopped = small.chat(seed=1, stop=long[20:24]).choices[0]
         assert (stopped.message.content, stopped.finish_reason) == (long[: long.index(long[20:24])], "stop")
@@ -248,7 +252,7 @@ def test_new_versions_are_taken_in_the_middle_of_an_answer_and_every_answer_name
 ) -> None:
     monkeypatch.setattr(inference, "LOOK_S", 0.02)
     publisher = Publisher(tmp_path / "store", owner="test")
-    with serving(model, tokenizer, slots=2, endless=True, store=tmp_path / "store", version=-1) as small:
+    with serving(model, tokenizer, slots=2, kind=Endless, store=tmp_path / "store", version=-1) as small:
         bare = small.chat(max_tokens=3)
         assert bare.system_fingerprint is None and bare.choices[0].policy_version == -1, "the store is empty"
         publisher.publish(3, published(model), FILES)
@@ -270,6 +274,25 @@ def test_new_versions_are_taken_in_the_middle_of_an_answer_and_every_answer_name
         wait_until(lambda: small.engine.version == 7)
         torch.testing.assert_close(published(small.engine.model), turned(model, 1.0), rtol=0, atol=0)
         assert small.chat(max_tokens=3).system_fingerprint == "v7"
+
+
+def test_a_call_that_is_held_to_its_schema_takes_a_new_version_in_the_middle(
+    model: Model, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inference, "LOOK_S", 0.02)
+    publisher, names = Publisher(tmp_path / "store", owner="test"), [f"a{n}" for n in range(20)]
+    publisher.publish(3, published(model), FILES)
+    tools = [tool("fill", strict=True, **dict.fromkeys(names, "boolean"))]
+    with serving(model, tokenizer, kind=Slow, store=tmp_path / "store") as held:
+        wait_until(lambda: held.engine.version == 3)
+        with held.chat(stream=True, seed=1, tools=tools, tool_choice="required", parallel_tool_calls=False) as stream:
+            parts = [next(iter(stream))]
+            publisher.publish(4, turned(model, 0.5), FILES)
+            parts += stream
+    calls = [call for part in parts for call in part.choices[0].delta.tool_calls or ()]
+    given = json.loads("".join(call.function.arguments for call in calls if call.index == 0))
+    assert given.keys() == {*names} and {type(each) for each in given.values()} == {bool}
+    assert [each["version"] for each in parts[-1].choices[0].weight_versions] == [3, 4]
 
 
 def test_a_checkpoint_is_served_with_the_newest_version_of_a_store(tmp_path: Path) -> None:
@@ -341,7 +364,7 @@ def test_tokens_that_cannot_be_continued_are_refused(served: Served, body: dict[
 
 
 def test_health_and_metrics_say_what_goes_on(model: Model, tokenizer: Tokenizer) -> None:
-    with serving(model, tokenizer, slots=1, endless=True, version=7) as small:
+    with serving(model, tokenizer, slots=1, kind=Endless, version=7) as small:
         with ThreadPoolExecutor(3) as clients:
             asked = [clients.submit(small.chat, max_tokens=400) for _ in range(3)]
             wait_until(lambda: "\ncomposer_nb_requests_running 1\n" in metrics(small))

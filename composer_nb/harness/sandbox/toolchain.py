@@ -4,7 +4,8 @@
 else's has what its makers put in.
 
 So that an agent can run tests, there are also `python` and `pytest`, and pytest's modules in one file (TESTING), which Python
-imports from where PYTHONPATH names it: the terminal does (`tools/toolset.py`), a grade does not.
+imports from where PYTHONPATH names it: the terminal does (`tools/toolset.py`), a grade does not. They are compiled for the Python
+that runs this; another version reads their source.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import marshal
 import os
 import shutil
 import stat
@@ -21,6 +23,7 @@ import sysconfig
 import zipfile
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.util import MAGIC_NUMBER, source_hash
 from pathlib import Path
 
 from composer_nb.harness.sandbox.contract import SandboxUnavailable
@@ -120,6 +123,9 @@ def made_programs() -> dict[str, bytes]:
         for name, (_, package, text) in sorted(modules.items()):
             path = name.replace(".", "/") + ("/__init__.py" if package else ".py")
             held.writestr(zipfile.ZipInfo(path, LONG_AGO), text)
+            code = marshal.dumps(compile(text, f"{PLACE}/{TESTING}/{path}", "exec", dont_inherit=True), 2)
+            head = MAGIC_NUMBER + b"\1\0\0\0" + source_hash(text.encode())  # not to be compared with its source (PEP 552)
+            held.writestr(zipfile.ZipInfo(f"{path}c", LONG_AGO), head + code)
         for name in WITH_VERSION:
             text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version(name)}\n"
             held.writestr(zipfile.ZipInfo(f"{name}-{version(name)}.dist-info/METADATA", LONG_AGO), text)
