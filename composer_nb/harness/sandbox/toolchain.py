@@ -123,13 +123,19 @@ def made_programs() -> dict[str, bytes]:
         for name, (_, package, text) in sorted(modules.items()):
             path = name.replace(".", "/") + ("/__init__.py" if package else ".py")
             held.writestr(zipfile.ZipInfo(path, LONG_AGO), text)
-            code = marshal.dumps(compile(text, f"{PLACE}/{TESTING}/{path}", "exec", dont_inherit=True), 2)
-            head = MAGIC_NUMBER + b"\1\0\0\0" + source_hash(text.encode())  # not to be compared with its source (PEP 552)
-            held.writestr(zipfile.ZipInfo(f"{path}c", LONG_AGO), head + code)
+            held.writestr(zipfile.ZipInfo(f"{path}c", LONG_AGO), _compiled(text, f"{PLACE}/{TESTING}/{path}"))
         for name in WITH_VERSION:
             text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version(name)}\n"
             held.writestr(zipfile.ZipInfo(f"{name}-{version(name)}.dist-info/METADATA", LONG_AGO), text)
     return made | {"pytest": b'#!/bin/sh\nexec python3 -m pytest "$@"\n', TESTING: archive.getvalue()}
+
+
+def _compiled(text: str, path: str) -> bytes:
+    """Return a module as Python keeps it compiled (PEP 552): not to be compared with its source."""
+    code = compile(text, path, "exec", dont_inherit=True)
+    return (
+        MAGIC_NUMBER + b"\1\0\0\0" + source_hash(text.encode()) + marshal.dumps(code, 2)
+    )  # 2: the same bytes each time
 
 
 def pytest_modules() -> dict[str, tuple[str, bool, str]]:

@@ -19,7 +19,10 @@ def test_pytest_runs_from_modules_that_are_compiled_and_else_from_their_sources(
     spoiled: str, passes: bool, tmp_path: Path
 ) -> None:
     """Sources are not read; what another version compiled is passed over."""
-    with zipfile.ZipFile(io.BytesIO(made_programs()[TESTING])) as given, zipfile.ZipFile(tmp_path / "p.zip", "w") as made:
+    with (
+        zipfile.ZipFile(io.BytesIO(made_programs()[TESTING])) as given,
+        zipfile.ZipFile(tmp_path / "p.zip", "w") as made,
+    ):
         for name in given.namelist():
             wrong = Path(name).suffix in (".py", ".pyc") and name.endswith(spoiled)
             made.writestr(name, WRONG if wrong else given.read(name))
