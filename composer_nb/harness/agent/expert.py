@@ -97,7 +97,7 @@ TINY = Verbs(
 PRODUCT = Verbs(
     test=ToolCall(
         name="run_terminal_cmd",
-        arguments={"command": "python -m pytest -q -x --tb=short -rN", "is_background": False},
+        arguments={"command": "python -m pytest -q -x --tb=short -rN", "is_background": False, "timeout_ms": 5000},
     ),
     find=TINY.find,
     read=lambda path: ToolCall(name="read_file", arguments={"target_file": path}),
