@@ -34,16 +34,12 @@ OFTEN = {("04_reward_design", "all groups dead"), ("10_router_replay", "all grou
     ("02_mid_training", "everything solved"),
     ("07_long_horizon", "nothing solved"),
 }
-"""One extreme a notebook, which `make test` reads too."""
-READ_TWICE = {"05_rl_run", "10_router_replay", "12_weight_sync", "06_compare_runs"}
-"""Those that show whole runs, of which CI reads one that solved nothing too."""
+"""One extreme a notebook, which `make test` reads too; `make test-slow` reads the others."""
 READ = [
     pytest.param(
         book,
         extreme,
-        marks=[]
-        if (book, extreme) in OFTEN
-        else [pytest.mark.whole if extreme == "nothing solved" and book in READ_TWICE else pytest.mark.slow],
+        marks=[] if (book, extreme) in OFTEN else [pytest.mark.slow],
         id=f"{book}, {extreme}",
     )
     for extreme in EXTREMES
