@@ -18,7 +18,7 @@ from composer_nb.harness.agent.expert import TINY_SCRIPTS, Script, ScriptedPolic
 from composer_nb.harness.agent.loop import LIMITS, Told, converse, system_text
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
-from composer_nb.harness.agent.turns import Limits, TokenSpeaker
+from composer_nb.harness.agent.turns import Limits, TokenTurnPolicy
 from composer_nb.harness.attempt import Attempt, Environment
 from composer_nb.harness.carry import Blob, carry_back
 from composer_nb.harness.files import write_atomic, write_json
@@ -181,7 +181,7 @@ def _attempts(
 ) -> list[Attempt]:
     """Return `samples` attempts at each task, in their order."""
     held = dict[int, Attempt]()
-    with _speakers(policy, tasks, samples, place, settings, workers) as cast:
+    with _turn_policies(policy, tasks, samples, place, settings, workers) as cast:
         for number, done in attempt_all(tasks, samples, place, cast, keep, workers):
             held[number] = done
             told(done)
@@ -189,7 +189,7 @@ def _attempts(
 
 
 @contextmanager
-def _speakers(
+def _turn_policies(
     policy: str, tasks: Sequence[Task], samples: int, place: Environment, settings: BenchSettings, workers: int
 ) -> Iterator[Cast]:
     """Open a policy for attempts. Scripts for the tools of tiny models count tokens, with a tokenizer trained on the tasks."""
@@ -208,7 +208,7 @@ def _speakers(
     texts = [f"{task.instruction}\n{text}" for task in tasks for text in task.files.values()]
     renderer = CompactRenderer(train_tokenizer(texts, 1024), place.tools.schemas)
     with Shared(ScriptedPolicy(renderer, play)) as shared:
-        yield lambda task, rollout: TokenSpeaker(renderer, rollout, settings.limits, shared.ask, shared.release)
+        yield lambda task, rollout: TokenTurnPolicy(renderer, rollout, settings.limits, shared.ask, shared.release)
 
 
 def _claim(out: Path, what: Mapping[str, Any]) -> None:
@@ -264,11 +264,11 @@ def run_agent(
     limits = limits or usual
     with open_backend(backend) as made, open_session(source, tools, made, image, held) as (session, system):
         with open_policy(policy, system, tools.schemas, limits=limits, temperature=temperature, slots=1) as cast:
-            speaker = cast(None, 0)
+            turn_policy = cast(None, 0)
             try:
-                done = converse(instruction, speaker, tools, session, limits, told)
+                done = converse(instruction, turn_policy, tools, session, limits, told)
             finally:
-                segments = speaker.close()
+                segments = turn_policy.close()
         changes, others, lost = dict[str, Blob | None](), frozenset[str](), ""
         try:
             changes, others = checkout.changed(source, *carry_back(session.sandbox))

@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import Field
 
 from composer_nb.harness.agent.chat import User
-from composer_nb.harness.agent.turns import Speaker
+from composer_nb.harness.agent.turns import TurnPolicy
 from composer_nb.harness.bench import bootstrap
 from composer_nb.harness.policy import TimeIsUp
 from composer_nb.policies import equipment, open_endpoint, open_policy, parse_policy
@@ -132,7 +132,7 @@ def evaluate_foreign(policy: str, tasks: str, samples: int, settings: ForeignSet
     return _row(rewards, totals, len(outputs) - len(known), s.seed)
 
 
-def _episode(env: Any, action: Any, speaker: Speaker, seed: int, seconds: float) -> tuple[float, float]:
+def _episode(env: Any, action: Any, turn_policy: TurnPolicy, seed: int, seconds: float) -> tuple[float, float]:
     """Play one episode. Return the sum of its rewards, and the tokens where they are counted. What is no action ends it."""
     schema = json.dumps(action.model_json_schema())
     seen, total, tokens = env.reset(seed=seed), 0.0, 0.0
@@ -140,7 +140,7 @@ def _episode(env: Any, action: Any, speaker: Speaker, seed: int, seconds: float)
     text += seen.model_dump_json(exclude=HIDDEN)
     try:
         for _ in range(TURNS):
-            spoken = None if seen.done else speaker.say([User(text=text)], time.monotonic() + seconds)
+            spoken = None if seen.done else turn_policy.say([User(text=text)], time.monotonic() + seconds)
             if spoken is None:
                 break
             tokens += spoken.read + spoken.written
@@ -155,7 +155,7 @@ def _episode(env: Any, action: Any, speaker: Speaker, seed: int, seconds: float)
     except TimeIsUp:
         pass
     finally:
-        speaker.close()
+        turn_policy.close()
         with suppress(AttributeError):
             env.close()
     return total, tokens

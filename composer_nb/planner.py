@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from composer_nb.harness.agent.chat import Said, User
 from composer_nb.harness.agent.scripts import play
-from composer_nb.harness.agent.turns import Script, Speaker
+from composer_nb.harness.agent.turns import Script, TurnPolicy
 from composer_nb.harness.files import write_atomic
 from composer_nb.harness.tasks.task import Task
 
@@ -46,7 +46,7 @@ class Plan(BaseModel, frozen=True):
 
 
 def make_plans(
-    tasks: Sequence[Task], cast: Callable[[Task, int], Speaker], keep: Path, workers: int, seconds: float
+    tasks: Sequence[Task], cast: Callable[[Task, int], TurnPolicy], keep: Path, workers: int, seconds: float
 ) -> list[Plan]:
     """Return a plan for each task, written within `seconds`, or read from the folder `keep`. Raises ProviderFailure, TimeIsUp."""
     keep.mkdir(parents=True, exist_ok=True)
@@ -55,12 +55,12 @@ def make_plans(
         path = keep / f"{hashlib.sha256(task.model_dump_json().encode()).hexdigest()[:24]}.json"
         if not path.is_file():
             files = "\n\n".join(f"{name}:\n{text}" for name, text in sorted(task.files.items()))[:SHOWN]
-            speaker = cast(task, number)
+            turn_policy = cast(task, number)
             try:
                 asked = User(text=ASK.format(request=task.instruction, files=files))
-                spoken = speaker.say([asked], time.monotonic() + seconds)
+                spoken = turn_policy.say([asked], time.monotonic() + seconds)
             finally:
-                held = sum(len(segment.token_ids) for segment in speaker.close())
+                held = sum(len(segment.token_ids) for segment in turn_policy.close())
             text, written = (spoken.said.text.strip(), spoken.written) if spoken else ("", 0)
             read = held - written if held else spoken.read if spoken else 0
             write_atomic(path, Plan(text=text, read=read, written=written).model_dump_json())

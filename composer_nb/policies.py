@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.chat import ChatRenderer
-from composer_nb.harness.agent.endpoint import LISTED_S, Endpoint, EndpointSpeaker
+from composer_nb.harness.agent.endpoint import LISTED_S, Endpoint, EndpointTurnPolicy
 from composer_nb.harness.agent.loop import LIMITS
 from composer_nb.harness.agent.scripts import SCRIPTS, read_script
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
-from composer_nb.harness.agent.turns import Limits, ScriptSpeaker, Speaker, TokenSpeaker
+from composer_nb.harness.agent.turns import Limits, ScriptTurnPolicy, TokenTurnPolicy, TurnPolicy
 from composer_nb.harness.environment import RENDERERS, TO_CONVERT, Carried, carried, read_carried
 from composer_nb.harness.policy import ProviderFailure
 from composer_nb.harness.product.work import tools_for
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from composer_nb.trainer.services.inference import Inference
 
 KINDS = "DIR, openai:URL[#MODEL], vllm:URL#DIR, sglang:URL#DIR, scripted:NAME or scripted:FILE.json"
-Cast = Callable[[Task | None, int], Speaker]
-"""Makes the speaker of a conversation from its task, if it has one, and the number of the rollout."""
+Cast = Callable[[Task | None, int], TurnPolicy]
+"""Makes the turn policy of a conversation from its task, if it has one, and the number of the rollout."""
 
 
 def parse_policy(name: str) -> tuple[str, str]:
@@ -92,7 +92,7 @@ def open_policy(
         yield _scripted(rest)
     elif kind == "openai":
         endpoint = open_endpoint(rest, temperature, min(LISTED_S, limits.seconds))
-        yield lambda task, rollout: EndpointSpeaker(endpoint, system, schemas, limits)
+        yield lambda task, rollout: EndpointTurnPolicy(endpoint, system, schemas, limits)
     elif kind in REMOTE:
         from composer_nb.trainer.models.tokenizer import load_tokenizer
 
@@ -101,12 +101,12 @@ def open_policy(
         chat = RENDERERS[known.renderer](load_tokenizer(Path(folder), needed=()), schemas)
         there = REMOTE[kind](url, stop=chat.stop, temperature=temperature)
         told = summary if summary.trigger else known.summary
-        yield lambda task, rollout: TokenSpeaker(chat, rollout, limits, there.ask, there.release, system, told)
+        yield lambda task, rollout: TokenTurnPolicy(chat, rollout, limits, there.ask, there.release, system, told)
     else:
         with open_engine(Path(name), slots=slots, tokens=limits.tokens, temperature=temperature, seed=seed) as engine:
             renderer, held = engine.format(engine.tokenizer, schemas), replace(limits, tokens=engine.tokens)
             chosen = summary if summary.trigger else trained_with(Path(name)).summary
-            yield lambda task, rollout: TokenSpeaker(
+            yield lambda task, rollout: TokenTurnPolicy(
                 renderer, rollout, held, engine.shared.ask, engine.shared.release, system, chosen
             )
 
@@ -154,19 +154,19 @@ def served_with(name: str) -> Carried | None:
 def _scripted(name: str) -> Cast:
     if name.endswith(".json"):
         held = read_script(Path(name))
-        return lambda task, rollout: ScriptSpeaker(held)
+        return lambda task, rollout: ScriptTurnPolicy(held)
     scripts = SCRIPTS | {"planner": planner}
     if name not in scripts:
         raise ValueError(
             f"--policy scripted:{name}: there is scripted:{', scripted:'.join(scripts)}, scripted:FILE.json"
         )
 
-    def cast(task: Task | None, rollout: int) -> Speaker:
+    def cast(task: Task | None, rollout: int) -> TurnPolicy:
         if task is None:
             raise ValueError(
                 f"--policy scripted:{name}: plays the solution of a task, and here is no task; give scripted:FILE.json"
             )
-        return ScriptSpeaker(scripts[name](task))
+        return ScriptTurnPolicy(scripts[name](task))
 
     return cast
 

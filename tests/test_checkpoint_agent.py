@@ -30,7 +30,7 @@ from composer_nb.harness.agent.endpoint import Endpoint
 from composer_nb.harness.agent.loop import LIMITS, converse, system_text
 from composer_nb.harness.agent.qwen import HOW, QwenRenderer
 from composer_nb.harness.agent.shared import Shared
-from composer_nb.harness.agent.turns import Limits, TokenSpeaker
+from composer_nb.harness.agent.turns import Limits, TokenTurnPolicy
 from composer_nb.harness.environment import Carried, EnvSettings, carry
 from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
 from composer_nb.harness.product.arms import ARMS
@@ -351,9 +351,9 @@ def test_turn_after_turn_the_tokens_are_the_templates(checkpoint: Path, oracle: 
     with BwrapBackend() as backend, backend.create() as box, Shared(policy) as shared:
         box.write("f.py", b"def f():\n    return 1\n")
         limits = Limits(turns=9, turn_tokens=4000, tokens=60_000)
-        speaker = TokenSpeaker(renderer, 0, limits, shared.ask, shared.release, "You fix.")
-        done = converse("fix f", speaker, tools, tools.open(box))
-        [segment] = speaker.close()
+        turn_policy = TokenTurnPolicy(renderer, 0, limits, shared.ask, shared.release, "You fix.")
+        done = converse("fix f", turn_policy, tools, tools.open(box))
+        [segment] = turn_policy.close()
     talk: list[dict[str, Any]] = [{"role": "system", "content": "You fix."}, {"role": "user", "content": "fix f"}]
     observations = iter([turn.observation for turn in done.turns if turn.call])
     for (text, calls), seen in zip(said, policy.seen, strict=True):

@@ -17,7 +17,7 @@ from composer_nb.harness.agent.chat import ChatRenderer, User
 from composer_nb.harness.agent.driver import Job, Seat
 from composer_nb.harness.agent.loop import LIMITS, Conversation, Told, conversation, converse
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
-from composer_nb.harness.agent.turns import Limits, Speaker, TokenSpeaker
+from composer_nb.harness.agent.turns import Limits, TokenTurnPolicy, TurnPolicy
 from composer_nb.harness.carry import Blob, add_history, carry_back
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Grade
@@ -94,16 +94,18 @@ class Agent:
             raise ValueError(f"task {task.id}: its prompt has {size} tokens, and limits.tokens={most}")
         return limits, renderer
 
-    def attempt(self, task: Task, rollout: int, speaks: Callable[..., TokenSpeaker] = TokenSpeaker) -> Job[Attempt]:
+    def attempt(
+        self, task: Task, rollout: int, speaks: Callable[..., TokenTurnPolicy] = TokenTurnPolicy
+    ) -> Job[Attempt]:
         """Return the job of an attempt by a policy that continues tokens. `rollout` names it to the policy and decides its random
         draws; `speaks` makes what takes the turns. The job raises ValueError for a task that cannot run here, and for a prompt
         that leaves no room to answer."""
 
         def job(seat: Seat[Any]) -> Attempt:
             limits, renderer = self.begin(task)
-            speaker = speaks(renderer, rollout, limits, seat.ask, seat.release, self.system, self.summary)
+            turn_policy = speaks(renderer, rollout, limits, seat.ask, seat.release, self.system, self.summary)
             opened = replace(self.place(seat), opened=lambda session: seat.at_drop.append(session.abort))
-            return attempt(task, opened, speaker)
+            return attempt(task, opened, turn_policy)
 
         return job
 
@@ -122,7 +124,7 @@ def tools_of(task: Task, tools: ToolSet) -> ToolSet:
         raise ValueError(f"task {task.id}: tools: {error}") from None
 
 
-def attempt(task: Task, place: Environment, speaker: Speaker, told: Told = lambda event: None) -> Attempt:
+def attempt(task: Task, place: Environment, turn_policy: TurnPolicy, told: Told = lambda event: None) -> Attempt:
     """Run one rollout and grade it.
 
     A failure of the infrastructure is the grade `infra_error`; a sandbox that the agent broke, or a workspace that it made too
@@ -131,14 +133,14 @@ def attempt(task: Task, place: Environment, speaker: Speaker, told: Told = lambd
     if task.grader == "functions" and place.functions is None:
         raise ValueError(f"task {task.id}: its grader `functions` needs something that calls functions")
     if task.grader != "functions" or place.tools.needs_sandbox:
-        return _attempt_in_sandbox(task, place, speaker, told)
+        return _attempt_in_sandbox(task, place, turn_policy, told)
     assert place.functions is not None
     own = frozenset(filter(is_test, task.source_scope))
     work = Workspace(files=dict(task.files), visible_tests=task.visible_tests, sandboxes=place.functions, own_tests=own)
     try:
-        done = conversation(task.instruction, speaker, place.tools, work, place.limits, told, place.clock)
+        done = conversation(task.instruction, turn_policy, place.tools, work, place.limits, told, place.clock)
     finally:  # also when the driver drops the agent: the policy must not keep a rollout that will not continue
-        segments = speaker.close()
+        segments = turn_policy.close()
     counted = (0, 0) if any(len(segment.token_ids) for segment in segments) else (done.read, done.written)
     rollout = replace(done.rollout(task.id, segments, work.files, task.files), counted=counted, seconds=0.0)
     known = done.stop not in ("infrastructure", "interrupted")
@@ -157,7 +159,7 @@ def open_session(task: Task, place: Environment) -> Iterator[Session]:
         yield place.tools.open(box)
 
 
-def _attempt_in_sandbox(task: Task, place: Environment, speaker: Speaker, told: Told) -> Attempt:
+def _attempt_in_sandbox(task: Task, place: Environment, turn_policy: TurnPolicy, told: Told) -> Attempt:
     done = Conversation(turns=(), stop="infrastructure")
     left: dict[str, bytes] | None = None
     found = Grade(status="infra_error")
@@ -165,7 +167,7 @@ def _attempt_in_sandbox(task: Task, place: Environment, speaker: Speaker, told: 
         with open_session(task, place) as session:
             place.opened(session)
             try:
-                done = converse(task.instruction, speaker, place.tools, session, place.limits, told)
+                done = converse(task.instruction, turn_policy, place.tools, session, place.limits, told)
                 if done.stop not in ("infrastructure", "interrupted"):
                     left = _left(task, carry_back(session.sandbox)[0])
             except (SandboxDied, OSError):
@@ -173,7 +175,7 @@ def _attempt_in_sandbox(task: Task, place: Environment, speaker: Speaker, told: 
     except (SandboxDied, SandboxFailure):
         pass
     finally:
-        segments = speaker.close()
+        segments = turn_policy.close()
     if left is not None:
         found = grade(task, left, place.functions if task.grader == "functions" else place.backend)
     files = task.files if left is None else _texts(left, task.files)

@@ -12,7 +12,7 @@ import pytest
 from composer_nb.cli import main
 from composer_nb.harness.agent.chat import Said
 from composer_nb.harness.agent.scripts import play, turn
-from composer_nb.harness.agent.turns import ScriptSpeaker
+from composer_nb.harness.agent.turns import ScriptTurnPolicy
 from composer_nb.harness.attempt import Attempt, Environment, attempt
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rollout import Rollout
@@ -125,7 +125,7 @@ def test_each_suite_tells_them_apart(
     if suite not in expected:
         return
     place = Environment(tools=ToolSet.tiny(), functions=executor)
-    found = judged([attempt(task, place, ScriptSpeaker(play(act(task)))) for task in suites[suite]])
+    found = judged([attempt(task, place, ScriptTurnPolicy(play(act(task)))) for task in suites[suite]])
     assert found["n_tasks"] == 6 and found["lost"] == 0
     if expected[suite]:
         assert found["became"] == {expected[suite]: 6}, found

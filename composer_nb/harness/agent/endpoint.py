@@ -203,7 +203,7 @@ def _pause(asked: str | None, usual: float) -> float:
     return min(LONGEST_WAIT_S, max(least, usual * (1 + random.random())))
 
 
-class EndpointSpeaker(Silent):
+class EndpointTurnPolicy(Silent):
     """Asks an OpenAI-compatible endpoint. For evaluation and use: it returns nothing that could be trained on."""
 
     def __init__(

@@ -1,7 +1,7 @@
 """The agent loop: a turn, the replies to its calls, the next turn, until the agent finishes or reaches a limit.
 
-The same plain loop runs in training, in evaluation and in the product, one thread a rollout. A speaker takes the turns, and tools
-carry out the calls; both may wait for a policy or a sandbox that many rollouts share (`driver.Driver`).
+The same plain loop runs in training, in evaluation and in the product, one thread a rollout. A turn policy takes the turns, and
+tools carry out the calls; both may wait for a policy or a sandbox that many rollouts share (`driver.Driver`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from composer_nb.harness.agent.chat import Result, Said, User
 from composer_nb.harness.agent.summary import history, resumed
-from composer_nb.harness.agent.turns import Limits, News, Speaker
+from composer_nb.harness.agent.turns import Limits, News, TurnPolicy
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.harness.rollout import Rollout, Segment, Turn
 from composer_nb.harness.sandbox.contract import SandboxFailure
@@ -68,7 +68,7 @@ Told = Callable[[Said | Turn], None]
 
 def conversation(
     instruction: str,
-    speaker: Speaker,
+    turn_policy: TurnPolicy,
     tools: ToolSet,
     place: Session | Workspace,
     limits: Limits,
@@ -87,13 +87,13 @@ def conversation(
     stop, why = "turns", ""
     try:
         for _ in range(limits.turns):
-            if turns and (brief := speaker.condense(news, began + limits.seconds)):
+            if turns and (brief := turn_policy.condense(news, began + limits.seconds)):
                 read, written, summaries = read + brief.read, written + brief.written, summaries + 1
                 told(brief.said)
                 todos = place.todos.values() if isinstance(place, Session) else ()
                 path = place.remember(history(instruction, turns))
                 news = [User(text=resumed(instruction, brief.said.text, summaries, todos, path, tools.terse))]
-            spoken = speaker.say(news, began + limits.seconds) if used < limits.tokens else None
+            spoken = turn_policy.say(news, began + limits.seconds) if used < limits.tokens else None
             if spoken is None:
                 stop = "tokens"
                 break
@@ -145,7 +145,7 @@ def _turns(said: Said, replies: Sequence[Reply], tools: ToolSet) -> list[Turn]:
 
 def converse(
     instruction: str,
-    speaker: Speaker,
+    turn_policy: TurnPolicy,
     tools: ToolSet,
     session: Session,
     limits: Limits = LIMITS,
@@ -160,7 +160,7 @@ def converse(
     bell.daemon = True
     bell.start()
     try:
-        return conversation(instruction, speaker, tools, session, limits, told)
+        return conversation(instruction, turn_policy, tools, session, limits, told)
     finally:
         bell.cancel()
 

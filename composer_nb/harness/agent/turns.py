@@ -48,7 +48,7 @@ class Spoken:
     written: int = 0
 
 
-class Speaker(Protocol):
+class TurnPolicy(Protocol):
     """Takes the turns of one conversation. Used by one thread, and closed at its end."""
 
     def say(self, news: News, until: float) -> Spoken | None:
@@ -64,12 +64,12 @@ class Speaker(Protocol):
         ...
 
     def close(self) -> tuple[Segment, ...]:
-        """Forget the conversation. Returns its tokens, none if the speaker has no tokens."""
+        """Forget the conversation. Returns its tokens, none if the policy has no tokens."""
         ...
 
 
 class Silent:
-    """A speaker without tokens."""
+    """A turn policy without tokens."""
 
     def condense(self, news: News, until: float) -> None:
         return None
@@ -78,7 +78,7 @@ class Silent:
         return (Transcript().segment(Trace()),)
 
 
-class ScriptSpeaker(Silent):
+class ScriptTurnPolicy(Silent):
     """Plays a script: deterministic, for tests and demonstrations."""
 
     def __init__(self, script: Script) -> None:
@@ -92,7 +92,7 @@ class ScriptSpeaker(Silent):
         return Spoken(said=said)
 
 
-class TokenSpeaker:
+class TokenTurnPolicy:
     """Asks a policy that continues tokens. Keeps every token as it was sampled."""
 
     def __init__(

@@ -8,15 +8,15 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
 
-from composer_nb.harness.agent.turns import Speaker
+from composer_nb.harness.agent.turns import TurnPolicy
 from composer_nb.harness.attempt import Attempt, Environment, attempt
 from composer_nb.harness.files import write_atomic
 from composer_nb.harness.grading.plan import PLAN
 from composer_nb.harness.store import pack_attempt, unpack_attempt
 from composer_nb.harness.tasks.task import Task
 
-Cast = Callable[[Task, int], Speaker]
-"""Makes the speaker of an attempt from its task and the number of the rollout."""
+Cast = Callable[[Task, int], TurnPolicy]
+"""Makes the turn policy of an attempt from its task and the number of the rollout."""
 
 
 def check_fit(tasks: Sequence[Task]) -> bool:

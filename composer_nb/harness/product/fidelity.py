@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from composer_nb.harness.agent.loop import converse
-from composer_nb.harness.agent.turns import Script, ScriptSpeaker
+from composer_nb.harness.agent.turns import Script, ScriptTurnPolicy
 from composer_nb.harness.attempt import Agent, open_session
 from composer_nb.harness.product import work
 from composer_nb.harness.product.checkout import read_checkout
@@ -209,7 +209,7 @@ def differences(task: Task, agent: Agent) -> tuple[int, list[Difference]]:
 def observations(place: str, task: Task, agent: Agent, script: Script) -> list[str]:
     """Return the answers of the tools in a conversation of a script."""
     with open_in(place, task, agent) as side:
-        done = converse(task.instruction, ScriptSpeaker(script), side.tools, side.session)
+        done = converse(task.instruction, ScriptTurnPolicy(script), side.tools, side.session)
     return [turn.observation for turn in done.turns if turn.call]
 
 

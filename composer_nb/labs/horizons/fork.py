@@ -17,7 +17,7 @@ import numpy as np
 from composer_nb.harness.agent.chat import User
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.expert import unsampled
-from composer_nb.harness.agent.turns import News, Spoken, TokenSpeaker
+from composer_nb.harness.agent.turns import News, Spoken, TokenTurnPolicy
 from composer_nb.harness.attempt import Agent, Attempt
 from composer_nb.harness.policy import Completion, Policy, Request, Trace
 from composer_nb.harness.rollout import Kind, Rollout
@@ -61,8 +61,8 @@ def fork(
         raise ValueError(f"the message has {len(message)} tokens, and limits.turn_tokens={most}")
     if message:
         said = [*said, unsampled(0, message)]
-    speaker = partial(Again, stored=done.rollout, said=said, hint=hint)
-    jobs = [agent.attempt(done.task, number, speaker) for number in range(count)]
+    turn_policy = partial(Again, stored=done.rollout, said=said, hint=hint)
+    jobs = [agent.attempt(done.task, number, turn_policy) for number in range(count)]
     found = dict(drive(jobs, policy, executor))
     attempts = tuple(found[number] for number in range(count))
     head = head_before(done.rollout, turn)
@@ -131,7 +131,7 @@ def ablate(
     return {gone: without(gone) for gone in dict.fromkeys(["", *lines])}
 
 
-class Again(TokenSpeaker):
+class Again(TokenTurnPolicy):
     """Says again what a stored rollout said, then asks the policy, which reads at once all that it has missed."""
 
     def __init__(self, *given: Any, stored: Rollout, said: Sequence[Completion], hint: str = "") -> None:

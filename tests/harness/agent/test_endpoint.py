@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from composer_nb.harness.agent.endpoint import Endpoint, EndpointSpeaker, _pause, spoken
+from composer_nb.harness.agent.endpoint import Endpoint, EndpointTurnPolicy, _pause, spoken
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Environment, attempt
 from composer_nb.harness.policy import ProviderFailure
@@ -95,8 +95,8 @@ def ask(server: Server, **change: Any) -> dict[str, Any]:
 
 def run(server: Server, task: Task, boxes: Any, **change: Any) -> Rollout:
     limits = Limits(turns=6, turn_tokens=400, tokens=4000)
-    speaker = EndpointSpeaker(endpoint(server, **change), "", TINY.schemas, limits, parallel=False)
-    return attempt(task, Environment(tools=TINY, limits=limits, functions=boxes("7")), speaker).rollout
+    turn_policy = EndpointTurnPolicy(endpoint(server, **change), "", TINY.schemas, limits, parallel=False)
+    return attempt(task, Environment(tools=TINY, limits=limits, functions=boxes("7")), turn_policy).rollout
 
 
 def test_the_agent_loop_runs_against_an_endpoint(server: Server, task: Task, boxes: Any) -> None:

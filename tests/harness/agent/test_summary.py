@@ -239,7 +239,7 @@ def test_the_query_follows_the_results_as_a_user_would(kind: type[ChatRenderer],
 def test_a_chat_model_summarises_in_a_sandbox_and_finds_its_history(
     renderer: CompactRenderer, backend: Backend, task: Task
 ) -> None:
-    from composer_nb.harness.agent.turns import TokenSpeaker
+    from composer_nb.harness.agent.turns import TokenTurnPolicy
     from composer_nb.harness.policy import Completion, Request, Trace
 
     chat = chat_renderer(QwenRenderer, renderer.tokenizer)
@@ -268,9 +268,9 @@ def test_a_chat_model_summarises_in_a_sandbox_and_finds_its_history(
 
     limits = Limits(turns=9, turn_tokens=900, tokens=60_000)
     start = len(chat.read([User(text=task.instruction)], ""))
-    speaker = TokenSpeaker(chat, 0, limits, ask, lambda n: Trace(), "", SummarySettings(trigger=start + 20))
+    turn_policy = TokenTurnPolicy(chat, 0, limits, ask, lambda n: Trace(), "", SummarySettings(trigger=start + 20))
     repository = task.model_copy(update={"grader": "pytest"})
-    done = attempt(repository, Environment(backend=backend, tools=ToolSet.cursor(), limits=limits), speaker)
+    done = attempt(repository, Environment(backend=backend, tools=ToolSet.cursor(), limits=limits), turn_policy)
     assert done.rollout.stop == "finished" and len(done.rollout.segments) == 3
     second = chat.tokenizer.decode(read[3], skip_special_tokens=False)
     for part in (task.instruction, "I wrote a plan", "- [pending] look", HISTORY):

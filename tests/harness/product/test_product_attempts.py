@@ -1,4 +1,4 @@
-"""The loop, attempts and their grades, in real sandboxes: what each kind of speaker leaves behind."""
+"""The loop, attempts and their grades, in real sandboxes: what each kind of turn policy leaves behind."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.chat import Message, Result, Said, Written
 from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.agent.endpoint import Endpoint, EndpointSpeaker
+from composer_nb.harness.agent.endpoint import Endpoint, EndpointTurnPolicy
 from composer_nb.harness.agent.expert import Script, ScriptedPolicy, step_by_step
 from composer_nb.harness.agent.expert import expert as line_expert
 from composer_nb.harness.agent.loop import LIMITS, converse
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.scripts import expert, lazy, play, turn
 from composer_nb.harness.agent.shared import Shared
-from composer_nb.harness.agent.turns import Limits, News, ScriptSpeaker, Spoken, TokenSpeaker
+from composer_nb.harness.agent.turns import Limits, News, ScriptTurnPolicy, Spoken, TokenTurnPolicy
 from composer_nb.harness.attempt import Attempt, Environment, attempt
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
@@ -58,7 +58,7 @@ def shell(command: str, **more: object) -> ToolCall:
 
 
 def test_the_expert_solves_and_the_lazy_one_does_not(place: Environment, task: Task) -> None:
-    solved, idle = (attempt(task, place, ScriptSpeaker(script(task))) for script in (expert, lazy))
+    solved, idle = (attempt(task, place, ScriptTurnPolicy(script(task))) for script in (expert, lazy))
     assert (
         solved.grade.passed
         and solved.rollout.stop == "finished"
@@ -71,8 +71,8 @@ def test_the_expert_solves_and_the_lazy_one_does_not(place: Environment, task: T
 def test_an_endpoint_does_what_the_script_behind_it_does(place: Environment, task: Task) -> None:
     with ScriptServer(expert(task)) as server:
         endpoint = Endpoint(url=server.url, model="scripted")
-        done = attempt(task, place, EndpointSpeaker(endpoint, "system", place.tools.schemas, LIMITS))
-    here = attempt(task, place, ScriptSpeaker(expert(task)))
+        done = attempt(task, place, EndpointTurnPolicy(endpoint, "system", place.tools.schemas, LIMITS))
+    here = attempt(task, place, ScriptTurnPolicy(expert(task)))
     assert done.grade.passed and min(done.rollout.counted) > 0 and done.rollout.tokens == sum(done.rollout.counted)
     plain = [[dataclasses.replace(each, seconds=0.0) for each in attempt.rollout.turns] for attempt in (done, here)]
     assert plain[0] == plain[1] and done.grade == here.grade
@@ -80,7 +80,7 @@ def test_an_endpoint_does_what_the_script_behind_it_does(place: Environment, tas
 
 def test_an_endpoint_that_fails_is_no_fault_of_the_agents(place: Environment, task: Task) -> None:
     endpoint = Endpoint(url="http://127.0.0.1:9/v1", model="m", retries=0)
-    done = attempt(task, place, EndpointSpeaker(endpoint, "", [], LIMITS))
+    done = attempt(task, place, EndpointTurnPolicy(endpoint, "", [], LIMITS))
     assert done.rollout.stop == "infrastructure" and done.grade.status == "infra_error"
     [said] = done.rollout.turns
     assert said.error == "ProviderError" and "127.0.0.1:9" in said.observation and done.rollout.calls == 0
@@ -125,7 +125,7 @@ def test_tokens_are_kept_as_they_were_read_and_written(place: Environment, task:
     ]
     policy = Typed(turns)
     with Shared(policy) as shared:
-        done = attempt(task, place, TokenSpeaker(renderer, 5, LIMITS, shared.ask, shared.release, "system"))
+        done = attempt(task, place, TokenTurnPolicy(renderer, 5, LIMITS, shared.ask, shared.release, "system"))
     [segment] = done.rollout.segments
     assert policy.released == [5] and done.rollout.stop == "finished" and done.rollout.invalid_calls == 1
     whole = [
@@ -144,7 +144,7 @@ def test_tokens_are_kept_as_they_were_read_and_written(place: Environment, task:
     ("limits", "stop"), [({"turns": 1}, "turns"), ({"seconds": 1e-6}, "time"), ({"tokens": 10}, "tokens")]
 )
 def test_limits_end_a_conversation(place: Environment, task: Task, limits: dict[str, float], stop: str) -> None:
-    class Counting(ScriptSpeaker):
+    class Counting(ScriptTurnPolicy):
         def say(self, news: News, until: float) -> Spoken:
             return dataclasses.replace(super().say(news, until), read=8, written=3)
 
@@ -157,7 +157,7 @@ def test_limits_end_a_conversation(place: Environment, task: Task, limits: dict[
 def test_a_conversation_that_has_no_room_ends(place: Environment, task: Task, tokenizer: Tokenizer) -> None:
     renderer, limits = QwenRenderer(tokenizer, place.tools.schemas), dataclasses.replace(LIMITS, tokens=50)
     with Shared(Typed([])) as shared:
-        done = attempt(task, place, TokenSpeaker(renderer, 0, limits, shared.ask, shared.release, "a system text"))
+        done = attempt(task, place, TokenTurnPolicy(renderer, 0, limits, shared.ask, shared.release, "a system text"))
     assert done.rollout.stop == "tokens" and not done.rollout.turns and not done.grade.passed and done.grade.known
 
 
@@ -168,7 +168,7 @@ def test_ctrl_c_ends_it_and_keeps_what_was_done(place: Environment) -> None:
         return turn([READ])
 
     with place.backend.create() as box:
-        done = converse("x", ScriptSpeaker(script), place.tools, place.tools.open(box))
+        done = converse("x", ScriptTurnPolicy(script), place.tools, place.tools.open(box))
     assert done.stop == "interrupted" and len(done.turns) == 1
 
 
@@ -186,7 +186,7 @@ def test_invalid_calls_are_answered_in_their_places(place: Environment, backend:
 
     with backend.create() as box:
         box.write("dates.py", b"x")
-        done = converse("x", ScriptSpeaker(script), place.tools, place.tools.open(box))
+        done = converse("x", ScriptTurnPolicy(script), place.tools, place.tools.open(box))
     assert seen[2:] == [
         Result(id="a", text="1|x"),
         Result(id="b", text="error (InvalidArguments): not JSON"),
@@ -209,7 +209,7 @@ def test_a_call_on_a_file_that_is_not_there_is_no_invalid_one(place: Environment
         ToolCall(name="read_file", arguments={"file": 1}),
         ToolCall(name="read_file", arguments={"target_file": "/etc"}),
     ]
-    done = attempt(task, place, ScriptSpeaker(play([turn([*missing, *wrong]), Said(text="")])))
+    done = attempt(task, place, ScriptTurnPolicy(play([turn([*missing, *wrong]), Said(text="")])))
     assert [each.error for each in done.rollout.turns[:8]] == ["UnexpectedEnvironment"] * 6 + ["InvalidArguments"] * 2
     assert all("error (UnexpectedEnvironment): " in each.observation for each in done.rollout.turns[:6])
     assert figures([done])["invalid_call_rate"] == TERMS["invalid_calls"](done.rollout, done.grade) == 2 / 8
@@ -217,10 +217,10 @@ def test_a_call_on_a_file_that_is_not_there_is_no_invalid_one(place: Environment
 
 def test_changes_too_large_to_keep_are_the_agents_failure(place: Environment, task: Task) -> None:
     fill = shell("head -c 20000000 /dev/zero > zeros; chmod 000 dates.py")
-    done = attempt(task, place, ScriptSpeaker(play([turn([fill]), Said(text="")])))
+    done = attempt(task, place, ScriptTurnPolicy(play([turn([fill]), Said(text="")])))
     assert done.grade.status == "agent_failed" and len(pack_attempt(done)) < 1 << 20
     noisy = shell("head -c 9000000 /dev/urandom > noise")
-    done = attempt(task, place, ScriptSpeaker(play([turn([noisy]), Said(text="")])))
+    done = attempt(task, place, ScriptTurnPolicy(play([turn([noisy]), Said(text="")])))
     assert unpack_attempt(pack_attempt(done), task).rollout.files == done.rollout.files and len(done.rollout.files) == 4
 
 
@@ -228,7 +228,7 @@ def test_the_limit_of_time_ends_calls_that_run(place: Environment, backend: Back
     with backend.create() as box:
         limits = dataclasses.replace(LIMITS, seconds=1.0)
         script = play([turn([shell("sleep 3000")] * 5)])
-        done = converse("x", ScriptSpeaker(script), place.tools, place.tools.open(box), limits)
+        done = converse("x", ScriptTurnPolicy(script), place.tools, place.tools.open(box), limits)
     assert done.stop == "time" and {each.error for each in done.turns} == {"UserAborted"}
 
 
@@ -238,8 +238,8 @@ def test_no_model_server_outlasts_the_limit_of_time(place: Environment, task: Ta
     limits = dataclasses.replace(LIMITS, seconds=3.0)
     for turns, stop, status in (([], "infrastructure", "infra_error"), ([said("", **EDIT)], "time", "graded")):
         with stubborn(way, *turns) as server:
-            speaker = EndpointSpeaker(Endpoint(url=server.url, model="m"), "", place.tools.schemas, limits)
-            done = attempt(task, dataclasses.replace(place, limits=limits), speaker)
+            turn_policy = EndpointTurnPolicy(Endpoint(url=server.url, model="m"), "", place.tools.schemas, limits)
+            done = attempt(task, dataclasses.replace(place, limits=limits), turn_policy)
         if done.rollout.stop == "infrastructure" and turns:  # it failed for good before, as by too long an answer
             assert way == "a stream for ever"
             continue
@@ -261,8 +261,8 @@ def test_an_engine_that_does_not_end_its_turn_is_not_waited_for(
     limits, renderer = dataclasses.replace(LIMITS, seconds=0.5), QwenRenderer(tokenizer, place.tools.schemas)
     policy = Endless([])
     with Shared(policy) as shared:
-        speaker = TokenSpeaker(renderer, 4, limits, shared.ask, shared.release, "s")
-        done = attempt(task, dataclasses.replace(place, limits=limits), speaker)
+        turn_policy = TokenTurnPolicy(renderer, 4, limits, shared.ask, shared.release, "s")
+        done = attempt(task, dataclasses.replace(place, limits=limits), turn_policy)
         [request] = policy.asked
         assert done.rollout.stop == "time" and policy.released == [4]
         assert done.rollout.segments[0].token_ids.tolist() == list(request.token_ids)
@@ -271,7 +271,7 @@ def test_an_engine_that_does_not_end_its_turn_is_not_waited_for(
 def test_an_agent_that_leaves_more_than_can_be_carried_away_failed(place: Environment, task: Task) -> None:
     """Sparse files: they take no memory where they lie."""
     fill = shell("python - <<'E'\nimport os\nfor n in range(400): open(f'f{n}','wb').truncate(1 << 20)\nE")
-    done = attempt(task, place, ScriptSpeaker(play([turn([fill]), Said(text="")])))
+    done = attempt(task, place, ScriptTurnPolicy(play([turn([fill]), Said(text="")])))
     assert done.rollout.turns[0].error is None and done.grade.status == "agent_failed" and not done.grade.passed
 
 
@@ -285,7 +285,7 @@ def test_a_sandbox_out_of_memory_is_answered_with_errors_and_fails_the_agent(
     grow = Tool(name="grow", description="", arguments=Arguments, run=died)
     full = dataclasses.replace(place, tools=ToolSet(tools={"grow": grow}))
     call = ToolCall(name="grow", arguments={})
-    done = attempt(task, full, ScriptSpeaker(play([turn([call]), turn([call]), Said(text="")])))
+    done = attempt(task, full, ScriptTurnPolicy(play([turn([call]), turn([call]), Said(text="")])))
     assert [each.error for each in done.rollout.turns] == ["UnexpectedEnvironment"] * 2 + [None]
     assert (done.rollout.stop, done.grade.status) == ("finished", "agent_failed")
 
@@ -297,13 +297,13 @@ def test_a_sandbox_that_does_not_start_is_infrastructure(
         raise SandboxFailure("none today")
 
     monkeypatch.setattr(place.backend, "create", refuse)
-    done = attempt(task, place, ScriptSpeaker(lazy(task)))
+    done = attempt(task, place, ScriptTurnPolicy(lazy(task)))
     assert done.grade.status == "infra_error" and done.rollout.stop == "infrastructure"
 
 
 def test_attempts_survive_storing(place: Environment, task: Task, tmp_path: Path) -> None:
     script = play([turn([shell("printf '\\377' > bytes.bin; rm old.py; echo more >> README")]), Said(text="done")])
-    done = attempt(task, place, ScriptSpeaker(script))
+    done = attempt(task, place, ScriptTurnPolicy(script))
     assert (
         "old.py" not in done.rollout.files
         and done.rollout.files["bytes.bin"].encode("utf-8", "surrogateescape") == b"\xff"
@@ -318,20 +318,20 @@ def test_what_was_killed_goes_on(place: Environment, task: Task, tmp_path: Path)
     tasks = [task.model_copy(update={"id": f"t{n}"}) for n in range(3)]
     cast: list[str] = []
 
-    def speaker(task: Task, rollout: int) -> ScriptSpeaker:
+    def turn_policy(task: Task, rollout: int) -> ScriptTurnPolicy:
         cast.append(f"{task.id} {rollout}")
         if len(cast) == 4:
             raise KeyError("killed")
-        return ScriptSpeaker(expert(task))
+        return ScriptTurnPolicy(expert(task))
 
     with pytest.raises(KeyError):
-        list(attempt_all(tasks, 2, place, speaker, tmp_path, workers=1))
+        list(attempt_all(tasks, 2, place, turn_policy, tmp_path, workers=1))
     kept = len(list(tmp_path.iterdir()))
     assert 3 <= kept < 6
     cast[:] = [""] * 4
     again = Environment(backend=BwrapBackend(), tools=place.tools)
     with again.backend:
-        done = [each for _, each in attempt_all(tasks, 2, again, speaker, tmp_path, workers=1)]
+        done = [each for _, each in attempt_all(tasks, 2, again, turn_policy, tmp_path, workers=1)]
     assert len(done) == 6 and len(cast) == 4 + 6 - kept and all(each.grade.passed for each in done)
 
 
@@ -373,7 +373,7 @@ def test_search_sees_edits_commands_and_forks_apart(place: Environment, backend:
 
 
 def test_the_empty_trace_of_a_script(task: Task) -> None:
-    [segment] = ScriptSpeaker(lazy(task)).close()
+    [segment] = ScriptTurnPolicy(lazy(task)).close()
     assert not len(segment.token_ids) and isinstance(segment.token_ids, np.ndarray)
 
 
@@ -409,7 +409,7 @@ def test_a_rollout_of_a_run_has_the_products_sandbox_and_grade(
     [segment] = done.rollout.segments
     assert len(segment.token_ids) == done.rollout.tokens and segment.acted.sum() == done.rollout.sampled
     if tools == "cursor":
-        here = attempt(task, place, ScriptSpeaker(expert(task)))
+        here = attempt(task, place, ScriptTurnPolicy(expert(task)))
         assert [turn.call for turn in done.rollout.turns] == [turn.call for turn in here.rollout.turns]
         assert [turn.observation for turn in done.rollout.turns] == [turn.observation for turn in here.rollout.turns]
         assert done.rollout.files["dates.py"] == here.rollout.files["dates.py"] == task.solution["dates.py"]
