@@ -48,6 +48,8 @@ TELL_S = 0.5
 """Seconds between two reports of a replica."""
 HUNG_S = 60.0
 """A replica that has told nothing for so long is killed."""
+LOAD_S = 900.0
+"""One that has not loaded its weights by then is killed too."""
 END_S = 10.0
 """Time for a replica to end before it is killed."""
 STILLBORN = 3
@@ -293,7 +295,7 @@ class Replicas:
                 replica.process, replica.pipe, replica.starts = process, ours, replica.starts + 1
             theirs.close()
             with suppress(EOFError, OSError):
-                while ours.poll(HUNG_S if replica.ready else None):
+                while ours.poll(HUNG_S if replica.ready else LOAD_S):
                     for message in ours.recv():
                         self._heard(replica, *message)
             process.kill()

@@ -23,6 +23,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from composer_nb import replicas
 from composer_nb.harness.policy import ProviderFailure, Request
 from composer_nb.harness.product.conversations import Conversations
 from composer_nb.harness.product.serve import ChatServer
@@ -202,6 +203,13 @@ def test_a_checkpoint_that_no_process_can_open_is_refused_and_none_is_left(path:
         pytest.raises(ValueError, match="--numerics int9: there are float32"),
         open_replicas(path, 1, **SIZE, numerics="int9"),
     ):
+        pass
+    assert not [each for each in psutil.Process().children() if each.name().startswith("replica-")]
+
+
+def test_a_process_that_hangs_while_it_loads_is_given_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "LOAD_S", 0.01)
+    with pytest.raises(ProviderFailure, match="died before it was ready"), open_replicas(path, 1, **SIZE):
         pass
     assert not [each for each in psutil.Process().children() if each.name().startswith("replica-")]
 
