@@ -3,6 +3,9 @@
 A verifiers environment keeps its own loop, tools and rubric, and asks an endpoint for turns. An OpenEnv environment gets one
 action a turn: the JSON object that the policy writes. Both run in this process, unlike the tasks of this package, so load only
 what you trust. References: PrimeIntellect's verifiers (0.3), Meta's openenv-core (0.3).
+
+Training on them needs no access to their loop: `composer-nb serve --record` keeps the tokens, `grade` sends each reward after its
+rollout, and `composer-nb improve` learns from them, the rollouts of an example as a group.
 """
 
 from __future__ import annotations
@@ -11,24 +14,30 @@ import asyncio
 import json
 import os
 import time
+import uuid
+from asyncio import Semaphore
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Annotated, Any
 
+import httpx
 import numpy as np
 from pydantic import Field
 
 from composer_nb.harness.agent.chat import User
 from composer_nb.harness.agent.turns import TurnPolicy
 from composer_nb.harness.bench import bootstrap
-from composer_nb.harness.policy import TimeIsUp
+from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.policies import equipment, open_endpoint, open_policy, parse_policy
 
 KINDS = ("verifiers:", "openenv:")
 TURNS = 32
 """Most actions of an episode."""
+AT_ONCE = 16
+"""Rollouts of verifiers side by side."""
 HIDDEN = {"metadata", "done", "reward"}
 """Of an observation, what no policy reads."""
 LAZY: Mapping[str, Callable[[str], str]] = {
@@ -74,10 +83,29 @@ def load_openenv(name: str) -> tuple[Any, Any]:
     return made(), action
 
 
-def _row(rewards: Mapping[Any, Sequence[float]], tokens: Sequence[float], lost: int, seed: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Played:
+    """One attempt at an example."""
+
+    example: Any
+    rollout: str
+    """Its name, if it is recorded."""
+    reward: float | None
+    """None: it was lost."""
+    tokens: float | None
+    """None: they were not counted."""
+
+
+def _row(played: Sequence[_Played], seed: int) -> dict[str, Any]:
+    rewards: dict[Any, list[float]] = {}
+    for one in played:
+        if one.reward is not None:
+            rewards.setdefault(one.example, []).append(one.reward)
+    lost = len(played) - sum(map(len, rewards.values()))
     if not rewards:
         raise ValueError(f"no attempt has a reward, {lost} were lost; is the endpoint reachable?")
     means = np.array([np.mean(each) for each in rewards.values()])
+    tokens = [one.tokens for one in played if one.reward is not None and one.tokens is not None]
     return {
         "reward": float(means.mean()),
         "ci95": bootstrap(means, seed),
@@ -97,6 +125,8 @@ class ForeignSettings:
     """Examples of verifiers (0: all), or episodes of OpenEnv (0: 16)."""
     temperature: float = 1.0
     seed: int = 0
+    grade: bool = False
+    """Send each reward to the policy's server, which records (`composer-nb serve --record`)."""
 
 
 def evaluate_foreign(policy: str, tasks: str, samples: int, settings: ForeignSettings | None = None) -> dict[str, Any]:
@@ -104,16 +134,29 @@ def evaluate_foreign(policy: str, tasks: str, samples: int, settings: ForeignSet
     best of k. Raises ValueError, ProviderFailure."""
     s = settings or ForeignSettings()
     kind, _, name = tasks.partition(":")
-    rewards: dict[Any, list[float]] = {}
-    if kind == "openenv":
-        tokens: list[float] = []
-        limits = equipment(policy)[1]
-        with open_policy(policy, "", [], limits=limits, temperature=s.temperature, seed=s.seed) as cast:
-            for n in range((s.count or 16) * samples):
-                reward, used = _episode(*load_openenv(name), cast(None, n), s.seed + n // samples, limits.seconds)
-                rewards.setdefault(n // samples, []).append(reward)
-                tokens.append(used)
-        return _row(rewards, tokens, 0, s.seed)
+    if s.grade:
+        _require_record(policy)
+    played = (_play_openenv if kind == "openenv" else _play_verifiers)(policy, name, samples, s)
+    if s.grade:
+        _grade(policy, tasks, played)
+    return _row(played, s.seed)
+
+
+def _play_openenv(policy: str, name: str, samples: int, s: ForeignSettings) -> list[_Played]:
+    played, batch, limits = list[_Played](), uuid.uuid4().hex[:8], equipment(policy)[1]
+    opened = partial(open_policy, system="", schemas=[], limits=limits, temperature=s.temperature, seed=s.seed)
+    with ExitStack() as stack:
+        shared = None if s.grade else stack.enter_context(opened(policy))
+        for n in range((s.count or 16) * samples):
+            rollout = f"{batch}-{n}"
+            with nullcontext(shared) if shared else opened(f"openai:{_address(policy, rollout)}") as cast:
+                environment = load_openenv(name)
+                reward, tokens = _episode(*environment, cast(None, n), s.seed + n // samples, limits.seconds)
+            played.append(_Played(example=n // samples, rollout=rollout, reward=reward, tokens=tokens))
+    return played
+
+
+def _play_verifiers(policy: str, name: str, samples: int, s: ForeignSettings) -> list[_Played]:
     if parse_policy(policy)[0] != "openai":
         raise ValueError(
             f"--policy {policy}: verifiers asks an endpoint; `composer-nb serve` makes one of a checkpoint"
@@ -121,15 +164,57 @@ def evaluate_foreign(policy: str, tasks: str, samples: int, settings: ForeignSet
     env, endpoint = load_verifiers(name), open_endpoint(parse_policy(policy)[1])
     key = "OPENAI_API_KEY" if os.environ.get("OPENAI_API_KEY") else "COMPOSER_NB_NO_KEY"
     os.environ.setdefault("COMPOSER_NB_NO_KEY", "none")  # the library refuses an empty one
-    client = _library("verifiers.types").ClientConfig(api_key_var=key, api_base_url=endpoint.url, max_retries=2)
-    asked: dict[str, Any] = {"num_examples": s.count or -1, "rollouts_per_example": samples}
-    asked |= {"sampling_args": {"temperature": s.temperature}}
-    outputs = env.evaluate_sync(client=client, model=endpoint.model, **asked)["outputs"]
-    known = [one for one in outputs if not one.get("error")]
-    for one in known:
-        rewards.setdefault(one["example_id"], []).append(float(one["reward"]))
-    totals = [sum(one["token_usage"].values()) for one in known if one.get("token_usage")]
-    return _row(rewards, totals, len(outputs) - len(known), s.seed)
+    connect = partial(_library("verifiers.types").ClientConfig, api_key_var=key, max_retries=2)
+    batch, rows = uuid.uuid4().hex[:8], env.get_eval_dataset(n=s.count or -1).to_list()
+
+    async def play(number: int, at: Semaphore) -> _Played:
+        rollout, row = f"{batch}-{number}", rows[number // samples]
+        url = _address(policy, rollout).partition("#")[0] if s.grade else endpoint.url
+        asked = {**(env.sampling_args or {}), "temperature": s.temperature}
+        async with at:
+            one = await env.run_rollout(row, connect(api_base_url=url), endpoint.model, asked)
+        used = one.get("token_usage")
+        return _Played(
+            example=row["example_id"],
+            rollout=rollout,
+            reward=None if one.get("error") else float(one["reward"]),
+            tokens=sum(used.values()) if used else None,
+        )
+
+    async def all_of_them() -> list[_Played]:
+        at = Semaphore(AT_ONCE)
+        return await asyncio.gather(*(play(number, at) for number in range(len(rows) * samples)))
+
+    return asyncio.run(all_of_them())
+
+
+def _address(policy: str, rollout: str) -> str:
+    """Return the address, and model if one is named, at which a server records what is asked as one rollout."""
+    url, mark, model = parse_policy(policy)[1].partition("#")
+    return f"{url.rstrip('/').removesuffix('/v1')}/rollouts/{rollout}/v1{mark}{model}"
+
+
+def _verdict(policy: str, rollout: str, **verdict: Any) -> httpx.Response:
+    url = _address(policy, rollout).partition("#")[0].removesuffix("/v1") + "/grade"
+    key = os.environ.get("OPENAI_API_KEY")
+    return httpx.post(url, json=verdict, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=60)
+
+
+def _require_record(policy: str) -> None:
+    """Raise ValueError for a policy whose server keeps no rollouts: it would refuse the name of one."""
+    known = parse_policy(policy)[0] == "openai" and _verdict(policy, "none", reward=0.0)
+    if not known or "was recorded here" not in known.text:
+        raise ValueError(
+            f"--set grade=true: {policy} keeps no rollouts; serve it with `composer-nb serve --record RUN`"
+        )
+
+
+def _grade(policy: str, tasks: str, played: Sequence[_Played]) -> None:
+    for one in played:
+        if one.reward is not None:
+            told = _verdict(policy, one.rollout, reward=one.reward, task=f"{tasks}#{one.example}")
+            if told.is_error:
+                raise ProviderFailure(f"{policy}: did not take the reward of {one.rollout}: {told.text}")
 
 
 def _episode(env: Any, action: Any, turn_policy: TurnPolicy, seed: int, seconds: float) -> tuple[float, float]:

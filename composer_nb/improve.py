@@ -3,10 +3,11 @@
     composer-nb serve --model DIR --follow STORE --record RUN     people use it; their verdicts come by POST
     composer-nb improve RUN --model DIR --gate TASKS --out NEW --store STORE
 
-The update is on policy: a rollout that other weights sampled is counted and left out. There are no groups, because each request
-has one rollout, so the baseline is the mean of all rewards, and large batches make up for its noise. A broken call stays in its
-rollout as a negative example: Composer learnt to break calls at hard requests while such rollouts were dropped. It also learnt to
-ask instead of to edit, so the gate looks at edits too (https://cursor.com/blog/real-time-rl-for-composer).
+The update is on policy: a rollout that other weights sampled is counted and left out. A user's request has one rollout, so the
+baseline of its reward is the mean of all such, and large batches make up for its noise. Rollouts whose verdicts name one task are
+a group, as in RL. A broken call stays in its rollout as a negative example: Composer learnt to break calls at hard requests while
+such rollouts were dropped. It also learnt to ask instead of to edit, so the gate looks at edits too
+(https://cursor.com/blog/real-time-rl-for-composer).
 """
 
 from __future__ import annotations
@@ -92,10 +93,10 @@ def improve(
     if len(fresh) < 2:
         fit = f"{len(fresh)} of {len(judged)} have its log-probabilities"
         raise ValueError(f"--model {start}: did not sample these rollouts; {fit}")
-    [group] = score_groups([fresh], settings.reward, settings.loss)
+    groups = score_groups(grouped(fresh), settings.reward, settings.loss)
     LOG.info(f"scoring {start} on {len(tasks)} tasks")
     before = attempts_of(model, known, start, tasks, samples, settings)
-    trained = learn(model, group, settings, replay)
+    trained = learn(model, groups, settings, replay)
     save_pretrained(model, out / "candidate", dtype=torch.bfloat16, tokenizer=start / "tokenizer.json")
     if (known_by := start / CARRIED).is_file():
         shutil.copyfile(known_by, out / "candidate" / CARRIED)
@@ -106,7 +107,7 @@ def improve(
         (out / "weights").symlink_to("candidate")
     report = {
         "rollouts": {"judged": len(judged), "stale": len(judged) - len(fresh), "trained": len(fresh)},
-        "reward": float(np.mean([float(each.reward.total or 0.0) for each in group])),
+        "reward": float(np.mean([float(each.reward.total or 0.0) for group in groups for each in group])),
         "invalid_call_rate": behaviour(fresh)["invalid_call_rate"],
         "train": trained,
         "gate": found,
@@ -130,17 +131,26 @@ def gap(model: Model, done: Attempt, replay: ReplaySettings) -> float:
     return float(found.mean()) if len(found) else float("inf")
 
 
-def learn(model: Model, group: Sequence[Scored], settings: Settings, replay: ReplaySettings) -> dict[str, float]:
+def grouped(judged: Sequence[Attempt]) -> list[list[Attempt]]:
+    """Return the rollouts of each task that has several, and all others together."""
+    by_task: dict[str, list[Attempt]] = {}
+    for done in judged:
+        by_task.setdefault(done.task.id, []).append(done)
+    alone = [done for each in by_task.values() if len(each) == 1 for done in each]
+    return [*(each for each in by_task.values() if len(each) > 1), *([alone] if alone else ())]
+
+
+def learn(model: Model, groups: list[list[Scored]], settings: Settings, replay: ReplaySettings) -> dict[str, float]:
     """Learn from scored rollouts in `rl.minibatches` steps at the rate `rl.lr`. Return the learner's metrics."""
     rl = settings.rl
     optimizer = FlatOptimizer(model, settings.optimizer, published=torch.bfloat16)
     reference = copy.deepcopy(model) if settings.loss.beta else None
     return Learner(model, optimizer, settings.loss, reference, replay).learn(
-        streams_of([group], settings.loss),
+        streams_of(groups, settings.loss),
         Ranks(),
         Random(f"improve {settings.seed}"),
         minibatches=rl.minibatches,
-        denominator=float(len(group) * (1 if settings.loss.length_norm else rl.tokens_per_rollout)),
+        denominator=float(sum(map(len, groups)) * (1 if settings.loss.length_norm else rl.tokens_per_rollout)),
         lr=rl.lr,
         clip=rl.clip,
         budget=rl.microbatch_tokens,

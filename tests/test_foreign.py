@@ -7,12 +7,20 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from pydantic import BaseModel
 
+from composer_nb import foreign
 from composer_nb.cli import main
-from composer_nb.foreign import audit_verifiers, evaluate_foreign
+from composer_nb.foreign import ForeignSettings, audit_verifiers, evaluate_foreign
 from composer_nb.harness.agent.scripts import read_script
+from composer_nb.harness.product.record import served
 from composer_nb.harness.product.serve import ScriptServer
+from composer_nb.harness.tasks.task import load_tasks, save_tasks
+from composer_nb.improve import grouped, improve
+from composer_nb.settings import Settings, override
+from tests.test_serve_record import POLICY, recording
 
 DOUBLES = """
 import verifiers as vf
@@ -24,7 +32,8 @@ def load_environment():
     def right(completion, answer, **kwargs):
         return float(WHEN)
 
-    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[right]))
+    short = {"max_tokens": 16}
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[right]), sampling_args=short)
 """
 COUNTER = """
 from openenv.core.env_server.interfaces import Environment
@@ -63,6 +72,7 @@ def doubles(place: Path) -> Iterator[str]:
     for name, when in {
         "sound": "completion[-1].content.strip() == answer",
         "loose": "answer in completion[-1].content",
+        "signs": "sum(not sign.isalpha() for sign in completion[-1].content) / (len(completion[-1].content) or 1)",
     }.items():
         (place / f"{name}_env.py").write_text(DOUBLES.replace("WHEN", when))
     yield "sound_env"
@@ -87,6 +97,59 @@ def test_a_policy_at_an_environment_of_verifiers(doubles: str, tmp_path: Path, m
     assert (found["reward"], found["n_tasks"], found["k"], found["lost"]) == (0.25, 4, 2, 0)
     with pytest.raises(ValueError, match="composer-nb serve"):
         evaluate_foreign("scripted:lazy", f"verifiers:{doubles}", 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_policy_learns_what_an_environment_of_verifiers_rewards(doubles: str, tmp_path: Path) -> None:
+    """From the example's policy, on requests unlike any that it has read: two updates on the share of signs that are no letters."""
+    save_tasks(load_tasks(POLICY.parents[1] / "data" / "heldout.jsonl")[:2], tmp_path / "gate.jsonl")
+    policy, rewards = POLICY, list[float]()
+    settings = override(Settings(), {"rl.lr": 3e-3, "rl.minibatches": 4, "reward.weights": {"given": 1.0}})
+    for cycle in range(3):
+        run = tmp_path / f"run{cycle}"
+        with recording(run, policy=policy) as server:
+            graded = ForeignSettings(grade=True)
+            rewards.append(evaluate_foreign(f"openai:{server.url}", "verifiers:signs_env", 12, graded)["reward"])
+        judged = [*served(run).values()]
+        assert np.mean([done.grade.rewards["reward"] for done in judged]) == pytest.approx(rewards[-1])
+        assert [len(group) for group in grouped(judged)] == [12] * 4, "an example is a group"
+        if cycle < 2:
+            improve([run], policy, tmp_path / f"out{cycle}", tmp_path / "gate.jsonl", settings, samples=1)
+            policy = tmp_path / f"out{cycle}" / "candidate"
+    assert rewards[2] > rewards[0] + 0.1, rewards
+
+
+def test_a_reward_needs_a_server_that_records(tmp_path: Path) -> None:
+    (tmp_path / "s.json").write_text(json.dumps([{"text": "12"}]))
+    with ScriptServer(read_script(tmp_path / "s.json")) as server:
+        for policy in (f"openai:{server.url}", f"scripted:{tmp_path}/s.json"):
+            with pytest.raises(ValueError, match="serve it with `composer-nb serve --record RUN`"):
+                evaluate_foreign(policy, "verifiers:any", 1, ForeignSettings(grade=True))
+
+
+def test_episodes_are_recorded_with_their_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No action of a policy that was never asked for JSON is valid, so each episode ends at its first turn."""
+
+    class Act(BaseModel):
+        number: int
+
+    class Seen(BaseModel):
+        done: bool = False
+
+    class Room:
+        def reset(self, seed: int) -> Seen:
+            return Seen()
+
+    monkeypatch.setattr(foreign, "load_openenv", lambda name: (Room(), Act))
+    with recording(tmp_path / "run") as server:
+        settings = ForeignSettings(grade=True, count=2)
+        found = evaluate_foreign(f"openai:{server.url}", "openenv:room:Room:Act", 2, settings)
+    assert found["reward"] == 0.0 and found["n_tasks"] == 2
+    groups = grouped([*served(tmp_path / "run").values()])
+    assert sorted(done.task.id for group in groups for done in group) == [
+        f"openenv:room:Room:Act#{n // 2}" for n in range(4)
+    ]
+    assert all(done.grade.rewards == {"reward": 0.0} and done.rollout.segments for group in groups for done in group)
 
 
 @pytest.mark.parametrize(

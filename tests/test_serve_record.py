@@ -44,8 +44,8 @@ TOKENS = 512
 
 
 @contextmanager
-def recording(run: Path, slots: int = 4) -> Iterator[ChatServer]:
-    with open_engine(POLICY, slots=slots, tokens=TOKENS) as engine:
+def recording(run: Path, slots: int = 4, policy: Path = POLICY) -> Iterator[ChatServer]:
+    with open_engine(policy, slots=slots, tokens=TOKENS) as engine:
         answer = Conversations(
             engine.shared, engine.tokenizer, engine.format, engine.tokens, Record(run, engine.tokenizer)
         )
