@@ -101,7 +101,7 @@ def test_a_policy_at_an_environment_of_verifiers(doubles: str, tmp_path: Path, m
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_policy_learns_what_an_environment_of_verifiers_rewards(doubles: str, tmp_path: Path) -> None:
-    """From the example's policy, on requests unlike any that it has read. What is rewarded is the share of signs that are no letters."""
+    """From the example's policy, on requests unlike any that it has read; signs that are no letters are rewarded."""
     save_tasks(load_tasks(POLICY.parents[1] / "data" / "heldout.jsonl")[:2], tmp_path / "gate.jsonl")
     policy, rewards = POLICY, list[float]()
     settings = override(Settings(), {"rl.lr": 3e-3, "rl.minibatches": 4, "reward.weights": {"given": 1.0}})
