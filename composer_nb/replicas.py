@@ -449,9 +449,8 @@ def _obey(pipe: Connection, engine: OpenEngine[Any], said: SimpleQueue[Any]) -> 
 
     def refused(rollout: int, place: int, answer: Future[Completion]) -> None:
         if not answer.cancelled() and (error := answer.exception()):
-            with suppress(
-                ProviderFailure
-            ):  # the engine has failed: the front hears of that, and has the turn continued
+            # An engine that has failed refuses nothing: the front hears of its end, and has the turn continued.
+            with suppress(ProviderFailure):
                 service.check()
                 said.put(("refused", rollout, place, _plain(error)))
 
