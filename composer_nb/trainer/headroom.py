@@ -47,6 +47,8 @@ def _verdict(found: dict[str, Any]) -> str:
         return "one attempt at a task cannot tell what RL could find"
     if not found["live"]:
         return f"nothing to find: the {found['k']} attempts at each task earn the same reward, so no gradient is left"
+    if not found["best_of_k"]:
+        return f"no attempt solves a task, so RL can move only other terms of the reward ({found['live']:.0%} of tasks live)"
     best = f"up to +{found['gain']:.2f} of pass@1 (best of {found['k']}), {found['live']:.0%} of tasks live"
     if found["recovery"] is None:
         return f"{best}; no attempt edits again after a failed test, so testing cannot pay"

@@ -23,17 +23,22 @@ def policies(report: Mapping[str, Any]) -> Picture:
         return style.empty(_NOT_YET)
     picture, ax = style.one_panel(11.5, 3.4)
     kinds = {"pass_at_1": "ci95", "pass_greedy": "ci95_greedy", "best_of_k": None}
+    new = any("structures" in score for score in scores.values())
+
+    def parts(score: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        return [score, score.get("structures", {})] if new else [score]
+
     sides = [
         style.Side(
             name,
             POLICY.get(name, style.PURPLE),
-            [*(score.get(kind) for kind in kinds), _within_12(score), _within_12(score.get("structures", {}))],
-            [*(score.get(interval) for interval in kinds.values()), None, None],
+            [*(score.get(kind) for kind in kinds), *(_within_12(part) for part in parts(score))],
+            [*(score.get(interval) for interval in kinds.values()), *(None for _ in parts(score))],
         )
         for name, score in scores.items()
     ]
     k, tasks = (max(score[name] for score in scores.values()) for name in ("k", "n_tasks"))
-    groups = ["pass@1", "greedy", f"best of {k}", "in 12 calls", "new structures,\nin 12 calls"]
+    groups = ["pass@1", "greedy", f"best of {k}", "in 12 calls", *(["new structures,\nin 12 calls"] if new else [])]
     style.grouped(ax, groups, sides, ".2f")
     as_share(ax, min(1.12, max(0.2, 1.25 * max(s["best_of_k"] for s in scores.values()) + 0.1)))
     title(ax, f"solved, on {tasks} held-out tasks", "", "share of tasks")

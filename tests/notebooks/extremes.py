@@ -86,6 +86,16 @@ def solves(run: RunDir, passed: bool) -> None:
     rescored(run, lambda done: graded(done, passed))
 
 
+def has_no_new_structures(run: RunDir) -> None:
+    """Leave a run as `data.structure_tasks=0` makes it."""
+    for file in [run.path / "data" / "structures.jsonl", *(run.path / "rollouts").glob("eval_*_structures.*")]:
+        file.unlink()
+    for stage in ("data", *(f"eval_{name}" for name in POLICIES)):
+        info = run.finished(stage) or {}
+        info |= {"tasks": info["tasks"] | {"structures": 0}} if stage == "data" else {}
+        run.finish(stage, info.pop("seconds"), {key: value for key, value in info.items() if key != "structures"})
+
+
 def graded(done: Attempt, passed: bool) -> Attempt:
     """Return the attempt with every test passed, or failed."""
     tests = dict.fromkeys(done.grade.tests or {"test_hidden": passed}, passed)

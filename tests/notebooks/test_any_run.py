@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from extremes import cut_off, execute, pays_for_nothing, ran_out_of_time, solves
+from extremes import cut_off, execute, has_no_new_structures, pays_for_nothing, ran_out_of_time, solves
 
 from composer_nb.trainer.records.rundir import RunDir
 
@@ -59,13 +59,14 @@ def test_a_run_of_any_outcome_can_be_read(
     assert not re.search(r"(?<!\w)nan(?!\w)", said, re.I), "a missing value is told by a word or a dash"
 
 
-@pytest.mark.parametrize("extreme", ["all groups dead", "out of time", "everything solved"])
+@pytest.mark.parametrize("extreme", ["all groups dead", "out of time", "everything solved", "no new structures"])
 @pytest.mark.whole
 def test_the_tour_of_any_outcome_comes_to_its_end(
     extreme: str, tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]
 ) -> None:
     run = copy_of(tiny_run)
-    {**EXTREMES, "out of time": ran_out_of_time}[extreme](run)
+    others = {"out of time": ran_out_of_time, "no new structures": has_no_new_structures}
+    {**EXTREMES, **others}[extreme](run)
     said = execute("01_tour", {"run_dir": str(run.path)})
     unchanged = "the last batch had no group that teaches, so none of"
     assert (unchanged in said) == (extreme == "all groups dead")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,6 +61,13 @@ def test_the_verdict(task: Task, attempts: list[tuple[tuple[int, ...], bool]], l
     else:
         with pytest.raises(ValueError, match=r"RL has nothing to find.*rl\.gate=false"):
             require_headroom(found)
+
+
+def test_a_penalty_alone_is_no_promise_to_solve_more(task: Task) -> None:
+    clean, other = (attempt(task, 2, solved=False) for _ in range(2))
+    turns = (replace(other.rollout.turns[0], error="InvalidArguments"), *other.rollout.turns[1:])
+    found = headroom([clean, replace(other, rollout=replace(other.rollout, turns=turns))], [clean], RewardSettings())
+    assert found["live"] == 1.0 and "no attempt solves a task" in found["verdict"]
 
 
 def test_one_attempt_a_task_tells_nothing_and_refuses_nothing(task: Task) -> None:

@@ -84,6 +84,10 @@ def test_the_bars_are_the_scores(tiny_run: RunDir):
     assert heights["final"] == [0.5, final["pass_greedy"], final["best_of_k"], *within]
     lines = [sorted(line.get_ydata()) for line in ax.lines]
     assert [0.4, 0.6] in lines
+    for score in report["eval"].values():
+        del score["structures"]
+    [ax] = scores.policies(report).axes
+    assert [label.get_text() for label in ax.get_xticklabels()][-1] == "in 12 calls"
 
 
 def test_curves_hold_every_durable_step(tiny_run: RunDir):
