@@ -60,9 +60,7 @@ def _verdict(found: dict[str, Any]) -> str:
 def require_headroom(found: Mapping[str, Any]) -> None:
     """Raise ValueError where RL has nothing to find."""
     if found["live"] == 0:
-        raise ValueError(
-            f"RL has {found['verdict']}; change env.*, data.*, reward.* or the start, or set rl.gate=false"
-        )
+        raise ValueError(f"RL has {found['verdict']}; change env, data, reward or the start, or set rl.gate=false")
 
 
 def run_headroom(run: RunDir, policy: str = "start") -> dict[str, Any]:

@@ -162,8 +162,8 @@ def make_data(s: Stages) -> None:
         if s.ranks.first:
             if found := unguarded((dealt or {}).get("rl", [])):
                 s.say(
-                    f"data: env.tasks={s.settings.env.tasks}: code that only claims to be right may pass {len(found)} of RL's tasks, "
-                    f"so RL may teach it; take out: {', '.join(found[:5])}{', …' * (len(found) > 5)}"
+                    f"data: env.tasks={s.settings.env.tasks}: code that only claims to be right can pass {len(found)} of RL's "
+                    f"tasks, so RL may teach it; take out: {', '.join(found[:5])}{', …' * (len(found) > 5)}"
                 )
             for kind, tasks in (dealt or {}).items():
                 save_tasks(tasks, folder / f"{kind}.jsonl")
