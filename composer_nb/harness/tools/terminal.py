@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+import re
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -40,6 +41,7 @@ cd -- "$1" || exit 1
 eval "$2" 3>&-
 """
 """Merges both streams of a command, as in a terminal, and reports its final folder and environment on the other stream."""
+_SUMMARY = re.compile(r"(\d+ [a-z]+(, )?)+ in [\d.]+s.*")
 BACKGROUND = """\
 trap 'echo "[exit code $?]"' EXIT
 cd -- "$1" || exit 1
@@ -91,6 +93,13 @@ def run_terminal_cmd(
     if session.cwd != session.root:
         notes += f", in {session.cwd.removeprefix(session.root + '/')}"
     return f"{notes}\n{output}".rstrip()
+
+
+def tested(output: str) -> dict[str, int]:
+    """Return how many tests passed and ran, if the last line of an output is pytest's summary of them."""
+    found = _SUMMARY.fullmatch(output.rstrip().rpartition("\n")[2].strip("= "))
+    counts = {kind: int(count) for count, kind in re.findall(r"(\d+) (passed|failed|error)", found[0])} if found else {}
+    return {"tests_passed": counts.get("passed", 0), "tests_run": sum(counts.values())} if counts else {}
 
 
 def _state(done: ExecResult) -> tuple[str, Mapping[str, str]] | None:

@@ -20,6 +20,7 @@ from composer_nb.harness.tasks.runtime import PACKAGES_AT
 from composer_nb.harness.tools import files, notes, search, terminal
 from composer_nb.harness.tools.arguments import check, parameters, printable
 from composer_nb.harness.tools.session import DOING, Search, Session
+from composer_nb.harness.tools.terminal import tested
 from composer_nb.harness.tools.tiny import TINY, Observation, Workspace
 from composer_nb.harness.tools.tool_call import ErrorKind, Reply, Tool, ToolCall, ToolError
 
@@ -200,7 +201,10 @@ class ToolSet:
             if session.stop.is_set():
                 raise ToolError("UserAborted", "not begun")
             got = tool(session, arguments)
-            got = Observation(text=got) if isinstance(got, str) else replace(got, text=session.fit(got.text, tool.name))
+            if isinstance(got, str):
+                got = Observation(text=got, **(tested(got) if tool.needs == "bash" else {}))
+            else:
+                got = replace(got, text=session.fit(got.text, tool.name))
             reply = _told(call, tool, got)
         except SandboxFailure:
             raise

@@ -240,6 +240,23 @@ class TestTerminal:
         text = self.run(call, "pytest test_a.py")
         assert text.startswith("exit code 1") and "1 failed, 1 passed" in text and "pluggy-" in text
 
+    @pytest.mark.parametrize(
+        ("command", "passed", "run"),
+        [
+            ("pytest test_a.py", 1, 2),
+            ("python -m pytest -q -x --tb=short -rN -k test_b", 0, 1),
+            ("pytest -q none.py", None, None),
+            ("pytest -qq test_a.py", None, None),
+            ("echo 5 passed", None, None),
+        ],
+    )
+    def test_tests_are_counted_as_pytest_sums_them_up(
+        self, command: str, passed: int | None, run: int | None, box: Sandbox, call: Call
+    ) -> None:
+        box.write("test_a.py", b"def test_a(): pass\ndef test_b(): assert 1 == 2\n")
+        reply = call("run_terminal_cmd", command=command, is_background=False)
+        assert (reply.tests_passed, reply.tests_run) == (passed, run)
+
     def test_a_folder_that_is_gone_is_told(self, call: Call) -> None:
         self.run(call, "mkdir d; cd d; rmdir ../d")
         assert "No such file" in self.run(call, "pwd")
