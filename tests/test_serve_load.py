@@ -23,7 +23,7 @@ from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.services.inference import Inference
 from tests.harness.product import conftest as product
-from tests.test_serve_engine import ASKED, LONG, serving, wait_until
+from tests.test_serve_engine import ASKED, LONG, Endless, serving, wait_until
 from tests.test_serve_engine import model as tiny
 
 tokenizer, model = product.tokenizer, tiny
@@ -206,7 +206,7 @@ def test_hours_of_use_leave_nothing_behind(model: Model, tokenizer: Tokenizer, s
 
 
 def test_a_server_that_ends_answers_what_is_under_way_and_nothing_new(model: Model, tokenizer: Tokenizer) -> None:
-    with serving(model, tokenizer, slots=1, endless=True) as small:
+    with serving(model, tokenizer, slots=1, kind=Endless) as small:
         found = list[Any]()
         threads = [threading.Thread(target=lambda: found.append(small.chat(max_tokens=60))) for _ in range(3)]
         for each in threads:
