@@ -4,8 +4,8 @@ A verifiers environment keeps its own loop, tools and rubric, and asks an endpoi
 action a turn: the JSON object that the policy writes. Both run in this process, unlike the tasks of this package, so load only
 what you trust. References: PrimeIntellect's verifiers (0.3), Meta's openenv-core (0.3).
 
-Training on them needs no access to their loop: `composer-nb serve --record` keeps the tokens, `grade` sends each reward after its
-rollout, and `composer-nb improve` learns from them, the rollouts of an example as a group.
+Training on them needs no access to their loop: `composer-nb serve --record` keeps the tokens, `grade` sends the rewards when all
+attempts have ended, and `composer-nb improve` learns from them, the rollouts of an example as a group.
 """
 
 from __future__ import annotations
