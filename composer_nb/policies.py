@@ -30,6 +30,7 @@ from composer_nb.planner import planner
 
 if TYPE_CHECKING:
     from composer_nb.trainer.services.inference import Inference
+    from composer_nb.trainer.versions.rule import Rule
 
 KINDS = "DIR, openai:URL[#MODEL], vllm:URL#DIR, sglang:URL#DIR, scripted:NAME or scripted:FILE.json"
 Cast = Callable[[Task | None, int], TurnPolicy]
@@ -210,11 +211,13 @@ def open_engine(
     temperature: float = 1.0,
     seed: int = 0,
     follow: str = "",
+    rule: Rule | None = None,
     step_tokens: int = 4096,
     numerics: str = "float32",
 ) -> Iterator[OpenEngine[Inference]]:
     """Run a checkpoint. `tokens`: maximum of one conversation; less if the model reads less. `follow`: a store of weight versions
-    of this model, whose newest runs at any time; as long as there is none, the checkpoint runs as version -1, else as 0.
+    of this model, whose newest runs at any time, or the one that `rule` gives; as long as there is none, the checkpoint runs as
+    version -1, else as 0.
     `step_tokens`: as in `Engine`. `numerics`: as `engine.numerics`. A head beside the checkpoint drafts (`drafts.py`), which
     changes nothing but the speed.
 
@@ -235,8 +238,9 @@ def open_engine(
     updates, version = None, 0
     if follow:
         updates = Updates(follow, f"serve-{socket.gethostname()}-{os.getpid()}", model.config, numerics=name)
-        newest = updates.receiver.newest()
-        model, version = (model, -1) if newest is None else (updates.first(newest), newest)
+        updates.rule = rule or updates.rule
+        wanted = updates.wanted()
+        model, version = (model, -1) if wanted is None else (updates.first(wanted), wanted)
     size = {"slots": slots, "max_length": most, "step_tokens": step_tokens}
     given: dict[str, Any] = {"stop": stop, "temperature": temperature, "seed": seed, "version": version, **size}
     head = load_draft(path, model)

@@ -19,33 +19,24 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
-import pickle
-import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
-
-import numpy as np
-from numpy.typing import NDArray
 
 from composer_nb.harness.agent.grammar import Grammar
 from composer_nb.harness.policy import Completion, Drawn, ProviderFailure, Request, Trace
 from composer_nb.harness.product.record import overlaid
-from composer_nb.policies import OpenEngine, chat_of, open_engine
-from composer_nb.trainer.recipe.child import die_with
+from composer_nb.policies import OpenEngine, chat_of
+from composer_nb.replica import serve_replica
+from composer_nb.trainer.versions.rule import Rule
 
 LOG = logging.getLogger(__name__)
-TELL_S = 0.5
-"""Seconds between two reports of a replica."""
 HUNG_S = 60.0
 """A replica that has told nothing for so long is killed."""
 LOAD_S = 900.0
@@ -174,6 +165,18 @@ class Replicas:
             self._check()
             return min(replica.version for replica in self._replicas if replica.stillborn < STILLBORN)
 
+    @property
+    def alive(self) -> bool:
+        """False when no replica is left."""
+        return self._over is None
+
+    def take(self, rule: Rule) -> None:
+        """Have every process run the version that `rule` gives."""
+        with self._lock:
+            self._given["rule"] = rule
+            for replica in self._replicas:
+                self._send(replica, "rule", rule)
+
     def states(self) -> list[dict[str, int]]:
         """Return what each replica does."""
         with self._lock:
@@ -287,7 +290,7 @@ class Replicas:
         while replica.stillborn < STILLBORN:
             ours, theirs = context.Pipe()
             arguments = (theirs, self._given, len(self._replicas) > 1)
-            process = context.Process(target=_serve, args=arguments, name=f"replica-{number}", daemon=True)
+            process = context.Process(target=serve_replica, args=arguments, name=f"replica-{number}", daemon=True)
             with self._lock:
                 if self._over is not None:
                     return
@@ -417,90 +420,3 @@ def _grammar(request: Request) -> Grammar | None:
     if request.allowed and not isinstance(grammar, Grammar):
         raise ValueError("only a Grammar can be sent to another process")
     return grammar
-
-
-def _serve(pipe: Connection, given: dict[str, Any], narrow: bool) -> None:
-    """The process of a replica. Signals that end a group of processes are left to the front, which drains, and then ends it."""
-    die_with(os.getppid())  # also while it loads
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    said: SimpleQueue[Any] = SimpleQueue()
-    sender = threading.Thread(target=_say, args=(pipe, said), daemon=True)
-    sender.start()
-    try:
-        with open_engine(**given) as engine:
-            if narrow:
-                import torch
-
-                engine.shared.between(partial(torch.set_num_threads, 1))
-            said.put(("ready", engine.tokens, engine.shared.version, engine.shared.policy.stop))
-            _obey(pipe, engine, said)
-    except EOFError:  # the front has gone
-        pass
-    except Exception as error:
-        said.put(("failed", _plain(error)))
-    said.put(None)
-    sender.join()
-
-
-def _obey(pipe: Connection, engine: OpenEngine[Any], said: SimpleQueue[Any]) -> None:
-    """Carry out what the front asks, until it ends. Raises ProviderFailure when the engine has failed."""
-    service = engine.shared
-
-    def refused(rollout: int, place: int, answer: Future[Completion]) -> None:
-        if not answer.cancelled() and (error := answer.exception()):
-            # An engine that has failed refuses nothing: the front hears of its end, and has the turn continued.
-            with suppress(ProviderFailure):
-                service.check()
-                said.put(("refused", rollout, place, _plain(error)))
-
-    while True:
-        if pipe.poll(TELL_S):
-            match pipe.recv():
-                case "start", orders:
-                    for order, answer in zip(
-                        orders, service.start(*(_heard(engine, said, *each) for each in orders)), strict=True
-                    ):
-                        answer.add_done_callback(partial(refused, order[1].rollout, order[0]))
-                case "release", number, rollout:
-                    said.put(("trace", number, service.release(rollout)))
-                case _:
-                    return
-        said.put(("told", service.version))
-
-
-def _heard(
-    engine: OpenEngine[Any], said: SimpleQueue[Any], place: int, request: Request, form: Any, before: list[int]
-) -> Request:
-    """Return a turn that tells its tokens. `before`: what was written of it elsewhere."""
-    allowed: Callable[[Sequence[int]], NDArray[np.bool_]] | None = None
-    if form:
-        grammar = Grammar.of_form(engine.tokenizer, form)
-
-        def allowed(written: Sequence[int]) -> NDArray[np.bool_]:
-            return grammar.allowed([*before, *written])
-
-    def heard(drawn: Drawn) -> None:
-        said.put(("drawn", request.rollout, place, drawn))
-
-    return replace(request, heard=heard, allowed=allowed)
-
-
-def _plain(error: BaseException) -> BaseException:
-    """Return an error that survives a pipe."""
-    try:
-        return pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(repr(error))
-
-
-def _say(pipe: Connection, said: SimpleQueue[Any]) -> None:
-    """Send what there is to say, all that has come meanwhile at once."""
-    while (first := said.get()) is not None:
-        messages = [first]
-        while not said.empty() and messages[-1] is not None:
-            messages.append(said.get())
-        with suppress(OSError):
-            pipe.send([each for each in messages if each is not None])
-        if messages[-1] is None:
-            return

@@ -52,6 +52,8 @@ class Request:
     """Tokens are drawn from those with at least this share of the highest probability."""
     priority: int = 1
     """Lower ones go first, at the next step: a user's is 0, a rollout's 1."""
+    user: str = ""
+    """Name of who asks, which decides who has a new version of the weights first."""
     heard: Callable[[Drawn], None] | None = None
     """Called with every token as it is drawn, by a policy that can do so."""
     top: int = 0

@@ -161,6 +161,8 @@ def verdict(given: argparse.Namespace) -> int:
     arg("--policy scripted:FILE.json", "script to serve"),
     arg("--follow STORE", "store of weight versions of this model; the newest answers", ""),
     arg("--record RUN", "folder that keeps every conversation as a rollout", type=Path),
+    arg("--canary SHARE", "share of users who get a new version first; their verdicts decide whether all do", 0.0),
+    arg("--verdicts N", "verdicts on a new version at which --canary decides at the latest", 200),
     arg("--slots N", "conversations held at a time", SLOTS),
     arg("--replicas N", "processes that share them, each with the model in its own memory", 1),
     arg("--tokens N", "maximum tokens of one conversation", 32_768),
@@ -177,6 +179,7 @@ def verdict(given: argparse.Namespace) -> int:
 )
 def serve(given: argparse.Namespace) -> int:
     """Serve a checkpoint or a script as an OpenAI-compatible server on this machine's loopback."""
+    from composer_nb.canary import Canary, open_canary
     from composer_nb.harness.agent.scripts import read_script
     from composer_nb.harness.product.conversations import Conversations
     from composer_nb.harness.product.record import Record
@@ -207,17 +210,28 @@ def serve(given: argparse.Namespace) -> int:
         raise ValueError("--slots and --tokens must be above 0, --queue not below it, --step-tokens at least --slots")
     if not 1 <= given.replicas <= given.slots or (given.replicas > 1 and not given.model):
         raise ValueError(f"--replicas {given.replicas}: from 1 to --slots {given.slots}, and with --model DIR")
+    if given.canary and not (0 < given.canary < 1 and given.verdicts >= 1 and given.follow and given.record):
+        raise ValueError(
+            f"--canary {given.canary:g}: above 0 and below 1, with --follow STORE, --record RUN and --verdicts of at least 1"
+        )
     address = {**pick(given, "host", "slots", "queue"), "key": os.environ.get("COMPOSER_NB_KEY", "")}
     if given.model:
         size = pick(given, "slots", "tokens", "temperature", "follow", "step_tokens", "numerics")
-        alone = given.replicas == 1
+        trial = {"share": given.canary, "verdicts": given.verdicts, "run": given.record}
         with (
-            open_engine(given.model, **size) if alone else open_replicas(given.model, given.replicas, **size)
+            open_canary(given.model, given.replicas, **trial, **size)
+            if given.canary
+            else open_engine(given.model, **size)
+            if given.replicas == 1
+            else open_replicas(given.model, given.replicas, **size)
         ) as engine:
-            record = Record(given.record, engine.tokenizer) if given.record else None
+            judged = {"judged": engine.shared.judged} if isinstance(engine.shared, Canary) else {}
+            record = Record(given.record, engine.tokenizer, **judged) if given.record else None
             answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens, record)
             address |= {"version": lambda: engine.shared.version, "grade": answer.grade, "trained": engine.known}
-            address |= {"replicas": engine.shared.states} if isinstance(engine.shared, Replicas) else {}
+            if isinstance(engine.shared, Replicas | Canary):
+                address["replicas"] = engine.shared.states
+            address |= {"canary": engine.shared.told} if isinstance(engine.shared, Canary) else {}
             try:
                 return run(ChatServer(answer, given.port, given.model.resolve().name, **address))
             finally:

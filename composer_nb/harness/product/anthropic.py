@@ -71,8 +71,8 @@ class Messages(Strict):
     stop_sequences: Annotated[list[str], Field(max_length=4)] | None = None
     stream: bool | None = None
     rollout: Named | None = None
-    # Accepted with the values that change nothing.
     metadata: dict[str, str | None] | None = None
+    # Accepted with the values that change nothing.
     thinking: dict[Literal["type"], Literal["disabled"]] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
@@ -98,6 +98,7 @@ class Messages(Strict):
             tool_choice=choice.openai if choice else None,
             parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
             stop=self.stop_sequences,
+            user=(self.metadata or {}).get("user_id"),
             **self.model_dump(include={"max_tokens", "temperature", "top_p", "top_k", "stream", "rollout"}),
         )
 

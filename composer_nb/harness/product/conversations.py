@@ -77,6 +77,7 @@ class _Talk:
     """Decides the random draws."""
     rollout: int | None = None
     """The policy's name for it; None: the policy does not hold it."""
+    user: str = ""
     marks: dict[bytes, int] = field(default_factory=dict)
     """Digest of its messages up to each of our answers -> tokens up to there."""
     busy: bool = True
@@ -123,7 +124,8 @@ class Conversations:
         for each in spoken:
             digests.append(_digest(digests[-1], each))
         user = next((each["content"] for each in spoken if each["role"] == "user"), "")
-        new = _Talk(renderer=renderer, digest=digests[0], row=Row(name=asked.rollout or "", instruction=user))
+        row = Row(name=asked.rollout or "", instruction=user)
+        new = _Talk(renderer=renderer, digest=digests[0], row=row, user=asked.user or "")
         held = self._held(new, asked.n or 1, asked.seed, digests, there)
         most, work = asked.max_completion_tokens or asked.max_tokens, list[tuple[Request, Turn]]()
         grammars = list[Grammar | None]()
@@ -203,7 +205,11 @@ class Conversations:
         if not ids or max(ids) >= vocabulary:
             raise Refused(f"{param}: at least one token, and none above {vocabulary - 1}", param=param)
         held = self._held(
-            _Talk(renderer=renderer, digest=b"", row=Row(name="")), given.n or 1, given.seed, [b""], there
+            _Talk(renderer=renderer, digest=b"", row=Row(name=""), user=how.user or ""),
+            given.n or 1,
+            given.seed,
+            [b""],
+            there,
         )
         drawn = {"top": given.logprobs or 0, "temperature": given.temperature, "top_p": given.top_p or 1.0}
         drawn |= {"top_k": given.top_k or 0, "min_p": given.min_p or 0.0}
@@ -231,9 +237,8 @@ class Conversations:
         if again:
             talk.rollout = next(self._numbers) * ATTEMPT_STRIDE + talk.drawn_by
         assert talk.rollout is not None
-        return Request(
-            rollout=talk.rollout, token_ids=[*(known if again else ()), *read], max_tokens=room, priority=0, **drawn
-        )
+        named = {"rollout": talk.rollout, "user": talk.user or talk.row.name}
+        return Request(**named, token_ids=[*(known if again else ()), *read], max_tokens=room, priority=0, **drawn)
 
     def _run(self, work: Sequence[tuple[Request, Turn]], there: Callable[[], bool]) -> None:
         """Have turns written side by side. Raises TimeIsUp when the client goes away."""

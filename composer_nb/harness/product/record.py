@@ -8,7 +8,7 @@ which names its parent. It reads the tokens that both share, so that each sample
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import count, takewhile
 from pathlib import Path
@@ -120,10 +120,10 @@ def overlaid(first: Trace, later: Trace) -> Trace:
 class Record:
     """A folder of rollouts that were served: that of a run with this tokenizer, or a new one."""
 
-    def __init__(self, run: Path, tokenizer: Tokenizer) -> None:
-        """Raises ValueError for a run with another tokenizer."""
+    def __init__(self, run: Path, tokenizer: Tokenizer, judged: Callable[[Attempt], None] = lambda done: None) -> None:
+        """`judged`: called with each rollout that got a verdict. Raises ValueError for a run with another tokenizer."""
         pa.array([0])  # imports pandas, for seconds: now, and not while requests are answered
-        self.run, known = run, run / "data" / "tokenizer.json"
+        self.run, self.judged, known = run, judged, run / "data" / "tokenizer.json"
         if known.exists() and Tokenizer.from_file(str(known)).to_str() != tokenizer.to_str():
             raise ValueError(f"--record {run}: holds rollouts in the tokens of another model; give another folder")
         known.parent.mkdir(parents=True, exist_ok=True)
@@ -151,6 +151,7 @@ class Record:
         graded = [verdict.of(_loaded(file)) for file in files]
         for file, done in zip(files, graded, strict=True):
             self._save(file, done)
+        self.judged(graded[-1])
         return sum(len(done.rollout.segments) for done in graded)
 
     def _save(self, file: Path, done: Attempt) -> None:

@@ -151,13 +151,15 @@ class ChatServer:
         grade: Callable[[str, Verdict], int] | None = None,
         trained: Carried | None = None,
         replicas: Callable[[], Sequence[Mapping[str, int]]] = tuple,
+        canary: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         """`port` 0 is any free port; with `shared`, several servers of a machine may listen on one, and each connection goes to
         one of them. `slots` requests are answered at a time and `queue` more wait. Requests bring the `key`, if there is
         one; beyond the loopback one is made. `version`: that of the policy; raises ProviderFailure if it has ended.
         `grade`: takes what is found out about a recorded rollout, and returns the number of its branches. `trained`: what the
         model was trained with; `GET /v1/models` says it, so that an agent offers the same tools within the same limits.
-        `replicas`: what each of several engines does, for `/health` and `/metrics`.
+        `replicas`: what each of several engines does, for `/health` and `/metrics`. `canary`: where the trial of a version
+        stands, for `/health`.
 
         Raises ValueError for an invalid address, or one in use."""
         self.model, self.host, self.most = model, host, slots + queue
@@ -171,7 +173,7 @@ class ChatServer:
         local = ip_address(self._socket.getsockname()[0]).is_loopback
         self.key = key or ("" if local else secrets.token_urlsafe(24))
         self._version, self._grade, self._counts = version, grade, Counter[str]()
-        self._replicas = replicas
+        self._replicas, self._canary = replicas, canary
         self._trained = {"trained_with": asdict(trained)} if trained else {}
         self._answer, self._work, self._draining = answer, set[Future[Answered]](), False
         self._threads = ThreadPoolExecutor(max_workers=slots, thread_name_prefix="answer")
@@ -248,9 +250,8 @@ class ChatServer:
                 if self._draining:
                     raise TimeIsUp
                 told: dict[str, Any] = {"policy_version": self._version()} if self._version else {}
-                return JSONResponse(
-                    {"status": "ok"} | told | ({"replicas": each} if (each := self._replicas()) else {})
-                )
+                more = {"replicas": self._replicas(), "canary": self._canary()}
+                return JSONResponse({"status": "ok"} | told | {name: each for name, each in more.items() if each})
             case "GET", "/metrics":
                 return PlainTextResponse(self._metrics())
             case "GET", "/v1/models":

@@ -76,11 +76,11 @@ class _Drawn(Strict):
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: dict[Literal["include_usage"], bool] | None = None
+    user: str | None = None
     # Accepted with the values that change nothing.
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    user: str | None = None
 
 
 class Asked(_Drawn):

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -31,6 +32,7 @@ from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.models.variants import EngineName, as_engine
 from composer_nb.trainer.versions.manifest import WeightFault, state_hash
 from composer_nb.trainer.versions.receiver import Fetched, Receiver
+from composer_nb.trainer.versions.rule import Rule
 from composer_nb.trainer.versions.store import StoreError
 
 APPEARS_S = 120.0
@@ -74,8 +76,18 @@ class Updates:
         self, url: str | Path, name: str, config: ModelConfig, *, kernels: Any = None, numerics: EngineName = "float32"
     ) -> None:
         """`numerics`: the engine's number format."""
-        self.receiver = Receiver(url, name=name)
+        self._source = partial(Receiver, url, name=name)
+        self.receiver, self.rule = self._source(), Rule()
         self.config, self.kernels, self.numerics = config, kernels, numerics
+
+    def wanted(self) -> int | None:
+        """Return the version that should run by the rule; None if the store is empty."""
+        newest = self.receiver.newest()
+        return None if newest is None else self.rule.of(newest)
+
+    def go_back(self) -> None:
+        """Forget what was received: a receiver goes forward only."""
+        self.receiver = self._source()
 
     def model(self, tensors: Mapping[str, Tensor]) -> Model:
         model = empty_model(self.config)
@@ -166,7 +178,7 @@ class Inference(Shared):
 
 @contextmanager
 def following(service: Inference) -> Iterator[None]:
-    """Keep a service at the newest version of its store. What cannot be used is logged and left out."""
+    """Keep a service at the version that the rule of its updates gives. What cannot be used is logged and left out."""
     ended = threading.Event()
     thread = threading.Thread(target=_follow, args=(service, ended), name="follow", daemon=True)
     thread.start()
@@ -178,18 +190,21 @@ def following(service: Inference) -> Iterator[None]:
 
 
 def _follow(service: Inference, ended: threading.Event) -> None:
-    updates, engine, newest = service.updates, service.policy, None
+    updates, engine, wanted = service.updates, service.policy, None
     assert updates is not None
     passed = engine.version
     while not ended.wait(LOOK_S):
         try:
-            newest = updates.receiver.newest()
-            if newest is not None and newest > passed:
-                service.update(newest)
-                passed = newest
+            wanted = updates.wanted()
+            back = wanted is not None and wanted < passed and passed > updates.rule.most
+            if wanted is not None and (wanted > passed or back):
+                if back:
+                    updates.go_back()
+                service.update(wanted)
+                passed = wanted
                 updates.receiver.report()
         except (WeightFault, StoreError, TimeoutError) as error:
             LOG.warning("version %d goes on: %s", engine.version, error)
         except Exception as error:  # such as weights that do not fit the model: no later look mends that
-            LOG.warning("version %d goes on, and %s is left out: %r", engine.version, newest, error)
-            passed = newest or passed
+            LOG.warning("version %d goes on, and %s is left out: %r", engine.version, wanted, error)
+            passed = wanted or passed
