@@ -1,5 +1,7 @@
 """What a newcomer's first commands rest on: dependencies, constraints, conda's file, make, CI, scripts."""
 
+import asyncio
+import json
 import os
 import re
 import shutil
@@ -10,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import rattler
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -121,6 +124,34 @@ def test_environment_yml_brings_python_and_leaves_the_rest_to_pyproject():
     )
     assert needed <= set(EXTRAS["dev"]), "the tests need them"
     assert set(environment) == {"name", "channels", "dependencies"}
+
+
+@pytest.mark.parametrize("pythons", [["3.9.18", "3.11.9"], ["3.10.14", "3.11.9", "3.12.4", "3.13.1"]])
+def test_a_conda_solver_gives_environment_yml_a_python_that_the_package_allows(pythons: list[str], tmp_path: Path):
+    """The solver is real; the channel is written here and holds what matters of a real one."""
+    needs = {"25.0": ["python >=3.9"], "99.0": ["python >=99"]}
+    listed = [("python", each, []) for each in pythons] + [("pip", each, needs[each]) for each in needs]
+    known = {
+        f"{name}-{version}-0.conda": {
+            "name": name,
+            "version": version,
+            "build": "0",
+            "build_number": 0,
+            "depends": depends,
+        }
+        for name, version, depends in listed
+    }
+    for folder, packages in (("linux-64", known), ("noarch", {})):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "repodata.json").write_text(json.dumps({"packages": {}, "packages.conda": packages}))
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    specs = [each for each in environment["dependencies"] if isinstance(each, str)]
+    channel = rattler.Channel(tmp_path.as_uri())
+    found = asyncio.run(rattler.solve([channel], specs, platforms=["linux-64", "noarch"]))
+    versions = {each.name.normalized: str(each.version) for each in found}
+    assert versions["pip"] == "25.0"
+    assert versions["python"] in SpecifierSet(PROJECT["requires-python"])
+    assert f"python={versions['python'].rpartition('.')[0]}" in specs
 
 
 def test_the_licence_is_the_one_that_pyproject_names():
