@@ -213,7 +213,7 @@ def test_an_interrupted_tour_says_how_to_go_on(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(launch, "start_or_resume", interrupt)
     assert cli.main(["tour", "--plain", "--runs", str(tmp_path), "--set", "seed=5"]) == 130
-    assert f"composer-nb tour --resume --runs {tmp_path}" in capsys.readouterr().err
+    assert f"composer-nb tour --resume --plain --runs {tmp_path}" in capsys.readouterr().err
     saved = json.loads((tmp_path / "tour" / "settings.json").read_text())
     assert saved["seed"] == 5 and (tmp_path / "tour" / "run.db").is_file()
 

@@ -57,8 +57,8 @@ def tour(given: argparse.Namespace) -> int:
             else:
                 run_notebook(_notebook(), run.path / NOTEBOOK, {"run_dir": str(run.path)}, say=log.info)
     except KeyboardInterrupt:
-        where = f" --runs {given.runs}" if given.runs != Path("runs") else ""
-        print(f"interrupted; resume with: composer-nb tour --resume{where}", file=sys.stderr)
+        same = " --plain" * given.plain + (f" --runs {given.runs}" if given.runs != Path("runs") else "")
+        print(f"interrupted; resume with: composer-nb tour --resume{same}", file=sys.stderr)
         return 130
     return _reported(run, given.runs / "tour", *([] if given.plain else [NOTEBOOK]))
 
