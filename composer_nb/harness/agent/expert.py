@@ -82,8 +82,8 @@ class Verbs:
     change: Callable[[str, str, str], ToolCall]
     """By path, old text and new text."""
     finish: Said
-    undo: ToolCall | None = None
-    """Without it an edit is taken back by another one."""
+    undo: Callable[[str], ToolCall] | None = None
+    """By path. Without it an edit is taken back by another one."""
 
 
 TINY = Verbs(
@@ -91,19 +91,23 @@ TINY = Verbs(
     find=lambda name: ToolCall(name="grep", arguments={"pattern": f"def {name}"}),
     read=lambda path: ToolCall(name="read_file", arguments={"path": path}),
     change=lambda path, old, new: ToolCall(name="substitute", arguments={"path": path, "old": old, "new": new}),
-    undo=_UNDO,
+    undo=lambda path: _UNDO,
     finish=one(ToolCall(name="finish", arguments={})),
 )
+
+
+def _in_terminal(command: str) -> ToolCall:
+    return ToolCall(name="run_terminal_cmd", arguments={"command": command, "is_background": False, "timeout_ms": 5000})
+
+
 PRODUCT = Verbs(
-    test=ToolCall(
-        name="run_terminal_cmd",
-        arguments={"command": "python -m pytest -q -x --tb=short -rN", "is_background": False, "timeout_ms": 5000},
-    ),
+    test=_in_terminal("python -m pytest -q -x --tb=short -rN"),
     find=TINY.find,
     read=lambda path: ToolCall(name="read_file", arguments={"target_file": path}),
     change=lambda path, old, new: ToolCall(
         name="search_replace", arguments={"file_path": path, "old_string": old, "new_string": new}
     ),
+    undo=lambda path: _in_terminal(f"git checkout -q -- {path}"),
     finish=turn([], "I made the tests pass."),
 )
 
@@ -203,7 +207,7 @@ def _try(path: str, now: str, texts: Sequence[str], verbs: Verbs) -> Script:
         seen = yield turn([*back, verbs.change(path, *substitution(now, text)), verbs.test])
         if "pass" in seen and "fail" not in seen:
             break
-        back = [verbs.undo or verbs.change(path, *substitution(text, now))]
+        back = [verbs.undo(path) if verbs.undo else verbs.change(path, *substitution(text, now))]
     yield verbs.finish
 
 
