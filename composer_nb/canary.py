@@ -128,25 +128,32 @@ class Canary:
     def judged(self, done: Attempt) -> None:
         """Count a verdict: its reward, or 1 and 0 for passed and failed tests. One on a conversation that several versions wrote,
         or without a grade, says nothing."""
-        if not done.grade.known or not self.early.alive:
+        if not done.grade.known:
             return
         versions = {int(v) for each in done.rollout.segments for v in np.unique(each.policy_version[each.acted])}
         verdict = done.grade.rewards.get("reward", float(done.grade.passed))
         with self._lock:
-            if (newest := self.early.version) != self._trial.version:
-                self._trial = Trial(newest, self.verdicts)
-            if newest <= max(self.trusted, self.withdrawn):
+            if (trial := self._current()) is None:
                 return
-            if versions == {newest}:
-                self._trial.early.append(verdict)
+            if versions == {trial.version}:
+                trial.early.append(verdict)
             elif versions == {self.trusted}:
-                self._trial.usual.append(verdict)
-            if outcome := self._trial.outcome:
-                self._decide(outcome)
+                trial.usual.append(verdict)
+            if outcome := trial.outcome:
+                self._decide(trial, outcome)
 
-    def _decide(self, outcome: Outcome) -> None:
-        version = self._trial.version
-        found, low, high = self._trial.interval()
+    def _current(self) -> Trial | None:
+        """Return the trial of the version that runs early; None if it is trusted already, or was withdrawn."""
+        newest = self.early.version if self.early.alive else -1
+        if newest <= max(self.trusted, self.withdrawn):
+            return None
+        if newest != self._trial.version:
+            self._trial = Trial(newest, self.verdicts)
+        return self._trial
+
+    def _decide(self, trial: Trial, outcome: Outcome) -> None:
+        version = trial.version
+        found, low, high = trial.interval()
         LOG.warning("version %d is %s: verdicts %+.3f (%.3f to %.3f)", version, outcome, found, low, high)
         if outcome == "promoted":
             self.trusted = version
@@ -162,12 +169,13 @@ class Canary:
     def told(self) -> dict[str, Any]:
         """Return where the trial stands."""
         with self._lock:
-            found, low, high = self._trial.interval()
-            on = self._trial.version > max(self.trusted, self.withdrawn)
-            figures = {"difference": found, "low": low, "high": high} if math.isfinite(low) else {}
-            counts = {"early": len(self._trial.early), "usual": len(self._trial.usual)} if on else {}
             known = {"share": self.share, "trusted": self.trusted, "withdrawn": self.withdrawn}
-            return known | ({"trying": self._trial.version, "verdicts": counts, **figures} if on else {})
+            if (trial := self._current()) is None:
+                return known
+            found, low, high = trial.interval()
+            figures = {"difference": found, "low": low, "high": high} if math.isfinite(low) else {}
+            counts = {"early": len(trial.early), "usual": len(trial.usual)}
+            return known | {"trying": trial.version, "verdicts": counts, **figures}
 
 
 def is_early(user: str, share: float) -> bool:
@@ -186,6 +194,7 @@ def open_canary(
 ) -> Iterator[OpenEngine[Canary]]:
     """Run a checkpoint in `count` processes for most users, and in one more for those who get a new version first. `run`: folder
     of the records. Raises ValueError for a store without a version, and like `open_replicas`, whose other parameters it has."""
+    run.mkdir(parents=True, exist_ok=True)
     file = run / FILE
     known = json.loads(file.read_text()) if file.is_file() else {}
     newest = Receiver(follow, name="canary").newest()

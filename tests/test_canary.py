@@ -17,7 +17,7 @@ import pytest
 from composer_nb.canary import FILE, LEAST, Canary, Trial, is_early, open_canary
 from composer_nb.cli import main
 from composer_nb.harness.product.conversations import Conversations
-from composer_nb.harness.product.record import Record
+from composer_nb.harness.product.record import Record, served
 from composer_nb.harness.product.serve import ChatServer
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.versions.publisher import Publisher
@@ -27,7 +27,7 @@ from tests.test_replicas import SIZE
 from tests.test_serve_engine import ASKED, FILES, turned, wait_until
 
 tokenizer, model, path = product.tokenizer, several.model, several.path
-SHARE, VERDICTS = 0.5, 40
+SHARE, VERDICTS = 0.5, 12
 
 
 def run_trial(early: float, usual: float, verdicts: int, seed: int, share: float = 0.2) -> tuple[str, int]:
@@ -42,11 +42,11 @@ def run_trial(early: float, usual: float, verdicts: int, seed: int, share: float
 
 
 def test_a_version_as_good_as_the_old_one_is_seldom_withdrawn_though_each_verdict_is_looked_at() -> None:
-    found = [run_trial(0.55, 0.55, 150, seed) for seed in range(100)]
+    found = [run_trial(0.55, 0.55, 150, seed) for seed in range(60)]
     before_the_end = sum(outcome == "withdrawn" and count < 150 for outcome, count in found)
-    assert before_the_end <= 5
+    assert before_the_end <= 3
     assert (
-        sum(outcome == "promoted" for outcome, _ in found) >= 75
+        sum(outcome == "promoted" for outcome, _ in found) >= 42
     )  # the others lie more than MOST_LOST below by chance
 
 
@@ -112,8 +112,6 @@ def site(path: Path, store: str, run: Path) -> Iterator[Site]:
 
 
 def versions(run: Path, name: str) -> set[int]:
-    from composer_nb.harness.product.record import served
-
     return {int(v) for each in served(run)[name].rollout.segments for v in each.policy_version[each.acted]}
 
 
@@ -152,9 +150,10 @@ def test_a_bad_version_leaves_its_users_and_a_good_one_reaches_all_of_them(path:
                 for user in (early, usual):
                     here.ask(user, f"{user}-5-{n}")
                     here.judge(f"{user}-5-{n}", float(n % 2))
-                    trying = here.health["canary"]
-            assert "trying" not in trying
-            assert here.canary.trusted == 5
+                if n == 0:
+                    trial = here.health["canary"]
+                    assert (trial["trying"], trial["verdicts"]) == (5, {"early": 1, "usual": 1})
+            assert here.health["canary"] == {"share": SHARE, "trusted": 5, "withdrawn": 4}
             wait_until(lambda: here.canary.usual.version == 5)
         assert json.loads((run / FILE).read_text()) == {"trusted": 5, "withdrawn": 4}
 
