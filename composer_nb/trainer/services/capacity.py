@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -63,12 +64,20 @@ def require_room(settings: Settings, machine: Machine) -> None:
     model on its CPUs."""
     s = settings
     tokens = max((stage.tokens for stage in (s.midtrain, s.sft, s.extend) if stage.steps), default=1)
-    load = Load(tokens=tokens, optimizer=s.optimizer.name)
-    need = estimate(s.agent_model, Mesh.of(MeshSettings(), s.ranks), load).peak
-    if s.ranks * need > machine.memory:
-        fits = machine.memory // need
+
+    def need(ranks: int) -> int:
+        """Return what each of so many ranks needs: its part of a batch, but at least a row."""
+        each = max(math.ceil(tokens / ranks), min(tokens, s.limits.tokens))
+        return estimate(
+            s.agent_model, Mesh.of(MeshSettings(), ranks), Load(tokens=each, optimizer=s.optimizer.name)
+        ).peak
+
+    if s.ranks * need(s.ranks) > machine.memory:
+        fits = next((ranks for ranks in range(s.ranks - 1, 0, -1) if ranks * need(ranks) <= machine.memory), 0)
         would = f"ranks={fits} would fit" if fits else "a smaller model.* or midtrain.tokens, or more memory, would do"
-        lacking = f"each needs {need / 2**30:,.2f} GiB before RL, and there are {machine.memory / 2**30:,.2f} GiB"
+        lacking = (
+            f"each needs {need(s.ranks) / 2**30:,.2f} GiB before RL, and there are {machine.memory / 2**30:,.2f} GiB"
+        )
         raise ValueError(f"ranks={s.ranks}: {lacking}; {would}")
 
 
