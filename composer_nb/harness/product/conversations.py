@@ -237,7 +237,7 @@ class Conversations:
         if again:
             talk.rollout = next(self._numbers) * ATTEMPT_STRIDE + talk.drawn_by
         assert talk.rollout is not None
-        named = {"rollout": talk.rollout, "user": talk.user or talk.row.name}
+        named: dict[str, Any] = {"rollout": talk.rollout, "user": talk.user or talk.row.name}
         return Request(**named, token_ids=[*(known if again else ()), *read], max_tokens=room, priority=0, **drawn)
 
     def _run(self, work: Sequence[tuple[Request, Turn]], there: Callable[[], bool]) -> None:

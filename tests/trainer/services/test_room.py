@@ -31,12 +31,13 @@ def test_this_machine_has_memory_and_says_what_runs_on_it():
 
 
 def test_the_defaults_fit_a_laptop_and_not_a_watch():
-    laptop, watch = Machine(name="laptop", memory=4 * GIB), Machine(name="watch", memory=200 << 20)
+    laptop, watch = Machine(name="laptop", memory=4 * GIB), Machine(name="watch", memory=150 << 20)
     require_room(Settings(), laptop)
     require_room_for_rl(Settings(), [laptop])
     with pytest.raises(ValueError, match=r"ranks=2: each needs .* GiB; ranks=1 would fit"):
         require_room(Settings(), watch)
     require_room(settings(ranks=1), watch)
+    require_room(Settings(), replace(watch, memory=170 << 20))  # each of two ranks has half of a batch
     with pytest.raises(ValueError, match="a smaller model"):
         require_room(Settings(), replace(watch, memory=10 << 20))
 
