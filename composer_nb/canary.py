@@ -11,7 +11,6 @@ in its turn. Which version is trusted is kept in `RUN/canary.json` and outlives 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 import threading
@@ -23,10 +22,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict
 
 from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.files import write_json
-from composer_nb.harness.policy import Completion, Request, Trace
+from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
 from composer_nb.policies import OpenEngine
 from composer_nb.replicas import Replicas, open_replicas
 from composer_nb.trainer.versions.receiver import Receiver
@@ -34,62 +34,82 @@ from composer_nb.trainer.versions.rule import Rule
 
 LOG = logging.getLogger(__name__)
 FILE = "canary.json"
-LEAST = 8
-"""Verdicts on each side before any of them counts."""
+LEAST = 20
+"""Users with verdicts on each side before anything is decided."""
 MOST_LOST = 0.05
 """Loss of the mean verdict at which a version is not promoted although chance could explain it, as in `improve`."""
 ALPHA, TUNED = 0.05, 50
-"""Error of the interval, and the number of verdicts at which it is narrowest for its purpose."""
+"""Error of the interval, and the number of users at about which it is narrowest."""
+LENT = 2
+"""Observations of the pooled variance that each side's own is mixed with: that of a few equal verdicts would be nothing."""
 
 Outcome = Literal["", "promoted", "withdrawn"]
+Side = dict[str, dict[str, float]]
+"""Verdicts by the names of user and rollout."""
 
 
 @dataclass(slots=True)
 class Trial:
-    """The verdicts on a new version and, over the same time, on the usual one."""
+    """The verdicts on a new version and, over the same time, on the trusted one."""
 
     version: int
     verdicts: int
     """Verdicts on the new version at which it is promoted or withdrawn at the latest."""
-    early: list[float] = field(default_factory=list)
-    usual: list[float] = field(default_factory=list)
+    early: Side = field(default_factory=dict)
+    usual: Side = field(default_factory=dict)
+
+    def counts(self) -> dict[str, int]:
+        return {name: sum(map(len, side.values())) for name, side in (("early", self.early), ("usual", self.usual))}
 
     def interval(self) -> tuple[float, float, float]:
-        """Return the difference of the means, new minus usual, with an interval that holds at all times with 95 %, however often
-        one looks: a Gaussian mixture (Waudby-Smith et al. 2021, arXiv 2103.06476, theorem 2.2), with the variance of all verdicts
-        together and the harmonic mean of both numbers of verdicts."""
-        sides = len(self.early), len(self.usual)
-        if min(sides) < LEAST:
+        """Return the difference of the mean verdicts, new minus trusted, with an asymptotic 95 % interval that holds however
+        often one looks: a Gaussian mixture (Waudby-Smith et al. 2021, arXiv 2103.06476, theorem 2.2) over the harmonic count of
+        the two sides. One observation is the mean of a user's verdicts, since those of one user are not independent."""
+        sides = [np.array([np.mean([*each.values()]) for each in side.values()]) for side in (self.early, self.usual)]
+        if min(map(len, sides)) < LEAST:
             return 0.0, -math.inf, math.inf
-        found = float(np.mean(self.early) - np.mean(self.usual))
-        count = 1 / (1 / sides[0] + 1 / sides[1])
+        found = float(sides[0].mean() - sides[1].mean())
+        squares = [float(((side - side.mean()) ** 2).sum()) for side in sides]
+        pooled = sum(squares) / (sum(map(len, sides)) - 2)
+        variances = [(each + LENT * pooled) / (len(side) - 1 + LENT) for each, side in zip(squares, sides, strict=True)]
+        count = 1 / sum(1 / len(side) for side in sides)
         rho = (-2 * math.log(ALPHA) + math.log(1 - 2 * math.log(ALPHA))) / TUNED
         scaled = count * rho
-        width = math.sqrt(2 * (scaled + 1) / (count * scaled) * math.log(math.sqrt(scaled + 1) / ALPHA))
-        width *= float(np.std([*self.early, *self.usual], ddof=1))
+        errors = math.sqrt(2 * (scaled + 1) / scaled * math.log(math.sqrt(scaled + 1) / ALPHA))
+        width = errors * math.sqrt(sum(each / len(side) for each, side in zip(variances, sides, strict=True)))
         return found, found - width, found + width
 
     @property
     def outcome(self) -> Outcome:
         found, _, high = self.interval()
-        if high < 0:
+        if high < -1e-9:  # equal verdicts differ by rounding
             return "withdrawn"
-        if len(self.early) < self.verdicts or math.isinf(high):
+        if self.counts()["early"] < self.verdicts or not math.isfinite(high):
             return ""
         return "withdrawn" if found < -MOST_LOST else "promoted"
+
+
+class Known(BaseModel):
+    """What outlives the server."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    store: str
+    trusted: int
+    withdrawn: int = -1
+    """-1: none."""
 
 
 class Canary:
     """Two services as one, for `Conversations`. Thread-safe."""
 
-    def __init__(
-        self, usual: Replicas, early: Replicas, share: float, verdicts: int, trusted: int, withdrawn: int, file: Path
-    ) -> None:
-        """`share`: of the users who get a new version first. `verdicts`: see `Trial`. `trusted`, `withdrawn`: versions, −1: none.
-        `file`: keeps both."""
-        self.usual, self.early, self.share, self.verdicts, self.file = usual, early, share, verdicts, file
-        self.trusted, self.withdrawn = trusted, withdrawn
-        self._trial = Trial(trusted, verdicts)
+    def __init__(self, usual: Replicas, early: Replicas, share: float, verdicts: int, known: Known, file: Path) -> None:
+        """`share`: of the users who get a new version first. `verdicts`: see `Trial`. `file`: keeps what is `known`."""
+        self.usual, self.early, self.share, self.verdicts = usual, early, share, verdicts
+        self.known, self.file = known, file
+        self._trial = Trial(known.trusted, verdicts)
+        self._before: set[str] = set()
+        """Rollouts that had a verdict before the trial."""
         self._homes: dict[int, Replicas] = {}
         self._lock = threading.Lock()
 
@@ -104,7 +124,7 @@ class Canary:
         return self.usual.version
 
     def start(self, *requests: Request) -> list[Future[Completion]]:
-        """Begin turns, each at the service of its user. Raises ProviderFailure when no replica of one is left."""
+        """Begin turns, each at the service of its conversation. Raises ProviderFailure when no replica of one is left."""
         sides = [self._homes.setdefault(each.rollout, self._side(each.user)) for each in requests]
         answers: dict[int, Future[Completion]] = {}
         for service in (self.usual, self.early):
@@ -113,8 +133,16 @@ class Canary:
         return [answers[each.rollout] for each in requests]
 
     def _side(self, user: str) -> Replicas:
-        """Return the service of a new conversation: nobody waits for a version that does not run."""
-        return self.early if self.early.alive and is_early(user, self.share) else self.usual
+        """Return the service of a new conversation. None begins with a withdrawn version, or waits for a replica to start."""
+        fit = self.early.ready and self._newest() != self.known.withdrawn
+        return self.early if fit and is_early(user, self.share) else self.usual
+
+    def _newest(self) -> int:
+        """Return the version that runs early; -1 if none does."""
+        try:
+            return self.early.version
+        except ProviderFailure:
+            return -1
 
     def release(self, rollout: int) -> Trace:
         home = self._homes.pop(rollout, None)
@@ -125,57 +153,62 @@ class Canary:
         sides = enumerate((self.usual, self.early))
         return [{**state, "early": number} for number, side in sides for state in side.states()]
 
-    def judged(self, done: Attempt) -> None:
-        """Count a verdict: its reward, or 1 and 0 for passed and failed tests. One on a conversation that several versions wrote,
-        or without a grade, says nothing."""
-        if not done.grade.known:
+    def judged(self, name: str, user: str, done: Attempt) -> None:
+        """Count a verdict on a rollout: its reward, or 1 and 0 for passed and failed tests. One on a conversation that several
+        versions wrote says nothing, and neither does one without reward and tests. A later verdict takes the place of an earlier
+        one."""
+        grade = done.grade
+        if not grade.known or (grade.status == "graded" and not (grade.rewards or grade.tests)):
             return
         versions = {int(v) for each in done.rollout.segments for v in np.unique(each.policy_version[each.acted])}
-        verdict = done.grade.rewards.get("reward", float(done.grade.passed))
+        verdict = grade.rewards.get("reward", float(grade.passed))
         with self._lock:
-            if (trial := self._current()) is None:
+            if (trial := self._current()) is None or name in self._before:
+                self._before.add(name)
                 return
             if versions == {trial.version}:
-                trial.early.append(verdict)
-            elif versions == {self.trusted}:
-                trial.usual.append(verdict)
+                trial.early.setdefault(user, {})[name] = verdict
+            elif versions == {self.known.trusted}:
+                trial.usual.setdefault(user, {})[name] = verdict
             if outcome := trial.outcome:
                 self._decide(trial, outcome)
 
     def _current(self) -> Trial | None:
         """Return the trial of the version that runs early; None if it is trusted already, or was withdrawn."""
-        newest = self.early.version if self.early.alive else -1
-        if newest <= max(self.trusted, self.withdrawn):
+        newest = self._newest()
+        if newest <= max(self.known.trusted, self.known.withdrawn):
             return None
         if newest != self._trial.version:
+            for side in (self._trial.early, self._trial.usual):
+                self._before.update(*side.values())
             self._trial = Trial(newest, self.verdicts)
         return self._trial
 
     def _decide(self, trial: Trial, outcome: Outcome) -> None:
-        version = trial.version
-        found, low, high = trial.interval()
-        LOG.warning("version %d is %s: verdicts %+.3f (%.3f to %.3f)", version, outcome, found, low, high)
-        if outcome == "promoted":
-            self.trusted = version
-        else:
-            self.withdrawn = version
+        self.known = self.known.model_copy(update={"trusted" if outcome == "promoted" else "withdrawn": trial.version})
+        self.early.take(rule_of(self.known.trusted, self.known.withdrawn))
+        self.usual.take(rule_of(self.known.trusted))
+        difference = "{:+.3f} ({:.3f} to {:.3f})".format(*trial.interval())
+        LOG.warning("version %d is %s; difference of mean verdicts: %s", trial.version, outcome, difference)
         self.keep()
-        self.usual.take(rule_of(self.trusted))
-        self.early.take(rule_of(self.trusted, self.withdrawn))
 
     def keep(self) -> None:
-        write_json(self.file, {"trusted": self.trusted, "withdrawn": self.withdrawn})
+        try:
+            write_json(self.file, self.known.model_dump())
+        except OSError as error:
+            LOG.error(
+                "%s is not up to date, and a restarted server would not know what was decided: %s", self.file, error
+            )
 
     def told(self) -> dict[str, Any]:
         """Return where the trial stands."""
         with self._lock:
-            known = {"share": self.share, "trusted": self.trusted, "withdrawn": self.withdrawn}
+            told = {"share": self.share, "early": self._newest(), **self.known.model_dump(exclude={"store"})}
             if (trial := self._current()) is None:
-                return known
+                return told
             found, low, high = trial.interval()
             figures = {"difference": found, "low": low, "high": high} if math.isfinite(low) else {}
-            counts = {"early": len(trial.early), "usual": len(trial.usual)}
-            return known | {"trying": trial.version, "verdicts": counts, **figures}
+            return told | {"trying": trial.version, "verdicts": trial.counts(), **figures}
 
 
 def is_early(user: str, share: float) -> bool:
@@ -193,20 +226,31 @@ def open_canary(
     path: Path, count: int, *, share: float, verdicts: int, run: Path, follow: str, **given: Any
 ) -> Iterator[OpenEngine[Canary]]:
     """Run a checkpoint in `count` processes for most users, and in one more for those who get a new version first. `run`: folder
-    of the records. Raises ValueError for a store without a version, and like `open_replicas`, whose other parameters it has."""
-    run.mkdir(parents=True, exist_ok=True)
+    of the records. Raises ValueError for a store without a version and for a `canary.json` that does not fit it, and like
+    `open_replicas`, whose other parameters it has."""
     file = run / FILE
-    known = json.loads(file.read_text()) if file.is_file() else {}
     newest = Receiver(follow, name="canary").newest()
     if newest is None:
         raise ValueError(f"--canary {share:g}: {follow} has no version yet, so there is none to trust")
-    trusted, withdrawn = known.get("trusted", newest), known.get("withdrawn", -1)
+    known = Known(store=follow, trusted=newest)
+    if file.is_file():
+        again = "remove it, and the newest version will be trusted"
+        try:
+            known = Known.model_validate_json(file.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{file} is damaged; {again}: {error}") from None
+        if known.store != follow or known.trusted > newest:
+            raise ValueError(f"{file} is of {known.store} and trusts version {known.trusted}; {again}")
+    run.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         usual, early = (
-            stack.enter_context(open_replicas(path, each, rule=rule, follow=follow, **given))
-            for each, rule in ((count, rule_of(trusted)), (1, rule_of(trusted, withdrawn)))
+            stack.enter_context(open_replicas(path, each, rule=rule, narrow=True, follow=follow, **given))
+            for each, rule in (
+                (count, rule_of(known.trusted)),
+                (1, rule_of(known.trusted, known.withdrawn)),
+            )
         )
-        canary = Canary(usual.shared, early.shared, share, verdicts, trusted, withdrawn, file)
+        canary = Canary(usual.shared, early.shared, share, verdicts, known, file)
         canary.keep()
         yield OpenEngine(
             shared=canary, tokenizer=usual.tokenizer, format=usual.format, tokens=usual.tokens, known=usual.known

@@ -98,8 +98,10 @@ class _Talk:
 class Replicas:
     """A context manager with the interface of `Shared`, as far as `Conversations` needs it. Thread-safe."""
 
-    def __init__(self, count: int, *, slots: int, **given: Any) -> None:
-        """`slots`: conversations held at a time by all together. `given`: as for `open_engine`."""
+    def __init__(self, count: int, *, slots: int, narrow: bool = False, **given: Any) -> None:
+        """`slots`: conversations held at a time by all together. `narrow`: one torch thread in a process, also if there is only
+        one. `given`: as for `open_engine`."""
+        self._narrow = narrow or count > 1
         self.each = -(-slots // count)
         self.capacity = count * self.each
         self._given = {**given, "slots": self.each}
@@ -166,9 +168,9 @@ class Replicas:
             return min(replica.version for replica in self._replicas if replica.stillborn < STILLBORN)
 
     @property
-    def alive(self) -> bool:
-        """False when no replica is left."""
-        return self._over is None
+    def ready(self) -> bool:
+        """Return whether any replica can answer at once."""
+        return any(replica.ready for replica in self._replicas)
 
     def take(self, rule: Rule) -> None:
         """Have every process run the version that `rule` gives."""
@@ -289,7 +291,7 @@ class Replicas:
         replica, context = self._replicas[number], multiprocessing.get_context("spawn")
         while replica.stillborn < STILLBORN:
             ours, theirs = context.Pipe()
-            arguments = (theirs, self._given, len(self._replicas) > 1)
+            arguments = (theirs, self._given, self._narrow)
             process = context.Process(target=serve_replica, args=arguments, name=f"replica-{number}", daemon=True)
             with self._lock:
                 if self._over is not None:

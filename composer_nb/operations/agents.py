@@ -179,7 +179,7 @@ def verdict(given: argparse.Namespace) -> int:
 )
 def serve(given: argparse.Namespace) -> int:
     """Serve a checkpoint or a script as an OpenAI-compatible server on this machine's loopback."""
-    from composer_nb.canary import Canary, open_canary
+    from composer_nb.canary import LEAST, Canary, open_canary
     from composer_nb.harness.agent.scripts import read_script
     from composer_nb.harness.product.conversations import Conversations
     from composer_nb.harness.product.record import Record
@@ -210,10 +210,9 @@ def serve(given: argparse.Namespace) -> int:
         raise ValueError("--slots and --tokens must be above 0, --queue not below it, --step-tokens at least --slots")
     if not 1 <= given.replicas <= given.slots or (given.replicas > 1 and not given.model):
         raise ValueError(f"--replicas {given.replicas}: from 1 to --slots {given.slots}, and with --model DIR")
-    if given.canary and not (0 < given.canary < 1 and given.verdicts >= 1 and given.follow and given.record):
-        raise ValueError(
-            f"--canary {given.canary:g}: above 0 and below 1, with --follow STORE, --record RUN and --verdicts of at least 1"
-        )
+    if given.canary and not (0 < given.canary < 1 and given.verdicts >= LEAST and given.follow and given.record):
+        needed = f"above 0 and below 1, with --follow STORE, --record RUN and --verdicts of at least {LEAST}"
+        raise ValueError(f"--canary {given.canary:g}: {needed}")
     address = {**pick(given, "host", "slots", "queue"), "key": os.environ.get("COMPOSER_NB_KEY", "")}
     if given.model:
         size = pick(given, "slots", "tokens", "temperature", "follow", "step_tokens", "numerics")

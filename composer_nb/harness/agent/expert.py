@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
+from shlex import quote
 
 from composer_nb.harness.agent.chat import ChatRenderer, Message, Said
 from composer_nb.harness.agent.scripts import turn
@@ -107,7 +108,7 @@ PRODUCT = Verbs(
     change=lambda path, old, new: ToolCall(
         name="search_replace", arguments={"file_path": path, "old_string": old, "new_string": new}
     ),
-    undo=lambda path: _in_terminal(f"git checkout -q -- {path}"),
+    undo=lambda path: _in_terminal(f"git checkout -q -- {quote(path)}"),
     finish=turn([], "I made the tests pass."),
 )
 

@@ -77,7 +77,6 @@ class _Talk:
     """Decides the random draws."""
     rollout: int | None = None
     """The policy's name for it; None: the policy does not hold it."""
-    user: str = ""
     marks: dict[bytes, int] = field(default_factory=dict)
     """Digest of its messages up to each of our answers -> tokens up to there."""
     busy: bool = True
@@ -124,8 +123,8 @@ class Conversations:
         for each in spoken:
             digests.append(_digest(digests[-1], each))
         user = next((each["content"] for each in spoken if each["role"] == "user"), "")
-        row = Row(name=asked.rollout or "", instruction=user)
-        new = _Talk(renderer=renderer, digest=digests[0], row=row, user=asked.user or "")
+        row = Row(name=asked.rollout or "", instruction=user, user=asked.user or "")
+        new = _Talk(renderer=renderer, digest=digests[0], row=row)
         held = self._held(new, asked.n or 1, asked.seed, digests, there)
         most, work = asked.max_completion_tokens or asked.max_tokens, list[tuple[Request, Turn]]()
         grammars = list[Grammar | None]()
@@ -205,7 +204,7 @@ class Conversations:
         if not ids or max(ids) >= vocabulary:
             raise Refused(f"{param}: at least one token, and none above {vocabulary - 1}", param=param)
         held = self._held(
-            _Talk(renderer=renderer, digest=b"", row=Row(name=""), user=how.user or ""),
+            _Talk(renderer=renderer, digest=b"", row=Row(name="", user=how.user or "")),
             given.n or 1,
             given.seed,
             [b""],
@@ -237,7 +236,7 @@ class Conversations:
         if again:
             talk.rollout = next(self._numbers) * ATTEMPT_STRIDE + talk.drawn_by
         assert talk.rollout is not None
-        named: dict[str, Any] = {"rollout": talk.rollout, "user": talk.user or talk.row.name}
+        named: dict[str, Any] = {"rollout": talk.rollout, "user": talk.row.user or talk.row.name}
         return Request(**named, token_ids=[*(known if again else ()), *read], max_tokens=room, priority=0, **drawn)
 
     def _run(self, work: Sequence[tuple[Request, Turn]], there: Callable[[], bool]) -> None:
@@ -305,7 +304,8 @@ class Conversations:
                     self._talks.append(replace(new, row=row, drawn_by=drawn_by, marks={}))
                     return self._talks[-1], known
         name = new.row.name or f"c{uuid.uuid4().hex}"
-        row = Row(name=name, instruction=new.row.instruction, number=self._next(name))
+        known = {"instruction": new.row.instruction, "user": new.row.user}
+        row = Row(name=name, number=self._next(name), **known)
         self._talks.append(replace(new, row=row, drawn_by=drawn_by, marks={}))
         return self._talks[-1], 0
 

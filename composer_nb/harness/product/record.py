@@ -64,6 +64,8 @@ class Row:
     name: str
     instruction: str = ""
     """The user's first text."""
+    user: str = ""
+    """Name of the user, if it was told."""
     number: int = 0
     """Of the branch; 0 is where the conversation began."""
     parent: int = -1
@@ -95,7 +97,8 @@ class Row:
 
     def branch(self, at: int, number: int) -> Row:
         """Return a branch that begins after `at` tokens."""
-        row = Row(name=self.name, instruction=self.instruction, number=number, parent=self.number)
+        known = {"name": self.name, "instruction": self.instruction, "user": self.user}
+        row = Row(**known, number=number, parent=self.number)
         row.transcript.read(self.transcript.token_ids[:at], Kind.PROMPT)
         return row
 
@@ -117,13 +120,18 @@ def overlaid(first: Trace, later: Trace) -> Trace:
     return later
 
 
+Judged = Callable[[str, str, Attempt], None]
+
+
 class Record:
     """A folder of rollouts that were served: that of a run with this tokenizer, or a new one."""
 
-    def __init__(self, run: Path, tokenizer: Tokenizer, judged: Callable[[Attempt], None] = lambda done: None) -> None:
-        """`judged`: called with each rollout that got a verdict. Raises ValueError for a run with another tokenizer."""
+    def __init__(self, run: Path, tokenizer: Tokenizer, judged: Judged = lambda name, user, done: None) -> None:
+        """`judged`: called with the name of each rollout that got a verdict, and of its user. Raises ValueError for a run with
+        another tokenizer."""
         pa.array([0])  # imports pandas, for seconds: now, and not while requests are answered
         self.run, self.judged, known = run, judged, run / "data" / "tokenizer.json"
+        self._users: dict[str, str] = {}
         if known.exists() and Tokenizer.from_file(str(known)).to_str() != tokenizer.to_str():
             raise ValueError(f"--record {run}: holds rollouts in the tokens of another model; give another folder")
         known.parent.mkdir(parents=True, exist_ok=True)
@@ -133,6 +141,7 @@ class Record:
     def keep(self, name: str, rows: Sequence[Row]) -> None:
         """Store a conversation with its branches. What was stored before under this name stays."""
         rows = sorted(rows, key=lambda row: row.number)
+        self._users[name] = rows[0].user or name
         place = {row.number: place for place, row in enumerate(rows)}
         rollout = Rollout(
             task_id=name,
@@ -151,7 +160,7 @@ class Record:
         graded = [verdict.of(_loaded(file)) for file in files]
         for file, done in zip(files, graded, strict=True):
             self._save(file, done)
-        self.judged(graded[-1])
+        self.judged(name, self._users.get(name, name), graded[-1])
         return sum(len(done.rollout.segments) for done in graded)
 
     def _save(self, file: Path, done: Attempt) -> None:

@@ -305,6 +305,7 @@ class ChatServer:
         now = {"requests_running": running, "requests_queued": len(self._work) - running}
         if self._version:
             now["policy_version"] = self._version()
+        now |= {f"canary_{name}": each for name, each in self._canary().items() if isinstance(each, int | float)}
         for number, state in enumerate(self._replicas()):
             now |= {f'replica_{name}{{replica="{number}"}}': value for name, value in state.items() if name != "pid"}
         values, lines = {**self._counts, **now}, list[str]()

@@ -164,7 +164,7 @@ class Complete(_Drawn):
     @property
     def asked(self) -> Asked:
         """Its sampling as that of a conversation."""
-        same = {"model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n", "stream"}
+        same = {"model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n", "stream", "user"}
         known = self.model_dump(include=same | {"stream_options"})
         return Asked(messages=[{}], logprobs=self.logprobs is not None, top_logprobs=self.logprobs, **known)
 

@@ -7,9 +7,11 @@ Two ranks add two numbers, and a + b = b + a bit for bit, so a run on two ranks 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import random
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -92,6 +94,13 @@ def deal(sizes: Mapping[K, int], ranks: int) -> list[list[K]]:
         shares[least].append(name)
         loads[least] += sizes[name]
     return shares
+
+
+def release_memory() -> None:
+    """Give back to the kernel what earlier stages have freed. Otherwise it lies in pieces beside what the next stage needs."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def set_up_process(seed: int, matmul: str = "float32") -> None:

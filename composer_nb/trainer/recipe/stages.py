@@ -18,7 +18,7 @@ from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.settings import Settings
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.data import Row, load_rows
-from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.learning.ranks import Ranks, release_memory
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.tokenizer import FORMATS, load_tokenizer
 from composer_nb.trainer.models.transformer import Model
@@ -99,6 +99,7 @@ class Stages:
         if known is not None:
             yield None
             return
+        release_memory()
         if self.ranks.first:
             self.say(f"{name} …")
         start = time.perf_counter()

@@ -66,8 +66,8 @@ def require_room(settings: Settings, machine: Machine) -> None:
     tokens = max((stage.tokens for stage in (s.midtrain, s.sft, s.extend) if stage.steps), default=1)
 
     def need(ranks: int) -> int:
-        """Return what each of so many ranks needs: its part of a batch, but at least a row."""
-        each = max(math.ceil(tokens / ranks), min(tokens, s.limits.tokens))
+        """Return what each of so many ranks needs. Whole rows are dealt, so its part of a batch may be longer by one of them."""
+        each = tokens if s.extend.steps else min(tokens, math.ceil(tokens / ranks) + s.limits.tokens)
         return estimate(
             s.agent_model, Mesh.of(MeshSettings(), ranks), Load(tokens=each, optimizer=s.optimizer.name)
         ).peak

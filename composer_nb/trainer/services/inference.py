@@ -15,9 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -30,7 +29,7 @@ from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face, published
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.models.variants import EngineName, as_engine
-from composer_nb.trainer.versions.manifest import WeightFault, state_hash
+from composer_nb.trainer.versions.manifest import state_hash
 from composer_nb.trainer.versions.receiver import Fetched, Receiver
 from composer_nb.trainer.versions.rule import Rule
 from composer_nb.trainer.versions.store import StoreError
@@ -76,18 +75,20 @@ class Updates:
         self, url: str | Path, name: str, config: ModelConfig, *, kernels: Any = None, numerics: EngineName = "float32"
     ) -> None:
         """`numerics`: the engine's number format."""
-        self._source = partial(Receiver, url, name=name)
-        self.receiver, self.rule = self._source(), Rule()
+        self.receiver, self.rule = Receiver(url, name=name), Rule()
+        self.left_out = set[int]()
+        """Versions that cannot be used."""
         self.config, self.kernels, self.numerics = config, kernels, numerics
 
     def wanted(self) -> int | None:
-        """Return the version that should run by the rule; None if the store is empty."""
-        newest = self.receiver.newest()
-        return None if newest is None else self.rule.of(newest)
-
-    def go_back(self) -> None:
-        """Forget what was received: a receiver goes forward only."""
-        self.receiver = self._source()
+        """Return the version that should run by the rule; None if it cannot be used, or if the store is empty."""
+        if (newest := self.receiver.newest()) is None:
+            return None
+        rule = self.rule
+        found = rule.of(newest)
+        if found in self.left_out and rule.most < found:
+            found = int(rule.most)
+        return None if found in self.left_out else found
 
     def model(self, tensors: Mapping[str, Tensor]) -> Model:
         model = empty_model(self.config)
@@ -192,19 +193,17 @@ def following(service: Inference) -> Iterator[None]:
 def _follow(service: Inference, ended: threading.Event) -> None:
     updates, engine, wanted = service.updates, service.policy, None
     assert updates is not None
-    passed = engine.version
+    with suppress(StoreError):  # what is reported is not pruned
+        updates.receiver.report()
     while not ended.wait(LOOK_S):
         try:
-            wanted = updates.wanted()
-            back = wanted is not None and wanted < passed and passed > updates.rule.most
-            if wanted is not None and (wanted > passed or back):
-                if back:
-                    updates.go_back()
-                service.update(wanted)
-                passed = wanted
-                updates.receiver.report()
-        except (WeightFault, StoreError, TimeoutError) as error:
+            wanted, now = updates.wanted(), engine.version
+            if wanted is None or wanted == now or wanted < now <= updates.rule.most:
+                continue
+            service.update(wanted, updates.receiver.back(wanted) if wanted < now else None)
+            updates.receiver.report()
+        except (StoreError, TimeoutError) as error:
             LOG.warning("version %d goes on: %s", engine.version, error)
-        except Exception as error:  # such as weights that do not fit the model: no later look mends that
+        except Exception as error:  # such as damage, or weights of another model: no later look mends that
             LOG.warning("version %d goes on, and %s is left out: %r", engine.version, wanted, error)
-            passed = wanted or passed
+            updates.left_out |= set() if wanted is None else {wanted}

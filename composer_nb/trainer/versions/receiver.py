@@ -165,6 +165,12 @@ class Receiver:
         self._held, self.version = {v: states[v] for v in keep}, new.version
         return new.hash
 
+    def back(self, version: int) -> Mapping[str, Tensor] | None:
+        """Forget what is newer than `version`, so that it can run again. Returns its weights if they are at hand."""
+        self._held = {number: state for number, state in self._held.items() if number <= version}
+        self.version = max(self._held, default=-1)
+        return self._held[version].tensors if version in self._held else None
+
     def report(self) -> None:
         """Writes into the store what runs here, which the publisher takes for an acknowledgement and will not prune. For
         receivers without another line to it. Raises StoreError."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The newest version, if it is above `after`; else the newest up to `most`."""
+    """The newest version, if it is above `after`; else `most`, or the newest if that is older."""
 
     after: float = -1
     most: float = math.inf
