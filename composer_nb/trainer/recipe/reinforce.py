@@ -16,6 +16,7 @@ from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.contract import SandboxFailure
 from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.trainer.learning.packing import Stream
+from composer_nb.trainer.learning.ranks import release_memory
 from composer_nb.trainer.models.variants import as_engine
 from composer_nb.trainer.prompts import Order, prompt_order
 from composer_nb.trainer.recipe.evaluate import evaluate_model
@@ -72,6 +73,7 @@ class InProcess:
         if self.step >= rl.steps or self.stopped_early:
             return None
         self._begin, self._lr = time.perf_counter(), rl.rate(self.step, seconds)
+        release_memory()  # of the step before, which a large model has no room for beside an engine
         slots = range(self.step * rl.prompts, (self.step + 1) * rl.prompts)[self.ranks.rank :: self.ranks.world]
         sampler = as_engine(self.learner.model, self.settings.engine.numerics)
         engine = s.engine(sampler, seed=self.settings.sampling_seed, version=self.version)
@@ -86,6 +88,7 @@ class InProcess:
         sampled = time.perf_counter()
         streams = [stream for part in self.ranks.gather(streams) for stream in part]
         waited = time.perf_counter()
+        release_memory()
         if streams or not self.step:
             self.stages.publish(self.learner.model, "before_final")
         found = learn_batch(self.learner, streams, self.ranks, self.settings, self.step, self._lr)
