@@ -47,46 +47,46 @@ Seed = Annotated[int, Field(ge=-(2**62), le=2**62)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """Tasks, demonstrations and code."""
+    """Settings of tasks, demonstrations and code."""
 
     code: str = "stdlib"
-    """Python source to train on: `stdlib`, a folder of Python files, or one that `composer-nb corpus` made."""
+    """Python source to train on: `stdlib`, a folder of Python files, or a corpus made by `composer-nb corpus`."""
     level: Literal["functions", "repositories"] = "repositories"
-    """Generated tasks. repositories: some modules with tests, and in most tasks no word about what the function should do
-    (`miniatures.py`). functions, the easiest level: one function in one file, and a sentence that says it (`repairs.py`)."""
+    """Level of the generated tasks. repositories: a few modules with tests, where most instructions do not specify the function
+    (`miniatures.py`). functions, the easiest level: one function in one file, specified in a sentence (`repairs.py`)."""
     kinds: tuple[Kind, ...] = ("bug",)
-    """Kinds of tasks in repositories, drawn with equal chances: a `bug` to find, a `feature` to write, weak `tests` to extend, a
-    `lint` to remove (`miniatures.py`). The published measurements are of the default."""
+    """Kinds of tasks in repositories, drawn with equal probability: a `bug` to find, a `feature` to write, weak `tests` to extend
+    or a `lint` to remove (`miniatures.py`). The published measurements use the default."""
     told: Share = 0.25
-    """Share of repositories with a bug whose instruction says what the function should do."""
+    """Share of the bug tasks in repositories whose instruction specifies the function."""
     demonstrations: Count = 1024
     """Clean demonstrations for mid-training, one per task."""
     mistaken_demonstrations: Count = 2048
-    """Demonstrations with mistakes, or in repositories by an expert who searches the answer (`expert.py`), for the policy that RL
-    starts from."""
+    """Demonstrations for the policy that RL starts from. They contain mistakes or, in repositories, come from an expert that
+    searches for the answer (`expert.py`)."""
     rl_tasks: Some = 1400
     rl_turns: Count = 7
-    """Turns in which RL's repositories must be mended, three tries: a reward that comes sooner says more about each try. Scored
-    tasks have `limits.turns`, and RL too where this is 0."""
+    """Maximum turns of a rollout in RL on repositories, enough for three tries: an earlier reward says more about each try. 0:
+    `limits.turns`, which always applies to scored tasks."""
     heldout_tasks: Some = 460
-    """Tasks that score the policies: new instances of the program structures that training shows."""
+    """Tasks that score the policies: new instances of program structures that occur in training."""
     structure_tasks: Count = 160
-    """Tasks that score the policies apart from those: program structures that training never shows."""
+    """Further tasks that score the policies, reported separately: program structures that never occur in training."""
     tune_tasks: Some = 96
-    """Tasks of new structures for calibration, and for evaluation during RL."""
+    """Tasks with new structures, for calibration and for evaluation during RL."""
     mistake_rate: Share = 0.5
-    """Probability of a mistake before the right edit, and of another after each mistake, up to three."""
+    """Probability of a mistake before the correct edit, and of another after each mistake, up to three."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings(ModelConfig):
-    """The model that a run begins with: a checkpoint, or random weights of these sizes."""
+    """The initial model of a run: a checkpoint, or random weights of these sizes."""
 
     start: str = ""
-    """Folder of a checkpoint with its tokenizer, which also gives the sizes. Empty: random weights."""
+    """Folder of a checkpoint and its tokenizer; the checkpoint determines the sizes. Empty: random weights."""
     induction: bool = True
-    """Give random weights an induction head, with which a small model copies from the start (`models/induction.py`), where its
-    sizes allow it."""
+    """Initialize random weights with an induction head where the sizes allow it, so that a small model can copy from the start
+    (`models/induction.py`)."""
 
     @property
     def folder(self) -> Path:
@@ -95,8 +95,8 @@ class ModelSettings(ModelConfig):
 
     @property
     def architecture(self) -> ModelConfig:
-        """The configuration of the checkpoint, or the one given here. Raises ValueError where the checkpoint has none that is
-        supported, or one that contradicts a size given here."""
+        """The configuration of the checkpoint, or the one given here. Raises ValueError if the checkpoint's is not supported or
+        contradicts a size given here."""
         sizes = {name: getattr(self, name) for name in ModelConfig.__dataclass_fields__}
         if not self.start:
             return ModelConfig(**sizes)
@@ -115,38 +115,38 @@ class MidtrainSettings:
     """Continued training on code, then on demonstrations with code mixed in."""
 
     steps: Count = 1600
-    """0 leaves this stage out."""
+    """Steps of this stage; 0 leaves it out."""
     tokens: Some = 768
     """Tokens per step, over all ranks."""
     lr: NotNegative = 3e-3
     warmup: Share = 0.04
-    """Share of the steps in which the learning rate rises."""
+    """Share of the steps during which the learning rate rises."""
     constant: Share = 0.5
-    """The learning rate stays up to this share of the steps, then falls linearly to 3 %."""
+    """The learning rate is constant up to this share of the steps, then falls linearly to 3 %."""
     weight_decay: NotNegative = 0.05
     clip: NotNegative = 1.0
     code_first: Share = 0.05
-    """Share of the steps that train on code alone, at the start."""
+    """Share of the steps, at the start, that train on code alone."""
     code_share: Share = 0.1
     """Share of code tokens in the later steps."""
     rehearsal: Share = 0.0
-    """Share of the rows of code that are replaced by text which the checkpoint wrote itself, against forgetting."""
+    """Share of the rows of code that are replaced by text sampled from the initial checkpoint, to reduce forgetting."""
     context_weight: NotNegative = 0.2
-    """Loss weight of the tokens that the agent reads; those that it writes weigh 1."""
+    """Loss weight of the tokens that the agent reads; the tokens that it writes have weight 1."""
     code_weight: NotNegative = 0.5
     infill: InfillSettings = field(default_factory=InfillSettings)
     balance: NotNegative = 1e-3
     """Weight of the load-balancing loss."""
     draft_steps: Count = 0
-    """Steps that train a head on the frozen model, which drafts tokens for `serve`; 0: no head."""
+    """Steps that train a draft head on the frozen model, for speculative decoding in `serve`; 0: no head."""
     draft_weight: NotNegative = 0.0
-    """Weight of the head's loss beside the model's. With it the head begins where the learning rate begins to fall, and learns
-    jointly with the model from there; 0: it begins after mid-training, and the model never learns from it."""
+    """Weight of the head's loss relative to the model's. Above 0, head and model train jointly from the step where the learning
+    rate begins to fall. At 0, the head trains only after mid-training and does not affect the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtendSettings:
-    """Long-context phase between mid-training and fine-tuning; YaRN stretches the positions, and rows use all of them."""
+    """Long-context phase between mid-training and fine-tuning. YaRN extends the positions, and rows use all of them."""
 
     steps: Count = 0
     """Steps of this phase; 0 leaves it out."""
@@ -155,7 +155,7 @@ class ExtendSettings:
     tokens: Some = 4096
     """Tokens per step, over all ranks."""
     code_share: Share = 0.8
-    """Share of tokens in long rows of code; the rest are demonstrations."""
+    """Share of tokens from long rows of code; the rest are demonstrations."""
     lr: NotNegative = 5e-4
     clip: NotNegative = 1.0
 
@@ -165,48 +165,48 @@ class SftSettings:
     """Fine-tuning on demonstrations with mistakes: the policy that RL starts from."""
 
     steps: Count = 300
-    """0 leaves this stage out."""
+    """Steps of this stage; 0 leaves it out."""
     tokens: Some = 2048
     lr: NotNegative = 1e-3
     clip: NotNegative = 1.0
     sharpness: tuple[Positive, ...] = (1.0, 1.4, 2.0)
-    """Factors of all logits to choose from on the tuning tasks, after fine-tuning; none: they stay as they are."""
+    """Candidate factors for all logits; the best on the tuning tasks is applied after fine-tuning. Empty: none is applied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlSettings:
-    """Reinforcement learning with groups of fixed size and one epoch."""
+    """Reinforcement learning with groups of fixed size, for one epoch."""
 
     steps: Some = 160
     prompts: Some = 8
     """Tasks per step."""
     group: Annotated[int, Field(ge=2)] = 8
-    """Rollouts per task, at least two: an advantage compares a rollout with the others of its group."""
+    """Rollouts per task, at least two: the advantage compares a rollout with the rest of its group."""
     minibatches: Some = 1
     """Optimizer steps per batch."""
     lr: NotNegative = 2.5e-4
-    """Peak learning rate. It rises over `warmup` steps and falls linearly to a twentieth at the last step, or over the second
-    half of `max_seconds` if that gives less."""
+    """Peak learning rate. The rate rises over `warmup` steps, then falls linearly to a twentieth at the last step, or over the
+    second half of `max_seconds` if that is lower."""
     warmup: Count = 6
     clip: NotNegative = 1.0
     refill: NotNegative = 0.0
-    """Most groups, as a share of those that are trained, that are replaced because all their rewards are equal. Needs
-    services.on=true, and tasks for them in `data.rl_tasks`."""
+    """Maximum number of groups that are replaced because all their rewards are equal, as a share of the trained groups. Needs
+    services.on=true, and enough tasks in `data.rl_tasks`."""
     checkpoint_every: Some = 20
     evaluate_every: Count = 0
-    """Steps between evaluations on the tuning tasks; 0: none. The last step has none, because the held-out tasks follow."""
+    """Steps between evaluations on the tuning tasks; 0: none. None follows the last step: the held-out tasks follow instead."""
     microbatch_tokens: Some = 4096
     recompute: bool = False
-    """Recompute layers in the backward pass: less memory, about a third more time."""
+    """Recompute layers in the backward pass. This saves memory and takes about a third more time."""
     tokens_per_rollout: Some = 64
-    """Constant of the loss denominator, prompts × group × this, so that the length of a batch does not enter its gradient."""
+    """Constant in the loss denominator, prompts × group × this, so that the gradient does not depend on a batch's length."""
     gate: bool = True
-    """Refuse RL where the start's attempts at each held-out task earn the same reward (`composer-nb headroom`)."""
+    """Refuse RL if the initial policy's attempts earn equal rewards within every held-out task (`composer-nb headroom`)."""
     shuffle_rewards: bool = False
-    """Control: permute rewards at random within the batch, so that nothing can be learned."""
+    """Control: permute the rewards of each batch at random, so that nothing can be learned."""
     max_seconds: NotNegative = 330.0
-    """Time limit of RL in seconds; 0: none. No step begins later, and the report says so. The learning rate then falls with time,
-    because a policy that is cut off at a high rate scores lower; such a run is not reproducible."""
+    """Time limit of RL in seconds; 0: none. No step begins after it, as the report says. A limit lowers the learning rate with
+    time, because a policy that is cut off at a high rate scores lower. Such a run is not reproducible."""
 
     def rate(self, step: int, seconds: float = 0.0) -> float:
         """Return the learning rate of a step that begins after `seconds` of RL."""
@@ -223,42 +223,42 @@ class RlSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServicesSettings:
-    """Asynchronous RL as services on Ray; with `on` false, one synchronous loop."""
+    """Asynchronous RL as services on Ray, or one synchronous loop if `on` is false."""
 
     on: bool = True
     address: str = ""
-    """Address of a Ray cluster, or folder of a head (`composer-nb up`); empty: a cluster is started for the run and ends with
-    it."""
+    """Address of a Ray cluster, or the folder of a head (`composer-nb up`). Empty: the run starts a cluster of its own and stops
+    it at the end."""
     engines: Some = 1
     """Number of inference engines; each has its own environment worker."""
     ahead: Count = 1
-    """Batches that may be in flight beyond the one that is due (O); 0: on policy."""
+    """Batches that may be in flight beyond the one that is due (O); 0: on-policy."""
     bound: Count = 2
-    """Highest staleness of the oldest token of a rollout when it is trained, in batches."""
+    """Maximum staleness of a rollout's oldest token at training time, in batches."""
     window: Share = 1.0
     """A batch is taken from the oldest max(P, window · (O + 1) · P) groups."""
     order: Literal["window", "fifo", "discard"] = "window"
     retries: Count = 3
-    """Times that one rollout is dispatched again after an infrastructure fault."""
+    """Maximum retries of a rollout after an infrastructure fault."""
     deaths: Count = 20
-    """Times that one group may lose its worker, or one batch its trainer."""
+    """Maximum number of times that a group may lose its worker, or a batch its trainer."""
     hang_s: Positive = 120.0
-    """Seconds of silence after which a worker is ended as hung."""
+    """Seconds of silence after which a worker counts as hung and is stopped."""
     lockstep: bool = False
-    """Step engines only while an environment worker waits for them. Bit-reproducible with ahead=0 and one engine."""
+    """Step engines only while an environment worker waits for them. With ahead=0 and one engine, runs are bit-reproducible."""
     full_every: Some = 25
-    """Interval of full weight versions; those between are deltas."""
+    """Interval between full weight versions; the versions in between are deltas."""
     serve: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port on the loopback at which users speak to the policy while it trains, as with `composer-nb serve`: their requests go
-    before rollouts. 0: none."""
+    """Loopback port that serves the policy to users while it trains, as `composer-nb serve` does. Their requests take priority
+    over rollouts. 0: none."""
     store: str = ""
-    """URL (fsspec) of the store of weight versions; each run has its own folder. Empty: the run directory."""
+    """URL (fsspec) of the store of weight versions. Each run has its own folder there. Empty: the run directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSettings:
     samples: Some = 4
-    """Rollouts per task at temperature 1, the k of best-of-k; one more is greedy."""
+    """Rollouts per task at temperature 1, which is k in best-of-k. One greedy rollout is added."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,15 +267,15 @@ class Settings:
 
     seed: Seed = 0
     rl_seed: Seed = 0
-    """Additional seed of RL, so that several RL runs can share one mid-training."""
+    """Additional seed for RL, so that several RL runs can share one mid-training."""
     until: Literal["midtrain", "sft", "rl"] = "rl"
-    """Stage after which the run ends. The first two are not followed by an evaluation."""
+    """Stage after which the run ends. No evaluation follows `midtrain` and `sft`."""
     control_steps: Count = 0
-    """Control: steps of supervised training on all demonstrations, in place of RL."""
+    """Control: steps of supervised training on all demonstrations, instead of RL."""
     ranks: Some = 2
     """Number of training processes; each has one thread."""
     matmul: Literal["float32", "bfloat16"] = "float32"
-    """Operands of float32 matrix products. bfloat16 rounds them where the processor has units for it (AMX); sums are float32."""
+    """Precision of the operands of float32 matrix products. bfloat16 rounds them if the processor has AMX; sums are float32."""
     mesh: MeshSettings = field(default_factory=MeshSettings)
     data: DataSettings = field(default_factory=DataSettings)
     tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
@@ -298,7 +298,7 @@ class Settings:
     services: ServicesSettings = field(default_factory=ServicesSettings)
 
     def __post_init__(self) -> None:
-        """Raise ValueError where settings of two groups contradict each other."""
+        """Raise ValueError if settings of two groups contradict each other."""
         if not self.model.start or self.model.folder.is_dir():  # a finished run is read without its checkpoint
             self._check_model(self.model.architecture)
         if self.services.on:
@@ -371,22 +371,22 @@ class Settings:
 
     @property
     def searched(self) -> bool:
-        """The expert of the demonstrations searches its answer."""
+        """Whether the expert of the demonstrations searches for its answer."""
         return self.env.path is None and self.data.level == "repositories"
 
     @property
     def prompts_needed(self) -> int:
-        """Tasks that RL takes at most, each once."""
+        """Maximum number of tasks that RL uses, each once."""
         return math.ceil(self.rl.steps * self.rl.prompts * (1 + self.rl.refill))
 
     @property
     def sampling_seed(self) -> int:
-        """Seed of everything that RL samples; the rollouts' numbers tell them apart."""
+        """Seed of everything that RL samples; rollouts differ by their numbers."""
         return self.seed * 10_007 + self.rl_seed
 
     @property
     def slots(self) -> int:
-        """Rollouts at a time, of each engine."""
+        """Concurrent rollouts per engine."""
         return min(self.engine.slots, self.env.sandboxes) if self.env.boxed else self.engine.slots
 
     @property
@@ -396,11 +396,11 @@ class Settings:
 
     @property
     def meshed(self) -> bool:
-        """The trainer service consists of ranks of a mesh."""
+        """Whether the trainer service consists of the ranks of a mesh."""
         return self.mesh != MeshSettings()
 
     def schedule(self) -> Schedule:
-        """Return the schedule of the orchestrator. Raises ValueError that names the setting that does not fit."""
+        """Return the schedule of the orchestrator. Raises ValueError, which names the setting, if one does not fit."""
         v = self.services
         return Schedule(
             **{name: getattr(self.rl, name) for name in ("prompts", "group", "steps")},
@@ -415,8 +415,8 @@ Tree = TypeVar("Tree")
 def override(settings: Tree, values: Mapping[str, Any]) -> Tree:
     """Return a copy of a tree of dataclasses with dotted names replaced; all values are set together.
 
-    An int may stand for a float. Text may stand for a number, a truth value or a dictionary, as it comes from a command line.
-    Raises ValueError for an unknown name, a wrong type or a value out of range; it names the setting.
+    An int may stand for a float. Text from a command line may stand for a number, a Boolean or a dictionary. Raises ValueError,
+    which names the setting, for an unknown name, a wrong type or a value out of range.
     """
     known = _types(settings)
     typed = {}
@@ -466,7 +466,7 @@ def _types(settings: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _reads(wanted: Any, value: Any) -> bool:
-    """Return whether a setting can have `value`, if it is text: else it is a setting of another kind that was meant."""
+    """Return whether a setting accepts `value`. A value that is not text is always accepted."""
     with suppress(ValueError):
         if isinstance(value, str):
             _typed(value, wanted, "")
@@ -475,7 +475,7 @@ def _reads(wanted: Any, value: Any) -> bool:
 
 
 def _typed(value: Any, wanted: Any, name: str) -> Any:
-    """Return `value` as its annotation wants it; text is tried as it is, then as a literal."""
+    """Return `value` as the annotation `wanted` requires. Text is tried as it is, then as a literal."""
     adapter = adapter_of(wanted)
     if isinstance(value, str):
         with suppress(ValidationError):

@@ -1,7 +1,8 @@
-"""An attempt: an agent's rollout and its grade. The same in training, in evaluation and in the bench.
+"""An attempt: an agent's rollout and its grade. Training, evaluation and the bench share this code.
 
-A task of the grader `functions` is graded by calls of its code in shared sandboxes: milliseconds. With tiny tools it is worked on
-as plain files too. With the product's tools, and for any other grader, the agent has a sandbox of its own, and so has the grade.
+The grader `functions` calls the code of a task in shared sandboxes, which takes milliseconds. With the tiny tools, the agent of
+such a task edits files in memory. With the product's tools, the agent has a sandbox of its own. Any other grader needs one for
+the agent and another for the grade.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MAX_KEPT_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A rollout and the grade by the hidden tests."""
+    """A rollout with its grade by the hidden tests."""
 
     task: Task
     rollout: Rollout
@@ -56,13 +57,13 @@ class Environment:
     """Makes the sandboxes of all other tasks."""
     clock: Callable[[], float] = time.monotonic
     opened: Callable[[Session], None] = lambda session: None
-    """Called with the session of an agent that has a sandbox of its own, which may be aborted from another thread."""
+    """Called with the session of an agent that has its own sandbox. The session may be aborted from another thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A policy's side of attempts: its chat format, with the tools and limits that it works under. Raises ValueError for limits
-    that have no room for the call for a summary."""
+    """The chat format, tools and limits of a policy in its attempts. Raises ValueError if the limits leave no room for the
+    request for a summary."""
 
     renderer: ChatRenderer
     tools: ToolSet = field(default_factory=ToolSet.tiny)
@@ -82,12 +83,12 @@ class Agent:
                 )
 
     def place(self, functions: Executor | None = None) -> Environment:
-        """Return the tools, limits and sandboxes of its attempts."""
+        """Return the tools, limits and sandboxes of the agent's attempts."""
         own = {name: getattr(self, name) for name in ("tools", "limits", "backend", "clock")}
         return Environment(functions=functions, **own)
 
     def begin(self, task: Task) -> tuple[Limits, ChatRenderer]:
-        """Return the limits and the chat format of attempts. Raises ValueError for a prompt that leaves no room to answer."""
+        """Return the limits and the chat format for a task. Raises ValueError if its prompt leaves no room to answer."""
         limits, offered = limits_of(task, self.limits), tools_of(task, self.tools)
         renderer = self.renderer if offered is self.tools else self.renderer.offering(offered.schemas)
         if (size := len(renderer.read([User(text=task.instruction)], self.system))) >= (most := limits.tokens):
@@ -97,9 +98,9 @@ class Agent:
     def attempt(
         self, task: Task, rollout: int, speaks: Callable[..., TokenTurnPolicy] = TokenTurnPolicy
     ) -> Job[Attempt]:
-        """Return the job of an attempt by a policy that continues tokens. `rollout` names it to the policy and decides its random
-        draws; `speaks` makes what takes the turns. The job raises ValueError for a task that cannot run here, and for a prompt
-        that leaves no room to answer."""
+        """Return the job of an attempt by a policy that continues tokens. `rollout` is the attempt's number at the policy and
+        determines its random draws; `speaks` makes the turn policy. The job raises ValueError if the task cannot run here, or if
+        its prompt leaves no room to answer."""
 
         def job(seat: Seat[Any]) -> Attempt:
             limits, renderer = self.begin(task)
@@ -111,13 +112,13 @@ class Agent:
 
 
 def limits_of(task: Task, limits: Limits) -> Limits:
-    """Return the limits of an attempt: a task's own lower those of the run, and never raise them."""
+    """Return the limits of an attempt. A task's own limits can lower those of the run but never raise them."""
     own = {name: int(task.metadata[key]) for name, key in LOWERED.items() if key in task.metadata}
     return replace(limits, **{name: min(most, getattr(limits, name)) for name, most in own.items()})
 
 
 def tools_of(task: Task, tools: ToolSet) -> ToolSet:
-    """Return the tools of an attempt: a task's own choice of those of the run. Raises ValueError for one that is not offered."""
+    """Return the tools of an attempt: the task's selection from the run's tools. Raises ValueError for a tool not among them."""
     try:
         return tools.only(task.tools)
     except ValueError as error:
@@ -127,8 +128,8 @@ def tools_of(task: Task, tools: ToolSet) -> ToolSet:
 def attempt(task: Task, place: Environment, turn_policy: TurnPolicy, told: Told = lambda event: None) -> Attempt:
     """Run one rollout and grade it.
 
-    A failure of the infrastructure is the grade `infra_error`; a sandbox that the agent broke, or a workspace that it made too
-    large to carry away, is `agent_failed`. Raises ValueError for a task that cannot run here."""
+    The status of the grade is `infra_error` after an infrastructure failure. It is `agent_failed` if the agent broke its sandbox
+    or made its workspace too large to keep. Raises ValueError for a task that cannot run here."""
     place = replace(place, limits=limits_of(task, place.limits), tools=tools_of(task, place.tools))
     if task.grader == "functions" and place.functions is None:
         raise ValueError(f"task {task.id}: its grader `functions` needs something that calls functions")
@@ -139,7 +140,7 @@ def attempt(task: Task, place: Environment, turn_policy: TurnPolicy, told: Told 
     work = Workspace(files=dict(task.files), visible_tests=task.visible_tests, sandboxes=place.functions, own_tests=own)
     try:
         done = conversation(task.instruction, turn_policy, place.tools, work, place.limits, told, place.clock)
-    finally:  # also when the driver drops the agent: the policy must not keep a rollout that will not continue
+    finally:  # also if the driver drops the agent: the policy must not keep a rollout that will not continue
         segments = turn_policy.close()
     counted = (0, 0) if any(len(segment.token_ids) for segment in segments) else (done.read, done.written)
     rollout = replace(done.rollout(task.id, segments, work.files, task.files), counted=counted, seconds=0.0)
@@ -154,7 +155,7 @@ def open_session(task: Task, place: Environment) -> Iterator[Session]:
     if place.backend is None:
         raise ValueError(f"task {task.id}: its grader {task.grader!r}, or its tools, need a backend of sandboxes")
     with start(task, place.backend) as box:
-        if not task.image:  # images of tasks come with theirs
+        if not task.image:  # a task's image has a history of its own
             add_history(box)
         yield place.tools.open(box)
 
@@ -184,7 +185,7 @@ def _attempt_in_sandbox(task: Task, place: Environment, turn_policy: TurnPolicy,
 
 
 def _left(task: Task, found: Mapping[str, Blob]) -> dict[str, bytes]:
-    """Return the files of a workspace without our own. Raises OSError for changes that are too large to keep."""
+    """Return the files of a workspace without the harness's own. Raises OSError if the changes are too large to keep."""
     ours = (f"{FOLDER}/",) if task.image else (f"{FOLDER}/", ".git/")
     own = {path: blob.data for path, blob in found.items() if not path.startswith(ours)}
     if not task.image:
@@ -196,6 +197,6 @@ def _left(task: Task, found: Mapping[str, Blob]) -> dict[str, bytes]:
 
 
 def _texts(files: Mapping[str, bytes], before: Mapping[str, str]) -> dict[str, str]:
-    """Return files as text, bytes that are not UTF-8 as lone surrogates. Unchanged texts stay the same objects."""
+    """Return files as text, with bytes that are not UTF-8 as lone surrogates. Unchanged texts remain the same objects."""
     texts = {path: data.decode("utf-8", "surrogateescape") for path, data in files.items()}
     return {path: before[path] if before.get(path) == text else text for path, text in texts.items()}

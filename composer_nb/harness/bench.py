@@ -1,4 +1,4 @@
-"""The bench: attempts of a policy at held-out tasks, and their figures."""
+"""The bench: a policy's attempts at held-out tasks, and their figures."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def run_eval(
     samples: int,
     slots: Sequence[int] | None = None,
 ) -> Iterator[Attempt]:
-    """Attempt every task `samples` times. Attempts come in order of task, then sample, whichever ended first.
+    """Attempt every task `samples` times. Return the attempts in order of task, then of sample, whichever ended first.
 
-    `slots` are the places of the tasks in a longer list; they number the rollouts and so decide their random draws.
+    `slots` are the positions of the tasks in a longer list. They number the rollouts and so determine their random draws.
     """
     places = range(len(tasks)) if slots is None else slots
     order = [
@@ -40,11 +40,11 @@ def run_eval(
 
 
 def summarise(sampled: Sequence[Attempt], greedy: Sequence[Attempt] | None = None, seed: int = 0) -> dict[str, Any]:
-    """Return the figures of a policy: `sampled` holds k attempts a task (at temperature 1), `greedy` one, if given.
+    """Return the figures of a policy. `sampled` holds k attempts per task at temperature 1; `greedy`, if given, holds one.
 
-    pass_at_1 is the mean over tasks of the share solved; best_of_k the share of tasks that any of the k solved; ci95 a
-    bootstrap over tasks of pass_at_1 (2,000 resamples), ci95_greedy likewise. Attempts lost to the infrastructure count
-    neither as solved nor as tried. Raises ValueError when no other is left.
+    pass_at_1 is the mean over tasks of the share solved. best_of_k is the share of tasks that any of the k attempts solved. ci95
+    is a bootstrap of pass_at_1 over tasks (2,000 resamples), and ci95_greedy likewise. Attempts lost to infrastructure faults
+    count neither as solved nor as tried. Raises ValueError if no other attempts are left.
     """
     graded = [done for done in sampled if done.grade.known]
     singles = np.array([float(done.grade.passed) for done in greedy or () if done.grade.known])
@@ -80,26 +80,26 @@ def scores(graded: Sequence[Attempt], key: Callable[[Attempt], str]) -> dict[str
 
 LOOKS = frozenset({"read_file", "grep", "glob_file_search", "codebase_search", "list_dir"})
 WITHIN = (4, 8, 12, 20)
-"""Calls of `pass_within`."""
+"""Numbers of calls for `pass_within`."""
 FILTERED = (1, 2, 4, 8)
-"""Attempts of `filtered_best_of`."""
+"""Numbers of attempts for `filtered_best_of`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """The course of an attempt in four yes or no."""
+    """The course of an attempt: what it did, in order of its turns."""
 
     edited: bool
     failed: bool
-    """A test failed after an edit."""
+    """Whether a test run failed after an edit."""
     retried: bool
-    """Another edit followed."""
+    """Whether another edit followed that failure."""
     tested: bool
-    """A test followed the first edit."""
+    """Whether a test run followed the first edit."""
     accepted: bool
-    """The last test passed, and no edit followed it."""
+    """Whether the last test run passed and no edit followed it."""
     looks: int
-    """Reads and searches before the first edit."""
+    """Number of reads and searches before the first edit."""
 
     @classmethod
     def of(cls, turns: Sequence[Turn]) -> Course:
@@ -122,14 +122,14 @@ class Course:
 
 
 def behaviour(attempts: Sequence[Attempt]) -> dict[str, Any]:
-    """Describe how a policy works, as means over attempts. A rate whose denominator is empty is None.
+    """Return figures of how a policy works, as means over attempts. A rate whose denominator is empty is None.
 
-    `retries_after_failed_test`  share of attempts with an edit that failed the tests which edited again
-    `recovery`                   share of these that solved the task; `recovery_n` counts them
-    `tests_after_wrong_edit`     share of attempts whose first edit was wrong which tested it
-    `pass_within`                share of attempts that solved the task in so many calls
-    `reads_before_edit`          reads and searches, of attempts that edit
-    `filtered_best_of`           share of tasks solved by the first of so many attempts that passes the visible tests
+    `retries_after_failed_test`  share of attempts that edited again, of those with a failed test run after an edit
+    `recovery`                   share of those that edited again which solved the task; `recovery_n` counts them
+    `tests_after_wrong_edit`     share of attempts that ran tests after an edit, of those with a wrong edit
+    `pass_within`                share of attempts that solved the task within a number of calls
+    `reads_before_edit`          reads and searches before the first edit, over attempts that edit
+    `filtered_best_of`           share of tasks solved by the first attempt, of a number, that passes the visible tests
     """
     rollouts = [done.rollout for done in attempts]
     courses = [Course.of(rollout.turns) for rollout in rollouts]
@@ -159,8 +159,8 @@ def behaviour(attempts: Sequence[Attempt]) -> dict[str, Any]:
 
 
 def filtered_best_of(attempts: Sequence[Attempt], k: int) -> float | None:
-    """Return the share of tasks solved by the first of k attempts that passes the visible tests, averaged over which attempt
-    comes first; None with fewer attempts a task."""
+    """Return the share of tasks solved by the first of k attempts that passes the visible tests, averaged over cyclic orders of
+    the attempts; None if a task has fewer than k."""
     by_task: dict[str, list[tuple[bool, bool]]] = {}
     for done in attempts:
         by_task.setdefault(done.task.id, []).append((Course.of(done.rollout.turns).accepted, done.grade.passed))
@@ -178,7 +178,7 @@ def _share(values: Sequence[float]) -> float | None:
 
 
 def bootstrap(values: NDArray[np.float64], seed: int) -> list[float]:
-    """Return the 95 % interval of a mean, from 2,000 resamples."""
+    """Return the 95 % bootstrap interval of a mean, from 2,000 resamples."""
     random = np.random.default_rng(seed)
     means = random.choice(values, (2000, len(values))).mean(1)
     return [float(x) for x in np.quantile(means, [0.025, 0.975])]

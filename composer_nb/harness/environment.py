@@ -1,4 +1,4 @@
-"""The environment of a run: its tasks, tools, chat format and sandboxes, all of them settings."""
+"""The environment of a run: settings for its tasks, tools, chat format and sandboxes."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ RENDERERS: Mapping[str, type[ChatRenderer]] = {
 
 
 class Own(Protocol):
-    """An environment of your own: a class without parameters. It may also have `tools`, a ToolSet, and `reward(rollout, grade)`,
-    which returns a number in place of the weighted terms."""
+    """A custom environment: a class without parameters. It may also have `tools`, a ToolSet, and `reward(rollout, grade)`, which
+    returns a number and replaces the weighted terms."""
 
     def tasks(self) -> Iterable[Task]: ...
 
 
 def _own(name: str) -> Own:
-    """Return the one object of the class that `name` means now: a notebook may define it anew. Its module may lie in the current
-    folder, which comes last, and only where a user names a module: the folder may be one that nobody trusts."""
+    """Return the single instance of the class that `name` refers to now, since a notebook may redefine it. A module that is found
+    nowhere else may lie in the current folder. The folder is added to the path only then, and last: it may be untrusted."""
     module, _, kind = name.partition(":")
     try:
         first = module.partition(".")[0]
@@ -64,7 +64,7 @@ def _own(name: str) -> Own:
 
 
 def tasks_of(name: str, own: Own) -> list[Task]:
-    """Return the tasks of an environment of one's own. Raises ValueError for what its class does wrong."""
+    """Return the tasks of a custom environment. Raises ValueError if its class violates the protocol."""
     told = f"env.tasks={name!r}:"
     if not isinstance(tools := getattr(own, "tools", ToolSet.tiny()), ToolSet):
         raise ValueError(f"{told} tools must be a ToolSet, and is {type(tools).__name__}")
@@ -92,26 +92,26 @@ def _only(kind: type[Own]) -> Own:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvSettings:
-    """The source of tasks, and what an agent works with."""
+    """The source of tasks, and the tools, chat format and sandboxes of agents."""
 
     tasks: str = "generated"
-    """`generated`; or a path: a JSON Lines file, a folder of Harbor task directories, or what `composer-nb tasks make` wrote; or
-    `MODULE:CLASS`, an environment of your own (`Own`)."""
+    """`generated`; or a path: a JSON Lines file, a folder of Harbor task directories, or output of `composer-nb tasks make`; or
+    `MODULE:CLASS`, a custom environment (`Own`)."""
     tools: str = "tiny"
-    """tiny: search, read, edit a line, undo, run the tests, finish. cursor: the tools of the product. Names of either with
-    commas between them (those of tiny with `finish`): these alone, undescribed, which makes the prompt short. The product's work
-    in a sandbox of each rollout."""
+    """tiny: search, read, edit a line, undo, run the tests, finish. cursor: the product's tools, which need a sandbox per
+    rollout. A comma-separated list of names from one set (tiny ones must include `finish`): these alone, without descriptions,
+    for a short prompt."""
     renderer: Literal["compact", "qwen", "kimi"] = "compact"
-    """The chat format; the tokenizer must have its tokens."""
+    """The chat format. The tokenizer must contain its special tokens."""
     backend: Literal["bwrap", "docker"] = "bwrap"
     """Sandboxes of tasks with the grader `pytest`."""
     sandboxes: Annotated[int, Field(ge=1)] = 16
-    """Rollouts at a time, of each engine, that have a sandbox of their own."""
+    """Maximum concurrent rollouts per engine that have their own sandbox."""
     summary: SummarySettings = NO_SUMMARIES
-    """Summaries, for conversations that outgrow a context."""
+    """Summaries, for conversations that exceed the context."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for tools that are unknown."""
+        """Raise ValueError for unknown tools."""
         try:
             ToolSet.named(self.tools)
         except ValueError as error:
@@ -119,12 +119,12 @@ class EnvSettings:
 
     @property
     def path(self) -> Path | None:
-        """The path of the tasks; None where they are generated."""
+        """The path of the tasks; None if they are generated."""
         return None if self.tasks == "generated" else Path(self.tasks).expanduser()
 
     @property
     def own(self) -> Own | None:
-        """The environment that `tasks` names, if it names a class. Raises ValueError."""
+        """The environment that `tasks` names, if it names a class. Raises ValueError if it cannot be imported."""
         return _own(self.tasks) if ":" in self.tasks and not Path(self.tasks).exists() else None
 
     @property
@@ -135,12 +135,12 @@ class EnvSettings:
 
     @property
     def boxed(self) -> bool:
-        """True if rollouts may have a sandbox of their own."""
+        """Whether rollouts may have their own sandbox."""
         return self.path is not None or self.toolset.needs_sandbox
 
 
 CARRIED = "environment.json"
-"""In a checkpoint: what it was trained with."""
+"""File in a checkpoint that describes its training environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,19 +149,19 @@ class Carried:
 
     renderer: Literal["compact", "qwen", "kimi"]
     tools: str
-    """As `env.tools`, or the `MODULE:CLASS` whose tools they were."""
+    """The value of `env.tools`, or the `MODULE:CLASS` that defined the tools."""
     limits: Limits | None = None
     summary: SummarySettings = NO_SUMMARIES
 
 
 def trained_in(env: EnvSettings, limits: Limits) -> Carried:
-    """Return what a run with these settings trains in."""
+    """Return the environment in which a run with these settings trains."""
     tools = env.tasks if hasattr(env.own, "tools") else env.tools
     return Carried(renderer=env.renderer, tools=tools, limits=limits, summary=env.summary)
 
 
 def carry(path: Path, env: EnvSettings, limits: Limits) -> None:
-    """Write beside the weights in `path` what they were trained with."""
+    """Write the training environment beside the weights in `path`."""
     write_json(path / CARRIED, asdict(trained_in(env, limits)))
 
 
@@ -169,9 +169,9 @@ TO_CONVERT = "no checkpoint folder, but a file; composer-nb convert FILE DIR mak
 
 
 def carried(path: Path, renderer: str) -> Carried:
-    """Return what the checkpoint in `path` was trained with. One that does not say so has the chat format `renderer`, that of its
-    tokenizer: if it is the compact one, with the tools of tiny models, else with those of the product. Raises ValueError if
-    its file is damaged."""
+    """Return the environment that the checkpoint in `path` was trained in. Without such a file, the chat format is `renderer`,
+    that of its tokenizer, and the tools are the tiny ones for the compact format, else the product's. Raises ValueError if the
+    file is damaged."""
     file = path / CARRIED
     if not file.is_file():
         return Carried(renderer=cast(Any, renderer), tools="tiny" if renderer == "compact" else "cursor")
@@ -182,7 +182,7 @@ def carried(path: Path, renderer: str) -> Carried:
 
 
 def read_carried(text: bytes | str) -> Carried:
-    """Return a `Carried` from its JSON. Raises ValueError."""
+    """Return a `Carried` from its JSON. Raises ValueError if it is invalid."""
     try:
         return TypeAdapter(Carried).validate_json(text)
     except ValidationError as error:
@@ -191,8 +191,8 @@ def read_carried(text: bytes | str) -> Carried:
 
 
 class Sandboxes:
-    """The sandboxes of a process: those that call functions, and a backend of those with a workspace. Each is opened when it is
-    first needed. A context manager."""
+    """The sandboxes of a process: an executor that calls functions, and a backend of sandboxes with a workspace. Each is opened
+    on first use. This is a context manager."""
 
     def __init__(self, backend: str = "bwrap", run_id: str | None = None, journal: Path | None = None) -> None:
         """`journal`: folder of the run's journal (`reap.py`)."""
@@ -206,23 +206,23 @@ class Sandboxes:
         self._stack.close()
 
     def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
-        """Call functions. Raises SandboxFailure."""
+        """Call functions. Raises SandboxFailure if a sandbox fails."""
         return self.functions.run(requests)
 
     @cached_property
     def functions(self) -> CachedExecutor:
-        """Raises SandboxUnavailable if no function can be called in a sandbox here."""
+        """The executor. Raises SandboxUnavailable if no function can be called in a sandbox here."""
         opened = SandboxExecutor(run_id=self._run_id, journal=self._journal)
         return CachedExecutor(self._stack.enter_context(opened))
 
     @cached_property
     def backend(self) -> Backend:
-        """Raises SandboxUnavailable."""
+        """The backend. Raises SandboxUnavailable if it cannot work here."""
         return self._stack.enter_context(open_backend(self._backend, self._run_id, self._journal))
 
 
 def require_sandboxes(env: EnvSettings) -> None:
-    """Raise SandboxUnavailable, which names the setting, if the sandboxes of an environment cannot be made here."""
+    """Raise SandboxUnavailable, which names the setting, if the sandboxes of an environment cannot be created here."""
     try:
         with Sandboxes(env.backend) as sandboxes:
             _ = env.boxed and sandboxes.backend

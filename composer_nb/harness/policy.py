@@ -1,4 +1,4 @@
-"""Policy: anything that continues token prompts. The vocabulary that the agent loop, the engine and scripts share."""
+"""The interface of a policy, which continues token prompts. The agent loop, the engine and scripts share it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 ATTEMPT_STRIDE = 1 << 40
-"""Rollouts whose numbers are a multiple of this apart are attempts at the same one: they draw the same random numbers."""
+"""Rollouts whose numbers differ by a multiple of this are repeats of one rollout and draw the same random numbers."""
 SEGMENT_STRIDE = 1 << 32
-"""Numbers of a rollout's segments are this far apart: each draws random numbers of its own."""
+"""Distance between the numbers of a rollout's segments. Each segment draws its own random numbers."""
 
 
 def first_segment(rollout: int) -> int:
-    """Return the number of the first segment of a rollout from that of any."""
+    """Return the number of a rollout's first segment, given the number of any segment."""
     return rollout - rollout % ATTEMPT_STRIDE // SEGMENT_STRIDE * SEGMENT_STRIDE
 
 
@@ -29,46 +29,46 @@ class Drawn(NamedTuple):
     logprob: float
     version: int
     top: Sequence[tuple[int, float]] = ()
-    """The most probable tokens with their log-probabilities."""
+    """The most probable tokens and their log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The next turn of one rollout. Tokens of earlier turns are not sent again: the policy keeps what it has seen."""
+    """A request for the next turn of a rollout. Tokens of earlier turns are not sent again: the policy keeps them."""
 
     rollout: int
-    """Names the rollout for as long as it lives."""
+    """Number of the rollout, unique during its life."""
     token_ids: Sequence[int]
-    """Tokens between the last turn and the next one: first the prompt, then an observation."""
+    """Tokens between the last turn and the next: the prompt at first, then an observation."""
     max_tokens: int
-    """The turn is cut after so many tokens."""
+    """Number of tokens after which the turn is cut."""
     temperature: float | None = None
-    """Temperature of this turn; None: the policy's own."""
+    """Temperature of this turn; None: that of the policy."""
     top_p: float = 1.0
     """Tokens are drawn from the smallest set with this total probability."""
     top_k: int = 0
-    """Tokens are drawn from so many of the most probable ones; 0: from all."""
+    """Tokens are drawn from this number of the most probable ones; 0: from all."""
     min_p: float = 0.0
-    """Tokens are drawn from those with at least this share of the highest probability."""
+    """Tokens are drawn from those with at least this fraction of the highest probability."""
     priority: int = 1
-    """Lower ones go first, at the next step: a user's is 0, a rollout's 1."""
+    """Lower values go first, from the next step on: 0 for users, 1 for rollouts."""
     user: str = ""
-    """Name of who asks, which decides who has a new version of the weights first."""
+    """Name of the user, which decides who gets a new version of the weights first."""
     heard: Callable[[Drawn], None] | None = None
-    """Called with every token as it is drawn, by a policy that can do so."""
+    """Called with every token as it is drawn, if the policy supports this."""
     top: int = 0
-    """Number of the most probable tokens told beside the drawn one."""
+    """Number of most probable tokens to report beside the drawn one."""
     allowed: Callable[[Sequence[int]], NDArray[np.bool_]] | None = None
-    """Returns [V] which tokens may follow those of the turn so far: it is drawn from these alone. None: all may."""
+    """Returns a mask [V] of the tokens that may follow the turn so far; only these are drawn. None: all may follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One turn as sampled."""
+    """One sampled turn."""
 
     rollout: int
     token_ids: list[int]
-    """Ends with a stop token unless it was cut."""
+    """Tokens of the turn, ending with a stop token unless it was cut."""
     logprobs: list[float]
     """Log-probability of each token under the distribution that it was drawn from."""
     policy_versions: list[int]
@@ -80,10 +80,10 @@ class TimeIsUp(Exception):
 
 
 class ProviderFailure(RuntimeError):
-    """The provider of a policy failed for good in a turn (ProviderError): this says nothing about the agent."""
+    """The provider of a policy failed permanently in a turn (ProviderError). This says nothing about the agent."""
 
     rollout: int = -1
-    """Rollout of the turn."""
+    """Number of the rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,19 +91,19 @@ class Trace:
     """Records of a policy for a rollout of T tokens. Arrays are empty for a policy without experts."""
 
     routes: NDArray[np.unsignedinteger[Any]] = field(default_factory=lambda: np.zeros((0, 0, 0), np.uint8))
-    """[T, L, K], of `route_dtype`; the last token was never forwarded: its row is meaningless, its `route_valid` false."""
+    """[T, L, K], of `route_dtype`. The last token was never forwarded: its row has no meaning, and its `route_valid` is false."""
     gates: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
     margins: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     route_valid: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     checks: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
-    """`route_checks` of every forwarded token, computed where it was forwarded; 0 elsewhere."""
+    """`route_checks` of every forwarded token, computed where the token was forwarded; 0 for other tokens."""
 
     def head(self, count: int) -> Trace:
-        """Return the trace of the first tokens."""
+        """Return the trace of the first `count` tokens."""
         return Trace(**{each.name: getattr(self, each.name)[:count] for each in fields(self)})
 
     def split(self, sizes: Sequence[int]) -> list[Trace]:
-        """Return the traces of token sequences of these sizes, one after another. A trace of nothing splits into such traces."""
+        """Return the traces of consecutive token sequences of these sizes. An empty trace splits into empty traces."""
         cuts = np.cumsum(sizes)[:-1]
         parts = {each.name: np.split(getattr(self, each.name), cuts) for each in fields(self)}
         return [Trace(**{name: part[n] for name, part in parts.items()}) for n in range(len(sizes))]
@@ -115,12 +115,12 @@ def route_dtype(experts: int) -> type[np.uint8] | type[np.uint16]:
 
 
 def route_checks(position: NDArray[Any], token_ids: NDArray[Any], routes: NDArray[Any]) -> NDArray[np.uint64]:
-    """Return checks [N] that tie each row of `routes` [N, L, K] to its token and position, so that a consumer detects rows that
-    were moved, with their checks or without.
+    """Return checks [N] that bind each row of `routes` [N, L, K] to its token and position, so that a consumer detects rows that
+    were moved, with or without their checks.
 
-    A chain of SplitMix64's mixing function (Steele, Lea, Flood 2014) over (position, token id) and the routes, eight bytes at
-    a time. Mixing is a bijection, so a row never has the check of another token or place, and one of up to eight bytes never
-    that of other routes; longer ones do so once in 2^64.
+    A check chains SplitMix64's mixing function (Steele, Lea, Flood 2014) over (position, token id) and the routes, eight bytes
+    at a time. Mixing is a bijection, so a row never has the check of the same routes at another token or position. Rows of up to
+    eight bytes never share a check with other routes at their position; longer ones do with probability 2^-64.
     """
     row_NB = np.ascontiguousarray(routes).reshape(len(routes), math.prod(routes.shape[1:])).view(np.uint8)
     padded_NB = np.zeros((len(row_NB), -(-row_NB.shape[1] // 8) * 8), np.uint8)
@@ -139,16 +139,16 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Policy(Protocol):
-    """Takes requests in, gives completions out as they finish, forgets rollouts that have ended."""
+    """Accepts requests, returns completions as they finish, and forgets rollouts that have ended."""
 
     @property
     def capacity(self) -> int:
-        """Rollouts that can be alive at a time."""
+        """Maximum number of live rollouts."""
 
     def submit(self, request: Request) -> None: ...
 
     def step(self) -> Sequence[Completion | ProviderFailure]:
-        """Work on everything submitted, and return the turns that ended in this step, in order of rollout."""
+        """Advance all submitted turns, and return those that ended in this step, in order of rollout."""
 
     def release(self, rollout: int) -> Trace | Future[Trace]:
-        """Forget a rollout, also in the middle of a turn or before its first, and return its records, or what will hold them."""
+        """Forget a rollout, at any time, and return its records or a future of them."""

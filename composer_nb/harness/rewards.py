@@ -1,7 +1,7 @@
 """Rewards: registered terms over a stored rollout and its grade, so that any run can be scored again later.
 
-The terms below are those that every run needs. `harness/terms/` has more, which are imported once a weight names one.
-`docs/rewards.md` lists all of them.
+This module has the terms that every run needs. `harness/terms/` has more, which are imported once a weight names one.
+`docs/rewards.md` lists all terms.
 
     R = R_task + Σ_b w_b r_b − λ · C_{k,q}(effort),   C(x) = ((1 + kx)^(1−q) − 1) / (k (1−q))
 
@@ -29,7 +29,7 @@ TERMS: dict[str, Term] = {}
 
 
 def term(function: Term) -> Term:
-    """Register a reward term under its function's name. Raises ValueError for the name of another module's term."""
+    """Register a reward term under its function's name. Raises ValueError if another module has a term of this name."""
     known = TERMS.get(name := function.__name__, function)
     if known.__module__ != function.__module__:
         raise ValueError(f"a reward term {name!r} is registered by {known.__module__}: give this one another name")
@@ -38,7 +38,7 @@ def term(function: Term) -> Term:
 
 
 def term_named(name: str) -> Term:
-    """Return a registered term, or the function that `MODULE:FUNCTION` names. Raises ValueError."""
+    """Return a registered term, or the function that `MODULE:FUNCTION` names. Raises ValueError if there is none."""
     module, _, function = name.partition(":")
     if function:
         try:
@@ -60,7 +60,7 @@ def solved(rollout: Rollout, grade: Grade) -> float:
 
 @term
 def tampered(rollout: Rollout, grade: Grade) -> float:
-    """Return 1 for an attempt to fool the tests, which is a failure whatever they say."""
+    """Return 1 if the agent tampered with the tests, which is a failure whatever their result."""
     return float(grade.status == "tampered")
 
 
@@ -72,7 +72,7 @@ def agent_failed(rollout: Rollout, grade: Grade) -> float:
 
 @term
 def invalid_calls(rollout: Rollout, grade: Grade) -> float:
-    """Return the share of invalid calls: they are negative examples and never dropped."""
+    """Return the share of invalid calls, which are negative examples and never dropped."""
     return rollout.invalid_calls / max(1, rollout.calls)
 
 
@@ -84,17 +84,17 @@ def unfinished(rollout: Rollout, grade: Grade) -> float:
 
 @term
 def given(rollout: Rollout, grade: Grade) -> float:
-    """Return the reward that came with the grade: of a client of `composer-nb serve --record`, or of a task's script."""
+    """Return the reward stored in the grade, from a client of `composer-nb serve --record` or from a task's script."""
     return float(grade.rewards.get("reward", 0.0))
 
 
 EDITS = frozenset({"edit_line", "substitute", "search_replace", "write", "apply_patch"})
 CHANGES = EDITS | {"undo", "delete_file", "run_terminal_cmd"}
-"""Tools after which files may be others."""
+"""Tools that may change files."""
 
 
 def called(turn: Turn) -> tuple[str, dict[str, Any]]:
-    """Return the tool and the arguments of a call; nothing for one that could not be read."""
+    """Return the tool and the arguments of a call; both are empty if it cannot be parsed."""
     try:
         call = json_of(turn.call)
         return str(call["name"]), dict(call.get("arguments") or {})
@@ -104,8 +104,8 @@ def called(turn: Turn) -> tuple[str, dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """The effort penalty: weights of what counts as effort, and the curve. Raises ValueError unless k > 0 and q ≥ 0, where
-    the curve is concave."""
+    """The effort penalty: the weights of effort, and the curve. Raises ValueError unless k > 0 and q ≥ 0, which make the curve
+    concave."""
 
     weight: float = 0.0
     """λ; 0 turns the penalty off."""
@@ -143,7 +143,7 @@ def effort_curve(x: float, k: float, q: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """The number that trains, with its terms."""
+    """The reward of a rollout, with its terms."""
 
     total: float | None
     terms: dict[str, float] = field(default_factory=dict)
@@ -161,15 +161,15 @@ class RewardSettings:
             term_named(name)
 
     def tried(self, seen: Iterable[tuple[Rollout, Grade]] = ()) -> None:
-        """Score a rollout of nothing, and those that were `seen`, so that a term that cannot work here is found before it ends a
-        run. Raises ValueError."""
+        """Score an empty rollout and the rollouts in `seen`, so that a failing term is found before it ends a run. Raises
+        ValueError for such a term."""
         nothing = Rollout(task_id="", segments=(), turns=(), files={}, stop="tokens")
         for done in ((nothing, Grade(status="graded")), *seen):
             reward(*done, self)
 
 
 def fault(what: str, error: BaseException) -> ValueError:
-    """Return what to raise where a user's code raised `error`, or exited: one line with the place in that code."""
+    """Return the exception to raise after a user's code raised `error` or exited: one line with the place in that code."""
     ours = str(Path(__file__).parents[1])
     places = [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(ours)]
     where = f" ({places[-1].filename}:{places[-1].lineno})" if places else ""
@@ -177,7 +177,7 @@ def fault(what: str, error: BaseException) -> ValueError:
 
 
 def _weighted(name: str, weight: float, rollout: Rollout, grade: Grade) -> float:
-    """Return a term with its weight. Raises ValueError for one that fails or is no finite number."""
+    """Return a weighted term. Raises ValueError if it fails or is not a finite number."""
     try:
         value = weight * float(term_named(name)(rollout, grade))
         if not math.isfinite(value):
@@ -190,7 +190,7 @@ def _weighted(name: str, weight: float, rollout: Rollout, grade: Grade) -> float
 
 
 def reward(rollout: Rollout, grade: Grade, settings: RewardSettings) -> Reward:
-    """Score a rollout; its total is None if the grade says nothing about the agent's work. Raises ValueError if a term fails."""
+    """Score a rollout. The total is None if the grade says nothing about the agent's work. Raises ValueError if a term fails."""
     if not grade.known:
         return Reward(total=None)
     terms = {name: _weighted(name, w, rollout, grade) for name, w in settings.weights.items() if w}

@@ -1,4 +1,4 @@
-"""Rollout: one whole attempt at a task, as token streams that can be trained on, re-scored and replayed."""
+"""A rollout: one complete attempt at a task, as token streams that can be trained on, scored again and replayed."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One trainable token sequence of T tokens. Raises ValueError for streams that are not aligned."""
+    """One trainable sequence of T tokens. Raises ValueError if its streams differ in length."""
 
     token_ids: NDArray[np.int32]
     kind: NDArray[np.uint8]
     logprob: NDArray[np.float32]
-    """Log-probability as sampled; 0 for tokens that the agent did not write."""
+    """Log-probability at sampling time; 0 for tokens that the agent did not write."""
     policy_version: NDArray[np.int32]
-    """-1 where no policy acted."""
+    """Policy version of each token; -1 where no policy acted."""
     trace: Trace = field(default_factory=Trace)
     parent: int = -1
-    """Number, within the rollout, of the segment that this one goes on from; -1 for one that begins with the task."""
+    """Index, within the rollout, of the segment that this one continues; -1 for a segment that begins with the task."""
 
     def __post_init__(self) -> None:
         streams = {len(self.token_ids), len(self.kind), len(self.logprob), len(self.policy_version)}
@@ -45,18 +45,18 @@ class Segment:
 
     @property
     def acted(self) -> NDArray[np.bool_]:
-        """Tokens that the agent wrote, the trainable ones."""
+        """Mask of the tokens that the agent wrote, which are the trainable ones."""
         return (self.kind >= Kind.THINKING) & (self.kind <= Kind.SUMMARY)
 
     @property
     def messages(self) -> list[NDArray[np.int64]]:
-        """Places of the tokens of each message that the agent wrote, a summary at the end among them."""
+        """Token positions of each message that the agent wrote, including a summary at the end."""
         places = np.flatnonzero(self.acted)
         return np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []
 
     @property
     def reused(self) -> int:
-        """Tokens whose keys and values the call for the summary found in the cache; 0 for a segment without one."""
+        """Number of tokens whose keys and values were cached when the summary was requested; 0 without a summary."""
         summed = bool((self.kind == Kind.SUMMARY).any()) and len(self.messages) > 1
         return int(self.messages[-2][-1]) if summed else 0
 
@@ -97,31 +97,31 @@ class Transcript:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One call and the observation that answered it, with what the model said before it."""
+    """One call and the observation that answered it, with the model's text before it."""
 
     call: str
-    """JSON of the call in OpenAI's form, or the text as written where it could not be parsed; empty where there is none."""
+    """JSON of the call in OpenAI's form, or the original text if it could not be parsed; empty if there is no call."""
     observation: str
     error: str | None = None
     tests_passed: int | None = None
     tests_run: int | None = None
     said: str = ""
-    """Text beside the calls of a message, kept with its first call."""
+    """Text beside the calls of a message, stored with its first call."""
     beside: bool = False
-    """This call belongs to the same message as the one before."""
+    """Whether this call belongs to the same message as the one before."""
     seconds: float = 0.0
-    """From the message to the answer, where it was measured."""
+    """Time from the message to the answer, if measured."""
 
 
 class Hint(NamedTuple):
-    """A text that the policy is to read before one turn of a segment."""
+    """A text for the policy to read before one turn of a segment."""
 
     start: int
-    """First token of the turn."""
+    """Position of the turn's first token."""
     stop: int
-    """Place after its last token."""
+    """Position after its last token."""
     at: int
-    """Place at which the hint is put in, before the cue for the turn."""
+    """Position at which the hint is inserted, before the cue for the turn."""
     token_ids: tuple[int, ...]
 
 
@@ -131,28 +131,28 @@ class Rollout:
 
     task_id: str
     segments: tuple[Segment, ...]
-    """A tree: each comes after its parent."""
+    """Segments, which form a tree: each comes after its parent."""
     turns: tuple[Turn, ...]
     files: dict[str, str]
     """The workspace at the end."""
     stop: str
-    """`finished`, the limit that ended it (`turns`, `tokens`, `time`), `interrupted` by its user, or `infrastructure`: no
-    fault of the agent."""
+    """Reason of the end: `finished`, a limit (`turns`, `tokens`, `time`), `interrupted` by the user, or `infrastructure`, which
+    is no fault of the agent."""
     counted: tuple[int, int] = (0, 0)
-    """Tokens read and written, as counted by an endpoint, which gives no token streams."""
+    """Tokens read and written as counted by an endpoint, which returns no token streams."""
     seconds: float = 0.0
-    """From its first message to its last, where it was measured."""
+    """Time from the first message to the last, if measured."""
     before: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
     """The workspace at the start: the task's files."""
 
     @property
     def tokens(self) -> int:
-        """All tokens, read and written."""
+        """Number of tokens, read and written."""
         return sum(len(segment.token_ids) for segment in self.segments) or sum(self.counted)
 
     @property
     def sampled(self) -> int:
-        """Tokens that the agent wrote."""
+        """Number of tokens that the agent wrote."""
         return sum(int(segment.acted.sum()) for segment in self.segments) or self.counted[1]
 
     @property
@@ -162,12 +162,12 @@ class Rollout:
 
     @property
     def messages(self) -> int:
-        """Messages of the model, summaries left out."""
+        """Number of the model's messages, without summaries."""
         return sum(not turn.beside for turn in self.turns)
 
     @property
     def calls(self) -> int:
-        """Calls, invalid ones included."""
+        """Number of calls, including invalid ones."""
         return sum(bool(turn.call) or turn.error not in (None, "ProviderError") for turn in self.turns)
 
     @property

@@ -1,18 +1,18 @@
 """The embedded inference engine: continuous batching with the key-value cache kept across turns.
 
-Every step is one forward pass over new tokens, side by side and without padding: one token of each rollout, and what is left of
-the step's budget for prompts and observations, those of users first. So a long prompt does not hold up those who decode (chunked
-prefill: Agrawal et al. 2023, arXiv 2308.16369). Rollouts that have read and written the same tokens so far, as those of a group
-do until their first differing choice, are forwarded once; each has its own copy of the cache.
+Every step is one forward pass over new tokens, packed without padding. It takes one token of each rollout, and spends the rest of
+its budget on prompts and observations, those of users first. Thus a long prompt does not delay rollouts that decode (chunked
+prefill: Agrawal et al. 2023, arXiv 2308.16369). Rollouts with the same tokens so far are forwarded once, as in a group until its
+first differing choice; each has its own copy of the cache.
 
-With the compiled kernel of float32 models all that is recorded of a rollout is the same to the last bit whatever else is under
-way, and however its prompt was cut.
+With the compiled kernel of float32 models, the record of a rollout does not depend, to the last bit, on other rollouts or on how
+its prompt was split.
 
-What a rollout draws comes from a random stream of its own, so it depends on the engine's seed and the rollout's number, not on
-what else is under way. At the next step, a request of higher priority takes the place of a rollout, whose cache waits in memory
-and comes back. Weights can be swapped between two steps: the cache stays, and each token notes the version that drew it.
+Each rollout has its own random stream. Its draws depend on the engine's seed and the rollout's number, not on other rollouts. At
+the next step, a request of higher priority takes the place of a rollout, whose cache is kept in memory and restored later.
+Weights can be swapped between steps: the cache stays, and each token records the version that drew it.
 
-Dimensions: N new tokens of all slots, U of them distinct, S slots (live rollouts), T positions, L layers, K experts a token,
+Dimensions: N new tokens of all slots, U of them distinct, S slots (live rollouts), T positions, L layers, K experts per token,
 V vocabulary.
 """
 
@@ -38,13 +38,13 @@ from composer_nb.kernels.tiles import Matrix, matrix, panels
 from composer_nb.trainer.models.transformer import Layer, Model, stacked
 
 Forwarded = tuple[Tensor, NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]
-"""Logits after each leader's last token, and experts [U, L, K], gates [U, L, K] and margins [U, L] of the forwarded tokens."""
+"""Logits after the last token of each leader; experts [U, L, K], gates [U, L, K] and margins [U, L] of the forwarded tokens."""
 
 PACKED_BYTES = 2 << 30
-"""Largest model whose weights are laid out once more for the compiled kernel."""
+"""Size of the largest model whose weights are copied into the layout of the compiled kernel."""
 CACHED_BYTES = 16 << 20
-"""Largest model whose weights stay in a processor's cache. A larger one is kept as bfloat16 or int8 where that loses nothing, as
-with published weights and with `engine.numerics=int8`: a step reads a half or a quarter of the memory and computes the same."""
+"""Size of the largest model whose weights fit a processor's cache. A larger one is kept as bfloat16 or int8 if that is lossless,
+as for published weights and `engine.numerics=int8`: a step reads a half or a quarter of the memory, with the same result."""
 
 
 @dataclass(slots=True)
@@ -56,14 +56,14 @@ class Slot:
     uniform: list[float]
     """Random number for the token at each position."""
     index: int = -1
-    """Its place in the cache; -1: it made room for others, or has not had its first step."""
+    """Place in the cache; -1: the slot has not had its first step, or made room for another."""
     away: tuple[Tensor | NDArray[Any], ...] = ()
-    """Its part of the cache and of the records while it has no place."""
+    """Copy of the slot's cache and records while it has no place."""
     priority: int = 1
     past: int = 0
     """Equal for slots that hold the same tokens from the same steps."""
     length: int = 0
-    """Tokens forwarded so far, those in the cache."""
+    """Number of tokens forwarded so far, which are in the cache."""
     max_tokens: int = 0
     drawn: tuple[float, float, int, float] = (1.0, 1.0, 0, 0.0)
     """Temperature, top_p, top_k and min_p of the turn."""
@@ -74,14 +74,14 @@ class Slot:
     top: int = 0
     allowed: Callable[[Sequence[int]], NDArray[np.bool_]] | None = None
     waiting: bool = False
-    """The turn has ended; the next request is not here yet."""
+    """Whether the turn has ended and the next request has not come."""
 
 
 class Engine:
-    """Samples turns from a model. `temperature` 0 is greedy. Log-probs are those of the distribution that is drawn from, and of
-    temperature 1 for a greedy turn. `step_tokens`: maximum of distinct tokens that a step forwards, at least one a slot.
+    """Samples turns from a model. Log-probabilities are those of the sampled distribution; a greedy turn (`temperature` 0) has
+    those of temperature 1. `step_tokens`: maximum number of distinct tokens that a step forwards, at least one per slot.
 
-    Raises ValueError for a request that cannot fit `max_length`, RuntimeError when more rollouts are alive than slots.
+    Raises ValueError for a request that cannot fit `max_length`, and RuntimeError if more rollouts are alive than slots.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Engine:
         self._live: dict[int, Slot] = {}
         self._pasts = 0
         self.forwarded = 0
-        """Tokens computed; those that were copied from a rollout alike are not among them."""
+        """Number of computed tokens, without those copied from an identical rollout."""
         self.sampled = 0
 
     @property
@@ -134,11 +134,11 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Return whether any turn is under way."""
+        """Whether any turn is under way."""
         return any(not slot.waiting for slot in self._live.values())
 
     def submit(self, request: Request) -> None:
-        """Begins a turn. A request that is refused changes nothing."""
+        """Begin a turn. A refused request changes nothing."""
         known = self._live.get(request.rollout)
         if known is not None and not known.waiting:
             raise ValueError(f"rollout {request.rollout} is in the middle of a turn already")
@@ -168,9 +168,9 @@ class Engine:
         slot.sampled, slot.logprobs, slot.versions = [], [], []
 
     def swap(self, model: Model, version: int) -> None:
-        """Goes on with other weights from the next step on. What is in the cache stays, and so does what is under way.
+        """Use other weights from the next step on. The cache and the turns under way are kept.
 
-        Raises ValueError for a model of other sizes.
+        Raises ValueError for a model of another configuration.
         """
         if model.config != self.model.config:
             raise ValueError("the weights are of another model than those that the engine runs")
@@ -182,7 +182,7 @@ class Engine:
         return Slot([], np.random.default_rng(key).random(self.max_length + 1).tolist())
 
     def _placed(self) -> list[tuple[int, Slot]]:
-        """Return the turns that go on in this step. Those of lower priority, and who wait for a request, make room for others."""
+        """Return the turns of this step. Rollouts of lower priority, or without a request, make room for others."""
         outside = [slot for slot in self._live.values() if slot.index < 0 and not slot.waiting]
         for slot in sorted(outside, key=lambda slot: slot.priority):
             if not self._free:
@@ -195,14 +195,14 @@ class Engine:
                 least.index = -1
             slot.index = self._free.pop()
             for record in self._records:
-                record[slot.index] = 0  # what is not forwarded is the same on every replay: nothing
+                record[slot.index] = 0  # tokens that are not forwarded have the same record on every replay
             for part, kept in zip(self._parts(slot.index, slot.length), slot.away, strict=False):
                 part[:] = kept
             slot.away = ()
         return [pair for pair in sorted(self._live.items()) if pair[1].index >= 0 and not pair[1].waiting]
 
     def _parts(self, index: int, length: int) -> Iterator[Any]:
-        """Yield the part of the records and of the cache that a rollout has."""
+        """Yield a rollout's part of the records and of the cache."""
         yield from (record[index, :length] for record in self._records)
         yield from (cache[:, index, :, :length] for cache in (self._k, self._v))
 
@@ -239,9 +239,9 @@ class Engine:
         return done
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Submits `requests`, runs until all their turns have ended, and returns them in the order of the requests.
+        """Submit `requests`, run until all their turns have ended, and return these in the order of the requests.
 
-        Raises ValueError while turns that were submitted one by one are under way: their ends would be lost.
+        Raises ValueError while turns that were submitted one by one are under way, since their completions would be lost.
         """
         if busy := [rollout for rollout, slot in self._live.items() if not slot.waiting]:
             raise ValueError(f"the turns of rollouts {busy} are under way; finish them with step()")
@@ -269,7 +269,7 @@ class Engine:
 
     @torch.no_grad()
     def _forward(self, slots: list[Slot]) -> Tensor:
-        """Logits [S, V] after the last pending token of each slot that has none left; tokens go to the cache."""
+        """Forward pending tokens into the cache. Return the logits [S, V] of each slot that has no pending token left."""
         leaders, leader_S = self._alike(slots)
         sizes = self._sizes([slots[place] for place in leaders])
         counts = sizes[leader_S]
@@ -297,7 +297,7 @@ class Engine:
         return logits.index_select(0, self._row_S)
 
     def _sizes(self, slots: Sequence[Slot]) -> NDArray[np.int64]:
-        """Return the number of pending tokens that each slot forwards in this step: one, and the rest in order of priority."""
+        """Return the number of pending tokens that each slot forwards: one, and more in order of priority up to the budget."""
         sizes, left = np.ones(len(slots), np.int64), self.step_tokens - len(slots)
         for place in sorted(range(len(slots)), key=lambda place: slots[place].priority):
             more = min(len(slots[place].pending) - 1, left)
@@ -305,14 +305,14 @@ class Engine:
         return sizes
 
     def _decode(self, weights: DecodeWeights, new: NewTokens, last: NDArray[np.int64]) -> Forwarded:
-        """On a CPU, by the compiled kernel."""
+        """Forward with the compiled kernel on a CPU."""
         c, k, v = self.model.config, self._k.numpy(), self._v.numpy()
         hidden, experts, gates, margins = decode(weights, new, k, v, c.num_experts_per_tok, c.rms_norm_eps)
         self._hidden_SD = torch.from_numpy(hidden[last])
         return torch.from_numpy(project(hidden[last], weights.output, c.vocab_size)), experts, gates, margins
 
     def _trunk(self, new: NewTokens, last: NDArray[np.int64]) -> Forwarded:
-        """By the model's own forward pass, anywhere and in any dtype."""
+        """Forward with the model's own pass, on any device and in any dtype."""
         device = self.model.embed.device
         ids, at, own, row, position, source = (torch.from_numpy(x).to(device) for x in new)
 
@@ -332,8 +332,8 @@ class Engine:
         return linear(self._hidden_SD, self.model.output_weight).to(wide), experts, gates, margins
 
     def _alike(self, slots: list[Slot]) -> tuple[list[int], NDArray[np.int64]]:
-        """Places of the slots that are forwarded, and for every slot which of those it is like: the same tokens in its cache,
-        from the same steps, and the same ones pending. Marks the slots' new pasts."""
+        """Return the places of the slots to forward (leaders), and each slot's leader: one with the same cached tokens, from the
+        same steps, and the same pending ones. Mark the slots' new pasts."""
         known: dict[tuple[int, ...], int] = {}
         leaders: list[int] = []
         leader_S = np.empty(len(slots), np.int64)
@@ -352,7 +352,7 @@ def _copied(part: Any) -> Any:
 
 
 def _held(logits_SV: Tensor, slots: Sequence[Slot]) -> Tensor:
-    """Leave each turn the tokens that may follow in it."""
+    """Mask the tokens that may not follow in each turn."""
     rows = [row for row, slot in enumerate(slots) if slot.allowed]
     logits_SV = logits_SV.clone() if rows else logits_SV
     for row in rows:
@@ -363,7 +363,7 @@ def _held(logits_SV: Tensor, slots: Sequence[Slot]) -> Tensor:
 
 
 def sample(logits_SV: Tensor, slots: Sequence[Slot], ahead: int = 0) -> tuple[list[int], list[float]]:
-    """One token a slot with its log-probability, `ahead` of the next one. Slots that draw alike are worked on together."""
+    """Return one token per slot, `ahead` of the next one, and log-probabilities. Slots that draw alike form one batch."""
     kinds, uniform_S = {slot.drawn for slot in slots}, [slot.uniform[slot.length + ahead] for slot in slots]
     if len(kinds) == 1:
         return _draw(logits_SV, uniform_S, *kinds.pop())
@@ -377,7 +377,7 @@ def sample(logits_SV: Tensor, slots: Sequence[Slot], ahead: int = 0) -> tuple[li
 
 
 def _draw(logits_SV: Tensor, uniform_S: list[float], *drawn: Any) -> tuple[list[int], list[float]]:
-    """The first token of each row whose cumulative probability exceeds the row's random number, and its log-probability."""
+    """Return the first token of each row whose cumulative probability exceeds the row's random number, and log-probabilities."""
     logprob_SV = _logprobs(logits_SV, *drawn)
     if drawn[0] == 0:
         token_S = logprob_SV.argmax(-1)
@@ -390,7 +390,7 @@ def _draw(logits_SV: Tensor, uniform_S: list[float], *drawn: Any) -> tuple[list[
 
 
 def _top(logits_V: Tensor, slot: Slot) -> list[tuple[int, float]]:
-    """The most probable tokens with their log-probabilities, as many as are asked for and can be drawn."""
+    """Return the most probable tokens and their log-probabilities, at most `slot.top` and only tokens that can be drawn."""
     if not slot.top:
         return []
     found = _logprobs(logits_V[None], *slot.drawn)[0].topk(min(slot.top, len(logits_V)))
@@ -398,8 +398,8 @@ def _top(logits_V: Tensor, slot: Slot) -> list[tuple[int, float]]:
 
 
 def _logprobs(logits_SV: Tensor, temperature: float, top_p: float, top_k: int, min_p: float) -> Tensor:
-    """Log-probabilities of the distribution that is drawn from; of temperature 1 for a greedy turn. `min_p`: Nguyen et al. 2024,
-    arXiv 2407.01082; it comes first, then `top_k`, then `top_p`."""
+    """Return log-probabilities of the sampled distribution, or of temperature 1 for a greedy turn. `min_p` (Nguyen et al. 2024,
+    arXiv 2407.01082) applies first, then `top_k`, then `top_p`."""
     if temperature == 0:
         return logits_SV.log_softmax(-1)
     logprob_SV = (logits_SV / temperature).log_softmax(-1)
@@ -413,7 +413,7 @@ def _logprobs(logits_SV: Tensor, temperature: float, top_p: float, top_k: int, m
 
 
 def nucleus(logprob_SV: Tensor, top_p: float) -> Tensor:
-    """Return log-probabilities over the fewest tokens that have `top_p` between them (Holtzman et al. 2020, arXiv 1904.09751)."""
+    """Return log-probabilities over the fewest tokens that together have `top_p` (Holtzman et al. 2020, arXiv 1904.09751)."""
     order = logprob_SV.sort(stable=True, dim=-1, descending=True)
     above_SV = order.values.exp().cumsum(-1) - order.values.exp()
     kept_SV = torch.zeros_like(logprob_SV, dtype=torch.bool).scatter_(1, order.indices, above_SV < top_p)
@@ -421,7 +421,8 @@ def nucleus(logprob_SV: Tensor, top_p: float) -> Tensor:
 
 
 def pack(model: Model) -> DecodeWeights | None:
-    """A copy of the weights of a float32 model on a CPU, laid out for `decode`; None for a model that it does not cover."""
+    """Return the weights of a float32 model on a CPU, copied into the layout of `decode`; None if `decode` does not support
+    it."""
     c = model.config
     plain = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
     covered = not c.latent and c.norm_topk_prob and model.kernels.recipe == "bf16"

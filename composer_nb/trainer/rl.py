@@ -1,15 +1,15 @@
-"""Reinforcement learning: the loop, whoever samples and wherever it runs.
+"""The loop of reinforcement learning, independent of what samples and where it runs.
 
-    batch   = services.take()            the groups that are due: rollouts of one task each, graded; the next ones are under way
+    batch   = services.take()            the groups that are due: graded rollouts of one task each; the next ones are under way
     groups  = score_groups(batch)        rewards, and advantages A = R − mean of the group
-    streams = streams_of(groups)         tokens with an advantage each: all that the learner sees
-    found   = services.learn(streams)    optimiser steps; each makes a weight version, published for what is sampled next
-    services.evaluate()                  scores on the tuning tasks, now and then
-    services.record()                    metrics and the ledger of tokens; services.save() a checkpoint
+    streams = streams_of(groups)         tokens with one advantage each: all that the learner sees
+    found   = services.learn(streams)    optimizer steps; each makes a weight version, published for later sampling
+    services.evaluate()                  scores on the tuning tasks, at intervals
+    services.record()                    metrics and the ledger of tokens; services.save() writes a checkpoint
 
 `Services` has two implementations. `recipe.reinforce.InProcess` samples each batch from the newest weights, in the processes that
-train. `services.coordinator.Coordinator` has engines and environments sample ahead while a trainer learns, on Ray. In lockstep,
-with nothing ahead, both make the same run bit for bit.
+train. `services.coordinator.Coordinator` runs on Ray: engines and environments sample ahead while a trainer learns. In lockstep
+and with no batch ahead, both make the same run, bit for bit.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Hinter = Callable[[Rollout], list[list[Hint]]]
 """Returns hints for turns of a rollout, segment by segment."""
 OwnReward = Callable[[Rollout, Grade], float]
 FAILED = ("tampered", "agent_failed")
-"""Ends of an attempt that no test decides: failures, which train like others (`rewards.py`)."""
+"""Statuses of attempts that failed regardless of the tests; they train like other failures (`rewards.py`)."""
 SAID_EVERY = 5
-"""Steps between two lines about the progress of RL."""
+"""Steps between progress lines of RL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,58 +57,58 @@ class Batch:
     """Groups to train on."""
 
     step: int
-    """Batches trained before."""
+    """Number of batches trained before this one."""
     groups: Sequence[Sequence[Attempt]] = ()
     scored: list[list[Scored]] | None = None
-    """The groups with the rewards that they were given before a restart; None: they are new."""
+    """The groups with their rewards from before a restart; None: the groups are new."""
     lost: float = 0
-    """Rollouts lost to the infrastructure since the last batch."""
+    """Rollouts lost to infrastructure faults since the last batch."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Further metrics."""
+    """Additional metrics."""
 
 
 class Services(Protocol):
-    """The machines behind the loop: they sample and grade, learn, evaluate and keep the record."""
+    """The services behind the loop: they sample, grade, learn, evaluate and keep records."""
 
     ranks: Ranks
     settings: Any
-    """The tree of settings (`settings.py`), read anew for every batch: some may change while a run is live. The loop itself reads
-    `rl`, `reward`, `loss`, `monitor` and `env`."""
+    """The tree of settings (`settings.py`). The loop reads `rl`, `reward`, `loss`, `monitor` and `env` anew for every batch: some
+    may change during a run."""
     hinter: Hinter | None
-    """Gives hints, where `loss.feedback` is above 0."""
+    """Returns hints if `loss.feedback` is above 0."""
 
     @property
     def seconds(self) -> float:
         """Time spent on RL so far."""
 
     def past(self) -> Sequence[Mapping[str, Any]]:
-        """Return the metrics of the steps that are on record, with their numbers from 1 as `step`."""
+        """Return the metrics of the recorded steps; `step` is the number of each, from 1."""
 
     def take(self) -> Batch | None:
-        """Wait for the next batch. None: this was the last one."""
+        """Wait for the next batch and return it, or None after the last one."""
 
     def keep(self, batch: Batch, groups: list[list[Scored]]) -> None:
-        """Store the rollouts of a batch that is new."""
+        """Store the rollouts of a new batch."""
 
     def learn(self, batch: Batch, streams: list[Stream]) -> dict[str, Any] | None:
-        """Learn from a batch and publish the versions that this makes. Return metrics; None when the trainer died: the batches
-        since its last checkpoint come again."""
+        """Learn from a batch and publish the resulting weight versions. Return metrics, or None if the trainer died: the batches
+        since its last checkpoint are then taken again."""
 
     def evaluate(self, batch: Batch, found: dict[str, Any]) -> dict[str, float]:
-        """Score the weights on the tuning tasks. Return the scores, or nothing when they follow later."""
+        """Score the weights on the tuning tasks. Return the scores; empty if they follow later."""
 
     def record(self, batch: Batch, point: dict[str, Any], tokens: dict[str, int]) -> None:
-        """Write down metrics and the ledger of a step."""
+        """Record the metrics and the token ledger of a step."""
 
     def save(self, step: int) -> None:
         """Write a checkpoint after `step` steps."""
 
     def say(self, line: str) -> None:
-        """Show a line to people."""
+        """Show a line to the user."""
 
 
 def reinforce(services: Services) -> None:
-    """Train until there is nothing left to take. Raises GamedError where monitors stop the run, before it learns."""
+    """Train until no batch is left. Raises GamedError, before the batch is learned, if the monitors stop the run."""
     watch = Watch.of(services.past())
     while (batch := services.take()) is not None:
         s = services.settings
@@ -143,7 +143,7 @@ def reinforce(services: Services) -> None:
 
 
 def scores_line(step: int, scores: Mapping[str, float]) -> str:
-    """Return the line about the scores on the tuning tasks after `step` steps."""
+    """Return the log line with the scores on the tuning tasks after `step` steps."""
     return f"rl {step}: on tuning tasks {scores['tune_pass_at_1']:.3f}, greedy {scores['tune_greedy']:.3f}"
 
 
@@ -153,13 +153,13 @@ def scores_line(step: int, scores: Mapping[str, float]) -> str:
 def score_groups(
     groups: Sequence[Sequence[Attempt]], rewards: RewardSettings, loss: LossSettings, own: OwnReward | None = None
 ) -> list[list[Scored]]:
-    """Return the groups with rewards and advantages. `own`: the reward of an environment, in place of the weighted terms."""
+    """Return the groups with rewards and advantages. `own`: reward function of an environment, replacing the weighted terms."""
     totals = [[reward_of(done, rewards, own) for done in group] for group in groups]
     return [_scored(g, given, loss) for g, given in zip(groups, totals, strict=True)]
 
 
 def reward_of(done: Attempt, rewards: RewardSettings, own: OwnReward | None) -> Reward:
-    """Return the reward of an attempt. Raises ValueError for an own one that fails or is no finite number."""
+    """Return the reward of an attempt. Raises ValueError if `own` fails or does not return a finite number."""
     if own is None:
         return reward(done.rollout, done.grade, rewards)
     try:
@@ -174,7 +174,7 @@ def reward_of(done: Attempt, rewards: RewardSettings, own: OwnReward | None) -> 
 
 
 def shuffle_rewards(groups: list[list[Scored]], loss: LossSettings, rng: Random) -> list[list[Scored]]:
-    """Return the groups with the rewards of the batch permuted at random: a control, from which nothing can be learnt."""
+    """Return the groups with the rewards of the batch permuted at random: a control from which nothing can be learned."""
     totals = [scored.reward for group in groups for scored in group]
     rng.shuffle(totals)
     rest = iter(totals)
@@ -188,8 +188,8 @@ def _scored(group: Sequence[Attempt], rewards: Sequence[Reward], loss: LossSetti
 
 
 def to_streams(scored: Scored) -> list[Stream]:
-    """Return the trainer's view of a scored attempt, one stream for each segment. The advantage is that of every token of the
-    chain that the policy wrote, summaries too."""
+    """Return the trainer's view of a scored attempt, one stream per segment. Every token that the policy wrote has the attempt's
+    advantage, in summaries too."""
     segments = scored.attempt.rollout.segments
     return [
         Stream(
@@ -208,13 +208,13 @@ def to_streams(scored: Scored) -> list[Stream]:
 
 
 def trains(scored: Scored, loss: LossSettings) -> bool:
-    """Return whether a rollout adds anything to the gradient: an advantage, or the KL weight, which needs none."""
+    """Return whether a rollout contributes to the gradient: through its advantage, or through the KL term, which needs none."""
     return abs(scored.advantage) > 1e-6 or loss.beta > 0
 
 
 def streams_of(groups: Sequence[Sequence[Scored]], loss: LossSettings, hinter: Hinter | None = None) -> list[Stream]:
-    """Return the streams of all rollouts that add anything to the gradient, one for each segment. `hinter` gives hints for some
-    turns; a rollout with one trains whatever its advantage."""
+    """Return the streams of all rollouts that contribute to the gradient, one per segment. `hinter` returns hints for some turns;
+    a rollout with a hint trains whatever its advantage is."""
     everyone = [scored for group in groups for scored in group]
     if hinter is None:
         return [stream for scored in everyone if trains(scored, loss) for stream in to_streams(scored)]
@@ -231,7 +231,7 @@ def streams_of(groups: Sequence[Sequence[Scored]], loss: LossSettings, hinter: H
 
 
 def ledger(groups: Sequence[Sequence[Scored]], loss: LossSettings) -> Counter[str]:
-    """Count sampled tokens by what became of them: trained, or why not."""
+    """Count sampled tokens by their use: `trained`, or the reason why not."""
     counts: Counter[str] = Counter()
     for group in groups:
         for scored in group:
@@ -241,7 +241,7 @@ def ledger(groups: Sequence[Sequence[Scored]], loss: LossSettings) -> Counter[st
 
 
 def suspects(groups: Sequence[Sequence[Scored]]) -> Counter[str]:
-    """Count this rank's rollouts, their tokens, what monitors flag among them and what may drift (`monitors`)."""
+    """Count this rank's rollouts and their tokens, with the counts of the monitors: flags, and shares that may drift."""
     done = [scored.attempt for group in groups for scored in group]
     size = Counter[str](samples=len(done), sampled=sum(each.rollout.sampled for each in done))
     return size + counts(done) + forms(done)
@@ -264,7 +264,7 @@ def measured(groups: Sequence[Sequence[Scored]], batch: Batch, versions_a_step: 
 
 
 def batch_metrics(groups: Sequence[Sequence[Scored]]) -> dict[str, float]:
-    """Return sums over this rank's groups that add up over ranks."""
+    """Return sums over this rank's groups, to be added over ranks."""
     everyone = [scored for group in groups for scored in group]
     rollouts = [scored.attempt.rollout for scored in everyone]
     return {
