@@ -421,8 +421,7 @@ def nucleus(logprob_SV: Tensor, top_p: float) -> Tensor:
 
 
 def pack(model: Model) -> DecodeWeights | None:
-    """Return the weights of a float32 model on a CPU, copied into the layout of `decode`; None if `decode` does not support
-    it."""
+    """Return the weights of a float32 model on a CPU, copied into the layout of `decode`; None if that cannot run it."""
     c = model.config
     plain = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
     covered = not c.latent and c.norm_topk_prob and model.kernels.recipe == "bf16"

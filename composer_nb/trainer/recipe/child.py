@@ -1,7 +1,7 @@
 """The start of every process of a run: `python -m composer_nb.trainer.recipe.child PARENT MODULE ARGUMENT …`.
 
-Binds its life to its parent's and only then imports MODULE, which may take seconds: a launcher that is killed in the
-meantime leaves nobody behind. Imports nothing that is slow.
+The process binds its life to its parent's, and only then imports MODULE, which may take seconds. So a launcher that is killed
+meanwhile leaves no process behind. This module has no slow imports.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 
 def die_with(parent: int) -> None:
-    """Ends this process when `parent`, which must be its parent, ends: a killed notebook leaves no ranks behind."""
+    """End this process when its parent, `parent`, ends, so that a killed notebook leaves no ranks behind."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:

@@ -1,10 +1,10 @@
-"""A run that no notebook kernel carries: started, left alone, come back to.
+"""Detached runs, which do not depend on a notebook kernel.
 
-    run = start_detached(settings=settings)     its launcher is a process of its own session
-    follow(run.path)                            what it says, until it has ended; Ctrl-C leaves, the run goes on
+    run = start_detached(settings=settings)     its launcher is a process in a session of its own
+    follow(run.path)                            prints its log until it ends; Ctrl-C stops the printing, not the run
     stop(run.path)                              ends it, ready to resume
 
-Whatever launched a run, it can be followed: what it says is in its `said.log`.
+Every run can be followed, however it was launched: its log is `said.log`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ END_S = 60.0
 def start_detached(
     run_dir: Path | None = None, settings: Settings | None = None, *, runs: Path = Path("runs"), name: str = "tour"
 ) -> RunDir:
-    """`start_or_resume` in a process that outlives this one; returns once it runs. A run that is live already is left alone.
+    """Call `start_or_resume` in a process that outlives this one, and return once it runs. A live run is left alone.
 
-    Raises ValueError when `settings` are not those that the run was started with, RunFailed when the launcher does not start.
+    Raises ValueError if `settings` differ from those that the run was started with, and RunFailed if the launcher does not start.
     """
     run = new_run(runs, name, settings or Settings()) if run_dir is None else open_run(run_dir)
     settle(run, settings)
@@ -56,9 +56,9 @@ def start_detached(
 
 
 def follow(run_dir: Path, say: Callable[[str], None] = print, *, lines: int = 20) -> Literal["complete", "dead"]:
-    """Says what a run says, from its last `lines` lines on, until it has ended, and how: a run that is dead can be resumed.
+    """Print a run's log from its last `lines` lines on until the run ends. Return how it ended: a dead run can be resumed.
 
-    Leaving (Ctrl-C) does nothing to the run.
+    An interrupt (Ctrl-C) does not affect the run.
     """
     run = open_run(run_dir)
     said, last = run.path / SAID, ""
@@ -78,8 +78,8 @@ def follow(run_dir: Path, say: Callable[[str], None] = print, *, lines: int = 20
 
 
 def stop(run_dir: Path) -> bool:
-    """Ends a live run, as Ctrl-C does, or outright if that takes longer than END_S; False when it is not live. It can be
-    resumed."""
+    """End a live run as Ctrl-C does, or kill it if that takes longer than END_S; it can be resumed. Return whether it was
+    live."""
     lock = open_run(run_dir).path / LOCK
     if pid := holder(lock):
         end(lock, pid, signal.SIGINT, END_S)

@@ -1,4 +1,4 @@
-"""Evaluation stages: published weights on the held-out tasks, and the numerics of the last ones."""
+"""Evaluation stages: the scores of published weights on held-out tasks, and the numerics of the final weights."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.weights import delta_sizes
 
 FEW = 100
-"""Tasks of each kind that score a policy which a stronger one follows before RL."""
+"""Number of tasks of each kind that score a policy from an early stage."""
 
 
 def evaluate(s: Stages, name: str) -> None:
-    """Scores published weights on the held-out tasks, and apart from them (`structures`) on those of new structures; an untrained
-    base on FEW of each, once, and the mid-trained policy on as many where fine-tuning follows. Of weights that were scored before
-    under another name, figures and rollouts are taken over (`same_as`)."""
+    """Score published weights on the held-out tasks and, separately (`structures`), on those of new structures. An untrained base
+    is scored on FEW of each, with one sample, and the mid-trained policy on FEW if fine-tuning follows. Weights that were scored
+    before under another name take over its figures and rollouts (`same_as`)."""
     with s.stage(f"eval_{name}") as info:
         if info is None:
             return
@@ -53,7 +53,7 @@ def evaluate(s: Stages, name: str) -> None:
 
 
 def _score(s: Stages, name: str, kind: str) -> tuple[list[Attempt], list[Attempt]]:
-    """Return attempts of published weights at tasks of a kind, sampled and greedy, and keep them in the run."""
+    """Return attempts of published weights at tasks of a kind, sampled and greedy, and store them in the run."""
     tasks, samples = s.tasks(kind), s.settings.eval.samples
     if name == "base" and s.settings.midtrain.steps and not s.settings.model.start:
         tasks, samples = tasks[:FEW], 1
@@ -68,14 +68,14 @@ def _score(s: Stages, name: str, kind: str) -> tuple[list[Attempt], list[Attempt
 
 
 def _scored(s: Stages, name: str) -> str | None:
-    """Return the name under which the very same weights were scored before."""
+    """Return the name under which the same weights were scored before, or None."""
     folder, others = s.run.path / "weights", {"base", "midtrained"} - {name}
     same = [other for other in sorted(others) if (folder / other).resolve() == (folder / name).resolve()]
     return next((other for other in same if s.run.finished(f"eval_{other}") is not None), None)
 
 
 def evaluate_model(s: Stages, model: Model, tasks: Sequence[Task], samples: int, temperature: float) -> list[Attempt]:
-    """Attempts of a model at tasks, the work dealt over the ranks; the same list on every rank, in order of task."""
+    """Return a model's attempts at tasks, in order of task. The ranks share the work, and all return the same list."""
     engine = s.engine(model, seed=s.settings.seed + 17, temperature=temperature)
     slots = range(len(tasks))[s.ranks.rank :: s.ranks.world]
     mine = run_eval(engine, s.agent(), [tasks[slot] for slot in slots], s.sandboxes, samples, slots)
@@ -90,9 +90,9 @@ def _light(done: Attempt) -> Attempt:
 
 
 def compare_numerics(s: Stages) -> None:
-    """Measures, on the final weights, what engines in other numerics than the trainer's do to log-probabilities and what
-    replaying their routes mends (the pairs of `variants`, dealt over the ranks; the tour's own first in the report), and how
-    large a lossless delta between two published versions is. Compares the place that attempts are made in with the product's."""
+    """Measure on the final weights how engines with other numerics than the trainer's change log-probabilities, and how much of
+    this the replay of their routes removes. The pairs of `variants` are dealt over the ranks; the tour's own comes first in the
+    report. Also measure the size of a lossless delta between versions, and compare the sandboxes of training and product."""
     with s.stage("numerics") as info:
         if info is None:
             return
@@ -108,8 +108,8 @@ def compare_numerics(s: Stages) -> None:
 
 
 def compare_places(s: Stages) -> dict[str, Any] | None:
-    """Compare, byte by byte, what an agent is told and answered at the first held-out task that has a sandbox of its own, with
-    the same in the product; None where no task has one."""
+    """Compare an agent's prompts and tool results in training with those in the product, byte by byte, on the first held-out task
+    with its own sandbox; None if no task has one."""
     agent, tasks = s.agent(), s.tasks("heldout")
     task = next((task for task in tasks if task.grader != "functions" and not task.image), None)
     if agent.backend is None or task is None:
@@ -124,7 +124,7 @@ def compare_places(s: Stages) -> dict[str, Any] | None:
 
 
 def compare_pair(s: Stages, name: str, weights: str = "final", tasks: int = 48, samples: int = 2) -> dict[str, Any]:
-    """The mismatch of one pair on published weights, over `samples` rollouts of each of the first `tasks` tuning tasks."""
+    """Return the mismatch of one pair on published weights, over `samples` rollouts of each of the first `tasks` tuning tasks."""
     pair, model = PAIRS[name], s.load(weights)
     engine = s.engine(variant(model, pair.engine), seed=s.settings.seed + 29)
     attempts = list(run_eval(engine, s.agent(), s.tasks("tune")[:tasks], s.sandboxes, samples))

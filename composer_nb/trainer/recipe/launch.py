@@ -1,4 +1,4 @@
-"""Starts the ranks of a run as processes, shows what they say, and leaves nothing behind."""
+"""The launcher, which starts the ranks of a run as processes, shows their output, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from composer_nb.trainer.services.capacity import require_room, require_room_for
 from composer_nb.trainer.services.head import PROCESS, SILENT, claim, held, holder, last_words
 
 LOCK, SAID = "launch.lock", "said.log"
-"""In a run directory: what its launcher holds, and what it said."""
+"""Files in a run directory: the lock of its launcher, and the launcher's log."""
 COMPLETE = "the run is complete"
 
 
 class RunFailed(RuntimeError):
-    """A process of the run ended with an error; the message is its last line, `code` its exit status."""
+    """A process of the run ended with an error. The message is its last line, and `code` is its exit status."""
 
     def __init__(self, message: str, code: int = 1) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ class RunFailed(RuntimeError):
 
 
 class RunBusy(ValueError):
-    """Another launcher works on the run."""
+    """Another launcher is working on the run."""
 
 
 def start_or_resume(
@@ -52,14 +52,15 @@ def start_or_resume(
     resume: bool = False,
     say: Callable[[str], None] = print,
 ) -> RunDir:
-    """Runs the recipe to its end: in a new directory under `runs`, or on from where `run_dir` stands.
+    """Run the recipe to its end, in a new directory under `runs` or in `run_dir`, from its present state.
 
-    One idempotent call: a run that is complete returns at once; one that was interrupted continues from its last checkpoint
-    to the same numbers. With `resume` the newest run under `runs` is gone on with instead of beginning a new one, if this very
-    package began it with these settings: a batch job that is cut off and called again loses nothing. An excerpt of a complete
-    run is returned as it is. Raises ValueError when `settings` are not those that the run was started with, or when this
-    machine has no room for them; RunBusy when somebody else runs it; RunFailed when a rank ends with an error. Ctrl-C ends the
-    ranks and leaves the run ready to resume.
+    The call is idempotent. A complete run is returned at once, and so is an excerpt of one. An interrupted run continues from its
+    last checkpoint with the same numbers. With `resume`, the newest run under `runs` is resumed instead of beginning a new one,
+    if this version of the package began it with these settings, so that a batch job that is cut off can simply be called again.
+    Ctrl-C ends the ranks and leaves the run ready to resume.
+
+    Raises ValueError if `settings` differ from those that the run was started with, or do not fit this machine; RunBusy if
+    another launcher works on the run; and RunFailed if a rank ends with an error.
     """
     run = open_run(run_dir) if run_dir else begin_run(settings or Settings(), runs, name, resume=resume, say=say)
     if run.excerpt is not None:
@@ -74,7 +75,7 @@ def start_or_resume(
 def begin_run(
     settings: Settings, runs: Path, name: str, *, resume: bool = False, say: Callable[[str], None] = print
 ) -> RunDir:
-    """Return a run that holds its settings, ready to be resumed: a new one or, with `resume`, the newest if it has these."""
+    """Return a run with stored settings, ready to be resumed: a new one or, with `resume`, the newest if it has them."""
     others = list[str]()
     run = (_begun(runs / name, settings, others.append) if resume else None) or new_run(runs, name, settings)
     settle(run, settings)
@@ -84,17 +85,17 @@ def begin_run(
 
 
 def new_run(runs: Path, name: str, settings: Settings) -> RunDir:
-    """Makes the directory of a run with these settings. Raises ValueError, and makes none, where its code, checkpoint or tasks
-    are not fit."""
+    """Create the directory of a run with these settings. Raises ValueError, without creating one, if its code, checkpoint or
+    tasks are unfit."""
     check_inputs(settings)
     return create(runs, name)
 
 
 def _begun(newest: Path, settings: Settings, say: Callable[[str], None]) -> RunDir | None:
-    """The run that `newest` links to, where this package began it with these settings."""
+    """Return the run that `newest` links to, if this version of the package began it with these settings."""
     path = newest.resolve()
     if not (path / "settings.json").is_file():
-        return None  # there is none, or it was cut off before anything was made
+        return None  # there is no run, or it was cut off before it had settings
     run = RunDir(path)
     package = json.loads((path / "provenance.json").read_text(encoding="utf-8"))["package_digest"]
     if package == provenance()["package_digest"] and from_dict(run.settings()) == settings:
@@ -105,7 +106,7 @@ def _begun(newest: Path, settings: Settings, say: Callable[[str], None]) -> RunD
 
 @contextmanager
 def _noted(run: RunDir, say: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
-    """Also write down what is said, and how it ended, so that a run can be followed from elsewhere."""
+    """Yield a `say` that also writes the run's log, and log the final error, so that others can follow the run."""
     with (run.path / SAID).open("a", encoding="utf-8", buffering=1) as file:
 
         def both(line: str) -> None:
@@ -121,7 +122,7 @@ def _noted(run: RunDir, say: Callable[[str], None]) -> Iterator[Callable[[str], 
 
 @contextmanager
 def _only_launcher(run: RunDir) -> Iterator[None]:
-    """Holds the run's lock, which ends with this process at the latest. Raises RunBusy when another launcher holds it."""
+    """Hold the run's lock, which is released with this process at the latest. Raises RunBusy if another launcher holds it."""
     if (fd := claim(run.path / LOCK, tries=5)) is None:
         pid = holder(run.path / LOCK) or "(it does not say which)"
         raise RunBusy(f"{run.path.name} is being run by process {pid} ({run.path}); wait for it, or end it first")
@@ -132,8 +133,8 @@ def _only_launcher(run: RunDir) -> Iterator[None]:
 
 
 def settle(run: RunDir, settings: Settings | None) -> Settings:
-    """The settings of a run: those that it was started with, else these, which are noted. Raises ValueError when both are
-    given and differ."""
+    """Return the settings that a run was started with; a new run stores `settings`. Raises ValueError if `settings` are given and
+    differ from those of the run."""
     saved = run.path / "settings.json"
     if saved.is_file():
         known = from_dict(run.settings())
@@ -169,7 +170,8 @@ def _launch(run: RunDir, settings: Settings, say: Callable[[str], None]) -> None
 
 
 def _require_room(run: RunDir, settings: Settings) -> None:
-    """For the stages that are still to come. The nodes of a cluster are asked when this run is attached to it, before RL."""
+    """Require room on this machine for the remaining stages. The nodes of a cluster are checked before RL, once the run is
+    attached to it."""
     if run.finished("sft") is None:
         require_room(settings, this_machine())
     if run.finished("rl") is None and not settings.services.address:
@@ -177,7 +179,7 @@ def _require_room(run: RunDir, settings: Settings) -> None:
 
 
 def _reap(run: RunDir, say: Callable[[str], None]) -> None:
-    """Ends what processes of this run left that are dead."""
+    """Clean up after dead processes of this run."""
     for line in reap(run.path).failed:
         say(f"could not be ended: {line}")
 
@@ -192,13 +194,13 @@ BEFORE_RL = {
     "eval_midtrained": ("rollouts/eval_midtrained*",),
     "eval_start": ("rollouts/eval_start*",),
 }
-"""The stages before RL, `extend` only where it was asked for, and the files and folders that each makes."""
+"""The stages before RL (`extend` only if its steps are above 0), and the files and folders that each makes."""
 
 
 def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name: str = "fork") -> RunDir:
-    """A new run that takes over everything that `source` did before RL, with other settings from there on.
+    """Return a new run that takes over all stages of `source` before RL and continues with other settings.
 
-    Raises ValueError when `source` has not come so far, or when the settings differ in something that those stages used.
+    Raises ValueError if `source` has not finished these stages, or if the settings differ in a group that they use.
     """
     if source.excerpt is not None:
         raise ValueError(f"{source.path} is an excerpt of a run and cannot be forked; start a new run instead")
@@ -232,11 +234,11 @@ def _run_ranks(run: RunDir, world: int, say: Callable[[str], None]) -> None:
 
 
 RESTARTS = 3
-"""Times in a row that the services are started anew, without a step in between, when what carries them is lost."""
+"""Maximum restarts of the services in a row, without a step in between, after the loss of their cluster."""
 
 
 def _run_services(run: RunDir, say: Callable[[str], None]) -> None:
-    """RL as services. A cluster that dies under it is no reason to end: everything is in the run directory."""
+    """Run RL as services. The run survives the loss of its cluster, because all of its state is in the run directory."""
     left = RESTARTS
     while True:
         before = len(run.steps("rl"))
@@ -245,7 +247,7 @@ def _run_services(run: RunDir, say: Callable[[str], None]) -> None:
             return
         except RunFailed as error:
             left = RESTARTS if len(run.steps("rl")) > before else left - 1
-            # Where its raylet is gone before we notice, Ray ends our process with 1 and not a word; we never do.
+            # If its raylet is gone before we notice, Ray ends our process with 1 and no message; we never do so.
             lost = error.code in (LOST, -signal.SIGKILL, -signal.SIGABRT) or (error.code == 1 and SILENT in str(error))
             if not lost or left < 0:
                 raise
@@ -253,8 +255,8 @@ def _run_services(run: RunDir, say: Callable[[str], None]) -> None:
 
 
 def _run_processes(run: RunDir, programs: Mapping[str, tuple[str, ...]], say: Callable[[str], None]) -> None:
-    """Runs modules side by side, by name, until all have ended; the first one is heard. Raises RunFailed when one fails, and
-    ends the others."""
+    """Run named modules side by side until all have ended, and show the output of the first. If one fails, end the others and
+    raise RunFailed."""
     journal = Journal(run.path / FOLDER, run.path.name)
     with ExitStack() as stack:
         logs = [stack.enter_context((run.path / f"{name}.log").open("ab")) for name in programs]
@@ -272,7 +274,7 @@ def _run_processes(run: RunDir, programs: Mapping[str, tuple[str, ...]], say: Ca
             _end(processes)
             for resource in noted:
                 journal.gone(resource)
-            _reap(run, say)  # a container outlives the process that it was made for
+            _reap(run, say)  # a container outlives the process that made it
             listener.join(timeout=10)
     if failed is not None:
         name, code = list(programs)[failed], processes[failed].returncode
@@ -310,7 +312,7 @@ def _relay(process: subprocess.Popen[str], say: Callable[[str], None]) -> None:
 
 
 def _wait(ranks: list[subprocess.Popen[str]]) -> int | None:
-    """The first rank seen to end badly, or None when all have ended well. The others then end of its absence, or of us."""
+    """Return the first rank seen to fail, or None once all have succeeded."""
     while True:
         codes = [process.poll() for process in ranks]
         if bad := [rank for rank, code in enumerate(codes) if code]:

@@ -1,4 +1,4 @@
-"""Mismatch: how far the engine's log-probability of a token is from the trainer's, and what replaying routes mends."""
+"""Mismatch: the gap between the engine's and the trainer's log-probability of a token, and how much route replay reduces it."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ Gap = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Engine and trainer on the same S sampled tokens, and their routers on the N tokens that were forwarded for them, of which
-    those of a shared beginning are counted once."""
+    """Engine and trainer on the same S sampled tokens, and their routers on the N tokens forwarded for them. Tokens of a shared
+    prefix count once."""
 
     off_S: Gap
-    """log p of the trainer − log p of the engine, the trainer on its own routes."""
+    """log p of the trainer − log p of the engine, with the trainer's own routes."""
     on_S: Gap
-    """The same with the engine's routes replayed."""
+    """The same, with the engine's routes replayed."""
     flipped_S: NDArray[np.bool_]
-    """Sampled tokens that were predicted where some layer's set of experts differs."""
+    """Mask of sampled tokens that were predicted at a position where the set of experts differs in some layer."""
     flips_NL: NDArray[np.bool_]
-    """True where the trainer's own set of experts is not the engine's."""
+    """Mask of the pairs where the trainer's own set of experts differs from the engine's."""
     margins_NL: NDArray[np.float32]
     """The trainer's router: probability of the last expert chosen minus that of the next."""
 
 
 @torch.no_grad()
 def compare(model: Model, attempts: Sequence[Attempt], budget: int = 4096, replay: ReplaySettings = FULL) -> Comparison:
-    """Scores attempts twice, with the trainer's own routes and with the engine's, replayed as `replay` says. Raises ValueError
-    for routes that cannot be."""
+    """Score attempts twice: with the trainer's own routes, and with the engine's, replayed according to `replay`. Raises
+    ValueError for routes that cannot be replayed."""
     blank = (Scored(attempt=done, reward=Reward(total=0.0), advantage=0.0) for done in attempts)
     streams = [stream for scored in blank for stream in to_streams(scored)]
     require_routes(streams, model.config, replay)
@@ -65,18 +65,18 @@ def compare(model: Model, attempts: Sequence[Attempt], budget: int = 4096, repla
 def measure_mismatch(
     model: Model, attempts: Sequence[Attempt], budget: int = 4096, replay: ReplaySettings = FULL
 ) -> dict[str, Any]:
-    """Compares sampled log-probabilities with the trainer's, its own routes (`off`) against the engine's (`on`).
+    """Compare sampled log-probabilities with the trainer's on its own routes (`off`) and on the engine's (`on`).
 
-    Per sampled token: p50 and p99 of |Δ log p|, and k3 = mean(r − 1 − log r) with r = trainer / engine. `floor` is `on` of the
-    tokens that were predicted where no route differs (None when there is none): what rounding alone leaves. `routes_differ` is
-    the share of (token, layer) pairs whose set of experts differs, tokens of a shared beginning counted once; `tokens_differ`
-    that of sampled tokens that were predicted where one does. Raises ValueError for routes that cannot be replayed.
+    The figures are p50 and p99 of |Δ log p| per sampled token, and k3 = mean(r − 1 − log r) with r = trainer / engine. `floor` is
+    `on` over the tokens predicted where no route differs, which is due to rounding alone; None if there are none. `routes_differ`
+    is the share of (token, layer) pairs whose set of experts differs, with tokens of a shared prefix counted once.
+    `tokens_differ` is the share of sampled tokens predicted where a set differs. Raises ValueError for unusable routes.
     """
     return figures(compare(model, attempts, budget, replay))
 
 
 def figures(found: Comparison) -> dict[str, Any]:
-    """Return the figures of a comparison, as `measure_mismatch` does."""
+    """Return the figures of a comparison, as described in `measure_mismatch`."""
     return {
         "off": gap_figures(found.off_S),
         "on": gap_figures(found.on_S),
@@ -88,7 +88,7 @@ def figures(found: Comparison) -> dict[str, Any]:
 
 
 def gap_figures(gap_S: Gap) -> dict[str, float]:
-    """p50 and p99 of |Δ log p|, and k3."""
+    """Return p50 and p99 of |Δ log p|, and k3."""
     return {
         "logprob_gap_p50": float(np.quantile(np.abs(gap_S), 0.5)),
         "logprob_gap_p99": float(np.quantile(np.abs(gap_S), 0.99)),

@@ -1,6 +1,6 @@
-"""The first stages: the tokenizer, and the tasks and demonstrations that a run is made of.
+"""The first stages, which make the tokenizer, the tasks and the demonstrations of a run.
 
-Tasks are generated, or one's own (`env.tasks`): these are dealt into held-out, tuning and RL tasks (`deal_tasks`).
+Tasks are generated, or custom (`env.tasks`) and then dealt into held-out, tuning and RL tasks (`deal_tasks`).
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from composer_nb.trainer.recipe.stages import Stages
 SCORED = ("heldout", "structures", "tune")
 """Kinds of tasks that no policy trains on."""
 DEMONSTRATED = frozenset({"loop", "comp", "fn2", "slice"})
-"""Families of the demonstrations after the first chunk, in which every family has a few."""
+"""Families of all demonstrations after the first chunk; the first chunk has a few of every family."""
 OFTEN = 20
-"""Times that the tokenizer sees each conversation."""
+"""Number of times that the tokenizer sees each conversation."""
 CHUNK = 256
-"""Tasks that are made in one piece: the unit of work and of resumption while data are made."""
+"""Number of tasks per chunk, the unit of work and of resumption in data generation."""
 
 
 def check_inputs(settings: Settings) -> None:
-    """Raise ValueError that names the setting where the code, the checkpoint or the tasks of a run are not fit."""
+    """Raise ValueError, which names the setting, if the code, checkpoint or tasks of a run are unfit."""
     if settings.data.code != "stdlib":
         read_corpus(settings.data.code)
     settings.reward.tried()
@@ -73,8 +73,8 @@ def check_inputs(settings: Settings) -> None:
 
 
 def make_tokenizer(s: Stages) -> None:
-    """Trains the tokenizer on half of the code and on what an expert reads and writes at tasks of its own (`_conversations`), or
-    copies the checkpoint's."""
+    """Train the tokenizer on half of the code and on an expert's conversations about separate tasks (`_conversations`), or copy
+    the checkpoint's."""
     with s.stage("tokenizer") as info:
         if info is None or not s.ranks.first:
             return
@@ -91,12 +91,12 @@ def make_tokenizer(s: Stages) -> None:
 
 
 def _conversations(s: Stages) -> list[str]:
-    """The texts between the special tokens of demonstrations that are used nowhere else."""
+    """Return the texts between special tokens of demonstrations that are used nowhere else."""
     settings = s.settings
     count = min(128, settings.data.mistaken_demonstrations)
     if settings.env.path or not count:
         return []
-    letters = train_tokenizer([], len(SPECIALS) + 256)  # a token a byte: there is no other tokenizer yet
+    letters = train_tokenizer([], len(SPECIALS) + 256)  # one token per byte: there is no other tokenizer yet
     limits = replace(settings.limits, tokens=16 * settings.limits.tokens, turn_tokens=16 * settings.limits.turn_tokens)
     agent = make_agent(settings.env, letters, limits, s.sandboxes)
     tasks = list(_generated(s, f"{settings.seed} tokenizer", Chunk("mistaken", 0, count)))
@@ -108,7 +108,7 @@ def _conversations(s: Stages) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of the data: `count` tasks of a kind, from a seed of its own."""
+    """A piece of the data: `count` tasks of a kind, with its own seed."""
 
     kind: str
     number: int
@@ -116,7 +116,7 @@ class Chunk:
     heldout: bool = False
     mistake_rate: float | None = None
     own: tuple[Task, ...] = ()
-    """Tasks of one's own; otherwise they are generated."""
+    """Custom tasks; without them, tasks are generated."""
 
     @property
     def name(self) -> str:
@@ -124,7 +124,7 @@ class Chunk:
 
 
 def chunks(settings: Settings, dealt: Mapping[str, Sequence[Task]] | None = None) -> list[Chunk]:
-    """Every piece of data that a run needs; of `dealt` tasks of one's own only the demonstrations, at most one a task."""
+    """Return all chunks of data of a run. For `dealt` custom tasks these are demonstrations only, at most one per task."""
     d = settings.data
     kinds: list[tuple[str, int, bool, float | None]] = [
         ("heldout", d.heldout_tasks, False, None),
@@ -144,7 +144,7 @@ def chunks(settings: Settings, dealt: Mapping[str, Sequence[Task]] | None = None
 
 
 def make_data(s: Stages) -> None:
-    """Makes tasks and demonstrations, each rank its chunks, and checks that nothing held out leaks into training."""
+    """Make tasks and demonstrations, dealt over ranks by chunk, and check that no held-out task leaks into training."""
     with s.stage("data") as info:
         if info is None:
             return
@@ -177,7 +177,7 @@ def _make_chunk(s: Stages, agent: Agent, chunk: Chunk, folder: Path) -> None:
         seed = chunk.name  # the same questions for every seed, so that scores compare
     tasks = list(chunk.own) or list(_generated(s, seed, chunk))
     if chunk.mistake_rate is not None:
-        able = s.settings.env.toolset.needs_sandbox  # the expert with these tools does more than change lines
+        able = s.settings.env.toolset.needs_sandbox  # with these tools the expert does more than change lines
         shown = [task for task in tasks if able or "function" in task.metadata or changes_lines(task)]
         done = demonstrate(shown, agent, s.sandboxes, s.settings.seed, chunk.mistake_rate)
         solved = [d.rollout for d in done if d.grade.passed or not (chunk.own or s.settings.searched)]
@@ -206,8 +206,8 @@ def _generated(s: Stages, seed: str, chunk: Chunk) -> Iterator[Task]:
 
 
 def _drop_leaks(s: Stages, folder: Path) -> dict[str, Any]:
-    """Joins the chunks of tasks; drops held-out tasks that occur in training, those of new structures whose structure does, and
-    RL tasks that occur twice. Raises ValueError when too few remain."""
+    """Join the chunks of tasks. Drop held-out tasks that occur in training, tasks of new structures whose structure does, and
+    repeated tasks. Raises ValueError if too few remain."""
     training: set[str] = set()
     for path in folder.glob("*.prints.json"):
         if not path.name.startswith(SCORED):
@@ -239,11 +239,11 @@ def _drop_leaks(s: Stages, folder: Path) -> dict[str, Any]:
     return {"tasks": {kind: len(tasks) for kind, tasks in kept.items()}, "dropped": dict(dropped)}
 
 
-# Tasks of one's own
+# Custom tasks
 
 
 def own_tasks(env: EnvSettings) -> list[Task]:
-    """Return the tasks of `env.tasks`. Raises ValueError for those that cannot be trained on with `env.tools`."""
+    """Return the tasks of `env.tasks`. Raises ValueError for tasks unfit for training with `env.tools`."""
     tasks = tasks_of(env.tasks, env.own) if env.own else load_tasks(env.path or Path())
     for task in tasks:
         tools_of(task, env.toolset)
@@ -260,8 +260,8 @@ def own_tasks(env: EnvSettings) -> list[Task]:
 
 
 def try_places(tasks: Iterable[Task], env: EnvSettings) -> None:
-    """Open a place for a task of every kind: with or without a sandbox of its own, of each image, of each folder of packages.
-    Raises ValueError where it cannot be had with `env.backend`."""
+    """Open a sandbox for a task of every kind, by grader, image and folder of packages. Raises ValueError if `env.backend` cannot
+    provide one."""
     called = not env.toolset.needs_sandbox
     named = ("image", PACKAGES, PACKAGES_DIGEST)
     kinds = {(task.grader, *map(task.metadata.get, named)): task for task in tasks}
@@ -277,15 +277,15 @@ def try_places(tasks: Iterable[Task], env: EnvSettings) -> None:
 
 
 def unguarded(tasks: Iterable[Task]) -> list[str]:
-    """Return the ids of tasks that `tasks make` made and found no guard for."""
+    """Return the ids of tasks from `tasks make` for which it found no guard."""
     return [task.id for task in tasks if {PLAN, "fail_to_pass"} <= {*task.metadata} and guard_of(task).by == "none"]
 
 
 def deal_tasks(tasks: Sequence[Task], data: DataSettings) -> dict[str, list[Task]]:
-    """Deal tasks into `heldout`, `tune` and `rl`, in an order that hashes of their ids decide.
+    """Deal tasks into `heldout`, `tune` and `rl`, in the order of the hashes of their ids.
 
-    Tasks that share an instruction, a place or a changed function stay on one side. At most a fifth is held out and a tenth is
-    for tuning, but at least the fewest that stay together. Raises ValueError where fewer than three sides can be made.
+    Tasks that share an instruction, a place or a changed function stay in one group, on one side. At most a fifth is held out and
+    a tenth is for tuning, but at least the smallest group. Raises ValueError if there are fewer than three groups.
     """
     groups: list[tuple[set[str], list[Task]]] = []
     for task in sorted(tasks, key=lambda task: hashlib.sha256(task.id.encode()).digest()):
@@ -310,8 +310,8 @@ def deal_tasks(tasks: Sequence[Task], data: DataSettings) -> dict[str, list[Task
 
 
 def _marks(task: Task) -> Iterator[str]:
-    """Yield what tasks on two sides must not share: the structure of a generated task, the instruction of any other; and places
-    of a made task, or else the parts that the solution writes: from one `def` to the next."""
+    """Yield marks that tasks on two sides must not share. One is the structure of a generated task, or the instruction of
+    another. Others are the places of a made task, or else the parts, from one `def` to the next, that the solution writes."""
     structure = task.metadata.get("structure")
     yield f"structure {structure}" if structure else f"instruction {task.instruction}"
     places = re.findall(r'"([^"]+)"', task.metadata.get("places", ""))

@@ -1,6 +1,6 @@
-"""Read a run's directory without writing to it: its database, its logs, its stored rollouts.
+"""Readers of a run's database, logs and stored rollouts, which write nothing.
 
-What `run.db` holds is read in one transaction, and logs are read up to their last complete line, so the run may go on writing.
+`run.db` is read in one transaction, and logs are read up to their last complete line, so a live run can be read.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ EXAMPLES = tuple(Path(__file__).parents[3] / "data" / name for name in ("example
 """Excerpts of full runs with seeds 0 and 1; the second holds only scores."""
 RL_FILE = re.compile(r"rl_(\d+)_\d+\.parquet")
 TAIL = 65_536
-"""Bytes at the end of a run's log in which its last line is looked for."""
+"""Number of bytes at the end of a run's log that are searched for its last line."""
 
 
 class ReadOnly(RunDir):
-    """A run that is only read. Raises FileNotFoundError where there is none."""
+    """A run that is only read. Raises FileNotFoundError if there is no run in `path`."""
 
     def __init__(self, path: Path) -> None:
         if not (path / "run.db").is_file():
@@ -41,7 +41,7 @@ class ReadOnly(RunDir):
 
     def connect(self) -> sqlite3.Connection:
         """Open the database read-only. While a process may write, SQLite's readers leave a log beside the database, which the
-        writer removes; without a writer and a log the database is opened as immutable, so that nothing is left."""
+        writer removes. Without a writer and a log, the database is opened as immutable, so that no file is left."""
         live = holder(self.path / LOCK) is not None
         nobody = not live and not (self.path / "run.db-wal").exists()
         return self._opened("?mode=ro&immutable=1" if nobody else "?mode=ro", trusted=live)
@@ -63,23 +63,23 @@ class Slot:
     slot: int
     size: int
     done: int
-    """Rollouts that are finished and graded."""
+    """Number of finished, graded rollouts."""
     running: int
-    """Rollouts being sampled at the last transaction; a dead run dispatches them again."""
+    """Number of rollouts in flight at the last transaction; a resumed run dispatches them again."""
     training: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """The last version that an inference engine reported."""
+    """The version that an inference engine reported last."""
 
     name: str
     version: int
     hash: str
     seconds: float
-    """Time to fetch and check it."""
+    """Time to fetch and verify the version."""
     paused: float
-    """Part of that time without decoding."""
+    """Part of that time in which no tokens were decoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +89,12 @@ class Change:
     name: str
     value: Any
     step: int | None
-    """Batches trained when the run applied it; None: not yet; REFUSED: refused."""
+    """Number of trained batches when the run applied the change; None: not yet applied; REFUSED: refused."""
 
 
 def database(run: RunDir) -> dict[str, Any]:
-    """Return RL's steps, stages, checkpoints and the state of services, read in one transaction. Raises ValueError for a
-    database that a run would not write."""
+    """Return RL's steps, the stages, the checkpoints and the state of services, read in one transaction. Raises ValueError for a
+    malformed database."""
     with closing(run.connect()) as db, well_formed(run.path / "run.db"):
         db.execute("BEGIN")
         rows = db.execute("SELECT step, metrics FROM step WHERE stage = 'rl' ORDER BY step")
@@ -117,7 +117,7 @@ def _step(number: Any, metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def _services(db: sqlite3.Connection) -> dict[str, Any]:
-    """Return what only services record during RL: the state of the orchestrator, versions, changes."""
+    """Return the records that only services make during RL: the orchestrator's state, versions and changes."""
     sums = db.execute("SELECT reason, SUM(tokens) FROM ledger GROUP BY reason")
     ledger: Counter[str] = Counter({str(why): int(tokens) for why, tokens in sums})
     snapshot = _snapshot(db)
@@ -147,7 +147,7 @@ def _services(db: sqlite3.Connection) -> dict[str, Any]:
 
 
 def _snapshot(db: sqlite3.Connection) -> dict[str, Any] | None:
-    """Return the orchestrator's state; None for a run whose services never began."""
+    """Return the orchestrator's state; None if the services never started."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'orchestrator'").fetchone():
         return None
     found = db.execute("SELECT snapshot FROM orchestrator").fetchone()
@@ -159,7 +159,7 @@ def _slot(group: Mapping[str, Any], training: list[int]) -> Slot:
         slot=group["slot"],
         size=group["size"],
         done=len(group["done"]),
-        running=sum(why == "restored" for _, _, why, _ in group["gone"]),  # `Group.pack` marks rollouts in flight so
+        running=sum(why == "restored" for _, _, why, _ in group["gone"]),  # rollouts in flight (`Group.pack`)
         training=group["slot"] in training,
     )
 
@@ -170,7 +170,7 @@ def _whole_lines(raw: bytes) -> list[str]:
 
 
 def groups_of_batches(run: RunDir) -> tuple[set[int], Counter[int]] | None:
-    """Return the prompts in flight, and how often each was trained on, from the log of batches; None without services."""
+    """Return, from the log of batches, the prompts in flight and how often each prompt was trained on; None without services."""
     with closing(run.connect()) as db, well_formed(run.path / "run.db"):
         db.execute("BEGIN")
         if (state := _snapshot(db)) is None:
@@ -181,7 +181,7 @@ def groups_of_batches(run: RunDir) -> tuple[set[int], Counter[int]] | None:
 
 
 def last_line(run: RunDir) -> str:
-    """Return the last line that a run logged; empty for none."""
+    """Return the last line of a run's log; empty if there is none."""
     file = run.path / SAID
     try:
         with file.open("rb") as said:
@@ -192,7 +192,7 @@ def last_line(run: RunDir) -> str:
 
 
 def logged_steps(run: RunDir) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return the last line of metrics.jsonl about each step, by stage and step."""
+    """Return the last entry of metrics.jsonl for each step, by stage and step."""
     file = run.path / "metrics.jsonl"
     found: dict[str, dict[int, dict[str, Any]]] = {}
     with suppress(FileNotFoundError):
@@ -206,7 +206,7 @@ def logged_steps(run: RunDir) -> dict[str, dict[int, dict[str, Any]]]:
 
 
 def quiet_seconds(run: RunDir) -> float | None:
-    """Return the seconds since a run last wrote; None if it never did."""
+    """Return the seconds since a run last wrote a record; None if it never did."""
     times = []
     for name in ("run.db", "run.db-wal", "metrics.jsonl", SAID):
         with suppress(FileNotFoundError):
@@ -222,7 +222,7 @@ def stored_steps(run: RunDir) -> list[int]:
 
 
 def rl_tables(run: RunDir, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
-    """Yield (step from 0, columns) of every stored file of rollouts of a durable step, in order. Raises ValueError for a damaged
+    """Yield (step from 0, columns) of each stored file of rollouts of a durable step, in order. Raises ValueError for a damaged
     file."""
     durable = len(run.steps("rl"))
     for path in sorted((run.path / "rollouts").glob("rl_*.parquet")):
@@ -235,8 +235,8 @@ def rl_tables(run: RunDir, columns: Sequence[str]) -> Iterator[tuple[int, pa.Tab
 
 
 def solved_by_task(run: RunDir, policy: str, within: int | None = None, *, greedy: bool = False) -> dict[str, float]:
-    """Return the share of sampled graded attempts, or of `greedy` ones, that solved each held-out task, in at most `within` calls
-    if that is given. `policy` may end in `_structures`."""
+    """Return the share of graded attempts, sampled or `greedy`, that solved each held-out task, within `within` calls if given.
+    `policy` may end in `_structures`."""
     path = beneath(run.path / "rollouts", f"eval_{policy}.parquet")
     try:
         rows = pq.read_table(path, columns=["task_id", "status", "passed", *(["turns"] if within else [])]).to_pylist()
@@ -252,13 +252,13 @@ def solved_by_task(run: RunDir, policy: str, within: int | None = None, *, greed
 
 
 def calls_in(turns: Sequence[Mapping[str, Any]]) -> int:
-    """Return `Rollout.calls` of stored turns."""
+    """Return the number of calls in stored turns, as `Rollout.calls` does."""
     return sum(bool(turn["call"]) or turn["error"] not in (None, "ProviderError") for turn in turns)
 
 
 def telling_step(run: RunDir, weights: bool = False) -> int:
-    """Return the last stored RL step, from 1, that trained on something, or the last stored one. With `weights` only steps count
-    whose weights before the update are kept. Raises ValueError where no step is stored."""
+    """Return the last stored RL step, from 1, with a live group, or else the last stored one. With `weights`, consider only steps
+    whose weights before the update are stored. Raises ValueError if there is none."""
     steps = {step["step"]: step for step in run.steps("rl")}
     there = [number for number in stored_steps(run) if not weights or weights_before(run, number)]
     if not there:
@@ -267,8 +267,8 @@ def telling_step(run: RunDir, weights: bool = False) -> int:
 
 
 def weights_before(run: RunDir, step: int) -> Path | None:
-    """Return the published weights that RL step `step`, from 1, started from; None where they are not kept."""
-    live, over = run.last_live_step(), run.finished("rl") is not None  # before that they may be of a step to come
+    """Return the published weights before RL step `step`, from 1; None if they are not stored."""
+    live, over = run.last_live_step(), run.finished("rl") is not None  # until then they may belong to a later step
     fitting = {"start": step == 1, "before_final": over and step == live, "final": over and step > live}
     names = [name for name, fits in fitting.items() if fits]
     return next((path for name in names if (path := run.path / "weights" / name).is_dir()), None)

@@ -1,10 +1,10 @@
-"""The recipe, from random weights or a checkpoint to a policy that repairs code, as a sequence of stages that each resume.
+"""The recipe, from random weights or a checkpoint to a policy that repairs code: a sequence of resumable stages.
 
     tokenizer → data → midtrain (→ extend) → sft → evaluate (base, midtrained, start) → rl → evaluate (final) → mismatch
 
-Every rank runs this same program. A finished stage is noted in `run.db` and skipped the next time; mid-training, fine-tuning
-and RL also resume from their last checkpoint, to the same numbers as if nothing had happened. A stage of no steps is left out:
-what it would have started from is published under its name too.
+Every rank runs this program. A finished stage is recorded in `run.db` and skipped the next time. Mid-training, fine-tuning and RL
+also resume from their last checkpoint, with the same numbers as an uninterrupted run. A stage of no steps is left out: its
+initial weights are published under its name as well.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from composer_nb.trainer.recipe.stages import Stages
 
 
 def run_recipe(s: Stages) -> None:
-    """All stages, in order."""
+    """Run all stages in order."""
     make_tokenizer(s)
     make_data(s)
     midtrain(s)
@@ -70,16 +70,16 @@ def run_recipe(s: Stages) -> None:
     if s.settings.rl.gate and s.run.finished("rl") is None and not s.run.checkpoint("rl"):
         require_headroom(s.ranks.gather(run_headroom(s.run) if s.ranks.first else {})[0])
     if s.settings.services.on and s.run.finished("rl") is None:
-        return  # the services take over, and the ranks come back for the rest
+        return  # the services run RL; then the ranks start again for the rest
     reinforcement(s)
     evaluate(s, "final")
     compare_numerics(s)
-    if s.settings.midtrain.draft_steps and s.ranks.first:  # whoever checks a draft, it is a guess
+    if s.settings.midtrain.draft_steps and s.ranks.first:  # a head of other weights drafts, too: drafts are checked
         shutil.copytree(s.weights("midtrained") / FILE.parent, s.weights("final") / FILE.parent, dirs_exist_ok=True)
 
 
 def _train(s: Stages, model: Model, plan: Plan, batches: Iterator[list[Row]], info: dict[str, Any]) -> None:
-    """A supervised stage: a checkpoint at every look, from the last of which it goes on."""
+    """Run a supervised stage from its last checkpoint on, with a new checkpoint at every look."""
     optimizer = FlatOptimizer(model, s.settings.optimizer, weight_decay=plan.weight_decay)
     begin = 0
     start, before = time.perf_counter(), 0.0
@@ -100,7 +100,7 @@ def _train(s: Stages, model: Model, plan: Plan, batches: Iterator[list[Row]], in
 
 
 def midtrain(s: Stages) -> None:
-    """Continued training from a checkpoint or random weights: code first, then clean demonstrations with code mixed in."""
+    """Train a checkpoint or random weights on code first, then on clean demonstrations with code mixed in."""
     with s.stage("midtrain") as info:
         if info is None:
             return
@@ -136,12 +136,12 @@ def midtrain(s: Stages) -> None:
 
 
 REHEARSED, HELD = 256, 32
-"""Rows of text of the checkpoint's own: those to train on, at most, and those that a loss is measured on."""
+"""Numbers of rows sampled from the checkpoint: at most this many to train on, and this many to measure a loss on."""
 
 
 def _own_text(s: Stages, model: Model) -> list[Row]:
-    """Return rows that the checkpoint wrote before it is trained, each of its own accord after the token that begins a
-    conversation; none where nothing is rehearsed. Each rank samples its part, once."""
+    """Return rows sampled from the checkpoint before training, each after the token that begins a conversation; none without
+    rehearsal. Each rank samples its part, once."""
     m, path = s.settings.midtrain, s.run.path / "data" / f"own-{s.ranks.rank:02d}.npz"
     if not m.rehearsal:
         return []
@@ -163,7 +163,7 @@ def _own_text(s: Stages, model: Model) -> list[Row]:
 
 
 def midtrain_plan(m: MidtrainSettings, watch: Mapping[str, Sequence[Row]]) -> Plan:
-    """The schedule of mid-training; `watch` holds rows by the name of the loss that is reported of them."""
+    """Return the schedule of mid-training. `watch` maps the name of each reported loss to its rows."""
     return Plan(
         stage="midtrain",
         steps=m.steps,
@@ -203,19 +203,19 @@ def _mixture(
     code = with_gaps(code, s.tokenizer(), s.settings.midtrain.infill, seed)
     for place in range(round(len(code) * s.settings.midtrain.rehearsal) if own else 0):
         code[place] = replace(code[place], token_ids=own[place % len(own)].token_ids)
-    Random(f"code rows {seed}").shuffle(code)  # neighbours are of one file; a long table would fill many batches
+    Random(f"code rows {seed}").shuffle(code)  # neighbours come from one file; a long table would fill many batches
     return mixture(code, _shown(s), steps=steps, tokens=tokens, code_first=code_first, code_share=code_share, seed=seed)
 
 
 def _shown(s: Stages) -> list[Row]:
-    """The demonstrations of mid-training. To search an answer is learnt here too: fine-tuning alone is too short for it."""
+    """Return the demonstrations of mid-training. Those with search are included, because fine-tuning is too short to learn it."""
     return s.rows("clean") + (s.rows("mistaken") if s.settings.searched else [])
 
 
 def extend(s: Stages) -> None:
-    """The long-context phase (Composer 2, arXiv 2603.24477 §3.1; YaRN, arXiv 2309.00071 §3.4): the mid-trained weights on
-    stretched positions, trained on rows of code that fill them. Notes the loss on held-out rows of that length before it, in
-    nats a token: `plain`, with the positions simply continued, and `stretched`."""
+    """Run the long-context phase (Composer 2, arXiv 2603.24477 §3.1; YaRN, arXiv 2309.00071 §3.4): train the mid-trained weights
+    on stretched positions and rows of code that fill them. Record the loss on held-out rows of that length before training, in
+    nats per token: `plain`, with positions simply continued, and `stretched`."""
     with s.stage("extend") as info:
         if info is None:
             return
@@ -243,7 +243,7 @@ def extend(s: Stages) -> None:
 
 
 def fine_tune(s: Stages) -> None:
-    """Fine-tuning on demonstrations of an expert that makes mistakes: what RL starts from."""
+    """Fine-tune on demonstrations of an expert that makes mistakes. RL starts from the result."""
     with s.stage("sft") as info:
         if info is None:
             return
@@ -257,7 +257,7 @@ def fine_tune(s: Stages) -> None:
 
 
 def control(s: Stages) -> None:
-    """Train the control that RL is compared with: from the end of mid-training, on more of the demonstrations."""
+    """Train the control that RL is compared with: on all demonstrations, from the end of mid-training."""
     with s.stage("control") as info:
         if info is not None:
             rows = [*s.rows("clean"), *s.rows("mistaken")]
@@ -268,14 +268,14 @@ def control(s: Stages) -> None:
 
 
 TRIES = 2
-"""Attempts at each tuning task that a factor of the logits is judged by."""
+"""Attempts per tuning task when a factor of the logits is judged."""
 
 
 def calibrate(s: Stages, model: Model, info: dict[str, Any]) -> None:
-    """Multiply the logits of a policy by the factor of `sft.sharpness` at which it solves most tuning tasks, sampled.
+    """Multiply the logits of a policy by the factor in `sft.sharpness` with which sampling solves the most tuning tasks.
 
-    Imitation of an expert who tries at random leaves a policy as unsure as the expert: RL, and what it is compared with, begin at
-    their best, as far as the intervals (`sharpness_ci95`, over tasks) tell the factors apart."""
+    A policy that imitates an expert who tries at random is as unsure as the expert. So RL and its control both start at their
+    best, as far as the intervals (`sharpness_ci95`, over tasks) distinguish the factors."""
     if not s.settings.sft.sharpness:
         return
     tasks, gain = s.tasks("tune"), model.final_norm
@@ -304,8 +304,8 @@ def _taught(s: Stages) -> str:
 
 
 def _supervise_agent(s: Stages, stage: str, rows: list[Row], steps: int, info: dict[str, Any]) -> None:
-    """Trains the mid-trained policy, or what the long-context phase made of it, on what the agent wrote in `rows`; the model is
-    left in `info`."""
+    """Train the policy of the mid-training or long-context phase on the tokens that the agent wrote in `rows`. Put the model into
+    `info`."""
     t = s.settings.sft
     model = s.load(_taught(s))
     written = [Row(row.token_ids, np.where(row.weight == 1.0, row.weight, 0.0)) for row in rows]

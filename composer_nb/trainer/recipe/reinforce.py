@@ -1,4 +1,4 @@
-"""The RL stage without services: the loop of `rl.py` on the ranks of the recipe, each batch sampled from the newest weights."""
+"""The RL stage without services: the loop of `rl.py` on the recipe's ranks, with each batch sampled from the newest weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from composer_nb.trainer.services.services import hinter_of, learn_batch, make_l
 
 
 def reinforcement(s: Stages) -> None:
-    """Run reinforcement learning from `start`; publish `final` and the version before it."""
+    """Run reinforcement learning from `start`. Publish `final` and the version before it."""
     with s.stage("rl") as info:
         if info is None:
             return
@@ -39,7 +39,7 @@ def reinforcement(s: Stages) -> None:
 
 
 class InProcess:
-    """The `Services` of one process, or of ranks that each sample their share of a batch and learn together."""
+    """The `Services` of one process, or of ranks that each sample a share of the batch and learn together."""
 
     def __init__(self, s: Stages) -> None:
         self.stages, self.settings, self.ranks = s, s.settings, s.ranks
@@ -54,7 +54,7 @@ class InProcess:
 
     @property
     def version(self) -> int:
-        """Optimiser steps so far."""
+        """Number of optimizer steps so far."""
         return self.step * self.settings.rl.minibatches
 
     @property
@@ -111,7 +111,7 @@ class InProcess:
         return scores
 
     def record(self, batch: Batch, point: dict[str, Any], tokens: dict[str, int]) -> None:
-        """Show the metrics; they become durable with the next checkpoint."""
+        """Log the metrics; they become durable with the next checkpoint."""
         self._points.append((self.step, point))
         self._ledgers.append((self.step, tokens))
         if self.ranks.first:
@@ -131,11 +131,11 @@ class InProcess:
 def sample_groups(
     policy: Policy, agent: Agent, tasks: Mapping[int, Task], group: int, executor: Executor, tries: int = 3
 ) -> tuple[Sequence[Sequence[Attempt]], int]:
-    """Return `group` attempts at each task, and how many were lost to the infrastructure on the way.
+    """Return `group` attempts at each task, and the number of attempts lost to infrastructure faults.
 
-    `tasks` are keyed by their place in the order of the run's prompts: it numbers the rollouts, and so what they draw. A lost
-    attempt is dispatched again, up to `tries` times in all; then SandboxFailure is raised, because a batch without it would be
-    biased.
+    `tasks` are keyed by their place in the order of the run's prompts, which numbers the rollouts and thus determines their
+    draws. A lost attempt is dispatched again, up to `tries` times in all. Raises SandboxFailure after that, because a batch
+    without the attempt would be biased.
     """
     order = [(slot * group + place, task) for slot, task in tasks.items() for place in range(group)]
     done: dict[int, Attempt] = {}

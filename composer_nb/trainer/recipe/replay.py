@@ -1,7 +1,7 @@
-"""Replay: the steps of a run done again from what it kept, and compared bit for bit with what they made then.
+"""Replay: a run's RL steps repeated from its records and compared bit for bit with the original versions.
 
-The log of batches says which rollouts were trained in which order, the step's file holds them with their rewards, and the
-version's hash says what came of it. The trainer rolls forward from the start; nothing is sampled.
+The log of batches records which rollouts were trained, and in which order. The file of a step holds these rollouts with their
+rewards. The hash of a version identifies the result. The trainer starts from the initial weights; nothing is sampled.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from composer_nb.trainer.services.services import TrainerService, hinter_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """One step, done again."""
+    """One repeated step."""
 
     step: int
     version: int
     was: str
-    """Hash of the version as it was published."""
+    """Hash of the published version."""
     now: str
 
     @property
@@ -36,9 +36,9 @@ class Replayed:
 
 
 def replay(run: RunDir, settings: Settings, until: int) -> Iterator[Replayed]:
-    """Steps 1 … `until` of the RL stage, one by one. The run is only read.
+    """Repeat steps 1 … `until` of the RL stage and yield each. The run is only read.
 
-    Raises ValueError for a run that has not come so far, or whose RL was the plain loop, which logs no versions.
+    Raises ValueError for a run that has not reached `until`, or whose RL was the plain loop, which logs no versions.
     """
     journal = Journal(run)
     try:
@@ -56,7 +56,7 @@ def replay(run: RunDir, settings: Settings, until: int) -> Iterator[Replayed]:
     by_id = tasks_by_id(run.path)
     with ExitStack() as stack:
         store = stack.enter_context(tempfile.TemporaryDirectory(prefix="composer_nb-replay-"))
-        # From the start: the checkpoint that is kept is of the last steps, and the store is the run's own.
+        # From the start, because the stored checkpoint is of the last steps. Elsewhere, because the store belongs to the run.
         elsewhere = replace(settings, services=replace(settings.services, store=store))
         trainer = stack.enter_context(closing(TrainerService(run.path, elsewhere, from_start=True)))
         hinter = hinter_of(run, settings)

@@ -1,6 +1,6 @@
-"""The numbers of a run, and how two runs differ, as dictionaries.
+"""The numbers of a run, and the differences between two runs, as dictionaries.
 
-    report = build_report(open_run(path))       # a live run gives what it has so far, and `complete: false`
+    report = build_report(open_run(path))       # of a live run: its numbers so far, and `complete: false`
     found = compare(first, second)              # differences of `second` from `first`
 
 Every number is read from the run directory. `views.report` and `views.compare` show them.
@@ -33,26 +33,26 @@ STAGES = (
 
 
 def build_report(run: RunDir) -> dict[str, Any]:
-    """Return the results of a run. What has not happened yet is absent, and `complete` is then false. An excerpt returns the
-    stored report of its full run, with `excerpt` for what the excerpt holds.
+    """Return the results of a run. The results of unfinished stages are absent, and `complete` is then false. For an excerpt,
+    return the stored report of its full run, in which `excerpt` describes the excerpt.
 
     `eval.NAME`        held-out scores and behaviour of a published policy (`harness.bench.summarise`)
-    `headroom`         what RL could find from its start (`headroom.headroom`)
-    `gain`             final − midtrained, with a paired bootstrap over tasks; and final − the better of that and the start
-    `midtrain`, `sft`  first and last point of the loss curves; of `sft` the factor of the logits (`recipe.calibrate`)
-    `extend`           the same of the long-context phase, with the losses on long rows before it
+    `headroom`         room for RL above its start (`headroom.headroom`)
+    `gain`             final − midtrained, with a paired bootstrap over tasks; and final − the better of midtrained and start
+    `midtrain`, `sft`  first and last point of the loss curves; for `sft` also the factor of the logits (`recipe.calibrate`)
+    `extend`           the same for the long-context phase, with the losses on long rows before it
     `train`            see `training`
     `rewards`          mean of each reward term over RL rollouts; counts of infrastructure errors and flagged rollouts;
-                       `flagged_share`, the highest share that monitors saw (`monitor.*`)
+                       `flagged_share`, the highest share of flagged rollouts (`monitor.*`)
     `replay`           mismatch of an engine and the trainer (`pair`), with the trainer's routes (off) and the engine's (on)
-    `fidelity`         calls made in training's sandbox and in the product's, and what `differences` there are; null where no
-                       task has a sandbox of its own; `error` where the two could not be compared
+    `fidelity`         number of calls compared between the sandboxes of training and product, and their `differences`; null if
+                       no task has its own sandbox; `error` if the two could not be compared
     `weights`          versions published in RL; bytes of the last one, in full and as a delta
-    `ledger`           RL's sampled tokens by what became of them
-    `wall_s`           seconds of stages. `total` sums all stages, also those not named here, without the start of processes
+    `ledger`           RL's sampled tokens by their use
+    `wall_s`           seconds of stages. `total` sums all stages, including those not listed, without the start of processes
                        and without steps that a killed process lost
 
-    Raises ValueError for records that no run writes.
+    Raises ValueError for malformed records.
     """
     with well_formed(run.path):
         return _built(run)
@@ -102,7 +102,7 @@ def _built(run: RunDir) -> dict[str, Any]:
 
 
 def wall_seconds(run: RunDir, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the seconds of each part of the recipe; an unfinished stage counts up to its last checkpoint."""
+    """Return the seconds of each part of the recipe. An unfinished stage counts up to its last checkpoint."""
     seconds = {name: float(spent) for name, spent in run.query("SELECT stage, seconds FROM checkpoint")}
     seconds |= {name: found["seconds"] for name, found in stages.items()}
     parts = {name: seconds[name] for name in ("midtrain", "extend", "sft", "rl") if name in seconds}
@@ -112,7 +112,7 @@ def wall_seconds(run: RunDir, stages: Mapping[str, Mapping[str, Any]]) -> dict[s
 
 
 def supervised(run: RunDir, stage: str) -> dict[str, Any]:
-    """Return steps and first and last logged losses of a supervised stage, in nats per token; {} before its first checkpoint."""
+    """Return the steps and the first and last losses of a supervised stage, in nats per token; {} before its first checkpoint."""
     steps = run.steps(stage)
     if not steps:
         return {}
@@ -127,17 +127,17 @@ def supervised(run: RunDir, stage: str) -> dict[str, Any]:
 def training(run: RunDir, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the figures of RL; a figure without data is None.
 
-    `samples` rollouts, `tokens` read and written, `sampled` tokens written. `tokens_accounted` is the sum of the ledger over
-    `sampled`: 1 when every sampled token was trained on or has a reason why not. `trainer_idle` is the share of RL's wall-clock
-    time in which an average trainer rank was in no optimizer step: it waited for a batch or for processes to start; in the
-    synchronous loop it also sampled, evaluated or saved. Waiting for another rank's gradients counts as training. `staleness`
-    is counted in batches, for the oldest token of each rollout when it was trained. The synchronous loop samples every batch
-    from the newest weights, so its bound is 0. A batch takes `optimizer_steps_per_batch` steps; the last of them is that many −
-    1 steps further from the weights that sampled. `mixed_versions` is the share of rollouts sampled from more than one version.
-    `engine_idle` is the share of time in which an engine had no turn to decode, the sum of `engine_waits`: for the `trainer`, as
-    no rollout was admitted, and for `environments`, which had all rollouts that were.
-    `in_flight` and `in_queue` split the staleness of trained rollouts by where it arose. `trend` says whether reward and solved
-    rose (`reward_trend`); `last_live` is the last step that changed weights.
+    `samples` counts rollouts, `tokens` the tokens read and written, and `sampled` those written. `tokens_accounted` is the sum of
+    the ledger over `sampled`: 1 if every sampled token was trained on or has a reason why not. `trainer_idle` is the share of
+    RL's wall-clock time that an average trainer rank spent outside optimizer steps, waiting for a batch or for processes to
+    start; in the synchronous loop it also sampled, evaluated or saved. Waiting for another rank's gradients counts as training.
+    `staleness` is counted in batches, for the oldest token of each rollout at training time. The synchronous loop samples every
+    batch from the newest weights, so its bound is 0. A batch takes `optimizer_steps_per_batch` steps; the last is that many − 1
+    steps further from the sampling weights. `mixed_versions` is the share of rollouts sampled from more than one version.
+    `engine_idle` is the share of time in which an engine had no turn to decode. It is the sum of `engine_waits`: for the
+    `trainer`, with no rollout admitted, and for `environments`, which held all admitted rollouts. `in_flight` and `in_queue`
+    split the staleness of trained rollouts by its origin. `trend` says whether reward and solved rose (`reward_trend`).
+    `last_live` is the last step that changed weights.
     """
     steps = run.steps("rl")
     settings = run.settings()
@@ -146,7 +146,7 @@ def training(run: RunDir, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     seconds = wall_seconds(run, stages)["rl"]
     busy = sum(step["time"]["train_s"] for step in steps)
     tail = steps[-min(10, len(steps)) :]
-    services = settings.get("services", {"on": False})  # runs of before there were any
+    services = settings.get("services", {"on": False})  # old runs have none
     return {
         "steps": len(steps),
         "samples": int(sum(step["samples"] for step in steps)),
@@ -171,7 +171,7 @@ def training(run: RunDir, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, 
 
 
 def _asynchronous(steps: Sequence[Mapping[str, Any]], done: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures that only services record."""
+    """Return the figures that only services provide."""
     found: dict[str, Any] = {}
     if "mixed_versions" in steps[-1]:
         found["mixed_versions"] = mean(known(steps, "mixed_versions"))
@@ -185,8 +185,8 @@ def _asynchronous(steps: Sequence[Mapping[str, Any]], done: Mapping[str, Any]) -
 
 
 def rewards(run: RunDir) -> dict[str, Any]:
-    """Return the mean of each reward term and of the total over the stored RL rollouts, with counts of errors, of flags, and of
-    rollouts that failed whatever the tests say."""
+    """Return the mean of each reward term and of the total over the stored RL rollouts, with counts of errors, flags, and
+    rollouts that failed regardless of the tests."""
     steps = run.steps("rl")
     sums: dict[str, float] = {}
     total = count = 0.0
@@ -209,9 +209,9 @@ def rewards(run: RunDir) -> dict[str, Any]:
 def gained(run: RunDir, scores: Mapping[str, Mapping[str, Any]], before: str = "midtrained") -> dict[str, Any]:
     """Return the gain of the final policy over `before` on the held-out tasks of both; {} until both are scored.
 
-    `ci95` is a paired bootstrap over tasks. `over_stronger` is the gain over the better of `before` and the start of RL,
-    figure by figure, because a start trained on mistakes may be better at greedy and best of k. `within_12` is the gain of
-    solving a task in at most 12 calls, over the better of the two, on the held-out tasks and on those of new structures.
+    `ci95` is a paired bootstrap over tasks. `over_stronger` is the gain over the better of `before` and the start of RL, per
+    figure, because a start trained on mistakes may be better at greedy and best-of-k. `within_12` is the gain in tasks solved
+    within 12 calls over the better policy before RL, on the held-out tasks and on those of new structures.
     """
     if not {before, "final"} <= set(scores):
         return {}
@@ -228,7 +228,7 @@ def gained(run: RunDir, scores: Mapping[str, Mapping[str, Any]], before: str = "
 
 
 def _gains(run: RunDir, over: str) -> dict[str, NDArray[np.float64]]:
-    """Return the gain of the final policy over another one by figure, for each task of both."""
+    """Return, by figure, the gain of the final policy over another one for each task of both."""
     pairs = {"pass_at_1": [solved_by_task(run, name) for name in (over, "final")]}
     pairs["pass_greedy"] = [solved_by_task(run, name, greedy=True) for name in (over, "final")]
     pairs["best_of_k"] = [{task: float(share > 0) for task, share in each.items()} for each in pairs["pass_at_1"]]
@@ -240,8 +240,8 @@ def _paired(old: Mapping[str, float], new: Mapping[str, float]) -> NDArray[np.fl
 
 
 def within_12(run: RunDir, scores: Mapping[str, Mapping[str, Any]], kind: str, after: str = "final") -> dict[str, Any]:
-    """Return the gain of tasks solved in at most 12 calls over the better policy before RL, with a paired bootstrap over the
-    tasks of both; {} where the run has no such tasks."""
+    """Return the gain in tasks solved within 12 calls over the better policy before RL, with a paired bootstrap over the tasks of
+    both; {} if the run has no such tasks."""
     suffix = "" if kind == "heldout" else f"_{kind}"
     found = {name: score.get(kind, {}) if suffix else score for name, score in scores.items()}
     if not all("pass_within" in score for score in found.values()):
@@ -266,12 +266,12 @@ def mean(values: Sequence[float]) -> float | None:
 
 
 TREND_STEPS = 8
-"""Fewest steps that show a trend above the noise."""
+"""Minimum number of steps for a statement about the trend."""
 
 
 def reward_trend(steps: Sequence[Mapping[str, Any]]) -> str:
     """Return a sentence that says whether reward rose over RL, and whether solved rollouts rose with it. A rise is a difference
-    between the first and the last quarter of the steps above twice its standard error. Reward that rises alone is reward
+    between the first and the last quarter of the steps of more than twice its standard error. A rise of reward alone is reward
     hacking."""
     values = [known(steps, name) for name in ("reward", "solved")]
     if min(map(len, values)) < TREND_STEPS:
@@ -300,7 +300,7 @@ def _rise(values: Sequence[float]) -> tuple[float, float, bool]:
 
 
 def last_live(steps: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the last RL step, from 1, that changed weights (with a group whose rewards differ); None without one."""
+    """Return the last RL step, from 1, that changed weights, which needs a group with unequal rewards; None if there is none."""
     return max((step["step"] for step in steps if step.get("live_groups")), default=None)
 
 
@@ -310,7 +310,7 @@ def _published(stages: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _stage_names(run: RunDir) -> list[str]:
-    """Return finished stages in the order of the recipe, then all others."""
+    """Return the finished stages, those of the recipe first and in its order."""
     found = [name for (name,) in run.query("SELECT name FROM stage ORDER BY rowid")]
     return sorted(found, key=lambda name: STAGES.index(name) if name in STAGES else len(STAGES))
 
@@ -331,7 +331,7 @@ def _read(run: RunDir, name: str) -> dict[str, Any]:
 # Two runs
 
 DRAWS = 2000
-"""Resamples of the bootstrap."""
+"""Number of bootstrap resamples."""
 SCORES = ("pass_at_1", "ci95", "pass_greedy", "ci95_greedy", "best_of_k", "k", "n_tasks", "tool_calls_per_task")
 TRAINING = (
     *("steps", "samples", "sampled", "tokens_accounted", "staleness_bound", "staleness_mean", "staleness_max"),
@@ -340,13 +340,13 @@ TRAINING = (
 
 
 def compare(first: RunDir, second: RunDir) -> dict[str, Any]:
-    """Return what differs between two runs; every pair is [first, second], with None where one run has no value.
+    """Return the differences between two runs. Every pair is [first, second], with None if a run has no value.
 
     `runs`        name, path and completeness of each
-    `settings`    settings with other values, by dotted name
-    `provenance`  commit, package digest, machine, versions that differ, by dotted name
-    `eval`        for each policy that either run scored: `scores`, and `difference` if both did
-    `train`       RL in figures; `wall_s` seconds by part of the recipe
+    `settings`    settings with different values, by dotted name
+    `provenance`  commit, package digest, machine and versions that differ, by dotted name
+    `eval`        `scores` of each policy that either run scored, and `difference` if both did
+    `train`       figures of RL; `wall_s` seconds by part of the recipe
     """
     reports = build_report(first), build_report(second)
     scored = [report.get("eval", {}) for report in reports]
@@ -376,8 +376,8 @@ def _pair(reports: Sequence[Mapping[str, Any]], part: str, name: str) -> list[An
 
 
 def _as_now(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a run's settings with today's names, so that a setting which an old run lacks has the value it used. Settings that
-    this package cannot read stay as they are."""
+    """Return a run's settings with the current names. A setting that an old run lacks has its default. Settings that this package
+    cannot read are returned unchanged."""
     try:
         return to_dict(from_dict(saved))
     except ValueError:
@@ -385,7 +385,7 @@ def _as_now(saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return [first, second] by dotted name for every leaf that differs between two trees; None where one has none."""
+    """Return [first, second] by dotted name for every leaf that differs between two trees; None for a missing leaf."""
     leaves = _leaves(first), _leaves(second)
     names = [*leaves[0], *(name for name in leaves[1] if name not in leaves[0])]
     pairs = {name: [leaf.get(name) for leaf in leaves] for name in names}
@@ -400,8 +400,8 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def shared_tasks(first: RunDir, second: RunDir) -> set[str]:
-    """Return the held-out tasks of both runs, if those of one run are a subset of the other's; else none. Tasks are compared as a
-    whole, not by name."""
+    """Return the names of the held-out tasks of both runs if one run's are a subset of the other's; else an empty set. Whole
+    tasks are compared, not names."""
     tasks: list[dict[str, Task]] = [
         {task.id: task for task in load_tasks(run.path / "data" / "heldout.jsonl")} for run in (first, second)
     ]
@@ -413,8 +413,8 @@ def shared_tasks(first: RunDir, second: RunDir) -> set[str]:
 def difference(first: RunDir, second: RunDir, policy: str, shared: set[str]) -> dict[str, Any]:
     """Return pass@1 of `second` − `first` with a 95 % bootstrap interval over tasks.
 
-    With `shared` tasks the difference is paired by task, so that the difficulty of tasks drops out. Without, the tasks of each
-    run are resampled independently.
+    With `shared` tasks, the difference is paired by task, which removes the variance of their difficulty. Otherwise the tasks of
+    each run are resampled independently.
     """
     old, new = (solved_by_task(run, policy) for run in (first, second))
     both = sorted(old.keys() & new.keys() & shared)

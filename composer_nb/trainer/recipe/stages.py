@@ -1,4 +1,4 @@
-"""The things that every stage of a run shares: its directory, settings, ranks and sandboxes."""
+"""The objects that all stages of a run share: its directory, settings, ranks and sandboxes."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Stages:
     say: Callable[[str], None]
 
     def rows(self, kind: str) -> list[Row]:
-        """All demonstrations of a kind, in order of chunk."""
+        """Return all demonstrations of a kind, in order of chunk."""
         return [row for path in sorted((self.run.path / "data").glob(f"{kind}-*.npz")) for row in load_rows(path)]
 
     def tasks(self, kind: str) -> list[Task]:
-        """The tasks of a kind; none where the run has none of it."""
+        """Return the tasks of a kind; an empty list if the run has none."""
         path = self.run.path / "data" / f"{kind}.jsonl"
         return load_tasks(path) if path.is_file() else []
 
@@ -66,7 +66,8 @@ class Stages:
         return model
 
     def policy(self, name: str) -> Model:
-        """Published weights on as many positions as an agent may need: those from before a long-context phase are stretched."""
+        """Load published weights with as many positions as an agent may need. Weights from before the long-context phase are
+        stretched."""
         model = self.load(name)
         if self.settings.limits.tokens <= model.config.max_position_embeddings:
             return model
@@ -84,7 +85,7 @@ class Stages:
         self.ranks.barrier()
 
     def publish_again(self, name: str, again: str) -> None:
-        """Publish the same weights under another name too, for a stage that is left out."""
+        """Publish the weights `name` under the name `again` as well, for a stage that is left out."""
         if self.ranks.first:
             link = self.weights(again)
             link.unlink(missing_ok=True)
@@ -93,8 +94,8 @@ class Stages:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[dict[str, Any] | None]:
-        """`with stages.stage(name) as info:` gives None when the stage is complete; else what is put into `info` is noted
-        at the end."""
+        """Enter a stage: `with stages.stage(name) as info`. `info` is None if the stage is complete; otherwise its contents are
+        recorded at the end."""
         known = self.ranks.gather(self.run.finished(name))[0]
         if known is not None:
             yield None

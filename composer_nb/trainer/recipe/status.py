@@ -1,6 +1,6 @@
-"""The state of a run, read without touching it: its stage, its process, the work in flight.
+"""The state of a run, only read: its stage, its process, the work in flight.
 
-status = read_status(path)                               one moment of the run, wherever it was started
+status = read_status(path)                               the state at this moment, wherever the run was started
 status.state                                             live, complete or dead; a dead run can be resumed
 wait_until(path, lambda status: len(status.steps) >= 5, 300)
 prompts(path)                                            was any prompt skipped, or trained on twice?
@@ -27,7 +27,7 @@ from composer_nb.trainer.services.journal import REFUSED
 
 State = Literal["live", "complete", "dead"]
 RECENT = 8
-"""Steps whose median duration estimates the rest."""
+"""Number of last steps whose median duration gives the estimate of the remaining time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,48 +39,48 @@ class Status:
     pid: int | None
     """Process that runs it; 0 if unknown."""
     last_line: str
-    """Last line of its log; empty for none."""
+    """Last line of its log; empty if there is none."""
     quiet_s: float | None
-    """Seconds since it last wrote."""
+    """Seconds since the run last wrote a record."""
     settings: Mapping[str, Any]
     stages: Mapping[str, float]
     """Seconds of each complete stage."""
     stage: str
-    """First stage that is not complete; empty when all are."""
+    """First stage that is not complete; empty if all are."""
     done: int
     total: int
-    """Optimizer or RL steps of that stage (0 of 0 for one without steps); the RL steps of a complete run."""
+    """Optimizer or RL steps of that stage, 0 if it has no steps; of a complete run, the RL steps."""
     left_s: float | None
     """Estimated seconds until that stage is complete; None without an estimate."""
     steps: tuple[Mapping[str, Any], ...]
-    """Metrics of RL steps; of a live run also those that its next checkpoint will make durable."""
+    """Metrics of RL steps; of a live run, also those that its next checkpoint will make durable."""
     ledger: Mapping[str, int]
-    """Sampled tokens of RL by what became of them; `held` tokens belong to rollouts that wait to be trained on."""
+    """Sampled tokens of RL by their use; `held` tokens belong to rollouts that wait for training."""
     sampled: int | None
     """Tokens that RL sampled and reported, the sum of the ledger; None if they are only counted at the end."""
     trained: int
-    """Batches trained."""
+    """Number of trained batches."""
     served: int | None
-    """Batches trained by the oldest weights that any engine serves; None for the synchronous loop, for which the next four fields
+    """Trained batches behind the oldest weights that an engine serves; None for the synchronous loop, where the next four fields
     are empty."""
     slots: tuple[Slot, ...]
     versions: int
-    """Weight versions made."""
+    """Number of weight versions made."""
     engines: tuple[Engine, ...]
     changes: tuple[Change, ...]
 
     @property
     def bound(self) -> int:
-        """Highest bound on staleness that was in force, in batches; 0 for the synchronous loop."""
+        """Highest staleness bound so far, in batches; 0 for the synchronous loop."""
         services = self.settings.get("services", {"on": False})
         asked = [int(c.value) for c in self.changes if c.name == "services.bound" and c.step not in (None, REFUSED)]
         return max([services["bound"], *asked]) if services["on"] else 0
 
 
 def read_status(path: Path) -> Status:
-    """Return the state of the run in `path` at this moment. Raises FileNotFoundError where there is none."""
+    """Return the state of the run in `path` at this moment. Raises FileNotFoundError if there is no run."""
     run = ReadOnly(path)
-    pid = holder(run.path / LOCK)  # first: what is read after a run has ended is its end
+    pid = holder(run.path / LOCK)  # first, so that the reads after the end of a run see its final state
     found, logged, last_line = reader.database(run), reader.logged_steps(run), reader.last_line(run)
     stages: dict[str, float] = found["stages"]
     complete = last_line.startswith(COMPLETE) or all(name in stages for name in STAGES)
@@ -110,7 +110,7 @@ def read_status(path: Path) -> Status:
 
 
 def wait_until(path: Path, done: Callable[[Status], bool], seconds: float, poll_s: float = 0.5) -> Status:
-    """Poll the run until `done` returns true or the run has ended. Raises TimeoutError after `seconds`."""
+    """Poll the run until `done` returns true or the run has ended, and return its status. Raises TimeoutError after `seconds`."""
     deadline = time.monotonic() + seconds
     while not done(status := read_status(path)) and status.state == "live":
         if time.monotonic() > deadline:
@@ -121,19 +121,19 @@ def wait_until(path: Path, done: Callable[[Status], bool], seconds: float, poll_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """The prompts of RL by what became of them, as places in their order, in the surviving lineage."""
+    """The prompts of RL by their fate, as positions in the prompt order, in the surviving lineage."""
 
     trained: tuple[int, ...]
     in_flight: tuple[int, ...]
-    """Dispatched and not trained yet, or left over at the end."""
+    """Dispatched but not trained on yet, or left over at the end."""
     skipped: tuple[int, ...]
-    """Neither, although a later prompt is; must be empty."""
+    """Neither, although a later prompt is one of the two; must be empty."""
     twice: tuple[int, ...]
     """Trained on more than once; must be empty."""
 
 
 def prompts(path: Path) -> Prompts | None:
-    """Return what RL did with its prompts, from the log of batches, or for the synchronous loop from the stored rollouts of all
+    """Return the fate of RL's prompts, from the log of batches or, for the synchronous loop, from the stored rollouts of all
     steps. None if neither is stored, as in an excerpt. Raises ValueError for rollouts of tasks that are not the run's."""
     run = ReadOnly(path)
     if (found := reader.groups_of_batches(run)) is not None:
@@ -152,8 +152,8 @@ def prompts(path: Path) -> Prompts | None:
 
 
 def _prompts_of_files(run: RunDir) -> Counter[int] | None:
-    """Return how many groups of each prompt were trained on (a group is one task's rollouts in one file); None if rollouts of a
-    step are not stored."""
+    """Return the number of trained groups of each prompt, where a group is one task's rollouts in one file; None if the rollouts
+    of a step are not stored."""
     from composer_nb.settings import from_dict
     from composer_nb.trainer.prompts import Order, prompt_order
 
@@ -185,7 +185,7 @@ def _progress(
     checkpoints: Mapping[str, tuple[int, float]],
     logged: Mapping[str, Mapping[int, Any]],
 ) -> tuple[int, int, float | None]:
-    """Return (steps done, steps in all, seconds left) of a stage."""
+    """Return (steps done, total steps, seconds left) of a stage."""
     if stage == "rl":
         total = settings.get("rl", {}).get("steps", 0)
         return len(steps), total, _rl_left(steps, total, settings.get("rl", {}).get("max_seconds", 0.0))
@@ -198,7 +198,7 @@ def _progress(
 
 
 def _rl_left(steps: list[dict[str, Any]], total: int, limit: float) -> float | None:
-    """Return the median of the last steps' seconds times the steps left, within RL's time limit."""
+    """Return the median duration of the last steps times the steps left, capped by RL's time limit."""
     walls = [point["time"]["wall_s"] for point in steps]
     if not walls:
         return None
