@@ -1,9 +1,9 @@
-"""Global packing: the streams of a batch dealt over ranks and micro-batches so that no rank waits long for another.
+"""Global packing: dealing the streams of a batch over ranks and micro-batches so that no rank waits long for another.
 
-What a stream costs grows faster than its length, by attention. Ranks that hold a model's weights between them, or deal its
-experts, move through their micro-batches in lockstep: a step takes the sum, over micro-batches, of what the busiest rank has to
-do in each. `pack` keeps that sum small under a limit of tokens a micro-batch (memory). That is scheduling on identical machines,
-with a side condition: longest first (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+Because of attention, the cost of a stream grows faster than its length. Ranks that share a model's weights or experts move
+through their micro-batches in lockstep. The cost of a step is then the sum, over micro-batches, of the cost of the busiest rank.
+`pack` keeps that sum small under a limit of tokens per micro-batch (memory). This is scheduling on identical machines with a side
+condition, by longest first (Graham, "Bounds on multiprocessing timing anomalies", 1969).
 
 Everything here is a pure function of its arguments: every rank computes the whole packing and takes its part.
 
@@ -25,20 +25,20 @@ from composer_nb.trainer.models.transformer import ModelConfig
 
 Floats = NDArray[np.float64]
 SPARE = 0.01
-"""A packing with fewer micro-batches is preferred when it is at most this much slower: each has a price of its own."""
+"""A packing with fewer micro-batches is preferred if it is at most this much slower, because each has an overhead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Cost of training on a row: `linear` a token, and `quadratic` a pair of a token and one that it attends to."""
+    """Cost of training on a row: `linear` per token, and `quadratic` per pair of a token and one that it attends to."""
 
     linear: float
     quadratic: float
 
     @classmethod
     def of(cls, c: ModelConfig) -> Cost:
-        """In floating-point operations, forward and backward: six a weight that is multiplied with (arXiv 2001.08361, §2.1), and
-        six for each product of queries with keys and of probabilities with values."""
+        """Return the cost in floating-point operations, forward and backward: six per multiplied weight (arXiv 2001.08361, §2.1),
+        and six per product of queries with keys and of probabilities with values."""
         found = plan_memory(c)
         per_pair = c.num_hidden_layers * c.num_attention_heads * (c.head_dim + c.value_width)
         return cls(linear=6.0 * (found.active - found.embedding), quadratic=6.0 * per_pair)
@@ -48,7 +48,7 @@ class Cost:
         return self.run(Run([], tokens, tokens * (tokens + 1) // 2))
 
     def run(self, run: Run) -> float:
-        """Return the cost of streams that share their beginnings."""
+        """Return the cost of streams that share prefixes."""
         return self.linear * run.tokens + self.quadratic * run.pairs
 
 
@@ -57,7 +57,7 @@ class Packing:
     """The place of each item, and the cost of each micro-batch."""
 
     items: list[list[list[int]]]
-    """[M][R]: numbers of the items."""
+    """[M][R]: indices of the items."""
     load_MR: Floats
 
     @property
@@ -67,14 +67,14 @@ class Packing:
 
     @property
     def imbalance(self) -> float:
-        """Time that ranks wait in lockstep, as a share of the time they work; 0: they never do."""
+        """Time that ranks wait in lockstep, as a share of the time that they work; 0: no waiting."""
         return self.step * self.load_MR.shape[1] / float(self.load_MR.sum()) - 1
 
 
 def pack(tokens: Sequence[int], cost: Sequence[float], ranks: int, limit: int) -> Packing:
-    """Items of so many tokens and such costs over `ranks`, the same number of micro-batches on each, of at most `limit` tokens;
-    an item that is longer has a micro-batch to itself. Never slower than `first_fit`; where one micro-batch holds all, at most
-    4/3 − 1/(3R) times as slow as the best there is (Graham). Raises ValueError for no items, or no limit."""
+    """Pack items with these tokens and costs over `ranks`, in an equal number of micro-batches of at most `limit` tokens. A
+    longer item has a micro-batch to itself. The result is at most SPARE slower than `first_fit`. If one micro-batch holds all
+    items, it is within a factor of 4/3 − 1/(3R) of the optimum (Graham). Raises ValueError without items, limit or ranks."""
     if not tokens or min(tokens) < 1 or limit < 1 or ranks < 1:
         raise ValueError("packing needs items, each of a token at least, a limit of at least 1, and a rank")
     size = np.minimum(np.array(tokens), limit)
@@ -89,8 +89,7 @@ def pack(tokens: Sequence[int], cost: Sequence[float], ranks: int, limit: int) -
 
 
 def first_fit(tokens: Sequence[int], cost: Sequence[float], ranks: int, limit: int) -> Packing:
-    """The baseline of packing: items in the order they come, each into the first micro-batch with room for it; the
-    micro-batches dealt round."""
+    """Pack items in their order, each into the first micro-batch with room, and deal these round: the baseline of packing."""
     bins: list[list[int]] = []
     room: list[int] = []
     for number, size in enumerate(min(count, limit) for count in tokens):
@@ -114,8 +113,8 @@ def _packing(bins: list[list[int]], cost_I: Floats, ranks: int) -> Packing:
 def _long_beside_long(
     size_I: NDArray[np.int64], cost_I: Floats, ranks: int, count: int, limit: int
 ) -> list[list[int]] | None:
-    """While one item is more than an even share of the rest, make a micro-batch at its level: fill every rank up to
-    it, with the most expensive items that fit. The rest longest first. None when that does not fit into `count` micro-batches."""
+    """While an item exceeds an even share of what is left, make a micro-batch of its cost: fill every rank up to that cost with
+    the most expensive items that fit. Pack the rest longest first. None if `count` micro-batches cannot hold the items."""
     left = np.argsort(-cost_I, kind="stable").tolist()
     bins: list[list[int]] = []
     for number in range(count - 1):
@@ -137,8 +136,8 @@ def _long_beside_long(
 def _longest_first(
     order: Sequence[int], size_I: NDArray[np.int64], cost_I: Floats, count: int, limit: int
 ) -> list[list[int]] | None:
-    """Items in this order, each into the one of `count` micro-batches that has least to do and room; those of like cost side by
-    side. None when they do not fit so."""
+    """Put each item, in this order, into the cheapest of `count` micro-batches with room. Return them by falling cost; None if an
+    item does not fit."""
     bins: list[list[int]] = [[] for _ in range(count)]
     load, room = np.zeros(count), np.full(count, limit)
     for item in order:
@@ -154,9 +153,9 @@ def _longest_first(
 def deal_out(
     streams: Sequence[Stream], families: Sequence[Sequence[int]], ranks: int, limit: int, cost: Cost
 ) -> tuple[list[list[list[Stream]]], Packing]:
-    """[R][M] micro-batches of streams, some of them maybe empty, and their packing. `families` are numbers of streams, as
-    `packing.families` finds them; `limit` is in tokens of the tree. Streams of a family stay together, where they share their
-    beginnings, unless ranks would wait for them: then they are cut into smaller runs, which share less."""
+    """Return [R][M] micro-batches of streams, some possibly empty, and their packing. `families` are indices of streams from
+    `packing.families`; `limit` counts tokens of the tree. Streams of a family stay together to share prefixes, unless ranks would
+    wait for them: then they are cut into smaller runs, which share less."""
     lengths = [len(streams[number].token_ids) - 1 for family in families for number in family]
     even = sum(map(cost.row, lengths)) / ranks
     found = []
@@ -175,7 +174,7 @@ def deal_out(
 def _cut(
     streams: Sequence[Stream], families: Sequence[Sequence[int]], limit: int, cost: Cost, most: float
 ) -> list[Run]:
-    """Families in runs of at most `limit` tokens that cost at most `most`."""
+    """Cut families into runs of at most `limit` tokens that cost at most `most`."""
 
     def full(run: Run) -> bool:
         return run.tokens > limit or cost.run(run) > most

@@ -1,7 +1,7 @@
-"""Training data: Python source, demonstrations, and the batches that both are dealt into.
+"""Training data: Python source, demonstrations, and batches of both.
 
-Every example is a row of token ids with a loss weight a token. Batches are decided before training starts, from the seed
-alone, so where training stands is one number, the step.
+Every example is a row of token ids with a loss weight per token. Batches depend on the seed alone and are fixed before training
+starts, so the step describes the state of training.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.trainer.corpus.store import FILES, digest_of, documents, read_rows
 
 CODE_ROW = 256
-"""Tokens of a row of code."""
+"""Number of tokens in a row of code."""
 _SKIPPED = set("test tests idlelib lib2to3 encodings pydoc_data site-packages __pycache__ turtledemo".split())
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One example: token ids, and the loss weight of predicting each of them (the first is never predicted)."""
+    """One example: token ids, and the loss weight of each as a target (the first is never a target)."""
 
     token_ids: NDArray[np.int32]
     weight: NDArray[np.float32]
@@ -47,20 +47,20 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Python files, or documents of several, split into training and validation."""
+    """Python files, or documents of several files, split into training and validation."""
 
     train: list[str]
     validation: list[str]
     names: list[str]
     digest: str
-    """SHA-256 over names and contents, so that a run can say what it was trained on."""
+    """SHA-256 over names and contents, which identifies the training data of a run."""
 
 
 def read_corpus(code: str) -> Corpus:
-    """Reads `stdlib` (the running interpreter's standard library) or a folder of Python files, split by a hash of their path; or
-    what `composer-nb corpus` made, which says what is held out.
+    """Read `stdlib` (the running interpreter's standard library) or a folder of Python files, split by a hash of their path; or
+    the output of `composer-nb corpus`, which has a split of its own.
 
-    Raises ValueError when a folder of Python files holds fewer than 20 that are usable. Files that are not UTF-8 are left out.
+    Files that are not UTF-8 are left out. Raises ValueError if a folder of Python files has fewer than 20 usable ones.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if code == "stdlib" else Path(code).expanduser()
     if not root.is_dir():
@@ -89,7 +89,7 @@ def read_corpus(code: str) -> Corpus:
     if len(texts) < 20:
         raise ValueError(f"data.code={code!r}: only {len(texts)} usable Python files; at least 20 are needed")
     place = {name: hashlib.md5(name.encode()).digest()[0] for name in texts}
-    bound = max(13, min(place.values()) + 1)  # 5 %; in a small folder the lowest there is
+    bound = max(13, min(place.values()) + 1)  # 5 %; in a small folder at least the file with the lowest hash
     return Corpus(
         train=[text for name, text in texts.items() if place[name] >= bound],
         validation=[text for name, text in texts.items() if place[name] < bound],
@@ -101,8 +101,8 @@ def read_corpus(code: str) -> Corpus:
 def code_rows(
     texts: Sequence[str], tokenizer: Tokenizer, weight: float, limit: int | None = None, length: int = CODE_ROW
 ) -> list[Row]:
-    """Texts one after another, cut into rows of `length` tokens that begin with `<|bos|>`, if the tokenizer has it; at most
-    `limit` rows."""
+    """Concatenate texts and cut them into at most `limit` rows of `length` tokens, which begin with `<|bos|>` if the tokenizer
+    has it."""
     bos = tokenizer.token_to_id("<|bos|>")
     head = [] if bos is None else [bos]
     own = length - len(head)
@@ -122,15 +122,15 @@ def code_rows(
 def demonstrate(
     tasks: Sequence[Task], agent: Agent, sandboxes: Executor, seed: int, mistake_rate: float
 ) -> Iterator[Attempt]:
-    """Attempts of the scripted expert at `tasks`, in the real harness, in order of ending.
+    """Return attempts of the scripted expert at `tasks` in the real harness, in the order in which they end.
 
-    It searches for the bug of a generated repository; with the tools of the product only where the request does not say what to
-    do. At other tasks it makes mistakes at `mistake_rate`, and with the tools of the product none."""
+    The expert searches for the bug of a generated repository; with the product's tools, only if the request does not specify the
+    function. At other tasks it makes mistakes at `mistake_rate`, but none with the product's tools."""
 
     def script(position: int) -> Script:
         task, tiny = tasks[position], "finish" in agent.tools.tools
         rng, verbs = Random(f"expert {seed} {task.id}"), searches(agent.tools.tools)
-        hidden = ":" not in task.instruction and "kind" not in task.metadata  # a bug of which the request says nothing
+        hidden = ":" not in task.instruction and "kind" not in task.metadata  # a bug that the request does not describe
         if "function" in task.metadata and verbs and (tiny or hidden):
             return searcher(task, rng, verbs)
         return expert(task, rng, mistake_rate) if tiny else step_by_step(scripts.expert(task))
@@ -142,7 +142,7 @@ def demonstrate(
 
 
 def demonstration_rows(rollout: Rollout, context_weight: float) -> list[Row]:
-    """The segments of a rollout as examples: what the agent wrote weighs 1, what it read `context_weight`."""
+    """Return the segments of a rollout as examples. Tokens that the agent wrote have weight 1, others `context_weight`."""
     return [
         Row(segment.token_ids, np.where(segment.acted, 1.0, context_weight).astype(np.float32))
         for segment in rollout.segments
@@ -150,9 +150,9 @@ def demonstration_rows(rollout: Rollout, context_weight: float) -> list[Row]:
 
 
 def deal(rows: Sequence[Row], budget: int, rng: Random) -> Iterator[list[int]]:
-    """Endless batches of row numbers of about `budget` tokens, every row once before any a second time.
+    """Yield endless batches of row indices, of at most `budget` tokens or one row. Every row comes once before any comes again.
 
-    Raises ValueError when there are no rows."""
+    Raises ValueError if there are no rows."""
     if not rows:
         raise ValueError("there are no rows to train on; data.code or data.demonstrations gives too little")
     batch: list[int] = []
@@ -179,10 +179,9 @@ def mixture(
     code_share: float,
     seed: int,
 ) -> Iterator[list[Row]]:
-    """The batches of mid-training, of about `tokens` each: the first `code_first` of the `steps` on code alone, the others on
-    demonstrations with `code_share` of code, whose rows are all of one length. Rows are dealt round, the code of the second part
-    is taken in order, from the place after as many rows as the first part took. Raises ValueError when there are no
-    rows of a kind that is needed."""
+    """Yield the batches of mid-training, of about `tokens` each. The first share `code_first` of the `steps` has code alone. The
+    others have demonstrations with a share `code_share` of code, whose rows are of one length and taken in order, after as many
+    rows as the first part took. Rows repeat once all were used. Raises ValueError if there are no rows of a needed kind."""
     first = round(code_first * steps)
     only_code = deal(code, tokens, Random(f"rows {seed}"))
     mixed = deal(demonstrations, round(tokens * (1 - code_share)), Random(f"demonstrations {seed}"))
@@ -202,7 +201,7 @@ def mixture(
 
 
 def mixture_code(steps: int, tokens: int, code_first: float, code_share: float, length: int = CODE_ROW) -> int:
-    """Return the number of rows of code that `mixture` takes, and a few more."""
+    """Return the number of rows of code that `mixture` takes, with a small margin."""
     first = round(code_first * steps)
     return int(tokens * (first + code_share * (steps - first)) / length) + 8
 
@@ -228,7 +227,7 @@ class Batch:
 
 
 class Tokens(Protocol):
-    """Whatever has tokens."""
+    """An object with tokens."""
 
     @property
     def token_ids(self) -> NDArray[np.int32]: ...
@@ -238,7 +237,7 @@ T = TypeVar("T", bound=Tokens)
 
 
 def within(budget: int, rows: Iterable[T]) -> Iterator[list[T]]:
-    """Yield the rows in order, as many at a time as have at most `budget` tokens together; one that has more, alone."""
+    """Yield the rows in order, in lists of at most `budget` tokens; a longer row is alone in its list."""
     part: list[T] = []
     for row in rows:
         if part and sum(len(each.token_ids) for each in part) + len(row.token_ids) > budget:
@@ -250,7 +249,7 @@ def within(budget: int, rows: Iterable[T]) -> Iterator[list[T]]:
 
 
 def save_rows(rows: Sequence[Row], path: Path) -> None:
-    """Writes rows as one NumPy archive, atomically."""
+    """Write rows as one NumPy archive, atomically."""
     with replacing(path) as part, part.open("wb") as file:
         np.savez(
             file,
@@ -261,7 +260,7 @@ def save_rows(rows: Sequence[Row], path: Path) -> None:
 
 
 def load_rows(path: Path) -> list[Row]:
-    """Reads what `save_rows` wrote. Raises ValueError that names the file when it is damaged."""
+    """Read rows written by `save_rows`. Raises ValueError, which names the file, if it is damaged."""
     try:
         with np.load(path) as archive:
             cuts = np.cumsum(archive["lengths"])[:-1]

@@ -1,13 +1,13 @@
 """Targeted textual feedback: a turn's hint makes the policy its own teacher.
 
-For a chosen turn a hint is put into the context before it. The policy that has read it is the teacher, without a gradient; the
-policy in the context as it was is the student. The term of the objective is, over the tokens t of these turns alone,
+A hint is inserted into the context before a chosen turn. The policy with the hint is the teacher and has no gradient; the policy
+without the hint is the student. Over the tokens t of these turns alone, the objective has the term
 
     loss.feedback · Σ_t KL(π(· | context_t) ‖ π(· | context with hint_t)) / denominator
 
-over the whole vocabulary, beside the policy gradient of the whole rollout. So a turn that went wrong is told what would have been
-better, token by token, where one reward for hundreds of turns cannot. References: Cursor, *Composer 2.5* (2026); the form of the
-KL is SDPO's (arXiv 2601.20802). Neither tells a weight.
+over the whole vocabulary, beside the policy gradient of the whole rollout. So a wrong turn gets a signal for every token, which
+one reward for hundreds of turns cannot give. References: Cursor, *Composer 2.5* (2026); the form of the KL is SDPO's (arXiv
+2601.20802). Neither states a weight.
 
 Dimensions: S tokens of hinted turns, V vocabulary.
 """
@@ -28,8 +28,8 @@ from composer_nb.trainer.models.transformer import Model
 
 
 def feedback_kl(model: Model, streams: Sequence[Stream]) -> Tensor:
-    """Return [S] the KL of each token of the hinted turns; only the student has a gradient. Routes are the model's own on both
-    sides: there are none on record for what the teacher reads. A hint for which the model has too few positions is left out."""
+    """Return the KL [S] of each token of the hinted turns, with a gradient through the student only. Both sides use the model's
+    own routes, since none are recorded for the teacher's context. A hint that exceeds the model's positions is left out."""
     room = model.config.max_position_embeddings
     fitting = [(stream, hint) for stream in streams for hint in stream.hints if hint.stop + len(hint.token_ids) <= room]
     pairs = [sides(stream, hint) for stream, hint in fitting]
@@ -41,12 +41,12 @@ def feedback_kl(model: Model, streams: Sequence[Stream]) -> Tensor:
 
 
 def divergence(student_SV: Tensor, teacher_SV: Tensor) -> Tensor:
-    """Return [S] KL(student ‖ teacher) of log-probabilities. With logits z the gradient is p ⊙ (log p − log q − KL)."""
+    """Return KL(student ‖ teacher) [S] of log-probabilities. The gradient in logits is p ⊙ (log p − log q − KL)."""
     return (student_SV.exp() * (student_SV - teacher_SV)).sum(-1)
 
 
 def sides(stream: Stream, hint: Hint) -> tuple[Stream, Stream]:
-    """Return a stream up to the end of a hinted turn without the hint and with it; `acted` are the turn's tokens."""
+    """Return a stream up to the end of a hinted turn, without and with the hint. `acted` marks the turn's tokens."""
     ids, size = stream.token_ids, hint.stop - hint.start
     hinted = np.concatenate([ids[: hint.at], np.array(hint.token_ids, np.int32), ids[hint.at : hint.stop]])
 
@@ -59,7 +59,7 @@ def sides(stream: Stream, hint: Hint) -> tuple[Stream, Stream]:
 
 
 def distributions(model: Model, streams: Sequence[Stream]) -> Tensor:
-    """Return [S, V] the log-probabilities from which each acted token was to be drawn, stream by stream."""
+    """Return the log-probabilities [S, V] at each acted token, stream by stream."""
     batch = flatten(streams)
     hidden_ND, _ = model.trunk(batch.inputs_N, batch.position_N, batch.attend)
     logits_SV = linear(hidden_ND.index_select(0, batch.place_U[batch.from_S]), model.output_weight)
@@ -67,5 +67,5 @@ def distributions(model: Model, streams: Sequence[Stream]) -> Tensor:
 
 
 def with_hints(streams: Sequence[Stream], hints: Sequence[Sequence[Hint]]) -> list[Stream]:
-    """Return the streams of a rollout's segments with the hints of each."""
+    """Return the streams of a rollout's segments with the hints of each segment."""
     return [replace(stream, hints=tuple(found)) for stream, found in zip(streams, hints, strict=True)]

@@ -1,4 +1,4 @@
-"""Fill in the middle (arXiv 2207.14255): rows of code in which a gap is written after both of its sides.
+"""Fill in the middle (arXiv 2207.14255): rows of code in which a gap comes after the text on both of its sides.
 
 PSM    <prefix> before <suffix> after <middle> gap
 SPM    <prefix> <suffix> after <middle> before gap          the paper's second variant, for training both at once
@@ -18,26 +18,26 @@ from tokenizers import Tokenizer
 from composer_nb.trainer.learning.data import Row
 
 GAP_TOKENS = (
-    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen; a tokenizer that is trained here has them too
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, and tokenizers trained here
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
     tuple(f"<\uff5cfim\u2581{name}\uff5c>" for name in ("begin", "hole", "end")),  # DeepSeek
     tuple(f"\u2581<{name}>" for name in ("PRE", "SUF", "MID")),  # Code Llama
 )
-"""What models call prefix, suffix and middle."""
+"""Tokens for prefix, suffix and middle, by family of models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfillSettings:
-    """Rows of code with a gap that is written last."""
+    """Settings of rows of code with a gap that comes last."""
 
     share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the rows of code."""
     suffix_first: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of these in the order SPM; the others are PSM."""
+    """Share of these rows in the order SPM; the others are PSM."""
 
 
 def gap_tokens(tokenizer: Tokenizer) -> tuple[int, int, int]:
-    """Return the tokenizer's ids of prefix, suffix and middle. Raises ValueError where it has none."""
+    """Return the tokenizer's ids of prefix, suffix and middle. Raises ValueError if it lacks them."""
     for names in GAP_TOKENS:
         prefix, suffix, middle = (tokenizer.token_to_id(name) for name in names)
         if prefix is not None and suffix is not None and middle is not None:
@@ -46,9 +46,9 @@ def gap_tokens(tokenizer: Tokenizer) -> tuple[int, int, int]:
 
 
 def with_gaps(rows: Sequence[Row], tokenizer: Tokenizer, settings: InfillSettings, seed: int) -> list[Row]:
-    """Return rows of which a share has a gap, between two places drawn evenly from its characters. Each keeps its length: the end
-    of what follows the gap makes room for the three tokens, and for what cutting inside a token adds. A row stays as it is where
-    its text does not encode to its tokens again, because it begins inside a character or a word."""
+    """Return rows, a share of them with a gap between two positions drawn uniformly from the characters. A row keeps its length:
+    the end of its suffix makes room for the three tokens, and for tokens added by cuts inside a token. A row is unchanged if its
+    text does not encode to its tokens again, because it begins inside a character or a word."""
     if not settings.share:
         return list(rows)
     marks, random = gap_tokens(tokenizer), Random(f"infill {seed}")

@@ -1,4 +1,5 @@
-"""The learner: token streams with an advantage a token, turned into optimiser steps. It knows nothing of rewards or groups."""
+"""The learner, which turns token streams with an advantage per token into optimizer steps. It has no notion of rewards or
+groups."""
 
 from __future__ import annotations
 
@@ -25,18 +26,18 @@ from composer_nb.trainer.models.transformer import Model
 
 PER_TOKEN = ("masked", "ratio_off_20", "k3", "ratio_cut", "entropy")
 COUNTS = ("tokens", "rows", "agreed", "chosen", "implausible", "hinted", "feedback_kl")
-"""Sums over the tokens of a batch: metrics that are divided by their number, and counts."""
+"""Counts of a batch. All other sums are metrics, to be divided by the number of tokens."""
 
 
 @dataclass(slots=True)
 class Learner:
-    """A model, its optimiser and the loss."""
+    """A model with its optimizer and loss."""
 
     model: Model
     optimizer: Optimizer
     settings: LossSettings
     reference: Model | None = None
-    """Frozen, for the KL weight; needed when beta is above 0."""
+    """Frozen model for the KL penalty; required if `loss.beta` is above 0."""
     replay: ReplaySettings = NO_REPLAY
 
     def __post_init__(self) -> None:
@@ -56,9 +57,9 @@ class Learner:
         budget: int,
         after: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
-        """Learn one epoch over `streams` (the same list on every rank) in `minibatches` optimiser steps; streams of one prompt
-        share a step. Calls `after` when a step is done. Returns metrics; those that no token gave are NaN. Raises ValueError,
-        before anything is learnt, for routes that cannot be replayed."""
+        """Learn one epoch over `streams` (the same list on every rank) in `minibatches` optimizer steps, where streams of one
+        prompt share a step. Call `after` after each step. Return metrics, NaN if no token contributes. Raises ValueError, before
+        the first step, for routes that cannot be replayed."""
         if self.replay.recorded:
             require_routes(streams, self.model.config, self.replay)
         order = families(streams)
@@ -66,7 +67,7 @@ class Learner:
         totals: Counter[str] = Counter()
         norms = []
         parts = [order[part::minibatches] for part in range(minibatches)]
-        # An optimiser step on no gradient would still move the weights, by momentum: there is none without streams.
+        # Without streams there is no step: momentum would move the weights even without a gradient.
         shares = [_share(streams, numbers, ranks, budget, Cost.of(self.model.config)) for numbers in parts if numbers]
         for step in [[(c, self._batch(c, ranks)) for c in chunks if c or ranks.lockstep] for chunks, _ in shares]:
             self.optimizer.zero_()
@@ -97,7 +98,7 @@ class Learner:
         return found
 
     def _batch(self, streams: Sequence[Stream], ranks: Ranks) -> FlatBatch:
-        """Return this rank's part of the streams as one batch, with the routes that they are to be trained on, if any."""
+        """Return this rank's part of the streams as one batch, with the routes to replay, if any."""
         batch: FlatBatch = ranks.split(flatten(streams, self.replay))
         if not self.replay.on or self.replay.source == "engine":
             return batch
@@ -129,7 +130,7 @@ class Learner:
 def _share(
     streams: Sequence[Stream], families: Sequence[Sequence[int]], ranks: Ranks, budget: int, cost: Cost
 ) -> tuple[list[list[Stream]], dict[str, float]]:
-    """Return this rank's micro-batches, as many as the others have, and how long ranks wait for each other, by `cost`."""
+    """Return this rank's micro-batches, equal in number on all ranks, and the share of time that ranks wait, by `cost`."""
     share, count = ranks.share
     if count == 1:
         return microbatches([streams[number] for family in families for number in family], budget), {}
@@ -140,5 +141,5 @@ def _share(
 
 
 def share(part: float, whole: float) -> float:
-    """Return `part / whole`, or NaN where there is nothing to share: a figure without data is not 0."""
+    """Return `part / whole`, or NaN if `whole` is 0: a figure without data is not 0."""
     return part / whole if whole else math.nan

@@ -1,15 +1,15 @@
-"""The policy-gradient loss on token streams with weights, with the published alternatives as switches.
+"""The policy-gradient loss on token streams with advantages, with published alternatives as switches.
 
-The trainer knows nothing of rewards or groups: it sees tokens with an advantage each. Notation for one sampled token t of
+The trainer has no notion of rewards or groups: it sees tokens with one advantage each. Notation for one sampled token t of
 rollout i: A the advantage, ℓ the trainer's log-probability, ℓ_s that of the sampler, r = exp(ℓ − ℓ_s).
 
 The default is the objective of Composer 2 (technical report §4.1): group mean as the baseline, no division by the standard
 deviation, no length normalisation (Dr. GRPO, arXiv 2503.20783), a constant denominator, k1 KL as a weight inside the
-advantage. PPO's clip guards the second minibatch of a batch.
+advantage. PPO's clip guards the later minibatches of a batch.
 
-Two policies, not three: r is the trainer over the *sampler*, with no log-probabilities recomputed in between (π_old). The papers
-below mostly write π_old; where they also correct for the sampler, both corrections are one here. `docs/losses.md` has each
-formula beside its paper's, and what each did to a stored batch.
+There are two policies, not three: r is the trainer over the *sampler*, without recomputed log-probabilities (π_old) in between.
+The papers below mostly write π_old. Where they also correct for the sampler, this ratio makes both corrections. `docs/losses.md`
+shows each formula beside its paper's, and its effect on a stored batch.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ Baseline = Literal["group", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """Switches; the defaults are the design's."""
+    """Settings of the loss; the defaults are this project's objective."""
 
     ratio: Ratio = "ppo"
     """Use of the importance ratio; see `policy_loss`."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     clip_high: Positive = 0.28
-    """PPO and CISPO keep ratios within 1 − low .. 1 + high; for GSPO these bound the rollout's mean ratio, which moves far less:
-    its paper has 3e-4 and 4e-4. CISPO's paper has no lower bound, which is clip_low=1."""
+    """PPO and CISPO keep ratios within 1 − low .. 1 + high. For GSPO, these bound the rollout's mean ratio, which moves far less:
+    its paper uses 3e-4 and 4e-4. CISPO's paper has no lower bound, as with clip_low=1."""
     tis_cap: Positive = 5.0
     icepop_low: Annotated[float, Field(gt=0, lt=1)] = 0.5
     icepop: Annotated[float, Field(gt=1)] = 2.0
-    """IcePop drops tokens whose ratio leaves icepop_low .. icepop. Its authors have 0.5 .. 5."""
+    """IcePop drops tokens whose ratio is outside icepop_low .. icepop. Its authors use 0.5 .. 5."""
     dppo: Positive = 0.2
     """DPPO drops tokens whose probability has moved by more than this in the advantage's direction."""
     baseline: Baseline = "group"
-    """group: the mean reward of the group. none: the reward is the advantage; where it is 1 for solved and else 0, that imitates
-    the solved rollouts (expert iteration)."""
+    """group: the mean reward of the group. none: the reward is the advantage; if it is 1 for solved and else 0, this imitates
+    solved rollouts (expert iteration)."""
     std_norm: bool = False
     """GRPO's division of advantages by the group's standard deviation."""
     length_norm: bool = False
@@ -54,9 +54,9 @@ class LossSettings:
     beta: NotNegative = 0.0
     """Weight of the KL penalty to the frozen reference."""
     feedback: NotNegative = 0.0
-    """Weight of the KL to the policy that has read a hint, over the turns that have one (`feedback.py`); 0: no hints."""
+    """Weight of the KL to the policy with a hint, over the hinted turns (`feedback.py`); 0: no hints."""
     kl: Kl = "k1"
-    """Estimator of the KL penalty, which also decides where it enters; see `kl_penalty`."""
+    """Estimator of the KL penalty, which also determines where it enters; see `kl_penalty`."""
 
     def __post_init__(self) -> None:
         require_ranges(self, "loss")
@@ -67,10 +67,10 @@ class LossSettings:
 
 
 def advantages(rewards_G: Tensor, std_norm: bool = False) -> Tensor:
-    """A_i = R_i − mean(R) over one group; with `std_norm` divided by the standard deviation (GRPO, arXiv 2402.03300), that of
-    the group as a population (n, where some implementations have n − 1: a constant factor for groups of one size).
+    """Return A_i = R_i − mean(R) over one group; with `std_norm`, divided by the population standard deviation (GRPO, arXiv
+    2402.03300). Some implementations use n − 1, a constant factor for groups of one size.
 
-    In float64, where float32 rewards that are equal have exactly their value as mean: rounding must not become a signal.
+    The computation is in float64, in which the mean of equal float32 rewards is exact: rounding must not become a signal.
     """
     exact_G = rewards_G.double()
     centred_G = exact_G - exact_G.mean()
@@ -80,7 +80,7 @@ def advantages(rewards_G: Tensor, std_norm: bool = False) -> Tensor:
 
 
 def kl_estimate(logprob: Tensor, reference: Tensor, kind: str) -> Tensor:
-    """Per token, for samples of the policy: k1 = −log ρ, k2 = (log ρ)²/2, k3 = ρ − 1 − log ρ with ρ = π_ref/π
+    """Return an estimate per token, for samples of the policy: k1 = −log ρ, k2 = (log ρ)²/2, k3 = ρ − 1 − log ρ with ρ = π_ref/π
     (Schulman, "Approximating KL divergence")."""
     log_rho = reference - logprob
     if kind == "k1":
@@ -91,15 +91,15 @@ def kl_estimate(logprob: Tensor, reference: Tensor, kind: str) -> Tensor:
 def kl_penalty(
     logprob_N: Tensor, reference_N: Tensor, rollout_N: Tensor, settings: LossSettings, denominator: float
 ) -> tuple[Tensor, Tensor]:
-    """Return what the KL to the reference takes off each token's advantage [N], and what it adds to the loss.
+    """Return the KL penalty to subtract from each token's advantage [N], and the KL penalty to add to the loss.
 
     k1   β k1 off the advantage, without a gradient of its own (as a loss its expected gradient is 0: E[∇ℓ] = 0)
     k2   Σ β k2 on the loss: gradient β (ℓ − ℓ_ref) ∇ℓ, on policy that of k1 (arXiv 2510.01555)
     k3   Σ β k3 on the loss, as in GRPO (arXiv 2402.03300): gradient β (1 − ρ) ∇ℓ, to first order that of k2
 
-    Off the advantage, k2 and k3 would push every token that differs from the reference down, whichever way it differs. What is on
-    the loss knows no ratio and no mask; the length norm it shares. k1 is each token's own: what a token does to the
-    divergence of later ones is left out.
+    Off the advantage, k2 and k3 would push down every token that differs from the reference, in either direction. The penalty on
+    the loss has no ratio and no mask, but the same length norm. k1 is local to each token: a token's effect on the divergence of
+    later ones is left out.
     """
     estimate_N = kl_estimate(logprob_N, reference_N, settings.kl)
     if settings.kl == "k1":
@@ -110,7 +110,7 @@ def kl_penalty(
 
 
 MOST = 20.0
-"""Limit of log-ratios on either side; `ratio_cut` counts the tokens beyond it."""
+"""Maximum magnitude of log-ratios; `ratio_cut` counts the tokens that reach it."""
 
 
 def policy_loss(
@@ -121,10 +121,10 @@ def policy_loss(
     settings: LossSettings,
     denominator: float,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Loss of N sampled tokens, a sum over `denominator` (a constant of the batch), and metrics beside it.
+    """Return the loss of N sampled tokens, their sum divided by `denominator` (a constant of the batch), and metrics.
 
-    `logprob_N` carries gradients; `sampled_N` (float32) is the sampler's log-probability, `advantage_N` already holds the
-    KL weight, `rollout_N` (int64, from 0) names each token's rollout. The choices of `ratio`:
+    `logprob_N` carries gradients. `sampled_N` (float32) is the sampler's log-probability. `advantage_N` already includes the KL
+    penalty. `rollout_N` (int64, from 0) is the index of each token's rollout. The choices of `ratio`:
 
     ppo     −min(r A, clip(r) A)                         arXiv 1707.06347, asymmetric as in DAPO, arXiv 2503.14476
     none    −A ℓ                                         plain REINFORCE
@@ -134,14 +134,14 @@ def policy_loss(
     icepop  −r detached · A ℓ, dropped out of a window   arXiv 2510.18855
     dppo    −r A, dropped by probability difference      arXiv 2602.04879, binary total variation
 
-    Where the papers differ from this with its defaults:
+    The papers differ from the defaults here as follows:
     ppo     DAPO divides by the batch's tokens. GRPO has both norms, a symmetric clip, and k3 on the loss.
-    gspo    One term s A a rollout: `length_norm` makes that of the sum over its tokens here. Bounds 3e-4 and 4e-4.
-    cispo   No lower bound (clip_low=1), the group's tokens as denominator. It is then tis with the cap 1 + clip_high.
-    tis     The weight π_old / sampler before a PPO term of its own, whose ratio is 1 on a batch's first step.
-    icepop  Window 0.5 .. 5, and a PPO clip besides. Tokens are dropped, not clamped: a clamp to both bounds is cispo.
-    dppo    Only movement along the advantage stops a token: p − p_s > δ for A > 0, p_s − p > δ for A < 0. So it is here.
-    All of GRPO, GSPO, CISPO and IcePop divide A by the group's standard deviation, which is `std_norm` and apart from the ratio.
+    gspo    One term s A per rollout; here `length_norm` turns the sum over tokens into it. Bounds 3e-4 and 4e-4.
+    cispo   No lower bound (clip_low=1), and the group's tokens as denominator. This is tis with the cap 1 + clip_high.
+    tis     The weight π_old / sampler multiplies a separate PPO term, whose ratio is 1 on a batch's first step.
+    icepop  Window 0.5 .. 5, and also a PPO clip. Tokens are dropped, not clamped: a clamp to both bounds is cispo.
+    dppo    No difference: only movement along the advantage drops a token: p − p_s > δ for A > 0, p_s − p > δ for A < 0.
+    GRPO, GSPO, CISPO and IcePop divide A by the group's standard deviation; this is `std_norm`, independent of the ratio.
     """
     log_ratio_N = (logprob_N - sampled_N).clamp(-MOST, MOST)
     ratio_N = log_ratio_N.exp()
@@ -183,7 +183,7 @@ def policy_loss(
 
 
 def _mean_by_rollout(values_N: Tensor, rollout_N: Tensor) -> Tensor:
-    """Each token gets the mean of its rollout's values."""
+    """Return, for each token, the mean of its rollout's values."""
     count = int(rollout_N.max()) + 1 if len(rollout_N) else 0
     total = values_N.new_zeros(count).index_add(0, rollout_N, values_N)
     lengths = torch.bincount(rollout_N, minlength=count).clamp_min(1)

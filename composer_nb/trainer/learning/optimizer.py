@@ -1,9 +1,9 @@
-"""Optimisers over one flat vector of all weights.
+"""Optimizers over one flat vector of all weights.
 
-The model's parameters and gradients are views of flat buffers, so that one sum serves all ranks, one norm all tensors, and a
-checkpoint is a few vectors. With a published dtype the optimiser keeps float32 master weights while the model holds them as
-the engine gets them: rounded to that dtype, and computed with in float32. Gradients are taken at the published weights and
-applied to the masters, so what the trainer scores is exactly what the engine sampled from.
+The model's parameters and gradients are views of flat buffers, so that one all-reduce sums all gradients, one norm covers all
+tensors, and a checkpoint is a few vectors. With a published dtype, the optimizer keeps float32 master weights, while the model
+holds the engine's weights: rounded to that dtype, for computation in float32. Gradients are computed at the published weights and
+applied to the masters, so the trainer scores with exactly the weights that the engine samples from.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from composer_nb.trainer.learning.ranks import Ranks
 
 
 class Optimizer(Protocol):
-    """An optimizer, as a learner uses it."""
+    """The interface of an optimizer for the learner."""
 
     def zero_(self) -> None:
-        """Forgets the gradients."""
+        """Set the gradients to zero."""
 
     def sum_(self, ranks: Ranks) -> None:
-        """Sums the gradients over `ranks`, if the backward pass has not."""
+        """Sum the gradients over `ranks`, unless the backward pass has done so."""
 
     def step(self, lr: float, clip: float) -> float:
-        """One update with the gradients, scaled to a norm of at most `clip`. Returns the norm before. Raises FloatingPointError,
-        with the weights as they were, when it is not a finite number."""
+        """Update the weights with the gradients, scaled to a norm of at most `clip`. Return the norm before scaling. Raises
+        FloatingPointError, without an update, if the norm is not finite."""
 
     def state(self) -> dict[str, Any]:
-        """Everything that a resumed run needs."""
+        """Return the state that a resumed run needs."""
 
     def load(self, state: dict[str, Any]) -> None:
-        """Takes up where `state` was taken."""
+        """Restore `state`."""
 
 
 BETAS = (0.9, 0.95)
@@ -44,8 +44,8 @@ ADAMW = OptimizerSettings()
 
 
 class FlatOptimizer:
-    """AdamW (arXiv 1711.05101) with the learning rate given at each step and decoupled decay; with the settings of Muon, Muon for
-    the parameters that `muon.matrices` finds, which then come first in the flat vectors, with the same rate and decay."""
+    """AdamW (arXiv 1711.05101) with decoupled decay and a learning rate per step. With the settings of Muon, Muon updates the
+    parameters that `muon.matrices` finds, with the same rate and decay; they then come first in the flat vectors."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class FlatOptimizer:
         weight_decay: float = 0.0,
         published: torch.dtype | None = None,
     ) -> None:
-        """`model`'s parameters become views of the flat vector. `published` is the dtype that its weights are rounded to after
-        each step, None to leave them as they are."""
+        """Make the parameters of `model` views of the flat vector. `published` is the dtype to which its weights are rounded
+        after each step; None: they are not rounded."""
         self._settings, self._decay, self.published = settings, weight_decay, published
         config: Any = getattr(model, "config", None)
         muon = settings.name == "muon"
@@ -107,7 +107,7 @@ class FlatOptimizer:
         return norm
 
     def state(self) -> dict[str, Tensor]:
-        """Return everything that a resumed run needs, as flat tensors."""
+        """Return the state that a resumed run needs, as flat tensors."""
         state = {"master": self.master}
         if moments := self._adam.state.get(self._rest):
             state |= {name: torch.as_tensor(value) for name, value in moments.items()}
@@ -116,8 +116,8 @@ class FlatOptimizer:
 
     @torch.no_grad()
     def load(self, state: dict[str, Tensor]) -> None:
-        """Go on from where `state` was taken. Raises ValueError, before anything changes, when it belongs to a model of another
-        size or to another optimiser."""
+        """Restore `state`. Raises ValueError, before any change, if it belongs to a model of another size or to another
+        optimizer."""
         moments = {name: value for name, value in state.items() if name != "master"}
         known = {"step", "exp_avg", "exp_avg_sq", *(["momentum"] if self._stacks else [])}
         if state["master"].shape != self.master.shape:
@@ -125,7 +125,7 @@ class FlatOptimizer:
                 f"the checkpoint holds {state['master'].numel()} weights, the model {self.master.numel()}: "
                 "the model's settings changed since it was written"
             )
-        if moments and moments.keys() != known:  # none at all: it has made no step
+        if moments and moments.keys() != known:  # a state without moments is from before the first step
             raise ValueError(
                 f"optimizer.name={self._settings.name!r}: the checkpoint holds {', '.join(sorted(moments))}, not "
                 f"{', '.join(sorted(known))}; it was written with another optimiser: go on with that one, or begin a new run"
@@ -143,13 +143,14 @@ class FlatOptimizer:
 
 
 def require_finite(norm: float) -> None:
-    """Raise FloatingPointError for a gradient whose norm is not a finite number."""
+    """Raise FloatingPointError if the norm of the gradient is not finite."""
     if not math.isfinite(norm):
         raise FloatingPointError(f"the gradient's norm is {norm}: training has diverged; lower lr")
 
 
 def trapezoid(step: float, steps: float, warmup: float, constant: float, floor: float = 0.03) -> float:
-    """Factor of the learning rate: up linearly over `warmup`, 1 until `constant` (shares of `steps`), down to `floor`."""
+    """Return a factor of the learning rate: it rises linearly over `warmup`, is 1 until `constant` (both shares of `steps`), then
+    falls to `floor`."""
     place = (step + 1) / steps
     if place < warmup:
         return place / warmup

@@ -1,11 +1,11 @@
-"""Streams as the trainer computes them: a tree of prefixes, in which tokens that rollouts have in common are forwarded once.
+"""Streams as a tree of prefixes, in which the trainer forwards tokens common to several rollouts once.
 
-The rollouts of a group begin alike: the same prompt, often the same first calls and what they showed. Causal attention makes
-everything computed at a token a function of that token and those before it, so equal beginnings need one forward and one
-backward pass. On the tour's tasks 45 % of the tokens are left.
+The rollouts of a group begin alike: with the same prompt, and often the same first calls and results. With causal attention, all
+computation at a token depends only on that token and those before it, so equal prefixes need one forward and one backward pass.
+On the tour's tasks, 45 % of the tokens are left.
 
 Dimensions: N tokens of the tree, S sampled tokens, U distinct places whose output predicts them, R rows, T positions,
-L layers, K experts a token, V vocabulary.
+L layers, K experts per token, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from composer_nb.trainer.models.transformer import Gather, Model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """A segment of T tokens, as the trainer sees it."""
+    """The trainer's view of a segment of T tokens."""
 
     token_ids: NDArray[np.int32]
     acted: NDArray[np.bool_]
@@ -41,16 +41,16 @@ class Stream:
     gates: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
     """[T, L, K] as sampled; needed to replay at level `weights`."""
     route_valid: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
-    """[T]: tokens whose routes the engine recorded, all but the last. Empty: no routes to replay."""
+    """[T]: mask of the tokens whose routes the engine recorded, all but the last. Empty: no routes to replay."""
     checks: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
-    """[T]: what ties each row of routes to its token (`route_checks`)."""
+    """[T]: checks that bind each row of routes to its token (`route_checks`)."""
     prompt: bytes = b""
-    """Token ids that its rollout began with: its family. Empty: those before its own first sampled token."""
+    """Token ids of the rollout's prompt, which identify its family. Empty: those before the stream's first sampled token."""
     hints: tuple[Hint, ...] = ()
-    """What would have helped at some of its turns (`feedback.py`)."""
+    """Hints for some of its turns (`feedback.py`)."""
 
     def route_fault(self, replay: ReplaySettings = FULL) -> str:
-        """Return why these routes cannot be replayed so, as far as the stream alone shows; empty if they can."""
+        """Return why these routes cannot be replayed, as far as the stream alone shows; empty if they can."""
         tokens, rows = len(self.token_ids), {len(self.routes), len(self.route_valid), len(self.checks)}
         if rows != {tokens}:
             return f"{tokens} tokens, but routes of {' and '.join(map(str, sorted(rows)))}"
@@ -73,41 +73,41 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Rows of about one length, for one call of attention."""
+    """Rows of similar length, for one call of attention."""
 
     rows: int
     token_M: Tensor
     """[R · T]: tree token at each position of the padded rows."""
     own_M: Tensor
-    """Places in the padded rows of the tokens that these rows compute."""
+    """Positions, in the padded rows, of the tokens that these rows compute."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """Streams as a tree of N tokens, with their S sampled tokens one after another, stream by stream."""
+    """Streams as a tree of N tokens, with their S sampled tokens in order, stream by stream."""
 
     inputs_N: Tensor
     position_N: Tensor
     recorded: Replay | None
-    """The routes on record, where they are to be replayed."""
+    """The recorded routes, if they are to be replayed."""
     rows: int
-    """Forwarded tokens of all streams: each row of their routes belongs to one of the N."""
+    """Number of forwarded tokens of all streams before they are shared."""
     buckets: list[Bucket]
     order_N: Tensor
-    """Place of each token in the buckets' results, one after another."""
+    """Position of each token in the concatenated results of the buckets."""
     place_U: Tensor
-    """Tokens whose output predicts a sampled one."""
+    """Tree tokens whose output predicts a sampled token."""
     from_S: Tensor
-    """Index into the U of the place that predicts each sampled token."""
+    """Index, into `place_U`, of the place that predicts each sampled token."""
     token_S: Tensor
     sampled_S: Tensor
     advantage_S: Tensor
     rollout_S: Tensor
     counts: bool
-    """True if its tokens are counted here; of ranks that share a batch, one counts them."""
+    """Whether this rank counts the tokens; of ranks that share a batch, one does."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Causal attention along each path of the tree."""
+        """Apply causal attention along each path of the tree."""
         parts = []
         for bucket in self.buckets:
             rows = [len(bucket.token_M) // bucket.rows] * bucket.rows
@@ -118,16 +118,16 @@ class FlatBatch:
 
     @property
     def gather(self) -> Gather | None:
-        """Puts together what ranks that share the batch have each computed of it; None where all of it is here."""
+        """A function that assembles the parts of a batch shared by several ranks; None if this rank has all of it."""
         return None
 
     def collect(self, x_S: Tensor) -> Tensor:
-        """Numbers of the sampled tokens that are predicted here -> of all of them."""
+        """Return values of all sampled tokens, given those of the tokens predicted on this rank."""
         return x_S
 
 
 def moved(x: Any, device: str) -> Any:
-    """A batch, or a part of one, with all of its tensors on `device`."""
+    """Return a batch, or a part of one, with all of its tensors on `device`."""
     if isinstance(x, Tensor):
         return x.to(device)
     if isinstance(x, list):
@@ -138,13 +138,14 @@ def moved(x: Any, device: str) -> Any:
 
 
 def attend_none(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """[0, Q, C']: attention without a query. All take part in it, so that ranks with no tokens have gradients to sum."""
+    """Return attention [0, Q, C'] without queries. It depends on all inputs, so that ranks without tokens have gradients to
+    sum."""
     return q.new_zeros(0, q.shape[1], v.shape[2]) + 0 * (q.sum() + k.sum() + v.sum())
 
 
 def flatten(streams: Sequence[Stream], replay: ReplaySettings = NO_REPLAY) -> FlatBatch:
-    """The tree of `streams`; the last token of each is only predicted, never forwarded. Where routes on record are to be
-    replayed only beginnings of equal routes are shared, and routes that are not the streams' own raise ValueError."""
+    """Return the tree of `streams`. The last token of each is only predicted, never forwarded. With replay of recorded routes,
+    only prefixes with equal routes are shared. Raises ValueError for routes that do not belong to the streams."""
     if not streams:
         return _nothing()
     for number, stream in enumerate(streams) if replay.recorded else ():
@@ -184,7 +185,7 @@ def flatten(streams: Sequence[Stream], replay: ReplaySettings = NO_REPLAY) -> Fl
 
 
 def _nothing() -> FlatBatch:
-    """The batch of no streams, which ranks that have none left compute while others do theirs."""
+    """Return an empty batch, which ranks without streams compute while others compute theirs."""
     ids, numbers = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
     tokens = {name: ids for name in ("inputs_N", "position_N", "order_N", "place_U", "from_S", "token_S", "rollout_S")}
     return FlatBatch(**tokens, recorded=None, rows=0, buckets=[], sampled_S=numbers, advantage_S=numbers, counts=True)
@@ -193,7 +194,7 @@ def _nothing() -> FlatBatch:
 def _recorded(
     streams: Sequence[Stream], replay: ReplaySettings, of_tokens: Callable[[Sequence[NDArray[Any]]], Tensor]
 ) -> Replay:
-    """The routes on record of the tree's tokens; those of level `none` never get here."""
+    """Return the recorded routes of the tree's tokens. Not called at level `none`."""
     assert replay.level != "none"
     return Replay(
         experts=of_tokens([stream.routes.astype(np.int64) for stream in streams]),
@@ -207,8 +208,8 @@ def _recorded(
 def score(
     model: Model, batch: FlatBatch, replay: Replay | None = None, *, seen: list[Routing] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability [S] and (detached) entropy [S] of each sampled token; with `replay` (as a rule `batch.recorded`) on those
-    routes instead of the model's own. Each layer's routing is added to `seen`."""
+    """Return the log-probability [S] and (detached) entropy [S] of each sampled token. `replay` (usually `batch.recorded`):
+    routes to use instead of the model's own. Append each layer's routing to `seen`."""
     hidden_ND, routings = model.trunk(batch.inputs_N, batch.position_N, batch.attend, replay, batch.gather)
     if seen is not None:
         seen += routings
@@ -218,8 +219,8 @@ def score(
 
 
 def families(streams: Sequence[Stream]) -> list[list[int]]:
-    """Numbers of the streams whose rollouts began with the same prompt (all that stands before the first sampled token), in order
-    of first appearance: worth keeping together, because they share most of their forward pass, and are of one group."""
+    """Return the indices of streams grouped by the prompt of their rollouts (all tokens before the first sampled one), in order
+    of first appearance. Each family is one group, which shares most of its forward pass and so should stay together."""
     found: dict[bytes, list[int]] = {}
     for number, stream in enumerate(streams):
         prompt = stream.token_ids[: int(stream.acted.argmax())]
@@ -228,7 +229,7 @@ def families(streams: Sequence[Stream]) -> list[list[int]]:
 
 
 def microbatches(streams: Sequence[Stream], budget: int) -> list[list[Stream]]:
-    """Streams in pieces of about `budget` tokens of the tree, equal beginnings side by side, similar lengths together."""
+    """Return streams in lists of about `budget` tokens of the tree, sorted by prefix within families, longest families first."""
     longest_first = sorted(families(streams), key=lambda family: -max(len(streams[n].token_ids) for n in family))
     chunks: list[list[Stream]] = []
     room, before = 0, np.zeros((0, 1), np.int32)
@@ -246,17 +247,17 @@ def microbatches(streams: Sequence[Stream], budget: int) -> list[list[Stream]]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Streams of one family, side by side in the tree."""
+    """Neighbouring streams of one family in the tree."""
 
     numbers: list[int]
     tokens: int
-    """Tokens of the tree."""
+    """Number of tokens of the tree."""
     pairs: int
-    """Pairs of a token and one that it attends to, over all rows that are computed: a row that owns a token is computed whole."""
+    """Number of pairs of a token and one that it attends to, over all rows that own a token: these are computed whole."""
 
 
 def runs(streams: Sequence[Stream], family: Sequence[int], full: Callable[[Run], bool]) -> list[Run]:
-    """A family cut, in the order of its tree, where one stream more would be too much; each holds one at least."""
+    """Cut a family, in the order of its tree, into the longest runs that are not `full`, of at least one stream each."""
     found: list[Run] = []
     run, before = Run([], 0, 0), np.zeros((0, 1), np.int32)
     for number in _in_order(streams, family):
@@ -276,7 +277,7 @@ def _in_order(streams: Sequence[Stream], family: Sequence[int]) -> list[int]:
 
 
 def _signature(stream: Stream, replay: ReplaySettings = NO_REPLAY) -> NDArray[np.int32]:
-    """[T - 1, …]: what makes a forwarded token the same as another; bytes of signatures sort shared beginnings together."""
+    """Return signatures [T - 1, …], which are equal for equal forwarded tokens. Their bytes sort shared prefixes together."""
     parts: list[NDArray[Any]] = [stream.token_ids[:-1, None]]
     if replay.recorded:
         parts += [stream.route_valid[:-1, None], stream.routes[:-1].reshape(len(parts[0]), -1)]
@@ -286,15 +287,15 @@ def _signature(stream: Stream, replay: ReplaySettings = NO_REPLAY) -> NDArray[np
 
 
 def _shared(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
-    """Length of the common beginning."""
+    """Return the length of the common prefix."""
     length = min(len(a), len(b))
     differs = (a[:length] != b[:length]).any(1)
     return int(differs.argmax()) if differs.any() else length
 
 
 class _Tree:
-    """The prefix tree of rows: `nodes[r]` are the tree's tokens along row r, `owner_N` and `position_N` say which row and
-    position each token was taken from."""
+    """The prefix tree of rows. `nodes[r]` are the tree's tokens along row r; `owner_N` and `position_N` are the row and the
+    position that each token comes from."""
 
     def __init__(self, rows: Sequence[NDArray[np.int32]]) -> None:
         empty = np.zeros(0, np.int64)
@@ -312,8 +313,8 @@ class _Tree:
 
 
 def _buckets(tree: _Tree) -> tuple[list[Bucket], NDArray[np.int64]]:
-    """Rows that own tokens, in buckets of which the shortest is at least three quarters of the longest, and the tokens in the
-    order in which the buckets compute them."""
+    """Return rows that own tokens, in buckets whose shortest row is at least three quarters as long as the longest, and the
+    tokens in the order in which the buckets compute them."""
     own: dict[int, NDArray[np.int64]] = {
         row: np.flatnonzero(tree.owner_N == row) for row in np.unique(tree.owner_N).tolist()
     }

@@ -1,7 +1,7 @@
-"""A few processes of one thread each that do the same program on their share of the data.
+"""Ranks: a few processes of one thread each that run the same program on their share of the data.
 
-`Ranks` is the whole of the communication: sums and gathers over torch.distributed (gloo). With one rank nothing is started.
-Two ranks add two numbers, and a + b = b + a bit for bit, so a run on two ranks is as reproducible as one on a single one.
+`Ranks` has all communication: sums and gathers over torch.distributed (gloo). With one rank, nothing is started. Two ranks add
+two numbers, and a + b = b + a bit for bit, so a run on two ranks is as reproducible as a run on one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Ranks:
         if world > 1:
             assert rendezvous is not None
             store = dist.FileStore(str(rendezvous), world)
-            # Others may wait long for work that one rank does alone; a rank that dies is noticed by its closed connections.
+            # Ranks may wait long for work that one rank does alone. A dead rank is noticed by its closed connections.
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(days=1))
 
     @property
@@ -39,12 +39,13 @@ class Ranks:
 
     @property
     def share(self) -> tuple[int, int]:
-        """This rank's share of a batch's streams: its number, and the number of shares."""
+        """Index of this rank's share of a batch's streams, and the number of shares."""
         return self.rank, self.world
 
     @property
     def lockstep(self) -> bool:
-        """True if ranks meet in every micro-batch, and so must have as many: one that has none left computes an empty one."""
+        """Whether ranks synchronize in every micro-batch and so need equally many: a rank without streams computes an empty
+        one."""
         return False
 
     def split(self, batch: Any) -> Any:
@@ -52,18 +53,18 @@ class Ranks:
         return batch
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Sums `tensor` over the ranks, in place."""
+        """Sum `tensor` over the ranks, in place."""
         if self.world > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def sums(self, values: dict[str, float]) -> dict[str, float]:
-        """Sums each value over the ranks, which all have the same keys."""
+        """Return each value summed over the ranks, which all have the same keys."""
         total = self.sum_(torch.tensor(list(values.values()), dtype=torch.float64))
         return dict(zip(values, total.tolist(), strict=True))
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of each rank, in order, on every rank."""
+        """Return the values of all ranks, in order, on every rank."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
@@ -83,8 +84,8 @@ K = TypeVar("K", int, str)
 
 
 def deal(sizes: Mapping[K, int], ranks: int) -> list[list[K]]:
-    """Assign things to `ranks` evenly: the largest first, each to the rank with the least. `sizes` are by name or number; their
-    order does not matter. Raises ValueError for less than one rank."""
+    """Assign items to `ranks` evenly: the largest first, each to the rank with the smallest total. `sizes` are by name or number;
+    their order does not matter. Raises ValueError for less than one rank."""
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
     shares: list[list[K]] = [[] for _ in range(ranks)]
@@ -104,8 +105,8 @@ def release_memory() -> None:
 
 
 def set_up_process(seed: int, matmul: str = "float32") -> None:
-    """One torch thread, seeded, and a malloc that keeps what it has instead of returning it to the kernel every step. `matmul` is
-    the setting."""
+    """Set one torch thread, the seed, the precision `matmul`, and a malloc that keeps freed memory instead of returning it to the
+    kernel every step."""
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("medium" if matmul == "bfloat16" else "highest")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -114,7 +115,7 @@ def set_up_process(seed: int, matmul: str = "float32") -> None:
     torch.manual_seed(seed)
     try:
         libc = ctypes.CDLL("libc.so.6")
-    except OSError:  # not glibc: the default malloc stays, at some cost in page faults
+    except OSError:  # not glibc: the default malloc remains, with more page faults
         return
     m_trim_threshold, m_mmap_threshold = -1, -3
     libc.mallopt(m_mmap_threshold, 1 << 30)

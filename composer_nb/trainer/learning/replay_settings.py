@@ -13,20 +13,20 @@ Source = Literal["engine", "trainer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySettings:
-    """The part of the recorded routes that the trainer's forward pass takes over."""
+    """The part of the recorded routes that the trainer's forward pass uses."""
 
     level: ReplayLevel = "none"
-    """none: nothing. ids: the set of experts. ids+order: their order too, in which their results are added up. weights: their
-    gates too; the router then learns nothing from the tokens replayed."""
+    """none: nothing. ids: the set of experts. ids+order: also their order, in which their results are summed. weights: also their
+    gates; the router then learns nothing from the replayed tokens."""
     source: Source = "engine"
-    """engine: the routes of sampling (R3). trainer: those of the trainer's own forward pass before the first optimiser step on a
-    batch (R2), which keeps the experts still between its minibatches; then streams need no routes."""
+    """engine: the routes of sampling (R3). trainer: the routes of the trainer's own forward pass before the first optimizer step
+    on a batch (R2), which fixes the experts over its minibatches; streams then need no routes."""
     plausible: Share = 0.0
-    """Replayed experts whose live score is below this times the lowest of the router's own choice are replaced by its own
-    candidates. 0 replays all; 1 next to none that the router would not choose itself, where that score alone decides its choice
-    (a bias or limits of groups, as DeepSeek-V3 has, decide too and are not asked)."""
+    """Replayed experts whose live score is below this times the lowest score of the router's own choice are replaced by its own
+    candidates. 0 replays all experts; 1 replays almost none that the router would not choose, if the score alone decides (a bias
+    or limits of groups, as in DeepSeek-V3, are ignored here)."""
     missing: Share = 0.0
-    """Share of a rollout's forwarded tokens that may be without routes; these take the trainer's own experts."""
+    """Share of a rollout's forwarded tokens that may lack routes; these use the trainer's own experts."""
 
     def __post_init__(self) -> None:
         require_ranges(self, "replay")
@@ -43,10 +43,10 @@ class ReplaySettings:
 
     @property
     def recorded(self) -> bool:
-        """True if streams must bring their routes with them."""
+        """Whether streams must contain their routes."""
         return self.on and self.source == "engine"
 
 
 NO_REPLAY = ReplaySettings()
 FULL = ReplaySettings(level="ids+order")
-"""Experts and their order, live gates: what R3 is."""
+"""R3: recorded experts and their order, with live gates."""

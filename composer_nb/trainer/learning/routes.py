@@ -1,17 +1,17 @@
 """Router replay: training on the experts that sampling chose (R3, arXiv 2510.11370; Composer 2 technical report, §6.2).
 
-Rounding that differs between engine and trainer flips experts at near ties. The trainer then scores a token with experts that
-never acted on it, and its log-probability is off by far more than by the rounding itself. With replay the engine's experts
-override the trainer's choice; gates are computed from its live scores, so that the router learns.
+Different rounding in engine and trainer flips experts at near ties. The trainer then scores a token with experts that never acted
+on it, which changes its log-probability by far more than rounding does. With replay, the engine's experts override the trainer's
+choice. Gates are computed from the trainer's live scores, so that the router learns.
 
     engine     records routes [T, L, K] of every token that it forwards
-    packing    shares beginnings only where the routes are equal, too
-    route()    takes the experts given and their live gates
-    this file  what must hold of the routes before anything is learnt from them, and how far the two routers agree
+    packing    shares prefixes only if their routes are equal, too
+    route()    uses the given experts and their live gates
+    this file  checks routes before training, and measures the agreement of the two routers
 
-What is replayed is said by `replay_settings.ReplaySettings`.
+`replay_settings.ReplaySettings` selects the parts to replay.
 
-Replayed routes that belong to other tokens train just as well to look at, and wrongly; hence the refusals.
+Training on the routes of other tokens looks normal but is wrong; hence the checks.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from composer_nb.trainer.models.transformer import ModelConfig, stacked
 
 
 def require_routes(streams: Sequence[Stream], config: ModelConfig, replay: ReplaySettings = FULL) -> None:
-    """Raises ValueError that names the first stream whose routes are not those of its own tokens in such a model, or are
-    missing for more of them than `replay` allows."""
+    """Raise ValueError, which names the stream, if routes do not belong to its tokens or do not fit the model, or if more are
+    missing than `replay` allows."""
     for number, stream in enumerate(streams):
         if fault := stream.route_fault(replay) or _misfit(stream, config, replay):
             raise ValueError(f"stream {number} of {len(streams)} cannot be replayed (replay.level): {fault}")
 
 
 def _misfit(stream: Stream, c: ModelConfig, replay: ReplaySettings) -> str:
-    """Return what does not fit the model; empty if everything does."""
+    """Return what does not fit the model; empty if everything fits."""
     layers, experts = stream.routes.shape[1:]
     if (layers, experts) != (c.moe_layers, c.num_experts_per_tok):
         return (
@@ -56,7 +56,7 @@ def _misfit(stream: Stream, c: ModelConfig, replay: ReplaySettings) -> str:
 
 
 def own_routes(routings: Sequence[Routing], replay: ReplaySettings) -> Replay:
-    """Return the choices of `routings`, to be replayed."""
+    """Return the choices of `routings` for replay."""
     assert replay.level != "none"
     return Replay(
         experts=stacked([routing.experts_NK for routing in routings], 0, 1),
@@ -67,8 +67,8 @@ def own_routes(routings: Sequence[Routing], replay: ReplaySettings) -> Replay:
 
 
 def overlap(routings: Sequence[Routing]) -> dict[str, float]:
-    """Count the experts that were used (`chosen`, over tokens, layers and places), those that the router would have chosen itself
-    (`agreed`), and how many of those on record were too implausible to be used (`implausible`)."""
+    """Count the used experts (`chosen`, over tokens, layers and ranks of choice), those that the router would have chosen itself
+    (`agreed`), and the recorded ones rejected as implausible (`implausible`)."""
     agreed = chosen = implausible = 0
     for routing in routings:
         agreed += int((routing.own_NK[:, :, None] == routing.experts_NK[:, None, :]).any(1).sum())
@@ -79,6 +79,6 @@ def overlap(routings: Sequence[Routing]) -> dict[str, float]:
 
 @torch.no_grad()
 def routes_differ(routings: Sequence[Routing], routes_NLK: torch.Tensor) -> torch.Tensor:
-    """bool [N, L]: where the router's own set of experts is not the one given."""
+    """Return a mask [N, L] of the places where the router's own set of experts differs from the given one."""
     own_NLK = stacked([routing.own_NK for routing in routings], *routes_NLK.shape[::2])
     return (own_NLK.sort(-1).values != routes_NLK.sort(-1).values).any(-1)

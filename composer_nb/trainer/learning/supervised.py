@@ -1,4 +1,4 @@
-"""Supervised training: mid-training and fine-tuning are one loop over different rows and schedules."""
+"""Supervised training: one loop for mid-training and fine-tuning, which differ in rows and schedule."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from composer_nb.trainer.models.transformer import Model, balance_loss
 
 
 class Beside(Protocol):
-    """What learns beside a model, on the same rows."""
+    """A module that learns beside a model, on the same rows."""
 
     def at(self, step: int) -> Self | None:
-        """Return itself from its first step on. Every rank calls it."""
+        """Return itself from its first step on, else None. Every rank calls this."""
 
     def loss(self, rows: Sequence[Row]) -> Tensor:
-        """Return what is added to the loss of this rank's rows."""
+        """Return a term to add to the loss of this rank's rows."""
 
     def update(self, lr: float) -> None:
-        """Learn from the gradients of all ranks."""
+        """Update from the gradients of all ranks."""
 
     def state(self) -> dict[str, Any]:
-        """Return everything that a resumed run needs, under names that begin with `draft_`."""
+        """Return the state that a resumed run needs, under names that begin with `draft_`."""
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from where `state` was taken."""
+        """Restore `state`."""
 
 
 LOOKS = 10
-"""Looks at the watched rows in a stage."""
+"""Number of evaluations of the watched rows in a stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Plan:
     clip: float
     weight_decay: float
     watch: Mapping[str, Sequence[Row]]
-    """Rows by the name of the loss that is reported of them."""
+    """Rows by the name of their reported loss."""
     beside: Beside | None = None
 
 
@@ -66,11 +66,11 @@ def supervise(
     begin: int = 0,
     looks: int = LOOKS,
 ) -> Iterator[tuple[int, dict[str, float | None]]]:
-    """The supervised loop. Yields (steps done, point) at each of about `looks` looks and at the end: means since the look before
-    of `loss`, `grad_norm`, `tokens` (a step) and `agent_loss` (None where the agent wrote nothing), and the losses of
-    `plan.watch`.
+    """Run the supervised loop. Yield (steps done, point) at each of about `looks` looks and at the end. A point has the means
+    since the previous look of `loss`, `grad_norm`, `tokens` (per step) and `agent_loss` (None without tokens of the agent), and
+    the losses of `plan.watch`.
 
-    `batches` are whole ones from the first step on, of which this rank takes its part; those before `begin` are passed over.
+    `batches` are whole batches from the first step on, of which this rank takes its part. Those before `begin` are skipped.
     """
     every = max(1, plan.steps // looks)
     recent: list[dict[str, float]] = []
@@ -108,9 +108,9 @@ def train_step(
     clip: float,
     beside: Beside | None = None,
 ) -> dict[str, float]:
-    """One optimiser step on this rank's `rows`: the weighted mean of cross-entropy over the tokens of all ranks, and the mean
-    of the ranks' balance losses and of what learns beside the model. A small batch may leave a rank without rows; it takes part
-    all the same."""
+    """Take one optimizer step on this rank's `rows`. The loss is the weighted mean of cross-entropy over the tokens of all ranks,
+    plus the mean over ranks of the balance loss and of the loss of `beside`. A rank without rows, from a small batch, still takes
+    part."""
     optimizer.zero_()
     counts = dict.fromkeys(("loss", "weight", "agent_loss", "agent_tokens", "tokens"), 0.0)
     if rows:
@@ -141,8 +141,8 @@ def train_step(
 
 
 def _losses(model: Model, rows: Sequence[Row], least: float = 0.0) -> tuple[Tensor, Tensor, list[Routing]]:
-    """Cross-entropy [S] and weight [S] of each target that weighs more than 0, and at least `least`; and each layer's routing.
-    There are logits for no other target, and what rows begin with alike is forwarded once."""
+    """Return the cross-entropy [S] and weight [S] of each target with a weight above 0 and at least `least`, and each layer's
+    routing. Logits are computed for these targets only, and shared prefixes of rows are forwarded once."""
     streams = [
         Stream(
             token_ids=row.token_ids,
@@ -159,14 +159,14 @@ def _losses(model: Model, rows: Sequence[Row], least: float = 0.0) -> tuple[Tens
 
 
 def share(rows: Sequence[Row], ranks: Ranks) -> list[Row]:
-    """This rank's part of a batch: rows dealt out longest first, so that the ranks' parts cost about the same."""
+    """Return this rank's part of a batch. Rows are dealt longest first, so that the ranks' parts cost about the same."""
     mine = deal({number: len(row.token_ids) for number, row in enumerate(rows)}, ranks.world)[ranks.rank]
     return [rows[number] for number in mine]
 
 
 @torch.no_grad()
 def cross_entropy(model: Model, rows: Sequence[Row], ranks: Ranks, budget: int = 4096) -> float:
-    """Mean cross-entropy in nats a token over the tokens that weigh 1."""
+    """Return the mean cross-entropy, in nats per token, over the tokens of weight 1."""
     mine = rows[ranks.rank :: ranks.world]
     total = {"loss": 0.0, "tokens": 0.0}
     for part in within(budget, mine):
