@@ -1,1 +1,1 @@
-"""The agent loop, the policies that it asks, and the formats in which they read and write."""
+"""The agent loop, the policies that take its turns, and their chat formats."""

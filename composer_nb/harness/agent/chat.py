@@ -1,14 +1,14 @@
 """Conversations with tools as token ids: the common part of the wire formats of chat models.
 
-Canonical form: a system text with tool schemas (OpenAI's), user texts, turns of text and calls, results that name their call. A
-renderer writes each of these as *pieces*, special tokens and plain texts, and every piece is encoded by itself. So rendering
-turn by turn gives the ids of rendering at once: a sampled turn stays as sampled, and the next message begins at a special
-token, where a cache can continue. Text is encoded without special or added tokens and without normalisation, so text that
-spells a token stays text, byte for byte.
+The canonical form is a system text with tool schemas (OpenAI's), user texts, turns of text and calls, and results that name their
+call. A renderer writes each of these as *pieces*, special tokens and plain texts, and encodes every piece by itself. So rendering
+turn by turn gives the same ids as rendering at once: a sampled turn stays as sampled, and the next message begins at a special
+token, where a cache can continue. Text is encoded without special or added tokens and without normalization, so text that spells
+a token stays text, byte for byte.
 
 A turn is parsed from ids, so that a spelled token is never taken for a real one. An invalid call becomes a ToolError of kind
-InvalidArguments in its place: nothing that a model wrote is dropped. A call that a format cannot express is found by parsing the
-rendered turn, and is a ValueError.
+InvalidArguments in its place: no output of a model is dropped. A call that a format cannot express is found by parsing the
+rendered turn, and raises ValueError.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Piece = int | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """One call of a turn: its id as the model wrote it, and the call, or why it cannot be read."""
+    """One call of a turn: its id as the model wrote it, and the call or the error of parsing it."""
 
     id: str
     call: ToolCall | ToolError
     text: str = ""
-    """The call as written, where it cannot be read and is kept."""
+    """The original text of a call that cannot be parsed, if it is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +53,13 @@ class Said:
     """A turn of the agent."""
 
     text: str = ""
-    """Its text outside of calls, stripped of white space."""
+    """Text outside the calls, without surrounding white space."""
     calls: tuple[Written, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The answer to a call. Results of one turn stand in the order of its calls."""
+    """The result of a call. Results of one turn are in the order of its calls."""
 
     id: str
     text: str
@@ -71,21 +71,21 @@ Message = User | Said | Result
 class ChatRenderer(ABC):
     """Renders conversations as token ids, and parses turns from them.
 
-    Raises ValueError for a tokenizer that lacks a token of the format, or that always finds one in plain text.
+    Raises ValueError for a tokenizer that lacks a token of the format, or always finds one in plain text.
     """
 
     tokens: tuple[str, ...]
     """Special tokens of the format."""
     allowed: frozenset[str]
-    """Special tokens that a turn may have before its end."""
+    """Special tokens that may occur in a turn before its end."""
     closing: str
     """Special token that ends a turn."""
     around: tuple[str, str]
-    """Special tokens before and after the answer to a call."""
+    """Special tokens before and after the result of a call."""
     spelled: tuple[str, ...]
-    """Beginnings of a call: if one is spelled out in a text, a call was meant and missed."""
+    """Spelled beginnings of a call. A text with one of them is a failed call."""
     queries: Mapping[str, str] = QUERIES
-    """Kind of a summary -> the text that asks for it."""
+    """Text that requests a summary, by kind of summary."""
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Schema] = ()) -> None:
         self.tokenizer, self.tools = tokenizer, tuple(tools)
@@ -94,12 +94,12 @@ class ChatRenderer(ABC):
         self.names = {number: token for token, number in self.ids.items()}
         added = tokenizer.get_added_tokens_decoder()
         self.special = frozenset(self.names) | {number for number, token in added.items() if token.special}
-        """Tokens that are not text. Tokens that are added but not special, such as `<think>`, are ways to write a text."""
+        """Tokens that are not text. Added tokens that are not special, such as `<think>`, encode text."""
         self._plain = _without_added_tokens(tokenizer)
         if found := [token for token in self.tokens if self.ids[token] in self.encode(token)]:
             raise ValueError(f"the tokenizer finds {', '.join(found)} in plain text: these tokens must be added tokens")
         self.parameters = {tool["function"]["name"]: dict(tool["function"].get("parameters", {})) for tool in tools}
-        """Name of a tool -> JSON Schema of its arguments."""
+        """JSON Schema of a tool's arguments, by name of the tool."""
 
     def offering(self, tools: Sequence[Schema]) -> Self:
         """Return this format with other tools."""
@@ -107,22 +107,22 @@ class ChatRenderer(ABC):
 
     @property
     def stop(self) -> frozenset[int]:
-        """Tokens that end a turn: its end token, and every special token that an agent must not write."""
+        """Tokens that end a turn: the end token, and every special token that an agent must not write."""
         return frozenset(number for number in self.special if self.names.get(number) not in self.allowed)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of plain text, none of them special. Raises ValueError for half of a surrogate pair."""
+        """Return the token ids of plain text, none of them special. Raises ValueError for a lone surrogate."""
         text.encode()
-        # Unlike `encode`, this lets other threads run: a long text of one request would stop a server.
+        # Unlike `encode`, this lets other threads run, so that a long text of one request does not stop a server.
         return list(self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def render(
         self, messages: Sequence[Message], system: str = "", *, spelled: bool = False, after: bool = False
     ) -> list[int]:
-        """Render a whole conversation, up to the cue for the next turn if its last message is not a turn. `after`: render what
-        follows a turn instead, without the start of a conversation.
+        """Render a whole conversation, up to the cue for the next turn if its last message is not a turn. `after`: render
+        messages that follow a turn, without the start of a conversation.
 
-        `spelled`: render a turn without calls whose text spells one as the tokens that it spells: it was an unreadable call.
+        `spelled`: if a turn has no calls and its text spells one, render the spelled tokens, since it was an unreadable call.
         Raises ValueError for a turn that the format cannot express.
         """
         token_ids = [] if after else self.open(system)
@@ -138,7 +138,7 @@ class ChatRenderer(ABC):
         return token_ids
 
     def read(self, news: Sequence[User | Result], system: str = "") -> list[int]:
-        """Render what a policy reads before its next turn: the start of a conversation, or the results of its calls."""
+        """Render the input of the next turn: the start of a conversation, or the results of the calls before."""
         return self.render(news, system, after=any(isinstance(message, Result) for message in news))
 
     def open(self, system: str = "") -> list[int]:
@@ -150,11 +150,11 @@ class ChatRenderer(ABC):
         return self.encoded([*self._user(text), *self._cue()])
 
     def results(self, results: Sequence[Result]) -> list[int]:
-        """Render what follows a turn with calls: their results, and the cue for the next turn."""
+        """Render the results of a turn's calls, and the cue for the next turn."""
         return self.render(results, after=True)
 
     def _news(self, messages: Iterable[Message]) -> Iterator[Piece]:
-        """Yield the pieces of what stands between two turns."""
+        """Yield the pieces between two turns."""
         for kind, same in groupby(messages, type):
             if kind is Result:
                 yield from self._results([each for each in same if isinstance(each, Result)])
@@ -163,17 +163,17 @@ class ChatRenderer(ABC):
                     yield from self._user(each.text)
 
     def answers(self, results: Sequence[Result]) -> list[int]:
-        """Render the results of calls where no turn follows but a user's text, rendered by `ask`."""
+        """Render the results of calls that a user's text follows (`ask`), not a turn."""
         return self.encoded([*self._after(), *self._results(results)])
 
     def summary(self, token_ids: Sequence[int]) -> tuple[str, list[Kind]]:
-        """Return the summary in a turn that was to be one, and the kind of each of its tokens: thinking, then summary."""
+        """Return the summary in a turn that answers a query for one, and the kind of each token: thinking, then summary."""
         own = self._thought(token_ids)
         text = self.tokenizer.decode([token for token in token_ids[own:] if token not in self.special])
         return text.strip(), [Kind.THINKING] * own + [Kind.SUMMARY] * (len(token_ids) - own)
 
     def _thought(self, token_ids: Sequence[int]) -> int:
-        """Return the number of tokens before a summary: all to the mark, none without a mark."""
+        """Return the number of tokens before a summary: all up to the mark, or none without a mark."""
 
         def told(count: int) -> bool:
             return OPENS in self.tokenizer.decode(list(token_ids[:count]), skip_special_tokens=False)
@@ -181,7 +181,7 @@ class ChatRenderer(ABC):
         return bisect_left(range(len(token_ids)), True, key=told) if told(len(token_ids) - 1) else 0
 
     def turn(self, said: Said) -> list[int]:
-        """Render a turn, its last token included. Raises ValueError for one that the format cannot express."""
+        """Render a turn, including its last token. Raises ValueError for a turn that the format cannot express."""
         if bad := [written.id for written in said.calls if isinstance(written.call, ToolError)]:
             raise ValueError(f"the call {bad[0]} is invalid: keep a turn with it as the tokens it was written in")
         token_ids = self.encoded([*self._said(said), self.end])
@@ -190,12 +190,12 @@ class ChatRenderer(ABC):
         return token_ids
 
     def spell(self, text: str) -> list[int]:
-        """Render a turn from its text, in which tokens that a turn may have are spelled."""
+        """Render a turn from text in which the allowed tokens are spelled."""
         parts = re.split(f"({'|'.join(map(re.escape, sorted(self.allowed)))})", text)
         return self.encoded([*(self.ids[part] if part in self.allowed else part for part in parts), self.end])
 
     def parse(self, token_ids: Sequence[int]) -> Said:
-        """Parse a turn as it was sampled, with its last token unless it was cut."""
+        """Parse a sampled turn, with its last token unless it was cut."""
         *body, last = token_ids or [-1]
         ended = last == self.end
         pieces = self.pieces(body if last in self.stop or last < 0 else [*body, last])
@@ -253,7 +253,7 @@ class ChatRenderer(ABC):
 
     @abstractmethod
     def _after(self) -> list[Piece]:
-        """Render what stands between the last token of a turn and the next message."""
+        """Return the pieces between the last token of a turn and the next message."""
 
     @abstractmethod
     def _results(self, results: Sequence[Result]) -> list[Piece]: ...
@@ -266,7 +266,7 @@ class ChatRenderer(ABC):
 
 
 def _plainly(said: Said) -> list[Any]:
-    """Return a form in which two turns are compared; 1, 1.0 and True are three values."""
+    """Return a form in which turns can be compared; 1, 1.0 and True differ."""
     calls = [written.call for written in said.calls]
     return [said.text, *(isinstance(c, ToolCall) and (c.name, write_json(sorted(c.arguments.items()))) for c in calls)]
 
@@ -276,7 +276,7 @@ def invalid(message: str) -> ToolError:
 
 
 def read_json(text: str) -> Any:
-    """Return a JSON value. Raises ToolError for anything else: NaN, repeated names, lone surrogates."""
+    """Parse a JSON value. Raises ToolError for other text, including NaN, repeated names and lone surrogates."""
     try:
         value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
@@ -286,7 +286,7 @@ def read_json(text: str) -> Any:
 
 
 def write_json(value: Any) -> str:
-    """Return a value as JSON. Raises ValueError for one that JSON cannot express."""
+    """Return a value as JSON. Raises ValueError for a value that JSON cannot express."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()
@@ -312,10 +312,8 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
     return int(found)
 
 
-@lru_cache(
-    maxsize=16
-)  # the library leaks some kilobytes with every copy, and a server makes a renderer for each request
+@lru_cache(maxsize=16)  # the library leaks a few kilobytes per copy, and a server makes a renderer for each request
 def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a copy that finds no added token in a text, special or not, and does not normalise."""
+    """Return a copy that finds no added token in a text, special or not, and does not normalize."""
     held = json.loads(tokenizer.to_str()) | {"added_tokens": [], "normalizer": None, "post_processor": None}
     return Tokenizer.from_str(json.dumps(held | {"truncation": None, "padding": None}))

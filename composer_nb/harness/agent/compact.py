@@ -1,24 +1,23 @@
-"""The compact wire format for tiny models: one special token a role, one line a call.
+"""The compact wire format for tiny models: one special token per role, one line per call.
 
     <|bos|><|user|>fix f.py: sum of items<|end|><|call|>read f.py<|end|><|out|>1def f(xs):\\n…<|end|><|call|>…
 
-A turn of the agent is the tokens between `<|call|>` and `<|end|>`. It holds a call, or several with `<|call|>` between them. A
-call is a word, then each short required argument after a space, then each other required argument after the token `<|to|>`; the
-optional arguments that are given are one JSON object after a last `<|to|>`. Short are numbers, booleans, and strings without
-white space whose name ends in path, file or directory; a `line` has at most six digits. Strings stand as they are, everything
-else as JSON. The word is the tool's name, or a shorter one for tools of tiny models:
+A turn of the agent is the tokens between `<|call|>` and `<|end|>`. It has one call, or several separated by `<|call|>`. A call is
+a word, then each short required argument after a space, then each other required argument after the token `<|to|>`. The given
+optional arguments are one JSON object after a last `<|to|>`. Numbers, Booleans, and strings without white space whose name ends
+in path, file or directory are short; a `line` has at most six digits. Strings are written verbatim, other values as JSON. The
+word is the tool's name, or a shorter one for the tools of tiny models:
 
     edit f.py 3<|to|>return x        search_replace f.py<|to|>old<|to|>new<|to|>{"replace_all": true}
 
-A summary is asked for by `<|user|>summary<|end|><|call|>`; in the turn that answers, thinking ends at the last `<|to|>`.
+A summary is requested by `<|user|>summary<|end|><|call|>`; in the answering turn, thinking ends at the last `<|to|>`.
 
 Without a tool `finish`, a turn of text ends a conversation: `done`, or `done<|to|>I fixed it.` Tools and system texts are not
-shown: a model knows its tools, and what it is for, from training. A system text of any agent is therefore left out, never refused
-and never put before the user's text, where no model was trained to find it: what a model must read belongs in a user's message.
+shown, because a model knows its tools and its purpose from training. So a system text is left out. It is neither refused nor put
+before the user's text, where no model was trained to find it. Text that a model must read belongs in a user's message.
 
-Rendering and parsing are inverse to one another; a turn that cannot be expressed is a ValueError. Whatever else the model writes
-parses to a ToolError of kind InvalidArguments. Text is kept exactly; where it spells a special token, that spelling is text and
-not the token.
+Rendering and parsing are inverse to each other; a turn that cannot be expressed raises ValueError. Any other output of the model
+parses to a ToolError of kind InvalidArguments. Text is kept exactly: a special token that is spelled in a text remains text.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _WORDS = {
     "run_tests": "test",
     "finish": DONE,
 }
-"""Name and required arguments of a tool -> its word."""
+"""Word of a tool, by its name and required arguments."""
 _ZEROS = re.compile("^0+(?=[0-9])")
 
 
@@ -58,11 +57,11 @@ class _Form(NamedTuple):
     long: tuple[str, ...]
     head: re.Pattern[str]
     types: Mapping[str, Any]
-    """Types of all arguments, also optional ones."""
+    """Types of all arguments, including optional ones."""
 
     @classmethod
     def of(cls, function: Mapping[str, Any]) -> _Form:
-        """Raises ValueError for a tool whose calls cannot be written."""
+        """Return the form of a tool. Raises ValueError if its calls cannot be written."""
         tool, parameters, short, long = function["name"], function.get("parameters") or {}, list[str](), list[str]()
         try:
             [word] = tool.split()
@@ -78,9 +77,9 @@ class _Form(NamedTuple):
         return cls(tool, word, tuple(short), tuple(long), re.compile(head), types)
 
     def write(self, arguments: Mapping[str, Any], to: int) -> list[Piece]:
-        """Raises ValueError for arguments that are no values of JSON."""
+        """Return a call as pieces. Raises ValueError for arguments that JSON cannot express."""
         names = (*self.short, *self.long)
-        # What is lacking is found by parsing the turn.
+        # Missing arguments are found by parsing the turn.
         texts = [
             str(arguments.get(n)) if self.types.get(n) == "string" else write_json(arguments.get(n)) for n in names
         ]
@@ -92,11 +91,11 @@ class _Form(NamedTuple):
         return pieces
 
     def value(self, name: str, text: str) -> Any:
-        """Raises ToolError for a text that is no value of JSON."""
+        """Parse an argument. Raises ToolError for text that is not a JSON value."""
         return text if self.types.get(name) == "string" else read_json(_ZEROS.sub("", text))
 
     def read(self, head: str, texts: Sequence[str]) -> ToolCall:
-        """Raises ToolError for anything but a call."""
+        """Parse a call. Raises ToolError for anything else."""
         names, extra, match = (*self.short, *self.long), len(texts) - len(self.long), self.head.fullmatch(head)
         if not match or extra not in (0, int(not self.types.keys() <= {*names})):
             raise ToolError("InvalidArguments", "bad call")
@@ -109,7 +108,7 @@ class _Form(NamedTuple):
 
 
 class CompactRenderer(ChatRenderer):
-    """The compact format; see the module and `ChatRenderer`. Without `tools`, those of tiny models."""
+    """The compact format; see the module and `ChatRenderer`. The default of `tools` is the tools of tiny models."""
 
     tokens = SPECIALS
     allowed = frozenset((TO, "<|call|>"))
@@ -118,7 +117,7 @@ class CompactRenderer(ChatRenderer):
     queries = MappingProxyType({**QUERIES, "self": "summary"})
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """Raises ValueError also for tools whose calls would look alike or cannot be written."""
+        """Raise ValueError also for tools whose calls would look alike or cannot be written."""
         super().__init__(tokenizer, ToolSet.tiny().schemas if tools is None else tools)
         self.pad, self.bos, self.user, self.call, self.out, self.end, self.to = (self.ids[token] for token in SPECIALS)
         if not all(held.special for n, held in tokenizer.get_added_tokens_decoder().items() if n in self.names):
@@ -134,11 +133,11 @@ class CompactRenderer(ChatRenderer):
         return self.read([User(text=instruction)])
 
     def observation(self, text: str) -> list[int]:
-        """Render what follows the agent's `<|end|>`: the answer of the tool, and the cue for the next call."""
+        """Render the tool's result and the cue for the next call, which follow the agent's `<|end|>`."""
         return self.results([Result(id="", text=text)])
 
     def parse(self, token_ids: Sequence[int]) -> Said:
-        """Parse a turn: its calls, each or why it cannot be read; without a tool that ends conversations, also a text."""
+        """Parse a turn: its calls, or an error for each unreadable one; without a tool that ends conversations, also a text."""
         cuts = [place for place, token in enumerate(token_ids) if token == self.call]
         parts = [list(token_ids[a + 1 : b]) for a, b in zip([-1, *cuts], [*cuts, len(token_ids)], strict=True)]
         ended = parts[-1][-1:] == [self.end]
@@ -154,7 +153,7 @@ class CompactRenderer(ChatRenderer):
         return [Kind.TOOL_CALL if self.ends or self.parse(token_ids).calls else Kind.FINAL_MESSAGE] * len(token_ids)
 
     def _thought(self, token_ids: Sequence[int]) -> int:
-        # The last token is never thinking: it tells a summary from a turn.
+        # The last token is never thinking: it distinguishes a summary from a turn.
         return max((place + 1 for place, token in enumerate(token_ids[:-1]) if token == self.to), default=0)
 
     def _system(self, system: str) -> list[Piece]:
@@ -183,7 +182,7 @@ class CompactRenderer(ChatRenderer):
         return pieces[1:]
 
     def _part(self, part: Sequence[int], body: Sequence[int], ended: bool) -> Said:
-        """Return one call of a turn that was written as `part`, or why there is none."""
+        """Return the call that is written as `part`, or the error of parsing it."""
         try:
             return self._read(self.pieces(body if ended else [self.pad]))
         except ToolError as error:

@@ -1,4 +1,4 @@
-"""Many agents against one policy: each is a plain function in a thread of its own, and a driver serves all of them in batches."""
+"""Many agents against one policy: each is a plain function in its own thread, and a driver serves all of them in batches."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from composer_nb.harness.sandbox.contract import SandboxFailure
 __all__ = ["Driver", "Job", "Seat", "drive"]
 Result = TypeVar("Result")
 Job = Callable[["Seat[Any]"], Result]
-"""The work of one agent, in a thread of its own; it asks its seat."""
+"""The work of one agent, in its own thread; requests go through its seat."""
 LOOK_S = 0.05
-"""Seconds that a driver waits for agents when nothing else is to be done."""
+"""Seconds that an idle driver waits for agents."""
 
 
 class Dropped(BaseException):
-    """Raised in an agent that is no longer wanted, at its next request."""
+    """Raised in a dropped agent at its next request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A rollout that the policy may forget."""
+    """A request that the policy forget a rollout."""
 
     rollout: int
 
@@ -39,36 +39,36 @@ Answer = Completion | tuple[CallOutcome, ...] | Trace | Future[Trace] | BaseExce
 
 
 class Seat(Generic[Result]):
-    """One agent in its thread, and its way to the policy and the sandboxes that it shares with others."""
+    """One agent in its thread, with access to the shared policy and sandboxes."""
 
     def __init__(self, position: int, asked: SimpleQueue[tuple[int, Asked]]) -> None:
         self.position = position
         self.at_drop: list[Callable[[], None]] = []
-        """Called from another thread when the agent is no longer wanted."""
+        """Called from another thread when the agent is dropped."""
         self.dropped = False
         self._asked = asked
         self._answers: SimpleQueue[Answer] = SimpleQueue()
 
     def ask(self, request: Request, until: float = math.inf) -> Completion:
-        """Return the next turn of a rollout. Raises ProviderFailure."""
+        """Return the next turn of a rollout. Raises ProviderFailure if the provider fails."""
         done: Completion = self._answer(request)
         return done
 
     def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
-        """Execute calls. Raises SandboxFailure."""
+        """Execute calls. Raises SandboxFailure if a sandbox fails."""
         return [self._answer(request) for request in requests]
 
     def release(self, rollout: int) -> Trace:
-        """Have the policy forget a rollout, and return what it recorded."""
+        """Have the policy forget a rollout, and return its records."""
         trace: Trace | Future[Trace] = self._answer(Release(rollout))
         return trace.result() if isinstance(trace, Future) else trace
 
     def answer(self, answer: Answer) -> None:
-        """Let the agent go on. For the driver."""
+        """Answer the agent's request, so that it continues. Called by the driver."""
         self._answers.put(answer)
 
     def work(self, job: Job[Result]) -> None:
-        """Do the job, in the agent's thread, and report its result or its error."""
+        """Run the job in the agent's thread, and report its result or its error."""
         ended: Future[Result] = Future()
         try:
             ended.set_result(job(self))
@@ -87,36 +87,35 @@ class Seat(Generic[Result]):
 
 
 class Driver(Generic[Result]):
-    """Agents under way against one policy and one sandbox fleet.
+    """Runs agents against one policy and one fleet of sandboxes.
 
-    In each round everything that wants a sandbox shares one batch, then every agent that waits for the policy shares one step
-    of it. In lockstep a round waits for every agent, and serves them in order of position, so that one seed gives one result.
-    Otherwise nobody waits for others: calls run beside the policy's steps, one batch at a time, and agents that work in
-    sandboxes of their own hold up nobody.
+    In each round, all sandbox requests share one batch, then all agents that wait for the policy share one step of it. In
+    lockstep, a round waits for every agent and serves them in order of position, so that one seed gives one result. Otherwise
+    agents do not wait for others: calls run beside the policy's steps, one batch at a time, and own sandboxes delay no agent.
     """
 
     def __init__(self, policy: Policy, sandboxes: Executor, lockstep: bool = True) -> None:
-        """Raises ValueError for a policy without capacity."""
+        """Raise ValueError for a policy without capacity."""
         if policy.capacity < 1:
             raise ValueError(f"the policy holds {policy.capacity} rollouts at a time; at least 1 is needed")
         self.policy, self.sandboxes, self.lockstep = policy, sandboxes, lockstep
         self._asked: SimpleQueue[tuple[int, Asked]] = SimpleQueue()
         self._alive: dict[int, Seat[Result]] = {}
         self._working: set[int] = set()
-        """Positions of agents that have asked for nothing."""
+        """Positions of agents without a request."""
         self._names: dict[int, int] = {}  # rollout -> position of its agent
         self._waiting: dict[int, Request | CallRequest | Release] = {}
         self._results: list[tuple[int, Future[Result]]] = []
         self._stepped = False
-        """The policy made the step of a round that is not over."""
+        """Whether the policy has made its step in the unfinished round."""
         self._beside = None if lockstep else ThreadPoolExecutor(1, thread_name_prefix="calls")
         self._batch = Future[None]()
-        """Calls that run beside the policy's steps."""
+        """Batch of calls that runs beside the policy's steps."""
         self._batch.set_result(None)
 
     @property
     def room(self) -> int:
-        """Agents that may be added now."""
+        """Number of agents that may be added now."""
         return self.policy.capacity - len(self._alive)
 
     @property
@@ -125,14 +124,14 @@ class Driver(Generic[Result]):
         return list(self._alive)
 
     def add(self, position: int, job: Job[Result]) -> None:
-        """Start an agent under a number of the caller's, which comes back with its result."""
+        """Start an agent under a number of the caller's, which is returned with its result."""
         seat = self._alive[position] = Seat[Result](position, self._asked)
         self._working.add(position)
         threading.Thread(target=seat.work, args=(job,), name="agent", daemon=True).start()
 
     def round(self, seconds: float = math.inf) -> list[tuple[int, Result]]:
-        """Serve all agents once. Returns (position, result) of the agents that ended, in order of position. In lockstep, a round
-        in which agents work for longer than `seconds` is broken off without results, and the next call goes on with it."""
+        """Serve all agents once. Return (position, result) of the agents that ended, in order of position. In lockstep, a round
+        in which agents work for longer than `seconds` returns no results, and the next call continues it."""
         until = time.monotonic() + seconds
         if self._batch.done():
             self._batch.result()
@@ -157,8 +156,8 @@ class Driver(Generic[Result]):
         return [(position, ended.result()) for position, ended in results]
 
     def drop(self, position: int) -> None:
-        """End an agent under way, and wait for it; its result is lost. One that is not there is no error: it may just have
-        ended. Raises what it raises on its way out."""
+        """End an agent and wait for it; its result is lost. A missing agent is no error, since it may just have ended. Raises the
+        exception with which the agent ends."""
         if (seat := self._alive.get(position)) is None:
             return
         seat.dropped = True
@@ -179,15 +178,15 @@ class Driver(Generic[Result]):
             raise error
 
     def close(self) -> None:
-        """End every agent still alive."""
+        """End all live agents."""
         for position in self.alive:
             self.drop(position)
         if self._beside is not None:
             self._beside.shutdown()
 
     def _hear(self, until: float) -> bool:
-        """Take what agents ask: in lockstep until none works, otherwise what is there, or a moment later if nothing else is to be
-        done. Returns whether the round may go on: in lockstep only if none works."""
+        """Collect the agents' requests: in lockstep until no agent works, otherwise those present, with a short wait if the
+        driver is idle. Return whether the round may continue: in lockstep, only if no agent works."""
         while self._working:
             idle = (
                 not self._names and not self._waits(Request, Release) and (not self._waiting or not self._batch.done())
@@ -209,7 +208,7 @@ class Driver(Generic[Result]):
             self._waiting[position] = asked
 
     def _taken(self, kind: type[Any]) -> list[tuple[int, Any]]:
-        """Return what is asked of a kind, in order of position, and no longer keep it."""
+        """Remove the requests of a kind and return them in order of position."""
         found = sorted((position, asked) for position, asked in self._waiting.items() if isinstance(asked, kind))
         for position, _ in found:
             del self._waiting[position]
@@ -223,7 +222,7 @@ class Driver(Generic[Result]):
         return any(isinstance(asked, kinds) for asked in self._waiting.values())
 
     def _execute(self) -> None:
-        """Execute the calls that are asked for: in lockstep now, otherwise beside the policy's steps, after the last batch."""
+        """Execute the requested calls: in lockstep now, otherwise beside the policy's steps, after the last batch."""
         if not self._batch.done() or not (asked := self._taken(CallRequest)):
             return
         self._working |= {position for position, _ in asked}
@@ -241,8 +240,8 @@ class Driver(Generic[Result]):
 
 
 def drive(agents: Iterable[Job[Result]], policy: Policy, sandboxes: Executor) -> Iterator[tuple[int, Result]]:
-    """Run agents, at most `policy.capacity` at a time, and yield (position, result) as each ends. When the caller stops early,
-    the agents still alive are closed. Raises ValueError for a policy without capacity."""
+    """Run agents, at most `policy.capacity` at a time, and yield (position, result) as each ends. If the caller stops early, live
+    agents are closed. Raises ValueError for a policy without capacity."""
     driver: Driver[Result] = Driver(policy, sandboxes)
     queue = enumerate(agents)
     more = True
@@ -258,7 +257,7 @@ def drive(agents: Iterable[Job[Result]], policy: Policy, sandboxes: Executor) ->
 
 
 def _execute(sandboxes: Executor, requests: list[CallRequest]) -> list[tuple[CallOutcome, ...] | SandboxFailure]:
-    """Run a batch. A batch that fails is tried request by request, so that a fault hits only those that it concerns."""
+    """Run a batch. A failed batch is retried request by request, so that a fault affects only the requests that cause it."""
     try:
         return list(sandboxes.run(requests))
     except SandboxFailure as failure:

@@ -1,8 +1,8 @@
-"""Ask an OpenAI-compatible endpoint for chat completions.
+"""A client of OpenAI-compatible endpoints for chat completions.
 
-Requests are retried (connection, timeout, 408, 409, 429, 5xx, an answer that is cut short or not JSON) after a growing wait with
-jitter, not before the server's Retry-After, and never more than a minute later. An account without funds is not asked again. What
-fails for good is a ProviderFailure of that rollout alone. The key is OPENAI_API_KEY's.
+Failed requests (connection, timeout, 408, 409, 429, 5xx, an answer that is cut short or not JSON) are retried after a growing
+wait with jitter, not before the server's Retry-After, and never more than a minute later. An account without funds is not
+retried. A permanent failure is a ProviderFailure of that rollout alone. The key is read from OPENAI_API_KEY.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from composer_nb.harness.tools.tool_call import ToolCall, ToolError
 MAX_REPLY_BYTES = 16 << 20
 AGAIN = (408, 409, 429, 500, 502, 503, 504)
 FINAL = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active")
-"""Codes of errors that no retry mends, whatever their status."""
+"""Codes of errors that are never retried, whatever their status."""
 LONGEST_WAIT_S = 60
 LISTED_S = 30.0
 """Time limit for the list of an endpoint's models."""
@@ -40,7 +40,7 @@ CONNECT_S = 10.0
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all requests, in a thread of its own: a caller, such as a notebook, may run a loop itself."""
+    """Return the event loop of all requests, in its own thread: a caller, such as a notebook, may run a loop itself."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="endpoint", daemon=True).start()
     return loop
@@ -56,8 +56,8 @@ async def _exchange(
 ) -> tuple[int, httpx.Headers, bytes]:
     """Make one request and return status, headers and at most about MAX_REPLY_BYTES of the answer.
 
-    `until`: a time of `time.monotonic`, or infinite; it holds whatever the server does, also if it sends a byte now and then.
-    `silence_s`: the longest pause between two pieces of the answer. Raises TimeIsUp, and httpx.HTTPError.
+    `until`: a time of `time.monotonic`, or infinite; it holds even if the server keeps sending single bytes. `silence_s`: the
+    longest pause between two pieces of the answer. Raises TimeIsUp or httpx.HTTPError.
     """
     timeout = httpx.Timeout(silence_s, connect=min(CONNECT_S, silence_s), pool=None)
     left, data = until - time.monotonic(), b""
@@ -79,7 +79,7 @@ async def _exchange(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The answer of an endpoint, with its counts of tokens read and written; 0 if it does not count."""
+    """The answer of an endpoint, with its counts of tokens read and written, or 0 without counts."""
 
     message: dict[str, Any]
     read: int
@@ -88,7 +88,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """An address of chat completions. Raises ValueError for anything else."""
+    """The address of an endpoint. Raises ValueError for a malformed URL."""
 
     url: str
     """Address before `/chat/completions`, such as http://127.0.0.1:8000/v1."""
@@ -97,7 +97,7 @@ class Endpoint:
     """Longest pause within one answer."""
     retries: int = 5
     wait_s: float = 0.5
-    """Wait before the second try, doubled before each further one; up to as much again is added at random."""
+    """Wait before the second try, doubled before each further one; random jitter adds up to the same again."""
     temperature: float = 1.0
     _client: httpx.AsyncClient = field(default_factory=_client, repr=False, compare=False)
 
@@ -110,7 +110,7 @@ class Endpoint:
             raise ValueError(f"openai:{self.url}: give an address such as openai:http://127.0.0.1:8000/v1")
 
     def models(self, within_s: float = LISTED_S) -> dict[str, Mapping[str, Any]]:
-        """Return what it says of each of its models, by name. Raises ProviderFailure."""
+        """Return the endpoint's entry for each of its models, by name. Raises ProviderFailure if the request fails."""
         try:
             return {str(entry["id"]): entry for entry in self.ask("GET", "models", time.monotonic() + within_s)["data"]}
         except (KeyError, TypeError) as error:
@@ -126,9 +126,9 @@ class Endpoint:
         parallel: bool = False,
         until: float = math.inf,
     ) -> Answer:
-        """Return the answer to a conversation. `parallel`: allow several calls in it. `until`: on the clock `time.monotonic`.
+        """Return the answer to a conversation. `parallel`: allow several calls in it. `until`: a time of `time.monotonic`.
 
-        Raises ProviderFailure, and TimeIsUp if that time passes first."""
+        Raises ProviderFailure if the request fails, and TimeIsUp if that time passes first."""
         body = {
             "model": self.model,
             "messages": list(messages),
@@ -147,7 +147,7 @@ class Endpoint:
         return Answer(message=message, read=read, written=written)
 
     def ask(self, method: str, path: str, until: float, body: Mapping[str, Any] | None = None) -> Any:
-        """Return the JSON of an answer. Raises ProviderFailure, and TimeIsUp."""
+        """Return the JSON of an answer. Raises ProviderFailure or TimeIsUp."""
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
@@ -182,7 +182,7 @@ class Endpoint:
 
 
 def _error(data: bytes) -> tuple[str, str]:
-    """Return the code and the message of an error; no code and the whole text if it is not in OpenAI's form."""
+    """Return the code and the message of an error; an empty code and the whole text if it is not in OpenAI's form."""
     with suppress(ValueError, RecursionError):
         match json.loads(data):
             case {"error": {"message": str(message), **more}}:
@@ -191,9 +191,9 @@ def _error(data: bytes) -> tuple[str, str]:
 
 
 def _pause(asked: str | None, usual: float) -> float:
-    """Return the seconds until the next try: the usual with jitter, and at least what the server asked for, if it is readable.
+    """Return the seconds until the next try: the usual wait with jitter, and at least the server's, if that is readable.
 
-    The wait grows and differs in either case: many clients that are told the same second do not all come back in it."""
+    The wait grows and varies in either case, so that many clients with the same Retry-After do not all return at once."""
     least: float = 0
     with suppress(ValueError, OverflowError):
         if asked is not None and asked.strip().isdecimal():
@@ -204,7 +204,7 @@ def _pause(asked: str | None, usual: float) -> float:
 
 
 class EndpointTurnPolicy(Silent):
-    """Asks an OpenAI-compatible endpoint. For evaluation and use: it returns nothing that could be trained on."""
+    """Takes turns from an OpenAI-compatible endpoint, for evaluation and use: it returns no tokens to train on."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class EndpointTurnPolicy(Silent):
         except TimeIsUp:
             if any(message["role"] == "assistant" for message in self._talk):
                 raise
-            # No answer ever came: that is the endpoint's fault, not the agent's.
+            # No answer ever came: this is the endpoint's fault, not the agent's.
             raise ProviderFailure(f"{self.endpoint.url}: not one answer within {self.limits.seconds:g} s") from None
         said, calls = spoken(answer.message)
         self._talk.append(said)
@@ -239,7 +239,7 @@ class EndpointTurnPolicy(Silent):
 
 
 def spoken(message: Mapping[str, Any]) -> tuple[dict[str, Any], list[ToolCall | ToolError]]:
-    """Return a reply as it is sent back with the next request, and its calls, with the reason for each malformed one."""
+    """Return a reply in the form for the next request, and its calls, with an error for each malformed one."""
     content = message.get("content")
     said: dict[str, Any] = {"role": "assistant", "content": content if isinstance(content, str) else ""}
     calls: list[ToolCall | ToolError] = []

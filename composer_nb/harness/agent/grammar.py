@@ -1,10 +1,10 @@
-"""Grammars of turns: they hold a policy to calls that its tools' schemas allow, token by token.
+"""Grammars of turns, which restrict a policy to calls that its tools' schemas allow, token by token.
 
     schemas, format ──▶ a grammar of texts and special tokens ──▶ Grammar.allowed(tokens so far) ──▶ tokens that may follow
 
-A grammar is written in llguidance's dialect of Lark. It follows what a format's renderer writes, and whatever it allows the
-renderer parses as calls with these schemas, but for a number beyond a double's range and, in Qwen's format, JSON that holds the
-end of a parameter. Optional arguments come in the order of the schema. A schema that refers to itself may fail in the turn.
+A grammar is written in llguidance's dialect of Lark and follows a format's renderer. The renderer parses all allowed texts as
+calls with these schemas, except a number beyond a double's range and, in Qwen's format, JSON that contains the end of a
+parameter. Optional arguments come in the order of the schema. A recursive schema may fail during the turn.
 
 Reference: llguidance, docs/syntax.md; OpenAI's `tool_choice` and `strict`.
 """
@@ -28,30 +28,30 @@ from composer_nb.harness.agent.kimi import ID, KimiRenderer
 from composer_nb.harness.agent.qwen import FUNCTION, PARAMETER, QwenRenderer, kinds, read_value
 
 MOST = 500_000
-"""Letters of a grammar. It takes a second or two to build, in which a server answers fewer requests."""
+"""Maximum length of a grammar in characters. Building it takes a second or two, in which a server answers fewer requests."""
 _TEXT = "TEXT: /(?s:.+)/\n"
 _SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as `write_json` writes it: otherwise white space could go on for ever."""
+"""JSON as `write_json` writes it; otherwise white space could continue without end."""
 _JOINED = frozenset(("$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames"))
 _JOINED |= {"minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"}
-"""Keys of a schema of arguments that hold several of them together."""
+"""Keys of a schema that constrain several arguments together."""
 _SAID = frozenset(("type", "description", "title", "default", "examples", "enum", "const", "deprecated"))
-"""Keys of a schema that a string which stands as it is can follow."""
+"""Keys of a schema that a grammar of verbatim strings supports."""
 
 Form = tuple[str, tuple[str, ...], int]
-"""A grammar as a text, the tokens of its chat format, and the token that ends a turn."""
+"""A grammar as text, the tokens of its chat format, and the token that ends a turn."""
 
 
 class Grammar:
-    """Follows one turn, and says which tokens may come next."""
+    """Follows one turn and determines which tokens may come next."""
 
     def __init__(self, matcher: LLMatcher, form: Form) -> None:
         self._matcher, self.form, self._end, self._known = matcher, form, form[2], 0
 
     @classmethod
     def of_calls(cls, renderer: ChatRenderer, names: Sequence[str], *, text: bool, several: bool) -> Self:
-        """Return the grammar of turns that call these tools of a renderer. `text`: a turn may also begin with, or be, a text.
-        `several`: it may have more than one call. Raises ValueError for a schema that cannot be followed in this format."""
+        """Return the grammar of turns that call these tools of a renderer. `text`: a turn may also begin with a text or consist
+        of one. `several`: it may have more than one call. Raises ValueError for a schema that this format does not support."""
         tools = [tool["function"] for tool in renderer.tools if tool["function"]["name"] in names]
         match renderer:
             case CompactRenderer():
@@ -72,20 +72,20 @@ class Grammar:
 
     @classmethod
     def of_form(cls, tokenizer: Tokenizer, form: Form) -> Self:
-        """Return a grammar from its text, as in another process."""
+        """Return a grammar from its text, for use in another process."""
         return cls(LLMatcher(_vocabulary(tokenizer, *form[1:]), form[0], log_level=0), form)
 
     def fresh(self) -> Self:
-        """Return the same grammar for another turn that has not begun."""
+        """Return the same grammar at the start of a turn."""
         return type(self)(self._matcher.deep_copy(), self.form)
 
     def follow(self, written: Sequence[int]) -> None:
-        """Take the tokens of the turn so far."""
+        """Advance to the end of the turn so far."""
         self._matcher.consume_tokens([*written[self._known :]])
         self._known = len(written)
 
     def allowed(self, written: Sequence[int]) -> NDArray[np.bool_]:
-        """Return [V] which tokens may follow those of the turn so far; after a `fault`, its end."""
+        """Return a mask [V] of the tokens that may follow the turn so far; after a `fault`, only its end."""
         self.follow(written)
         found = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
         if self.fault or not found.any():
@@ -94,13 +94,13 @@ class Grammar:
 
     @property
     def fault(self) -> str:
-        """Why the turn cannot be followed; empty if it can."""
+        """Reason why the turn violates the grammar; empty if it does not."""
         return self._matcher.get_error().strip().splitlines()[0][:300] if self._matcher.is_error() else ""
 
 
 @lru_cache(maxsize=2)
 def _vocabulary(tokenizer: Tokenizer, tokens: tuple[str, ...], end: int) -> LLTokenizer:
-    """Return a vocabulary in which the tokens of a format are no texts."""
+    """Return a vocabulary in which the tokens of a format are not text."""
     told = json.loads(tokenizer.to_str())
     told |= {"padding": None, "truncation": None}
     for added in told["added_tokens"]:
@@ -161,8 +161,8 @@ def _qwen(renderer: QwenRenderer, tools: Sequence[Any], text: bool, several: boo
 
 
 def _value(schema: Mapping[str, Any], parameters: Mapping[str, Any], name: str, rule: str) -> tuple[str, str]:
-    """Return what stands between the tags of a parameter, its end included, and the rule `rule` if that is needed. Raises
-    ValueError for a schema that Qwen's format cannot be held to."""
+    """Return the pattern between the tags of a parameter, including its end, and the rule `rule` if needed. Raises ValueError for
+    a schema that is not supported in Qwen's format."""
     known, others, free = list[str](), list[str](), False
     for each in schema.get("anyOf") or schema.get("oneOf") or [schema]:
         if "enum" in each or "const" in each:
@@ -179,7 +179,7 @@ def _value(schema: Mapping[str, Any], parameters: Mapping[str, Any], name: str, 
             _string({"properties": {name: each}}, name, "")
         else:
             others.append(_json(each, parameters))
-    if free and (known or others):  # any text is a string; what reads as something else must be that
+    if free and (known or others):  # any text is a string, but text that parses as another type must be of that type
         for each in schema.get("anyOf") or schema["oneOf"]:
             _string({"properties": {name: each}}, name, "")
     if free:
@@ -190,13 +190,13 @@ def _value(schema: Mapping[str, Any], parameters: Mapping[str, Any], name: str, 
 
 
 def _named(form: re.Pattern[str], text: str, name: str) -> None:
-    """Raise ValueError for a name that a format cannot write."""
+    """Raise ValueError for a name that the format cannot express."""
     if (found := form.fullmatch(text)) is None or found[1] != name:
         raise ValueError(f"tools: {name!r}: this format cannot write such a name")
 
 
 def _whole(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema of a tool's arguments. Raises ValueError for one that their own schemas do not make up."""
+    """Return the schema of a tool's arguments. Raises ValueError for constraints beyond those of single arguments."""
     if bad := _JOINED & parameters.keys():
         raise ValueError(f"tools: arguments cannot be held to {', '.join(sorted(bad))}")
     if parameters.get("type", "object") != "object":
@@ -227,7 +227,7 @@ def _literal(text: str) -> str:
 
 
 def _string(parameters: Mapping[str, Any], name: str, free: str) -> str:
-    """Return the rule of a string that stands as it is; `free` for any. Raises ValueError for a schema that it cannot follow."""
+    """Return the rule of a verbatim string; `free` for any string. Raises ValueError for an unsupported schema."""
     schema = parameters.get("properties", {}).get(name, {})
     if unknown := schema.keys() - _SAID:
         raise ValueError(f"tools: {name}: this format cannot hold a string to {', '.join(sorted(unknown))}")
@@ -236,6 +236,6 @@ def _string(parameters: Mapping[str, Any], name: str, free: str) -> str:
 
 
 def _json(schema: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
-    """Return the rule of a value that stands as JSON, with the definitions of `parameters`."""
+    """Return the rule of a JSON value, with the definitions of `parameters`."""
     defined = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
     return f"%json {json.dumps({**schema, **defined, 'x-guidance': _SPELLING})}"

@@ -1,4 +1,4 @@
-"""Hints for turns whose calls failed: what would have helped, written by rules, as tokens to be read before the turn."""
+"""Hints for turns with failed calls: advice written by rules, as tokens to read before the turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from composer_nb.harness.tools.toolset import ToolSet
 
 
 def hint_for(turns: Sequence[Turn], tools: ToolSet) -> str:
-    """Return the hint for one message from the calls in it; nothing where none of them failed by its own fault."""
+    """Return the hint for one message from its calls; empty if none of them failed through the agent's fault."""
     for turn in turns:
         if turn.error in ("InvalidArguments", "UnexpectedEnvironment"):
             name = called(turn)[0]
@@ -22,7 +22,7 @@ def hint_for(turns: Sequence[Turn], tools: ToolSet) -> str:
 
 
 def hints_of(rollout: Rollout, renderer: ChatRenderer, tools: ToolSet) -> list[list[Hint]]:
-    """Return the hints of each segment, by `hint_for`."""
+    """Return the hints of each segment, from `hint_for`."""
     messages: list[list[Turn]] = []
     for turn in rollout.turns:
         if not turn.beside or not messages:
@@ -38,7 +38,7 @@ def hints_of(rollout: Rollout, renderer: ChatRenderer, tools: ToolSet) -> list[l
 
 
 def hint_at(start: int, stop: int, text: str, renderer: ChatRenderer) -> Hint:
-    """Return a hint for the turn of these tokens: a user's text before the cue."""
+    """Return a hint for the turn from `start` to `stop`: a user's text before the cue."""
     empty = [Result(id="", text="")]
     cue = len(renderer.results(empty)) - len(renderer.answers(empty))
     return Hint(start, stop, start - cue, tuple(renderer.ask(text)[:-cue]))

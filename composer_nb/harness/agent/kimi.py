@@ -5,10 +5,10 @@
     <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{"path": "f.py"}<|tool_call_end|>
     <|tool_calls_section_end|><|im_end|><|im_system|>tool<|im_middle|>## Return of functions.NAME:0\\n…<|im_end|>
 
-(without the line breaks). A call's id is `functions.NAME:NUMBER`, numbered over the conversation; the model writes it, and the
-result repeats it. Arguments are one JSON object, so every call can be expressed.
+(without the line breaks). A call's id is `functions.NAME:NUMBER`, numbered over the conversation. The model writes the id, and
+the result repeats it. Arguments are one JSON object, so every call can be expressed.
 
-Parsing is as lenient as Moonshot's guidance: the prefix `functions.` may be missing.
+As in Moonshot's guidance, the prefix `functions.` may be missing.
 Reference: docs/tool_call_guidance.md of the model, and its chat template.
 """
 

@@ -1,7 +1,7 @@
-"""The agent loop: a turn, the replies to its calls, the next turn, until the agent finishes or reaches a limit.
+"""The agent loop: a turn, the results of its calls, the next turn, until the agent finishes or reaches a limit.
 
-The same plain loop runs in training, in evaluation and in the product, one thread a rollout. A turn policy takes the turns, and
-tools carry out the calls; both may wait for a policy or a sandbox that many rollouts share (`driver.Driver`).
+The same loop runs in training, in evaluation and in the product, with one thread per rollout. A turn policy takes the turns, and
+tools execute the calls. Both may wait for a policy or a sandbox that many rollouts share (`driver.Driver`).
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ your tools until the user's request is done. The user cannot answer questions.
 
 Read the code before you change it, and change only what the request needs. Calls in one turn that only read run in parallel.
 Check your work: run the code or its tests. When you are done, describe your changes in a few sentences, without a call."""
-"""The system text of every conversation: the same in training, in evaluation and in the product."""
+"""System text of every conversation, the same in training, in evaluation and in the product."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """The turns of an agent, and why it stopped (`Rollout.stop`)."""
+    """The turns of an agent, and the reason of its end (`Rollout.stop`)."""
 
     turns: tuple[Turn, ...]
     stop: str
     read: int = 0
-    """Tokens read, summed over all turns, where they are counted."""
+    """Tokens read, summed over all turns, if counted."""
     written: int = 0
     seconds: float = 0.0
     why: str = ""
-    """Reason of the stop `infrastructure`."""
+    """Explanation of the stop `infrastructure`."""
 
     def rollout(
         self, task_id: str, segments: tuple[Segment, ...], files: dict[str, str], before: dict[str, str]
     ) -> Rollout:
-        """Return the conversation as a rollout that found `before` in the workspace and left `files`."""
+        """Return the conversation as a rollout whose workspace had the files `before` at the start and `files` at the end."""
         return Rollout(
             task_id=task_id,
             segments=segments,
@@ -63,7 +63,7 @@ class Conversation:
 
 
 Told = Callable[[Said | Turn], None]
-"""Called with every turn as it comes: the model's message, then each reply."""
+"""Called with every turn as it happens: the model's message, then each result."""
 
 
 def conversation(
@@ -75,11 +75,11 @@ def conversation(
     told: Told = lambda event: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Conversation:
-    """Run an agent to the end of its conversation. An invalid call is answered with an error and stays in it.
+    """Run an agent to the end of its conversation. An invalid call is answered with an error and stays in the conversation.
 
-    Where a segment has reached its trigger, the next one begins with the task, the summary, the to-dos and the path of the whole
-    conversation. A failure of the infrastructure and Ctrl-C end it with the turns so far. A sandbox that ran out of memory does
-    not: each call is answered with an error.
+    When a segment has reached its trigger, the next one begins with the task, the summary, the to-dos and the path of the whole
+    conversation. An infrastructure failure or Ctrl-C ends the conversation with the turns so far. A sandbox that runs out of
+    memory does not: each call is answered with an error.
     """
     turns: list[Turn] = []
     began, read, written, used, summaries = clock(), 0, 0, 0, 0
@@ -125,7 +125,7 @@ def conversation(
 
 
 def _turns(said: Said, replies: Sequence[Reply], tools: ToolSet) -> list[Turn]:
-    """Return the turns as they are kept with a rollout, one for each call."""
+    """Return the turns of a message, one per call, as stored with a rollout."""
     if not replies:
         return [Turn(call="", observation="", said=said.text)]
     return [
@@ -153,8 +153,8 @@ def converse(
 ) -> Conversation:
     """Run a conversation in a sandbox to its end.
 
-    At the time limit running calls are stopped, waiting ones are not begun, and a turn that has not come is not waited for,
-    except for the engine step under way. Ctrl-C stops what runs and ends the conversation as `interrupted`.
+    At the time limit, running calls are stopped, waiting ones are not started, and the loop does not wait for the next turn,
+    except for the engine step under way. Ctrl-C stops running calls and ends the conversation as `interrupted`.
     """
     bell = threading.Timer(min(limits.seconds, threading.TIMEOUT_MAX), session.abort)
     bell.daemon = True
@@ -166,5 +166,5 @@ def converse(
 
 
 def system_text(root: str) -> str:
-    """Return the system text. `root`: the workspace as the agent sees it."""
+    """Return the system text. `root`: path of the workspace in the sandbox."""
     return SYSTEM.format(root=root)

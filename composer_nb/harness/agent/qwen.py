@@ -4,13 +4,13 @@
     <tool_call>\\n<function=NAME>\\n<parameter=path>\\nf.py\\n</parameter>\\n</function>\\n</tool_call>
     <|im_end|>\\n<|im_start|>user\\n<tool_response>\\n…\\n</tool_response>\\n
 
-Only `<tool_call>` and the like are tokens, also where the system message shows one; functions and parameters are text. Values
-are parsed by their schema: strings as they stand, everything else as JSON (and Python's True, False, None, which the model's
-template writes). Where a schema admits strings and others, a text that parses as one of the others is one, else it is the string.
+Only `<tool_call>` and the like are tokens, also in the system message; functions and parameters are text. Values are parsed by
+their schema: strings verbatim, other values as JSON (and Python's True, False and None, which the model's template writes). If a
+schema admits strings and other types, a text that parses as another type has that type; otherwise it is a string.
 
-A value ends at the first `</parameter>` that a parameter or the function's end follows. A value that this cannot express, such
-as a string with such an end in it, is a ValueError when it is rendered. Parsing is lenient: line breaks around a value may be
-missing.
+A value ends at the first `</parameter>` that is followed by a parameter or the function's end. A value that cannot be expressed,
+such as a string that contains such an end, raises ValueError when it is rendered. Parsing is lenient: line breaks around a value
+may be missing.
 
 The sentences that introduce the tools are this project's; tags and layout are the model's.
 Reference: the model's chat template and tool parser; llama.cpp #15162 for its limits.
@@ -52,7 +52,7 @@ A value may have several lines. Give all required parameters. Several calls may 
 
 
 class QwenRenderer(ChatRenderer):
-    """Qwen's format; see the module and `ChatRenderer`. Calls are named by their place in the turn: `call_0`, …"""
+    """Qwen's format; see the module and `ChatRenderer`. The id of a call is its index in the turn: `call_0`, …"""
 
     tokens = (START, END, CALL, CALL_END, RESPONSE, RESPONSE_END)
     allowed = frozenset((CALL, CALL_END))
@@ -139,7 +139,7 @@ class QwenRenderer(ChatRenderer):
 
 
 def _resolved(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema of arguments in which those of parameters, and what they join, stand in the places of references."""
+    """Return a schema of arguments with references resolved in the schemas of parameters and their combinations."""
 
     def found(schema: Any) -> dict[str, Any]:
         for _ in range(9):  # a reference may lead to itself
@@ -158,7 +158,7 @@ def _resolved(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kinds(schema: Any) -> frozenset[str]:
-    """Return the JSON types that a schema admits, by its `type`, `anyOf`, `oneOf`, `enum` or `const`; all if it has none."""
+    """Return the JSON types that a schema admits, from its `type`, `anyOf`, `oneOf`, `enum` or `const`; all types without one."""
     if not isinstance(schema, Mapping):
         return KINDS
     if "type" in schema:
@@ -173,7 +173,7 @@ def kinds(schema: Any) -> frozenset[str]:
 
 
 def read_value(text: str, schema: Any) -> Any:
-    """Parse the value of a parameter by its schema. Raises ToolError for a text of another type."""
+    """Parse the value of a parameter by its schema. Raises ToolError for a value of another type."""
     wanted = kinds(schema)
     if wanted == {"string"}:
         return text
@@ -197,8 +197,8 @@ def _kind(value: Any) -> str:
 
 
 def _declared(function: Mapping[str, Any]) -> str:
-    """Return a tool's schema in the model's form: tags for name, description and parameters, JSON for everything else. One of
-    nothing but names and types (`ToolSet.brief`) has a short form of this project's, a line for each parameter."""
+    """Return a tool's schema in the model's form: tags for name, description and parameters, JSON for everything else. A schema
+    of names and types alone (`ToolSet.brief`) has a short form, specific to this project, with one line per parameter."""
     schema = function.get("parameters", {})
     parts = [f"<function>\n<name>{function['name']}</name>"]
     if function.get("description"):

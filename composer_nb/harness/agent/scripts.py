@@ -1,4 +1,4 @@
-"""Scripted agents, which need no model: an expert that knows the solution, one that does nothing, and scripts from files."""
+"""Scripted agents, which need no model: an expert that knows the solution, an idle agent, and scripts from files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from composer_nb.harness.tools.tool_call import ToolCall
 
 
 def play(turns: Sequence[Said]) -> Script:
-    """Return a script that takes these turns in order, whatever is answered, and then repeats the last one."""
+    """Return a script that takes these turns in order, whatever the results, and then repeats the last one."""
 
     def script(talk: Sequence[Message]) -> Said:
         spoken = sum(isinstance(message, Said) for message in talk)
@@ -25,17 +25,17 @@ def play(turns: Sequence[Said]) -> Script:
 
 
 SHORT = 120
-"""Lines of a file that is read whole; in a longer one the expert looks for the function that it will change."""
+"""Maximum lines of a file that the expert reads whole; in a longer file it searches for the function to change."""
 
 
 TEST = "python -m pytest -q -x --tb=no"
 
 
 def expert(task: Task) -> Script:
-    """Return a script that finds, reads, edits and compiles what the solution changes. At a task of the grader `functions`, whose
-    tests are quick, it runs them after its edits, and first of all where the request does not name the function.
+    """Return a script that finds, reads, edits and compiles the code that the solution changes. At a task of the grader
+    `functions`, whose tests are quick, it runs them after its edits, and at the start if the request does not name the function.
 
-    Raises ValueError without a solution."""
+    Raises ValueError for a task without a solution."""
     if not task.solution or task.grader == "script":
         raise ValueError(f"task {task.id}: has no files as a solution for a scripted expert to write")
     paths = sorted(task.solution)
@@ -70,7 +70,7 @@ def turn(calls: Sequence[ToolCall], text: str = "") -> Said:
 
 
 def _look(path: str, before: str, after: str) -> tuple[ToolCall | None, ToolCall]:
-    """Return a search for the function or class around the first difference, in a long file, and a call that reads it."""
+    """Return a search for the function or class around the first difference, if the file is long, and a call that reads it."""
     old, new = before.splitlines(), after.splitlines()
     if len(old) <= SHORT:
         return None, ToolCall(name="read_file", arguments={"target_file": path})
@@ -84,7 +84,7 @@ def _look(path: str, before: str, after: str) -> tuple[ToolCall | None, ToolCall
 
 
 def _edits(path: str, before: str, after: str) -> Iterator[ToolCall]:
-    """Yield a call for each block of lines that differs, the last block first, so that those above keep their places."""
+    """Yield a call for each block of different lines, the last block first, so that line numbers above stay valid."""
     if not before:
         yield ToolCall(name="write", arguments={"file_path": path, "contents": after})
         return
@@ -100,9 +100,9 @@ def _edits(path: str, before: str, after: str) -> Iterator[ToolCall]:
 
 
 def read_script(path: Path) -> Script:
-    """Read a script from a JSON file, one turn an entry: `[{"text": "…", "calls": [{"name": "…", "arguments": {…}}]}, …]`.
+    """Read a script from a JSON file, one entry per turn: `[{"text": "…", "calls": [{"name": "…", "arguments": {…}}]}, …]`.
 
-    Raises ValueError that names what is wrong, FileNotFoundError.
+    Raises ValueError, which names the fault, or FileNotFoundError.
     """
     try:
         held = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""One policy for agents in threads of their own: requests of the same time share its steps."""
+"""One policy for agents in their own threads: simultaneous requests share its steps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from composer_nb.harness.policy import Completion, Policy, ProviderFailure, Requ
 
 
 class Answering(Protocol):
-    """What answers the turns of many conversations: an engine behind a `Shared`, or several of them."""
+    """An object that answers the turns of many conversations: an engine behind a `Shared`, or several of them."""
 
     @property
     def capacity(self) -> int:
-        """Conversations that can be alive at a time."""
+        """Maximum number of live conversations."""
 
     def start(self, *requests: Request) -> list[Future[Completion]]: ...
 
@@ -27,15 +27,15 @@ class Answering(Protocol):
 
 
 class Shared:
-    """A context manager; at its end waiting requests get a ProviderFailure. At most `policy.capacity` rollouts at a time.
+    """A policy shared by threads, with at most `policy.capacity` live rollouts. This is a context manager; at its end, waiting
+    requests get a ProviderFailure.
 
-    In lockstep the policy stands still from the end of a turn until somebody asks again, and so sees the same rollouts side by
-    side on every run."""
+    In lockstep, the policy pauses from the end of a turn until the next request, so every run steps the same rollouts."""
 
     def __init__(self, policy: Policy, lockstep: bool = False) -> None:
         self.policy, self.lockstep = policy, lockstep
         self.idle_s = 0.0
-        """Seconds in which it had nothing to do."""
+        """Seconds without work."""
         self._still = False
         self._lock = threading.Lock()
         self._orders: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
@@ -56,14 +56,14 @@ class Shared:
         self._thread.join()
 
     def stop(self) -> None:
-        """End the policy's work, and who waits for it."""
+        """End the policy's work and all waiting requests."""
         self._orders.put(None)
 
     def ask(self, request: Request, until: float = math.inf) -> Completion:
         """Return the next turn of a rollout.
 
-        Raises ProviderFailure, what the policy raises, and TimeIsUp if the turn would come later than `until`: then the rollout
-        can only be released."""
+        Raises ProviderFailure, the policy's exceptions, and TimeIsUp if the turn would come later than `until`; the rollout can
+        then only be released."""
         try:
             [answer] = self.start(request)
             return answer.result(None if until == math.inf else max(0.0, until - time.monotonic()))
@@ -71,7 +71,7 @@ class Shared:
             raise TimeIsUp from None
 
     def start(self, *requests: Request) -> list[Future[Completion]]:
-        """Begin turns in the same step: what rollouts alike have to read is read once."""
+        """Begin turns in the same step, so that tokens common to several rollouts are forwarded once."""
         answers = [Future[Completion]() for _ in requests]
 
         def over(order: Future[Any]) -> None:
@@ -82,7 +82,7 @@ class Shared:
         return answers
 
     def release(self, rollout: int) -> Trace:
-        """Forget a rollout, and return what was recorded of it."""
+        """Forget a rollout, and return its records."""
         trace: Trace = self.between(lambda: self._forget(rollout))
         return trace
 
@@ -92,7 +92,7 @@ class Shared:
             raise ProviderFailure(f"the policy has ended: {self._over!r}")
 
     def between(self, task: Callable[[], Any]) -> Any:
-        """Have something done between two steps of the policy, and return what it returns."""
+        """Run a task between two steps of the policy, and return its result."""
         return self._order(task).result()
 
     def _submit(self, requests: Sequence[Request], answers: Sequence[Future[Completion]]) -> None:
@@ -100,7 +100,7 @@ class Shared:
         for request, answer in zip(requests, answers, strict=True):
             try:
                 self.policy.submit(request)
-            except Exception as refused:  # it changed nothing
+            except Exception as refused:  # the policy is unchanged
                 answer.set_exception(refused)
             else:
                 self._asked[request.rollout] = answer
@@ -141,7 +141,7 @@ class Shared:
             asked.set_exception(over)
 
     def _obey(self) -> bool:
-        """Carry out all orders that are there; wait for one if there is nothing else to do. Returns False at the end."""
+        """Carry out all waiting orders; if idle, wait for one. Return False at the end."""
         while True:
             waits, began = self._still or not self._asked, time.perf_counter()
             try:
@@ -154,5 +154,5 @@ class Shared:
             what, answer = order
             try:
                 answer.set_result(what())
-            except Exception as error:  # of the order, not of the policy
+            except Exception as error:  # from the order, not from the policy
                 answer.set_exception(error)

@@ -1,12 +1,12 @@
-"""Summaries: what an agent keeps of a conversation that grows past its context.
+"""Summaries, with which a conversation continues beyond its context.
 
     segment 1   system, task, turn, turn, …, query → summary
     segment 2   system, task, summary, to-dos, path of the history → turn, turn, …, query → summary
     segment 3   …
 
-At a trigger the policy is asked for a summary in the conversation itself, so its cache is used again for everything before the
-query. The summary is sampled, and trains like any other message. The whole conversation so far lies in a file of the workspace,
-which tools find and grading ignores. Reference: Cursor's post on self-summarization (March 2026).
+At a trigger, the policy is asked for a summary within the conversation, so the cache is reused for all tokens before the query.
+The summary is sampled, and trains like any other message. The whole conversation so far is stored in a file of the workspace,
+which tools can read and grading ignores. Reference: Cursor's post on self-summarization (March 2026).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from composer_nb.harness.tools.arguments import Todo
 
 Compaction = Literal["self", "prompted", "truncate"]
 OPENS = "<summary>"
-"""Written by a model before its summary; what stands before it is thinking."""
+"""Mark that a model writes before its summary; text before the mark is thinking."""
 SELF = f"""\
 Please summarize the conversation so far. Think first if that helps, then write {OPENS} and all that you need to go on: the goal,
 what was done, what failed and why, and what is left to do. You will see nothing else of it."""
@@ -48,23 +48,23 @@ QUERIES = {"self": SELF, "prompted": PROMPTED}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummarySettings:
-    """Rules for a conversation that has grown past a trigger."""
+    """Settings for conversations that grow past a trigger."""
 
     kind: Compaction = "self"
-    """self: the policy answers a short query. prompted: a long instruction. truncate: the oldest turns are dropped instead."""
+    """self: the policy answers a short query. prompted: it follows a long instruction. truncate: the oldest turns are dropped."""
     trigger: Annotated[int, Field(ge=0)] = 0
-    """Tokens of a segment of two turns or more from which on the next turn begins another segment; 0: never. `limits.tokens` must
-    leave room beyond it for a turn and a summary."""
+    """Number of tokens of a segment, of two turns or more, from which on the next turn begins another segment; 0: never.
+    `limits.tokens` must leave room for a turn and a summary beyond it."""
     tokens: Annotated[int, Field(ge=1)] = 1024
-    """Maximum tokens of a summary, with the thinking before it."""
+    """Maximum tokens of a summary, including the thinking before it."""
 
 
 NO_SUMMARIES = SummarySettings()
 
 
 def resumed(task: str, summary: str, number: int, todos: Iterable[Todo], path: str, terse: bool) -> str:
-    """Return the user's text that a segment begins with, after `number` summaries. `path`: of the history, if it was kept.
-    `terse`: for tiny models."""
+    """Return the user's text at the start of a segment after `number` summaries. `path`: path of the history, if stored. `terse`:
+    the form for tiny models."""
     if terse:
         return "\n".join(part for part in (task, summary, path) if part)
     parts = [task, f"This is summary {number} of your work so far, written by you:\n{summary}"]
@@ -76,7 +76,7 @@ def resumed(task: str, summary: str, number: int, todos: Iterable[Todo], path: s
 
 
 def history(task: str, turns: Sequence[Turn]) -> str:
-    """Return a conversation as lines to search: what was said, called and observed."""
+    """Return a conversation as searchable lines: texts, calls and observations."""
     parts = [task]
     for number, turn in enumerate(turns, 1):
         parts += [f"[{number}] {turn.said}".rstrip(), turn.call, turn.observation]

@@ -1,6 +1,6 @@
-"""Turn policies: scripted, HTTP endpoint, policies that continue tokens.
+"""Turn policies: scripts, HTTP endpoints, and policies that continue tokens.
 
-Each turn answers the news: first the text of the user, then the results of the calls of the turn before.
+Each turn answers the news: at first the text of the user, later the results of the calls of the previous turn.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from composer_nb.harness.rollout import Kind, Segment, Transcript
 
 News = Sequence[User | Result]
 Script = Callable[[Sequence[Message]], Said]
-"""Returns the next turn of a conversation, which depends on nothing but its messages so far."""
+"""Returns the next turn of a conversation, which depends only on its messages so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits of a rollout. Raises ValueError for a limit that is not above 0."""
+    """Limits of a rollout. Raises ValueError for a limit that is not positive."""
 
     turns: Some = 16
     """Maximum turns; the last one ends the rollout."""
     turn_tokens: Some = 64
     """Maximum tokens per turn; a longer turn is cut, and its cut call counts as invalid."""
     tokens: Some = 512
-    """Maximum tokens per segment, read and written: the context. Without summaries a rollout is one segment."""
+    """Maximum tokens per segment, read and written: the context. Without summaries, a rollout is one segment."""
     rollout_tokens: Some = 1 << 24
-    """Maximum tokens per rollout, over all of its segments."""
+    """Maximum tokens per rollout, over all its segments."""
     seconds: Positive = 300.0
     """Wall-clock time per rollout."""
 
@@ -41,7 +41,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spoken:
-    """One turn, with the tokens read for it (everything before it) and written, where they are counted."""
+    """One turn, with the numbers of tokens read for it (all before it) and written, if counted."""
 
     said: Said
     read: int = 0
@@ -54,17 +54,17 @@ class TurnPolicy(Protocol):
     def say(self, news: News, until: float) -> Spoken | None:
         """Return the next turn, or None if the limit of tokens leaves no room for one.
 
-        Raises ProviderFailure, and TimeIsUp if the turn would be later than `until` on the clock `time.monotonic`.
+        Raises ProviderFailure, and TimeIsUp if the turn would come later than `until`, a time of `time.monotonic`.
         """
         ...
 
     def condense(self, news: News, until: float) -> Spoken | None:
-        """Begin another segment if this one has reached its trigger. Returns the summary that it ended with, whose text the next
-        turn is to begin with in place of `news`; None where there is none, and the conversation goes on. Raises like `say`."""
+        """Begin another segment if this one has reached its trigger. Return the summary of the ended segment, from which the news
+        of the next turn are made; None without a summary, and the conversation continues. Raises like `say`."""
         ...
 
     def close(self) -> tuple[Segment, ...]:
-        """Forget the conversation. Returns its tokens, none if the policy has no tokens."""
+        """Forget the conversation and return its tokens, which are empty for a policy without tokens."""
         ...
 
 
@@ -93,7 +93,7 @@ class ScriptTurnPolicy(Silent):
 
 
 class TokenTurnPolicy:
-    """Asks a policy that continues tokens. Keeps every token as it was sampled."""
+    """Takes turns from a policy that continues tokens, and keeps every token as sampled."""
 
     def __init__(
         self,
@@ -105,18 +105,18 @@ class TokenTurnPolicy:
         system: str = "",
         summary: SummarySettings = NO_SUMMARIES,
     ) -> None:
-        """`rollout` names the conversation to the policy and decides its random draws. `ask` and `release` are methods of
-        `shared.Shared`, or of `driver.Seat`."""
+        """`rollout` is the number of the conversation at the policy and determines its random draws. `ask` and `release` are
+        methods of `shared.Shared` or of `driver.Seat`."""
         self.renderer, self.rollout, self.limits, self.system = renderer, rollout, limits, system
         self.ask, self.release, self.summary = ask, release, summary
         self._segments: list[Segment] = []
         self._transcript = Transcript()
         self._prompt: list[int] = []
-        """Tokens that the conversation began with."""
+        """Tokens at the start of the conversation."""
         self._kept: list[int] = []
         """Tokens that the next turn reads before its news, after the oldest turns were dropped."""
         self._starts: list[int] = []
-        """Places at which the turns of this segment begin, those that it was begun with among them."""
+        """Positions at which the turns of this segment begin, including turns kept from the previous segment."""
 
     @property
     def _name(self) -> int:
@@ -162,7 +162,7 @@ class TokenTurnPolicy:
         return tuple(whole or self._segments)
 
     def _turn(self, parts: Sequence[tuple[list[int], Kind]], most: int, until: float) -> Completion | None:
-        """Have the policy read the parts and go on. Returns None if the limits leave no room for a token."""
+        """Have the policy read the parts and continue. Return None if the limits leave no room for a token."""
         read = [token for token_ids, _ in parts for token in token_ids]
         here = len(self._transcript.token_ids) + len(read)
         whole = here + sum(len(segment.token_ids) for segment in self._segments)
@@ -176,7 +176,7 @@ class TokenTurnPolicy:
         return completion
 
     def _truncate(self) -> None:
-        """End the segment; the next one begins as the conversation did, with the newest turns, in about half of the trigger."""
+        """End the segment. The next one begins with the start of the conversation and the newest turns (half a trigger)."""
         held = self._transcript.token_ids
         starts = [start for start in self._starts if len(held) - start <= self.summary.trigger // 2] or self._starts[
             -1:

@@ -26,7 +26,7 @@ from composer_nb.trainer.models.transformer import Model
 
 PER_TOKEN = ("masked", "ratio_off_20", "k3", "ratio_cut", "entropy")
 COUNTS = ("tokens", "rows", "agreed", "chosen", "implausible", "hinted", "feedback_kl")
-"""Counts of a batch. All other sums are metrics, to be divided by the number of tokens."""
+"""Sums over a batch: metrics to be divided by the number of tokens, and other sums."""
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ class Learner:
 def _share(
     streams: Sequence[Stream], families: Sequence[Sequence[int]], ranks: Ranks, budget: int, cost: Cost
 ) -> tuple[list[list[Stream]], dict[str, float]]:
-    """Return this rank's micro-batches, equal in number on all ranks, and the share of time that ranks wait, by `cost`."""
+    """Return this rank's micro-batches, equal in number on all ranks, and the imbalance of ranks here and with `first_fit`."""
     share, count = ranks.share
     if count == 1:
         return microbatches([streams[number] for family in families for number in family], budget), {}
