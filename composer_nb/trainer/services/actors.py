@@ -1,4 +1,4 @@
-"""Processes for services: Ray actors, whose calls give futures. Nothing else imports Ray. (Tests run services on threads.)"""
+"""Processes for services: Ray actors, whose calls return futures. (Tests run services on threads.)"""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from composer_nb.harness.sandbox.journal import Journal
 from composer_nb.trainer.services.cluster import Cluster
 
 RANK_CPU = 0.1
-"""Share of a node's CPUs that a rank takes, by Ray's account."""
+"""CPUs that a rank occupies in Ray's accounting."""
 PLACE_S = 60.0
 
 
 class ActorDied(RuntimeError):
-    """The process of a service is gone. What it was asked may or may not have happened."""
+    """The process of a service is gone. Its last call may or may not have taken effect."""
 
 
 class Remote(Protocol):
-    """A service somewhere else."""
+    """A service in another process."""
 
     def call(self, method: str, *values: Any) -> Future[Any]:
-        """Starts a call. The future raises what the method raised, or ActorDied."""
+        """Start a call. The future raises the method's exception, or ActorDied."""
 
     def wait(self, method: str, *values: Any) -> Any:
-        """A call and its result."""
+        """Call a method and return its result."""
 
     def kill(self) -> None:
-        """Ends the service at once."""
+        """End the service at once."""
 
 
 class RayRemote:
@@ -65,7 +65,7 @@ def _settle(outer: Future[Any], done: Future[Any], name: str) -> None:
 
 
 def _meaning(error: BaseException, name: str) -> BaseException:
-    """Return the error as the method raised it; ActorDied if the process is gone."""
+    """Return the method's own error, or ActorDied if the process is gone."""
     from ray.exceptions import RayError, RayTaskError
 
     if isinstance(error, RayTaskError):
@@ -77,16 +77,16 @@ def _meaning(error: BaseException, name: str) -> BaseException:
 
 
 class RayActors:
-    """Actors of a Ray cluster: the one at `address`, or one of this process's own."""
+    """Actors on the Ray cluster at `address`, or on a new cluster of this process."""
 
     def __init__(self, address: str, namespace: str, journal: Journal) -> None:
-        """Raises ConnectionError when nothing answers at `address`, or no cluster can be started."""
+        """Raise ConnectionError if no cluster answers at `address`, or none can be started."""
         self._cluster = Cluster(address, namespace, journal)
         self._made: list[RayRemote] = []
         self._places: dict[str, Any] = {}
 
     def make(self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1) -> RayRemote:
-        """A new service `kind(*values)`. Up to `threads` calls run at a time, the others wait their turn."""
+        """Return a new service `kind(*values)`. Up to `threads` calls run at a time; others wait."""
         import ray
 
         actor = ray.remote(kind).options(num_cpus=0.1, max_concurrency=threads, max_restarts=0)
@@ -97,8 +97,8 @@ class RayActors:
     def make_ranks(
         self, kind: Callable[..., Any], count: int, *values: Any, name: str, threads: int, gpus: int = 0
     ) -> list[RayRemote]:
-        """`count` services that work as one, `kind(rank, *values)` each, `gpus` each, placed together or not at all. Raises
-        RuntimeError when the cluster has no room for all of them."""
+        """Return `count` services `kind(rank, *values)`, with `gpus` each, which are placed together or not at all. Raises
+        RuntimeError if the cluster has no room for all of them."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -120,18 +120,18 @@ class RayActors:
         return made
 
     def _release(self, name: str) -> None:
-        """Gives back the place of ranks that came before."""
+        """Release the placement of earlier ranks."""
         from ray.util.placement_group import remove_placement_group
 
         if (place := self._places.pop(name, None)) is not None:
             remove_placement_group(place)
 
     def lost(self) -> str | None:
-        """Name the part of the cluster that no longer answers; None while all do."""
+        """Name the part of the cluster that does not answer; None if all do."""
         return self._cluster.lost()
 
     def close(self) -> None:
-        """Ends everything that was made."""
+        """End all services and leave the cluster."""
         for remote in self._made:
             remote.kill()
         for name in list(self._places):

@@ -1,7 +1,8 @@
-"""A connection of this process to Ray: a cluster of its own, which ends with it, or one that runs already.
+"""A connection of this process to Ray: to a new cluster, which ends with the process, or to an existing one.
 
-Whatever a cluster of its own puts on the machine is in the journal, so that `reap` can end what a SIGKILL leaves: Ray's agents
-would live on for a minute, its folder for ever. Loopback only, no dashboard, a token asked of whoever connects.
+The processes and the folder of a new cluster are in the journal, so that `reap` can remove them after a SIGKILL: Ray's agents
+would live for another minute, and its folder would stay. A new cluster listens on the loopback only, has no dashboard and
+requires a token.
 """
 
 from __future__ import annotations
@@ -23,30 +24,30 @@ from composer_nb.harness.sandbox.reap import release
 from composer_nb.harness.sandbox.system.linux import patience
 
 START_S = 180.0
-"""Ray gives itself 30 s to start, which a busy machine may not keep."""
+"""Time limit of Ray's start. Its default of 30 s is too short on a busy machine."""
 LOOPBACK = "127.0.0.1"
 LOCAL = (f"{LOOPBACK}:", "localhost:")
 AGENTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 ANSWER_S = 5.0
-"""Seconds in which a living cluster takes a connection."""
+"""Seconds within which a live cluster accepts a connection."""
 
 
 class Cluster:
-    """Ray, as this process sees it. One a process at a time."""
+    """This process's connection to Ray, one at a time."""
 
     def __init__(self, address: str, namespace: str, journal: Journal) -> None:
-        """`address`: of the cluster to attach to, empty for one of its own, which `journal` then names.
+        """`address`: address of the cluster to attach to; empty: start a new one and record it in `journal`.
 
-        Raises ConnectionError when nothing answers at `address`, or when no cluster can be started.
+        Raises ConnectionError if no cluster answers at `address`, or none can be started.
         """
-        # What Ray's processes, and so the actors, inherit.
+        # Ray's processes, and thus the actors, inherit these.
         os.environ.update(RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        os.environ.setdefault("RAY_worker_niceness", "0")  # 15 otherwise: everything else would go first
+        os.environ.setdefault("RAY_worker_niceness", "0")  # the default of 15 would let everything else go first
         os.environ.setdefault(
             "RAY_worker_register_timeout_seconds", "180"
-        )  # on a busy machine Ray's own 60 are not enough
-        # A control service that is gone stays gone: its clients need not wait a minute for it.
+        )  # Ray's default of 60 is too short on a busy machine
+        # A lost control service does not return: its clients need not wait a minute for it.
         os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
         self._journal, self._closed = journal, False
         self._node: Any = None
@@ -63,11 +64,11 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """host:port, for others to attach to."""
+        """Address host:port to which others can attach."""
         return str(self._control)
 
     def lost(self) -> str | None:
-        """Name the part of the cluster that no longer answers; None while all do, and once it is closed."""
+        """Name the part of the cluster that does not answer; None if all do, or after `close`."""
         host, _, port = self._control.rpartition(":")
         for part, family, where in (
             ("control service", socket.AF_INET, (host, int(port))),
@@ -84,7 +85,7 @@ class Cluster:
         return None
 
     def close(self) -> None:
-        """Leaves the cluster; ends it, and removes its folder, if it is this process's own."""
+        """Leave the cluster. If this process started it, end it and remove its folder."""
         import ray
 
         self._closed = True
@@ -94,7 +95,7 @@ class Cluster:
         self._remove()
 
     def _start(self) -> str:
-        """Starts a cluster and returns its address."""
+        """Start a cluster and return its address."""
         folder = Path(tempfile.mkdtemp(prefix="cnb-"))
         if (noted := self._note("directory", folder)) is not None:
             os.environ[WRITER] = noted.mark
@@ -114,16 +115,16 @@ class Cluster:
         return resource
 
     def _remove(self) -> None:
-        """End Ray's agents, which write into the folder until they end, then the folder."""
+        """End Ray's agents, which write into the folder until then, and remove the folder."""
         release(self._journal, self._noted)
         self._noted = []
 
 
 def attach(address: str, namespace: str) -> None:
-    """Connects this process to the Ray cluster at `address`, which is HOST:PORT or `auto`.
+    """Connect this process to the Ray cluster at `address`, which is HOST:PORT or `auto`.
 
-    A cluster on the loopback is one of ours or accepts a token that it does not need, so this machine's token goes there.
-    Raises ConnectionError, and nothing else, when no cluster answers.
+    This machine's token is sent to a cluster on the loopback, which either is one of ours or ignores the token. Raises
+    ConnectionError, and nothing else, if no cluster answers.
     """
     if address == "auto" or address.startswith(LOCAL):
         _use_token(create=False)
@@ -132,16 +133,16 @@ def attach(address: str, namespace: str) -> None:
 
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
     try:
-        # Ray would take the loopback for this machine's address in the network, where nothing listens.
+        # Ray would replace the loopback by this machine's network address, where nothing listens.
         with _instead(services, "resolve_ip_for_localhost", lambda host: host):
             ray.init(address=address, namespace=namespace, **quiet)
-    except Exception as error:  # of many kinds, plain ones among them
+    except Exception as error:  # Ray raises many kinds, including Exception
         raise ConnectionError(f"no Ray answers at {address}: {' '.join(str(error).split())}") from error
 
 
 def _use_token(*, create: bool) -> None:
-    """Makes Ray authenticate with this machine's token, unless `RAY_AUTH_MODE` says otherwise. Without a token, `create` makes
-    one, and nothing changes otherwise."""
+    """Make Ray authenticate with this machine's token, unless `RAY_AUTH_MODE` is set. Without a token, `create` makes one;
+    otherwise nothing changes."""
     from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # compiled: no types
 
@@ -152,8 +153,8 @@ def _use_token(*, create: bool) -> None:
 
 
 def _node(folder: Path) -> Any:
-    """Ray's processes without its autoscaler, log monitor and dashboard, which take most of the time to start and half of the
-    memory. Raises ConnectionError."""
+    """Start Ray's processes without autoscaler, log monitor and dashboard, which take most of the start-up time and half of the
+    memory. Raises ConnectionError if they do not start."""
     from ray._private import services
     from ray._private.node import Node
     from ray._private.parameter import RayParams
@@ -163,7 +164,7 @@ def _node(folder: Path) -> Any:
             self._webui_url = None
 
         def start_ray_processes(self) -> None:
-            # The raylet waits for its agents to say where they listen: for 15 s, and then ends itself. So it is written here.
+            # The raylet waits 15 s for the ports of its agents, then ends itself. So they are written here.
             for name, port in zip(AGENTS, _free_ports(len(AGENTS)), strict=True):
                 setattr(self._ray_params, name, port)
                 Path(self._session_dir, f"{name}_{self._node_id}").write_text(str(port))
@@ -187,7 +188,7 @@ def _node(folder: Path) -> Any:
         no_monitor=True,
         num_cpus=os.cpu_count(),
         object_store_memory=256 << 20,
-        temp_dir=str(folder),  # the path of a socket lies in it: it must be short
+        temp_dir=str(folder),  # must be short, because it contains the paths of sockets
         min_worker_port=0,
         max_worker_port=0,
     )
@@ -195,13 +196,13 @@ def _node(folder: Path) -> Any:
         _use_token(create=True)
         with _instead(services, "get_node", patiently):
             return Lean(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True)
-    except Exception as error:  # a plain one when it takes too long
+    except Exception as error:  # a plain Exception after a timeout
         raise ConnectionError(f"Ray did not start: {' '.join(str(error).split())}") from error
 
 
 @contextmanager
 def _instead(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Ray with one function of its own replaced: what it offers no setting for."""
+    """Replace a function of Ray, for behaviour that no setting changes."""
     before = getattr(module, name)
     setattr(module, name, function)
     try:
@@ -219,5 +220,5 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _below() -> set[int]:
-    """Processes that this one, or one below it, started."""
+    """Return the descendants of this process."""
     return {child.pid for child in psutil.Process().children(recursive=True)}

@@ -1,13 +1,13 @@
-"""The coordinator of asynchronous RL: the `Services` of the loop in `rl.py`. It carries out what the orchestrator commands, tells
-it what happened, and writes it all down.
+"""The coordinator of asynchronous RL: the `Services` of the loop in `rl.py`. It executes the orchestrator's commands, reports
+events to it, and records both.
 
     environment workers ──outcomes──▶ coordinator ──streams──▶ trainer ──versions──▶ store ──▶ engines ◀──turns── environments
                         ◀─dispatches──┘  │ run.db: rollouts, batches, versions, the orchestrator's state
 
-The loop waits in `take` for a batch and in `learn` for the trainer; meanwhile `_turn` keeps everything else moving. The
-orchestrator decides; everything that must survive is in `run.db` before it is acted on. So any process
-may be killed at any time: a worker or an engine is made again and its rollouts are dispatched again, the trainer goes back to
-its checkpoint and learns the logged batches again, and the coordinator itself resumes from `run.db`.
+The loop waits in `take` for a batch and in `learn` for the trainer; meanwhile `_turn` serves everything else. The orchestrator
+decides, and its state is in `run.db` before a command is executed. So any process may be killed at any time. A worker or an
+engine is made again, and its rollouts are dispatched again. The trainer returns to its checkpoint and learns the logged batches
+again. The coordinator itself resumes from `run.db`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from composer_nb.trainer.versions.store import stored_bytes
 
 
 class RunStopped(RuntimeError):
-    """RL cannot go on; the message says why and what to change."""
+    """RL cannot continue. The message says why, and what to change."""
 
 
 class Coordinator:
@@ -71,7 +71,7 @@ class Coordinator:
     def __init__(self, run: RunDir, settings: Settings, actors: RayActors, say: Callable[[str], None]) -> None:
         self.run, self.settings, self.actors, self.say = run, settings, actors, say
         self.started_with = settings
-        """Settings without live changes: the trainer goes by them, so that it repeats a batch exactly."""
+        """Settings without live changes. The trainer uses them, so that it repeats a batch exactly."""
         self.journal = Journal(run)
         for name, value in self.journal.taken_up():
             self.settings = change_live(self.settings, name, value)
@@ -79,22 +79,22 @@ class Coordinator:
         self.pending: dict[Future[Any], tuple[str, Any]] = {}
         self.pairs: dict[str, Pair] = {}
         self.made = self.stillborn = self.lost = 0
-        """Pairs that were made, those in a row that died before they had joined, and rollouts lost before the last batch."""
+        """Pairs made, pairs in a row that died before they joined, and rollouts lost up to the last batch."""
         self.ended = self.stopped_early = self.learning = False
         self.ranks, self.hinter = Ranks(), hinter_of(run, settings)
         self.due: Train | None = None
-        """The batch that the trainer is to learn next."""
+        """The trainer's next batch."""
         self.found: dict[str, Any] | None = None
-        """The trainer's answer about the batch that it was given."""
+        """The trainer's answer to its last batch."""
         self.running, self.seen = list[Running](), list[tuple[Rollout, Grade]]()
-        """`seen`: the rollouts of the last batch, at which new terms of the reward are tried."""
+        """`seen`: the rollouts of the last batch, on which new reward terms are tried."""
         self.waits, self.took = list[dict[str, float]](), dict[tuple[int, int, int], float]()
         self.begin = self.last = time.perf_counter()
         self.before = self.train_s = 0.0
         self.saved = self.live = 0
-        """`live`: the step that the last batch with a signal began at. Batches without one make versions that change nothing."""
+        """`live`: the step of the last batch with a signal. Batches without a signal make versions with unchanged weights."""
         self.notes: list[Callable[[], None]] = []
-        """Notes to write down in the transaction of the next events."""
+        """Records to write in the transaction of the next events."""
         self.trainer: Remote
         self.orchestrator: Orchestrator
 
@@ -102,7 +102,7 @@ class Coordinator:
 
     @property
     def per_step(self) -> int:
-        """Versions of a batch."""
+        """Weight versions per batch."""
         return self.settings.rl.minibatches
 
     @property
@@ -110,22 +110,22 @@ class Coordinator:
         return self.before + time.perf_counter() - self.begin
 
     def go(self) -> dict[str, Any]:
-        """Run to the end, and return the results of the stage. Raises RunStopped."""
+        """Run to the end, and return the results of the stage. Raises RunStopped if RL cannot continue."""
         self._restore()
         self._make_trainer()
         for _ in range(self.settings.services.engines):
-            self._make_pair()  # beside the trainer, whose version they wait for: all take long to start
+            self._make_pair()  # while the trainer starts, because all are slow to start; they wait for its version
         self.trainer.wait("at")
         self._handle([Served(at=time.monotonic(), version=self.orchestrator.version), *self._changed()])
         reinforce(self)
         return self._finish()
 
     def _turn(self) -> None:
-        """Wait a moment for what happens, and do what follows from it."""
+        """Wait a moment for events, and handle them."""
         events: list[Event] = []
         if self.pending:
             for future in wait(self.pending, timeout=0.25, return_when=FIRST_COMPLETED).done:
-                if future in self.pending:  # else it was of a service whose death was heard of just now
+                if future in self.pending:  # else its service has just been found dead
                     events += self._heard(*self.pending.pop(future), future)
         self._handle([*events, *self._changed(), *self._time_is_up(), Tick(at=time.monotonic())])
         self._end_hung()
@@ -168,7 +168,7 @@ class Coordinator:
         self._ask(pair.worker.call("work", [], [], 0.0), "join", pair)
 
     def _serve(self) -> int:
-        """The version that engines should run: that of the last trained batch, which a new trainer has published again."""
+        """The version for engines: that of the last trained batch, which a new trainer publishes again."""
         return self.orchestrator.version * self.per_step
 
     def _ask(self, future: Future[Any], kind: str, what: Any) -> None:
@@ -178,7 +178,7 @@ class Coordinator:
 
     def _heard(self, kind: str, what: Any, future: Future[Any]) -> list[Event]:
         if kind in ("work", "join", "update", "tensors") and self.pairs.get(what.name) is not what:
-            return []  # of a pair that was given up
+            return []  # from a pair that was given up
         try:
             result = future.result()
         except ActorDied as died:
@@ -285,7 +285,7 @@ class Coordinator:
         return [Served(at=time.monotonic(), version=min(slowest, self.orchestrator.version))]
 
     def _changed(self) -> list[Event]:
-        """Takes up live settings; what is unknown or does not fit is refused with a line, and the run goes on."""
+        """Apply live settings. Unknown or unfit ones are refused with a log line, and the run continues."""
         asked, before, at = self.journal.asked(), self.settings, self.orchestrator.version
         at += batch_file(self.run.path, at).is_file()  # this batch has its rewards
         for number, name, value in asked:
@@ -311,7 +311,7 @@ class Coordinator:
     # What is commanded
 
     def _handle(self, events: Sequence[Event]) -> None:
-        """Tells the orchestrator, writes down what came of it, and only then does what it commands."""
+        """Report events to the orchestrator, record the result, and only then execute its commands."""
         commands: list[Command] = []
         with self.journal.transaction():
             for note in self.notes:
@@ -335,7 +335,7 @@ class Coordinator:
     def _carry_out(self, command: Command) -> None:
         match command:
             case Dispatch(worker=name, slot=slot, attempt=number, places=places):
-                pair, _ = self.pairs[name], self.tasks[slot]  # its task is on record before the worker looks for it
+                pair, _ = self.pairs[name], self.tasks[slot]  # its task is recorded before the worker looks for it
                 pair.start.append(command)
                 pair.assigned[slot, number] = set(places)
             case Cancel(worker=name, slot=slot, attempt=number):
@@ -349,7 +349,7 @@ class Coordinator:
                 raise RunStopped(error)
 
     def _feed(self) -> None:
-        """Gives every free worker its work, and every engine that lags behind the newest version."""
+        """Give every free worker its work, and every lagging engine the newest version."""
         wanted = self._serve()
         for pair in list(self.pairs.values()):
             if not pair.working and (pair.start or pair.cancel or pair.assigned):
@@ -409,7 +409,7 @@ class Coordinator:
         return self.found
 
     def evaluate(self, batch: Batch, found: dict[str, Any]) -> dict[str, float]:
-        """Begin an evaluation beside the run; its scores join the record when they are there."""
+        """Begin an evaluation beside the run. Its scores are recorded when it ends."""
         if batch.step == self.orchestrator.version:
             step = batch.step + 1
             evaluator = self.actors.make(EvaluationService, self.run.path, self.settings, name=f"evaluation-{step}")
@@ -422,10 +422,10 @@ class Coordinator:
         train_s = point.pop("train_s")
         self.train_s += train_s
         if step == self.orchestrator.version:
-            # otherwise it was recorded before the trainer went back to its checkpoint
+            # otherwise it was recorded before the trainer returned to its checkpoint
             wall, self.last = time.perf_counter() - self.last, time.perf_counter()
             [train] = self.journal.batches(step, step + 1)
-            took = [self.took.pop(key, None) for key in train.rollouts]  # nothing is known of those before a restart
+            took = [self.took.pop(key, None) for key in train.rollouts]  # unknown for rollouts from before a restart
             point["time"] = {"wall_s": wall, "train_s": train_s, "rollouts_s": took}
             if waits := self.waits:
                 mean = {name: sum(each[name] for each in waits) / len(waits) for name in waits[0]}

@@ -1,7 +1,7 @@
-"""The environment service: agents and their sandboxes in a process of their own, against a policy that runs elsewhere.
+"""The environment service: agents and their sandboxes in their own process, with a policy in another.
 
-An environment worker gets dispatches and answers with attempts, graded and packed. It drives its agents exactly as
-the plain loop does; only the policy is a proxy. It imports no torch: many fit on a machine.
+An environment worker gets dispatches and returns graded, packed attempts. It drives its agents exactly as the plain loop does;
+only the policy is a proxy. It does not import torch, so that many workers fit on a machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from composer_nb.trainer.services.actors import Remote
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The end of one rollout of a dispatch. `packed` is None where the infrastructure failed it, or it was cancelled."""
+    """The end of one rollout of a dispatch. `packed` is None after an infrastructure fault or a cancellation."""
 
     slot: int
     attempt: int
@@ -38,7 +38,7 @@ class Outcome:
     oldest_version: int = 0
     sampled: int = 0
     seconds: float = 0.0
-    """From the start of the agent to its grade."""
+    """Time from the start of the agent to its grade."""
     reason: str = ""
 
 
@@ -64,13 +64,13 @@ class Pair:
     _without_s: float = 0.0
 
     def note(self) -> None:
-        """Take note of whether any rollout is admitted from now on."""
+        """Record whether any rollout is admitted from now on."""
         now = time.perf_counter()
         self._without_s += 0.0 if self._admitted else now - self._noted
         self._noted, self._admitted = now, bool(self.assigned)
 
     def waits(self, idle: float) -> dict[str, float]:
-        """Split the share of time that the engine was idle since its last report: for want of rollouts, and while it had some."""
+        """Split the engine's idle share of the time since its last report: without rollouts, and with some."""
         self.note()
         without = min(idle, self._without_s / (self._noted - self._told))
         self._told, self._without_s = self._noted, 0.0
@@ -78,10 +78,10 @@ class Pair:
 
 
 class RemotePolicy:
-    """A policy at the end of a line to an engine. Requests travel with the next step, a rollout's trace with its release."""
+    """A proxy of an engine. Requests are sent with the next step, and a rollout's trace is returned by its release."""
 
     def __init__(self, engine: Remote, name: str, capacity: int) -> None:
-        """`name` tells the engine's clients apart."""
+        """`name` distinguishes the engine's clients."""
         self._engine, self._name, self.capacity = engine, name, capacity
         self._requests: dict[int, Request] = {}
         self._sent: set[int] = set()
@@ -113,14 +113,13 @@ class RemotePolicy:
 
 
 def _extended(trace: Trace, count: int) -> Trace:
-    """Return a trace with `count` more tokens, which were never forwarded."""
+    """Return a trace extended by `count` tokens that were never forwarded."""
     arrays = {each.name: getattr(trace, each.name) for each in fields(trace)}
     return Trace(**{name: np.concatenate([a, np.zeros((count, *a.shape[1:]), a.dtype)]) for name, a in arrays.items()})
 
 
 class EnvironmentService:
-    """Agents under way with their sandboxes, at the end of a line to one engine: `work` starts some, and returns those that have
-    ended."""
+    """Agents with their sandboxes and a connection to one engine. `work` starts agents and returns those that have ended."""
 
     def __init__(
         self,
@@ -132,8 +131,8 @@ class EnvironmentService:
         policy: tuple[Remote, str, int],
         lockstep: bool,
     ) -> None:
-        """`policy`: see `RemotePolicy`. `lockstep`: `work` reports each ended rollout at once, so that one seed gives one result:
-        how many have ended then depends on no clock."""
+        """`policy`: see `RemotePolicy`. `lockstep`: `work` reports each ended rollout at once, so that the number of ended ones
+        does not depend on a clock, and one seed gives one result."""
         self._sandboxes = Sandboxes(env.backend, run.name, run / FOLDER)
         self._agent = agent = make_agent(env, load_tokenizer(run / "data", needed=()), limits, self._sandboxes)
         self._tasks, self._group, self._lockstep = prompt_order(run, order), group, lockstep
@@ -144,8 +143,7 @@ class EnvironmentService:
         self._waiting: list[tuple[int, tuple[int, int, int]]] = []
 
     def work(self, start: Sequence[Dispatch], cancel: Sequence[tuple[int, int]], seconds: float) -> list[Outcome]:
-        """Starts dispatches, gives up cancelled ones (slot, attempt), and works for about `seconds`. Nothing to do is answered
-        at once."""
+        """Start dispatches, give up cancelled ones (slot, attempt), and work for about `seconds`. Return at once without work."""
         until = time.monotonic() + seconds
         for a in start:
             base = (a.attempt - 1) * ATTEMPT_STRIDE + a.slot * self._group  # as in the plain loop at the first attempt
@@ -176,7 +174,7 @@ class EnvironmentService:
         return [Outcome(slot=s, attempt=a, place=p, packed=None, reason="cancelled") for s, a, p in gone]
 
     def close(self) -> None:
-        """Ends the sandboxes."""
+        """End the sandboxes."""
         self._sandboxes.__exit__(None, None, None)
 
 

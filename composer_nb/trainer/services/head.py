@@ -1,14 +1,14 @@
-"""A Ray head that belongs to no kernel: started once, used by run after run, ended by its lease.
+"""A Ray head independent of notebook kernels: started once, used by several runs, ended by its lease.
 
-    up(folder) ──▶ a process of its own session, with Ray below it ──▶ folder/head.json
-    with attach(folder) as head: …      it lives on at least as long as this
+    up(folder) ──▶ a process in its own session, with Ray below it ──▶ folder/head.json
+    with attach(folder) as head: …      the head lives at least as long as this block
     services.address = folder           a run's services use it, and hold it while the run is live
-    jobs run FILE --ray folder          so do notebooks that run as jobs
+    jobs run FILE --ray folder          notebooks that run as jobs do the same
 
-It ends when its lease has run out and nobody holds it, on `down`, and when Ray dies under it. What a SIGKILL leaves is in
+A head ends when its lease has run out and no process holds it, on `down`, and when its Ray dies. The remains of a SIGKILL are in
 the folder's journal, for `reap`; the next `up` reaps too.
 
-Covers one machine: whoever holds a head sees its folder. Does not cover a head's loss while a run uses it: the run ends with an
+A head serves one machine, because its holders must see its folder. If a head is lost while a run uses it, the run ends with an
 error, and resumes when the head is up again.
 """
 
@@ -36,37 +36,37 @@ from composer_nb.trainer.services.cluster import Cluster
 
 LEASE_S = 3600.0
 START_S = 240.0
-"""Seconds that a head may take to start; Ray takes a third of it on a busy machine."""
+"""Maximum seconds of a head's start; Ray takes a third of this on a busy machine."""
 END_S = 30.0
 POLL_S = 0.5
 PROCESS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-"""Environment of a process that computes and writes a log."""
+"""Environment variables of a process that computes and writes a log."""
 SILENT = "it said nothing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """A head that lives."""
+    """A live head."""
 
     folder: str
-    """Absolute; what `services.address` names."""
+    """Absolute path, the value of `services.address`."""
     address: str
     """host:port of its control service."""
     pid: int
     started: float
-    """Seconds since the epoch."""
+    """Time of its start, in seconds since the epoch."""
     until: float
     """End of its lease, in seconds since the epoch."""
 
 
 class HeadGone(ConnectionError, ValueError):
-    """There is no head where one was expected."""
+    """There is no live head where one was expected."""
 
 
 def up(folder: Path, lease_s: float = LEASE_S) -> Head:
-    """Starts a head that lives in `folder`, or renews the lease of the one that lives there already.
+    """Start a head in `folder`, or renew the lease of the head that lives there.
 
-    Raises ValueError with its last words when it does not start.
+    Raises ValueError with the last line of its log if it does not start.
     """
     folder = folder.resolve()
     if not 0 < lease_s < math.inf:
@@ -87,7 +87,7 @@ def up(folder: Path, lease_s: float = LEASE_S) -> Head:
 
 
 def find(folder: Path) -> Head | None:
-    """The head that lives in `folder`, if one does."""
+    """Return the live head in `folder`, or None."""
     try:
         head = Head(**json.loads((folder / "head.json").read_text()))
     except FileNotFoundError:
@@ -97,9 +97,9 @@ def find(folder: Path) -> Head | None:
 
 @contextmanager
 def attach(folder: Path) -> Iterator[Head]:
-    """The head that lives in `folder`, which will not end of its lease before this does, or this process.
+    """Hold the live head in `folder` until the end of this block or process, whatever its lease.
 
-    Raises HeadGone when there is none.
+    Raises HeadGone if there is none.
     """
     folder = folder.resolve()
     gone = HeadGone(f"no head lives in {folder}; start one: composer-nb up {folder}")
@@ -120,7 +120,7 @@ def attach(folder: Path) -> Iterator[Head]:
 
 
 def renew(folder: Path, lease_s: float = LEASE_S) -> Head:
-    """Prolongs the lease to `lease_s` seconds from now; never shortens it. Raises HeadGone."""
+    """Extend the lease to `lease_s` seconds from now; never shorten it. Raises HeadGone if there is no live head."""
     with attach(folder) as head:
         renewed = replace(head, until=max(head.until, time.time() + lease_s))
         _write(renewed)
@@ -128,7 +128,7 @@ def renew(folder: Path, lease_s: float = LEASE_S) -> Head:
 
 
 def down(folder: Path) -> bool:
-    """Ends the head in `folder`, whoever uses it, and whatever a killed one left; False when none lived there."""
+    """End the head in `folder`, even if it is in use, and clean up after a killed one. Return whether there was a live head."""
     head = find(folder)
     if head is not None:
         end(folder / "head.lock", head.pid, signal.SIGTERM, END_S)
@@ -145,8 +145,8 @@ def resolve(address: str) -> str:
 
 @contextmanager
 def held(address: str) -> Iterator[str]:
-    """Hold the head whose folder `address` names, and give its Ray address. Anything with a colon, `auto` and the empty text
-    are Ray's own, and given as they are. Raises HeadGone for a folder without a head."""
+    """Hold the head whose folder `address` names, and yield its Ray address. Text with a colon, `auto` and empty text are Ray's
+    own addresses and yielded unchanged. Raises HeadGone for a folder without a live head."""
     if address in ("", "auto") or (":" in address and not Path(address).is_dir()):
         yield address
     else:
@@ -160,8 +160,8 @@ def held(address: str) -> Iterator[str]:
 def begin(
     words: Sequence[str], log: Path, lock: Path, ready: Callable[[subprocess.Popen[bytes]], bool], seconds: float
 ) -> str:
-    """Run a module as `detach` does, and wait until it is `ready`. Return why it is not, with its last words, if it ended without
-    a holder of `lock`, or took longer than `seconds` (more on a busy machine)."""
+    """Run a module as `detach` does, and wait until it is `ready`. If it ends without a holder of `lock`, or takes longer than
+    `seconds` (more on a busy machine), return the reason with the last line of its log."""
     start, longest = log.stat().st_size if log.is_file() else 0, patience(seconds)
     process = detach(words, log)
     deadline = time.monotonic() + longest
@@ -176,13 +176,13 @@ def begin(
 
 
 def last_words(log: Path, begin: int) -> str:
-    """Return the last line that was written to `log` from byte `begin` on, and where it stands."""
+    """Return the last line written to `log` from byte `begin` on, and the path of the log."""
     text = log.read_bytes()[begin:].decode("utf-8", "replace").strip()
     return f"{text.splitlines()[-1] if text else SILENT} ({log})"
 
 
 def end(lock: Path, pid: int, number: signal.Signals, seconds: float) -> None:
-    """Send a signal to the holder of a lock, and SIGKILL if it still holds it after `seconds` (more on a busy machine)."""
+    """Send a signal to the holder of a lock, and SIGKILL if it holds the lock after `seconds` (more on a busy machine)."""
     os.kill(pid, number)
     deadline = time.monotonic() + patience(seconds)
     while holder(lock) == pid:
@@ -192,14 +192,14 @@ def end(lock: Path, pid: int, number: signal.Signals, seconds: float) -> None:
 
 
 def claim(lock: Path, tries: int = 20) -> int | None:
-    """Take a lock and note this process's number in it. Return the open file, which holds the lock; None if another process has
-    it."""
+    """Take a lock and write this process's id into it. Return the open file, which holds the lock; None if another process has
+    the lock."""
     fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     for _ in range(tries):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            time.sleep(0.05)  # it may be somebody who only looks
+            time.sleep(0.05)  # the holder may only be looking
             continue
         os.ftruncate(fd, 0)
         os.write(fd, f"{os.getpid()}\n".encode())
@@ -209,8 +209,8 @@ def claim(lock: Path, tries: int = 20) -> int | None:
 
 
 def detach(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """Runs a module of ours in a session of its own, where it outlives this process; what it prints goes to `log`. A job that
-    it was started in does not end it: it holds a lease on its own folder (docs/jobs.md)."""
+    """Run a module of this package in its own session, where it outlives this process; its output goes to `log`. The end of a job
+    does not end it, because it holds a lease on its own folder (docs/jobs.md)."""
     with log.open("ab") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", *words],
@@ -220,12 +220,12 @@ def detach(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
             env=os.environ | PROCESS | {"COMPOSER_NB_LEASE": str(log.parent)},
             start_new_session=True,
         )
-    threading.Thread(target=process.wait, daemon=True).start()  # no zombie, should it end before this process
+    threading.Thread(target=process.wait, daemon=True).start()  # no zombie if it ends before this process
     return process
 
 
 def holder(lock: Path) -> int | None:
-    """Return the process that holds a lock and wrote its number there; None when none does, 0 when its number is unknown."""
+    """Return the id of the process that holds a lock; None without a holder, 0 if its id is unknown."""
     try:
         fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -234,7 +234,7 @@ def holder(lock: Path) -> int | None:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         pid = int(os.read(fd, 20).decode().strip() or 0)
-        return pid if _has_open(pid, os.fstat(fd)) else 0  # or it is the number of the holder before
+        return pid if _has_open(pid, os.fstat(fd)) else 0  # otherwise it is the id of an earlier holder
     finally:
         os.close(fd)
     return None
@@ -259,7 +259,7 @@ def _write(head: Head) -> None:
 def main(arguments: list[str]) -> None:
     folder, lease_s = Path(arguments[0]), float(arguments[1])
     if claim(folder / "head.lock") is None:
-        return  # another one starts here, and serves as well
+        return  # another head starts here, which serves as well
     try:
         cluster = Cluster("", "head", Journal(folder / FOLDER, folder.name))
     except ConnectionError as error:
@@ -277,7 +277,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _live(folder: Path, cluster: Cluster, stop: threading.Event) -> str:
-    """Returns when it is time to end, and says why."""
+    """Wait until the head has to end, and return the reason."""
     users = os.open(folder / "users.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     while not stop.wait(POLL_S):
         if lost := cluster.lost():
@@ -285,7 +285,7 @@ def _live(folder: Path, cluster: Cluster, stop: threading.Event) -> str:
         if time.time() < json.loads((folder / "head.json").read_text())["until"]:
             continue
         try:
-            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)  # and nobody comes any more
+            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)  # and no new user can come
         except BlockingIOError:
             continue
         return "its lease has run out, and nobody uses it"

@@ -1,8 +1,7 @@
 """The records of asynchronous RL in `run.db`: finished rollouts, the orchestrator's state, the log of batches and of versions.
 
-Three levels of checkpoint come of it. A rollout that is finished is not sampled again; a group that is complete stays
-complete; a batch that was trained since the last checkpoint of the weights is trained again, on the same rollouts in the
-same order.
+They give three levels of checkpoint. A finished rollout is not sampled again. A complete group stays complete. A batch that was
+trained after the last checkpoint of the weights is trained again, on the same rollouts in the same order.
 """
 
 from __future__ import annotations
@@ -36,23 +35,23 @@ CREATE TABLE IF NOT EXISTS change
 """
 
 LIVE = ("services.ahead", "services.bound", "services.window", "services.order", "services.hang_s", "rl.group")
-"""Settings that can be changed while a run is live; and all of `reward` and `monitor`.
-The loss's denominator stays that of the start."""
+"""Settings that can be changed while a run is live, besides all of `reward` and `monitor`.
+The denominator of the loss does not change."""
 REFUSED = -1
-"""In place of the step of a change that could not be taken up."""
+"""Stands for the step of a refused change."""
 Name = tuple[int, int, int]
-"""(slot, attempt, place) of a rollout."""
+"""Name (slot, attempt, place) of a rollout."""
 
 
 class Journal:
-    """One connection for the one process that writes."""
+    """The connection of the only process that writes."""
 
     def __init__(self, run: RunDir) -> None:
         self._db = run.connect()
         self._db.isolation_level = None
         self._db.execute(
             "PRAGMA synchronous=NORMAL"
-        )  # a transaction survives any process; power loss may cost the last ones
+        )  # transactions survive the death of any process; a power failure may lose the last ones
         self._db.executescript(_SCHEMA)
 
     @contextmanager
@@ -66,7 +65,7 @@ class Journal:
         self._db.execute("COMMIT")
 
     def snapshot(self) -> dict[str, Any] | None:
-        """The orchestrator's state as last saved."""
+        """Return the orchestrator's last saved state."""
         found = self._db.execute("SELECT snapshot FROM orchestrator").fetchone()
         return json_of(found[0]) if found else None
 
@@ -83,7 +82,7 @@ class Journal:
         return set(self._db.execute("SELECT slot, attempt, place FROM rollout"))
 
     def packed(self, names: Iterable[Name]) -> list[bytes]:
-        """Raises KeyError for a rollout that is not here."""
+        """Return packed rollouts. Raises KeyError for a missing one."""
         found = []
         for name in names:
             row = self._db.execute("SELECT packed FROM rollout WHERE slot=? AND attempt=? AND place=?", name).fetchone()
@@ -93,7 +92,7 @@ class Journal:
         return found
 
     def keep_only(self, slots: Iterable[int]) -> None:
-        """Removes the rollouts of all other groups: they are trained, and in the file of their step, or replaced."""
+        """Remove the rollouts of all other groups, which are trained, and in the file of their step, or replaced."""
         self._db.execute(
             "DELETE FROM rollout WHERE slot NOT IN (SELECT value FROM json_each(?))", (json.dumps([*slots]),)
         )
@@ -101,18 +100,18 @@ class Journal:
     # The log
 
     def log_batch(self, train: Train, lr: float) -> None:
-        """A batch and its learning rate. What is logged already keeps its rate: it is trained again as it was."""
+        """Log a batch and its learning rate. A logged batch keeps its rate, so that it is trained again unchanged."""
         if train not in self.batches(train.step, train.step + 1):
             text = json.dumps(asdict(train) | {"lr": lr})
             self._db.execute("INSERT OR REPLACE INTO batch VALUES (?, ?)", (train.step, text))
 
     def rate(self, step: int) -> float:
-        """The learning rate of a logged batch."""
+        """Return the learning rate of a logged batch."""
         [(text,)] = self._db.execute("SELECT train FROM batch WHERE step = ?", (step,))
         return float(json_of(text)["lr"])
 
     def batches(self, since: int, until: int) -> tuple[Train, ...]:
-        """The logged batches of steps since … until − 1."""
+        """Return the logged batches of steps `since` … `until` − 1."""
         rows = self._db.execute("SELECT train FROM batch WHERE step >= ? AND step < ? ORDER BY step", (since, until))
         trains = (json_of(text) for (text,) in rows)
         return tuple(
@@ -129,7 +128,7 @@ class Journal:
         self._db.executemany("INSERT INTO ledger VALUES ('rl', ?, ?, ?)", [(step, why, n) for why, n in ledger.items()])
 
     def log_version(self, version: int, step: int, hash: str) -> None:
-        """Raises ValueError when the version was other weights: what a resumed run does again must come out the same."""
+        """Log the hash of a version. Raises ValueError if another hash is logged: a resumed run repeats steps exactly."""
         known = self._db.execute("SELECT hash FROM version WHERE version = ?", (version,)).fetchone()
         if known and known[0] != hash:
             raise ValueError(f"version {version} came out as {hash[:12]}, was {known[0][:12]} before: not reproducible")
@@ -146,16 +145,16 @@ class Journal:
     # Live settings
 
     def asked(self) -> list[tuple[int, str, Any]]:
-        """Changes of settings that nobody has judged yet: number, name and value."""
+        """Return the pending changes of settings: number, name and value."""
         rows = self._db.execute("SELECT number, name, value FROM change WHERE step IS NULL ORDER BY number")
         return [(number, name, json_of(value)) for number, name, value in rows]
 
     def judge(self, number: int, step: int | None) -> None:
-        """Notes that a change is in force from `step` on; None: that it is refused."""
+        """Record that a change applies from `step` on, or with None that it is refused."""
         self._db.execute("UPDATE change SET step = ? WHERE number = ?", (REFUSED if step is None else step, number))
 
     def taken_up(self) -> list[tuple[str, Any]]:
-        """Every change that is in force, in order."""
+        """Return the applied changes, in order."""
         rows = self._db.execute("SELECT name, value FROM change WHERE step >= 0 ORDER BY number")
         return [(name, json_of(value)) for name, value in rows]
 
@@ -164,8 +163,8 @@ class Journal:
 
 
 def change_live(settings: Settings, name: str, value: Any, seen: Iterable[tuple[Rollout, Grade]] = ()) -> Settings:
-    """Return `settings` with one of them changed. Raises ValueError for one that a live run cannot change, or that does not fit:
-    rewards must be able to score the rollouts that were `seen`."""
+    """Return `settings` with one change. Raises ValueError for a setting that a live run cannot change, or an unfit value:
+    rewards must be able to score the rollouts in `seen`."""
     if name not in LIVE and not name.startswith(("reward.", "monitor.")):
         raise ValueError(f"{name} cannot be changed while a run is live; {', '.join(LIVE)}, reward.* and monitor.* can")
     changed = override(settings, {name: value})
@@ -174,7 +173,7 @@ def change_live(settings: Settings, name: str, value: Any, seen: Iterable[tuple[
 
 
 def request_change(run: RunDir, name: str, value: Any) -> None:
-    """Asks a live run to change a setting; it takes it up within a second, and notes from which step on."""
+    """Ask a live run to change a setting. The run applies the change within a second, and records from which step on."""
     journal = Journal(run)
     try:
         with journal.transaction():

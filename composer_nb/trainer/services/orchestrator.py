@@ -1,24 +1,23 @@
-"""The asynchronous schedule of RL as a pure state machine. No clock, no threads, no files.
+"""The asynchronous schedule of RL as a pure state machine, without clocks, threads or files.
 
     slot = one group = one prompt position:   waiting → running → ready → training → trained
                                                  ↑_________|________|   faulted, hung, left, stale: dispatched again
     version = batches trained; step v trains from version v and makes version v + 1
 
-`handle(event)` returns the commands to carry out, in order; the same events always give the same commands. The caller
+`handle(event)` returns the commands to execute, in order; the same events always give the same commands. The caller
 1. stamps events with its own clock, and sends `Finished` only for a rollout that is graded and stored;
-2. saves `snapshot()` (and each `Train`, which is the log of batches) before it carries the commands out;
+2. saves `snapshot()` (and each `Train`, which is the log of batches) before it executes the commands;
 3. sends `Trained(v)` before any engine serves version v + 1, and `Served` whenever the slowest engine has moved up; without
    any `Served`, a version counts as served when it is trained.
 
-Admission: (served + O + 1)·B − (accepted + running) ≥ G, where accepted = trained, in training or ready. Staleness of a
-rollout = the step that trains it − the version of its oldest token. It never passes `bound`, because a batch is only taken
-if what stays behind can still be trained in time: the trainer rather waits for a long rollout than loses it. What is
-dropped all the same is counted by reason and dispatched again: no prompt is ever skipped, but those of `refill` groups whose
-rewards are all equal: another prompt takes the place of each, so that a batch is full of signal (DAPO, arXiv:2503.14476,
-section 3.2).
+Admission: (served + O + 1)·B − (accepted + running) ≥ G, where accepted = trained, in training or ready. The staleness of a
+rollout is the step that trains it − the version of its oldest token. It never exceeds `bound`, because a batch is only taken if
+the remaining groups can still be trained in time: the trainer waits for a long rollout rather than lose it. Rollouts that are
+dropped nevertheless are counted by reason and dispatched again. Only the prompts of up to `refill` groups with equal rewards are
+skipped: another prompt replaces each, so that a batch is full of signal (DAPO, arXiv:2503.14476, section 3.2).
 
-After a crash `restore` dispatches again what was running, and gives the batch that was in training out once more (after the
-steps since the trainer's checkpoint, if any): the same rollouts in the same order.
+After a crash, `restore` dispatches running rollouts again. It issues the batch in training again, with the same rollouts in the
+same order, after the steps since the trainer's checkpoint, if any.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from composer_nb.trainer.schedule import (
 from composer_nb.trainer.services.slots import Books, Done, Group, Lease, Worker, choose, pick
 
 ATTEMPTS_A_LIFE = 1_000_000
-"""Attempts of different lives never meet: attempt = life · this + number in the slot."""
+"""Numbers of attempts in different lives never collide: attempt = life · this + number in the slot."""
 
 
 class Orchestrator:
@@ -72,7 +71,7 @@ class Orchestrator:
         self._commands: list[Command] = []
 
     def handle(self, event: Event) -> list[Command]:
-        """Takes note of an event and returns what to do now, in order. Whatever does not fit is ignored and counted."""
+        """Process an event and return the commands to execute, in order. Invalid events are ignored and counted."""
         if self.ended or not isinstance(event.at, int | float) or not math.isfinite(event.at):
             self.books.counts["ignored_ended" if self.ended else "ignored_impossible"] += 1
             return []
@@ -89,22 +88,22 @@ class Orchestrator:
 
     @property
     def served(self) -> int:
-        """The version that every engine serves at least."""
+        """The version of the slowest engine."""
         return self.version if self.slowest is None else self.slowest
 
     def room(self) -> int:
-        """Rollouts that may be admitted: (served + O + 1)·B − (accepted + running), in what is not trained yet."""
+        """Number of rollouts that may be admitted: (served + O + 1)·B − (accepted + running), among those not trained yet."""
         ahead = self.schedule.ahead + 1 - (self.version - self.served)
         return ahead * self.schedule.batch - sum(group.size for group in self.groups.values())
 
     def held(self) -> int:
-        """Sampled tokens of finished rollouts that are not trained or dropped yet: received = held + ledger."""
+        """Sampled tokens of finished rollouts that are neither trained nor dropped: received = held + ledger."""
         return sum(done.sampled for group in self.groups.values() for done in group.done.values())
 
     # What happens
 
     def _note(self, event: Event) -> str | None:
-        """Applies an event, or says why it is ignored."""
+        """Apply an event, or return why it is ignored."""
         match event:
             case Finished() | Faulted() | Alive():
                 return self._rollout(event)
@@ -232,7 +231,7 @@ class Orchestrator:
             del group.leases[attempt]
 
     def _give_up(self, group: Group, attempt: int, why: str) -> list[int]:
-        """Ends a dispatch; returns the rollouts that it leaves missing."""
+        """End a dispatch and return the rollouts that are missing as a result."""
         lease = group.leases[attempt]
         places = list(lease.places)
         if lease.worker in self.workers:
@@ -252,7 +251,7 @@ class Orchestrator:
                         self._fault(group, place, f"no event for {self.schedule.hang_s:g} s")
 
     def _drop(self, group: Group) -> None:
-        """A group that is too old to train on starts anew, whole: its long rollouts alone would be a choice by length."""
+        """Restart a group that is too old to train on, as a whole: resampling its long rollouts alone would select by length."""
         for attempt in list(group.leases):
             self._give_up(group, attempt, "stale")
         for done in group.done.values():
@@ -275,7 +274,7 @@ class Orchestrator:
     # What to do
 
     def _open(self) -> Iterator[Group]:
-        """Groups that are not in training, oldest first."""
+        """Yield the groups that are not in training, oldest first."""
         taken = self.training.slots if self.training else ()
         return (group for slot, group in list(self.groups.items()) if slot not in taken)
 
@@ -289,7 +288,7 @@ class Orchestrator:
             self.issued = True
 
     def _dispatch(self) -> None:
-        """Work for every free place: the oldest missing rollouts first, then new groups."""
+        """Fill every free place: with the oldest missing rollouts first, then with new groups."""
         if self.ended or self.version - self.served > self.schedule.bound:
             return
         for group in self._open():
@@ -304,7 +303,7 @@ class Orchestrator:
             self.next_slot += 1
 
     def _place(self, group: Group) -> bool:
-        """Dispatches what the workers have room for of a group's missing rollouts; whether that was anything."""
+        """Dispatch a group's missing rollouts as far as workers have room. Return whether any was dispatched."""
         missing = group.missing()
         first = group.attempts
         while missing and (name := choose(self.workers, group.avoid)) is not None:
@@ -346,11 +345,11 @@ class Orchestrator:
     # What is kept
 
     def report(self) -> dict[str, Any]:
-        """Counters since the start of the surviving lineage, for metrics; JSON-able."""
+        """Return counters since the start of the surviving lineage, ready for JSON."""
         return {"version": self.version, "served": self.served, "held_tokens": self.held(), **self.books.pack()}
 
     def snapshot(self) -> dict[str, Any]:
-        """The state as JSON, without workers: after a restart they join again."""
+        """Return the state, ready for JSON, without workers, which join again after a restart."""
         return {
             **self.report(),
             "life": self.life,
@@ -370,11 +369,11 @@ class Orchestrator:
         redo: Sequence[Train] = (),
         stored: Container[tuple[int, int, int]] | None = None,
     ) -> Orchestrator:
-        """Goes on from a snapshot, which is not changed; the first `handle` gives the batch in training out again.
+        """Return an orchestrator that continues from a snapshot. The first `handle` issues the batch in training again.
 
-        `life` must be new (by default one more than the snapshot's: then save a snapshot before anything else). `redo` are
-        the logged batches since the trainer's checkpoint. With `stored`, rollouts (slot, attempt, place) that are not in it
-        are sampled again.
+        `life` must be new. By default it is one more than the snapshot's; then save a snapshot first. `redo` are the logged
+        batches since the trainer's checkpoint. With `stored`, rollouts (slot, attempt, place) that are not in it are sampled
+        again.
         """
         life = snapshot["life"] + 1 if life is None else life
         if life <= snapshot["life"]:

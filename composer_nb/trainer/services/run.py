@@ -1,4 +1,4 @@
-"""The process of RL as services: `python -m composer_nb.trainer.services.run RUN`. It ends when Ray does, and resumes when
+"""The process of RL as services: `python -m composer_nb.trainer.services.run RUN`. It ends with Ray, and resumes when it is
 started again."""
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
 from composer_nb.trainer.services.head import resolve
 
 BEGINS_S = 240.0
-"""Ray takes ten seconds to start, on a busy machine a minute."""
+"""Time limit of Ray's start, which takes ten seconds, or a minute on a busy machine."""
 
 
 def _end_unless_begun(begun: threading.Event) -> None:
-    """Ends this process when Ray, which waits for its workers without a limit, does not answer: the launcher tries again."""
+    """End this process if Ray, which waits for its workers without a limit, does not answer: the launcher tries again."""
     if not begun.wait(BEGINS_S):
         print(f"Ray has not begun within {BEGINS_S:.0f} s", file=sys.stderr, flush=True)
         os._exit(LOST)
 
 
 def _end_when_lost(actors: RayActors) -> None:
-    """Ends this process at once, whatever it waits for, when Ray is gone: the launcher starts it again, and it resumes."""
+    """End this process at once if Ray is gone, whatever it waits for: the launcher starts it again, and it resumes."""
     while (lost := actors.lost()) is None:
         time.sleep(2.0)
     print(lost, file=sys.stderr, flush=True)
@@ -62,13 +62,13 @@ def main(arguments: list[str]) -> None:
         begun.set()
     threading.Thread(target=_end_when_lost, args=(actors,), daemon=True).start()
     try:
-        if address and not run.steps("rl"):  # where it goes on, what has died may still hold its memory
+        if address and not run.steps("rl"):  # in a resumed run, dead processes may still hold memory
             require_room_for_rl(settings, machines_of_cluster())
         info = Coordinator(run, settings, actors, say).go()
         seconds = time.perf_counter() - start + info.pop("seconds_before")
         run.finish("rl", seconds, info)
         say(f"rl: done in {seconds:.0f} s")
-    except ActorDied as died:  # where nothing was in its place yet, or any more: the launcher starts us again
+    except ActorDied as died:  # without a replacement: the launcher starts this process again
         print(died, file=sys.stderr)
         sys.exit(LOST)
     except Exception as error:

@@ -1,7 +1,7 @@
-"""The services of asynchronous RL that hold a model: inference, training, evaluation. Plain classes; Ray makes actors of them.
+"""The services of asynchronous RL that hold a model: inference, training, evaluation. They are plain classes, run as Ray actors.
 
-They share nothing but the version store: the trainer publishes every optimiser step there, in the background; an engine
-fetches a version while it decodes, and swaps it in between two steps. What an engine has loaded is hashed and reported back.
+They share only the version store. The trainer publishes every optimizer step there, in the background. An engine fetches a
+version while it decodes, and swaps it in between two steps. It hashes the loaded weights and reports the hash.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from composer_nb.trainer.versions.receiver import Receiver
 
 
 class EngineService(Inference):
-    """The inference service of a run of RL, for any number of environment workers."""
+    """The inference service of an RL run, for any number of environment workers."""
 
     def __init__(self, run: Path, settings: Settings, version: int, seed: int, name: str) -> None:
         set_up_process(settings.seed, settings.matmul)
@@ -62,7 +62,7 @@ class EngineService(Inference):
             kernels=settings.kernels,
             numerics=settings.engine.numerics,
         )
-        model = updates.first(version)  # which may still be on its way, where this takes the place of one that died
+        model = updates.first(version)  # which may still be on its way if this engine replaces a dead one
         agent = make_agent(settings.env, load_tokenizer(run / "data", needed=()), settings.limits)
         engine = make_engine(model, settings, agent.renderer.stop, seed=seed, version=version)
         super().__init__(engine, updates, settings.services.lockstep)
@@ -71,7 +71,7 @@ class EngineService(Inference):
         self._front = self._open(run.name, settings, agent) if settings.services.serve else None
 
     def _open(self, name: str, s: Settings, agent: Agent) -> Any:
-        """Serve users too. A request without tools gets those of training."""
+        """Serve users, too. A request without tools gets the tools of training."""
         from composer_nb.harness.product.conversations import Conversations
         from composer_nb.harness.product.serve import ChatServer
 
@@ -90,8 +90,7 @@ class EngineService(Inference):
 
 
 def make_learner(run: RunDir, s: Settings, from_start: bool = False) -> tuple[Learner, int, float]:
-    """Return the learner of a run, with the steps that it has made and their seconds: as of the newest checkpoint, or at the
-    start."""
+    """Return the learner of a run, the number of its steps and their seconds, from the newest checkpoint or from the start."""
     model = load_pretrained(run.path / "weights" / "start")
     model.recompute, model.kernels = s.rl.recompute, s.kernels
     reference = copy.deepcopy(model) if s.loss.beta else None
@@ -105,7 +104,7 @@ def make_learner(run: RunDir, s: Settings, from_start: bool = False) -> tuple[Le
 
 
 def hinter_of(run: RunDir, s: Settings) -> Hinter | None:
-    """Return what writes hints for failed turns; None where none are wanted."""
+    """Return a function that writes hints for failed turns; None if `loss.feedback` is 0."""
     if not s.loss.feedback:
         return None
     agent = make_agent(s.env, load_tokenizer(run.path / "data", needed=()), s.limits)
@@ -121,7 +120,7 @@ def learn_batch(
     lr: float,
     after: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Learn from the batch of a step, the same whoever runs it. Calls `after` after each optimiser step."""
+    """Learn from the batch of a step, with the same result in every process. Call `after` after each optimizer step."""
     rl = s.rl
     return learner.learn(
         streams,
@@ -139,17 +138,17 @@ def learn_batch(
 def make_engine(
     model: Model, s: Settings, stop: frozenset[int], *, seed: int, temperature: float = 1.0, version: int = 0
 ) -> Engine:
-    """Return an engine of the size that the settings give it."""
+    """Return an engine with the sizes in the settings."""
     size = {"slots": s.slots, "max_length": s.limits.tokens, "step_tokens": s.engine.step_tokens}
     return Engine(model, stop=stop, temperature=temperature, seed=seed, version=version, **size)
 
 
 class TrainerService:
-    """The learner: turns batches of streams into versions. Blind to tasks, rewards and groups. Made for one call at a time: what
-    is asked for while a batch is learnt waits for its end."""
+    """The service of the learner, which turns batches of streams into versions. It has no notion of tasks, rewards or groups. It
+    handles one call at a time: calls during a batch wait for its end."""
 
     def __init__(self, run: Path, settings: Settings, from_start: bool = False) -> None:
-        """Stands where the newest checkpoint of `run` does, or at its start; publishes what it stands at."""
+        """Load the newest checkpoint of `run`, or its start, and publish these weights."""
         set_up_process(settings.seed, settings.matmul)
         self._run, self._settings = RunDir(run), settings
         self._learner, self.step, _ = make_learner(self._run, settings, from_start)
@@ -165,17 +164,17 @@ class TrainerService:
         publisher.publish(self.version, self._newest, self._files)
 
     def at(self) -> int:
-        """Batches that it has learnt from."""
+        """Return the number of batches learned."""
         return self.step
 
     def learn(
         self, step: int, lr: float, streams: Sequence[Stream], running: Sequence[Running], saved: int = 0
     ) -> dict[str, Any]:
-        """Learns from a batch in optimiser steps that are published one by one, and returns metrics with the version reached
-        and its hash. `running` are the engines' reports since the last call. Versions since step `saved` stay in the store: a
-        trainer that dies goes back there.
+        """Learn from a batch in optimizer steps that are published one by one. Return metrics with the final version and its
+        hash. `running` are the engines' reports since the last call. Versions since step `saved` stay in the store, because a
+        trainer that dies returns there.
 
-        Raises ValueError for a batch out of order, and what went wrong with publishing an earlier version.
+        Raises ValueError for a batch out of order, or the error of publishing an earlier version.
         """
         if step != self.step:
             raise ValueError(f"the trainer stands at step {self.step} and was given the batch of step {step}")
@@ -202,7 +201,7 @@ class TrainerService:
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """Publish the weights as they are, in the background."""
+        """Publish the current weights in the background."""
         self._newest = published(self._learner.model)
         self._background.publish(self.version, self._newest, self._files)
 
@@ -213,26 +212,26 @@ class TrainerService:
         self._background.prune(keep, since)
 
     def _catch_up(self) -> None:
-        """A batch always makes the same number of versions, also one that had nothing to learn from."""
+        """Publish versions until the batch has its fixed number of them, even if it had no signal."""
         while self.version < self.step * self._settings.rl.minibatches:
             self._publish()
 
     def tensors(self) -> tuple[int, dict[str, Tensor]]:
-        """The newest version itself, for an engine that cannot use the store's."""
+        """Return the newest version, for an engine that cannot use the store's."""
         return self.version, self._newest
 
     def state(self) -> tuple[int, dict[str, Any] | str]:
-        """Steps done and a copy of everything that a resumed trainer needs, or the name of the folder where ranks have written
-        it."""
+        """Return the number of steps, and a copy of the state that a resumed trainer needs, or the name of the folder where ranks
+        have written it."""
         return self.step, {name: tensor.clone() for name, tensor in self._learner.optimizer.state().items()}
 
     def close(self) -> None:
-        """Ends publishing when all is published, and gives the store back."""
+        """Stop publishing once all versions are published, and release the store."""
         self._background.close()
         self._publisher.close()
 
     def finish(self, versions: Mapping[str, int]) -> None:
-        """Ends publishing, and saves each of these versions under its name."""
+        """Stop publishing, and save each of these versions under its name."""
         self.close()
         if not self._ranks.first:
             return
@@ -244,7 +243,7 @@ class TrainerService:
             carry(path, self._settings.env, self._settings.limits)
 
     def _weights(self, version: int) -> Mapping[str, Tensor]:
-        """Return the weights of a version: from memory, or from the store where another process made them."""
+        """Return the weights of a version from memory, or from the store if another process made them."""
         known = dict([self._before, (self.version, self._newest)])
         return known[version] if version in known else self._stored(version)
 
@@ -253,14 +252,14 @@ class TrainerService:
 
 
 class EvaluationService:
-    """Scores a published version on the run's tuning tasks, with an engine and sandboxes of its own."""
+    """Scores a published version on the run's tuning tasks, with its own engine and sandboxes."""
 
     def __init__(self, run: Path, settings: Settings) -> None:
         set_up_process(settings.seed, settings.matmul)
         self._run, self._settings = run, settings
 
     def look(self, version: int) -> dict[str, float]:
-        """pass@1 and greedy on the tuning tasks."""
+        """Return pass@1 and the greedy score on the tuning tasks."""
         s = self._settings
         receiver = Receiver(store_url(self._run, s), name="evaluation")
         config = load_pretrained(self._run / "weights" / "start").config
@@ -282,6 +281,6 @@ class EvaluationService:
 
 
 def store_url(run: Path, settings: Settings) -> str:
-    """Return the URL of a run's weight versions: under its name in `services.store`, by default in the run directory."""
+    """Return the URL of a run's weight versions: its name under `services.store`, or by default the run directory."""
     store = settings.services.store.rstrip("/")
     return f"{store}/{run.name}" if store else str(run / "weights" / "versions")

@@ -1,4 +1,4 @@
-"""The memory of the orchestrator (workers, dispatches, rollouts, groups, books), and its choice of a batch."""
+"""The state of the orchestrator (workers, dispatches, rollouts, groups, books), and its choice of a batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Worker:
     capacity: int
     busy: int = 0
     suspect: bool = False
-    """A dispatch of it hung, and nothing was heard from it since."""
+    """Whether a dispatch of this worker hung and it has sent no event since."""
 
     @property
     def free(self) -> int:
@@ -29,39 +29,39 @@ class Lease:
     worker: str
     places: list[int]
     version: int
-    """Served when it was dispatched: no token of it is older, unless an engine lags behind what it said."""
+    """Version served at the dispatch. No token of it is older, unless an engine lags behind its report."""
     heard: float
 
 
 @dataclass(slots=True)
 class Done:
-    """A finished rollout that is held."""
+    """A finished rollout that is not trained yet."""
 
     attempt: int
     oldest: int
     finished: int
-    """The version when it finished."""
+    """Version at its end."""
     sampled: int
     reward: float | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """One prompt's rollouts under way. Compared by identity."""
+    """The rollouts of one prompt. Groups are compared by identity."""
 
     slot: int
     size: int
     attempts: int = 0
     deaths: int = 0
     ready: int = 0
-    """Count of accepted rollouts at the time it got ready."""
+    """Count of finished rollouts of the run when the group became ready."""
     done: dict[int, Done] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)
     faults: Counter[int] = field(default_factory=Counter)
     avoid: set[str] = field(default_factory=set)
-    """Workers that it hung on."""
+    """Workers on which the group hung."""
     gone: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict)
-    """(attempt, place) of what was given up and has not reported since: why, and which worker had it."""
+    """Reason and worker, by (attempt, place), of rollouts that were given up and have not reported since."""
 
     @property
     def complete(self) -> bool:
@@ -69,7 +69,7 @@ class Group:
 
     @property
     def without_signal(self) -> bool:
-        """True if it is complete and its rewards are known and equal: none of its rollouts has an advantage."""
+        """Whether the group is complete and its rewards are known and equal, so that no rollout has an advantage."""
         rewards = [done.reward for done in self.done.values() if done.reward is not None]
         return self.complete and len(rewards) == self.size and max(rewards) - min(rewards) < 1e-6
 
@@ -78,17 +78,17 @@ class Group:
         return [place for place in range(self.size) if place not in self.done and place not in under_way]
 
     def oldest(self, served: int) -> int:
-        """The oldest version that a token of it has or may have; what is not dispatched yet will be sampled from `served`."""
+        """Return the oldest version that a token of the group can have. Missing rollouts will come from `served`."""
         known = [d.oldest for d in self.done.values()] + [lease.version for lease in self.leases.values()]
         return min(known, default=served)
 
     def forget(self, stored: Container[tuple[int, int, int]]) -> list[Done]:
-        """Lets go of finished rollouts (slot, attempt, place) that are not stored, and returns them."""
+        """Remove finished rollouts (slot, attempt, place) that are not stored, and return them."""
         lost = [place for place, done in self.done.items() if (self.slot, done.attempt, place) not in stored]
         return [self.done.pop(place) for place in lost]
 
     def pack(self) -> dict[str, Any]:
-        """The group as JSON. Dispatches under way are written as given up: whoever reads this dispatches them again."""
+        """Return the group, ready for JSON. Live dispatches are marked as given up, so that the reader dispatches them again."""
         gone = [(*key, *why) for key, why in self.gone.items()]
         for attempt, lease in self.leases.items():
             gone += [(attempt, place, "restored", lease.worker) for place in lease.places]
@@ -100,7 +100,7 @@ class Group:
 
     @classmethod
     def unpack(cls, packed: dict[str, Any]) -> Group:
-        """A group as `pack` wrote it. Faults and deaths are counted anew: who restarts a run may have mended something."""
+        """Return a group from `pack`. Faults and deaths are counted anew, since their cause may be fixed before a restart."""
         group = cls(packed["slot"], packed["size"], packed["attempts"], ready=packed["ready"])
         group.avoid = set(packed["avoid"])
         group.done = {place: Done(*values) for place, *values in packed["done"]}
@@ -114,18 +114,18 @@ class Books:
 
     counts: Counter[str] = field(default_factory=Counter)
     ledger: Counter[str] = field(default_factory=Counter)
-    """Sampled tokens by what became of them."""
+    """Sampled tokens by their use."""
     staleness: dict[str, Counter[int]] = field(default_factory=dict)
-    """Trained rollouts by the versions that passed while they were sampled, while they waited, and in all."""
+    """Trained rollouts by the number of versions that passed while they were sampled, while they waited, and in total."""
 
     def receive(self, sampled: int, what: str | None = None) -> None:
-        """Books tokens that are reported; without `what` they are held until the rollout is trained or dropped."""
+        """Book reported tokens. Without `what`, they are held until the rollout is trained or dropped."""
         self.counts["received_tokens"] += sampled
         if what:
             self.ledger[what] += sampled
 
     def settle(self, done: Done, what: str) -> None:
-        """Books what became of a finished rollout."""
+        """Book the use of a finished rollout."""
         self.ledger[what] += done.sampled
 
     def trained(self, done: Done, step: int) -> None:
@@ -152,7 +152,7 @@ class Books:
 
 
 def choose(workers: Mapping[str, Worker], avoid: Container[str]) -> str | None:
-    """The worker with most room, of those that are neither suspect nor to be avoided, if there are any; None: it is full."""
+    """Return the worker with the most room, preferably one that is neither suspect nor to be avoided; None if it is full."""
     sound = [name for name, worker in workers.items() if not worker.suspect]
     names = [name for name in sound if name not in avoid] or sound or list(workers)
     best = max(names, key=lambda name: workers[name].free, default=None)
@@ -160,7 +160,8 @@ def choose(workers: Mapping[str, Worker], avoid: Container[str]) -> str | None:
 
 
 def pick(live: Sequence[Group], schedule: Schedule, version: int, served: int) -> list[Group]:
-    """The next batch of the groups that are not in training (oldest first), in the order of slots; empty: it has to wait."""
+    """Return the next batch from the groups that are not in training (oldest first), in the order of slots; empty if the trainer
+    has to wait."""
     size = schedule.prompts
     ready = [group for group in live if group.complete]
     if len(ready) < size:
@@ -178,10 +179,10 @@ def pick(live: Sequence[Group], schedule: Schedule, version: int, served: int) -
 
 
 def due(live: Sequence[Group], schedule: Schedule, version: int, served: int) -> list[Group] | None:
-    """The fewest groups that the next batch must have, so that all that stay behind can be trained within the bound.
+    """Return the fewest groups that the next batch must have, so that all others can be trained within the bound.
 
-    With D(j) groups whose last possible step is at most version + j, and P of them trained a step, at least D(j) − j·P must
-    go now, for each j. None: one of them is not ready.
+    With D(j) groups whose last possible step is at most version + j, and P groups trained per step, at least D(j) − j·P must be
+    trained now, for each j. None if one of them is not ready.
     """
     size, picked = schedule.prompts, list[Group]()
     for j in range(schedule.bound + 1):

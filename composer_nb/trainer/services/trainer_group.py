@@ -1,4 +1,4 @@
-"""The ranks of the trainer as one service: a call is one of all of them, and they live and die together."""
+"""The ranks of the trainer as one service: every call goes to all ranks, and they live and die together."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from composer_nb.trainer.services.actors import ActorDied, RayActors
 from composer_nb.trainer.services.trainer_rank import TrainerRank
 
 HEARD_S = 20.0
-"""Seconds to wait for news of a rank's death: when one dies the others fail too, and may be heard of first."""
+"""Seconds to wait for the report of a rank's death: when one dies, the others fail too, and may report first."""
 
 
 class TrainerGroup:
-    """A `Remote` whose calls are carried out by all ranks, in the order in which they were made."""
+    """A `Remote` whose calls are executed by all ranks, in the order of the calls."""
 
     def __init__(self, actors: RayActors, run: Path, settings: Settings) -> None:
         ranks = settings.trainers
@@ -36,8 +36,8 @@ class TrainerGroup:
             _chain(begun, self._begun.set_result, self._begun)
 
     def call(self, method: str, *values: Any) -> Future[Any]:
-        """Return the first rank's result when all have returned. Raises ActorDied when one of them is gone. `state` is done when
-        the checkpoint is written, `tensors` are those of all ranks."""
+        """Return the first rank's result once all ranks have returned. Raises ActorDied if a rank is gone. `state` returns once
+        the checkpoint is written; `tensors` returns those of all ranks."""
         if self._begun.done():
             self._begun.result()
         outer: Future[Any] = Future()
@@ -51,12 +51,12 @@ class TrainerGroup:
         return outer
 
     def wait(self, method: str, *values: Any) -> Any:
-        """A call and its result."""
+        """Call a method and return its result."""
         self._begun.result()
         return self.call(method, *values).result()
 
     def kill(self) -> None:
-        """Ends all ranks at once."""
+        """End all ranks at once."""
         for member in self._members:
             member.kill()
 
@@ -70,8 +70,8 @@ class TrainerGroup:
 
 
 def together(futures: Sequence[Future[Any]], patience_s: float = HEARD_S) -> Future[list[Any]]:
-    """All results. Raises as soon as one rank is known to be dead; another failure, which may be the first sign of that, when all
-    have ended or `patience_s` later."""
+    """Return a future of all results. It raises as soon as a rank is known to be dead. Another failure may be the first sign of a
+    death, so it raises once all have ended or after `patience_s`."""
     outer: Future[list[Any]] = Future()
     lock, left, failed = threading.Lock(), len(futures), list[BaseException]()
 
@@ -107,7 +107,7 @@ def together(futures: Sequence[Future[Any]], patience_s: float = HEARD_S) -> Fut
 
 
 def _chain(inner: Future[Any], then: Callable[[Any], None], outer: Future[Any]) -> None:
-    """`then` with the result of `inner`; what it raised goes to `outer`."""
+    """Call `then` with the result of `inner`, or pass its exception to `outer`."""
 
     def done(future: Future[Any]) -> None:
         if (error := future.exception()) is not None:
@@ -119,5 +119,5 @@ def _chain(inner: Future[Any], then: Callable[[Any], None], outer: Future[Any]) 
 
 
 def _joined(found: list[tuple[int, dict[str, Any]]]) -> tuple[int, dict[str, Any]]:
-    """The version that all ranks stand at, and what each holds of it."""
+    """Return the common version of all ranks, and its parts from each."""
     return found[0][0], {name: tensor for _, tensors in found for name, tensor in tensors.items()}

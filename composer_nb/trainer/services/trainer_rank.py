@@ -1,7 +1,7 @@
-"""One rank of the trainer service, where that is many processes: the same service on a model that is cut over ranks.
+"""One rank of a trainer service of several processes: the same service on a model that is sharded over ranks.
 
-Ranks must do the same in the same order, while calls to their actors may overtake each other: what they do together carries a
-number, and each rank goes by it (`turn`).
+Ranks must do the same work in the same order, while calls to their actors may overtake each other. So collective calls are
+numbered, and each rank follows the numbers (`turn`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class TrainerRank(TrainerService):
-    """A rank of the trainer. It knows nothing until `meet`, of the first rank, and `begin` are called."""
+    """A rank of the trainer. It is uninitialized until `meet` (on the first rank) and `begin` are called."""
 
     def __init__(self, rank: int, run: Path, settings: Settings) -> None:
         self._rank, self._run, self._settings = rank, RunDir(run), settings
@@ -45,14 +45,14 @@ class TrainerRank(TrainerService):
         self._place: dist.Store | None = None
 
     def meet(self) -> str:
-        """The "host:port" at which the other ranks find this one."""
+        """Return the "host:port" at which the other ranks find this one."""
         local = self._settings.services.address.startswith(LOOPBACK) or not self._settings.services.address
         host = LOOPBACK if local else _own_address()
         self._place = place = meeting_place(host)
         return f"{host}:{place.port}"
 
     def turn(self, number: int, method: str, *values: Any) -> Any:
-        """Carries out a call of all ranks: the one with this number, from 0, once all before it have been."""
+        """Execute a call of all ranks with this number, from 0, after all calls with lower numbers."""
         with self._order:
             self._order.wait_for(lambda: self._next == number)
         try:
@@ -63,7 +63,7 @@ class TrainerRank(TrainerService):
                 self._order.notify_all()
 
     def begin(self, address: str) -> None:
-        """Joins the others, and stands where the newest checkpoint does, or at the start; publishes that."""
+        """Join the others, load the newest checkpoint or the start, and publish these weights."""
         s, run = self._settings, self._run.path
         set_up_process(s.seed, s.matmul)
         host, _, port = address.rpartition(":")
@@ -71,7 +71,7 @@ class TrainerRank(TrainerService):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         place = self._place or dist.TCPStore(host, int(port), is_master=False, timeout=PATIENCE)
         if s.mesh.device == "cuda":
-            torch.cuda.set_device(0)  # the one that Ray shows this process
+            torch.cuda.set_device(0)  # the only one that Ray shows to this process
         join(self._rank, s.trainers, place, s.mesh.device)
         self._ranks = team = Team(Mesh.of(s.mesh, s.trainers), s.mesh.device)
         model = self._load(team)
@@ -111,25 +111,25 @@ class TrainerRank(TrainerService):
         return self._hashed.result()
 
     def state(self) -> tuple[int, str]:
-        """Begins a checkpoint. Returns the steps done and its folder, which is complete when `saved` returns."""
+        """Begin a checkpoint. Return the number of steps and its folder, which is complete once `saved` returns."""
         self.saved()
         name = f"rl-{self.step:06d}.ranks"
-        if self._kept != self.step:  # else it is there, and may be what a resumed run goes on from
+        if self._kept != self.step:  # otherwise it exists, and a resumed run may have started from it
             self._kept = self.step
             self._saving = save(self._optimizer, self._run.path / "checkpoints" / name, self._aside[0])
         return self.step, name
 
     def saved(self) -> None:
-        """Waits until the checkpoint that was begun is written. Not in turn: the next batch is learnt meanwhile."""
+        """Wait until the checkpoint is written. This call is not numbered, because the next batch is learned meanwhile."""
         if self._saving is not None:
             self._saving.result()
 
     def _weights(self, version: int) -> Mapping[str, Tensor]:
-        return self._stored(version)  # a rank holds only its part
+        return self._stored(version)  # a rank has only its part
 
 
 def _own_address() -> str:
-    """This node's, as the other nodes of the cluster know it."""
+    """Return this node's address in the cluster."""
     import ray
 
     return str(ray.util.get_node_ip_address())
