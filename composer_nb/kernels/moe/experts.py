@@ -1,8 +1,7 @@
-"""The experts by torch alone, as fast as they get on a CPU: tokens grouped by expert, two grouped GEMMs with SwiGLU between,
-combine. Number formats and Triton are in `layer.py`.
+"""The experts in torch alone, optimized for a CPU: tokens grouped by expert, two grouped GEMMs with SwiGLU between, combine.
+Number formats and Triton are in `layer.py`.
 
-Dimensions: N tokens, D model width, E experts, K experts a token, M = N · K, P those rows with what fills them up, H expert
-width.
+Dimensions: N tokens, D model width, E experts, K experts per token, M = N · K rows, P rows with padding, H expert width.
 """
 
 from __future__ import annotations
@@ -18,16 +17,15 @@ from composer_nb.kernels.linear import HALF_IS_SLOW, grouped_mm
 from composer_nb.kernels.moe.swiglu import swiglu
 
 ALIGN = 32
-"""Rows of an expert are filled up to a multiple of this for bf16 on a CPU: its GEMM is made anew, in a millisecond, for every
-number of rows that it has not met lately."""
+"""For bf16 on a CPU, the rows of an expert are padded to a multiple of this: the GEMM is compiled again, in a millisecond, for
+every number of rows that is not cached."""
 
 
 def grouped_experts(x_ND: Tensor, experts_NK: Tensor, gates_NK: Tensor, w_in_EDF: Tensor, w_out_EHD: Tensor) -> Tensor:
-    """The experts' output, [N, D] in the dtype of `x_ND`. `w_in_EDF` holds gate and up side by side, F = 2H.
+    """Return the experts' output, [N, D] in the dtype of `x_ND`. `w_in_EDF` has gate and up side by side, F = 2H.
 
-    A token's K results are added up in the order of its experts, so that the order on record can matter, and nothing that
-    other tokens do can. Where rows are filled up to a multiple (`ALIGN`), those that are nobody's hold some token with gate 0:
-    they come out as zeros, and their gradients are zeros.
+    A token's K results are summed in the order of its experts, so that only their recorded order, and no other token, affects the
+    sum. Padding rows (`ALIGN`) contain some token with gate 0: their results and gradients are zero.
     """
     chosen = experts_NK.shape[1]
     experts_M = experts_NK.reshape(-1)
@@ -49,7 +47,7 @@ def grouped_experts(x_ND: Tensor, experts_NK: Tensor, gates_NK: Tensor, w_in_EDF
 
 
 def _gathered_sum(x_PD: Tensor, place_NK: Tensor) -> Tensor:
-    """[N, D]: each token's K rows added up, in order."""
+    """Return [N, D], the sum of each token's K rows, in order."""
     if x_PD.dtype == torch.float32 and x_PD.device.type == "cpu":
         out_ND = x_PD.new_empty(len(place_NK), x_PD.shape[1])
         _add_up(x_PD.detach().contiguous().numpy(), place_NK.numpy(), out_ND.numpy())
@@ -68,8 +66,8 @@ def _add_up(x, place, out):  # type: ignore[no-untyped-def]
 
 
 class _Dispatch(torch.autograd.Function):
-    """A row of its token for each choice. Both this and `_Combine` know where each row goes, so neither adds into memory that
-    others add into, and the order of sums is that of the choices."""
+    """Copy a token's row for each of its choices. Both this and `_Combine` know the place of each row, so neither needs atomic
+    sums, and the order of sums is that of the choices."""
 
     @staticmethod
     def forward(ctx: Any, x_ND: Tensor, token_P: Tensor, place_NK: Tensor) -> Tensor:

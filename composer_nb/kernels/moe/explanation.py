@@ -1,6 +1,6 @@
-"""Explanation of a recipe on a device: back end, formats and instructions, and the reason.
+"""Explanation of a recipe on a device: back end, formats, instructions, and the reason.
 
-Its claims are checked: the ahead-of-time gate looks for the patterns of `INSTRUCTIONS` in the compiled kernels.
+The claims are checked: the ahead-of-time gate searches the compiled kernels for the patterns of `INSTRUCTIONS`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ INSTRUCTIONS: dict[tuple[Format | None, int], tuple[str, str]] = {
     ),
     ("nvfp4", 100): ("block-scaled tcgen05.mma (mxf4nvf4)", r"kind::mxf4nvf4\.block_scale"),
 }
-"""Instructions of the products by format and architecture, and the pattern in the compiled text."""
+"""Instructions of the products, by format and architecture, and their pattern in the compiled text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Back end, formats and instructions of a recipe. `str` gives a few lines to read."""
+    """Back end, formats and instructions of a recipe. `str` returns a short text."""
 
     backend: BackendName
     device: str
@@ -55,7 +55,7 @@ class Explanation:
 
 
 def architecture(device: torch.device) -> int:
-    """90, 100, …; 0 where nothing is compiled."""
+    """Return the architecture: 90, 100, …; 0 if nothing is compiled for the device."""
     if device.type != "cuda":
         return 0
     major, minor = torch.cuda.get_device_capability(device)
@@ -65,10 +65,10 @@ def architecture(device: torch.device) -> int:
 def explain(
     recipe: str | Recipe = "bf16", *, device: torch.device | str | None = None, backend: str | None = None
 ) -> Explanation:
-    """Return the back end, formats and instructions that `moe` would use, and why; `device` is a GPU if there is one, else the
-    CPU.
+    """Return the back end, formats and instructions that `moe` would use, and why. `device`: by default a GPU if there is one,
+    else the CPU.
 
-    Raises ValueError as `moe` would, for an unknown recipe or a back end that cannot run, and for a device that is not here."""
+    Raises ValueError, as `moe` does, for an unknown recipe or a back end that cannot run, and for a missing device."""
     chosen = as_recipe(recipe)
     where = _here(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     name, why = choose(where, backend)

@@ -3,13 +3,13 @@
     product   c[m] = a[row m] · b[expert of m]ᵀ     forward, and with the transposed weight the gradient of the rows
     outer     dw[e] = Σ over rows of e of g ⊗ x     gradient of the weights
 
-`product` is persistent: as many programs as the GPU has multiprocessors, each of which works out from the experts' ends, in
-device memory, which tiles are its own. Within an expert they go in groups of GROUP tiles of rows, so that the programs that run
-side by side cover a square of its output and share what they read in L2 (Cursor's supergroups, cursor.com/blog/kernels).
-Rows can be gathered through an index, so tokens are never copied for their experts. No sum is split, and the shape of a tile
-never depends on how many rows there are: a row's result does not depend on what is beside it.
+`product` is persistent: it runs one program per multiprocessor of the GPU, and each computes its tiles from the experts' ends in
+device memory. Within an expert, tiles are visited in groups of GROUP tiles of rows, so that concurrent programs cover a square of
+the output and share their reads in L2 (Cursor's supergroups, cursor.com/blog/kernels). Rows can be gathered through an index, so
+tokens are never copied for their experts. No sum is split, and the shape of a tile does not depend on the number of rows, so the
+result of a row does not depend on other rows.
 
-Dimensions: M rows sorted by expert, A the width that is summed over, B output width, E experts.
+Dimensions: M rows sorted by expert, A the width of the sum, B output width, E experts.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from composer_nb.kernels.moe.plain import Plan
 from composer_nb.kernels.triton_runtime import interpreting
 
 INTERPRETED_PROGRAMS = 3
-"""Programs in the interpreter: few, so that each has several tiles."""
+"""Number of programs in the interpreter, small so that each has several tiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
-    """Shape of a tile, and how it is compiled."""
+    """Shape of a tile, and its compilation options."""
 
     m: int = 128
     n: int = 256
@@ -46,7 +46,7 @@ INTERPRETED = Tiles(m=32, n=64, k=64, group=2)
 
 
 def tiles(dtype: torch.dtype) -> Tiles:
-    """One shape a dtype: were it chosen by the number of rows, results would depend on that number."""
+    """Return the tiles of a dtype. A choice by the number of rows would make results depend on that number."""
     if interpreting():
         return INTERPRETED
     return Tiles(n=64, k=32) if dtype == torch.float32 else Tiles()
@@ -62,7 +62,7 @@ def programs(device: torch.device) -> int:
 
 @triton.jit
 def tile_table(ends, E: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return for each expert its first row, end, tiles of rows, and all tiles up to its last."""
+    """Return, for each expert, its first row, its end, its number of row tiles, and the number of tiles up to its last."""
     e = tl.arange(0, BE)
     end = tl.load(ends + e, mask=e < E, other=0)
     begin = tl.load(ends + e - 1, mask=(e > 0) & (e < E), other=0)
@@ -75,7 +75,7 @@ def find_tile(  # type: ignore[no-untyped-def]
     t, begin, end, down, through, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Expert, first row, end of the expert's rows, and first column of tile t."""
+    """Return the expert, first row, end of the expert's rows, and first column of tile t."""
     across: tl.constexpr = (N + BN - 1) // BN
     expert = tl.sum((through <= t).to(tl.int32), 0)
     mine = tl.arange(0, BE) == expert
@@ -120,8 +120,8 @@ def product_tma_kernel(  # type: ignore[no-untyped-def]
     a, b, c, ends, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply rows that lie side by side with weights [E · B, A]; the tensor memory accelerator loads the tiles. One that
-    reaches over an expert's end brings rows of the next one, which are not stored."""
+    """Multiply contiguous rows with weights [E · B, A]; the tensor memory accelerator loads the tiles. A tile that crosses the
+    end of an expert contains rows of the next one, whose results are not stored."""
     begin, end, down, through = tile_table(ends, E, BE, N, BM, BN)
     for t in tl.range(tl.program_id(0), tl.max(through, 0), tl.num_programs(0)):
         expert, m0, last, n0 = find_tile(t, begin, end, down, through, N, BM, BN, BE, GROUP)
@@ -136,7 +136,7 @@ def product_tma_kernel(  # type: ignore[no-untyped-def]
 
 
 def product(a_RA: Tensor, b_EBA: Tensor, plan: Plan, *, gather: bool, dtype: torch.dtype) -> Tensor:
-    """[M, B] in `dtype`; see `plain.PlainSteps.product`. `a_RA` is contiguous along A, `b_EBA` along A or B."""
+    """Return [M, B] in `dtype`; see `plain.PlainSteps.product`. `a_RA` is contiguous along A, and `b_EBA` along A or B."""
     experts, width, depth = b_EBA.shape
     shape = tiles(a_RA.dtype)
     c_MB = a_RA.new_empty(len(plan.token_M), width, dtype=dtype)
@@ -157,7 +157,7 @@ def product(a_RA: Tensor, b_EBA: Tensor, plan: Plan, *, gather: bool, dtype: tor
 
 
 def _tma_fits(a_RA: Tensor, b_EBA: Tensor, shape: Tiles) -> bool:
-    """Rows of whole 16 bytes, weights side by side, and no tile that is cut along the sum."""
+    """Return whether rows are multiples of 16 bytes, weights are contiguous, and tiles divide the width of the sum."""
     depth = a_RA.shape[1]
     whole = depth % shape.k == 0 and depth * a_RA.itemsize % 16 == 0
     return whole and a_RA.is_contiguous() and b_EBA.is_contiguous()
@@ -169,7 +169,7 @@ def outer_kernel(  # type: ignore[no-untyped-def]
     N: tl.constexpr, K: tl.constexpr, GATHER_G: tl.constexpr, GATHER_X: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one expert's gradient. Tiles of an expert are walked in squares too."""
+    """Compute one tile of one expert's gradient. The tiles of an expert are visited in squares, too."""
     across_n: tl.constexpr = (N + BN - 1) // BN
     across_k: tl.constexpr = (K + BK - 1) // BK
     tile, expert = tl.program_id(0), tl.program_id(1)
@@ -191,7 +191,7 @@ def outer_kernel(  # type: ignore[no-untyped-def]
 
 
 def outer(g: Tensor, x: Tensor, plan: Plan, *, gather_g: bool, gather_x: bool, like: Tensor) -> Tensor:
-    """[E, B, A] in the layout of `like`; see `plain.PlainSteps.outer`."""
+    """Return [E, B, A] in the layout of `like`; see `plain.PlainSteps.outer`."""
     experts, width, depth = like.shape
     shape = tiles(g.dtype)
     dw_EBA = torch.empty_like(like)

@@ -1,16 +1,16 @@
-"""The mixture-of-experts layer: `moe` from router logits, `experts` from experts and gates that are chosen already.
+"""The mixture-of-experts layer: `moe` from router logits, `experts` from given experts and gates.
 
-One autograd function goes through the steps of a back end (`plain.py`: torch, `triton_steps.py`: Triton) in the formats of a
-recipe. The default, unquantised by torch, is `experts.py`, which is faster on a CPU.
+One autograd function runs the steps of a back end (`plain.py`: torch, `triton_steps.py`: Triton) in the formats of a recipe. The
+default, unquantized in torch, is `experts.py`, which is faster on a CPU.
 
     h   = x[token] · W_gate_upᵀ        [M, F]      rows sorted by expert, never copied: the product gathers them
     act = silu(h₁) · h₂ · gate         [M, I]
     y   = Σ over a token's choices of act · W_downᵀ    [N, D]
 
-The gate is folded in before the second product. So its gradient is an inner product of what the backward pass has anyway, and
-the rows of y are not kept for it (SonicMoE, arXiv 2512.14080).
+The gate is applied before the second product. So its gradient is an inner product of tensors that the backward pass has anyway,
+and the rows of y need not be kept (SonicMoE, arXiv 2512.14080).
 
-Dimensions: N tokens, D model width, E experts, K experts a token, M = N · K, I expert width, F = 2I.
+Dimensions: N tokens, D model width, E experts, K experts per token, M = N · K, I expert width, F = 2I.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def moe(
     recipe: str | Recipe = "bf16",
     backend: str | None = None,
 ) -> Tensor:
-    """[..., D] in the dtype of x: each token through the k experts with the largest logits, weighed by a softmax over these.
+    """Return [..., D] in the dtype of x: the outputs of the k experts with the largest logits, weighted by a softmax over these.
 
-    x [..., D], router_logits [..., E], w_gate_up [E, 2I, D] (gate above up) and w_down [E, D, I], the shapes that `transformers`'
-    experts have. Of equal logits the expert of the lower number is chosen. Gradients reach all four. `recipe`: `recipes.py`;
-    `backend`: `triton_runtime.choose`; `explain` says what the two come to.
+    The arguments are x [..., D], router_logits [..., E], w_gate_up [E, 2I, D] (gate above up) and w_down [E, D, I], the shapes of
+    the experts in `transformers`. Of equal logits, the one with the lower index is chosen. All four have gradients. `recipe`: see
+    `recipes.py`; `backend`: see `triton_runtime.choose`; `explain` describes their effect.
 
-    Raises ValueError that names the argument for shapes, dtypes or devices that do not fit, widths that a format's blocks do not
-    divide, an unknown recipe or back end, and a GPU that the kernels are not for.
+    Raises ValueError, which names the argument, for shapes, dtypes or devices that do not fit, widths that a format's blocks do
+    not divide, an unknown recipe or back end, and an unsupported GPU.
     """
     chosen = as_recipe(recipe)
     name = _backend(x, backend)
@@ -70,8 +70,7 @@ def experts(
     recipe: str | Recipe = "bf16",
     backend: str | None = None,
 ) -> Tensor:
-    """[N, D] in the dtype of `x_ND`, by experts [N, K] (int64) and gates [N, K] that are given. Raises ValueError as
-    `moe` does."""
+    """Return [N, D] in the dtype of `x_ND`, for given experts [N, K] (int64) and gates [N, K]. Raises ValueError as `moe`."""
     chosen = as_recipe(recipe)
     name = _backend(x_ND, backend)
     _check_widths(w_up_EFD, w_down_EDI, chosen)
@@ -82,11 +81,11 @@ def experts(
 
 
 def grouped_mm(a: Tensor, b: Tensor, offs: Tensor, backend: str | None = None) -> Tensor:
-    """[M, B] in the dtype of a: rows of a [M, A] up to offs[0] times b[0], the next ones up to offs[1] times b[1], and so on.
+    """Return [M, B] in the dtype of a: rows of a [M, A] up to offs[0] times b[0], the next up to offs[1] times b[1], and so on.
 
-    b [E, A, B] of the dtype of a, offs int32 [E], the ends, of which the last is M; a group may be empty. Gradients reach a
-    and b. As torch's own `grouped_mm`, by any back end and for any widths. Raises ValueError that names what does not fit;
-    what offs hold is looked at on a CPU only: a GPU would have to be waited for.
+    b [E, A, B] has the dtype of a. offs, int32 [E], are the ends of the groups, and the last is M; a group may be empty. a and b
+    have gradients. This is torch's `grouped_mm` for every back end and all widths. Raises ValueError, which names the argument
+    that does not fit. The values of offs are checked on a CPU only, to avoid a wait for the GPU.
     """
     if a.dim() != 2 or b.dim() != 3 or a.shape[1] != b.shape[1]:
         raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)}: must be [M, A] and [E, A, B]")
@@ -122,13 +121,13 @@ class _GroupedMm(torch.autograd.Function):
 
 
 def _of_rows(a_MA: Tensor, ends_E: Tensor) -> Plan:
-    """A plan for rows that are sorted already: each is its own token."""
+    """Return a plan for sorted rows: each is its own token."""
     row_M = torch.arange(len(a_MA), dtype=torch.int32, device=a_MA.device)
     return Plan(ends_E, row_M, row_M, row_M[:, None])
 
 
 def _backend(x: Tensor, backend: str | None) -> BackendName:
-    """Return the back end that `choose` names; torch for float64, which only references need."""
+    """Return the back end from `choose`, or torch for float64, which only references need."""
     name, _ = choose(x.device, backend)
     if name == "triton" and x.dtype == torch.float64:
         if backend == "triton":
@@ -189,7 +188,7 @@ def _require(fits: bool, message: str) -> None:
 
 
 def _check(x: Tensor, logits: Tensor, w_gate_up: Tensor, w_down: Tensor, k: int) -> None:
-    """Raise ValueError that names the argument that does not fit."""
+    """Raise ValueError, which names the argument, if one does not fit."""
     _require(x.dtype in DTYPES, f"x is {x.dtype}: must be float32, bfloat16 or float64")
     weights = {"w_gate_up": w_gate_up, "w_down": w_down}
     for name, tensor in weights.items():
@@ -215,7 +214,7 @@ def _check(x: Tensor, logits: Tensor, w_gate_up: Tensor, w_down: Tensor, k: int)
 
 
 def _check_widths(w_up_EFD: Tensor, w_down_EDI: Tensor, recipe: Recipe) -> None:
-    """The blocks of a format must divide the widths that products sum over."""
+    """Raise ValueError unless the blocks of the formats divide the widths of the sums."""
     for name, width in (("D", w_up_EFD.shape[2]), ("I", w_down_EDI.shape[2])):
         if width % recipe.multiple:
             raise ValueError(f"recipe={recipe.name!r} has blocks: {name} = {width} is no multiple of {recipe.multiple}")

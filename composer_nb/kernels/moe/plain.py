@@ -1,8 +1,8 @@
-"""The steps of an expert layer in plain torch, on any device: the oracle of the kernels in Triton (`triton_steps.py`), and the
+"""The steps of an expert layer in plain torch, on any device: the reference for the Triton kernels (`triton_steps.py`), and the
 back end that emulates number formats. The docstring of each step specifies its kernel.
 
-Dimensions: N tokens, K experts a token, M = N · K rows sorted by expert, D model width, I expert width, F = 2I, E experts;
-A the width that a product sums over, B its output width.
+Dimensions: N tokens, K experts per token, M = N · K rows sorted by expert, D model width, I expert width, F = 2I, E experts;
+A the width of a product's sum, B its output width.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from composer_nb.kernels.moe.routing import choose_experts
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """The rows of N tokens' K choices: those of one expert side by side, in the order of tokens. All int32. It is made,
-    and used, without the host having to know how many rows an expert has."""
+    """The rows of N tokens' K choices, sorted by expert, then by token. All tensors are int32. The host never needs the number of
+    rows of an expert."""
 
     ends_E: Tensor
-    """Expert e has the rows from ends_E[e − 1] up to ends_E[e]."""
+    """Expert e has the rows from ends_E[e − 1] to ends_E[e] − 1."""
     token_M: Tensor
     """Token of each row."""
     slot_M: Tensor
@@ -37,14 +37,14 @@ class PlainSteps:
     """The steps of a back end for `layer.py`."""
 
     backend: str | None = None
-    """Back end that quantises."""
+    """Back end for quantization."""
 
     def choose(self, logits_NE: Tensor, k: int) -> Tensor:
         """Return int64 [N, K]; see `routing.choose_experts`."""
         return choose_experts(logits_NE, k)
 
     def plan(self, experts_NK: Tensor, experts: int) -> Plan:
-        """Return the plan of the experts chosen."""
+        """Return the plan of the chosen experts."""
         flat_M = experts_NK.reshape(-1)
         slot_M = torch.argsort(flat_M, stable=True)
         row_NK = torch.empty_like(slot_M).scatter_(0, slot_M, torch.arange(len(slot_M), device=slot_M.device))
@@ -53,24 +53,24 @@ class PlainSteps:
         return Plan(*(each.to(torch.int32) for each in whole))
 
     def rows(self, x_RK: Tensor, format: Format | None) -> Operand:
-        """Quantise each row by itself."""
+        """Quantize each row by itself."""
         return quantise_rows(x_RK, format, self.backend)
 
     def weights(self, w_EBA: Tensor, format: Format | None) -> Operand:
-        """Quantise along the last dimension."""
+        """Quantize along the last dimension."""
         return quantise_weights(w_EBA, format, self.backend)
 
     def product(self, x: Operand, w: Operand, plan: Plan, *, gather: bool, dtype: torch.dtype) -> Tensor:
-        """Return [M, B]: each row times the transposed weight [B, A] of its expert, summed in float32. With `gather`, x has a row
-        per token."""
+        """Return [M, B]: each row times the transposed weight [B, A] of its expert, summed in float32. With `gather`, x has one
+        row per token."""
         wide = torch.promote_types(dtype, torch.float32)
         x_RA, w_EBA = as_numbers(x, wide), as_numbers(w, wide)
         x_MA = x_RA.index_select(0, plan.token_M) if gather else x_RA
         return grouped_mm(x_MA, w_EBA.transpose(1, 2), plan.ends_E).to(dtype)
 
     def outer(self, g: Tensor, x: Tensor, plan: Plan, *, gather_g: bool, gather_x: bool, like: Tensor) -> Tensor:
-        """Return [E, B, A] in the layout of `like`: for each expert Σ over its rows of g [B] ⊗ x [A]. With `gather_…`, a row per
-        token."""
+        """Return [E, B, A] in the layout of `like`: for each expert, Σ over its rows of g [B] ⊗ x [A]. With `gather_…`, g or x
+        has one row per token."""
         g_MB = g.index_select(0, plan.token_M) if gather_g else g
         x_MA = x.index_select(0, plan.token_M) if gather_x else x
         out_EBA = torch.empty_like(like)
@@ -81,7 +81,7 @@ class PlainSteps:
         return out_EBA
 
     def swiglu(self, h_MF: Tensor, gate_M: Tensor, format: Format | None) -> Operand:
-        """Return silu(h[:, :I]) · h[:, I:] · gate, computed in float32, rounded to the dtype of h, quantised."""
+        """Return silu(h[:, :I]) · h[:, I:] · gate, computed in float32, rounded to the dtype of h, and quantized."""
         wide = torch.promote_types(h_MF.dtype, torch.float32)
         a_MI, b_MI = h_MF.to(wide).chunk(2, dim=-1)
         act_MI = a_MI * a_MI.sigmoid() * b_MI * gate_M.to(wide)[:, None]
@@ -90,8 +90,8 @@ class PlainSteps:
     def swiglu_backward(
         self, d_MI: Tensor, h_MF: Tensor, gate_M: Tensor, format: Format | None
     ) -> tuple[Tensor, Operand, Tensor, Tensor]:
-        """Return dh [M, F] as it is and quantised, the activation [M, I] again, and the gradient of the gates [M] in float32.
-        That gradient is the inner product of d and the activation without its gate, so the down projection's output need not be
+        """Return dh [M, F] unquantized and quantized, the activation [M, I], and the gradient of the gates [M] in float32. This
+        gradient is the inner product of d and the activation without its gate, so the down projection's output need not be
         kept."""
         wide = torch.promote_types(h_MF.dtype, torch.float32)
         d, gate = d_MI.to(wide), gate_M.to(wide)[:, None]
@@ -104,7 +104,7 @@ class PlainSteps:
         return dh_MF, quantise_rows(dh_MF, format), (act_MI * gate).to(h_MF.dtype), dgate_M
 
     def combine(self, y_MD: Tensor, plan: Plan) -> Tensor:
-        """Return [N, D]: the sum of each token's K rows in the order of its choices, in float32."""
+        """Return [N, D], the sum of each token's K rows in the order of its choices, in float32."""
         wide = torch.promote_types(y_MD.dtype, torch.float32)
         out_ND = y_MD[plan.row_NK[:, 0]].to(wide)
         for place in range(1, plan.row_NK.shape[1]):

@@ -1,4 +1,4 @@
-"""Recipes: which number format each product of the experts reads its operands in.
+"""Recipes: the number formats of the operands in each product of the experts.
 
                   forward                            gradients of inputs          gradients of weights
     bf16          as they are (bf16, float32, …)     as they are                  as they are
@@ -6,12 +6,12 @@
     fp8_block128  e4m3, a power of two per 128       the same                     as they are
     nvfp4         e2m1, e4m3 per 16, fp32 a row      mxfp8                        as they are
 
-mxfp8 is Cursor's recipe (scales rounded up), nvfp4 that of Composer 2's RL (technical report §6.1: NVFP4 forward to match
-inference, MXFP8 backward); fp8_block128 is what Hopper's tensor cores can do fast, and its numbers are valid MXFP8. Gradients of
-weights sum over tokens, along which blocks would cross from one expert to the next; they are left in high precision, as torchao
-has it (`wgrad_with_hp`), on the operands as they were before they were quantised. Quantisation itself has gradient 1.
+mxfp8 is Cursor's recipe (scales rounded up). nvfp4 is the recipe of Composer 2's RL (technical report §6.1: NVFP4 forward to
+match inference, MXFP8 backward). fp8_block128 is fast on Hopper's tensor cores, and its numbers are valid MXFP8. Gradients of
+weights sum over tokens, along which blocks would cross from one expert to the next. They are computed in high precision from the
+unquantized operands, as in torchao (`wgrad_with_hp`). Quantization itself has gradient 1.
 
-Weights are quantised along the dimension that a product sums over: once for the forward and once, transposed, for the backward.
+Weights are quantized along the dimension of a product's sum: once for the forward and once, transposed, for the backward.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from torch import Tensor
 from composer_nb.kernels.formats.microscaling import MXTensor, NVFP4Tensor, mx_quantize, nvfp4_quantize
 
 Format = Literal["mxfp8", "fp8_block128", "nvfp4", "nvfp4_tensor"]
-"""Number format of one operand. nvfp4_tensor shares the float32 scale among all tokens, as NVIDIA's does: kept to show what
-that breaks."""
+"""Number format of one operand. nvfp4_tensor shares the float32 scale among all tokens, as NVIDIA's does; it exists to show the
+consequences."""
 
 RecipeName = Literal["bf16", "mxfp8", "fp8_block128", "nvfp4"]
 
 Operand = Tensor | MXTensor | NVFP4Tensor
 
 MULTIPLE: dict[Format, int] = {"mxfp8": 32, "fp8_block128": 128, "nvfp4": 32, "nvfp4_tensor": 32}
-"""Divisor of the widths of a layer."""
+"""Required divisor of the widths of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """None: the operands as they are, in their own dtype."""
+    """Formats of the operands; None: not quantized, in their own dtype."""
 
     name: str
     forward: Format | None = None
@@ -58,7 +58,7 @@ RECIPES: dict[RecipeName, Recipe] = {
 
 
 def as_recipe(recipe: str | Recipe) -> Recipe:
-    """Return the recipe of a name. Raises ValueError for a name that is not in `RECIPES`."""
+    """Return a recipe by name. Raises ValueError for a name that is not in `RECIPES`."""
     if isinstance(recipe, Recipe):
         return recipe
     found = next((known for name, known in RECIPES.items() if name == recipe), None)
@@ -68,7 +68,7 @@ def as_recipe(recipe: str | Recipe) -> Recipe:
 
 
 def quantise_rows(x_RK: Tensor, format: Format | None, backend: str | None = None) -> Operand:
-    """Activations or gradients, blocks along the last dimension, scales a row's own."""
+    """Quantize activations or gradients in blocks along the last dimension, with separate scales for each row."""
     if format is None:
         return x_RK
     if format in ("nvfp4", "nvfp4_tensor"):
@@ -77,7 +77,7 @@ def quantise_rows(x_RK: Tensor, format: Format | None, backend: str | None = Non
 
 
 def quantise_weights(w_EBA: Tensor, format: Format | None, backend: str | None = None) -> Operand:
-    """Weights [E, out, in]: as rows, but in squares where blocks are of 128 (both orientations are then the same numbers)."""
+    """Quantize weights [E, out, in] like rows, but blocks of 128 are squares, so that both orientations have the same numbers."""
     if format is None:
         return w_EBA
     if format == "fp8_block128":
@@ -86,5 +86,5 @@ def quantise_weights(w_EBA: Tensor, format: Format | None, backend: str | None =
 
 
 def as_numbers(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """Return what is multiplied: a tensor as it is, a quantised one in `dtype`."""
+    """Return the numbers to multiply: a tensor unchanged, or a quantized operand in `dtype`."""
     return operand if isinstance(operand, Tensor) else operand.dequantize(dtype)

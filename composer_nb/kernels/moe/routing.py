@@ -1,6 +1,6 @@
-"""Routing of tokens to experts: the router's choice, its replay, and how evenly it loads the experts.
+"""Routing of tokens to experts: the router's choice, its replay, and the balance of the load on experts.
 
-Dimensions: N tokens, D model width, E experts, K experts a token, L MoE layers.
+Dimensions: N tokens, D model width, E experts, K experts per token, L MoE layers.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from composer_nb.kernels.compiled import compiled
 from composer_nb.kernels.linear import linear
 
 Level = Literal["ids", "ids+order", "weights"]
-"""The part of recorded routes that is replayed: the set of experts (in the order of the live scores), their order too, or also
-their gates, through which then no gradient reaches the router."""
+"""The replayed part of recorded routes: the set of experts (in the order of the live scores), also their order, or also their
+gates, through which no gradient reaches the router."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Rule by which a router chooses. `chosen` is K."""
+    """The rule of a router's choice. `chosen` is K."""
 
     chosen: int
     sigmoid: bool = False
-    """Scores are sigmoids instead of a softmax (DeepSeek-V3, arXiv 2412.19437, eq. 13 to 16)."""
+    """Whether scores are sigmoids instead of a softmax (DeepSeek-V3, arXiv 2412.19437, eq. 13 to 16)."""
     groups: int = 1
     kept_groups: int = 1
-    """Experts are chosen from the so many groups whose two best add up to most."""
+    """Number of groups from which experts are chosen: those with the largest sums of their two best scores."""
     scale: float = 1.0
     """Factor of all gates."""
     normalised: bool = True
-    """Divide softmax gates by a token's sum; sigmoid gates always are."""
+    """Whether softmax gates are divided by a token's sum; sigmoid gates always are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """Routes to use in place of the router's own. [N, L, K] for a model, [N, K] for one layer (`layer`)."""
+    """Routes to use instead of the router's own: [N, L, K] for a model, [N, K] for one layer (`layer`)."""
 
     experts: Tensor
-    """int64, in the order in which they were chosen."""
+    """int64, in the order of choice."""
     level: Level = "ids+order"
     gates: Tensor | None = None
-    """float32; needed at level `weights`."""
+    """float32; required at level `weights`."""
     valid_N: Tensor | None = None
-    """bool; a token that is not valid takes the router's own experts. None: all are."""
+    """bool; an invalid token uses the router's own experts. None: all tokens are valid."""
     plausible: float = 0.0
-    """Replayed experts whose live score is below this times the lowest of the router's own K are replaced by the best of its
-    own that are not among those kept (Composer 2 technical report, §6.2, which leaves the rule open; docs/replay.md)."""
+    """Replayed experts whose live score is below this times the lowest score of the router's own K are replaced by its best ones
+    that are not kept (Composer 2 technical report, §6.2, which leaves the rule open; docs/replay.md)."""
 
     def take(self, own_N: Tensor) -> Replay:
-        """Return the routes of some tokens."""
+        """Return the routes of a selection of tokens."""
         gates, valid_N = (None if x is None else x[own_N] for x in (self.gates, self.valid_N))
         return replace(self, experts=self.experts[own_N], gates=gates, valid_N=valid_N)
 
@@ -67,28 +67,28 @@ class Routing:
     """A router's decisions for N tokens."""
 
     experts_NK: Tensor
-    """int64, in order of falling score (or in the replayed order)."""
+    """int64, by falling score or in the replayed order."""
     gates_NK: Tensor
     """float32 or wider; gradients flow through it to the router."""
     margin_N: Tensor
-    """Score of the K-th expert minus that of the next, the distance to a flip."""
+    """Score of the K-th expert minus that of the next: the distance to a flip."""
     probs_NE: Tensor
-    """float32 or wider; how a token is shared among all experts: the softmax, or sigmoids over their sum."""
+    """float32 or wider; distribution of a token over all experts: the softmax, or sigmoids divided by their sum."""
     own_NK: Tensor
-    """int64; what the router would have chosen itself. The same as `experts_NK` where nothing is replayed."""
+    """int64; the router's own choice, equal to `experts_NK` without replay."""
     implausible_NK: Tensor | None = None
-    """bool; replayed experts that were replaced. None where nothing is filtered."""
+    """bool; mask of replayed experts that were replaced. None without a filter."""
 
 
 def route(
     x_ND: Tensor, router_ED: Tensor, rule: Rule, bias_E: Tensor | None = None, replay: Replay | None = None
 ) -> Routing:
-    """Scores of all experts, the choice of K, and gates.
+    """Compute the scores of all experts, choose K of them, and compute their gates.
 
-    softmax: as Qwen3-MoE's; gates are the chosen experts' shares of their sum. sigmoid: as DeepSeek-V3's; `bias_E` moves the
-    choice and no gate. Scores are computed in the dtype of `router_ED`, whatever that of `x_ND` is; what follows is float32, or
-    float64 where that is. With `replay` the experts are those given while the gates come from the live scores (but at level
-    `weights`), so that the router learns (R3, arXiv 2510.11370). Raises ValueError where routes do not fit the tokens.
+    softmax: as in Qwen3-MoE; gates are the chosen experts' shares of their sum. sigmoid: as in DeepSeek-V3; `bias_E` affects the
+    choice but no gate. Scores are computed in the dtype of `router_ED`, whatever that of `x_ND`; the rest is float32, or float64
+    if the scores are. With `replay`, the experts are given, while the gates come from the live scores (except at level
+    `weights`), so that the router learns (R3, arXiv 2510.11370). Raises ValueError for routes that do not fit the tokens.
     """
     logits_NE = linear(x_ND.to(router_ED.dtype), router_ED)
     logits_NE = logits_NE.to(torch.promote_types(logits_NE.dtype, torch.float32))
@@ -106,8 +106,8 @@ def route(
         chosen_NK = score_NE.gather(1, experts_NK)
         gates_NK = chosen_NK / (chosen_NK.sum(-1, keepdim=True) + 1e-20)
     elif rule.normalised:
-        # A softmax over the chosen logits equals dividing their probabilities by their sum, but stays finite if replayed
-        # experts have lost all of theirs.
+        # A softmax over the chosen logits equals dividing their probabilities by their sum, but stays finite if the
+        # probabilities of replayed experts vanish.
         gates_NK = logits_NE.gather(1, experts_NK).softmax(-1)
     else:
         gates_NK = score_NE.gather(1, experts_NK)
@@ -118,7 +118,7 @@ def route(
 
 
 def _choose(choice_NE: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-    """The K best experts, best first, and the distance to the next one."""
+    """Return the K best experts, best first, and the margin to the next one."""
     k, experts = rule.chosen, choice_NE.shape[1]
     if rule.groups > rule.kept_groups:
         grouped_NGE = choice_NE.unflatten(1, (rule.groups, -1))
@@ -130,12 +130,12 @@ def _choose(choice_NE: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     score_NK = choice_NE.gather(1, top_NK)
     last_N = score_NK[:, k - 1]
     margin_N = last_N - score_NK[:, k] if k < experts else last_N
-    return top_NK[:, :k], margin_N.clamp_max(1.0)  # no other expert was left where the next is -inf
+    return top_NK[:, :k], margin_N.clamp_max(1.0)  # the next is -inf if no other expert is left
 
 
 def _best(score_NE: Tensor, count: int) -> Tensor:
-    """int64 [N, count]: the largest, largest first; in float32 on a CPU equal ones in the order of their numbers, as in the
-    engine."""
+    """Return the indices, int64 [N, count], of the largest scores, largest first. In float32 on a CPU, equal scores are in the
+    order of their indices, as in the engine."""
     if score_NE.dtype != torch.float32 or score_NE.device.type != "cpu":
         return score_NE.topk(count, dim=-1).indices
     best_NK = score_NE.new_empty(len(score_NE), count, dtype=torch.int64)
@@ -164,8 +164,8 @@ def _fill_best(score, best):  # type: ignore[no-untyped-def]
 
 
 def choose_experts(logits_NE: Tensor, k: int) -> Tensor:
-    """int64 [N, K]: the k largest, largest first, of equal ones the lower number first, which torch's `topk` leaves open; NaN
-    counts as larger than all. In float32."""
+    """Return the indices, int64 [N, K], of the k largest logits in float32, largest first. Of equal ones the lower index comes
+    first, which torch's `topk` does not guarantee; NaN counts as the largest."""
     value_NE = logits_NE.float() + 0.0  # no negative zeros
     bits_NE = value_NE.contiguous().view(torch.int32)
     order_NE = torch.where(value_NE.isnan(), 0x7FFFFFFF, bits_NE ^ ((bits_NE >> 31) & 0x7FFFFFFF))
@@ -176,7 +176,7 @@ def choose_experts(logits_NE: Tensor, k: int) -> Tensor:
 
 
 def _replayed(replay: Replay, own_NK: Tensor, score_NE: Tensor, choice_NE: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Experts to use, and which of the given ones were replaced because the live router finds them implausible."""
+    """Return the experts to use, and a mask of the given ones that were replaced as implausible by the live router."""
     experts_NK = replay.experts
     if experts_NK.shape != own_NK.shape:
         raise ValueError(f"replayed routes are {tuple(experts_NK.shape)}, the tokens need {tuple(own_NK.shape)}")
@@ -194,7 +194,7 @@ def _replayed(replay: Replay, own_NK: Tensor, score_NE: Tensor, choice_NE: Tenso
 
 
 def _fill(experts_NK: Tensor, gone_NK: Tensor, own_NK: Tensor) -> Tensor:
-    """`experts_NK` with those that are gone replaced, place by place, by the router's own that are not there yet, best first."""
+    """Return `experts_NK` with those in `gone_NK` replaced, place by place, by the router's own unused experts, best first."""
     kept_NK = experts_NK.masked_fill(gone_NK, -1)
     there_NK = (own_NK[:, :, None] == kept_NK[:, None, :]).any(-1)
     spare_NK = own_NK.gather(1, there_NK.to(torch.uint8).argsort(stable=True, dim=-1))
@@ -203,7 +203,7 @@ def _fill(experts_NK: Tensor, gone_NK: Tensor, own_NK: Tensor) -> Tensor:
 
 
 def _replayed_gates(replay: Replay, live_NK: Tensor, implausible_NK: Tensor | None) -> Tensor:
-    """The gates on record; live ones for tokens that are not valid or lost an expert."""
+    """Return the recorded gates, or live ones for tokens that are invalid or lost an expert."""
     if replay.gates is None or replay.gates.shape != live_NK.shape:
         raise ValueError(f"replay at level 'weights' needs gates of {tuple(live_NK.shape)} beside the experts")
     use_N = torch.ones(len(live_NK), dtype=torch.bool, device=live_NK.device)
@@ -215,8 +215,8 @@ def _replayed_gates(replay: Replay, live_NK: Tensor, implausible_NK: Tensor | No
 
 
 def load_balance(routing: Routing) -> Tensor:
-    """Auxiliary loss of one layer, E · Σ_e f_e · P_e (Switch, arXiv 2101.03961, eq. 4, with f counted over the K choices as
-    in Qwen3-MoE): K when experts are used evenly, E when all tokens go to the same ones."""
+    """Return the auxiliary loss of one layer, E · Σ_e f_e · P_e (Switch, arXiv 2101.03961, eq. 4, with f counted over the K
+    choices as in Qwen3-MoE): K if experts are used evenly, E if all tokens use the same ones."""
     experts = routing.probs_NE.shape[1]
     counts_E = torch.bincount(routing.experts_NK.reshape(-1), minlength=experts).float()
     share_E = counts_E / max(1, routing.experts_NK.shape[0])

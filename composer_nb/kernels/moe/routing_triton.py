@@ -1,9 +1,9 @@
-"""Router and route plan in Triton, without a wait for the GPU: nothing is read back, every size is known from shapes.
+"""Router and route plan in Triton, without a wait for the GPU: nothing is read back, and all sizes follow from shapes.
 
-`choose` is `routing.choose_experts`; `plan` is `PlainSteps.plan`: a stable counting sort
-of the choices by expert, by a histogram a block of choices and a running count inside it, so no atomic adds and one order.
+`choose` is `routing.choose_experts`. `plan` is `PlainSteps.plan`: a stable counting sort of the choices by expert. It uses one
+histogram per block of choices and a running count within the block, so there are no atomic adds, and the order is fixed.
 
-Dimensions: N tokens, E experts, K experts a token, M = N · K choices, B blocks of choices.
+Dimensions: N tokens, E experts, K experts per token, M = N · K choices, B blocks of choices.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from composer_nb.kernels.moe.plain import Plan
 
 CHOICES = 256
-"""Choices of one block of the plan."""
+"""Number of choices per block of the plan."""
 TAKEN = tl.constexpr(-0x80000000)
 
 
@@ -24,8 +24,8 @@ TAKEN = tl.constexpr(-0x80000000)
 def choice_kernel(  # type: ignore[no-untyped-def]
     logits, experts, tokens, stride_n, E: tl.constexpr, K: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """Experts int32 [N, K]. Compares integers that have the order of the floats, so that ties and NaN come out as in
-    `choose_experts`; softmax does not change the order, so logits are compared."""
+    """Compute experts, int32 [N, K]. The kernel compares integers in the order of the floats, so that ties and NaN are resolved
+    as in `choose_experts`. Softmax does not change the order, so logits are compared."""
     n, e, k = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BE), tl.arange(0, BK)
     inside = (n < tokens)[:, None] & (e < E)[None, :]
     value = tl.load(logits + n[:, None].to(tl.int64) * stride_n + e[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -57,7 +57,7 @@ def choose(logits_NE: Tensor, k: int) -> Tensor:
 
 @triton.jit
 def histogram_kernel(experts, counts, choices, E: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """counts[b, e]: choices of expert e in block b."""
+    """Count the choices of expert e in block b, counts[b, e]."""
     b = tl.program_id(0)
     m = b * BM + tl.arange(0, BM)
     chosen = tl.load(experts + m, mask=m < choices, other=0).to(tl.int32)
@@ -65,7 +65,7 @@ def histogram_kernel(experts, counts, choices, E: tl.constexpr, BE: tl.constexpr
     found = tl.histogram(chosen, BE)
     found -= tl.where(
         e == 0, tl.sum((m >= choices).to(tl.int32), 0), 0
-    )  # what fills the last block up counted as expert 0
+    )  # the padding of the last block was counted as expert 0
     tl.store(counts + b * E + e, found, mask=e < E)
 
 
@@ -74,8 +74,8 @@ def place_kernel(  # type: ignore[no-untyped-def]
     experts, base, token, slot, row, choices, K: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, CHUNK: tl.constexpr,
     BM: tl.constexpr,
 ):  # fmt: skip
-    """The row of a choice is base[block, expert] plus how many before it in the block chose the same. Experts are taken CHUNK at
-    a time, so that the one-hot matrix fits into registers."""
+    """Compute the row of each choice: base[block, expert] plus the number of earlier choices of the same expert in the block.
+    CHUNK experts are processed at a time, so that the one-hot matrix fits into registers."""
     b = tl.program_id(0)
     m = b * BM + tl.arange(0, BM)
     inside = m < choices
@@ -90,7 +90,7 @@ def place_kernel(  # type: ignore[no-untyped-def]
 
 
 def plan(experts_NK: Tensor, experts: int) -> Plan:
-    """See `plain.Plan`."""
+    """Return the plan; see `plain.Plan`."""
     flat_M = experts_NK.reshape(-1)
     choices, wide = len(flat_M), triton.next_power_of_2(experts)
     blocks = triton.cdiv(choices, CHOICES)

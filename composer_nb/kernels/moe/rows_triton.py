@@ -1,7 +1,7 @@
-"""Work on rows between the products, in Triton: copies for experts, SwiGLU with its backward pass, sums over a token's
-choices. Nothing is added to by two programs, so every sum has one order.
+"""Operations on rows between the products, in Triton: SwiGLU with its backward pass, and sums over a token's choices. No two
+programs add to the same memory, so the order of every sum is fixed.
 
-Dimensions: N tokens, K experts a token, M = N · K rows sorted by expert, D model width, I expert width, F = 2I.
+Dimensions: N tokens, K experts per token, M = N · K rows sorted by expert, D model width, I expert width, F = 2I.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from composer_nb.kernels.triton_runtime import interpreting, ran
 
 
 def columns(width: int) -> int:
-    """Return the columns of a block: as many as 128-bit loads by four warps take, or all in the interpreter, where programs
-    cost most."""
+    """Return the number of columns of a block: what 128-bit loads by four warps cover, or all in the interpreter, where programs
+    are expensive."""
     return min(triton.next_power_of_2(width), 4096 if interpreting() else 1024)
 
 
@@ -36,7 +36,7 @@ def combine_kernel(y, out, row, tokens, D: tl.constexpr, K: tl.constexpr, BN: tl
 
 
 def combine(y_MD: Tensor, plan: Plan) -> Tensor:
-    """[N, D]; see `plain.PlainSteps.combine`."""
+    """Return [N, D]; see `plain.PlainSteps.combine`."""
     (tokens, chosen), width = plan.row_NK.shape, y_MD.shape[1]
     out_ND = y_MD.new_empty(tokens, width)
     grid = (triton.cdiv(tokens, 4), triton.cdiv(width, columns(width)))
@@ -49,7 +49,7 @@ def swiglu_kernel(  # type: ignore[no-untyped-def]
     h, gate, out, q, scale, rows, INNER: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, BM: tl.constexpr,
     BI: tl.constexpr,
 ):  # fmt: skip
-    """The activation, as it is (BLOCK 0) or as MXFP8 with a scale for BLOCK columns."""
+    """Compute the activation, unquantized (BLOCK 0) or as MXFP8 with a scale per BLOCK columns."""
     m, i = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BI + tl.arange(0, BI)
     mask = (m < rows)[:, None] & (i < INNER)[None, :]
     at = m[:, None].to(tl.int64) * (2 * INNER) + i[None, :]
@@ -69,7 +69,7 @@ def swiglu_backward_kernel(  # type: ignore[no-untyped-def]
     d, h, gate, dh, act, dgate, q, scale, rows, INNER: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, BM: tl.constexpr,
     BI: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows from end to end, so that the gate's gradient is summed by one program. With s = sigmoid(a):
+    """Process a block of whole rows, so that one program sums the gate's gradient. With s = sigmoid(a):
     da = d·g·b·s·(1 + a·(1 − s)), db = d·g·a·s, dg = Σ d·a·s·b."""
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     g = tl.load(gate + m, mask=m < rows, other=0.0)[:, None]
@@ -99,12 +99,12 @@ def swiglu_backward_kernel(  # type: ignore[no-untyped-def]
 
 
 MX_BLOCK: dict[Format | None, int] = {"mxfp8": 32, "fp8_block128": 128}
-"""Formats that are made in the same pass; NVFP4 has to see a whole row first."""
+"""Formats that are quantized in the same pass; NVFP4 needs a whole row first."""
 
 
 def swiglu_shape(width: int, block: int) -> tuple[int, int]:
-    """Rows and columns of a tile. One that is quantised must end where the half of a row ends: what it stores beyond would be
-    the other half's."""
+    """Return the rows and columns of a tile. A quantized tile must end where half a row ends, because it would otherwise store
+    into the other half."""
     most = 4096 if interpreting() else 512
     return 4, min(width & -width if block else triton.next_power_of_2(width), most)
 
@@ -123,12 +123,12 @@ def _parts(kept: MXTensor | None, unused: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _packed(half: int, block: int, wide: int) -> bool:
-    """Return whether four scales can be stored as one word."""
+    """Return whether four scales can be stored as a word."""
     return bool(block) and half % (4 * block) == 0 and wide >= 4 * block
 
 
 def swiglu(h_MF: Tensor, gate_M: Tensor, format: Format | None) -> Operand:
-    """See `plain.PlainSteps.swiglu`."""
+    """Return the activation; see `plain.PlainSteps.swiglu`."""
     rows, half = h_MF.shape[0], h_MF.shape[1] // 2
     block = MX_BLOCK.get(format, 0)
     act_MI = h_MF.new_empty(0 if block else rows, half)
@@ -144,7 +144,7 @@ def swiglu(h_MF: Tensor, gate_M: Tensor, format: Format | None) -> Operand:
 def swiglu_backward(
     d_MI: Tensor, h_MF: Tensor, gate_M: Tensor, format: Format | None
 ) -> tuple[Tensor, Operand, Tensor, Tensor]:
-    """See `plain.PlainSteps.swiglu_backward`."""
+    """Return the gradients; see `plain.PlainSteps.swiglu_backward`."""
     rows, half = d_MI.shape
     block = MX_BLOCK.get(format, 0)
     dh_MF, act_MI, dgate_M = torch.empty_like(h_MF), torch.empty_like(d_MI), torch.empty_like(gate_M)

@@ -1,12 +1,12 @@
-"""Grouped GEMM of quantised operands in Triton, with the tile map of `grouped_gemm_triton.py`.
+"""Grouped GEMM of quantized operands in Triton, with the tile map of `grouped_gemm_triton.py`.
 
-    mxfp8, nvfp4     `tl.dot_scaled`. On Blackwell that is a tensor core instruction which takes the scales; on Hopper Triton
+    mxfp8, nvfp4     `tl.dot_scaled`. On Blackwell, this is a tensor core instruction that takes the scales. On Hopper, Triton
                      widens mxfp8 in registers, exactly, and multiplies in bf16. nvfp4, which Triton 3.6 does not compile for
                      Hopper, is widened here.
-    fp8_block128     a plain float8 product for every 128 of K, added to float32 sums times both scales: Hopper keeps sums of
-                     float8 products in about 14 bits (DeepSeek-V3, arXiv 2412.19437, §3.5.2), too few for long ones.
+    fp8_block128     a plain float8 product for every 128 of K, multiplied by both scales and added to float32 sums: Hopper keeps
+                     sums of float8 products in about 14 bits (DeepSeek-V3, arXiv 2412.19437, §3.5.2), too few for long sums.
 
-Dimensions: M rows sorted by expert, K the width that is summed over, N output width, E experts.
+Dimensions: M rows sorted by expert, K the width of the sum, N output width, E experts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from composer_nb.kernels.triton_runtime import interpreting
 
 
 def scaled_tiles(block: int) -> Tiles:
-    """128 of K a step: four blocks of 32, eight of 16, one of 128."""
+    """Return tiles with 128 of K per step: four blocks of 32, eight of 16, one of 128."""
     if interpreting():
         return Tiles(m=32, n=64, k=128, group=2)
     return Tiles(n=128, k=128, stages=3 if block == 128 else 2)
@@ -32,7 +32,7 @@ def scaled_tiles(block: int) -> Tiles:
 
 @triton.jit
 def e8m0_value(byte):  # type: ignore[no-untyped-def]
-    """2^(byte − 127) in float32: 0 is a subnormal number, 255 is NaN."""
+    """Return 2^(byte − 127) in float32: 0 is a subnormal number, 255 is NaN."""
     wide = byte.to(tl.int32)
     bits = tl.where(wide == 0, 0x00400000, tl.where(wide == 255, 0x7FC00000, wide << 23))
     return bits.to(tl.float32, bitcast=True)
@@ -40,7 +40,7 @@ def e8m0_value(byte):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def e2m1_value(code):  # type: ignore[no-untyped-def]
-    """float32 of codes in the lower four bits: sign, two bits of exponent, one of mantissa."""
+    """Return float32 values of codes in the lower four bits: sign, two bits of exponent, one of mantissa."""
     wide = code.to(tl.int32)
     exponent, half = (wide >> 1) & 3, wide & 1
     normal = ((exponent + 126) << 23) | (half << 22)
@@ -50,7 +50,7 @@ def e2m1_value(code):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def widened(packed, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """bf16 [ROWS, COLUMNS] of NVFP4, exact: two bits of a code times four of a scale."""
+    """Return NVFP4 as bf16 [ROWS, COLUMNS], which is exact: two bits of a code times four bits of a scale."""
     value = tl.join(e2m1_value(packed & 15), e2m1_value(packed >> 4)).reshape([ROWS, COLUMNS // 16, 16])
     return (value * scale.to(tl.float32)[:, :, None]).reshape([ROWS, COLUMNS]).to(tl.bfloat16)
 
@@ -61,7 +61,8 @@ def scaled_product_kernel(  # type: ignore[no-untyped-def]
     FOUR: tl.constexpr, WIDEN: tl.constexpr, GATHER: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """FOUR: NVFP4, two codes a byte, an e4m3 scale per 16 and a float32 one per row of either side. Else MXFP8 per 32."""
+    """Multiply scaled operands. FOUR: NVFP4, with two codes per byte, an e4m3 scale per 16 and a float32 scale per row of either
+    side. Otherwise MXFP8 with a scale per 32."""
     PACK: tl.constexpr = 2 if FOUR else 1
     PER: tl.constexpr = 16 if FOUR else 32
     KIND: tl.constexpr = "e2m1" if FOUR else "e4m3"
@@ -99,7 +100,7 @@ def block128_product_kernel(  # type: ignore[no-untyped-def]
     a, a_scale, b, b_scale, c, ends, row_of, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr,
     BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """a has a scale for 128 columns of a row, b one for a square of 128; BN divides 128, so a tile has one a step."""
+    """Multiply blocks: a has a scale per 128 columns of a row, b one per square of 128. BN divides 128: one per tile and step."""
     begin, end, down, through = tile_table(ends, E, BE, N, BM, BN)
     STEPS: tl.constexpr = K // 128
     for t in tl.range(tl.program_id(0), tl.max(through, 0), tl.num_programs(0)):
@@ -125,7 +126,7 @@ def block128_product_kernel(  # type: ignore[no-untyped-def]
 def scaled_product(
     x: Operand, w: Operand, plan: Plan, *, gather: bool, dtype: torch.dtype, widen: bool = False
 ) -> Tensor:
-    """[M, N] in `dtype`; see `plain.PlainSteps.product`. `widen`: NVFP4 in registers, for GPUs whose tensor cores have no FP4."""
+    """Return [M, N] in `dtype`; see `plain.PlainSteps.product`. `widen`: widen NVFP4 in registers, for GPUs without FP4."""
     if isinstance(x, NVFP4Tensor) and isinstance(w, NVFP4Tensor):
         return _four_or_mx(x, w, plan, gather, dtype, widen)
     assert isinstance(x, MXTensor) and isinstance(w, MXTensor), "both sides are of one format"
@@ -159,7 +160,7 @@ def _four_or_mx(
 
 
 def _rows_global(x: MXTensor | NVFP4Tensor) -> Tensor:
-    """NVFP4's float32 scale of every row; MXFP8 has none, and its kernel reads none."""
+    """Return NVFP4's float32 scale of each row. MXFP8 has none, and its kernel reads none."""
     if isinstance(x, MXTensor):
         return x.scale
     return x.global_scale.expand(*x.scale.shape[:-1], 1).contiguous()

@@ -1,9 +1,9 @@
-"""SwiGLU with the gate of the router folded in, forward and backward without intermediate copies.
+"""SwiGLU times the gate of the router, forward and backward without intermediate copies.
 
-    y = silu(a) · b · g         [M, H] from a and b, the halves of a row of [M, 2H], and g, one number a row
+    y = silu(a) · b · g         [M, H] from a and b, the halves of a row of [M, 2H], and g, one number per row
 
-To weigh here, before the second product, is the same as to weigh its results, on H numbers a row instead of D. In float32 on a
-CPU both passes are compiled; elsewhere they are put together from torch's operations, which the kernels are tested against.
+Applying the gate before the second product is equivalent to applying it to the results, on H numbers per row instead of D. In
+float32 on a CPU, both passes are compiled. Otherwise they consist of torch operations, which also test the kernels.
 
 Dimensions: M rows, H expert width, F = 2H.
 """
@@ -23,7 +23,7 @@ from composer_nb.kernels.compiled import compiled, dot3, exp2
 
 
 def swiglu(hidden_MF: Tensor, gate_M: Tensor | None = None) -> Tensor:
-    """silu(hidden[:, :H]) · hidden[:, H:] · gate, [M, H]; `gate_M` is of the dtype of `hidden_MF`, None is 1."""
+    """Return silu(hidden[:, :H]) · hidden[:, H:] · gate, [M, H]. `gate_M` has the dtype of `hidden_MF`; None is 1."""
     if gate_M is None:
         gate_M = hidden_MF.new_ones(len(hidden_MF))
     return _SwiGlu.apply(hidden_MF, gate_M)
@@ -69,7 +69,7 @@ LOG2E = math.log2(math.e)
 
 @compiled("f4[::1], f4[::1]")
 def _sigmoids(x, out):  # type: ignore[no-untyped-def]
-    """out = 1 / (1 + 2^(-x / ln 2)); that of |x| is taken, and the other side is one minus it."""
+    """Compute out = 1 / (1 + 2^(-x / ln 2)) at |x|; for negative x it is one minus that."""
     for i in range(len(x)):
         e = exp2(-abs(x[i]) * np.float32(LOG2E))
         above = np.float32(1.0) if x[i] >= 0 else e
@@ -89,7 +89,7 @@ def _forward(hidden, gate, y):  # type: ignore[no-untyped-def]
 
 @compiled("f4[:,::1], f4[:,::1], f4[::1], f4[:,::1], f4[::1]")
 def _backward(dy, hidden, gate, d, dgate):  # type: ignore[no-untyped-def]
-    """da = dy·g·b·s·(1 + a·(1 − s)), db = dy·g·a·s, dg = Σ dy·a·s·b, with s = sigmoid(a)."""
+    """Compute da = dy·g·b·s·(1 + a·(1 − s)), db = dy·g·a·s, dg = Σ dy·a·s·b, with s = sigmoid(a)."""
     rows, half = dy.shape
     s = np.empty(half, np.float32)
     for m in range(rows):

@@ -1,4 +1,4 @@
-"""The steps of an expert layer by the kernels in Triton; `plain.PlainSteps` says what each one computes."""
+"""The steps of an expert layer in Triton kernels. `plain.PlainSteps` specifies each step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from composer_nb.kernels.moe.scaled_gemm_triton import scaled_product
 
 
 class TritonSteps(PlainSteps):
-    """Steps by Triton kernels. `architecture` is 90, 100, …, or 0 in the interpreter; one without FP4 widens it."""
+    """Steps in Triton kernels. `architecture` is 90, 100, …, or 0 in the interpreter; one without FP4 widens it."""
 
     backend = "triton"
 
