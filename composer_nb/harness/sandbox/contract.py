@@ -1,11 +1,11 @@
-"""The contract of a sandbox: the words that backends, tools, graders and tests share.
+"""The contract of a sandbox: the terms that backends, tools, graders and tests share.
 
-A *sandbox* is an isolated machine with a workspace, in which hostile commands run. A *backend* makes them. Every sandbox holds
-one resident program of ours (`guest/program.py`) that carries out requests from a pipe; a backend only decides how that program
-is started, isolated and ended, and which limits the kernel enforces on it.
+A *sandbox* is an isolated machine with a workspace, in which hostile commands run. A *backend* creates sandboxes. In every
+sandbox, one resident program of this package (`guest/program.py`) executes requests from a pipe. A backend only determines how
+that program is started, isolated and ended, and which limits the kernel enforces on it.
 
-A command's own failings (a wrong exit code, a timeout, memory used up) are results. SandboxDied means that the code inside ended
-the sandbox; SandboxFailure that the machinery failed, so that nothing is known about the code.
+The failures of a command (its exit code, a timeout, exhausted memory) are results. SandboxDied means that the code inside ended
+the sandbox; SandboxFailure means that the machinery failed, so that nothing is known about the code.
 """
 
 from __future__ import annotations
@@ -29,42 +29,42 @@ from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.untrusted import visible
 
 WORKSPACE = "/workspace"
-"""Path of the workspace in every sandbox but those of the backend `process`."""
+"""Path of the workspace in every sandbox except those of the backend `process`."""
 
 PLACES = {f"/{name}": f"/tmp/{name}" for name in ("tests", "logs", "solution")}
-"""Links in every isolated sandbox, by which scripts of Harbor tasks find their files: its root is read-only."""
+"""Links in every isolated sandbox, through which scripts of Harbor tasks find their files, since its root is read-only."""
 
 LIMITS = ("memory_bytes", "disk_bytes", "inodes", "processes", "cpus", "open_files", "network", "system_calls", "locks")
 """Names in `Capabilities.enforced`. `locks`: locks that one sandbox takes on files are hidden from all others."""
 
 
 class SandboxUnavailable(RuntimeError):
-    """A backend is missing or cannot start here; the message says what to install or change."""
+    """A backend is missing or cannot start here. The message says what to install or change."""
 
 
 class SandboxFailure(RuntimeError):
-    """The machinery failed: the result says nothing about the code that was to run."""
+    """The machinery failed: nothing is known about the code that was to run."""
 
 
 class SandboxSlow(SandboxFailure):
-    """A sandbox was not ready in time on a busy machine: trying again may help."""
+    """A sandbox was not ready in time on a busy machine; a retry may help."""
 
 
 class SandboxDied(RuntimeError):
-    """The code inside ended the sandbox, for instance because it used up the memory: the agent's own doing."""
+    """The code inside ended the sandbox, for instance by exhausting the memory: this is the agent's fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallLimits:
-    """Limits of one request of function calls; all of its arguments share them, except `output_bytes`.
+    """Limits of one request of function calls. All of its arguments share them, except `output_bytes`.
 
-    Raises ValueError for a limit that is not above 0.
+    Raises ValueError for a limit that is not positive.
     """
 
     cpu_s: Positive = 0.1
     """CPU seconds, from the import of the module on."""
     wall_s: Positive = 2.0
-    """Maximum seconds of sleep; waiting for the machine is no sleep."""
+    """Maximum seconds of sleep; waiting for the machine does not count."""
     memory_bytes: Some = 256 << 20
     """Address space."""
     disk_bytes: Some = 4 << 20
@@ -85,7 +85,7 @@ class CallLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
-    """Limits of a sandbox, for all of its processes and files together. Raises ValueError for a limit out of range."""
+    """Limits of a sandbox, for all its processes and files together. Raises ValueError for a limit out of range."""
 
     memory_bytes: Annotated[int, Field(ge=1, le=1 << 46)] = 512 << 20
     """Memory of processes and of files, which live in memory."""
@@ -120,17 +120,17 @@ class ExecResult:
     """Result of a command."""
 
     exit_code: int
-    """Exit code as a shell reports it: 128 + n after signal n; 126 or 127 when it could not be started (stderr says why)."""
+    """Exit code as a shell reports it: 128 + n after signal n; 126 or 127 if the command did not start (stderr says why)."""
     stdout: bytes
     stderr: bytes
     truncated: bool = False
-    """True if the middle of a stream was left out; a line in it says how much."""
+    """Whether the middle of a stream was left out; a line in the stream says how much."""
     timed_out: bool = False
-    """True if the command, and all that it had started, was ended at its time limit."""
+    """Whether the command and its processes were ended at the time limit."""
     stopped: bool = False
-    """True if the command, and all that it had started, was ended because the caller set `stop`."""
+    """Whether the command and its processes were ended because the caller set `stop`."""
     oom: bool = False
-    """True if something in the sandbox was killed for memory meanwhile."""
+    """Whether a process in the sandbox was killed for memory meanwhile."""
     duration_s: float = 0.0
 
 
@@ -139,10 +139,10 @@ Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A name in a folder."""
+    """An entry of a folder."""
 
     name: str
-    """Bytes that are not UTF-8 are lone surrogates, as from `os.fsdecode`."""
+    """Name, with bytes that are not UTF-8 as lone surrogates, as in `os.fsdecode`."""
     kind: Literal["file", "folder", "link", "other"]
     size: Count
     """Bytes."""
@@ -152,11 +152,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Resource use of a sandbox; None where this backend cannot tell."""
+    """Resource use of a sandbox; None if the backend cannot tell."""
 
     memory_bytes: int | None
     processes: int
-    """Processes besides the resident program."""
+    """Number of processes besides the resident program."""
     disk_bytes: int
     inodes: int
     cpu_s: float | None
@@ -164,11 +164,11 @@ class Stats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """All files of a workspace at one moment, as a tar archive that only another sandbox unpacks. Processes are no part of it."""
+    """All files of a workspace at one moment, as a tar archive that only another sandbox unpacks. Processes are not included."""
 
     archive: bytes = field(repr=False)
     digest: str
-    """SHA-256 of paths, kinds, permissions and contents, whatever the order and the times."""
+    """SHA-256 of paths, kinds, permissions and contents, independent of order and times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,17 +177,17 @@ class Capabilities:
 
     backend: str
     mode: str
-    """Way of making sandboxes: `forked`, `process`, or the container runtime's name."""
+    """Kind of sandboxes: `forked`, `process`, or the container runtime's name."""
     uid: int
-    """User id of what runs in a sandbox, as this machine sees it."""
+    """User id of a sandbox's processes on this machine."""
     isolated: bool
     enforced: Mapping[str, bool]
     why_not: Mapping[str, str] = field(default_factory=dict)
-    """For each limit that is not enforced: the reason, and what to change."""
+    """Reason and remedy for each limit that is not enforced."""
 
 
 class Ran(NamedTuple):
-    """A resident program's report on a command; what it wrote follows as data, first `stdout_bytes` of its output."""
+    """A resident program's report on a command. The command's streams follow as data, the first `stdout_bytes` from stdout."""
 
     exit_code: int
     stdout_bytes: Count
@@ -199,7 +199,7 @@ class Ran(NamedTuple):
 
 CallEnd = Literal["finished", "died", "cpu", "asleep", "flood", "starved", "slow start"]
 T = TypeVar("T")
-# Forms of answers. Everything in a sandbox can write one: an answer of another form ends the sandbox.
+# Forms of answers. Any code in a sandbox can write an answer; an answer of another form ends the sandbox.
 _DONE: TypeAdapter[None] = TypeAdapter(None)
 _PID: TypeAdapter[int] = TypeAdapter(Count)
 _DIGEST = TypeAdapter(str)
@@ -212,11 +212,11 @@ _ERROR = TypeAdapter(tuple[int, str])
 GRACE_S = 5.0
 """Seconds that the host waits beyond the resident program's own deadlines."""
 START_S = 20.0
-"""Seconds that a sandbox may take to be ready; more on a busy machine."""
+"""Seconds within which a sandbox must be ready; more on a busy machine."""
 SPARE = 64 << 20
-"""Bytes that an answer may have beyond the data that were asked for: headers, of an archive with very many files too."""
+"""Maximum bytes of an answer beyond the requested data, for headers, also of an archive with very many files."""
 AHEAD = 1 << 16
-"""Bytes of requests that are sent before the answers to earlier ones have come: a socket's buffer holds twice as much."""
+"""Bytes of requests that are sent ahead of the answers to earlier ones: a socket's buffer holds twice as much."""
 HEADER = 1000
 """Maximum bytes of an answer's header."""
 LONGEST_S = 1e6
@@ -231,36 +231,37 @@ class Machine:
     channel: Channel
     group: Group | None = None
     noted: list[Resource | None] = field(default_factory=list)
-    """Its resources in the run's journal."""
+    """Its resources recorded in the run's journal."""
 
     def end(self) -> None:
-        """End everything in it and remove what there is of it. Called once."""
+        """End all processes of the sandbox and remove its resources. Called once."""
         raise NotImplementedError
 
     def usage(self) -> tuple[int | None, float | None]:
-        """Return (bytes of memory, seconds of CPU), None where that is not known."""
+        """Return (bytes of memory, seconds of CPU), with None if unknown."""
         return (None, None) if self.group is None else (self.group.memory_bytes(), self.group.cpu_s())
 
     def kills(self) -> int:
-        """Return how often the kernel has killed something in it for memory."""
+        """Return the number of processes that the kernel has killed for memory."""
         return 0 if self.group is None else self.group.kills()
 
 
 class Sandbox:
-    """One sandbox of any backend. Paths are relative to its workspace, or absolute in it. A context manager, which destroys it.
+    """One sandbox of any backend. Paths are relative to its workspace, or absolute in it. As a context manager, it is destroyed
+    at the end.
 
-    One call at a time is carried out; others wait. Every method raises SandboxDied or SandboxFailure when the sandbox is gone.
+    One call is executed at a time; others wait. Every method raises SandboxDied or SandboxFailure if the sandbox is gone.
     """
 
     def __init__(self, backend: Backend, spec: SandboxSpec, machine: Machine) -> None:
-        """Wait until the resident program is ready. Raises SandboxFailure when it does not get so."""
+        """Wait until the resident program is ready. Raises SandboxFailure if it does not become ready."""
         self.id, self.spec = machine.id, spec
         self.backend, self._machine = backend, machine
         self._lock, self._ending = threading.Lock(), threading.RLock()
         self._gone: Exception | None = None
         self._ended = False
         self._counted = 0
-        """Kills for memory until the last answer: later ones ended the sandbox between two requests, or in one."""
+        """Number of kills for memory up to the last answer. Later kills ended the sandbox."""
         try:
             facts, _ = machine.channel.answer(time.monotonic() + patience(START_S), SPARE)
         except BaseException as error:
@@ -271,7 +272,7 @@ class Sandbox:
                 raise SandboxSlow(f"sandbox {self.id} was not ready in time: the machine is busy") from error
             raise SandboxFailure(f"sandbox {self.id} did not start: {error}") from error
         self.warm = facts.get("warm") is True
-        """pytest is imported in it."""
+        """Whether pytest is imported in advance."""
         if not facts.get("ready"):
             self.destroy()
             raise SandboxFailure(f"sandbox {self.id} did not start: {visible(str(facts.get('failed'))[:300])}")
@@ -296,12 +297,12 @@ class Sandbox:
     ) -> ExecResult:
         """Run a command to its end or its time limit; at the limit, end everything that it started.
 
-        `warm`: for a command of Python's that uses pytest: run it where pytest is imported already, if that makes no difference.
+        `warm`: run a Python command that uses pytest in a process with pytest imported, if the result is the same.
 
-        `stop`: set by another thread, it ends the command and everything that it started, as the time limit would.
+        `stop`: an event that, set by another thread, ends the command like the time limit.
 
-        Of each stream at most `output_bytes` are kept, its head and its tail. Processes that the command left behind go on
-        after a normal end.
+        At most `output_bytes` of each stream are kept, its head and its tail. After a normal end, processes that the command left
+        behind continue to run.
         """
         if not 0 < timeout_s <= LONGEST_S:
             raise ValueError(f"timeout_s={timeout_s!r}: must be above 0 and at most {LONGEST_S:g}")
@@ -321,17 +322,17 @@ class Sandbox:
         return self._ask("background", _PID, _command(command, cwd, env) | {"log": log})[0]
 
     def end_all(self) -> None:
-        """End everything that runs in it, orphans too. Raises OSError where something is still there after seconds."""
+        """End all processes in the sandbox, including orphans. Raises OSError if one is still running after some seconds."""
         self._ask("end_all", _DONE)
 
     def read(self, path: str, *, offset: int = 0, max_bytes: int = 1 << 20) -> bytes:
-        """Return a part of a regular file. Raises OSError (FileNotFoundError, …), also for links out of the workspace."""
+        """Return part of a regular file. Raises OSError (FileNotFoundError, …), also for links that lead out of the workspace."""
         return self._ask("read", _DONE, {"path": path, "offset": offset, "max_bytes": max_bytes}, most=max_bytes)[1]
 
     def write(self, path: str, data: bytes, *, mode: int | None = None) -> None:
-        """Write a whole file, atomically, and make its folders. Raises OSError, as for a full disk.
+        """Write a whole file, atomically, and create its folders. Raises OSError, for instance if the disk is full.
 
-        `mode`: its permissions; None keeps those of an existing file, and is 0o644 for a new one.
+        `mode`: its permissions. None keeps those of an existing file, and means 0o644 for a new one.
         """
         self._ask("write", _DONE, {"path": path, "mode": mode}, data)
 
@@ -340,7 +341,7 @@ class Sandbox:
         return self._ask("entries", _ENTRIES, {"path": path})[0]
 
     def remove(self, path: str) -> None:
-        """Remove a file or a link, not what it leads to. Raises OSError (FileNotFoundError, IsADirectoryError, …)."""
+        """Remove a file or a link, but not the target of the link. Raises OSError (FileNotFoundError, IsADirectoryError, …)."""
         self._ask("remove", _DONE, {"path": path})
 
     def upload(self, files: Mapping[str, bytes]) -> None:
@@ -348,21 +349,23 @@ class Sandbox:
         self._ask("unpack", _DONE, payload=archive_of(files))
 
     def download(self, *, max_bytes: int = 64 << 20) -> dict[str, bytes]:
-        """Return the contents of all regular files by path, without links and devices. Raises OSError (EFBIG)."""
+        """Return the contents of all regular files by path, without links and devices. Raises OSError (EFBIG) for too many
+        bytes."""
         _, packed = self._ask("pack", _DIGEST, {"max_bytes": max_bytes, "links": False}, most=max_bytes)
         return {info.name: data for info, data in members(packed) if info.isreg()}
 
     def snapshot(self) -> Snapshot:
-        """Return all files. Files that nobody may open, or that vanish meanwhile, are left out.
+        """Return all files, except those that cannot be opened or vanish meanwhile.
 
-        Raises OSError for files that are too large together (holes count) or too deep: the doing of what runs here.
+        Raises OSError if the files are too large in total (holes count) or too deep, which is the fault of the code in the
+        sandbox.
         """
         most = self.spec.disk_bytes
         digest, packed = self._ask("pack", _DIGEST, {"max_bytes": most, "links": True}, most=most)
         return Snapshot(archive=packed, digest=digest)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Put the files of a snapshot into this workspace, which is empty."""
+        """Unpack the files of a snapshot into this empty workspace."""
         self._ask("unpack", _DONE, payload=snapshot.archive)
 
     def fork(self) -> Sandbox:
@@ -370,10 +373,10 @@ class Sandbox:
         return self.backend.create(self.spec, self.snapshot())
 
     def call(self, requests: Sequence[bytes], *, within_s: float, most: int) -> Generator[tuple[CallEnd, bytes]]:
-        """Yield the answer to each request, in order: why its worker ended, and the bytes the worker wrote.
+        """Yield the answer to each request, in order: why its worker ended, and the bytes that the worker wrote.
 
-        `requests`: JSON texts for `guest/calls.py`. `within_s`: time limit of each. `most`: bytes of an answer. Requests are sent
-        ahead of the answers as long as the channel certainly holds them.
+        `requests`: JSON texts for `guest/calls.py`. `within_s`: time limit of each. `most`: maximum bytes of an answer. Requests
+        are sent ahead of the answers as long as the channel's buffer certainly holds them.
         """
         frames = [frame_of({"do": "call", "size": len(request)}) + request for request in requests]
         sent = unanswered = 0
@@ -397,14 +400,14 @@ class Sandbox:
         return Stats(memory_bytes=memory, processes=processes, disk_bytes=disk_bytes, inodes=inodes, cpu_s=cpu)
 
     def destroy(self) -> None:
-        """End everything in it; nothing is left of it afterwards. May be called again, and from another thread in the middle of
-        a call, which then raises SandboxFailure."""
+        """End the sandbox and remove all of it. May be called again, and from another thread during a call, which then raises
+        SandboxFailure."""
         self._retire(SandboxFailure(f"sandbox {self.id} was destroyed"))
 
     def _retire(self, why: Exception) -> Exception:
-        """End the sandbox and return the first reason for that, with which all later requests fail.
+        """End the sandbox and return the first reason for its end, with which all later requests fail.
 
-        An end that was broken off, as by Ctrl-C, is taken up by the next call.
+        If the end is interrupted, as by Ctrl-C, the next call completes it.
         """
         self._gone = self._gone or why
         with self._ending:
@@ -423,7 +426,7 @@ class Sandbox:
         most: int = 0,
         stop: threading.Event | None = None,
     ) -> tuple[T, bytes]:
-        """Return the answer to a request, of this form, and its data, at most `most` bytes. `stop` ends the command when set."""
+        """Return the answer to a request, of the type `form`, and its data, at most `most` bytes. `stop` ends the command."""
         frame, channel = frame_of({"do": do, **(header or {})}, payload), self._machine.channel
         with self._exchange(within_s):
             longest = within_s + patience(GRACE_S)
@@ -441,7 +444,7 @@ class Sandbox:
 
     @contextlib.contextmanager
     def _exchange(self, within_s: float) -> Iterator[None]:
-        """Hold the channel for one request and its answer, or several. End the sandbox when they are broken off."""
+        """Hold the channel for one or several requests and their answers. End the sandbox if they are interrupted."""
         with self._lock:
             if self._gone is not None:
                 raise self._gone
@@ -452,7 +455,7 @@ class Sandbox:
                 raise self._retire(SandboxFailure(text)) from error
             except (OSError, ValueError) as error:
                 raise self._retire(self._death(error)) from error
-            except BaseException as error:  # Ctrl-C: the answer would be taken for that of another request
+            except BaseException as error:  # Ctrl-C: the answer would be mistaken for that of another request
                 self._retire(SandboxFailure(f"sandbox {self.id} was ended in the middle of a request: {error!r}"))
                 raise
 
@@ -463,7 +466,7 @@ class Sandbox:
             return 0  # its group is gone, and it with it
 
     def _death(self, error: Exception) -> Exception:
-        """Return the reason why there is no answer."""
+        """Return the reason for a missing answer."""
         if self._gone is not None:
             return self._gone  # ended from another thread, in the middle of this call
         if self._kills() > self._counted:
@@ -492,9 +495,9 @@ def archive_of(files: Mapping[str, bytes]) -> bytes:
 
 
 def members(archive: bytes) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
-    """Yield the regular files, with their contents, and the symbolic links of an archive that came out of a sandbox.
+    """Yield the regular files, with their contents, and the symbolic links of an archive from a sandbox.
 
-    Their names may be anything. Raises SandboxFailure for what is no archive, or unpacks to more than it is.
+    Their names are untrusted. Raises SandboxFailure for data that is not an archive or unpacks to more than its size.
     """
     last = -1
     try:
@@ -513,7 +516,7 @@ def members(archive: bytes) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
 
 
 class Backend(Protocol):
-    """Makes sandboxes. A context manager, which destroys those that are left."""
+    """Creates sandboxes. As a context manager, it destroys the remaining ones at the end."""
 
     name: str
 
@@ -522,7 +525,7 @@ class Backend(Protocol):
     def create(self, spec: SandboxSpec | None = None, snapshot: Snapshot | None = None) -> Sandbox:
         """Return a sandbox with an empty workspace, or with the files of `snapshot`.
 
-        Raises SandboxFailure, and OSError where the files do not fit in.
+        Raises SandboxFailure, and OSError if the files do not fit.
         """
         ...
 

@@ -1,1 +1,1 @@
-"""Tasks: what is asked, where, and how it is graded."""
+"""Tasks: instructions, workspaces and graders."""

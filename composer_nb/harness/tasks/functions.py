@@ -1,13 +1,13 @@
 """Tests as plain functions, checked outside the sandbox.
 
-A test file of the `functions` grader holds nothing but functions of one assertion:
+A test file of the grader `functions` contains only functions of one assertion:
 
     def test_0():
         assert f([3, 1], 4) == 7
 
-The host parses them. A sandbox receives the code under test and the arguments, never the expected values, and returns the
-text of each result; the host compares texts. Whoever wants to forge a pass has to know the right value, and the exact type
-is part of the comparison because `repr(True) != repr(1)`. So are the order of a dictionary and the sign of a zero.
+The host parses them. A sandbox receives the code under test and the arguments, never the expected values, and returns the text of
+each result; the host compares texts. Code that forges a pass has to know the right value. The comparison includes the exact type,
+because `repr(True) != repr(1)`, the order of a dictionary, and the sign of a zero.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, value_te
 from composer_nb.harness.syntax import literal_eval, parse
 
 LONGEST_ARGUMENTS = 1 << 20
-"""Characters of one call's arguments."""
+"""Maximum characters of one call's arguments."""
 CALLER = "composer_nb_caller"
 _CALLER = """from importlib import import_module
 
@@ -44,16 +44,16 @@ class FunctionTest:
     arguments: str
     """Text of the tuple of arguments, `([3, 1], 4)`."""
     expected: str
-    """Text of the value wanted, as a sandbox reports it (`value_text`)."""
+    """Text of the expected value, in the form of a sandbox's report (`value_text`)."""
 
 
 def is_test(path: str) -> bool:
-    """Return whether a file of a workspace holds tests: its name begins with `test_`."""
+    """Return whether a file of a workspace contains tests: its name begins with `test_`."""
     return PurePosixPath(path).name.startswith("test_")
 
 
 def literal(value: object) -> str:
-    """Return text that reads back as `value`. Raises ValueError for anything but plain data, and for infinity and NaN."""
+    """Return a literal of `value`. Raises ValueError for anything but plain data, and for infinity and NaN."""
     text = value_text(value, LONGEST_ARGUMENTS)
     if "inf" in text or "nan" in text:  # in a string, or a float that has no literal
         try:
@@ -64,7 +64,7 @@ def literal(value: object) -> str:
 
 
 def render_tests(module: str, function: str, cases: list[tuple[tuple[object, ...], object]]) -> str:
-    """Return a test file for `cases`, pairs of arguments and wanted value. The inverse of `parse_tests`.
+    """Return a test file for `cases`, pairs of arguments and expected value. This is the inverse of `parse_tests`.
 
     Raises ValueError for a value that has no literal.
     """
@@ -77,7 +77,7 @@ def render_tests(module: str, function: str, cases: list[tuple[tuple[object, ...
 
 @lru_cache(maxsize=8192)
 def parse_tests(path: str, text: str) -> tuple[FunctionTest, ...]:
-    """Parse a test file. Raises ValueError that names the line if it holds anything but tests of the plain form."""
+    """Parse a test file. Raises ValueError, which names the line, for anything but tests of the plain form."""
     tree = parse_module(path, text)
     tests: list[FunctionTest] = []
     imported: dict[str, tuple[str, str]] = {}
@@ -97,7 +97,7 @@ def parse_tests(path: str, text: str) -> tuple[FunctionTest, ...]:
 
 
 def parse_module(path: str, text: str) -> ast.Module:
-    """Parse a module without executing it. Raises ValueError that names the line if it is not Python."""
+    """Parse a module without executing it. Raises ValueError, which names the line, if it is not Python."""
     try:
         return parse(text)
     except SyntaxError as error:
@@ -137,8 +137,8 @@ def parse_test_files(files: Mapping[str, str]) -> tuple[FunctionTest, ...]:
 
 
 def request_tests(files: Mapping[str, str], tests: Sequence[FunctionTest]) -> CallRequest:
-    """Return the request that makes the calls of `tests`: the code under test and the arguments, but no expected values. Tests of
-    several functions are called through a module of our own, in one process."""
+    """Return the request for the calls of `tests`: the code under test and the arguments, but no expected values. Tests of
+    several functions are called through a generated module, in one process."""
     sources = {path: text for path, text in files.items() if not is_test(path)}
     targets = {(test.module, test.function) for test in tests}
     if len(targets) == 1:
@@ -149,5 +149,5 @@ def request_tests(files: Mapping[str, str], tests: Sequence[FunctionTest]) -> Ca
 
 
 def passes(test: FunctionTest, outcome: CallOutcome) -> bool:
-    """Return whether the call returned the wanted value, type and all."""
+    """Return whether the call returned the expected value, including its type."""
     return outcome.status == "returned" and outcome.text == test.expected

@@ -2,12 +2,12 @@
 
     instruction.md  task.toml  environment/  tests/test.sh …  solution/solve.sh …
 
-A Task's fields hold what they can. Everything else of a foreign directory is `Kept` as it is: unknown keys, comments, a
-Dockerfile, binary files, executable bits. Directories written here are a function of the Task, with an image and two scripts by
-which Harbor itself can run them. Empty folders are not kept, as in git.
+The fields of a Task represent part of a directory. The rest of a foreign directory is `Kept` unchanged: unknown keys, comments, a
+Dockerfile, binary files, executable bits. Directories written here depend only on the Task, and contain an image and two scripts
+with which Harbor itself can run them. As in git, empty folders are not kept.
 
-References: the models of the package `harbor` 0.25.0 (which needs Python 3.12; a test holds this module against them where it is
-installed), and its `Verifier`, for where things lie when a script runs.
+References: the models of the package `harbor` 0.25.0 (which needs Python 3.12; a test compares this module with them if it is
+installed), and its `Verifier`, for the locations of files when a script runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WORKSPACE = "environment/workspace"
 RUNTIME = "host-python"
 IMAGE_FILES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
 FIELDS = {"files": WORKSPACE, "tests": "tests", "solution": "solution"}
-"""Field of a Task -> its folder."""
+"""Folder of each field of a Task."""
 
 
 def _stays(path: str) -> str:
@@ -95,7 +95,7 @@ class Environment(_Table):
 
 
 class Own(BaseModel):
-    """[metadata.composer_nb]: what Harbor has no word for."""
+    """[metadata.composer_nb]: fields that Harbor lacks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -152,7 +152,7 @@ class Kept(BaseModel):
 
 
 class Fields(Protocol):
-    """The fields of a Task that a directory holds. `task.py` imports this module."""
+    """The fields of a Task that a directory contains. (`task.py` imports this module.)"""
 
     id: str
     instruction: str
@@ -176,7 +176,7 @@ class Directory:
 
 
 def read(path: Path) -> Directory:
-    """Read a directory. Raises ValueError for links and devices, and if it is no task directory."""
+    """Read a directory. Raises ValueError for links and devices, and if it is not a task directory."""
     files: dict[str, bytes] = {}
     executable = set()
     for entry in sorted(path.rglob("*")):
@@ -194,7 +194,7 @@ def read(path: Path) -> Directory:
 
 
 def write(directory: Directory, path: Path) -> Path:
-    """Write the directory `path`. Raises FileExistsError, and UnsafeName, before it writes, for a name that leads out of it."""
+    """Write the directory `path`. Raises FileExistsError, and UnsafeName, before writing, for a name that leads out of it."""
     for name in directory.files:
         checked(name)
     path.mkdir(parents=True)
@@ -208,7 +208,7 @@ def write(directory: Directory, path: Path) -> Path:
 
 @lru_cache(maxsize=1024)
 def settings(toml: str, where: str = "task.toml") -> Settings:
-    """Parse a task.toml. Raises ValueError that names the line or the key."""
+    """Parse a task.toml. Raises ValueError, which names the line or the key, if it is invalid."""
     try:
         return Settings.model_validate(tomllib.loads(toml))
     except tomllib.TOMLDecodeError as error:
@@ -220,7 +220,7 @@ def settings(toml: str, where: str = "task.toml") -> Settings:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Return a model's first complaint and its place."""
+    """Return the first problem of a validation and its place."""
     first = error.errors()[0]
     place = visible(".".join(str(part) for part in first["loc"]))
     told = "must have named fields" if first["type"] == "model_type" else first["msg"].removeprefix("Value error, ")
@@ -228,7 +228,7 @@ def first_problem(error: ValidationError) -> str:
 
 
 def values(directory: Directory, path: Path) -> dict[str, Any]:
-    """Return the fields of the Task in `directory`, which was read from `path`. Raises ValueError that names the file or key."""
+    """Return the fields of the Task in `directory`, read from `path`. Raises ValueError, which names the file or key."""
     toml = _text(directory, "task.toml", path)
     table = settings(toml, str(path / "task.toml"))
     own = table.metadata.composer_nb or Own()
@@ -264,7 +264,7 @@ def values(directory: Directory, path: Path) -> dict[str, Any]:
 
 
 def layout(task: Fields) -> Directory:
-    """Return the directory of a task: as it was read, with the changes since, or as it is written here."""
+    """Return the directory of a task: the one that was read, with later changes, or a new one."""
     files = {
         f"{folder}/{name}": text.encode()
         for field, folder in FIELDS.items()
@@ -287,9 +287,8 @@ def layout(task: Fields) -> Directory:
 
 
 def _doors(grader: str, tests: Mapping[str, str], solution: Mapping[str, str]) -> dict[str, str]:
-    """Return the files by which Harbor runs a task of our graders: an image, and scripts that run tests and copy the solution.
-
-    Our own graders do not use them.
+    """Return the files with which Harbor runs a task of this package's graders: an image, and scripts that run tests and copy the
+    solution. The graders themselves do not use them.
     """
     modules = " ".join(shlex.quote(path) for path in sorted(tests) if grader == "functions" or is_test_module(path))
     changed = " ".join(shlex.quote(path) for path in sorted(solution))
@@ -305,7 +304,7 @@ def _doors(grader: str, tests: Mapping[str, str], solution: Mapping[str, str]) -
 
 
 def _drop_doors(grader: str, fields: dict[str, dict[str, str]], rest: dict[str, bytes]) -> None:
-    """Move files that are exactly those of `_doors` out of the fields into the rest."""
+    """Move files equal to those of `_doors` from the fields to the rest."""
     tests, solution = fields["tests"], fields["solution"]
     without = {name: text for name, text in tests.items() if name != "test.sh"}
     changed = {name: text for name, text in solution.items() if name != "solve.sh"}
@@ -326,7 +325,7 @@ def _graded(own: Own) -> tuple[str, tuple[str, ...]]:
 
 
 def _kept_toml(task: Fields, kept: Kept) -> str:
-    """Return the task.toml as it was; if the task has changed, with our table rewritten at its end."""
+    """Return the original task.toml; if the task has changed, with this package's table rewritten at its end."""
     table = settings(kept.toml)
     own = table.metadata.composer_nb or Own()
     held = (_id(table, kept.name), *_graded(own), tuple(own.tools), own.strictness, own.facts)
@@ -380,7 +379,7 @@ def _quote(text: str) -> str:
 
 
 def decoded(data: bytes) -> str | None:
-    """Return a text; None for what is not UTF-8."""
+    """Return data as text; None if it is not UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError:

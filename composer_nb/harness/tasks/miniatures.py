@@ -1,8 +1,8 @@
-"""Miniature repositories: a few modules of small functions with a bug or a gap in one of them, and tests of each.
+"""Miniature repositories: a few modules of small functions, with a bug or a gap in one function, and tests of each.
 
-What to change stands in no instruction: a failed test names the function, a search finds its module, and the answer is found by
-trying. Most tasks say only that tests fail; some also say what the function should do. Bugs are of the kinds that an agent can
-enumerate (`ENUMERABLE`), so that a task is solvable by looking, trying and testing alone.
+No instruction says what to change: a failed test names the function, a search finds its module, and trials find the answer. Most
+instructions say only that tests fail; some also specify the function. Bugs are of the kinds that an agent can enumerate
+(`ENUMERABLE`), so that reading, trying and testing suffice to solve a task.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from composer_nb.harness.tasks.repairs import (
 from composer_nb.harness.tasks.task import Task
 
 Kind = Literal["bug", "feature", "tests", "lint"]
-"""bug: a test fails. feature: a function or a branch is missing. tests: those of a function are too weak, and the agent adds one
-that mutants fail. lint: a name is unused or does not exist."""
+"""bug: a test fails. feature: a function or a branch is missing. tests: the tests of a function are too weak, and the agent adds
+tests that mutants fail. lint: a name is unused or does not exist."""
 ENUMERABLE = frozenset({"compare", "operator", "augmented"})
 VISIBLE, HIDDEN, OTHERS = 12, 10, 2
-"""Tests of the function with the bug that the agent sees, those that grade, and those of each other function on either side."""
+"""Numbers of visible and of hidden tests of the changed function, and of tests of every other function on either side."""
 MOST = 3
-"""Modules of a repository."""
+"""Maximum modules of a repository."""
 MUTANTS = 3
-"""Mutants of a task of the kind `tests`, at most."""
+"""Maximum mutants of a task of the kind `tests`."""
 IMPORTS, SPARE = ("math", "os", "re", "json"), ("spare", "extra", "draft", "old")
 MODULES = ("core", "util", "stats", "tools", "data", "calc")
 NAMES = (
@@ -58,10 +58,10 @@ def make_miniatures(
     families: frozenset[str] = frozenset(),
     kinds: Sequence[Kind] = ("bug",),
 ) -> Iterator[Task]:
-    """Return `count` distinct tasks whose function has one of the held-out structures, or of the others, the same for one seed.
+    """Return `count` distinct tasks whose function has a held-out structure, or one of the others, the same for the same seed.
 
-    `told`: share of tasks with a bug whose instruction says what the function should do. `families`: only these, if any is given.
-    `kinds`: each task is of one of them. Raises ValueError, while they are taken, if a thousand draws hold nothing new."""
+    `told`: share of bug tasks whose instruction specifies the function. `families`: only these, if any are given. `kinds`: the
+    kinds of tasks. Iteration raises ValueError if a thousand draws yield no new task."""
     rng = Random(f"miniatures {seed} {heldout}")
 
     def draw() -> Candidate | None:
@@ -79,7 +79,7 @@ def _bug(source: str, rng: Random) -> tuple[str, str] | None:
 
 
 def _gap(source: str, rng: Random) -> tuple[str, str]:
-    """Leave `pass` in place of a branch, or of the whole body."""
+    """Replace a branch, or the whole body, by `pass`."""
     tree = syntax.parse(source)
     bodies = [each.body for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.For | ast.While)]
     branches = [(body, n) for body in bodies for n, one in enumerate(body) if isinstance(one, ast.If)]
@@ -92,7 +92,7 @@ def _gap(source: str, rng: Random) -> tuple[str, str]:
 
 
 def _litter(source: str, rng: Random) -> tuple[str, str]:
-    """Add an import or a name that nothing uses, or use a name that does not exist."""
+    """Add an unused import or name, or use a name that does not exist."""
     head, *lines = source.split("\n")
     way = rng.choice(("import", "name", "missing"))
     if way == "missing":
@@ -115,8 +115,9 @@ PLANTS: Mapping[Kind, Callable[[str, Random], tuple[str, str] | None]] = {
 def _deal(
     candidate: Candidate, outcomes: Sequence[CallOutcome], executor: Executor
 ) -> tuple[list[int], list[int], list[str]] | None:
-    """Return the inputs of the visible and of the hidden tests, and for the kind `tests` the mutants: the first hidden test
-    refuses all, no visible one any. None for a change that shows on fewer than three inputs, or on too many for visible tests."""
+    """Return the inputs of the visible and of the hidden tests, and for the kind `tests` the mutants, which all fail the first
+    hidden test and pass all visible ones. None if the change shows on fewer than three inputs, or on too many for visible
+    tests."""
     failing = [i for i, pair in enumerate(zip(outcomes, candidate.right, strict=True)) if pair[0] != pair[1]]
     places = range(len(outcomes))
     if candidate.kind == "lint":
@@ -147,7 +148,7 @@ def _deal(
 def _task(
     candidate: Candidate, outcomes: tuple[CallOutcome, ...], rng: Random, told: bool, executor: Executor
 ) -> Task | None:
-    """Return the task of a candidate whose change gave `outcomes`; None if it is unfit (`_deal`)."""
+    """Return the task of a candidate whose change has these `outcomes`; None if it is unfit (`_deal`)."""
     if (dealt := _deal(candidate, outcomes, executor)) is None:
         return None
     visible, hidden, mutants = dealt

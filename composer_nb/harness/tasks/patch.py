@@ -1,7 +1,7 @@
-"""Apply unified diffs to texts, by `git apply` in an empty folder of its own.
+"""Apply unified diffs to texts with `git apply` in an empty folder.
 
-Covers new, deleted, renamed and changed text files. Names are checked before, since git looks for absolute ones. Git refuses what
-leads out of the folder or lies behind a link, and reads no configuration. What it leaves is checked again.
+New, deleted, renamed and changed text files are supported. Names are checked first, because git accepts absolute ones. Git
+refuses paths that lead out of the folder or through a link, and reads no configuration. The resulting files are checked again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _NAMES = re.compile(r"^--- (.*)\n\+\+\+ (.*)$", re.M)
 
 
 def apply_patch(files: Mapping[str, str], patch: str) -> dict[str, str | None]:
-    """Return the files that a patch changes, as they are after it; None for one that is gone.
+    """Return the contents of the files that a patch changes; None for a deleted one.
 
-    Raises ValueError for what is no such patch, or does not fit the files, and FileNotFoundError where git is missing.
+    Raises ValueError if it is not such a patch or does not fit the files, and FileNotFoundError if git is missing.
     """
     for names in _NAMES.findall(patch):
         for name in names:

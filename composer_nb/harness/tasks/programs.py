@@ -1,8 +1,8 @@
 """Small correct programs with an English specification, drawn from six families.
 
-Each is one function `f`. Families, maps, filters and weights follow a recipe that was measured to be learnable by a model of
-two million parameters within minutes (`docs/benchmarks.md`). A program's *structure* is its canonical source: names and
-constants put aside, so that two programs that differ in nothing else share it, and held-out tasks are unseen structures.
+Each is one function `f`. Families, maps, filters and weights follow a recipe that, as measured, a model of two million parameters
+can learn within minutes (`docs/benchmarks.md`). The *structure* of a program is its source without the choice of names and
+constants: programs that differ only in these share it, and held-out tasks have unseen structures.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ HELDOUT_SHARE = 51 / 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A correct function `f` with what it should do."""
+    """A correct function `f` with its specification."""
 
     family: str
     source: str
-    """Normalised text (`ast.unparse`) without a final newline."""
+    """Normalized text (`ast.unparse`) without a final newline."""
     spec: str
     inputs: tuple[str, ...]
     """Kind of each parameter: `list`, `small` (1..9), `number` (1..9999) or `any` (-9..9)."""
@@ -43,8 +43,8 @@ class Program:
 
 @lru_cache(maxsize=4096)
 def canonical(source: str) -> str:
-    """Return `source` with every local name numbered by first use, and every integer, and the parameter `k` that stands where an
-    integer could, written as C."""
+    """Return `source` with local names numbered by first use, and with every integer, and the parameter `k` in place of an
+    integer, written as C."""
     tree = syntax.parse(source)
     kept = {"sum", "max", "min", "len", "sorted", "abs", "range", "append", "default"}
     names: dict[str, str] = {}
@@ -69,7 +69,7 @@ def canonical(source: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The draws that every family makes: names, constants, and whether the constant is a second parameter."""
+    """The draws common to all families: names, constants, and whether the constant is a second parameter."""
 
     xs: str
     x: str

@@ -35,7 +35,7 @@ _AGGREGATES = ["sum", "max", "min", "len", "sorted"]
 
 
 def bugs(source: str, rng: Random, kinds: Collection[str] = ()) -> tuple[str, str] | None:
-    """Plant one bug, of one of `kinds` if any is given. Return (kind, changed source), or None if the drawn change does not
+    """Plant one bug, of one of `kinds` if any are given. Return (kind, changed source), or None if the drawn change does not
     change exactly one line."""
     tree = syntax.parse(source)
     sites = [site for site in _sites(tree) if not kinds or site[0] in kinds]
@@ -49,7 +49,7 @@ def bugs(source: str, rng: Random, kinds: Collection[str] = ()) -> tuple[str, st
 
 
 def neighbours(source: str, kinds: Collection[str]) -> list[tuple[str, str]]:
-    """Return (kind, changed source) of every single change of these kinds that changes exactly one line, without repeats."""
+    """Return (kind, changed source) of every change of these kinds that changes exactly one line, without repeats."""
     tree = syntax.parse(source)
     found: dict[str, str] = {}
     for kind, index in dict.fromkeys(_sites(tree)):
@@ -131,7 +131,7 @@ class Candidate:
 
     @property
     def right(self) -> tuple[CallOutcome, ...]:
-        """The outcomes of the correct program."""
+        """Outcomes of the correct program."""
         return tuple(CallOutcome(status="returned", text=repr(value)) for value in self.wanted)
 
 
@@ -143,7 +143,7 @@ def draw_candidate(
     families: Collection[str] = (),
 ) -> Candidate | None:
     """Draw one candidate with `count` inputs; None if the draw is unfit. `plant` changes the program and names the change.
-    `families` of programs: only these, if any is given. The reference program is trusted, so it runs right here."""
+    `families`: only these, if any are given. The reference program is trusted, so it runs in this process."""
     program = draw_program(rng)
     if program.heldout != heldout or (families and program.family not in families):
         return None
@@ -157,7 +157,7 @@ def draw_candidate(
 
 
 def evaluate(program: Program, count: int, rng: Random) -> tuple[tuple[tuple[object, ...], ...], tuple[object, ...]]:
-    """Return inputs of a trusted program, and what it returns for them."""
+    """Return inputs and results of a trusted program."""
     inputs = tuple(draw_arguments(rng, program) for _ in range(count))
     scope: dict[str, Any] = {}
     exec(compile(program.source, "f.py", "exec"), scope)
@@ -167,10 +167,10 @@ def evaluate(program: Program, count: int, rng: Random) -> tuple[tuple[tuple[obj
 def run_programs(
     sources: Sequence[str], inputs: Sequence[tuple[tuple[object, ...], ...]], sandboxes: Executor
 ) -> list[tuple[CallOutcome, ...] | None]:
-    """Return what each program returns on its inputs, or None if it does not end.
+    """Return the outcomes of each program on its inputs, or None if it does not end.
 
-    Many programs share one sandbox and its CPU time, so the program at which it ends may not be the one that used the time up.
-    It is tried again alone, and those after it again together.
+    Many programs share one sandbox and its CPU time, so the program that is running at the limit may not be the one that used the
+    time. It is tried again alone, and the programs after it are tried again together.
     """
     results: dict[int, tuple[CallOutcome, ...] | None] = {}
     batches = [list(range(i, min(i + BATCH, len(sources)))) for i in range(0, len(sources), BATCH)]
@@ -202,8 +202,8 @@ def _batch_request(sources: Sequence[str], inputs: Sequence[tuple[tuple[object, 
 
 
 def make_task(candidate: Candidate, outcomes: tuple[CallOutcome, ...]) -> Task | None:
-    """Return the task of a candidate whose bug gave `outcomes`; None if the bug shows on fewer than two inputs, or all hidden
-    tests want the same.
+    """Return the task of a candidate whose bug has these `outcomes`; None if the bug shows on fewer than two inputs, or all
+    hidden tests expect the same.
 
     The first visible test fails at the start; the others are drawn in order, so that hidden tests fail as well.
     """
@@ -233,8 +233,8 @@ def make_task(candidate: Candidate, outcomes: tuple[CallOutcome, ...]) -> Task |
 def make_tasks(seed: str, count: int, *, heldout: bool, executor: CachedExecutor) -> Iterator[Task]:
     """Yield `count` distinct tasks of the held-out structures, or of the others. The same seed gives the same tasks.
 
-    The executor remembers what the buggy and the right programs return, so demonstrations on fresh tasks execute only what is
-    new. Raises ValueError if a thousand draws hold nothing new.
+    The executor caches the results of the buggy and the correct programs, so demonstrations execute only other code. Raises
+    ValueError if a thousand draws yield no new task.
     """
     rng = Random(f"repairs {seed} {heldout}")
     for task, candidate, outcomes in distinct(count, lambda: draw_candidate(rng, heldout), make_task, executor):
@@ -250,11 +250,11 @@ def distinct(
     executor: Executor,
     ahead: bool = False,
 ) -> Iterator[tuple[Task, Candidate, tuple[CallOutcome, ...]]]:
-    """Yield `count` tasks with different bugs or instructions, the candidate that each was made of, and what its bug returned.
-    Only as many candidates run as are likely to be needed. `ahead`: a thousand are drawn before the first task is made, so that
-    `draw` and `make` can share a generator of random numbers.
+    """Yield `count` tasks with different bugs or instructions, each with its candidate and the outcomes of its bug. Only as many
+    candidates run as are likely to be needed. `ahead`: draw a thousand before the first task is made, so that `draw` and `make`
+    can share a random number generator.
 
-    Raises ValueError if a thousand draws hold nothing new."""
+    Raises ValueError if a thousand draws yield no new task."""
     seen: set[tuple[str, str]] = set()
     while len(seen) < count:
         before = len(seen)
@@ -284,7 +284,7 @@ def _remember(
     files: Mapping[str, str],
     outcomes: Sequence[CallOutcome],
 ) -> None:
-    """Store what `files` return on these inputs, as the visible and the hidden tests will ask for it."""
+    """Cache the results of `files` on these inputs, in the form of the visible and the hidden tests."""
     known = {literal(given): outcome for given, outcome in zip(inputs, outcomes, strict=True)}
     for tests in (task.visible_tests, task.tests):
         request = request_tests(files, parse_test_files(tests))
@@ -292,7 +292,7 @@ def _remember(
 
 
 def buggy(task: Task) -> str:
-    """Return the program with the bug: the file that the solution changes, or of a repository the function, as `f`."""
+    """Return the program with the bug: the file that the solution changes, or in a repository the function, renamed to `f`."""
     return _program(task, task.files)
 
 
@@ -310,7 +310,7 @@ def home_of(name: str, files: Mapping[str, str]) -> str:
 
 
 def split_at(source: str, name: str) -> tuple[str, str, str]:
-    """Return what stands before a function of a module, the function, and what follows it."""
+    """Return the text before a function of a module, the function, and the text after it."""
     start = source.index(f"def {name}(")
     end = source.find("\n\ndef ", start)
     end = len(source.rstrip("\n")) if end < 0 else end
@@ -318,8 +318,8 @@ def split_at(source: str, name: str) -> tuple[str, str, str]:
 
 
 def fingerprints(tasks: Iterable[Task]) -> set[str]:
-    """Return digests of what training and tasks of new structures must not share: the structure, the right program, and the
-    program with the bug together with the instruction."""
+    """Return digests that training and tasks of new structures must not share: of the structure, of the correct program, and of
+    the program with the bug together with the instruction."""
     prints: set[str] = set()
     for task in tasks:
         right = _program(task, task.files | task.solution)
@@ -329,6 +329,6 @@ def fingerprints(tasks: Iterable[Task]) -> set[str]:
 
 
 def buggy_prints(tasks: Iterable[Task]) -> set[str]:
-    """Return digests of the programs with bugs. Training must show none of a held-out task, and no right program of a new
-    structure as a bug."""
+    """Return digests of the programs with bugs. Training must contain no such program of a held-out task, and no correct program
+    of a new structure as a bug."""
     return {hashlib.sha256(buggy(task).encode()).hexdigest()[:20] for task in tasks}

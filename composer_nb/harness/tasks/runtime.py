@@ -1,11 +1,11 @@
-"""Start a task's sandbox: what its settings ask for, and a sandbox with its workspace ready.
+"""Start a task's sandbox, with the resources that the task requests and its workspace.
 
 `host-python` is the sandboxes' own interpreter and tools; every isolated backend has it. A task with an image runs on `docker`
-alone, in an image derived from its own: the working directory's files lie ready to be copied into the workspace, which is in
-memory, and a link stands in its place, so that scripts find things where they expect them. The rest of the image is read-only.
+alone, in an image derived from its own. There, the files of the working directory are ready to be copied into the workspace,
+which is in memory, and a link replaces the directory, so that scripts find their files. The rest of the image is read-only.
 
-A task that asks for what no sandbox here has is a ValueError before anything starts (`obstacles`). Some defaults are stricter
-than Harbor's: no network, one user, and the agent's workspace is carried into a new sandbox for grading.
+If no sandbox here can meet a task's requests, ValueError is raised before anything starts (`obstacles`). Some defaults are
+stricter than Harbor's: no network, one user, and the agent's workspace is carried into a new sandbox for grading.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ _NO_EFFECT = re.compile(
     r"|WORKDIR (/|/workspace/?)|COPY workspace/? (\.|/workspace)/?"
     r"|RUN (python3? -m )?pip3? install( -[\w-]+)* pytest([=<>~!]=?[\w.]+)?)"
 )
-"""Lines of a Dockerfile that change nothing in a sandbox with this machine's Python and pytest."""
+"""Lines of a Dockerfile without effect in a sandbox with this machine's Python and pytest."""
 _TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.S)
 
 
 def obstacles(task: Task) -> list[str]:
-    """Return what a task asks for that no sandbox here has, each with the name of its setting."""
+    """Return the requests of a task that no sandbox here can meet, each with the name of its setting."""
     asked = task.settings
     place, users = asked.environment, (("agent", asked.agent), ("verifier", asked.verifier))
     network = [(name, table.network_mode) for name, table in (("environment", place), *users)]
@@ -91,7 +91,7 @@ def obstacles(task: Task) -> list[str]:
 
 
 def _image_lines(task: Task) -> Iterator[str]:
-    """Name the lines of a Dockerfile that would matter to a task which says that it needs no image."""
+    """Name the relevant lines in the Dockerfile of a task that claims to need no image."""
     if task.kept is None or task.image or task.grader != "script":
         return
     text = task.kept.rest.get("environment/Dockerfile", b"").decode("utf-8", "replace")
@@ -112,16 +112,17 @@ def _unknown_variables(task: Task) -> Iterator[str]:
 
 
 def variables(table: Mapping[str, str]) -> dict[str, str]:
-    """Return an `env` of task.toml for a command. Templates become their defaults; this machine's variables are never read."""
+    """Return an `env` of task.toml for a command. Templates become their defaults, and this machine's variables are never
+    read."""
     found = {name: _TEMPLATE.fullmatch(value) for name, value in table.items()}
     return {name: match[2] or "" if (match := found[name]) else value for name, value in table.items()}
 
 
 def spec_of(task: Task, backend: Backend) -> SandboxSpec:
-    """Return the sandbox that a task asks for; on `docker`, build its image if it is missing.
+    """Return the specification of a task's sandbox; on `docker`, build a missing image.
 
-    A workspace is in memory: `storage_mb` counts only within `memory_mb`. Raises ValueError for what no sandbox here has, and
-    SandboxUnavailable for an image that cannot be built.
+    A workspace is in memory, so `storage_mb` counts only within `memory_mb`. Raises ValueError for requests that no sandbox here
+    can meet, and SandboxUnavailable for an image that cannot be built.
     """
     if found := obstacles(task):
         raise ValueError(f"task {task.id}: {found[0]}")
@@ -151,7 +152,7 @@ def spec_of(task: Task, backend: Backend) -> SandboxSpec:
 
 
 def start(task: Task, backend: Backend) -> Sandbox:
-    """Return a new sandbox with the task's workspace as it is at the start. Raises what `spec_of` does, and SandboxFailure."""
+    """Return a new sandbox with the task's initial workspace. Raises like `spec_of`, and SandboxFailure."""
     made = backend.create(spec_of(task, backend))
     try:
         if task.image:
@@ -173,13 +174,13 @@ def start(task: Task, backend: Backend) -> Sandbox:
 
 
 def workspace(task: Task) -> dict[str, bytes]:
-    """Return a task's workspace at the start, without the files of an image."""
+    """Return a task's initial workspace, without the files of an image."""
     return {path: text.encode() for path, text in task.files.items()}
 
 
 def packages_of(task: Task) -> Mapping[str, bytes]:
-    """Return the installed packages that a task's tests need. Raises ValueError if they are gone or changed, or if nobody here
-    gave the folder for tests: a foreign task may name any."""
+    """Return the installed packages for a task's tests. Raises ValueError if they are missing or changed, or if the folder was
+    not allowed here, because a foreign task may name any folder."""
     folder = task.metadata.get(PACKAGES, "")
     if not folder:
         return {}
@@ -205,7 +206,7 @@ def allow_packages(folder: Path) -> None:
 
 @lru_cache(maxsize=4)
 def read_packages(folder: Path) -> Mapping[str, bytes]:
-    """Return the files below a folder of packages; cached. Raises ValueError for more than the limits: a foreign task may name
+    """Return the files below a folder of packages, cached. Raises ValueError above the limits, because a foreign task may name
     any folder."""
     found: dict[str, bytes] = {}
     left = 2 * MAX_PACKAGES_BYTES  # with bytecode
@@ -217,7 +218,7 @@ def read_packages(folder: Path) -> Mapping[str, bytes]:
             left -= status.st_size
             if left < 0 or len(found) >= MAX_PACKAGES_FILES:
                 raise ValueError(f"{visible(str(folder))}: holds more than packages that a task's tests need")
-            with path.open("rb") as file:  # no more than it says: there are files that do not end
+            with path.open("rb") as file:  # no more than its stated size: some files are endless
                 found[path.relative_to(folder).as_posix()] = file.read(status.st_size)
     return dict(sorted(found.items()))
 
@@ -231,7 +232,7 @@ def packages_digest(packages: Mapping[str, bytes]) -> str:
 
 
 def bring(box: Sandbox, files: Mapping[str, bytes], at: str, mode: int = 0o644) -> None:
-    """Write files to a folder outside of the workspace. Raises OSError if they do not fit."""
+    """Write files to a folder outside the workspace. Raises OSError if they do not fit."""
     done = box.exec(["python3", "-I", "-S", "-c", _UNPACK, at, str(mode)], stdin=archive_of(files))
     if done.exit_code:
         raise OSError(done.stderr[-300:].decode("utf-8", "replace"))

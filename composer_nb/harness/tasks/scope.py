@@ -1,4 +1,4 @@
-"""Decide which files a task's source scope covers, and which files are tests."""
+"""Determine which files a task's source scope covers, and which files are tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 
 def in_scope(path: str, scope: Iterable[str]) -> bool:
-    """Return whether `path` is named by one of the patterns.
+    """Return whether `path` matches one of the patterns.
 
     A pattern is a path, or a glob whose `*`, `?` and `[…]` stay inside one name and whose `**` stands for any number of
     folders: `src/**` is everything below `src`, `*.py` only what lies at the top.
@@ -17,8 +17,8 @@ def in_scope(path: str, scope: Iterable[str]) -> bool:
 
 
 def _fits(names: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Return whether a pattern takes all of the names; its work is bounded by the product of both lengths."""
-    taken = {0}  # how many names the pattern may have taken so far
+    """Return whether a pattern matches all names. The work is bounded by the product of both lengths."""
+    taken = {0}  # numbers of names that the pattern may have matched so far
     for place, part in enumerate(pattern, 1):
         if part == "**":
             first = min(taken, default=len(names) + 1) + (place == len(pattern))
@@ -29,7 +29,7 @@ def _fits(names: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def is_test_module(path: str) -> bool:
-    """Return whether pytest would collect a file by its name: `test_….py` or `…_test.py`."""
+    """Return whether pytest collects a file of this name: `test_….py` or `…_test.py`."""
     name = PurePosixPath(path).name
     return name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))
 

@@ -1,11 +1,11 @@
 """Make tasks from rows of SWE-bench and SWE-smith.
 
-A row has patches and test names, not the repository. With the repository's files a row becomes a task of the grader `pytest`.
-Without them it becomes one of the grader `script`, in the benchmark's published image: for `docker`, and for evaluation. In
-SWE-smith's rows `patch` *introduces* the bug.
+A row has patches and test names, but not the repository. With the repository's files, a row becomes a task of the grader
+`pytest`. Without them, it becomes a task of the grader `script` in the benchmark's published image, for `docker` and for
+evaluation only. In SWE-smith's rows, `patch` *introduces* the bug.
 
-The sandbox never has the history, because later commits hold the answer (SWE-bench #465). Covers projects whose tests are named
-by pytest's node ids.
+The sandbox never has the history, because later commits contain the answer (SWE-bench #465). Only projects whose tests are named
+by pytest's node ids are supported.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _HISTORY = (
 def from_swebench(row: Mapping[str, Any], files: Mapping[str, str] | None = None) -> Task:
     """Return the task of a SWE-bench row. `files`: the repository's text files at `base_commit`.
 
-    Raises ValueError that names what is missing or unfit in the row.
+    Raises ValueError, which names the missing or unfit part of the row.
     """
     name, patch, tests = _text(row, "instance_id"), _text(row, "patch"), _text(row, "test_patch")
     if files is None:
@@ -58,8 +58,8 @@ def from_swebench(row: Mapping[str, Any], files: Mapping[str, str] | None = None
 
 
 def from_swesmith(row: Mapping[str, Any], files: Mapping[str, str] | None = None) -> Task:
-    """Return the task of a SWE-smith row. `files`: the repository's text files without the bug; the modules of the tests that the
-    bug breaks are hidden then. Raises ValueError like `from_swebench`."""
+    """Return the task of a SWE-smith row. `files`: the repository's text files without the bug; then the modules with tests that
+    the bug breaks are hidden. Raises ValueError like `from_swebench`."""
     patch = _text(row, "patch")
     if files is None:
         bug = "COPY bug.patch /tmp/bug.patch\nRUN git apply /tmp/bug.patch && rm /tmp/bug.patch\n"
@@ -77,7 +77,7 @@ def from_swesmith(row: Mapping[str, Any], files: Mapping[str, str] | None = None
 
 
 def read_rows(path: Path, form: str, files: Mapping[str, str] | None = None) -> Iterator[tuple[str, Task | ValueError]]:
-    """Yield the place of each row of a file, and its task or its error.
+    """Yield the place of each row of a file, with its task or its error.
 
     The file is JSON Lines or one JSON list. `form` is `swebench` or `swesmith`. Raises OSError, and ValueError for a file without
     rows.
@@ -110,7 +110,7 @@ def _from_files(
     tested: Mapping[str, str],
     hidden: set[str],
 ) -> Task:
-    """Return a task of the workspace `files`, the solution's changes `gold`, and hidden tests out of `tested`."""
+    """Return a task with the workspace `files`, the solution's changes `gold`, and hidden tests from `tested`."""
     names = _names(row, "FAIL_TO_PASS") + _names(row, "PASS_TO_PASS")
     hidden = hidden | {_module(name) for name in names}
     if missing := sorted(hidden - set(tested)):
@@ -182,7 +182,7 @@ def _text(row: Mapping[str, Any], key: str) -> str:
 
 
 def _names(row: Mapping[str, Any], key: str) -> list[str]:
-    """Return a list of node ids, which some editions of the data hold as JSON."""
+    """Return a list of node ids, which some editions of the data store as JSON."""
     value = row.get(key, [])
     try:
         names = json.loads(value) if isinstance(value, str) else value

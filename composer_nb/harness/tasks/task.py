@@ -1,7 +1,7 @@
-"""Task: what is asked, where, and how it is graded.
+"""A task: an instruction, a workspace and a grader.
 
-On disk a task is a Harbor task directory (`harbor.py`); what Harbor has no word for sits in `[metadata.composer_nb]`. Many small
-tasks travel as one JSON Lines file.
+On disk, a task is a Harbor task directory (`harbor.py`); fields that Harbor lacks are in `[metadata.composer_nb]`. Many small
+tasks are stored as one JSON Lines file.
 """
 
 from __future__ import annotations
@@ -30,32 +30,33 @@ LOWERED = {"turns": "max_turns", "tokens": "max_tokens"}
 
 
 class Task(BaseModel):
-    """One task. Frozen, because a group's rollouts share it. Raises ValueError (pydantic's) for anything unfit."""
+    """One task, frozen because a group's rollouts share it. Raises ValueError (pydantic's) for invalid fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: str
     instruction: str
     files: dict[str, str]
-    """The workspace at the start: relative POSIX path -> text. Tests that the agent may run and see are among them."""
+    """Initial workspace: text by relative POSIX path. It includes the tests that the agent may see and run."""
     tests: dict[str, str]
-    """Hidden tests, never in a workspace. For the grader `pytest` also their helpers, conftests and data."""
+    """Hidden tests, never in a workspace; for the grader `pytest`, also their helpers, conftests and data."""
     solution: dict[str, str] = {}
-    """Changed files of a right answer. For the grader `script`: `solve.sh` and its files."""
+    """Changed files of a correct answer; for the grader `script`, `solve.sh` and its files."""
     source_scope: tuple[str, ...]
-    """Paths whose changes are graded; changes elsewhere are dropped. For the grader `pytest` also globs (`src/**`)."""
+    """Paths whose changes are graded; changes elsewhere are dropped. The grader `pytest` also accepts globs (`src/**`)."""
     grader: harbor.Grader = "functions"
-    """functions: tests of one plain form (`functions.py`). pytest: any pytest modules (`grading/pytest_grader.py`); what
-    `grading.validate` finds out about them is in `metadata`. script: `tests/test.sh` of a foreign task
-    (`grading/script_grader.py`), weak and for evaluation."""
+    """functions: tests of one plain form (`functions.py`). pytest: any pytest modules (`grading/pytest_grader.py`), with the
+    findings of `grading.validate` in `metadata`. script: `tests/test.sh` of a foreign task (`grading/script_grader.py`), which is
+    weak and for evaluation only."""
     tools: tuple[str, ...] = ()
-    """The tools that an agent gets, of those that it would have; all of these if empty."""
+    """Names of the run's tools that an agent gets; empty: all."""
     strictness: harbor.Strictness = "twins"
-    """Requirements of a right answer; each level includes all before it. tests: it passes the hidden tests. twins: it passes no
-    twin of them, and its recorded calls agree (grader `pytest`). scope: its grade has no flag. lints: its source files have no
-    lint."""
+    """Requirements of a correct answer; each level includes all before it. tests: it passes the hidden tests. twins: it passes
+    none of their twins, and its recorded calls agree (grader `pytest`). scope: its grade has no flag. lints: its source files
+    have no lint."""
     metadata: dict[str, str] = {}
-    """Facts, of which `max_turns` and `max_tokens` lower the limits of an attempt at it. `mutants`: its answer is tests."""
+    """Facts by name. `max_turns` and `max_tokens` lower the limits of an attempt. With `mutants`, the answer consists of
+    tests."""
     kept: harbor.Kept | None = None
     """The rest of a foreign task's directory."""
 
@@ -105,14 +106,13 @@ class Task(BaseModel):
 
     @property
     def visible_tests(self) -> dict[str, str]:
-        """Test files in the workspace, as they were at the start: an agent's edits of them, outside of source_scope, change
-        nothing."""
+        """Test files of the initial workspace. An agent's edits of them have no effect outside source_scope."""
         return {path: text for path, text in self.files.items() if is_test(path)}
 
     @property
     def mutants(self) -> tuple[dict[str, str], ...]:
-        """Wrong versions of source files, each of which the tests that an agent writes must refuse (grader `functions`). Raises
-        ValueError for a metadata.mutants that is no JSON list of such."""
+        """Wrong versions of source files, each of which must fail the agent's tests (grader `functions`). Raises ValueError if
+        metadata.mutants is not a JSON list of such versions."""
         try:
             return _MUTANTS.validate_json(self.metadata.get("mutants", "[]"))
         except ValidationError as error:
@@ -120,12 +120,12 @@ class Task(BaseModel):
 
     @property
     def _written(self) -> tuple[str, str]:
-        """The test file that an agent extends, and its text at the start."""
+        """The test file that an agent extends, and its initial text."""
         return self.source_scope[0], self.files.get(self.source_scope[0], "")
 
     @property
     def image(self) -> bool:
-        """Return whether it needs an image, by name or from its Dockerfile."""
+        """Whether the task needs an image, by name or from its Dockerfile."""
         if self.kept is None or self.grader != "script":
             return False
         asked = harbor.settings(self.kept.toml)
@@ -140,12 +140,12 @@ class Task(BaseModel):
         return harbor.settings(harbor.layout(self).files["task.toml"].decode())
 
     def to_harbor(self, path: Path) -> Path:
-        """Write the task as a Harbor directory `path`, which must not exist: byte for byte what it was read from."""
+        """Write the task as a Harbor directory `path`, which must not exist, byte for byte equal to the one that was read."""
         return harbor.write(harbor.layout(self), path)
 
     @classmethod
     def from_harbor(cls, path: Path) -> Task:
-        """Read a Harbor directory. Raises ValueError that names what is missing or unfit."""
+        """Read a Harbor directory. Raises ValueError, which names the missing or unfit part."""
         held = harbor.read(path)
         task = _validated(str(path), harbor.values(held, path))
         plain = task.model_copy(update={"kept": None})
@@ -194,7 +194,7 @@ def save_tasks(tasks: Iterable[Task], path: Path) -> None:
 def load_tasks(path: Path) -> list[Task]:
     """Load tasks from a JSON Lines file, a folder with `tasks.jsonl`, a Harbor directory, or a folder of such directories.
 
-    Raises ValueError that names the place if there is no task, one is unfit or two share an id, and FileNotFoundError.
+    Raises ValueError, which names the place, if there is no task, one is unfit or two share an id, and FileNotFoundError.
     """
     tasks = []
     for _, found in read_tasks(path):
@@ -210,9 +210,9 @@ def load_tasks(path: Path) -> list[Task]:
 
 
 def read_tasks(path: Path) -> Iterator[tuple[str, Task | ValueError]]:
-    """Yield the name of each place that holds a task, and the task or its error. Raises FileNotFoundError, and ValueError for a
-    file that cannot be read."""
-    if (path / "tasks.jsonl").is_file():  # what `tasks make` leaves
+    """Yield the name of each place with a task, and the task or its error. Raises FileNotFoundError, and ValueError for a file
+    that cannot be read."""
+    if (path / "tasks.jsonl").is_file():  # output of `tasks make`
         path = path / "tasks.jsonl"
     if path.is_file():
         try:
