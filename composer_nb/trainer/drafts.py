@@ -3,14 +3,14 @@
     step:   forward  x  d      ──▶ the token y after x is drawn as always; if y is d, a second one is drawn, after d
             head(hidden, last) ──▶ d of the next step, the draft of the token after the last one
 
-Every token is drawn from the model's own logits with the random number of its position, so tokens, log-probabilities and routes
-are those of plain decoding, at any temperature (to the last bit with the compiled kernel). A draft only decides whether a step
-yields one token or two. It is drawn with the random number of its position too: two similar distributions then mostly agree.
+Every token is drawn from the model's own logits with the random number of its position. So tokens, log-probabilities and routes
+are those of plain decoding, at any temperature (to the last bit with the compiled kernel). A draft only determines whether a step
+yields one token or two. It is also drawn with the random number of its position, so that similar distributions mostly agree.
 
-The head is a multi-token prediction head without attention, since the hidden state of a token already knows its context
-(DeepSeek-V3, arXiv 2412.19437, §2.2; EAGLE, arXiv 2401.15077). It learns from the model's logits (self-distillation), on a
-frozen model (`train_draft`) and then, if wanted, jointly with it (`Joint`). A later version of the weights needs no other head: a
-draft is a guess, and fewer of them are right.
+The head is a multi-token prediction head without attention, since the hidden state of a token already encodes its context
+(DeepSeek-V3, arXiv 2412.19437, §2.2; EAGLE, arXiv 2401.15077). It learns from the model's logits (self-distillation), on a frozen
+model (`train_draft`) and optionally jointly with it (`Joint`). Later versions of the weights can use the same head: drafts are
+guesses, of which fewer are then correct.
 
 Dimensions: N tokens, S slots, D width, H inner width, V vocabulary.
 """
@@ -38,9 +38,9 @@ from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model, PackedRows
 
 FILE = Path("draft", "head.safetensors")
-"""Place of a head in the folder of its checkpoint."""
+"""Path of a head in the folder of its checkpoint."""
 TOKENS = 4096
-"""Tokens of an optimiser step, if there are so many."""
+"""Maximum tokens of an optimizer step."""
 
 
 class Draft(nn.Module):
@@ -55,7 +55,7 @@ class Draft(nn.Module):
         self.gate_up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(2 * width, width, bias=False)
 
     def forward(self, model: Model, hidden_ND: Tensor, next_N: Tensor) -> Tensor:
-        """Logits [N, V]."""
+        """Return logits [N, V]."""
         embedded_ND = self.embed_norm(F.embedding(next_N, model.embed).float())
         x_ND = hidden_ND.float() + self.join(torch.cat([embedded_ND, self.hidden_norm(hidden_ND.float())], -1))
         gate_NH, up_NH = self.gate_up(self.norm(x_ND)).chunk(2, -1)
@@ -64,8 +64,8 @@ class Draft(nn.Module):
 
 
 def train_draft(model: Model, rows: Sequence[Sequence[int]], steps: int, *, lr: float = 2e-3, seed: int = 0) -> Draft:
-    """Train a head on rows of tokens, such as the model reads and writes, by the mean of KL(model ‖ head). The model stays as it
-    is. Raises ValueError where no row has three tokens."""
+    """Train a head on rows of tokens, as the model reads and writes them, with the mean of KL(model ‖ head) as loss. The model is
+    unchanged. Raises ValueError if no row has three tokens."""
     rows = [row[: model.config.max_position_embeddings] for row in rows if len(row) > 2]
     if not rows:
         raise ValueError("a draft learns from rows of at least 3 tokens, and there is none")
@@ -90,10 +90,10 @@ def train_draft(model: Model, rows: Sequence[Sequence[int]], steps: int, *, lr: 
 
 
 class Joint:
-    """A head that learns beside its model in supervised training (`supervised.Beside`): begun on the model as it is at step
-    `begin`, which stays frozen meanwhile, and from there on jointly (Composer 2, arXiv 2603.24477, §3.1). `weight` times the mean
-    of KL(model ‖ head) is added to the loss. The model's distribution is a constant target; the gradient goes through the head's
-    input, the model's embedding and output into the model (as in DeepSeek-V3, whose targets are tokens)."""
+    """A head that learns beside its model in supervised training (`supervised.Beside`): first on the model of step `begin`, which
+    is frozen meanwhile, then jointly with it (Composer 2, arXiv 2603.24477, §3.1). `weight` times the mean of KL(model ‖ head) is
+    added to the loss. The model's distribution is a constant target. The gradient reaches the model through the head's input and
+    through the model's embedding and output (as in DeepSeek-V3, whose targets are tokens)."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Joint:
         self._optimizer.zero_()
 
     def state(self) -> dict[str, Any]:
-        """Everything that a resumed run needs; nothing before its first step."""
+        """Return the state that a resumed run needs; empty before the first step."""
         return {f"draft_{name}": value for name, value in self._optimizer.state().items()} if self.head else {}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -154,8 +154,8 @@ def add_draft(
     seed: int = 0,
     head: Draft | None = None,
 ) -> tuple[float, int]:
-    """Train a head, or take one, and write it beside the model's checkpoint. Return how often it names the model's most probable
-    token, and on how many rows: the last twentieth, held out from its training here."""
+    """Train a head, or take a given one, and write it beside the model's checkpoint. Return how often it predicts the model's
+    most probable token, and on how many rows: the last twentieth, held out from its training here."""
     held = max(len(rows) // 20, 1)
     head = head or train_draft(model, rows[:-held] or rows, steps, seed=seed)
     save_draft(head, checkpoint)
@@ -164,7 +164,7 @@ def add_draft(
 
 
 def divergence(model: Model, head: Draft, rows: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
-    """Return the mean of KL(model ‖ head), in nats a token, and how often both hold the same token for the most probable. The
+    """Return the mean of KL(model ‖ head), in nats per token, and how often the most probable tokens of both are equal. The
     model's distribution has no gradient."""
     device = model.embed.device
     ids_N = torch.tensor([token for row in rows for token in row], device=device)
@@ -172,14 +172,14 @@ def divergence(model: Model, head: Draft, rows: Sequence[Sequence[int]]) -> tupl
     hidden_ND, _ = model.trunk(ids_N, packed.position_N, packed.attend)
     with torch.no_grad():
         own_NV = F.linear(hidden_ND, model.output_weight).float().log_softmax(-1)
-    at_N = torch.nonzero(packed.position_N[1:] > 0)[:, 0]  # their next token is of the same row
+    at_N = torch.nonzero(packed.position_N[1:] > 0)[:, 0]  # their next token is in the same row
     guess_NV = head(model, hidden_ND[at_N], ids_N[at_N + 1]).log_softmax(-1)
     same = (guess_NV.argmax(-1) == own_NV[at_N + 1].argmax(-1)).float().mean()
     return F.kl_div(guess_NV, own_NV[at_N + 1], log_target=True, reduction="batchmean"), float(same)
 
 
 def rows_of(run: Path) -> list[list[int]]:
-    """Return the tokens of all stored rollouts of a run, a row for each segment. Raises ValueError where there is none."""
+    """Return the tokens of all stored rollouts of a run, one row per segment. Raises ValueError if there are none."""
     rows = list[list[int]]()
     for file in sorted((run / "rollouts").glob("*.parquet")):
         for row in pq.read_table(file).to_pylist():
@@ -285,7 +285,7 @@ class DraftingEngine(Engine):
         return self._first(super()._trunk(new, self._with_earlier(last)), len(last))
 
     def _with_earlier(self, last: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Add the places before the last ones; where nothing is drafted they are not looked at."""
+        """Add the places before the last ones, which are ignored without a draft."""
         return np.concatenate([last, np.maximum(last - 1, 0)]) if self._tested else last
 
     def _first(self, forwarded: Forwarded, count: int) -> Forwarded:

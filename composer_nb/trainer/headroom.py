@@ -1,7 +1,7 @@
-"""Headroom: what RL could find in an environment, from attempts of the policy that it would start with.
+"""Headroom: what RL could gain in an environment, estimated from attempts of its initial policy.
 
-RL moves probability to what the policy already does now and then. Where all attempts at a task end alike there is no gradient;
-where a second try after a failed test is worth nothing, a test is worth nothing, and the policy will drop both.
+RL moves probability towards behaviour that the policy already shows at times. If all attempts at a task earn the same, there is
+no gradient. If a second try after a failed test gains nothing, running tests gains nothing, and the policy will drop both.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ FIGURES = ("pass_at_1", "pass_greedy", "best_of_k", "k", "n_tasks", "recovery", 
 def headroom(
     sampled: Sequence[Attempt], greedy: Sequence[Attempt], rewards: RewardSettings, own: OwnReward | None = None
 ) -> dict[str, Any]:
-    """Return figures of a start: those of `summarise`, `live` (share of tasks whose attempts earn different rewards), `gain`
-    (the rise of pass@1 if every attempt became the best of its task), and `verdict`, a sentence."""
+    """Return figures of an initial policy: those of `summarise`, `live` (share of tasks whose attempts earn different rewards),
+    `gain` (the rise of pass@1 if every attempt were the best of its task), and `verdict`, a sentence."""
     scores = summarise(sampled, greedy)
     groups: dict[str, list[Attempt]] = {}
     for done in sampled:
@@ -58,13 +58,13 @@ def _verdict(found: dict[str, Any]) -> str:
 
 
 def require_headroom(found: Mapping[str, Any]) -> None:
-    """Raise ValueError where RL has nothing to find."""
+    """Raise ValueError if RL has nothing to learn from."""
     if found["live"] == 0:
         raise ValueError(f"RL has {found['verdict']}; change env, data, reward or the start, or set rl.gate=false")
 
 
 def run_headroom(run: RunDir, policy: str = "start") -> dict[str, Any]:
-    """Return the headroom of a run's policy on its held-out tasks. Raises ValueError where it was not evaluated."""
+    """Return the headroom of a run's policy on its held-out tasks. Raises ValueError if it was not evaluated."""
     found = run.finished(f"eval_{policy}") or {}
     if "headroom" not in found:
         raise ValueError(f"{run.path.name}: {policy} has not been evaluated, or not by this version")

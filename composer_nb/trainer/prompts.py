@@ -1,13 +1,13 @@
-"""The order of prompts: which task each slot of RL is at.
+"""The order of prompts: the task of each slot of RL.
 
-Tasks are shuffled once (`Epochs`). With `curriculum.*` a run comes to harder ones late (`Curriculum`):
+Tasks are shuffled once (`Epochs`). With `curriculum.*`, harder tasks come late in a run (`Curriculum`):
 
     rollouts/rl_00000 … rl_00079      turns, thinking tokens and success of every group so far
         │ chosen(…)                   a pure function of them
         ▼
     rollouts/prompts_00080.json       the tasks of step 80: the next ones, harder ones, ones made of two that were solved
 
-No task is taken twice. The names of a step's tasks are written before a rollout at one of them begins, and never changed: so a
+No task is used twice. The names of a step's tasks are written before a rollout at one of them begins, and never changed, so a
 resumed run has the same prompts, and every reader finds them. References: Composer 2 technical report, §4 (harder data late, by
 turns and thinking tokens); *Composer 2.5* (tasks made through the run).
 """
@@ -33,22 +33,22 @@ from composer_nb.harness.tasks.task import LOWERED, Task, load_tasks
 from composer_nb.harness.untrusted import json_of
 
 POWER = 2.0
-"""A kind of task that took twice the effort is drawn so many times two as often."""
+"""Exponent of effort in the weights with which tasks are drawn."""
 PAIRS = 200
-"""Pairs of tasks that are looked at for one that fits into one workspace."""
+"""Maximum pairs of tasks that are tried for one that fits into one workspace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurriculumSettings:
-    """Harder prompts late in RL. Raises ValueError for shares that are more than all."""
+    """Settings for harder prompts late in RL. Raises ValueError if the shares add up to more than 1."""
 
     harder: Share = 0.0
-    """Share of the prompts drawn by the effort (turns and thinking tokens) that tasks of their kind took so far. They are chosen
-    from `data.rl_tasks`, which should be more than RL needs."""
+    """Share of the prompts that are drawn by the effort (turns and thinking tokens) of their kind so far. They are drawn from
+    `data.rl_tasks`, which should be more than RL needs."""
     made: Share = 0.0
-    """Share of the prompts made of two tasks that were solved: both bugs in one workspace. Grader `functions` alone."""
+    """Share of the prompts that combine two solved tasks, with both bugs in one workspace (grader `functions` only)."""
     start: Share = 0.5
-    """Share of the steps before which prompts come in their order."""
+    """Share of the steps at the start in which prompts come in their original order."""
 
     def __post_init__(self) -> None:
         if self.harder + self.made > 1:
@@ -59,14 +59,14 @@ class CurriculumSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """All that decides the order of a run's prompts, besides its tasks and records."""
+    """The parameters that determine the order of a run's prompts, together with its tasks and records."""
 
     seed: str
     prompts: int = 1
-    """A step."""
+    """Prompts per step."""
     steps: int = 1
     ahead: int = 0
-    """Steps whose records may be missing when a step's prompts are chosen."""
+    """Number of steps whose records may be missing when a step's prompts are chosen."""
     curriculum: CurriculumSettings = field(default_factory=CurriculumSettings)
 
     @classmethod
@@ -78,7 +78,7 @@ class Order:
 
 
 class Epochs(list[Task]):
-    """Tasks in the order in which RL trains on them. A place beyond the end is one of a further epoch, in an order of its own."""
+    """Tasks in the order in which RL trains on them. Places beyond the end are further epochs, each in another order."""
 
     def __init__(self, tasks: Iterable[Task], seed: str) -> None:
         order = list(tasks)
@@ -101,13 +101,13 @@ def _shuffled(count: int, seed: str) -> Sequence[int]:
 
 
 def prompt_order(run: Path, order: Order) -> Epochs:
-    """Return the tasks of a run's slots. Raises ValueError for tasks that do not do for a curriculum."""
+    """Return the tasks of a run's slots. Raises ValueError for tasks that do not suit a curriculum."""
     tasks, c = load_tasks(run / "data" / "rl.jsonl"), order.curriculum
     return Curriculum(run, tasks, order) if c.harder or c.made else Epochs(tasks, order.seed)
 
 
 def tasks_by_id(run: Path) -> dict[str, Task]:
-    """Return every task that a run's rollouts may be at, those made on the way too."""
+    """Return all tasks of a run's rollouts, including combined ones."""
     known = {task.id: task for task in load_tasks(run / "data" / "rl.jsonl")}
     listed = [name for file in sorted((run / "rollouts").glob("prompts_*.json")) for name in json_of(file.read_bytes())]
     return known | {name: named(name, known) for name in listed}
@@ -128,7 +128,7 @@ class Tried(NamedTuple):
 
 
 class Curriculum(Epochs):
-    """Tasks by slot, chosen step by step. Raises ValueError where tasks run out, or do not combine."""
+    """Tasks by slot, chosen step by step. Raises ValueError if tasks run out, or cannot be combined."""
 
     def __init__(self, run: Path, tasks: Sequence[Task], order: Order) -> None:
         super().__init__(tasks, order.seed)
@@ -146,7 +146,7 @@ class Curriculum(Epochs):
         return named(self._block(step)[place], self._known)
 
     def places(self, count: int) -> Iterator[tuple[int, str]]:
-        """Yield the slots of the steps that were chosen, with the ids of their tasks."""
+        """Yield the slots of the chosen steps, with the ids of their tasks."""
         files = sorted((self._run / "rollouts").glob("prompts_*.json"))
         return enumerate(name for file in files for name in json_of(file.read_bytes()))
 
@@ -165,13 +165,13 @@ class Curriculum(Epochs):
             files = sorted((self._run / "rollouts").glob(f"rl_{step:05d}_*.parquet"))
             found = [each for file in files for each in outcomes(file)]
             if not found:
-                return []  # its groups were dropped, or it is not done yet
+                return []  # its groups were dropped, or it is not finished yet
             self._tried[step] = found
         return self._tried[step]
 
 
 def outcomes(file: Path) -> list[Tried]:
-    """Return what became of each group of a stored step, by task."""
+    """Return the outcome of each group of a stored step."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in pq.read_table(file, columns=["task_id", "turns", "kind", "passed"]).to_pylist():
         groups.setdefault(row["task_id"], []).append(row)
@@ -189,8 +189,8 @@ def outcomes(file: Path) -> list[Tried]:
 def chosen(
     step: int, order: Order, known: Mapping[str, Task], used: Sequence[str], tried: Sequence[Tried]
 ) -> list[str]:
-    """Return the names of a step's tasks; `known` is in the order of prompts. A name `one+two` is a task made of two. Raises
-    ValueError where every task was taken."""
+    """Return the names of a step's tasks. `known` is in the order of prompts. A name `one+two` is a combined task. Raises
+    ValueError if no task is left."""
     c, rng = order.curriculum, Random(f"curriculum {order.seed} {step}")
     begun = bool(tried) and step >= c.start * order.steps
     taken, parts = set(used), {part for name in used if name not in known for part in name.split("+")}
@@ -213,8 +213,8 @@ def chosen(
 
 
 def effort_of(tried: Sequence[Tried], known: Mapping[str, Task]) -> Callable[[Task], float]:
-    """Return the function that expects a task's effort from tasks of its kind: turns and thinking tokens, each as a multiple of
-    the mean. 1 for a kind that nobody tried."""
+    """Return a function that estimates a task's effort from tasks of its kind: turns and thinking tokens, each as a multiple of
+    the mean; 1 for a kind without attempts."""
     count = max(1, len(tried))
     turns, thinking = sum(each.turns for each in tried) / count, sum(each.thinking for each in tried) / count
     sums: defaultdict[tuple[str, ...], list[float]] = defaultdict(list)
@@ -226,13 +226,13 @@ def effort_of(tried: Sequence[Tried], known: Mapping[str, Task]) -> Callable[[Ta
 
 
 def kind_of(task: Task) -> tuple[str, ...]:
-    """Return what tasks of one kind share: the recorded difficulty, the structure's family and bug, or the repository."""
+    """Return the kind of a task: the recorded difficulty, the structure's family and bug, or the repository."""
     marks = ("difficulty", "kind", "family", "bug", "repository")
     return (*(task.metadata.get(name, "") for name in marks), str(len(task.source_scope)))
 
 
 def _made(tried: Sequence[Tried], known: Mapping[str, Task], parts: set[str], rng: Random) -> str | None:
-    """Return the name of a task made of two that were solved and are no part yet; None where no two fit."""
+    """Return the name of a task that combines two solved tasks that are not yet parts; None if no two fit."""
     solved = [each.task for each in tried if each.solved > 0.5 and each.task in known and each.task not in parts]
     fit = [known[name] for name in solved if _combinable(known[name])]
     rng.shuffle(fit)
@@ -241,7 +241,7 @@ def _made(tried: Sequence[Tried], known: Mapping[str, Task], parts: set[str], rn
 
 
 def _pair(tasks: Sequence[Task]) -> tuple[Task, Task] | None:
-    """Return the first two that fit into one workspace."""
+    """Return the first two tasks that fit into one workspace."""
     return next((pair for pair in islice(combinations(tasks, 2), PAIRS) if not _clash(*pair)), None)
 
 
@@ -255,7 +255,7 @@ def _clash(a: Task, b: Task) -> bool:
 
 
 def named(name: str, known: Mapping[str, Task]) -> Task:
-    """Return a task by its name: one that is known, or `one+two`. Raises KeyError."""
+    """Return a task by name: a known one, or `one+two`. Raises KeyError for an unknown name."""
     if name in known:
         return known[name]
     one, _, two = name.partition("+")
@@ -263,8 +263,8 @@ def named(name: str, known: Mapping[str, Task]) -> Task:
 
 
 def combined(a: Task, b: Task) -> Task:
-    """Return the task of doing what two tasks ask for, in the files of both: their turns and tokens add up. Its right answer is
-    that of both, so it needs no check. Raises ValueError for files that clash."""
+    """Return a task with the requests and the files of two tasks; their turns and tokens add up. Its correct answer is that of
+    both, so it needs no check. Raises ValueError if their files clash."""
     if _clash(a, b):
         raise ValueError(f"tasks {a.id} and {b.id} share files")
     asked = dict.fromkeys((a.instruction, b.instruction))

@@ -1,4 +1,4 @@
-"""The words of the orchestrator: what may run ahead of what (`Schedule`), what happens (events), what to do (commands)."""
+"""The vocabulary of the orchestrator: the limits on running ahead (`Schedule`), events, and commands."""
 
 from __future__ import annotations
 
@@ -15,36 +15,37 @@ WORK_S = 0.25
 
 
 def whole(value: Any, least: int = 0) -> bool:
-    """Return whether a value is a whole number of at least `least`."""
+    """Return whether a value is an integer of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Limits on what may run ahead. The defaults are asynchronous; `ahead=0` is the synchronous schedule."""
+    """Limits on running ahead. The defaults are asynchronous; `ahead=0` is the synchronous schedule."""
 
     prompts: Some = 8
-    """P: groups a batch."""
+    """P: groups per batch."""
     group: Some = 8
-    """G: rollouts a group."""
+    """G: rollouts per group."""
     ahead: Count = 4
-    """O: batches that may be under way beyond the one that is due; 0 = on policy."""
+    """O: batches that may be under way beyond the one that is due; 0: on-policy."""
     bound: Annotated[int, Field(ge=-1)] = -1
-    """Versions that the oldest token of a rollout may be behind when it is trained; −1: twice `ahead`."""
+    """Maximum staleness, in versions, of a rollout's oldest token at training time; −1: twice `ahead`."""
     window: Share = 0.5
     """A batch is taken from the oldest max(P, window · (O + 1) · P) groups."""
     order: Literal["window", "fifo", "discard"] = "window"
-    """`discard` takes whatever is ready first and drops what gets too old: biased to short rollouts, for comparison."""
+    """`discard` takes the groups that are ready first and drops those that get too old. It favours short rollouts and exists for
+    comparison."""
     retries: Count = 3
-    """Times that one rollout is dispatched again after an infrastructure fault or a hang."""
+    """Maximum retries of a rollout after an infrastructure fault or a hang."""
     deaths: Count = 20
-    """Times that a group may lose its worker, or a batch its trainer."""
+    """Maximum number of times that a group may lose its worker, or a batch its trainer."""
     hang_s: Positive = 1800.0
-    """A dispatch without any event of its own for so long is taken for hung."""
+    """Seconds without an event after which a dispatch counts as hung."""
     steps: Count = 0
-    """Batches in all; 0: until `Drain`."""
+    """Total number of batches; 0: until `Drain`."""
     refill: Count = 0
-    """Groups without a signal (all rewards equal) that are replaced by a group at another prompt, in all."""
+    """Maximum total of groups without a signal (all rewards equal) that are replaced by groups at other prompts."""
 
     def __post_init__(self) -> None:
         require_ranges(self, "services")
@@ -55,7 +56,7 @@ class Schedule:
 
     @property
     def batch(self) -> int:
-        """B: rollouts a batch."""
+        """B: rollouts per batch."""
         return self.prompts * self.group
 
     @property
@@ -66,14 +67,14 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happened, `at` seconds by the caller's clock."""
+    """An event, `at` seconds on the caller's clock."""
 
     at: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined(Event):
-    """A worker that can run `capacity` rollouts at a time. A name is good for one life: `Left` comes before it joins again."""
+    """A worker that can run `capacity` rollouts at a time joined. `Left` must come before a worker of this name joins again."""
 
     worker: str
     capacity: int
@@ -88,7 +89,8 @@ class Left(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(Event):
-    """One rollout is graded and stored: `oldest_version` of its tokens, of which the policy `sampled` so many."""
+    """One rollout is graded and stored. `oldest_version` is that of its oldest token, and `sampled` the number of sampled
+    tokens."""
 
     slot: int
     attempt: int
@@ -96,7 +98,7 @@ class Finished(Event):
     oldest_version: int
     sampled: int
     reward: float | None = None
-    """Its reward, where groups without a signal are replaced."""
+    """Its reward, if groups without a signal are replaced."""
 
     def sound(self, version: int) -> bool:
         """Return whether the numbers are possible while `version` is the newest."""
@@ -106,7 +108,7 @@ class Finished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faulted(Event):
-    """One rollout was lost to the infrastructure, or given up after `Cancel`, after it had `sampled` tokens."""
+    """One rollout was lost to an infrastructure fault, or given up after `Cancel`, after `sampled` tokens."""
 
     slot: int
     attempt: int
@@ -121,7 +123,7 @@ class Faulted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alive(Event):
-    """A dispatch makes progress (a turn ended, say): it does not hang."""
+    """A dispatch makes progress, for instance because a turn ended."""
 
     slot: int
     attempt: int
@@ -144,14 +146,14 @@ class Trained(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerLost(Event):
-    """The trainer died and stands at a checkpoint again: `redo` are the logged batches since then."""
+    """The trainer died and returned to a checkpoint. `redo` are the logged batches since then."""
 
     redo: tuple[Train, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served(Event):
-    """Every engine now serves `version` or a newer one. A caller that sends it sends `Served(version=0)` first of all."""
+    """Every engine now serves `version` or a newer one. A caller that sends this event sends `Served(version=0)` first."""
 
     version: int
 
@@ -163,24 +165,24 @@ class Tick(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drain(Event):
-    """Admit nothing more; finish and train what is under way."""
+    """Admit no more rollouts; finish those under way and train on them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changed(Event):
-    """Settings changed while running. Groups under way keep their size; what is too old for a new bound is dropped."""
+    """Settings changed during the run. Groups under way keep their size; groups too old for a new bound are dropped."""
 
     schedule: Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """Something for the caller to carry out."""
+    """A command for the caller to execute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatch(Command):
-    """Run these rollouts of a group. The number of the attempt is new for the slot and names this dispatch."""
+    """Run these rollouts of a group. The number of the attempt is new for the slot and identifies this dispatch."""
 
     worker: str
     slot: int
@@ -190,7 +192,7 @@ class Dispatch(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel(Command):
-    """Give up what is left of a dispatch; report it with `Faulted`, so that its tokens are accounted for."""
+    """Give up the remaining rollouts of a dispatch, and report them with `Faulted`, so that their tokens are accounted for."""
 
     worker: str
     slot: int
@@ -199,7 +201,7 @@ class Cancel(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Train(Command):
-    """Train on these groups in this order; `rollouts` are (slot, attempt, place) of what was accepted, in order."""
+    """Train on these groups in this order. `rollouts` are the (slot, attempt, place) of the accepted rollouts, in order."""
 
     step: int
     slots: tuple[int, ...]
@@ -208,13 +210,13 @@ class Train(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drained(Command):
-    """Nothing runs or trains any more; `left` are ready groups too few for a batch, kept by the snapshot."""
+    """Sampling and training have ended. `left` are ready groups that are too few for a batch, kept in the snapshot."""
 
     left: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop(Command):
-    """The run cannot go on."""
+    """The run cannot continue."""
 
     error: str

@@ -71,13 +71,13 @@ class CallLimits:
     """Size of the workspace, which is in memory."""
     inodes: Some = 256
     files: Some = 32
-    """Files open at once."""
+    """Maximum number of open files."""
     threads: Some = 16
-    """Threads; new processes are never allowed."""
+    """Maximum number of threads; new processes are never allowed."""
     output_bytes: Some = 16 << 10
-    """Characters of one value's text."""
+    """Maximum characters of one value's text."""
     answer_bytes: Some = 1 << 20
-    """Bytes of everything a request may report."""
+    """Maximum bytes of a request's whole report."""
 
     def __post_init__(self) -> None:
         require_ranges(self, "CallLimits")
@@ -90,21 +90,21 @@ class SandboxSpec:
     memory_bytes: Annotated[int, Field(ge=1, le=1 << 46)] = 512 << 20
     """Memory of processes and of files, which live in memory."""
     disk_bytes: Annotated[int, Field(ge=1, le=1 << 45)] = 64 << 20
-    """Size of the workspace; its folder for temporary files gets as much again, memory that processes share a quarter."""
+    """Size of the workspace. The folder for temporary files gets the same size, and shared memory a quarter of it."""
     inodes: Annotated[int, Field(ge=1, le=1 << 31)] = 16_384
     processes: Annotated[int, Field(ge=1, le=1 << 22)] = 128
     """Processes and threads."""
     cpus: Annotated[float, Field(ge=0.01, le=4096)] = 1.0
     open_files: Annotated[int, Field(ge=32, le=1 << 20)] = 1024
-    """Open files of one process; with fewer than 32 the resident program itself would lack some."""
+    """Maximum open files of one process. Fewer than 32 would not suffice for the resident program itself."""
     image: str = ""
-    """Name of an image, for the backend `docker`; empty: the one that is made of this machine's own files."""
+    """Name of an image, for the backend `docker`; empty: an image made from this machine's files."""
     trusted: bool = False
-    """Declares that what runs is harmless: the backend `process` takes nothing else."""
+    """Declares the code harmless, which the backend `process` requires."""
     warm: bool = False
-    """Have pytest imported, where the backend can (`bwrap`), so that runs of it begin at once (`Sandbox.exec`)."""
+    """Import pytest in advance, if the backend can (`bwrap`), so that its runs begin at once (`Sandbox.exec`)."""
     calls: CallLimits | None = None
-    """Limits of each request of function calls, for a sandbox that serves these and nothing else (backend `bwrap`)."""
+    """Limits of each request of function calls, for a sandbox that serves only these (backend `bwrap`)."""
 
     def __post_init__(self) -> None:
         require_ranges(self, "SandboxSpec")
@@ -349,16 +349,14 @@ class Sandbox:
         self._ask("unpack", _DONE, payload=archive_of(files))
 
     def download(self, *, max_bytes: int = 64 << 20) -> dict[str, bytes]:
-        """Return the contents of all regular files by path, without links and devices. Raises OSError (EFBIG) for too many
-        bytes."""
+        """Return the contents of all regular files by path, without links and devices. Raises OSError (EFBIG)."""
         _, packed = self._ask("pack", _DIGEST, {"max_bytes": max_bytes, "links": False}, most=max_bytes)
         return {info.name: data for info, data in members(packed) if info.isreg()}
 
     def snapshot(self) -> Snapshot:
         """Return all files, except those that cannot be opened or vanish meanwhile.
 
-        Raises OSError if the files are too large in total (holes count) or too deep, which is the fault of the code in the
-        sandbox.
+        Raises OSError if the files are too large in total (holes count) or too deep, which is the code's fault.
         """
         most = self.spec.disk_bytes
         digest, packed = self._ask("pack", _DIGEST, {"max_bytes": most, "links": True}, most=most)

@@ -144,10 +144,10 @@ class Kept(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    """Name of the directory: the task's id if its task.toml has none."""
+    """Name of the directory, which is the task's id if its task.toml has none."""
     toml: str
     rest: dict[Name, Blob] = {}
-    """Files that no field holds, by path; and `instruction.md` where it ends otherwise than with one newline."""
+    """Files outside the fields, by path, and `instruction.md` if it does not end with exactly one newline."""
     executable: tuple[Name, ...] = ()
 
 

@@ -116,8 +116,7 @@ def _deal(
     candidate: Candidate, outcomes: Sequence[CallOutcome], executor: Executor
 ) -> tuple[list[int], list[int], list[str]] | None:
     """Return the inputs of the visible and of the hidden tests, and for the kind `tests` the mutants, which all fail the first
-    hidden test and pass all visible ones. None if the change shows on fewer than three inputs, or on too many for visible
-    tests."""
+    hidden test and pass all visible ones. None if the change shows on fewer than three inputs, or on too many."""
     failing = [i for i, pair in enumerate(zip(outcomes, candidate.right, strict=True)) if pair[0] != pair[1]]
     places = range(len(outcomes))
     if candidate.kind == "lint":

@@ -1,8 +1,8 @@
-"""Repair tasks: a small correct program, one planted bug, tests that tell them apart.
+"""Repair tasks: a small correct program, one planted bug, and tests that distinguish the two.
 
-A bug is one change of the syntax tree that changes exactly one line. A task is kept only if the program behaves (at least
-three distinct results on twelve inputs) and the bug shows on at least two of them. Bugs are executed only inside a sandbox,
-where an endless loop can be killed; a bug that never returns is not kept.
+A bug is one change of the syntax tree that changes exactly one line. A task is kept only if the program has at least three
+distinct results on twelve inputs, and the bug shows on at least two of them. Bugs are executed only in a sandbox, where an
+endless loop can be killed; a bug that never returns is not kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from composer_nb.harness.tasks.task import Task
 
 VISIBLE, HIDDEN = 4, 8
 BATCH = 64
-"""Bugs tried in one sandbox."""
+"""Number of bugs tried in one sandbox."""
 
 _COMPARE = [ast.Gt, ast.Lt, ast.GtE, ast.LtE, ast.Eq, ast.NotEq]
 _BINARY = [ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod]

@@ -39,10 +39,10 @@ MIB = 1 << 20
 PRISTINE = "/composer_nb/workspace"
 """Folder of a derived image with the files of its working directory."""
 PACKAGES, PACKAGES_DIGEST = "packages", "packages.sha256"
-"""Metadata keys of the folder of installed packages that a task's tests need, and of its digest."""
+"""Metadata keys of the folder of installed packages for a task's tests, and of its digest."""
 PACKAGES_AT = "/tmp/packages"
 ALLOWED = "composer_nb.packages"
-"""An empty file in a folder of packages: whoever can write there lets tasks bring the folder into sandboxes."""
+"""Empty file in a folder of packages, with which its owner lets tasks bring the folder into sandboxes."""
 MAX_PACKAGES_BYTES = 32 << 20
 MAX_PACKAGES_FILES = 20_000
 _UNPACK = """\
@@ -112,8 +112,7 @@ def _unknown_variables(task: Task) -> Iterator[str]:
 
 
 def variables(table: Mapping[str, str]) -> dict[str, str]:
-    """Return an `env` of task.toml for a command. Templates become their defaults, and this machine's variables are never
-    read."""
+    """Return an `env` of task.toml for a command. Templates become their defaults, never this machine's variables."""
     found = {name: _TEMPLATE.fullmatch(value) for name, value in table.items()}
     return {name: match[2] or "" if (match := found[name]) else value for name, value in table.items()}
 

@@ -26,7 +26,7 @@ ENTRY, SOLVE = "test.sh", "solve.sh"
 
 
 LOWERED = {"turns": "max_turns", "tokens": "max_tokens"}
-"""Limits that a task may lower, and the names of its own in `metadata`."""
+"""Limits that a task may lower, and their keys in `metadata`."""
 
 
 class Task(BaseModel):
@@ -55,8 +55,7 @@ class Task(BaseModel):
     none of their twins, and its recorded calls agree (grader `pytest`). scope: its grade has no flag. lints: its source files
     have no lint."""
     metadata: dict[str, str] = {}
-    """Facts by name. `max_turns` and `max_tokens` lower the limits of an attempt. With `mutants`, the answer consists of
-    tests."""
+    """Facts by name. `max_turns` and `max_tokens` lower the limits of an attempt. `mutants`: the answer is tests."""
     kept: harbor.Kept | None = None
     """The rest of a foreign task's directory."""
 

@@ -1,1 +1,1 @@
-"""From folders of repositories to text that mid-training reads: licences, quality, duplicates, contamination, order."""
+"""From folders of repositories to text for mid-training: licences, quality, duplicates, contamination, order."""

@@ -1,8 +1,8 @@
-"""Make a corpus of a folder of repositories: filters one after another, then documents in import order.
+"""Make a corpus from a folder of repositories: a sequence of filters, then documents in import order.
 
     read → licence → quality by rule → identical → near duplicates → contamination → held out | documents
 
-Every text is in memory at once. One seed and one folder give the same bytes.
+All texts are in memory at once. The same seed and folder give the same bytes.
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ class CorpusSettings:
     """Conditions that a file must meet, and how documents are cut."""
 
     seed: int = 0
-    """Draws what is held out, and the permutations of MinHash."""
+    """Seed of the held-out split and of the permutations of MinHash."""
     licences: tuple[str, ...] = licences.PERMISSIVE
-    """SPDX identifiers of the licences that may be used."""
+    """SPDX identifiers of the allowed licences."""
     suffixes: tuple[str, ...] = (".py",)
     bytes: int = 1_000_000
-    """Most bytes of a file."""
+    """Maximum bytes of a file."""
     line: int = 1000
-    """Most characters of a line."""
+    """Maximum characters of a line."""
     mean_line: float = 100.0
-    """Most characters of a line on average."""
+    """Maximum mean characters of a line."""
     alphanumeric: float = 0.25
-    """Least share of letters and digits."""
+    """Minimum share of letters and digits."""
     similar: Annotated[float, Field(ge=0.05, le=1)] = 0.85
-    """Jaccard similarity from which a file is a near duplicate."""
+    """Jaccard similarity from which on a file is a near duplicate."""
     run: Annotated[int, Field(ge=1)] = 13
-    """Tokens that a contaminated file shares with a task."""
+    """Length in tokens of a run shared with a task that makes a file contaminated."""
     common: int = 10
-    """Repositories that may share a run before it is an idiom."""
+    """Maximum number of repositories that share a run before it counts as an idiom."""
     heldout: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Share of the text that is held out: whole repositories, or files where there is only one repository."""
+    """Share of the text that is held out: whole repositories, or files if there is only one repository."""
     document: int = 131_072
-    """Most characters of a document, unless one file has more; a larger repository becomes several."""
+    """Maximum characters of a document, unless one file has more. A larger repository becomes several documents."""
 
 
 Places = Mapping[int, str]
-"""The places of files to drop, and why."""
+"""Reasons to drop files, by place."""
 
 
 def make_corpus(root: Path, out: Path, settings: CorpusSettings, tasks: Sequence[Task] = ()) -> dict[str, Any]:
-    """Filter the repositories in `root` and write what is left to the folder `out`, which `data.code` reads: files.parquet,
-    dropped.csv (each dropped file, its filter and the reason) and report.json, which is returned. Its `yields` has a row for
-    each filter: what it dropped and what is left. Raises ValueError where fewer than two files are left, or a library is
+    """Filter the repositories in `root` and write the remaining files to the folder `out`, for `data.code`: files.parquet,
+    dropped.csv (each dropped file, its filter and the reason) and report.json, which is returned. Its `yields` has a row for each
+    filter, with the dropped and the remaining files. Raises ValueError if fewer than two files are left, or a library is
     missing."""
     if any(find_spec(name) is None for name in ("datasketch", "identify", "ukkonen")):
         raise ValueError("a corpus needs datasketch and identify: pip install 'composer_nb[corpus]'")
@@ -173,8 +173,8 @@ def _row(name: str, files: Sequence[File], gone: Sequence[File]) -> dict[str, An
 
 
 def _heldout(files: Sequence[File], s: CorpusSettings) -> set[str]:
-    """Return the repositories (or paths, where there is one repository) that are held out: in an order that the seed decides, as
-    many as have at most the share of all characters; at least the smallest."""
+    """Return the held-out repositories, or paths if there is one repository: in an order drawn from the seed, as many as have at
+    most the share of all characters, but at least the smallest."""
     sizes: dict[str, int] = {}
     for file in files:
         sizes[_unit(file, files)] = sizes.get(_unit(file, files), 0) + len(file.text)
@@ -192,7 +192,7 @@ def _unit(file: File, files: Sequence[File]) -> str:
 
 
 def _documents(files: Sequence[File], heldout: set[str], most: int) -> Iterator[dict[str, Any]]:
-    """Yield a row a file: repository after repository, its held-out files apart, each in import order, cut into documents."""
+    """Yield a row per file, by repository, with held-out files apart, in import order, and cut into documents."""
     number = -1
     side = {id(file): _unit(file, files) in heldout for file in files}
     for repository, together in groupby(files, key=lambda file: file.repository):

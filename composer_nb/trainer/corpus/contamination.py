@@ -1,7 +1,7 @@
-"""Find files that hold a part of the tasks that a model will be scored on: their requests, gold patches and hidden tests.
+"""Find files that contain parts of the tasks that will score a model: their requests, gold patches and hidden tests.
 
 A file is contaminated if it shares a run of `n` tokens with one of them (as in arXiv 2005.14165, appendix C, on tokens of code).
-What the workspace of a task shows is no secret: of a solution only the runs count that a change made.
+The workspace of a task is not secret: only those runs of a solution count that are not in it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ Run = tuple[str, ...]
 
 
 def runs(words: Sequence[str], n: int) -> Iterator[Run]:
-    """Return every `n` neighbouring tokens."""
+    """Yield every run of `n` neighbouring tokens."""
     return zip(*(words[at:] for at in range(n)), strict=False)
 
 
 def secrets(tasks: Iterable[Task], n: int) -> dict[Run, str]:
-    """Return the runs of `n` tokens that give a task away, each with a task's id. A part that has fewer tokens gives none."""
+    """Return the runs of `n` tokens that reveal a task, each with a task's id. A part with fewer tokens gives none."""
     found: dict[Run, str] = {}
     for task in tasks:
         shown = {run for text in task.files.values() for run in runs(tokens(text), n)}
@@ -31,8 +31,8 @@ def secrets(tasks: Iterable[Task], n: int) -> dict[Run, str]:
 
 
 def contaminated(texts: Sequence[tuple[str, str]], secret: Mapping[Run, str], n: int, common: int) -> dict[int, str]:
-    """Return the places of the texts, each of a (repository, text), that share a run of `n` tokens with a task, and the task's
-    id. Runs in more than `common` repositories are idioms, and do not count."""
+    """Return the places of those (repository, text) that share a run of `n` tokens with a task, and the task's id. Runs in more
+    than `common` repositories are idioms and do not count."""
     users: dict[Run, set[str]] = defaultdict(set)
     shared: dict[int, set[Run]] = {}
     for place, (repository, text) in enumerate(texts if secret else ()):

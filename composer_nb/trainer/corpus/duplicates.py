@@ -1,7 +1,7 @@
-"""Near duplicates: texts whose sets of five tokens overlap, found by MinHash (Broder 1997) in the library `datasketch`.
+"""Near duplicates: texts whose sets of five-token shingles overlap, found by MinHash (Broder 1997) in the library `datasketch`.
 
-Its index only proposes pairs. Each is compared before a text is dropped, so the threshold is one of exact Jaccard similarity.
-A pair above it is overlooked with a probability of 1 % at most.
+The index only proposes pairs. Each pair is compared before a text is dropped, so the threshold applies to the exact Jaccard
+similarity. A pair above it is missed with a probability of at most 1 %.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from numpy.typing import NDArray
 SHINGLE = 5
 _PERMUTATIONS = 128
 _MISSED = 0.01
-"""Most probable share of pairs at the threshold that no band of the index finds."""
+"""Maximum probability that no band of the index finds a pair at the threshold."""
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
 def tokens(text: str) -> list[str]:
-    """Return the words and signs of a text; blanks separate and are dropped, so that layout does not count."""
+    """Return the words and signs of a text without white space, so that layout does not count."""
     return _TOKEN.findall(text)
 
 
 def shingles(text: str) -> NDArray[np.uint32]:
-    """Return the sorted hashes of every `SHINGLE` neighbouring tokens; of a shorter text, of all its tokens."""
+    """Return the sorted hashes of all runs of `SHINGLE` tokens; for a shorter text, the hash of all its tokens."""
     words = tokens(text)
     runs = zip(*(words[at:] for at in range(SHINGLE)), strict=False) if len(words) > SHINGLE else [tuple(words)]
     return np.unique(np.array([crc32(" ".join(run).encode()) for run in runs], np.uint32))
 
 
 def jaccard(one: NDArray[np.uint32], other: NDArray[np.uint32]) -> float:
-    """Return the size of the intersection of two sets (sorted, each number once) over that of their union."""
+    """Return the Jaccard similarity of two sets, given as sorted arrays without repeats."""
     both = len(np.intersect1d(one, other, assume_unique=True))
     return both / (len(one) + len(other) - both)
 
 
 def near_duplicates(texts: Sequence[str], similar: float, seed: int) -> dict[int, int]:
-    """Return the places of texts to drop, each with the place of an earlier one that stays and has a Jaccard similarity of at
-    least `similar` (0.05 to 1). `seed` draws the permutations."""
+    """Return the places of texts to drop, each with the place of an earlier, kept text whose Jaccard similarity is at least
+    `similar` (0.05 to 1). `seed` draws the permutations."""
     from datasketch import MinHash, MinHashLSH
 
     rows = max(r for r in range(1, _PERMUTATIONS) if (1 - similar**r) ** (_PERMUTATIONS // r) < _MISSED)

@@ -1,7 +1,7 @@
-"""Find the licence that a repository states, and tell whether it may be used.
+"""Find the licence that a repository states, and determine whether it may be used.
 
-The text of a licence is recognised by `identify`, which compares it with those of choosealicense.com. Metadata of the package
-(PEP 639, or the older classifiers and words) say it where no text is recognised. Where both speak, both must be allowed.
+`identify` recognizes the text of a licence by comparison with those of choosealicense.com. If no text is recognized, the metadata
+of the package (PEP 639, or the older classifiers and words) state the licence. If both state one, both must be allowed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 PERMISSIVE = tuple(
     "0BSD Apache-2.0 BSD-2-Clause BSD-3-Clause BSL-1.0 CC0-1.0 ISC MIT MIT-0 MIT-CMU PSF-2.0 Python-2.0 Unlicense Zlib".split()
 )
-"""Licences that ask for attribution at most, by SPDX identifier."""
+"""SPDX identifiers of licences that require attribution at most."""
 _CLASSIFIERS = {
     "MIT License": "MIT",
     "MIT No Attribution License (MIT-0)": "MIT-0",
@@ -28,7 +28,7 @@ _CLASSIFIERS = {
     "zlib/libpng License": "Zlib",
 }
 _SILENT = ("OSI Approved", "DFSG approved")
-"""Classifiers that name no licence."""
+"""Classifiers that do not name a licence."""
 _WORDS = {
     r"(the )?mit( license)?": "MIT",
     r"apache( software)?( license)?,?( version)?[ -]?2(\.0)?": "Apache-2.0",
@@ -39,7 +39,7 @@ _HEADER = re.compile(r"SPDX-License-Identifier:\s*([\w.+ ()-]*[\w)+])")
 
 
 def stated(metadata: Message) -> str:
-    """Return the licence that a package's metadata state, as an SPDX expression; empty where they state none that is known."""
+    """Return the licence in a package's metadata as an SPDX expression; empty if it is missing or unknown."""
     expression = (metadata.get("License-Expression") or "").strip()
     classified = [
         _CLASSIFIERS.get(name, "LicenseRef-" + re.sub(r"[^\w.]+", "-", name))
@@ -55,7 +55,7 @@ def stated(metadata: Message) -> str:
 
 
 def licence_of(texts: Iterable[Path], metadata: str) -> str:
-    """Return what the licence files of a repository and its metadata (`stated`) say together."""
+    """Return the licence from the licence files of a repository and its metadata (`stated`) together."""
     from identify import identify
 
     found = set[str]()
@@ -67,14 +67,14 @@ def licence_of(texts: Iterable[Path], metadata: str) -> str:
 
 
 def of_file(text: str) -> str:
-    """Return the licence that a file's own head states (`SPDX-License-Identifier`); empty where it states none."""
+    """Return the licence in a file's head (`SPDX-License-Identifier`); empty if there is none."""
     found = _HEADER.search(text[:2000])
     return found[1] if found else ""
 
 
 def is_allowed(expression: str, licences: Collection[str]) -> bool:
-    """Return whether an SPDX expression can be satisfied by `licences` alone: all sides of AND, one side of OR. A licence WITH an
-    exception counts as another licence. What is no expression is not allowed."""
+    """Return whether `licences` alone satisfy an SPDX expression: all sides of AND, one side of OR. A licence WITH an exception
+    counts as another licence. An invalid expression is not allowed."""
     words = re.findall(r"[()]|[^\s()]+(?:\s+WITH\s+[^\s()]+)?", expression)
     named = [word.lower() if word in ("AND", "OR", "(", ")") else f"_{place}" for place, word in enumerate(words)]
 

@@ -1,4 +1,4 @@
-"""The order in which the files of a repository are read: what a file imports comes before it (arXiv 2401.14196, §2.2)."""
+"""The order of a repository's files: the imports of a file come before it (arXiv 2401.14196, §2.2)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from composer_nb.trainer.corpus.quality import parsed
 
 
 def import_order(texts: Mapping[str, str]) -> list[str]:
-    """Return the paths of a repository's files, each after the files that it imports when it is loaded. Of a circle the file with
-    the fewest missing imports comes first; otherwise the path decides."""
+    """Return the paths of a repository's files, each after the files that it imports when it is loaded. In a cycle, the file with
+    the fewest missing imports comes first; ties are in order of path."""
     names = {_module(path, texts): path for path in sorted(texts, reverse=True) if path.endswith(".py")}
     wanted = {path: {names[n] for n in _imports(path, texts, names)} - {path} for path in texts}
     users: dict[str, list[str]] = {path: [] for path in texts}
@@ -35,7 +35,7 @@ def import_order(texts: Mapping[str, str]) -> list[str]:
 
 
 def _module(path: str, texts: Mapping[str, str]) -> str:
-    """Return the dotted name by which `path` is imported: from the folder above its outermost package, else from its own."""
+    """Return the dotted name under which `path` is imported: from the folder above its outermost package, or from its own."""
     place = PurePosixPath(path)
     parts = [] if place.name == "__init__.py" else [place.stem]
     folder = place.parent
@@ -46,7 +46,7 @@ def _module(path: str, texts: Mapping[str, str]) -> str:
 
 
 def _imports(path: str, texts: Mapping[str, str], names: Mapping[str, str]) -> Iterator[str]:
-    """Yield the modules of the repository that a file imports outside of functions."""
+    """Yield the modules of the repository that a file imports outside functions."""
     tree = parsed(texts[path]) if path.endswith(".py") else None
     package = _module(path, texts).split(".")
     if not path.endswith("__init__.py"):

@@ -1,4 +1,4 @@
-"""Choose files worth reading: filters by rule, as those of The Stack and StarCoder (arXiv 2211.15533, 2305.06161)."""
+"""Quality filters by rule, like those of The Stack and StarCoder (arXiv 2211.15533, 2305.06161)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GENERATED = re.compile(
 
 
 def parsed(text: str) -> ast.Module | None:
-    """Return the syntax tree of Python source; None where it is none."""
+    """Return the syntax tree of Python source; None if it cannot be parsed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about escapes in strings
@@ -28,16 +28,16 @@ def is_generated(text: str) -> bool:
 
 
 def longest_line(text: str) -> int:
-    """Return the characters of the longest line."""
+    """Return the number of characters of the longest line."""
     return max(map(len, text.split("\n")))
 
 
 def mean_line(text: str) -> float:
-    """Return the mean characters of a line that is not blank; 0 for a text without any."""
+    """Return the mean number of characters of a line that is not blank; 0 without such lines."""
     lines = [len(line) for line in text.split("\n") if line.strip()]
     return sum(lines) / max(1, len(lines))
 
 
 def alphanumeric(text: str) -> float:
-    """Return the share of letters and digits among the characters that are not blank; 0 for a text without any."""
+    """Return the share of letters and digits among the characters that are not white space; 0 without such characters."""
     return sum(map(str.isalnum, text)) / max(1, sum(map(len, text.split())))

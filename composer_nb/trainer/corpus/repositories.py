@@ -1,6 +1,6 @@
 """Find repositories in a folder, the licence that each states, and the texts of their files.
 
-What lies in the folder is not trusted: links are not followed, and names come through `untrusted`.
+The contents of the folder are untrusted: links are not followed, and names are read through `untrusted`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from composer_nb.harness.untrusted import UnsafeName, beneath, is_plain
 from composer_nb.trainer.corpus.licences import licence_of, stated
 
 _FOREIGN = frozenset("node_modules __pycache__ site-packages vendor _vendor third_party thirdparty_files venv".split())
-"""Folders with code of others, whose licence may be another; hidden folders are left out as well."""
+"""Folders with foreign code, which may have another licence; hidden folders are left out as well."""
 _LICENCE = ("LICENSE", "LICENCE", "COPYING", "UNLICENSE")
 
 
@@ -31,16 +31,16 @@ class File:
     path: str
     """Relative POSIX path in the repository."""
     licence: str
-    """What the repository states, as an SPDX expression; empty where that is nothing known."""
+    """Licence that the repository states, as an SPDX expression; empty if missing or unknown."""
     text: str
 
 
 def read_files(root: Path, suffixes: Iterable[str], most: int) -> Iterator[tuple[File, str]]:
     """Yield each file of the repositories in `root`, in order of repository and path, and why it cannot be used: not UTF-8,
-    empty, or more than `most` bytes; an empty reason where it can.
+    empty, or more than `most` bytes. The reason is empty for a usable file.
 
-    A repository is a subfolder, a distribution where `root` is a site-packages folder, or `root` itself where it has a
-    pyproject.toml, setup.py or .git. Raises ValueError where there is none."""
+    A repository is a subfolder, a distribution if `root` is a site-packages folder, or `root` itself if it has a pyproject.toml,
+    setup.py or .git. Raises ValueError if there is none."""
     endings = tuple(suffixes)
     for name, folder, paths, licence in _repositories(root):
         for path in sorted(path for path in paths if path.endswith(endings) and _own(path)):
@@ -105,7 +105,7 @@ def _names_licence(path: str) -> bool:
 
 
 def _metadata(folder: Path) -> Message:
-    """Return what PKG-INFO, or else pyproject.toml, says, in the form of PKG-INFO."""
+    """Return the metadata in PKG-INFO, or else in pyproject.toml, in the form of PKG-INFO."""
     known, project = folder / "PKG-INFO", folder / "pyproject.toml"
     if known.is_file():
         return HeaderParser().parsestr(known.read_text("utf-8", "replace"))
@@ -119,6 +119,6 @@ def _metadata(folder: Path) -> Message:
         message["License"] = licence.get("text", "") if isinstance(licence, dict) else ""
         for classifier in table.get("classifiers", ()):
             message["Classifier"] = classifier
-    except (ValueError, AttributeError, TypeError):  # not TOML, or not of this form: it says nothing
+    except (ValueError, AttributeError, TypeError):  # not TOML, or not of this form: no metadata
         return Message()
     return message

@@ -1,4 +1,4 @@
-"""A filtered corpus on disk: `files.parquet`, one row a file, in the order in which it is read."""
+"""A filtered corpus on disk: `files.parquet`, with one row per file, in reading order."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _SCHEMA = pa.schema(
 
 
 def write_rows(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Write rows of files: repository, path, licence, text, heldout, and the number of the document that it is a part of."""
+    """Write rows of files: repository, path, licence, text, heldout, and the number of the file's document."""
     with replacing(folder / FILES) as part:
         pq.write_table(pa.Table.from_pylist(list(rows), _SCHEMA), part)
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """Return what `write_rows` wrote. Raises ValueError that names the file when it is damaged."""
+    """Read rows written by `write_rows`. Raises ValueError, which names the file, if it is damaged."""
     try:
         rows: list[dict[str, Any]] = pq.read_table(folder / FILES, schema=_SCHEMA).to_pylist()
     except (OSError, pa.ArrowException) as error:
@@ -42,7 +42,7 @@ def digest_of(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def documents(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, bool]]:
-    """Yield the text of each document and whether it is held out: its files one after another, each under a comment with its
+    """Yield the text of each document and whether it is held out. The text has its files in order, each under a comment with its
     path."""
     for _, files in groupby(rows, key=lambda row: row["document"]):
         part = list(files)

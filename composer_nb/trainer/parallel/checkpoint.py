@@ -1,7 +1,7 @@
-"""Checkpoints that ranks write together and that any number of ranks, on any mesh, can go on from.
+"""Checkpoints that ranks write together and that any number of ranks, on any mesh, can resume from.
 
-Each rank writes what it holds (torch.distributed.checkpoint); how the weights were cut is in the metadata, so a reader takes from
-the files whatever it holds itself. Saving copies the state and returns; the copy is written while training goes on.
+Each rank writes its shards (torch.distributed.checkpoint). The metadata describe the sharding, so a reader takes the parts of its
+own shards from the files. Saving copies the state and returns; the copy is written while training continues.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _METADATA = {
     ("pathlib", "PosixPath"),
     *(("torch", name) for name in ("Size", "float32", "float64", "bfloat16", "int64")),
 }
-"""The types in the metadata of tensors. Metadata of bytes are not among it: those are pickles themselves."""
+"""The types in the metadata of tensors. The metadata of bytes are excluded, because bytes are pickles themselves."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -40,7 +40,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Reader(dcp.FileSystemReader):
-    """A reader of checkpoints that anybody may have written: their metadata is a pickle, of which only tensors are believed."""
+    """A reader of untrusted checkpoints. Their metadata is a pickle, from which only descriptions of tensors are accepted."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
@@ -51,8 +51,8 @@ class Reader(dcp.FileSystemReader):
 
 
 def save(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup) -> Future[Any]:
-    """Begins to write a checkpoint, on all ranks. It is complete when the future is done, which raises what went wrong. `group`,
-    of gloo and of all ranks, must not be used for anything else meanwhile."""
+    """Begin to write a checkpoint, on all ranks. It is complete once the future is done, which raises any error. `group`, a gloo
+    group of all ranks, must not be used for anything else meanwhile."""
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     begun = dcp.async_save(optimizer.state(), storage_writer=writer, process_group=group)
     assert isinstance(begun, Future)
@@ -60,7 +60,7 @@ def save(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup) ->
 
 
 def restore(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Takes up where a checkpoint was taken, on all ranks. Raises ValueError that names the folder when it cannot be read."""
+    """Restore a checkpoint, on all ranks. Raises ValueError, which names the folder, if it cannot be read."""
     state = optimizer.state()
     with readable(folder):
         dcp.load(state, storage_reader=Reader(folder), process_group=group)
@@ -74,6 +74,6 @@ def readable(folder: Path) -> Iterator[None]:
     except (
         Exception,
         CheckpointException,
-    ) as error:  # of many kinds, for files that are missing, damaged or of another model
+    ) as error:  # of many kinds: files may be missing, damaged or of another model
         first = str(error).strip().splitlines()[-1:]
         raise ValueError(f"{folder}: not a checkpoint of this model, or a damaged one ({' '.join(first)})") from error

@@ -1,11 +1,11 @@
-"""Context parallelism: the tokens of a batch dealt over ranks, each of which attends from its own to all of them.
+"""Context parallelism: the tokens of a batch are dealt over ranks, and each rank attends from its own tokens to all of them.
 
-Keys and values (of latent attention, the latents that they are made of: far less) are gathered from all ranks of the context in
-every layer; everything else is computed where the token is. Of 2R chunks of the batch rank r of R takes chunks r and
-2R − 1 − r: of causal attention each does about the same (Composer 2 technical report, §6.1, after Megatron-LM's).
+In every layer, keys and values are gathered from all ranks of the context (for latent attention, the much smaller latents). All
+other computation is local to the token's rank. Of 2R chunks of the batch, rank r of R takes chunks r and 2R − 1 − r, which
+balances causal attention (Composer 2 technical report, §6.1, after Megatron-LM).
 
-Dimensions: N tokens of the batch, n of them here, Q query heads, S sampled tokens, s of them predicted here, B rows of a bucket,
-T positions, t of them with a query here.
+Dimensions: N tokens of the batch, n of them on this rank, Q query heads, S sampled tokens, s of them predicted on this rank, B
+rows of a bucket, T positions, t of them with a query on this rank.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class _Rows:
     key_M: Tensor
     """[B · T]: token of the batch at each position."""
     query_M: Tensor
-    """[B · t]: which of this rank's tokens asks."""
+    """[B · t]: index of the query among this rank's tokens."""
     seen: Tensor
-    """bool [B, 1, t, T]: False where it may not look."""
+    """bool [B, 1, t, T]: attention mask, False for masked positions."""
     own_M: Tensor
-    """Places in [B · t] that hold a query and not padding."""
+    """Places in [B · t] of queries, without padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part(FlatBatch):
-    """The part of a batch that one rank computes. Fields of tokens hold this rank's; fields of sampled tokens, which enter the
-    loss, hold all: each rank computes the same loss, and the gradient of its own tokens."""
+    """The part of a batch that one rank computes. Fields of tokens are of this rank; fields of sampled tokens, which enter the
+    loss, are of all ranks. Each rank computes the same loss, and the gradient of its own tokens."""
 
     whole: int
     """N."""
@@ -72,7 +72,7 @@ class Part(FlatBatch):
         return self._gathered
 
     def _gathered(self, x: Tensor) -> Tensor:
-        """[n, …] of each rank -> [N, …]. Its gradients are summed over the ranks."""
+        """Gather [n, …] of each rank as [N, …]. Gradients are summed over the ranks."""
         if not self.whole:
             return x
         padded = torch.cat([x, x.new_zeros(self.each - len(x), *x.shape[1:])])
@@ -85,8 +85,8 @@ class Part(FlatBatch):
 
 
 class _Collect(torch.autograd.Function):
-    """Numbers of the sampled tokens that each rank predicts -> of all, [S]. Since all ranks compute the same from them, the
-    gradient of a rank's own is there already."""
+    """Gather the values of the sampled tokens that each rank predicts as [S]. All ranks compute the same from them, so each has
+    the gradient of its own part already."""
 
     @staticmethod
     def forward(ctx: Any, x_s: Tensor, part: Part) -> Tensor:
@@ -114,7 +114,7 @@ def zigzag(tokens: int, ranks: int) -> list[Tensor]:
 
 
 def split(batch: FlatBatch, rank: int, ranks: int, group: dist.ProcessGroup) -> Part:
-    """The part of `batch` that is computed by rank `rank` of the context."""
+    """Return the part of `batch` for rank `rank` of the context."""
     shares, whole = zigzag(len(batch.inputs_N), ranks), len(batch.inputs_N)
     each = max(map(len, shares))
     owner_N, local_N = torch.empty(whole, dtype=torch.int64), torch.empty(whole, dtype=torch.int64)
@@ -152,7 +152,7 @@ def split(batch: FlatBatch, rank: int, ranks: int, group: dist.ProcessGroup) -> 
 
 
 def _rows(buckets: list[Bucket], own_N: Tensor, local_N: Tensor) -> tuple[list[_Rows], Tensor]:
-    """The rows with queries of this rank, and which of its tokens they compute, one after another."""
+    """Return the rows with queries of this rank, and the tokens that they compute, in order."""
     found, computed = [], [torch.zeros(0, dtype=torch.int64)]
     for bucket in buckets:
         longest = len(bucket.token_M) // bucket.rows

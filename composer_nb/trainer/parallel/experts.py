@@ -1,12 +1,13 @@
-"""Expert parallelism: a layer's experts dealt over ranks, tokens sent to where theirs are and back by uneven all-to-all.
+"""Expert parallelism: a layer's experts are dealt over ranks, and uneven all-to-alls send tokens to their experts and back.
 
-    tokens ──K copies, by expert──▶ all-to-all ──▶ experts of this rank ──▶ all-to-all ──▶ weighed by their gates, added up
+    tokens ──K copies, by expert──▶ all-to-all ──▶ experts of this rank ──▶ all-to-all ──▶ weighted by their gates, summed
 
-Ranks of an expert group work on different tokens, any number of them, none included. Counts travel first, since a rank cannot
-know what it will get. On request rows travel to the experts as MXFP8, a quarter of float32's bytes and half of bfloat16's, while
-results and gradients travel as they are (as in Composer 2's technical report, §6.1).
+Ranks of an expert group work on different tokens, of any number, including none. Counts are sent first, so that each rank knows
+how much it receives. Optionally, rows are sent to the experts as MXFP8, a quarter of float32's bytes and half of bfloat16's,
+while results and gradients are sent unquantized (as in Composer 2's technical report, §6.1).
 
-Dimensions: N tokens, D width, K experts a token, E experts, R ranks, e = E / R experts here, M = N · K rows sent, P received.
+Dimensions: N tokens, D width, K experts per token, E experts, R ranks, e = E / R experts per rank, M = N · K rows sent, P
+received.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class DealtExperts(nn.Module):
     w_out: nn.Parameter
 
     def __init__(self, layer: Layer, ep: DeviceMesh, quantised: bool = False) -> None:
-        """Takes the weights of `layer`, which are the same on all ranks, out of it."""
+        """Move the weights out of `layer`, in which they are the same on all ranks."""
         super().__init__()
         self.group, self.quantised = ep.get_group(), quantised
         self.dealt = len(layer.w_in) // ep.size()
-        """e"""
+        """e, the number of experts per rank."""
         for name in ("w_in", "w_out"):
             weight = getattr(layer, name)
             delattr(layer, name)
@@ -65,7 +66,7 @@ class DealtExperts(nn.Module):
 
 
 class _SendQuantised(torch.autograd.Function):
-    """An all-to-all of rows as MXFP8. The gradient passes the quantisation as if it were none, and travels as it is."""
+    """An all-to-all of rows as MXFP8. The gradient of the quantization is 1, and gradients are sent unquantized."""
 
     @staticmethod
     def forward(ctx: Any, x_MD: Tensor, got: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -1,9 +1,8 @@
-"""A model cut over ranks: FSDP2 (`torch.distributed.fsdp.fully_shard`, arXiv 2304.11277) on meshes of their own for experts and
-for everything else, and the experts dealt over ranks (`dispatch`).
+"""A model sharded over ranks: FSDP2 (`torch.distributed.fsdp.fully_shard`, arXiv 2304.11277) on separate meshes for experts and
+for all other weights, and the experts dealt over ranks (`dispatch`).
 
-A layer's weights are put together when it is called and taken apart after, in both directions; gradients are summed as they
-are cut. No sum divides (`set_gradient_divide_factor(1)`): FSDP2 would otherwise take means, and a mean over one of the meshes
-is not one over the other.
+A layer's weights are gathered when it is called and resharded afterwards, forward and backward; gradients are reduce-scattered.
+No sum is divided (`set_gradient_divide_factor(1)`), because FSDP2's means over one mesh would not be means over the other.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from composer_nb.trainer.parallel.team import Team
 
 
 def shard(model: Model, team: Team, compute: torch.dtype | None = None, *, quantised: bool = False) -> Model:
-    """`model`, the same on all ranks, cut over them in place. With `compute` (bfloat16) layers compute in that dtype, while
-    weights and sums of gradients stay as they are. `quantised`: tokens travel to experts as MXFP8. Raises ValueError for experts
-    that cannot be dealt."""
+    """Shard `model`, which is the same on all ranks, in place. With `compute` (bfloat16), layers compute in that dtype, while the
+    dtype of weights and of sums of gradients does not change. `quantised`: send tokens to experts as MXFP8. Raises ValueError if
+    the experts cannot be dealt evenly."""
     team.mesh.require_experts(model.config.num_experts)
     dtype = model.embed.dtype
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=dtype if compute else None)

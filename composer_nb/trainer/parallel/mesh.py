@@ -1,13 +1,13 @@
-"""The ranks of a run as two grids, one for the experts' weights and one for everything else.
+"""The ranks of a run as two grids, one for the experts' weights and one for all other weights.
 
-    everything else     replicate × shard × cp                 weights cut over shard · cp ranks, repeated on `replicate`
-    experts             expert_replicate × expert_shard × ep   experts dealt over ep, each cut over expert_shard ranks
+    other weights       replicate × shard × cp                 weights sharded over shard · cp ranks, repeated on `replicate`
+    experts             expert_replicate × expert_shard × ep   experts dealt over ep, each sharded over expert_shard ranks
 
-Both grids lie over the same ranks, the last dimension innermost (neighbours), and neither knows the other: an expert group
-borrows ranks from data and context alike, so cp = 2 and ep = 8 fit eight ranks (Composer 2.5's dual-mesh HSDP). The ranks of
-one `cp` group work on the same rows, a part of the positions each; `replicate` · `shard` groups work on different rows.
+Both grids cover the same ranks, with the last dimension innermost (neighbours), and are independent: an expert group combines
+ranks of data and context, so cp = 2 and ep = 8 fit eight ranks (Composer 2.5's dual-mesh HSDP). The ranks of one `cp` group work
+on the same rows, each on part of the positions; `replicate` · `shard` groups work on different rows.
 
-Arithmetic alone: nothing here is started, and nothing needs torch.
+This module is arithmetic alone: it starts nothing and needs no torch.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from composer_nb.harness.plain import Count, Some, require_ranges
 Axis = Literal[
     "replicate", "shard", "cp", "fsdp", "data", "expert_replicate", "expert_shard", "ep", "world"
 ]  # fmt: skip
-"""Dimensions in which ranks of one group differ. `fsdp` is shard and cp together, `data` is replicate and shard."""
+"""Dimensions along which the ranks of a group differ. `fsdp` is shard and cp together; `data` is replicate and shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSettings:
-    """The division of work among ranks. By default every rank holds all weights and has rows of its own."""
+    """The division of work among ranks. By default, every rank has all weights and its own rows."""
 
     shard: Some = 1
-    """Groups of different rows that hold one copy of the weights between them; with `cp`, how finely they are cut. What the
-    ranks leave over are further copies."""
+    """Number of groups with different rows that share one copy of the weights. Weights are sharded over shard · cp ranks; further
+    ranks hold further copies."""
     cp: Some = 1
-    """Context parallelism: ranks that share each row, a part of its positions each."""
+    """Context parallelism: number of ranks that share each row, each with part of its positions."""
     ep: Some = 1
-    """Expert parallelism: ranks over which the experts are dealt."""
+    """Expert parallelism: number of ranks over which the experts are dealt."""
     expert_shard: Count = 0
-    """Ranks over which each expert's weights are cut; 0: so that they are cut as finely as all others, as far as ep allows."""
+    """Number of ranks over which each expert's weights are sharded; 0: as finely as all other weights, as far as ep allows."""
     compute: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which layers compute, whatever that of their weights; gradients are summed in the dtype of the weights."""
+    """Dtype of the layers' computation, whatever that of the weights; gradients are summed in the dtype of the weights."""
     dispatch: Literal["plain", "mxfp8"] = "plain"
-    """Format in which tokens travel to their experts. Results and gradients travel as they are."""
+    """Format in which tokens are sent to their experts. Results and gradients are sent unquantized."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device of a trainer rank: with cuda each has a GPU of its own, which the cluster has to have."""
+    """Device of a trainer rank. With cuda, each rank needs its own GPU in the cluster."""
 
     def __post_init__(self) -> None:
         require_ranges(self, "mesh")
@@ -51,7 +51,7 @@ class MeshSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """The sizes of both grids. Raises ValueError when they are not over the same number of ranks."""
+    """The sizes of both grids. Raises ValueError if they do not have the same number of ranks."""
 
     replicate: int = 1
     shard: int = 1
@@ -66,7 +66,8 @@ class Mesh:
 
     @classmethod
     def of(cls, settings: MeshSettings, ranks: int) -> Mesh:
-        """The mesh of so many ranks. Raises ValueError that names the setting that does not divide them, and one that does."""
+        """Return the mesh of this number of ranks. Raises ValueError, which names a setting that does not divide it, and one that
+        does."""
         s = settings
         _require_divides("mesh.cp", s.cp, ranks, f"ranks={ranks}")
         _require_divides("mesh.shard", s.shard, ranks // s.cp, f"ranks={ranks} over mesh.cp={s.cp}")
@@ -84,12 +85,12 @@ class Mesh:
 
     @property
     def dense_shape(self) -> tuple[int, int, int]:
-        """(replicate, shard, cp)."""
+        """The sizes (replicate, shard, cp)."""
         return self.replicate, self.shard, self.cp
 
     @property
     def expert_shape(self) -> tuple[int, int, int]:
-        """(expert_replicate, expert_shard, ep)."""
+        """The sizes (expert_replicate, expert_shard, ep)."""
         return self.expert_replicate, self.expert_shard, self.ep
 
     @property
@@ -98,16 +99,16 @@ class Mesh:
 
     @property
     def fsdp(self) -> int:
-        """Ranks over which a weight that is no expert's is cut."""
+        """Number of ranks over which weights other than the experts' are sharded."""
         return self.shard * self.cp
 
     @property
     def data(self) -> int:
-        """Groups of ranks that work on different rows."""
+        """Number of groups of ranks that work on different rows."""
         return self.replicate * self.shard
 
     def place(self, rank: int) -> dict[Axis, int]:
-        """The rank's coordinate along every axis: its number within its group of that axis."""
+        """Return the rank's coordinate along every axis, which is its index within its group of that axis."""
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} of {self.world}")
         rows, cp = divmod(rank, self.cp)
@@ -120,13 +121,13 @@ class Mesh:
         }  # fmt: skip
 
     def experts(self, rank: int, experts: int) -> range:
-        """Return the experts that a rank computes, of so many."""
+        """Return which of `experts` experts a rank computes."""
         each = experts // self.ep
         first = self.place(rank)["ep"] * each
         return range(first, first + each)
 
     def require_experts(self, experts: int) -> None:
-        """Raises ValueError unless every rank of an expert group gets equally many of the model's experts, at least one."""
+        """Raise ValueError unless every rank of an expert group gets equally many of the model's experts, at least one."""
         if experts % self.ep:
             fits = _largest_divisor(math.gcd(experts, self.world), self.ep)
             raise ValueError(
@@ -135,8 +136,8 @@ class Mesh:
             )
 
     def require_devices(self, devices: Sequence[int]) -> None:
-        """Raises ValueError unless the machines, with so many devices each, have one for each rank and no `cp` group is spread
-        over two of them."""
+        """Raise ValueError unless the machines, given by their numbers of devices, have one for each rank, and no `cp` group is
+        spread over two machines."""
         if sum(devices) < self.world:
             raise ValueError(
                 f"ranks={self.world}: {len(devices)} machine(s) with {sum(devices)} device(s) in all; "
@@ -156,5 +157,5 @@ def _require_divides(name: str, value: int, whole: int, of: str) -> None:
 
 
 def _largest_divisor(whole: int, most: int) -> int:
-    """The largest divisor of `whole` up to `most`."""
+    """Return the largest divisor of `whole` up to `most`."""
     return max(value for value in range(1, min(whole, most) + 1) if whole % value == 0)

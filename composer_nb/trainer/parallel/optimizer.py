@@ -1,10 +1,10 @@
-"""AdamW and Muon over what a rank holds of each weight: the same updates as `FlatOptimizer` makes of all of them.
+"""AdamW and Muon over a rank's shards of the weights, with the same updates as `FlatOptimizer` on whole weights.
 
-Masters and moments are cut as the weights are. AdamW goes element by element. Muon needs whole matrices: experts are whole where
-they are; of other weights the matrices are put together from the ranks' parts, every rank makes them orthogonal and keeps its
-part (arithmetic that all ranks repeat, on the few weights that are no experts').
+Masters and moments are sharded like the weights. AdamW works element by element. Muon needs whole matrices: those of experts are
+whole on their rank. Other matrices are gathered from the ranks' parts; every rank orthogonalizes them and keeps its part. (All
+ranks repeat this arithmetic, on the few weights outside the experts.)
 
-The gradient's norm: the squares of what each rank holds are added up, with what several ranks hold counted once.
+For the gradient's norm, the squares of all ranks' parts are summed, and parts on several ranks count once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.parallel.team import Team
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-"""Tensors of a state for each weight that AdamW moves."""
+"""Tensors of the state of each weight that AdamW updates."""
 
 
 class ShardedOptimizer:
-    """The optimizer of a model that `fsdp.shard` has cut."""
+    """The optimizer of a model sharded by `fsdp.shard`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ShardedOptimizer:
             weight.grad = None
 
     def sum_(self, ranks: Ranks) -> None:
-        """FSDP2 has summed the gradients as it cut them."""
+        """Do nothing: FSDP2 has already summed the gradients."""
 
     def norm(self) -> float:
         """Return the norm of the whole gradient."""
@@ -89,7 +89,7 @@ class ShardedOptimizer:
         return norm
 
     def _orthogonal(self, name: str, momentum: Tensor) -> Tensor:
-        """This rank's part of `muon_update`."""
+        """Return this rank's part of `muon_update`."""
         s, c, weight = self._settings, self._model.config, self.weights[name]
         gradient = self.masters[name].grad
         assert gradient is not None
@@ -104,8 +104,8 @@ class ShardedOptimizer:
         return distribute_tensor(update, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
 
     def state(self) -> dict[str, Any]:
-        """Everything that a resumed run needs: what this rank holds, as DTensors that share memory with it. Names are those of
-        the model in one piece."""
+        """Return the state that a resumed run needs, as DTensors that share memory with this rank's parts. Names are those of the
+        unsharded model."""
         found: dict[str, Any] = {"step": torch.zeros(())}
         for name, weight in self.weights.items():
             parts = self._parts(name)
@@ -115,14 +115,14 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
-        """Takes up where `state`, of the same mesh or another, was taken: `distributed_checkpoint` reads it."""
+        """Restore `state`, from the same mesh or another, as read by `distributed_checkpoint`."""
         for name in self.weights:
             for kind, part in self._parts(name).items():
                 part.copy_(state["step"] if kind == "step" else state[f"{kind}.{_plain(name)}"].to_local())
         self._publish()
 
     def _parts(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors of a weight; AdamW makes its moments, and counts its steps, at the first step only."""
+        """Return the tensors of a weight. AdamW creates its moments, and its count of steps, at the first step only."""
         master = self.masters[name]
         if name in self._momentum:
             return {"master": master.detach(), "momentum": self._momentum[name]}
@@ -134,7 +134,7 @@ class ShardedOptimizer:
     @torch.no_grad()
     def _publish(self) -> None:
         assert isinstance(self._model, FSDPModule)
-        self._model.reshard()  # after a pass without gradients the root's weights are still put together, of what was
+        self._model.reshard()  # after a pass without gradients, the root's weights are still gathered, with old values
         if self.published is not None:
             for name, master in self.masters.items():
                 self.weights[name].to_local().copy_(master.to(self.published))

@@ -22,19 +22,18 @@ PATIENCE = timedelta(minutes=10)
 
 
 def meeting_place(host: str) -> dist.TCPStore:
-    """Open the meeting place of the ranks at a free port of this machine: for the first of them."""
+    """Open the meeting place of the ranks at a free port of this machine. The first rank calls this."""
     return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
 
 
 def join(rank: int, world: int, place: dist.Store, device: str = "cpu") -> None:
-    """Makes this process rank `rank` of `world`, which meet at `place`."""
+    """Make this process rank `rank` of the `world` ranks that meet at `place`."""
     backend = "gloo" if device == "cpu" else "cuda:nccl,cpu:gloo"
     dist.init_process_group(backend, store=place, rank=rank, world_size=world, timeout=PATIENCE)
 
 
 class Team(Ranks):
-    """This process among ranks that have joined, in the places that `mesh` gives them. Raises ValueError when the mesh is of
-    another number of ranks."""
+    """This process among ranks that have joined, placed by `mesh`. Raises ValueError if the mesh has another number of ranks."""
 
     def __init__(self, mesh: Mesh, device: str = "cpu") -> None:
         self.rank, self.world, self.mesh, self.device = dist.get_rank(), dist.get_world_size(), mesh, device
@@ -45,18 +44,18 @@ class Team(Ranks):
         self.experts = init_device_mesh(
             device, mesh.expert_shape, mesh_dim_names=("expert_replicate", "expert_shard", "ep")
         )
-        """For weights of experts; dealt over the last dimension, cut over the one before."""
+        """Mesh for weights of experts, dealt over the last dimension and sharded over the one before."""
         rows = init_device_mesh(device, (mesh.data, mesh.cp), mesh_dim_names=("data", "cp"))
         self.context = rows["cp"].get_group()
 
     @property
     def dense(self) -> DeviceMesh:
-        """For all other weights: (replicate, fsdp), or fsdp alone where nothing is replicated."""
+        """Mesh for all other weights: (replicate, fsdp), or fsdp alone without replicas."""
         return self._dense if self.mesh.replicate > 1 else self._dense["fsdp"]
 
     @property
     def cut_experts(self) -> DeviceMesh:
-        """The part of `experts` that cuts one expert's weights."""
+        """The part of `experts` that shards one expert's weights."""
         dims = ("expert_replicate", "expert_shard") if self.mesh.expert_replicate > 1 else ("expert_shard",)
         return self.experts[dims]
 
@@ -69,7 +68,7 @@ class Team(Ranks):
         return True
 
     def split(self, batch: FlatBatch) -> FlatBatch:
-        """This rank's part of a batch, on its device."""
+        """Return this rank's part of a batch, on its device."""
         mine: FlatBatch = split(batch, self.place["cp"], self.mesh.cp, self.context) if self.mesh.cp > 1 else batch
         return mine if self.device == "cpu" else moved(mine, self.device)
 

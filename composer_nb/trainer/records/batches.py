@@ -1,4 +1,4 @@
-"""Batches on disk: `rollouts/rl_<step>_<rank>.parquet`, rollouts with rewards and advantages, in the order they train in."""
+"""Batches on disk: `rollouts/rl_<step>_<rank>.parquet`, rollouts with rewards and advantages, in training order."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def save_batch(
     columns: Mapping[str, Sequence[Any]] | None = None,
     packed: Sequence[bytes] | None = None,
 ) -> None:
-    """Writes groups, and the tensors of their traces beside them. `columns` adds further ones, a value a rollout. `packed`: the
-    attempts as bytes, where they are known."""
+    """Write groups, and the tensors of their traces beside them. `columns`: additional columns, with one value per rollout.
+    `packed`: the attempts as bytes, if known."""
     everyone = [scored for group in groups for scored in group]
     save_packed(
         file,
@@ -42,7 +42,7 @@ def save_batch(
 
 
 def load_batch(file: Path, tasks: Mapping[str, Task]) -> list[list[Scored]]:
-    """Read a file of `save_batch`; `tasks` maps ids to tasks. Raises ValueError that names a damaged file."""
+    """Read a file of `save_batch`. `tasks` maps ids to tasks. Raises ValueError, which names the file, if it is damaged."""
     attempts = load_attempts(file, tasks)
     groups: dict[int, list[Scored]] = {}
     names = ["group", "reward", "terms", "advantage"]

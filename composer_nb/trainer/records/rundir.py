@@ -98,7 +98,7 @@ class RunDir:
         return json_of(file.read_text()) if file.is_file() else None
 
     def connect(self) -> sqlite3.Connection:
-        """Raises ValueError for a run.db that is no database."""
+        """Open the database. Raises ValueError for a damaged run.db."""
         if (self.path / EXCERPT).is_file():  # immutable: SQLite makes no journal and no lock beside it
             return self._opened("?mode=ro&immutable=1")
         db = self._opened()
@@ -156,9 +156,9 @@ class RunDir:
         ledger: Iterable[tuple[int, Mapping[str, int]]] = (),
         seconds: float = 0.0,
     ) -> None:
-        """Writes a checkpoint of `stage` after `step` steps and moves the pointer to it, with everything that happened
-        since the last one, in one transaction. The file before is removed afterwards. `state` may also name a folder in
-        `checkpoints` that ranks have written together (`distributed_checkpoint`)."""
+        """Write a checkpoint of `stage` after `step` steps and move the pointer to it, with all records since the last one, in
+        one transaction. The previous file is removed afterwards. `state` may also name a folder in `checkpoints` that ranks have
+        written together (`distributed_checkpoint`)."""
         name = state if isinstance(state, str) else self._write_state(f"{stage}-{step:06d}.safetensors", state)
         before = self.query("SELECT file FROM checkpoint WHERE stage = ?", stage)
         with closing(self.connect()) as db, db:
@@ -212,13 +212,13 @@ class RunDir:
             return [{"step": step, **json_of(metrics)} for step, metrics in rows]
 
     def take_steps(self, stage: str, steps: Iterable[Mapping[str, Any]]) -> None:
-        """Record the metrics of steps that another run did."""
+        """Record the metrics of steps from another run."""
         rows = [(stage, step["step"], to_json({k: v for k, v in step.items() if k != "step"})) for step in steps]
         with closing(self.connect()) as db, db:
             db.executemany("INSERT OR REPLACE INTO step VALUES (?, ?, ?)", rows)
 
     def ledger(self) -> dict[str, int]:
-        """Return sampled tokens by what became of them."""
+        """Return sampled tokens by their use."""
         return dict(self.query("SELECT reason, SUM(tokens) FROM ledger GROUP BY reason"))
 
     def last_live_step(self) -> int:
@@ -250,7 +250,7 @@ def _remove(path: Path) -> None:
 
 
 def open_run(path: Path) -> RunDir:
-    """Return the run in `path`. Raises FileNotFoundError where there is none."""
+    """Return the run in `path`. Raises FileNotFoundError if there is none."""
     if not (path / "run.db").is_file():
         raise FileNotFoundError(f"{path}: no run here (run.db is missing)")
     return RunDir(path)
