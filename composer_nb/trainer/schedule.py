@@ -34,8 +34,7 @@ class Schedule:
     window: Share = 0.5
     """A batch is taken from the oldest max(P, window · (O + 1) · P) groups."""
     order: Literal["window", "fifo", "discard"] = "window"
-    """`discard` takes the groups that are ready first and drops those that get too old. It favours short rollouts and exists for
-    comparison."""
+    """`discard` takes the groups that are ready first and drops those too old: biased to short rollouts, for comparison."""
     retries: Count = 3
     """Maximum retries of a rollout after an infrastructure fault or a hang."""
     deaths: Count = 20
@@ -89,8 +88,7 @@ class Left(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(Event):
-    """One rollout is graded and stored. `oldest_version` is that of its oldest token, and `sampled` the number of sampled
-    tokens."""
+    """One rollout is graded and stored. `oldest_version` is that of its oldest token, and `sampled` counts its tokens."""
 
     slot: int
     attempt: int

@@ -33,7 +33,7 @@ REPORT, DROPPED = "report.json", "dropped.csv"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusSettings:
-    """Conditions that a file must meet, and how documents are cut."""
+    """Conditions on files, and the division into documents."""
 
     seed: int = 0
     """Seed of the held-out split and of the permutations of MinHash."""
@@ -67,8 +67,7 @@ Places = Mapping[int, str]
 def make_corpus(root: Path, out: Path, settings: CorpusSettings, tasks: Sequence[Task] = ()) -> dict[str, Any]:
     """Filter the repositories in `root` and write the remaining files to the folder `out`, for `data.code`: files.parquet,
     dropped.csv (each dropped file, its filter and the reason) and report.json, which is returned. Its `yields` has a row for each
-    filter, with the dropped and the remaining files. Raises ValueError if fewer than two files are left, or a library is
-    missing."""
+    filter, with the dropped and the remaining files. Raises ValueError if fewer than two files are left, or without a library."""
     if any(find_spec(name) is None for name in ("datasketch", "identify", "ukkonen")):
         raise ValueError("a corpus needs datasketch and identify: pip install 'composer_nb[corpus]'")
     read = list(read_files(root, settings.suffixes, settings.bytes))

@@ -47,14 +47,14 @@ class Part(FlatBatch):
     whole: int
     """N."""
     each: int
-    """Tokens of the rank that has most."""
+    """Maximum number of tokens of a rank."""
     place_N: Tensor
-    """Place of each of the batch's tokens in the ranks' tokens, each filled up to `each`, one after another."""
+    """Place of each token of the batch in the concatenated tokens of the ranks, each padded to `each`."""
     mine: list[_Rows]
     from_each: list[int]
-    """Sampled tokens that each rank predicts."""
+    """Number of sampled tokens that each rank predicts."""
     place_S: Tensor
-    """Place of each of the batch's sampled tokens in these, one after another."""
+    """Place of each sampled token of the batch in their concatenation over ranks."""
     rank: int
     group: dist.ProcessGroup
 

@@ -46,7 +46,7 @@ class DealtExperts(nn.Module):
             setattr(self, name, nn.Parameter(dealt.detach(), requires_grad=weight.requires_grad))
 
     def forward(self, x_ND: Tensor, routing: Routing, compute: Experts) -> Tensor:
-        """The experts' output, [N, D], as `compute` makes it of tokens and experts on one rank."""
+        """Return the experts' output, [N, D]. `compute` does so for tokens and experts of one rank."""
         w_in, w_out = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w_in, self.w_out))
         chosen, ranks = routing.experts_NK.shape[1], dist.get_world_size(self.group)
         experts_M = routing.experts_NK.reshape(-1)
@@ -57,7 +57,7 @@ class DealtExperts(nn.Module):
         sent, got = sent_RE.sum(1).tolist(), got_RE.sum(1).tolist()
         send = _SendQuantised.apply if self.quantised else all_to_all_single_autograd
         x_P = send(x_ND.index_select(0, order_M // chosen), got, sent, self.group)
-        # What came is by rank, and within by expert; to these experts each row is a token with one choice.
+        # Received rows are sorted by rank, then by expert; here, each row is a token with one choice.
         expert_P = torch.arange(len(w_in), device=x_ND.device).repeat(ranks).repeat_interleave(got_RE.reshape(-1))
         y_P = compute(x_P, expert_P[:, None], x_P.new_ones(len(x_P), 1), w_in, w_out)
         y_M = all_to_all_single_autograd(y_P, sent, got, self.group)

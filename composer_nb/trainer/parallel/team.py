@@ -1,7 +1,7 @@
-"""Ranks that hold one model between them: process groups over a `Mesh`, and what a learner asks of them.
+"""Ranks that share one model: process groups over a `Mesh`, and their operations for a learner.
 
-gloo on CPUs, nccl on GPUs (by `device`); the program is the same. Every communication sums, none divides: a loss is a sum over
-a denominator of the whole batch, so ragged shares of tokens need no care.
+The backend is gloo on CPUs and nccl on GPUs (by `device`); the program is the same. Reductions are sums, never means: a loss is a
+sum divided by the denominator of the whole batch, so uneven shares of tokens need no correction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from composer_nb.trainer.parallel.context import split
 from composer_nb.trainer.parallel.mesh import Mesh
 
 PATIENCE = timedelta(minutes=10)
-"""A rank waits for another one so long in one communication. One that dies is noticed at once, by its closed connections."""
+"""Time limit of one communication. A dead rank is noticed at once, by its closed connections."""
 
 
 def meeting_place(host: str) -> dist.TCPStore:
