@@ -1,4 +1,4 @@
-"""The subcommands of `composer-nb`. Each is one function, declared with its arguments beside it.
+"""The subcommands of `composer-nb`. Each is one function, declared together with its arguments.
 
     @command("report", RUN, JSON)
     def report(given: argparse.Namespace) -> int:
@@ -7,7 +7,7 @@
         return emit(given, found, lambda: table(found))
 
 The first line of the docstring is the help text. A command returns the exit status. It raises ValueError and the like for errors
-that the user can fix; `cli.main` prints them as one line. Heavy imports stand inside the functions, so that `composer-nb --help`
+that the user can fix, which `cli.main` prints as one line. Heavy imports are inside the functions, so that `composer-nb --help`
 starts quickly.
 """
 
@@ -30,17 +30,17 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One subcommand, such as `report`, or one action of it, such as `tasks make`."""
+    """One subcommand, such as `report`, or one action of a subcommand, such as `tasks make`."""
 
     run: Run
     arguments: tuple[Argument, ...]
     epilog: str
     lines: bool
-    """Print the log of the package to standard output; otherwise, and with --json, it goes to standard error."""
+    """Whether the package's log goes to standard output; otherwise, and with --json, it goes to standard error."""
 
     @property
     def help(self) -> str:
-        """The first line of the docstring, as argparse writes it."""
+        """The first line of the docstring, in the style of argparse."""
         first = inspect.cleandoc(self.run.__doc__ or "").partition("\n")[0]
         return first[:1].lower() + first[1:].rstrip(".")
 
@@ -100,7 +100,7 @@ def pick(given: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def console() -> Console:
-    """Return a console as wide as the terminal, or wide enough for our tables where output is a file."""
+    """Return a console as wide as the terminal, or wide enough for all tables if output is a file."""
     from rich.console import Console
 
     made = Console(highlight=False)
@@ -108,7 +108,7 @@ def console() -> Console:
 
 
 def emit(given: argparse.Namespace, found: Any, shown: Callable[[], Any], status: int = 0) -> int:
-    """Print a result as JSON with --json, else as `shown` gives it (text as it is). Returns `status`."""
+    """Print a result as JSON with --json, else the return value of `shown`. Return `status`."""
     if given.json:
         print(json.dumps(found, indent=2))
     elif isinstance(text := shown(), str):

@@ -105,7 +105,7 @@ def log(given: argparse.Namespace) -> int:
 
 @command("jobs sweep", RUNS, lines=True)
 def sweep(given: argparse.Namespace) -> int:
-    """End what killed runs left running, and correct their records."""
+    """End the processes that killed runs left behind, and correct the runs' records."""
     from composer_nb.jobs import directory
 
     for folder in sorted(path.parent.resolve() for path in given.runs.glob("*-*/job.json")):

@@ -1,9 +1,9 @@
-"""A page that shows a run while it goes on: its state and time left, its curves, the work in flight, and rollouts to read.
+"""A page that shows a live run: its state and time left, its curves, the work in flight, and rollouts to read.
 
     with LivePage(run.path) as page:
         print(page.url)
 
-It is served on this machine's loopback alone and only reads the run's folder. When the run has ended, `report.html` stays.
+The page is served on this machine's loopback only, and only reads the run's folder. After the run, `report.html` remains.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'unsafe-inline'; connect-src 'self'"
-"""A page that shows what models wrote loads nothing from elsewhere."""
+"""Content policy: a page with text from models loads nothing from elsewhere."""
 _BODY = """<div id="board">reading the run …</div>
 <h2>Rollouts of the newest step</h2>
 <p><button id="look">Show the newest</button> <select id="list"></select></p><div id="rollout"></div>
@@ -44,12 +44,12 @@ document.getElementById("look").onclick = async () => { await put("list", "rollo
 
 
 class LivePage:
-    """A page at `url` that follows the run in `path` while it is open. A context manager.
+    """A page at `url` that follows the run in `path`. This is a context manager.
 
     Raises ValueError for a port that is in use."""
 
     def __init__(self, path: Path, port: int = 0) -> None:
-        """`port` 0 is any free one."""
+        """`port`: 0 means any free port."""
         self.path = path
         try:
             self._socket = socket.create_server(("127.0.0.1", port))
@@ -92,7 +92,7 @@ class LivePage:
         return HTMLResponse(document(self.path.name, [heading, _BODY]), headers={"Content-Security-Policy": POLICY})
 
     def _board(self, request: Request) -> Response:
-        """Pictures are redrawn after a change, in at most a fifth of the time, since the run needs the processors."""
+        """Return the board. Pictures are redrawn after a change, in at most a fifth of the time: the run needs the processors."""
         from composer_nb.trainer.recipe.status import read_status
         from composer_nb.views import dashboard
         from composer_nb.views.page import image

@@ -1,11 +1,11 @@
-"""The command mcp: what a run says, and the product's tools, for agents that speak the Model Context Protocol on stdio.
+"""The command mcp: results of runs, and the product's tools, for agents that speak the Model Context Protocol on stdio.
 
-    composer-nb mcp                                 report, watch, compare, … of runs here; nothing is changed
-    composer-nb mcp --allow-writes                  and eval and set
-    composer-nb mcp --workspace PATH                and the product's tools, in a sandbox with a copy of PATH
+    composer-nb mcp                                 report, watch, compare, … of runs here, read-only
+    composer-nb mcp --allow-writes                  also eval and set
+    composer-nb mcp --workspace PATH                also the product's tools, in a sandbox with a copy of PATH
 
-Each command is carried out by a process of its own, with `--json`. The tools of a workspace change the copy alone; `show_changes`
-gives the diff. Source: the specification of 2025-06-18 (modelcontextprotocol.io), by its own Python SDK.
+Each command runs in its own process, with `--json`. The tools of a workspace change only the copy; `show_changes` returns the
+diff. Source: the specification of 2025-06-18 (modelcontextprotocol.io), through its Python SDK.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from composer_nb.operations import COMMANDS, Argument, arg, command
 READS = ("report", "watch", "compare", "headroom", "plan", "doctor", "jobs status", "weights log", "weights verify")
 WRITES = ("eval", "set")
 WRITERS = {"--json", "--html", "--port", "--png", "--out", "--write"}
-"""Arguments that a reader does not get."""
+"""Arguments that are hidden from read-only commands."""
 LIMIT_S, LIMIT_BYTES = 600.0, 1 << 20
-"""Of one command, and of what it prints."""
+"""Limits of a command's time and of its output."""
 _TYPES = {int: "integer", float: "number"}
 
 
@@ -48,8 +48,8 @@ def schema(arguments: Sequence[Argument], without: frozenset[str] | set[str] = f
 
 
 def line(name: str, arguments: Sequence[Argument], given: Mapping[str, Any]) -> list[str]:
-    """Return the words of a command line: options first, so that no value is taken for one. Raises ValueError for an argument
-    that the command does not have."""
+    """Return the words of a command line, with options first, so that no value is taken for an option. Raises ValueError for an
+    argument that the command does not have."""
     options, places, left = list[str](), list[str](), dict(given)
     for (argument, *_), _ in arguments:
         if (value := left.pop(_key(argument), None)) is None or value is False:
@@ -70,7 +70,7 @@ def _key(argument: str) -> str:
 
 
 async def run(words: Sequence[str]) -> tuple[str, bool]:
-    """Carry out a command. Returns what it printed, or its error, and whether it failed."""
+    """Run a command. Return its output, or its error, and whether it failed."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "composer_nb.cli", *words),
         stdin=asyncio.subprocess.DEVNULL,
@@ -91,7 +91,7 @@ async def run(words: Sequence[str]) -> tuple[str, bool]:
 
 
 class Workspace:
-    """The product's tools in a sandbox with a copy of a repository. A context manager; opening it raises like `run_agent`."""
+    """The product's tools in a sandbox with a copy of a repository. This is a context manager, which raises like `run_agent`."""
 
     def __init__(self, root: Path, backend: str) -> None:
         self._root, self._backend = root, backend
@@ -124,7 +124,7 @@ class Workspace:
         }
 
     def call(self, name: str, given: Mapping[str, Any]) -> tuple[str, bool]:
-        """Carry out a call of a tool. Returns its observation, and whether it failed."""
+        """Execute a tool call. Return its observation, and whether it failed."""
         from composer_nb.harness.carry import carry_back
         from composer_nb.harness.product.checkout import changed
         from composer_nb.harness.product.diff import patch

@@ -1,5 +1,4 @@
-"""Commands for what training starts from, and for what follows it: convert, draft, corpus, bases,
-improve."""
+"""Commands before and after training: convert, draft, corpus, bases, improve."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def convert(given: argparse.Namespace) -> int:
     JSON,
 )
 def draft(given: argparse.Namespace) -> int:
-    """Train a head that drafts tokens beside a checkpoint: serve then writes faster, and the same."""
+    """Train a head that drafts tokens beside a checkpoint: serve is then faster, with the same output."""
     from composer_nb.trainer.drafts import add_draft, rows_of
     from composer_nb.trainer.models.checkpoint import load_pretrained
 
@@ -75,7 +74,7 @@ def draft(given: argparse.Namespace) -> int:
     epilog="Settings are those of CorpusSettings, as similar=0.7. composer-nb tour --set data.code=DIR trains on it.",
 )
 def corpus(given: argparse.Namespace) -> int:
-    """Filter repositories by licence, quality, duplicates and leaked tasks, into code to train on."""
+    """Filter repositories by licence, quality, duplicates and leaked tasks into code to train on."""
     from composer_nb.harness.tasks.task import load_tasks
     from composer_nb.settings import override
     from composer_nb.trainer.corpus.build import CorpusSettings, make_corpus
@@ -121,7 +120,7 @@ def bases(given: argparse.Namespace) -> int:
     JSON,
 )
 def improve(given: argparse.Namespace) -> int:
-    """Learn from judged conversations in one update, which a gate lets pass or stops."""
+    """Learn from judged conversations in one update, which ships only if it passes a gate."""
     from composer_nb.improve import improve as run
     from composer_nb.settings import Settings, override
 

@@ -1,4 +1,4 @@
-"""The command plan: what schedules, models and ranks of a mesh would cost."""
+"""The command plan, which estimates the cost of schedules, models and ranks of a mesh."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCHEDULES = (
     *(("window", 2, 2), ("window", 2, 4), ("window", 4, 4), ("window", 4, 8)),
     *(("discard", 2, 2), ("discard", 4, 4), ("discard", 4, 8)),
 )
-"""Order, batches ahead and staleness bound of the schedules that are compared; the first is synchronous."""
+"""Order, batches ahead and staleness bound of the compared schedules; the first is synchronous."""
 HEAD = (
     "| schedule | samples/s | against synchronous | of the optimum | staleness mean / max | tokens lost | lengths, KS |"
 )
@@ -120,7 +120,7 @@ def _plan_mesh(given: argparse.Namespace) -> int:
 
 
 def _config(path: Path) -> ModelConfig:
-    """Return the configuration of a checkpoint's folder, or of a config.json. Raises FileNotFoundError or ValueError that names
+    """Return the configuration of a checkpoint's folder, or of a config.json. Raises FileNotFoundError or ValueError, which names
     the file."""
     from composer_nb.trainer.models.hf_config import read_config
 
@@ -130,7 +130,7 @@ def _config(path: Path) -> ModelConfig:
 
 
 def _footprint(found: Footprint) -> str:
-    """Return a table in Markdown."""
+    """Return a Markdown table."""
     rows = [
         ("weights", f"{_short(found.total)}, {_short(found.active)} of them active in a token"),
         ("of the active, embedding table", _short(found.embedding)),

@@ -1,4 +1,4 @@
-"""Commands that measure and look into things: microscope, scaling, weights, doctor."""
+"""Commands for measurement and inspection: microscope, scaling, weights, doctor."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def diff(given: argparse.Namespace) -> int:
     JSON,
 )
 def apply(given: argparse.Namespace) -> int:
-    """Make the version that a base and a delta describe."""
+    """Write the version that a base and a delta give."""
     from composer_nb.trainer import weights
 
     return _version(given, weights.apply_delta(given.base, given.delta, given.out))
@@ -124,7 +124,7 @@ def _version(given: argparse.Namespace, manifest: Any) -> int:
     JSON,
 )
 def revert(given: argparse.Namespace) -> int:
-    """Publish the weights of an earlier version as the newest; whoever follows the store takes them."""
+    """Publish the weights of an earlier version as the newest, for everyone who follows the store."""
     from composer_nb.improve import revert as publish
 
     made = publish(given.store, given.to)

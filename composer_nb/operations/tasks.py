@@ -93,7 +93,7 @@ def mine(given: argparse.Namespace) -> int:
 
 @command("tasks check", arg("path PATH", "a .jsonl file or task directories", type=Path), REQUIRE, BACKEND, JSON)
 def check(given: argparse.Namespace) -> int:
-    """Check that every solution scores 1, every start 0, and repeats agree."""
+    """Check that every solution scores 1, every start scores 0, and repeats agree."""
     from rich.console import Group
 
     from composer_nb.harness.grading.check import check_tasks
@@ -156,7 +156,7 @@ def convert(given: argparse.Namespace) -> int:
     JSON,
 )
 def audit(given: argparse.Namespace) -> int:
-    """Try tasks with workspaces that they must accept or refuse, before anything is trained on them."""
+    """Try tasks with workspaces that they must accept or refuse, before training on them."""
     if given.path.startswith("verifiers:"):
         return _audit_verifiers(given)
     if find_spec("libcst") is None:

@@ -1,11 +1,11 @@
 """Trackers: the figures of a run's steps in TensorBoard, Weights & Biases, trackio or MLflow.
 
-    follow(run.path, "mlflow", until=lambda: False)     send what is new every few seconds
+    follow(run.path, "mlflow", until=lambda: False)     send new figures every few seconds
 
-A tracker reads what the run has written (`metrics.jsonl`), so it cannot stop or slow the training, and a run may be sent while it
-goes on, later, or to several trackers. `trackers/NAME.json` in the run's folder says what has been sent: the same command goes on
-there. Each step of a stage is sent once, under the stage's name, as `rl/reward`. Where a service is and who you are stand in its
-own variables: WANDB_MODE and WANDB_API_KEY, TRACKIO_DIR, MLFLOW_TRACKING_URI (default: mlflow.db beside the run).
+A tracker reads the run's `metrics.jsonl`, so it cannot stop or slow the training. A run may be sent while it is live, later, or
+to several trackers. `trackers/NAME.json` in the run's folder records the steps sent, from which the same command continues. Each
+step of a stage is sent once, under the stage's name, as `rl/reward`. Addresses and credentials come from each service's own
+variables: WANDB_MODE and WANDB_API_KEY, TRACKIO_DIR, MLFLOW_TRACKING_URI (default: mlflow.db beside the run).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from composer_nb.trainer.recipe.reader import ReadOnly
 log = logging.getLogger(__name__)
 PROJECT = "composer_nb"
 EVERY_S, LATEST_S = 3.0, 300.0
-"""Seconds between two looks; after a failure the wait doubles up to the second."""
+"""Seconds between two reads; after a failure, the wait doubles up to the second number."""
 
 
 class Tracker(Protocol):
-    """A place for figures. May raise whatever its library raises."""
+    """A destination for figures. It may raise any exception of its library."""
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Take figures of a step; their names begin with its stage."""
+        """Log the figures of a step, whose names begin with its stage."""
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining figures."""
 
 
 class TensorBoard:
@@ -109,7 +109,7 @@ class Mlflow:
         self._id = made.info.run_id
         if not there:
             params = [Param(each, str(value)[:500]) for each, value in settings.items()]
-            for at in range(0, len(params), 100):  # more are refused
+            for at in range(0, len(params), 100):  # the server refuses more
                 self._client.log_batch(self._id, params=params[at : at + 100])
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
@@ -131,7 +131,7 @@ TRACKERS: Mapping[str, Callable[[ReadOnly, Mapping[str, Any]], Tracker]] = {
 
 
 def parse(names: str) -> list[str]:
-    """Return the trackers of a list with commas. Raises ValueError for one that does not exist or is not installed."""
+    """Return the trackers of a comma-separated list. Raises ValueError for one that does not exist or is not installed."""
     found = [name for name in names.split(",") if name]
     for name in found:
         if name not in TRACKERS:
@@ -143,16 +143,16 @@ def parse(names: str) -> list[str]:
 
 @dataclass(slots=True)
 class Sent:
-    """The lines and steps that a tracker has got."""
+    """The lines and steps already sent to a tracker."""
 
     offset: int = 0
-    """Bytes of metrics.jsonl."""
+    """Number of bytes of metrics.jsonl already sent."""
     steps: dict[str, int] = field(default_factory=dict)
     """Last step of each stage."""
 
     def rows(self, raw: bytes) -> Iterator[tuple[int, dict[str, float]]]:
-        """Yield (step, figures) of the whole lines in `raw`, which begins at the offset, and count them as sent once the next is
-        asked for. A step that is repeated after a crash is left out."""
+        """Yield (step, figures) of the complete lines in `raw`, which begins at the offset. Each counts as sent once the next is
+        requested. Steps that are repeated after a crash are skipped."""
         for line in raw.splitlines(keepends=True):
             if not line.endswith(b"\n"):
                 return
@@ -178,8 +178,8 @@ def _plain(value: Any) -> bool:
 
 
 def follow(path: Path, name: str, until: Callable[[], bool]) -> None:
-    """Send a run's figures to the tracker `name` until `until` says that the run has ended. What fails is said once and tried
-    again, less and less often; at the end it is raised. Raises FileNotFoundError."""
+    """Send a run's figures to the tracker `name` until `until` returns true. A failure is logged once and retried at growing
+    intervals; at the end it is raised. Raises FileNotFoundError if there is no run."""
     run, place = ReadOnly(path), path / "trackers" / f"{name}.json"
     place.parent.mkdir(exist_ok=True)
     sent = Sent(**json.loads(place.read_text())) if place.is_file() else Sent()
@@ -191,7 +191,7 @@ def follow(path: Path, name: str, until: Callable[[], bool]) -> None:
                 tracker = tracker or TRACKERS[name](run, dict(_dotted(run.settings())))
                 _send(run.path / "metrics.jsonl", sent, tracker)
                 rest = EVERY_S
-            except Exception as error:  # the library's, of which there are four
+            except Exception as error:  # of any of the four libraries
                 if ended:
                     raise
                 if rest == EVERY_S:
@@ -217,7 +217,7 @@ def _send(metrics: Path, sent: Sent, tracker: Tracker) -> None:
 
 
 class Tracking:
-    """Trackers that follow a run while this context is open, each in a thread of its own. What fails at the end is said."""
+    """Trackers that follow a run while this context is open, each in its own thread. A failure at the end is logged."""
 
     def __init__(self, path: Path, names: Sequence[str]) -> None:
         self._ended = threading.Event()

@@ -1,7 +1,7 @@
-"""Differences between checkpoints: encoded, applied, verified, counted. Directories in, directories out.
+"""Differences between checkpoints in directories: encoded, applied, verified, measured.
 
-Checkpoints are Hugging Face directories, one file or shards of an index, or full versions (`payload`). Their tensors are mapped
-one after another, so checkpoints of any size pass through in the memory of a shard.
+Checkpoints are Hugging Face directories, with one file or the shards of an index, or full versions (`payload`). Their tensors are
+mapped one after another, so checkpoints of any size need only the memory of a shard.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from composer_nb.trainer.versions.payload import SHARD_BYTES, decoded, side_name
 def encode_delta(
     base_dir: str | Path, target_dir: str | Path, out_dir: str | Path, *, shard_bytes: int = SHARD_BYTES
 ) -> Manifest:
-    """Writes what turns one checkpoint into another. Both may be full versions or plain Hugging Face checkpoints, which
-    count as version 0 and as the one after the base. Raises ValueError (WeightFault for what is damaged) and changes nothing
-    when they are not of one model or `out_dir` is there already; StoreError when it cannot be written."""
+    """Write the delta from one checkpoint to another. Both may be full versions or plain Hugging Face checkpoints, which count as
+    version 0 and as the version after the base. Raises ValueError, without a change, if they are not of one model or `out_dir`
+    exists (WeightFault for damage), and StoreError if it cannot be written."""
     base, _ = read_full(Path(base_dir), 0)
     target, files = read_full(Path(target_dir), base.version + 1)
     if target.version <= base.version:
@@ -53,15 +53,15 @@ def encode_delta(
 
 
 def apply_delta(base_dir: str | Path, delta_dir: str | Path, out_dir: str | Path) -> Manifest:
-    """Writes the full version that a delta makes of its base. Raises WeightFault, and writes nothing, when either is damaged
-    or the delta is another base's; ValueError when `out_dir` is there already; StoreError when it cannot be written."""
+    """Write the full version that a base and a delta give. Raises WeightFault, without writing, if either is damaged or the delta
+    has another base; ValueError if `out_dir` exists; StoreError if it cannot be written."""
     delta = open_link(Path(delta_dir))
     base, _ = read_full(Path(base_dir), delta.manifest.base.version if delta.manifest.base else 0)
     return apply_chain(base, [delta], Path(out_dir), layout(Path(base_dir)))
 
 
 def verify(version_dir: str | Path) -> Manifest:
-    """Checks a version directory: its manifest, each file, and in a full version each tensor. Raises WeightFault."""
+    """Check a version directory: its manifest, each file, and each tensor of a full version. Raises WeightFault for a fault."""
     path = Path(version_dir)
     link = open_link(path)
     if extra := sorted({file.name for file in path.iterdir()} - link.manifest.files.keys() - {MANIFEST}):
@@ -73,8 +73,8 @@ def verify(version_dir: str | Path) -> Manifest:
 
 
 def delta_sizes(before: Path, after: Path) -> dict[str, Any]:
-    """Bytes of `after` in full, and of its lossless delta (payloads alone) against `before`; the share of weights whose bits
-    changed. Raises ValueError when the two do not hold the same tensors."""
+    """Return the bytes of `after` in full and of its lossless delta (payloads alone) against `before`, and the share of weights
+    whose bits changed. Raises ValueError if the two do not have the same tensors."""
     old, new = (Mapped(read_shards(path)) for path in (before, after))
     try:
         check_same_form(_forms(old), _forms(new))

@@ -20,8 +20,8 @@ from composer_nb.trainer.versions.store import Store
 def apply_chain(
     base: State | None, links: Sequence[Link], out: Path, groups: Sequence[Sequence[str]] | None = None
 ) -> Manifest:
-    """Writes the version at the end of a chain as a full one, a tensor at a time; `groups` are the tensors of its files. Raises
-    as `apply_delta`."""
+    """Write the version at the end of a chain as a full one, a tensor at a time. `groups` are the tensors of its files. Raises
+    like `apply_delta`."""
     check_chain(base, links)
     last = links[-1].manifest
     forms = {name: entry.torch_form for name, entry in last.tensors.items()}
@@ -49,15 +49,15 @@ def _pieces(header: bytes, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[An
 
 
 def open_link(path: Path) -> Link:
-    """A version directory with its files checked and mapped. Raises WeightFault."""
+    """Return a version directory with its files checked and mapped. Raises WeightFault if it is unusable."""
     if not (path / MANIFEST).is_file():
         raise MissingVersion(f"{path}: not a weight version, {MANIFEST} is missing")
     return map_link(path, Manifest.load((path / MANIFEST).read_bytes(), str(path / MANIFEST)))
 
 
 def read_full(path: Path, number: int) -> tuple[State, dict[str, bytes]]:
-    """A checkpoint's weights, mapped and hashed, and its side files. A plain one counts as version `number`. Raises WeightFault,
-    FileNotFoundError or ValueError."""
+    """Return a checkpoint's weights, mapped and hashed, and its side files. A plain checkpoint counts as version `number`. Raises
+    WeightFault, FileNotFoundError or ValueError."""
     if not (path / MANIFEST).exists():
         return State.of(number, Mapped(read_shards(path))), side_files(path)
     link = open_link(path)
@@ -82,7 +82,7 @@ def side_files(path: Path) -> dict[str, bytes]:
 
 @contextmanager
 def new_version(path: Path, need: int = 0) -> Iterator[tuple[Store, str]]:
-    """A store and a folder in it to fill, which becomes `path` when it is complete and vanishes when it is not."""
+    """Yield a store and a folder in it to fill, which becomes `path` on success and is removed after an error."""
     if path.exists():
         raise ValueError(f"{path} is there already; choose another place")
     store, part = Store(path.parent), path.with_name(path.name + ".part")

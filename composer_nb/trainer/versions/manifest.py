@@ -1,8 +1,8 @@
 """The description of a version's weights: a sealed manifest, hashes, and the faults that a version can have.
 
-The manifest names the version, its base, every tensor's dtype, shape, encoding and hash, the hash of the whole resulting
-state, size and hash of every file, and carries a seal over itself. Whatever is read is checked against it before it is used.
-Nothing here reads or writes a file.
+The manifest names the version, its base, the dtype, shape, encoding and hash of every tensor, the hash of the whole resulting
+state, and the size and hash of every file. It carries a seal over itself. All data are checked against it before use. This module
+does not read or write files.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FORMATS.values(
 
 
 class WeightFault(ValueError):
-    """A version that must not be used, or one that must not be published. The message names what is wrong with what."""
+    """A version must not be used, or must not be published. The message names the fault and its place."""
 
     at: int | None = None
     """Another version that must not be used either."""
 
 
 class DamagedVersion(WeightFault):
-    """Bytes that are not those which were published."""
+    """Bytes differ from the published ones."""
 
 
 class MissingVersion(WeightFault):
-    """A version, or a file of one, that is not there: never finished, lost, or removed."""
+    """A version, or one of its files, is missing: never finished, lost, or removed."""
 
 
 class MisplacedVersion(WeightFault):
-    """A version that stands where another one should: renamed, copied, or out of order."""
+    """A version is in the place of another: renamed, copied, or out of order."""
 
 
 class ForeignBase(WeightFault):
-    """A delta against other weights than the ones at hand."""
+    """A delta is against other weights than the available ones."""
 
 
 def digest(data: Any) -> str:
-    """BLAKE2b, 160 bits, in hex, of bytes or a contiguous array."""
+    """Return the BLAKE2b hash, 160 bits in hex, of bytes or a contiguous array."""
     return hashlib.blake2b(data, digest_size=20).hexdigest()
 
 
 class Record(BaseModel):
-    """A line of canonical JSON that carries its own hash, so that not one bit of it can change unnoticed."""
+    """A line of canonical JSON with its own hash, so that any change of a bit is detected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -64,7 +64,7 @@ class Record(BaseModel):
 
     @classmethod
     def load(cls, data: bytes, what: str) -> Self:
-        """Return what was dumped. Raises DamagedVersion, naming `what`, when `data` is anything else."""
+        """Return the dumped record. Raises DamagedVersion, which names `what`, if `data` is anything else."""
         try:
             record = json_of(data)
             del record["seal"]
@@ -78,8 +78,8 @@ class Record(BaseModel):
 
 
 class Entry(Record):
-    """A tensor in a manifest: torch's name of its dtype, its shape, the hash of its bytes, the codec's name, the file with its
-    payload if it has one."""
+    """A tensor in a manifest: torch's name of its dtype, its shape, the hash of its bytes, the name of the codec, and the file
+    with its payload, if any."""
 
     dtype: str
     shape: list[int]
@@ -93,7 +93,7 @@ class Entry(Record):
 
     @property
     def torch_form(self) -> Form:
-        """Raises KeyError for a dtype that this release does not know."""
+        """Return dtype and shape. Raises KeyError for a dtype unknown to this release."""
         return _DTYPES[self.dtype], tuple(self.shape)
 
 
@@ -127,7 +127,7 @@ class Manifest(Part):
 
     @property
     def size(self) -> int:
-        """Bytes of all files but the manifest."""
+        """Number of bytes of all files except the manifest."""
         return sum(file.bytes for file in self.files.values())
 
     @model_validator(mode="after")
@@ -143,7 +143,8 @@ class Manifest(Part):
 def seal(
     version: int, base: Base | None, parts: Iterable[Part], files: Mapping[str, File], writer: str = ""
 ) -> Manifest:
-    """The manifest of what several writers wrote, with its side files. Raises ValueError that names a tensor or file of two."""
+    """Return the manifest of several writers' parts, with side files. Raises ValueError, which names it, for a tensor or file of
+    two writers."""
     tensors, every = dict[str, Entry](), dict(files)
     for part in parts:
         for kind, twice in (
@@ -161,7 +162,7 @@ def seal(
 
 
 def state_hash(tensors: Mapping[str, Tensor]) -> str:
-    """One hash over names, dtypes, shapes and bytes of all tensors, in whatever order they come."""
+    """Return one hash over the names, dtypes, shapes and bytes of all tensors, independent of their order."""
     return hash_of(entries_of(tensors))
 
 
@@ -177,14 +178,14 @@ def entries_of(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
 
 
 def hash_of(entries: Mapping[str, Entry]) -> str:
-    """`state_hash`, from what manifests say."""
+    """Return `state_hash`, computed from entries of a manifest."""
     return digest(json.dumps(sorted((name, e.dtype, e.shape, e.hash) for name, e in entries.items())).encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """Weights of one version, on the CPU, under Hugging Face's names: in memory, or mapped from files as they are asked for.
-    They must not change any more."""
+    """Weights of one version, on the CPU, under Hugging Face's names, in memory or mapped from files on demand. They must not
+    change any more."""
 
     version: int
     tensors: Mapping[str, Tensor]
@@ -193,13 +194,13 @@ class State:
 
     @classmethod
     def of(cls, version: int, tensors: Mapping[str, Tensor]) -> State:
-        """Hashes `tensors`. Raises ValueError for one that cannot be published."""
+        """Return the state of `tensors`, hashed. Raises ValueError for one that cannot be published."""
         entries = entries_of(tensors)
         return cls(version=version, tensors=tensors, entries=entries, hash=hash_of(entries))
 
 
 def check_same_form(old: Mapping[str, Entry], new: Mapping[str, Entry]) -> None:
-    """Raises ValueError that names the first tensor by which two sets of weights are not versions of one model."""
+    """Raise ValueError, which names the first such tensor, if two sets of weights do not have the same form."""
     for name in sorted(old.keys() | new.keys()):
         forms = [entries[name].form if name in entries else "missing" for entries in (old, new)]
         if forms[0] != forms[1]:

@@ -1,4 +1,4 @@
-"""The files of a weight version: written shard by shard, read back and decoded tensor by tensor, checked before they are used.
+"""The files of a weight version: written shard by shard, read and decoded tensor by tensor, and checked before use.
 
 v000012/
   model.safetensors    a full version: with config.json beside it, a Hugging Face checkpoint like any other
@@ -6,10 +6,10 @@ v000012/
   config.json, ...     side files, byte for byte
   manifest.json        written last: a directory without it is no version
 
-Where there is more than `shard_bytes` of weights, or more than one writer, the payload is several files
+With more than `shard_bytes` of weights, or more than one writer, the payload is several files
 (`delta-00001-of-00003.safetensors`, `delta-rank00002-…`), and a full version has an index beside them.
 
-While a version is written there is one tensor of a full version in memory, or the payloads of one shard of a delta.
+While a version is written, one tensor of a full version, or the payloads of one shard of a delta, are in memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from composer_nb.trainer.versions.manifest import (
 from composer_nb.trainer.versions.store import Store, check_file
 
 SHARD_BYTES = 1 << 28
-"""Weights in a file of a version, at most, unless one tensor is larger: 256 MiB."""
+"""Maximum bytes of weights in a file of a version, unless one tensor is larger: 256 MiB."""
 FULL, DELTA, _SUFFIX = "model", "delta", ".safetensors"
 
 
@@ -54,8 +54,8 @@ FULL, DELTA, _SUFFIX = "model", "delta", ".safetensors"
 def write_part(
     store: Store, where: str, target: State, base: State | None, *, shard_bytes: int = SHARD_BYTES, rank: str = ""
 ) -> Part:
-    """Writes tensors into a version's folder: in full, or as a delta against `base`. `rank` tells the files of several writers
-    apart. Raises StoreError; ValueError when the two are not of one model, before anything is written."""
+    """Write tensors into a version's folder, in full or as a delta against `base`. `rank` distinguishes the files of several
+    writers. Raises StoreError, and, before writing, ValueError if the two are not of one model."""
     if base is not None:
         check_same_form(base.entries, target.entries)
     forms = {name: entry.torch_form for name, entry in target.entries.items()}
@@ -100,14 +100,14 @@ def _after(header: bytes, pieces: Iterator[Any]) -> Iterator[Any]:
 
 
 def side_names(files: Mapping[str, bytes]) -> None:
-    """Raises ValueError for a name that no file beside weights can have."""
+    """Raise ValueError for an invalid name of a side file."""
     for name in files:
         if not is_plain(name) or "/" in name or name.casefold() == MANIFEST or _SUFFIX in name:
             raise ValueError(f"{name!r} cannot be a side file of a version")
 
 
 def write_side(store: Store, where: str, parts: Sequence[Part], files: Mapping[str, bytes]) -> dict[str, File]:
-    """Writes side files, and the index that a full version in several files needs. Raises StoreError."""
+    """Write side files, and the index of a full version in several files. Raises StoreError."""
     tensors = {name: entry for part in parts for name, entry in part.tensors.items()}
     side, places = dict(files), dict[str, list[str]]()
     for name, entry in tensors.items():
@@ -123,7 +123,7 @@ def write_side(store: Store, where: str, parts: Sequence[Part], files: Mapping[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A version with its payload, every file of which was checked: one step on the way to the weights of another."""
+    """A version with its checked payload: one step on the way to the weights of another version."""
 
     manifest: Manifest
     payload: Mapping[str, Tensor]
@@ -133,7 +133,7 @@ class Link:
 
 
 def read_link(store: Store, where: str, manifest: Manifest) -> Link:
-    """A version in memory. Raises MissingVersion, DamagedVersion or StoreError, naming the file."""
+    """Read a version into memory. Raises MissingVersion, DamagedVersion or StoreError, which name the file."""
     payload: dict[str, Tensor] = {}
     side = {}
     for name, file in manifest.files.items():
@@ -153,7 +153,7 @@ def read_link(store: Store, where: str, manifest: Manifest) -> Link:
 
 
 def map_link(path: Path, manifest: Manifest) -> Link:
-    """A version in a directory: checked a piece at a time, its tensors mapped as they are asked for. Raises like `read_link`."""
+    """Check a version in a directory piece by piece, and map its tensors on demand. Raises like `read_link`."""
     store = Store(path.parent)
     shards, side = [], {}
     for name, file in manifest.files.items():
@@ -176,7 +176,7 @@ def _linked(manifest: Manifest, payload: Mapping[str, Tensor], side: Mapping[str
 
 
 def check_chain(base: State | None, links: Sequence[Link]) -> None:
-    """Raises ForeignBase when a delta is not against what comes before it, DamagedVersion when forms differ on the way."""
+    """Raise ForeignBase if a delta is not against the version before it, and DamagedVersion if forms differ along the chain."""
     having = None if base is None else Base(version=base.version, hash=base.hash)
     entries = None if base is None else base.entries
     for link in links:
@@ -197,8 +197,8 @@ def check_chain(base: State | None, links: Sequence[Link]) -> None:
 def decoded(
     base: State | None, links: Sequence[Link], names: Iterable[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of the last of `links`, which `check_chain` let pass: all or those named, one by one, each checked against its
-    manifest. Raises DamagedVersion, naming the tensor; a tensor that came before is right."""
+    """Yield the weights of the last of `links`, which have passed `check_chain`: all or the named ones, each checked against its
+    manifest. Raises DamagedVersion, which names the tensor; tensors yielded before are correct."""
     last = links[-1]
     for name in last.manifest.tensors if names is None else names:
         entry = last.manifest.tensors[name]

@@ -72,7 +72,7 @@ class Plan(Record):
 
 
 class Writer:
-    """One rank's tensors, and those of the versions that they may be encoded against."""
+    """One rank's tensors, and those of the versions that may serve as their base."""
 
     def __init__(self, url: str | Path, *, rank: str = "", shard_bytes: int = SHARD_BYTES) -> None:
         """`rank` distinguishes the files of several writers, as "rank00002". Raises ValueError for `shard_bytes` below 1."""
@@ -154,7 +154,7 @@ class Publisher:
         shard_bytes: int = SHARD_BYTES,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Raises SecondWriter if another owner holds the store, StoreError if it cannot be written."""
+        """Raise SecondWriter if another owner holds the store, and StoreError if it cannot be written."""
         if full_every < 1:
             raise ValueError(f"full_every={full_every} must be at least 1")
         self._ranks = _Ranks(group)
@@ -364,7 +364,7 @@ class Publisher:
     # Acknowledgements
 
     def acknowledge(self, version: int, hash: str, receiver: str = "") -> None:
-        """Note that a receiver runs `version` with this hash: later deltas may build on it. Late and repeated calls have no
+        """Record that a receiver runs `version` with this hash: later deltas may build on it. Late and repeated calls have no
         effect. Raises ForeignBase for a wrong hash; the next version is then full."""
         with self._lock:
             if self._hashes.get(version, hash) != hash:
@@ -378,7 +378,7 @@ class Publisher:
                 self._note(version, acknowledged=[*line.acknowledged, receiver])
 
     def refuse(self) -> None:
-        """Note that a receiver could not use a version: the next one is full."""
+        """Record that a receiver could not use a version: the next one is full."""
         with self._lock:
             self._end_chain()
 

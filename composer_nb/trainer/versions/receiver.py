@@ -22,11 +22,11 @@ HELD = 4
 
 
 class SecondWriter(WeightFault):
-    """Someone else publishes into this store, or did so after losing it."""
+    """Another writer publishes into this store, or published after losing it."""
 
 
 class Step(Record):
-    """A version's folder on the way, and what its manifest says."""
+    """A version's folder on the route, and its manifest."""
 
     where: str
     manifest: Manifest
@@ -34,20 +34,21 @@ class Step(Record):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Steps to a version, and the version of the weights at hand that they begin with; None: with a full one."""
+    """Steps to a version, and the available version from which they start; None: they start with a full one."""
 
     steps: tuple[Step, ...]
     base: int | None
 
     @property
     def size(self) -> int:
-        """Bytes to be read."""
+        """Number of bytes to read."""
         return sum(step.manifest.size for step in self.steps)
 
 
 def routes(store: Store, version: int, have: Callable[[int, str], bool]) -> list[Route]:
-    """Ways to a version, those with fewer bytes first. `have(version, hash)` says what is at hand. Raises what is wrong with the
-    version where there is no way: MissingVersion, DamagedVersion, MisplacedVersion, ForeignBase, SecondWriter; StoreError."""
+    """Return the routes to a version, those with fewer bytes first. `have(version, hash)` tells whether weights are available. If
+    there is no route, raises the version's fault: MissingVersion, DamagedVersion, MisplacedVersion, ForeignBase or SecondWriter;
+    or StoreError."""
     lease, anchors = store.lease(), set(store.anchors())
     found, deltas, wanted = list[Route](), tuple[Step, ...](), ""
 
@@ -70,7 +71,7 @@ def routes(store: Store, version: int, have: Callable[[int, str], bool]) -> list
                 try:
                     step = Step(where=anchor(version), manifest=manifest(version, anchor(version)))
                     found.append(Route((step, *deltas), None))
-                except WeightFault:  # not finished yet, or not to be used: there are other ways
+                except WeightFault:  # unfinished or unusable: there are other routes
                     pass
             deltas = (Step(where=folder(version), manifest=here), *deltas)
             if here.base is None:
@@ -90,7 +91,7 @@ def routes(store: Store, version: int, have: Callable[[int, str], bool]) -> list
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """A version in memory, decoded and checked; nothing runs it yet. `read_bytes`: what was read to get it."""
+    """A version in memory, decoded and checked, but not yet in use. `read_bytes`: number of bytes read for it."""
 
     manifest: Manifest
     state: State
@@ -104,23 +105,23 @@ class Fetched:
 
 
 class Receiver:
-    """Follows a store. `fetch` in any thread while an engine runs; `install` when the engine has loaded it."""
+    """Follows a store. Call `fetch` in any thread while an engine runs, and `install` once the engine has loaded the version."""
 
     def __init__(self, url: str | Path, *, name: str = "receiver") -> None:
-        """`name` tells receivers of one store apart in their notes and reports."""
+        """`name` distinguishes the receivers of a store in their notes and reports."""
         self._store, self._name = Store(url), name
         self._held: dict[int, State] = {}
         self._refused: set[int] = set()
         self.version = -1
 
     def newest(self) -> int | None:
-        """The newest version that was not refused here; None when there is none."""
+        """Return the newest version that was not refused here; None if there is none."""
         every = (v for v in reversed(self._store.folders()) if v not in self._refused)
         return next((v for v in every if self._store.exists(v)), None)
 
     def fetch(self, version: int) -> Fetched:
-        """Reads a version and what it builds on, back to a state at hand or to a full version, and checks all of it. What
-        runs is not touched. Raises WeightFault after leaving a note that asks for a full version; StoreError."""
+        """Read a version and its bases, back to an available state or to a full version, and check all of them. The running
+        weights are not changed. Raises WeightFault, after leaving a note that asks for a full version, or StoreError."""
         try:
             ways = routes(self._store, version, self._has)
             for way in ways[:-1]:
@@ -155,8 +156,8 @@ class Receiver:
         return Fetched(manifest=last.manifest, state=state, base=base, files=last.files, read_bytes=way.size)
 
     def install(self, fetched: Fetched) -> str:
-        """Notes that the engine now runs `fetched`. Returns the hash to acknowledge. Raises MisplacedVersion for a version
-        older than the one that runs."""
+        """Record that the engine now runs `fetched`. Return the hash to acknowledge. Raises MisplacedVersion for a version older
+        than the running one."""
         new, base = fetched.state, fetched.base
         if new.version < self.version:
             raise MisplacedVersion(f"version {new.version} cannot follow version {self.version}, which runs already")
@@ -172,15 +173,15 @@ class Receiver:
         return self._held[version].tensors if version in self._held else None
 
     def report(self) -> None:
-        """Writes into the store what runs here, which the publisher takes for an acknowledgement and will not prune. For
-        receivers without another line to it. Raises StoreError."""
+        """Write the running version into the store. The publisher treats this as an acknowledgement and keeps the version. It is
+        for receivers without another connection to the publisher. Raises StoreError."""
         hash = self._held[self.version].hash if self.version in self._held else ""
         report = Report(receiver=self._name, version=self.version, hash=hash)
         self._store.write(f"receivers/{self._name}.json", report.dump())
 
 
 def check_version(store: Store, version: int) -> None:
-    """Decodes a version without keeping it, by the shortest way. Raises WeightFault or StoreError."""
+    """Decode a version by the shortest route, without keeping it. Raises WeightFault or StoreError."""
     [way, *_] = routes(store, version, lambda *_: False)
     links = [read_link(store, step.where, step.manifest) for step in way.steps]
     check_chain(None, links)

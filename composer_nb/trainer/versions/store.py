@@ -1,10 +1,10 @@
-"""A place for weight versions on any fsspec store: whole files, version folders, the lease, the ledger.
+"""A store of weight versions on any fsspec file system: whole files, version folders, the lease, the ledger.
 
-<store>/writer.json            the lease: whose versions count, and since which number
-<store>/v000012/               versions (`payload`); what has a manifest exists, what has none never did
-<store>/anchors/v000012/       the same weights in full, beside a delta, for whoever joins
-<store>/ledger/v000012.json    what was published, and who ran it; stays when the version is pruned
-<store>/receivers/<name>.json  what a receiver runs
+<store>/writer.json            the lease: whose versions count, and from which number on
+<store>/v000012/               versions (`payload`); only a folder with a manifest is a version
+<store>/anchors/v000012/       the same weights in full, beside a delta, for new receivers
+<store>/ledger/v000012.json    record of a published version and its receivers; kept when the version is pruned
+<store>/receivers/<name>.json  the version that a receiver runs
 <store>/refused/<name>.json    a receiver that could not use a version: the next one is full
 """
 
@@ -39,7 +39,7 @@ from composer_nb.trainer.versions.manifest import (
 R = TypeVar("R", bound=Record)
 LEASE, ANCHORS = "writer.json", "anchors"
 CHUNK = 1 << 24
-"""Bytes that are in memory while a file is copied or hashed."""
+"""Number of bytes in memory while a file is copied or hashed."""
 
 
 class StoreError(OSError):
@@ -47,7 +47,7 @@ class StoreError(OSError):
 
 
 class Lease(Record):
-    """The right to publish: versions from `since` on count only with this token. No owner: given back."""
+    """The right to publish: versions from `since` on count only with this token. Without an owner, it is released."""
 
     owner: str | None
     token: str
@@ -64,7 +64,7 @@ class Note(Record):
 
 
 class Report(Record):
-    """The version that a receiver runs, by the hash that it found itself. −1 and "": nothing yet."""
+    """The version that a receiver runs, with the hash that it computed; −1 and "" before the first."""
 
     receiver: str
     version: int
@@ -89,7 +89,7 @@ class Published(Record):
 
 
 class Store:
-    """Whole files under one root. What is written is there completely or not at all."""
+    """Whole files under one root. A file is written completely or not at all."""
 
     def __init__(self, url: str | Path) -> None:
         self.url = str(url)
@@ -115,7 +115,7 @@ class Store:
             raise StoreError(f"{self.url}: {what}: {error}") from None
 
     def read(self, name: str) -> bytes:
-        """Raises MissingVersion or StoreError."""
+        """Return a file's bytes. Raises MissingVersion or StoreError."""
         with self._doing(f"{name} cannot be read"):
             try:
                 data: bytes = self._fs.cat_file(self._at(name))
@@ -124,7 +124,7 @@ class Store:
                 raise MissingVersion(f"{self.url}/{name} is missing: never finished, lost, or removed") from None
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """A file's bytes, a piece at a time. Raises MissingVersion or StoreError."""
+        """Yield a file's bytes piece by piece. Raises MissingVersion or StoreError."""
         with self._doing(f"{name} cannot be read"):
             try:
                 with self._fs.open(self._at(name), "rb") as stream:
@@ -134,11 +134,11 @@ class Store:
                 raise MissingVersion(f"{self.url}/{name} is missing: never finished, lost, or removed") from None
 
     def write(self, name: str, data: bytes) -> None:
-        """Raises StoreError."""
+        """Write a file. Raises StoreError."""
         self._write(name, data, new=False)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Writes a file where there is none; False, and nothing changed, where there is one. Raises StoreError."""
+        """Write a new file. Return False, without a change, if the file exists. Raises StoreError."""
         try:
             self._write(name, data, new=True)
         except FileExistsError:
@@ -155,7 +155,7 @@ class Store:
                 self._fs.pipe_file(path, data, mode="create" if new else "overwrite")
 
     def put(self, name: str, pieces: Iterable[Any]) -> File:
-        """Writes a file piece by piece, each of which may be dropped when the next is asked for. Raises StoreError."""
+        """Write a file piece by piece. Each piece may be freed once the next is requested. Raises StoreError."""
         path, count, hashed = self._at(name), 0, hashlib.blake2b(digest_size=20)
         with self._placing(path) as part:
             with self._fs.open(part, "wb") as stream:
@@ -185,7 +185,7 @@ class Store:
                 Path(part).unlink(missing_ok=True)
 
     def check_room(self, need: int) -> None:
-        """Raises StoreError when it is known that so many bytes have no place. Object stores do not say."""
+        """Raise StoreError if the store is known to lack room for `need` bytes. For object stores this is unknown."""
         if not self._local:
             return
         place = next(path for path in (Path(self._root), *Path(self._root).parents) if path.exists())
@@ -193,7 +193,7 @@ class Store:
             raise StoreError(f"{self.url}: {need:,} bytes are needed and {free:,} free; make room, or another store")
 
     def names(self, folder: str = "") -> list[str]:
-        """Names in a folder; none when it is not there. Raises StoreError."""
+        """Return the names in a folder; none if it does not exist. Raises StoreError."""
         with self._doing("cannot be listed"):
             try:
                 found = self._fs.ls(self._at(folder) if folder else self._root, detail=False)
@@ -202,8 +202,8 @@ class Store:
         return [str(path).rstrip("/").rpartition("/")[2] for path in found]
 
     def remove(self, name: str) -> None:
-        """Removes a file, or a folder with all in it; its manifest first, so that no half of a version is ever seen. Raises
-        StoreError."""
+        """Remove a file, or a folder with its contents. The manifest is removed first, so that no partial version is visible.
+        Raises StoreError."""
         path = self._at(name)
         with self._doing(f"{name} cannot be removed"):
             if self._fs.exists(f"{path}/{MANIFEST}"):
@@ -214,7 +214,7 @@ class Store:
     # Versions
 
     def folders(self, inside: str = "") -> list[int]:
-        """Numbers of all version folders, ascending, those without a manifest among them."""
+        """Return the numbers of all version folders, ascending, including those without a manifest."""
         return sorted(int(name[1:]) for name in self.names(inside) if re.fullmatch(r"v\d{6,}", name))
 
     def exists(self, version: int, where: str = "") -> bool:
@@ -223,7 +223,7 @@ class Store:
             return bool(self._fs.exists(self._at(f"{where or folder(version)}/{MANIFEST}")))
 
     def anchors(self) -> list[int]:
-        """Versions that are there in full beside their delta, or were begun to be."""
+        """Return the versions with a full copy beside their delta, complete or not."""
         return self.folders(ANCHORS)
 
     def manifest(self, version: int, where: str = "") -> Manifest:
@@ -237,8 +237,8 @@ class Store:
         return manifest
 
     def reach(self, needed: Iterable[int]) -> tuple[set[int], set[int]]:
-        """Versions, and anchors, from which all of `needed` is decoded; the newest anchor always. Raises WeightFault for a
-        manifest that does not say what its version builds on; StoreError."""
+        """Return the versions, and the anchors, from which all of `needed` are decoded; the newest anchor is always included.
+        Raises WeightFault for a manifest that does not name its version's base; StoreError."""
         anchors = [v for v in self.anchors() if self.exists(v, anchor(v))]
         kept, anchored = set(needed), set(anchors[-1:])
         for version in sorted(kept):
@@ -272,11 +272,11 @@ class Store:
         return gone
 
     def lease(self) -> Lease:
-        """Raises MissingVersion, DamagedVersion or StoreError."""
+        """Return the lease. Raises MissingVersion, DamagedVersion or StoreError."""
         return Lease.load(self.read(LEASE), f"{self.url}/{LEASE}")
 
     def ledger(self) -> list[Published]:
-        """All that was ever published here, ascending; lines that are damaged are left out. Raises StoreError."""
+        """Return all versions ever published here, ascending, without damaged lines. Raises StoreError."""
         return sorted(self._records("ledger", Published), key=lambda line: line.version)
 
     def reports(self) -> list[Report]:
@@ -298,8 +298,8 @@ def anchor(version: int) -> str:
 
 
 def log(url: str | Path) -> list[dict[str, Any]]:
-    """A row a version, ascending: number, base (None for a full one), bytes, hash, bytes of its anchor, who acknowledged it, and
-    whether it is still there; or the fault that it has."""
+    """Return a row per version, ascending: number, base (None for a full one), bytes, hash, bytes of its anchor, receivers that
+    acknowledged it, and whether it still exists; or its fault."""
     store, rows = Store(url), dict[int, dict[str, Any]]()
     for line in store.ledger():
         rows[line.version] = {**line.model_dump(exclude={"files"}), "there": False}
@@ -325,7 +325,7 @@ def stored_bytes(url: str | Path) -> dict[str, float]:
 
 
 def check_file(store: Store, name: str, file: File) -> None:
-    """Reads a file a piece at a time. Raises DamagedVersion or MissingVersion that names it; StoreError."""
+    """Check a file, reading it piece by piece. Raises DamagedVersion or MissingVersion, which names it, or StoreError."""
     count, hashed = 0, hashlib.blake2b(digest_size=20)
     for piece in store.chunks(name):
         hashed.update(piece)
