@@ -79,8 +79,8 @@ class ToolSet:
 
     @classmethod
     def named(cls, name: str, search: Callable[[Session], Search] | None = None) -> ToolSet:
-        """Return `tiny`, `cursor`, or with commas between them some of their tools: those of `tiny` where `finish` is among them,
-        else the product's. Of these the schemas are `brief` and undescribed, for a model that is trained with them. Raises
+        """Return `tiny`, `cursor`, or the tools in a comma-separated list: those of `tiny` if `finish` is among them, else the
+        product's. A list of the product's has `brief`, undescribed schemas, for a model that is trained with them. Raises
         ValueError for an unknown tool."""
         offer = {"tiny": TINY_NAMES, "cursor": NAMES}.get(name) or tuple(name.split(","))
         if "finish" in offer and {*offer} <= {*TINY_NAMES}:
@@ -90,11 +90,11 @@ class ToolSet:
 
     @property
     def needs_sandbox(self) -> bool:
-        """True if these tools work only in a sandbox: those of the product do, tiny ones and your own in plain files too."""
+        """Whether these tools work only in a sandbox, as the product's do. Tiny and custom tools also work in plain files."""
         return any(tool in TOOLS for tool in self.tools.values())
 
     def only(self, names: Collection[str]) -> ToolSet:
-        """Return these of the tools, all if none is named. Raises ValueError for one that is not offered."""
+        """Return the named tools, or all if none is named. Raises ValueError for a tool that is not offered."""
         if strange := sorted({*names} - {*self.tools}):
             raise ValueError(f"there is no tool {', '.join(strange)}; there are {', '.join(self.tools)}")
         return replace(self, tools={name: self.tools[name] for name in self.tools if name in names}) if names else self

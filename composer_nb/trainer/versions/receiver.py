@@ -1,7 +1,7 @@
-"""Receivers of weight versions: the way with the fewest bytes to a version, checked before anything of it is used.
+"""Receivers of weight versions, which reach a version with the fewest bytes and check all data before use.
 
-A version can be reached from weights at hand by deltas, or from an anchor or a full version and the deltas after it. Where the
-first way turns out to be broken the next one is tried. A version that cannot be used at all leaves a note that asks the
+A version can be reached from available weights by deltas, or from an anchor or a full version and the deltas after it. If the
+first route is broken, the next one is tried. For a version that cannot be used at all, the receiver leaves a note that asks the
 publisher for a full one.
 """
 
@@ -18,7 +18,7 @@ from composer_nb.trainer.versions.payload import check_chain, decoded, read_link
 from composer_nb.trainer.versions.store import Note, Report, Store, StoreError, anchor, folder
 
 HELD = 4
-"""States that are kept as bases while acknowledgements are on their way."""
+"""Number of states kept as bases while acknowledgements are on their way."""
 
 
 class SecondWriter(WeightFault):
