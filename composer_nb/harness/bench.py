@@ -124,12 +124,12 @@ class Course:
 def behaviour(attempts: Sequence[Attempt]) -> dict[str, Any]:
     """Return figures of how a policy works, as means over attempts. A rate whose denominator is empty is None.
 
-    `retries_after_failed_test`  share of attempts that edited again, of those with a failed test run after an edit
-    `recovery`                   share of those that edited again which solved the task; `recovery_n` counts them
-    `tests_after_wrong_edit`     share of attempts that ran tests after an edit, of those with a wrong edit
-    `pass_within`                share of attempts that solved the task within a number of calls
+    `retries_after_failed_test`  of attempts with a failed test after an edit, the share that edited again
+    `recovery`                   of these, the share that solved the task; `recovery_n` counts them
+    `tests_after_wrong_edit`     of attempts with a wrong edit, the share that ran tests after an edit
+    `pass_within`                share of attempts that solved the task within this number of calls
     `reads_before_edit`          reads and searches before the first edit, over attempts that edit
-    `filtered_best_of`           share of tasks solved by the first attempt, of a number, that passes the visible tests
+    `filtered_best_of`           share of tasks solved by the first of this number of attempts that passes the visible tests
     """
     rollouts = [done.rollout for done in attempts]
     courses = [Course.of(rollout.turns) for rollout in rollouts]

@@ -99,8 +99,8 @@ class EnvSettings:
     `MODULE:CLASS`, a custom environment (`Own`)."""
     tools: str = "tiny"
     """tiny: search, read, edit a line, undo, run the tests, finish. cursor: the product's tools, which need a sandbox per
-    rollout. A comma-separated list of names from one set (tiny ones must include `finish`): these alone, without descriptions,
-    for a short prompt."""
+    rollout. A comma-separated list of names from one set (tiny ones must include `finish`): these alone, those of the product
+    without descriptions, for a short prompt."""
     renderer: Literal["compact", "qwen", "kimi"] = "compact"
     """The chat format. The tokenizer must contain its special tokens."""
     backend: Literal["bwrap", "docker"] = "bwrap"
@@ -124,7 +124,7 @@ class EnvSettings:
 
     @property
     def own(self) -> Own | None:
-        """The environment that `tasks` names, if it names a class. Raises ValueError if it cannot be imported."""
+        """The environment if `tasks` names a class. Raises ValueError if it cannot be imported."""
         return _own(self.tasks) if ":" in self.tasks and not Path(self.tasks).exists() else None
 
     @property

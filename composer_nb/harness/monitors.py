@@ -100,7 +100,7 @@ def _changed(done: Attempt) -> Iterator[tuple[str, str]]:
 
 
 def _fresh(done: Attempt, found: Callable[[str], Iterable[str]]) -> set[str]:
-    """Return the values that `found` yields for changed modules, without tests, and did not yield before."""
+    """Return the values that `found` newly yields in changed modules, without tests."""
     modules = [(path, text) for path, text in _changed(done) if not is_test(path) and path.endswith(".py")]
     return {v for path, text in modules for v in set(found(text)) - set(found(done.task.files.get(path, "")))}
 
@@ -231,7 +231,7 @@ class Watch:
 
 
 def counts(attempts: Sequence[Attempt]) -> Counter[str]:
-    """Return the number of attempts that each detector flags, and as `suspects` the number that any detector flags."""
+    """Return the number of attempts that each detector flags, and as `suspects` that any flags."""
     found = [flags_of(done) for done in attempts]
     return Counter(name for names in found for name in names) + Counter(suspects=sum(map(bool, found)))
 

@@ -64,7 +64,7 @@ class Seat(Generic[Result]):
         return trace.result() if isinstance(trace, Future) else trace
 
     def answer(self, answer: Answer) -> None:
-        """Answer the agent's request, so that it continues. Called by the driver."""
+        """Answer the agent's request. Called by the driver."""
         self._answers.put(answer)
 
     def work(self, job: Job[Result]) -> None:

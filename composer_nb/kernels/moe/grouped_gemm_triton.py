@@ -62,7 +62,7 @@ def programs(device: torch.device) -> int:
 
 @triton.jit
 def tile_table(ends, E: tl.constexpr, BE: tl.constexpr, N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return, for each expert, its first row, its end, its number of row tiles, and the number of tiles up to its last."""
+    """Return, for each expert, its first row, end, number of row tiles, and number of tiles up to its last."""
     e = tl.arange(0, BE)
     end = tl.load(ends + e, mask=e < E, other=0)
     begin = tl.load(ends + e - 1, mask=(e > 0) & (e < E), other=0)

@@ -149,8 +149,7 @@ def require_finite(norm: float) -> None:
 
 
 def trapezoid(step: float, steps: float, warmup: float, constant: float, floor: float = 0.03) -> float:
-    """Return a factor of the learning rate: it rises linearly over `warmup`, is 1 until `constant` (both shares of `steps`), then
-    falls to `floor`."""
+    """Return a factor of the learning rate: rising over `warmup`, 1 until `constant` (shares of `steps`), falling to `floor`."""
     place = (step + 1) / steps
     if place < warmup:
         return place / warmup

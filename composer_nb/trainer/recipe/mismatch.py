@@ -32,7 +32,7 @@ class Comparison:
     on_S: Gap
     """The same, with the engine's routes replayed."""
     flipped_S: NDArray[np.bool_]
-    """Mask of sampled tokens that were predicted at a position where the set of experts differs in some layer."""
+    """Mask of sampled tokens predicted where the set of experts differs in some layer."""
     flips_NL: NDArray[np.bool_]
     """Mask of the pairs where the trainer's own set of experts differs from the engine's."""
     margins_NL: NDArray[np.float32]

@@ -89,7 +89,7 @@ class Change:
     name: str
     value: Any
     step: int | None
-    """Number of trained batches when the run applied the change; None: not yet applied; REFUSED: refused."""
+    """Trained batches when the run applied the change; None: not applied yet; REFUSED: refused."""
 
 
 def database(run: RunDir) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def solved_by_task(run: RunDir, policy: str, within: int | None = None, *, greed
 
 
 def calls_in(turns: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of calls in stored turns, as `Rollout.calls` does."""
+    """Return the number of calls in stored turns (`Rollout.calls`)."""
     return sum(bool(turn["call"]) or turn["error"] not in (None, "ProviderError") for turn in turns)
 
 

@@ -27,7 +27,7 @@ from composer_nb.trainer.services.journal import REFUSED
 
 State = Literal["live", "complete", "dead"]
 RECENT = 8
-"""Number of last steps whose median duration gives the estimate of the remaining time."""
+"""Number of last steps whose median duration estimates the remaining time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -160,8 +160,7 @@ def choose(workers: Mapping[str, Worker], avoid: Container[str]) -> str | None:
 
 
 def pick(live: Sequence[Group], schedule: Schedule, version: int, served: int) -> list[Group]:
-    """Return the next batch from the groups that are not in training (oldest first), in the order of slots; empty if the trainer
-    has to wait."""
+    """Return the next batch from groups not in training (oldest first), in the order of slots; empty if it has to wait."""
     size = schedule.prompts
     ready = [group for group in live if group.complete]
     if len(ready) < size:

@@ -49,7 +49,7 @@ def _pieces(header: bytes, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[An
 
 
 def open_link(path: Path) -> Link:
-    """Return a version directory with its files checked and mapped. Raises WeightFault if it is unusable."""
+    """Check and map the files of a version directory. Raises WeightFault if it is unusable."""
     if not (path / MANIFEST).is_file():
         raise MissingVersion(f"{path}: not a weight version, {MANIFEST} is missing")
     return map_link(path, Manifest.load((path / MANIFEST).read_bytes(), str(path / MANIFEST)))
