@@ -1,4 +1,4 @@
-"""Carry a repository into a sandbox for an agent, and its work out again."""
+"""Carry a repository into an agent's sandbox, and the agent's work out again."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Blob:
 
     @property
     def unreadable(self) -> bool:
-        """The content is binary, with too little text for its lines to be readable."""
+        """Whether the content is binary, with too little text for its lines to be readable."""
         text = self.data.decode("utf-8", "surrogateescape")
         return b"\0" in self.data[:8000] and _NO_TEXT.subn("", text)[1] > len(text) / 10
 
 
 def add_history(box: Sandbox) -> None:
     """Make the workspace a git repository of one commit, if the sandbox has git and it does not take too long. All files get the
-    time of that commit, so that tools which show the newest first answer the same, however fast the files were written.
+    time of that commit, so that tools which sort by time return the same, however fast the files were written.
 
     Git runs in the sandbox, without configuration of the system or the user. `changed` ignores this repository.
     """
@@ -44,7 +44,7 @@ def add_history(box: Sandbox) -> None:
 
 
 _WHO = {"NAME": "composer_nb", "EMAIL": "composer_nb@localhost", "DATE": "2000-01-01T00:00:00Z"}
-"""Author of the one commit, so that the same files always give the same commit."""
+"""Author of the commit, fixed so that the same files always give the same commit."""
 _HISTORY = f"""
 find . -type f -exec touch -d @946684800 {{}} +
 command -v git >/dev/null && [ ! -e .git ] || exit 0
@@ -57,9 +57,9 @@ rm -rf .git
 
 
 def carry_back(box: Sandbox) -> tuple[dict[str, Blob], set[str]]:
-    """Return what an agent left: all files, and the paths of everything else but folders. Ends all that runs.
+    """End all processes, and return an agent's files, and the paths of everything else except folders.
 
-    Files that it made unreadable are read all the same. Raises OSError for more than can be carried.
+    Files that the agent made unreadable are read nevertheless. Raises OSError for more than can be carried.
     """
     box.end_all()
     box.exec(["chmod", "-R", "u+rwX", "--", "."], output_bytes=1024)

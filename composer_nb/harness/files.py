@@ -13,9 +13,9 @@ from composer_nb.harness.plain import to_json
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
-    """Yield a path beside `path` to write to; at the end it replaces `path`, after an error it is removed.
+    """Yield a path beside `path` to write to. At the end, it replaces `path`; after an error, it is removed.
 
-    With `sync` the content reaches the disk first, so that the file survives a power failure.
+    With `sync`, the content reaches the disk first, so that the file survives a power failure.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -41,7 +41,7 @@ def write_json(path: Path, value: Any, *, sync: bool = False) -> None:
 
 
 def point(link: Path, folder: Path) -> None:
-    """Make `link` a symbolic link to its neighbour `folder`. Raises ValueError when `link` is something else already."""
+    """Make `link` a symbolic link to its neighbour `folder`. Raises ValueError if `link` exists and is not a link."""
     if link.exists() and not link.is_symlink():
         raise ValueError(f"{link} is a folder of its own; choose another name, or move it away")
     part = link.with_name(f".{link.name}.{folder.name}")

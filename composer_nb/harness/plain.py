@@ -1,4 +1,4 @@
-"""Plain values: JSON that every reader takes, and ranges of settings."""
+"""Plain values: portable JSON, and ranges of settings."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 def adapter_of(wanted: Any) -> TypeAdapter[Any]:
-    """Return the check of a setting's annotation: its type, which is not converted, and its range."""
+    """Return a validator of a setting's annotation: its type, without conversion, and its range."""
     return TypeAdapter(wanted, config=_STRICT)
 
 
 def checked_value(adapter: TypeAdapter[Any], value: Any, name: str) -> Any:
-    """Return the value of the setting `name`. Raises ValueError, in one line that names it, for another type or range."""
+    """Return the value of the setting `name`. Raises ValueError, in one line that names it, for a wrong type or range."""
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
@@ -35,7 +35,7 @@ def checked_value(adapter: TypeAdapter[Any], value: Any, name: str) -> Any:
 
 
 def require_ranges(settings: Any, group: str) -> None:
-    """Raise ValueError that names a field of a dataclass whose value is not what its annotation says."""
+    """Raise ValueError, which names the field, if a field of a dataclass violates its annotation."""
     kind: type = type(settings)
     for name, adapter in _adapters(kind).items():
         checked_value(adapter, getattr(settings, name), f"{group}.{name}")

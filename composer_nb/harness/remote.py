@@ -1,10 +1,10 @@
-"""Policies in engines of others: vLLM and SGLang over HTTP. Token ids go in, token ids and log-probabilities come out.
+"""Policies in external engines: vLLM and SGLang over HTTP. Requests have token ids; answers have ids and log-probabilities.
 
     prepare_update   names the folder of a version, on a disk that the engine reads
     commit_update    no requests ── turns under way end ── pause ── load ── resume ── which version runs? ── requests
 
-An engine that has not confirmed a version gets no requests for it, and no turn is drawn from two versions. Read in the sources of
-vLLM 0.32 (`VLLM_SERVER_DEV_MODE=1 vllm serve DIR --logprobs-mode processed_logprobs`) and of SGLang 0.5.23.
+An engine that has not confirmed a version gets no requests for it, and no turn is drawn from two versions. References: the
+sources of vLLM 0.32 (`VLLM_SERVER_DEV_MODE=1 vllm serve DIR --logprobs-mode processed_logprobs`) and of SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from composer_nb.harness.policy import Completion, ProviderFailure, Request, Tim
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Time limits in seconds. Raises ValueError for one that is not above 0 and finite."""
+    """Time limits in seconds. Raises ValueError for a limit that is not positive and finite."""
 
     turn_s: Positive = 600.0
-    """A turn, with its wait in the engine's queue."""
+    """Limit of a turn, including its wait in the engine's queue."""
     drain_s: Positive = 600.0
-    """Until the turns under way have ended, before an update."""
+    """Limit until the turns under way have ended, before an update."""
     pause_s: Positive = 30.0
-    """Pausing, resuming, and saying what runs."""
+    """Limit of pausing, of resuming, and of reporting the running version."""
     load_s: Positive = 900.0
-    """Loading a version from disk."""
+    """Limit of loading a version from disk."""
 
     def __post_init__(self) -> None:
         require_ranges(self, "timeouts")
@@ -49,12 +49,12 @@ class Reply:
     token_ids: list[int]
     logprobs: list[float]
     versions: Sequence[Any]
-    """Versions that it names; none, if it names none."""
+    """Versions that the reply names; empty if it names none."""
 
 
 class Remote(ABC):
-    """An engine behind HTTP. Several threads may ask it. It keeps each rollout's tokens, and sends them with every turn: the
-    engine's prefix cache knows them. It records no routes."""
+    """An engine behind HTTP, for requests from several threads. It keeps each rollout's tokens and sends them with every turn,
+    for the engine's prefix cache. It records no routes."""
 
     kind = ""
     pauses = resumes = tells = generates = checks = ""
@@ -63,7 +63,7 @@ class Remote(ABC):
     def __init__(
         self, url: str, *, stop: frozenset[int], temperature: float = 1.0, timeouts: Timeouts | None = None
     ) -> None:
-        """`stop`: tokens that end a turn. Raises ValueError for a wrong address, ProviderFailure if there is no answer."""
+        """`stop`: tokens that end a turn. Raises ValueError for a wrong address, and ProviderFailure without an answer."""
         self.stop, self.temperature, self.timeouts = stop, temperature, timeouts or Timeouts()
         try:
             self._endpoint = Endpoint(url=url, timeout_s=self.timeouts.turn_s)
@@ -75,10 +75,10 @@ class Remote(ABC):
         self._under_way = 0
         self._label = self._tell()
         self._version: int | None = int(self._label) if self._label.isdecimal() else 0
-        """The version that it has confirmed; None while none is."""
+        """The version that the engine has confirmed; None if it has confirmed none."""
 
     def ask(self, request: Request, until: float = math.inf) -> Completion:
-        """Draw a turn. `until`: on the clock `time.monotonic`. Raises TimeIsUp when it has passed, and ProviderFailure."""
+        """Draw a turn. `until`: a time of `time.monotonic`. Raises TimeIsUp after that time, and ProviderFailure."""
         with self._gate:
             version, label = self._version, self._label
             if version is None:
@@ -110,7 +110,7 @@ class Remote(ABC):
         )
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Draw turns side by side. Raises like `ask`."""
+        """Draw turns in parallel. Raises like `ask`."""
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(max(len(requests), 1)) as pool:
@@ -127,19 +127,20 @@ class Remote(ABC):
         self._call(self.resumes, {}, self.timeouts.pause_s)
 
     def weight_info(self) -> tuple[str, str]:
-        """Return the version that runs, by the engine's account, and a checksum: equal weights have equal ones."""
+        """Return the running version as the engine reports it, and a checksum, equal for equal weights."""
         sums = self._call(self.checks, {"action": "checksum"}, self.timeouts.load_s)
         return self._tell(), hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
     def prepare_update(self, version: int, folder: Path) -> None:
-        """Name the folder of a version. Raises FileNotFoundError."""
+        """Name the folder of a version. Raises FileNotFoundError if it does not exist."""
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"{folder}: version {version} is not here: no config.json")
         self._prepared[version] = folder.resolve()
 
     def commit_update(self, version: int) -> str:
-        """Have the engine run a prepared version; return the checksum of what runs. Raises ValueError for one that was not
-        prepared, and ProviderFailure: after one in or behind the load there are no requests until an update succeeds."""
+        """Have the engine run a prepared version, and return the checksum of its weights. Raises ValueError for a version that
+        was not prepared, and ProviderFailure. After one during or after the load, no requests are sent until an update
+        succeeds."""
         if version not in self._prepared:
             raise ValueError(f"version {version} was not prepared: call prepare_update first")
         with self._gate:
@@ -186,7 +187,7 @@ class Remote(ABC):
         return str(found["weight_version"])
 
     def _drawn(self, request: Request) -> dict[str, Any]:
-        """Parameters that both engines name alike. Raises ValueError for a turn that is held to a grammar."""
+        """Return the parameters with the same names in both engines. Raises ValueError for a turn with a grammar."""
         if request.allowed:
             raise ValueError(f"{self._where}: a turn that is held to a grammar needs this project's own engine")
         temperature = self.temperature if request.temperature is None else request.temperature
@@ -221,7 +222,7 @@ class Remote(ABC):
 
 
 class VLLM(Remote):
-    """`vllm serve`; reloads from disk on all its workers."""
+    """`vllm serve`, which reloads from disk on all its workers."""
 
     kind = "vllm"
     pauses, resumes, tells, checks = "pause?mode=keep", "resume", "weight_info", "weight_checker"
@@ -237,7 +238,7 @@ class VLLM(Remote):
 
     def _body(self, ids: list[int], request: Request, drawn: dict[str, Any], label: str) -> Mapping[str, Any]:
         sampling = {**drawn, "max_tokens": request.max_tokens, "logprobs": 0}
-        # Its prefix cache outlives an update; the salt keeps what another version computed apart.
+        # Its prefix cache outlives an update; the salt separates the entries of different versions.
         return {"token_ids": ids, "sampling_params": sampling, "stream": False, "cache_salt": f"version-{label}"}
 
     def _read(self, found: Any) -> Reply:
@@ -248,7 +249,7 @@ class VLLM(Remote):
 
 
 class SGLang(Remote):
-    """`sglang.launch_server`; flushes its cache when it loads."""
+    """`sglang.launch_server`, which flushes its cache when it loads."""
 
     kind = "sglang"
     pauses, resumes, tells, checks = "pause_generation", "continue_generation", "model_info", "weights_checker"

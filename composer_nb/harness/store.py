@@ -1,8 +1,8 @@
 """Rollouts on disk: one Parquet table that pandas reads, and the tensors beside it in safetensors.
 
-An attempt becomes bytes once (`pack_attempt`), where it ends; files are made of these. A row is an attempt; token streams are
-list columns, in which the segments of a rollout stand one after another. Routes, gates and margins of all rows lie one after
-another in the tensor file, in the order of the rows. Both files are renamed into place when complete.
+An attempt is packed into bytes once (`pack_attempt`), where it ends, and files are made from these. A row is an attempt. Token
+streams are list columns with the concatenated segments of a rollout. The tensor file has the concatenated routes, gates and
+margins of all rows, in the order of the rows. Both files are renamed into place when complete.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _COUNTS = {
     "calls_failed": pa.int64(),
     "rewards": pa.string(),
 }
-"""Columns that older files lack; 0 stands for them. The tokens are an endpoint's counts, the rewards JSON."""
+"""Columns that older files lack, with 0 in their place. The tokens are an endpoint's counts; the rewards are JSON."""
 _CHAIN = {name: pa.list_(pa.int64()) for name in ("segments", "parents")}
-"""Tokens of each segment, and its parent. Older files lack these columns: their rollouts have one segment."""
+"""Number of tokens and parent of each segment. Older files lack these columns: their rollouts have one segment."""
 _COLUMNS = {
     **dict.fromkeys(("task_id", "stop", "status"), pa.string()),
     "passed": pa.bool_(),
@@ -55,19 +55,19 @@ _COLUMNS = {
     **_COUNTS,
     **_CHAIN,
 }
-"""`tests`, `turns` and `files` are JSON; `files` holds the changes of the task's files, null for a deleted one."""
+"""`tests`, `turns` and `files` are JSON. `files` has the changes of the task's files, with null for a deleted one."""
 
 
 def save_attempts(path: Path, attempts: Sequence[Attempt], columns: Mapping[str, Sequence[Any]] | None = None) -> None:
-    """Write `path` (.parquet) and the tensors beside it. `columns` adds further columns, one value an attempt.
+    """Write `path` (.parquet) and the tensors beside it. `columns`: additional columns, with one value per attempt.
 
-    Raises ValueError when some attempts have a trace and others have none.
+    Raises ValueError if some attempts have a trace and others have none.
     """
     save_packed(path, [pack_attempt(done) for done in attempts], columns)
 
 
 def save_packed(path: Path, packed: Sequence[bytes], columns: Mapping[str, Sequence[Any]] | None = None) -> None:
-    """Write attempts that `pack_attempt` has made bytes of, as `save_attempts` does."""
+    """Write attempts packed by `pack_attempt`, as `save_attempts` does."""
     arrays = [load(data) for data in packed]
     rows = [each | json.loads(each["row"].tobytes()) for each in arrays]
     traced = [each for each in arrays if len(each["route_valid"])]
