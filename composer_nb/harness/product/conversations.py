@@ -304,8 +304,8 @@ class Conversations:
                     self._talks.append(replace(new, row=row, drawn_by=drawn_by, marks={}))
                     return self._talks[-1], known
         name = new.row.name or f"c{uuid.uuid4().hex}"
-        known = {"instruction": new.row.instruction, "user": new.row.user}
-        row = Row(name=name, number=self._next(name), **known)
+        first = new.row
+        row = Row(name=name, number=self._next(name), instruction=first.instruction, user=first.user)
         self._talks.append(replace(new, row=row, drawn_by=drawn_by, marks={}))
         return self._talks[-1], 0
 

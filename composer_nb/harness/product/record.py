@@ -97,8 +97,7 @@ class Row:
 
     def branch(self, at: int, number: int) -> Row:
         """Return a branch that begins after `at` tokens."""
-        known = {"name": self.name, "instruction": self.instruction, "user": self.user}
-        row = Row(**known, number=number, parent=self.number)
+        row = Row(name=self.name, instruction=self.instruction, user=self.user, number=number, parent=self.number)
         row.transcript.read(self.transcript.token_ids[:at], Kind.PROMPT)
         return row
 

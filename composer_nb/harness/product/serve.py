@@ -302,7 +302,7 @@ class ChatServer:
     def _metrics(self) -> str:
         """Return counts in Prometheus' text format."""
         running = sum(work.running() for work in [*self._work])
-        now = {"requests_running": running, "requests_queued": len(self._work) - running}
+        now: dict[str, float] = {"requests_running": running, "requests_queued": len(self._work) - running}
         if self._version:
             now["policy_version"] = self._version()
         now |= {f"canary_{name}": each for name, each in self._canary().items() if isinstance(each, int | float)}
