@@ -40,9 +40,9 @@ SETTINGS: dict[str, Any] = {
     "data.tune_tasks": 16,
     "data.rl_tasks": 160,
     "matmul": "bfloat16",
-    # From the instruct model straight to the demonstrations: three times each.
+    # From the instruct model straight to the demonstrations: each is seen once or twice.
     "midtrain.steps": 0,
-    "sft.steps": 100,
+    "sft.steps": 40,
     "sft.tokens": 5600,
     "sft.lr": 2e-4,
     "sft.sharpness": [],
