@@ -37,7 +37,7 @@ def test_the_defaults_fit_a_laptop_and_not_a_watch():
     with pytest.raises(ValueError, match=r"ranks=2: each needs .* GiB; ranks=1 would fit"):
         require_room(Settings(), watch)
     require_room(settings(ranks=1), watch)
-    require_room(Settings(), replace(watch, memory=170 << 20))  # each of two ranks has half of a batch
+    require_room(Settings(), replace(watch, memory=230 << 20))  # each of two ranks has part of a batch
     with pytest.raises(ValueError, match="a smaller model"):
         require_room(Settings(), replace(watch, memory=10 << 20))
 
