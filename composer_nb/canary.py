@@ -99,6 +99,16 @@ class Known(BaseModel):
     withdrawn: int = -1
     """-1: none."""
 
+    @property
+    def usual(self) -> Rule:
+        """The rule of the usual replicas: never a version that is not trusted."""
+        return Rule(after=math.inf, most=self.trusted)
+
+    @property
+    def early(self) -> Rule:
+        """The rule of the early replicas: the newest version, or the trusted one after a withdrawal."""
+        return Rule(after=self.withdrawn, most=self.trusted)
+
 
 class Canary:
     """Two services as one, for `Conversations`. Thread-safe."""
@@ -186,8 +196,8 @@ class Canary:
 
     def _decide(self, trial: Trial, outcome: Outcome) -> None:
         self.known = self.known.model_copy(update={"trusted" if outcome == "promoted" else "withdrawn": trial.version})
-        self.early.take(rule_of(self.known.trusted, self.known.withdrawn))
-        self.usual.take(rule_of(self.known.trusted))
+        self.early.take(self.known.early)
+        self.usual.take(self.known.usual)
         difference = "{:+.3f} ({:.3f} to {:.3f})".format(*trial.interval())
         LOG.warning("version %d is %s; difference of mean verdicts: %s", trial.version, outcome, difference)
         self.keep()
@@ -216,11 +226,6 @@ def is_early(user: str, share: float) -> bool:
     return int.from_bytes(hashlib.sha256(user.encode()).digest()[:8], "big") < share * 2**64
 
 
-def rule_of(trusted: int, withdrawn: float = math.inf) -> Rule:
-    """Return the rule of the usual replicas, or with a version that was `withdrawn` (−1: none) of the early ones."""
-    return Rule(after=withdrawn, most=trusted)
-
-
 @contextmanager
 def open_canary(
     path: Path, count: int, *, share: float, verdicts: int, run: Path, follow: str, **given: Any
@@ -245,10 +250,7 @@ def open_canary(
     with ExitStack() as stack:
         usual, early = (
             stack.enter_context(open_replicas(path, each, rule=rule, narrow=True, follow=follow, **given))
-            for each, rule in (
-                (count, rule_of(known.trusted)),
-                (1, rule_of(known.trusted, known.withdrawn)),
-            )
+            for each, rule in ((count, known.usual), (1, known.early))
         )
         canary = Canary(usual.shared, early.shared, share, verdicts, known, file)
         canary.keep()
