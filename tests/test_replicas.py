@@ -232,7 +232,7 @@ def test_the_end_of_a_server_answers_what_is_under_way_and_leaves_no_process(pat
             given: dict[str, Any] = {"model": "m", "messages": ASKED, "max_tokens": 3000}
             given |= {"stop": "no such text", "temperature": 2.0, "n": 4}
             asked = [clients.submit(client.chat.completions.create, **given, seed=seed) for seed in (1, 2)]
-            wait_until(lambda: any(running()))
+            wait_until(lambda: sum(running()) > given["n"])  # both are under way: one alone has n
             os.killpg(front.pid, signal.SIGTERM)
             assert all(each.result(60).usage.completion_tokens for each in asked)
         assert front.wait(30) == 130
