@@ -19,9 +19,10 @@ from composer_nb.harness.agent.loop import LIMITS, Told, converse, system_text
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits, TokenTurnPolicy
-from composer_nb.harness.attempt import Attempt, Environment
+from composer_nb.harness.attempt import Environment
 from composer_nb.harness.carry import Blob, carry_back
 from composer_nb.harness.files import write_atomic, write_json
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.product import checkout
 from composer_nb.harness.product.arms import TINY_ARMS, arms_of, detectable, difference, figures
 from composer_nb.harness.product.attempts import attempt_all, check_fit

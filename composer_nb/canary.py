@@ -24,8 +24,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.files import write_json
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
 from composer_nb.policies import OpenEngine
 from composer_nb.replicas import Replicas, open_replicas

@@ -26,10 +26,10 @@ import numpy as np
 import torch
 
 from composer_nb.harness.agent.loop import LIMITS
-from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.bench import Course, behaviour, run_eval, scores
 from composer_nb.harness.environment import CARRIED, Carried, EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.files import write_json
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.product.arms import difference
 from composer_nb.harness.product.record import served
 from composer_nb.harness.tasks.task import Task, load_tasks

@@ -26,10 +26,10 @@ from composer_nb.harness.agent.hints import hints_of
 from composer_nb.harness.agent.scripts import turn
 from composer_nb.harness.agent.summary import SummarySettings
 from composer_nb.harness.agent.turns import Limits
-from composer_nb.harness.attempt import Agent, Attempt
+from composer_nb.harness.attempt import Agent
 from composer_nb.harness.bench import run_eval
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.policy import Completion, Request
 from composer_nb.harness.rewards import Effort, RewardSettings, term
 from composer_nb.harness.rollout import Rollout

@@ -33,10 +33,11 @@ from typing import Any
 import numpy as np
 
 from composer_nb.harness.agent.expert import TINY_SCRIPTS, Script, ScriptedPolicy
-from composer_nb.harness.attempt import Agent, Attempt
+from composer_nb.harness.attempt import Agent
 from composer_nb.harness.bench import Course, bootstrap, run_eval
 from composer_nb.harness.environment import make_agent
 from composer_nb.harness.files import write_json
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.store import load_attempts
 from composer_nb.harness.tasks.task import Task, load_tasks

@@ -26,7 +26,7 @@ from composer_nb.agents import BenchSettings, bench_settings, evaluate, run_agen
 from composer_nb.cli import main
 from composer_nb.harness.agent.loop import LIMITS, Conversation
 from composer_nb.harness.agent.scripts import read_script
-from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.grading.plan import with_plan
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.product.accept import Conflict

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from composer_nb.cli import main
-from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.product.record import keep_judged, served
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.store import save_attempts

@@ -18,7 +18,7 @@ import numpy as np
 import openai
 import pytest
 
-from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Request
 from composer_nb.harness.product.conversations import Conversations
 from composer_nb.harness.product.record import Record, served

@@ -11,8 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.policy import Request, Trace
 from composer_nb.harness.rollout import Kind, Rollout, Segment
 from composer_nb.harness.tasks.task import Task

@@ -21,8 +21,7 @@ from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits, TokenTurnPolicy, TurnPolicy
 from composer_nb.harness.carry import Blob, add_history, carry_back
 from composer_nb.harness.grading.front import grade
-from composer_nb.harness.grading.grade import Grade
-from composer_nb.harness.rollout import Rollout
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxFailure
 from composer_nb.harness.tasks.functions import is_test
@@ -34,15 +33,6 @@ from composer_nb.harness.tools.toolset import ToolSet
 
 MAX_KEPT_BYTES = 16 << 20
 """Maximum size of the changed files that are kept with a rollout."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """A rollout with its grade by the hidden tests."""
-
-    task: Task
-    rollout: Rollout
-    grade: Grade
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

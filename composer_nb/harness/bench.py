@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.attempt import Agent, Attempt
+from composer_nb.harness.attempt import Agent
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Policy
 from composer_nb.harness.rewards import EDITS, called
 from composer_nb.harness.rollout import Turn

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field
 
-from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rewards import called
 from composer_nb.harness.syntax import literal_eval, nodes_of
 from composer_nb.harness.tasks.functions import is_test

@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, load_file, save, save_file
 
-from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.files import replacing
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.policy import Trace
 from composer_nb.harness.rollout import Rollout, Segment, Transcript, Turn
 from composer_nb.harness.tasks.task import Task

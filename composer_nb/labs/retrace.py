@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Trace, route_checks, route_dtype
 from composer_nb.harness.rollout import Segment
 from composer_nb.kernels.linear import linear

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.bench import bootstrap
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.monitors import flags_of
 from composer_nb.harness.rewards import CHANGES, EDITS, called
 from composer_nb.harness.rollout import Rollout, Turn

@@ -14,7 +14,7 @@ from composer_nb.harness.product import SLOTS
 from composer_nb.operations import JSON, SET, arg, command, console, emit, overrides, pick
 
 if TYPE_CHECKING:
-    from composer_nb.harness.attempt import Attempt
+    from composer_nb.harness.grading.grade import Attempt
 
 KEY = "An endpoint gets the key in the environment variable OPENAI_API_KEY, if there is one."
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.bench import summarise
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.records.rundir import RunDir

@@ -23,8 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.monitors import Watch, counts, forms
 from composer_nb.harness.rewards import Reward, RewardSettings, fault, reward
 from composer_nb.harness.rollout import Hint, Rollout

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.product.record import served as served_by
 from composer_nb.harness.rollout import Kind, Segment
 from composer_nb.harness.store import load_attempts

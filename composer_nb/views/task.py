@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import as_html
 from composer_nb.views import style

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.monitors import DETECTORS, GamedError, MonitorSettings, Watch, counts, flags_of, forms
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.store import load_attempts

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.expert import one
-from composer_nb.harness.attempt import Agent, Attempt
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.attempt import Agent
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.policy import Trace
 from composer_nb.harness.rollout import Rollout, Segment, Turn
 from composer_nb.harness.store import load_attempts, save_attempts

@@ -13,8 +13,8 @@ from composer_nb.cli import main
 from composer_nb.harness.agent.chat import Said
 from composer_nb.harness.agent.scripts import play, turn
 from composer_nb.harness.agent.turns import ScriptTurnPolicy
-from composer_nb.harness.attempt import Attempt, Environment, attempt
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.attempt import Environment, attempt
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.tasks.repairs import home_of, split_at

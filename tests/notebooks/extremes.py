@@ -16,9 +16,9 @@ from typing import Any
 
 import nbformat
 
-from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.bench import summarise
 from composer_nb.harness.files import write_json
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.store import load_attempts, save_attempts
 from composer_nb.harness.tasks.task import load_tasks

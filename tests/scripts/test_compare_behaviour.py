@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Rollout, Turn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))

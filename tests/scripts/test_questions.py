@@ -7,8 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.search.embedding import Embedding
 from composer_nb.harness.search.index import CodeIndex

@@ -12,7 +12,8 @@ from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.expert import Script, ScriptedPolicy, one
 from composer_nb.harness.agent.turns import Limits
-from composer_nb.harness.attempt import Agent, Attempt
+from composer_nb.harness.attempt import Agent
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.grading.plan import with_plan
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.sandbox.bwrap import BwrapBackend

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.policy import Trace
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.rollout import Rollout, Transcript, Turn

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.monitors import GamedError, MonitorSettings, Watch
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.rollout import Kind, Rollout, Segment

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from composer_nb.harness.grading.diff import CACHE_FOLDERS
+from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.contract import SandboxFailure
 from composer_nb.harness.tasks.functions import parse_test_files, parse_tests, passes, request_tests
@@ -61,6 +62,15 @@ class Grade:
     @property
     def passed(self) -> bool:
         return self.status == "graded" and bool(self.tests) and all(self.tests.values()) and not self.calls_failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A rollout with its grade by the hidden tests."""
+
+    task: Task
+    rollout: Rollout
+    grade: Grade
 
 
 def grade_functions(task: Task, files: Mapping[str, str], executor: Executor) -> Grade:

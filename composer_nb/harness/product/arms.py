@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.bench import bootstrap, scores, summarise
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.monitors import flags_of
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tools.toolset import NAMES, SEARCH, ToolSet

@@ -9,8 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from composer_nb.harness.agent.turns import TurnPolicy
-from composer_nb.harness.attempt import Attempt, Environment, attempt
+from composer_nb.harness.attempt import Environment, attempt
 from composer_nb.harness.files import write_atomic
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.grading.plan import PLAN
 from composer_nb.harness.store import pack_attempt, unpack_attempt
 from composer_nb.harness.tasks.task import Task

@@ -20,9 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.chat import ChatRenderer, Message, Result, User
-from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.files import write_atomic
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.policy import Completion, Trace
 from composer_nb.harness.rollout import Kind, Rollout, Transcript, Turn
 from composer_nb.harness.store import load_attempts, save_attempts

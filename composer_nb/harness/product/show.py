@@ -18,7 +18,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from composer_nb.harness.agent.chat import Said
-from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.product.work import Work
 from composer_nb.harness.rewards import called
 from composer_nb.harness.rollout import Turn

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from composer_nb.harness.agent.loop import Conversation, system_text
-from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.carry import EXECUTABLE, PLAIN, Blob
 from composer_nb.harness.files import write_atomic
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.product.accept import Conflict, accept
 from composer_nb.harness.product.checkout import Checkout
 from composer_nb.harness.product.diff import Changes, patch

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from tokenizers import Tokenizer
 
-from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rollout import Kind, Rollout
 from composer_nb.labs.horizons.seeker import tried
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from composer_nb.harness.agent.chat import ChatRenderer
 from composer_nb.harness.agent.hints import hint_at
-from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import ProviderFailure
 from composer_nb.harness.rewards import Reward
 from composer_nb.labs.horizons.fork import turns_of

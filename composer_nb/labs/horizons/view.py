@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 
-from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rollout import Kind, Segment
 from composer_nb.labs.horizons.fork import Fork
 from composer_nb.labs.horizons.nudge import Nudge

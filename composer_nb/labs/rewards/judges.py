@@ -27,8 +27,8 @@ from statistics import NormalDist
 from typing import Any, Literal, Protocol
 
 from composer_nb.harness.agent.endpoint import Answer
-from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.files import write_json
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.harness.terms.conduct import final_message
 from composer_nb.harness.untrusted import json_of

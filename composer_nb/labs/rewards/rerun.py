@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.environment import Sandboxes
 from composer_nb.harness.grading.front import grade
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.tasks.functions import parse_test_files, passes, request_tests
 
 

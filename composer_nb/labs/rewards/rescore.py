@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.labs.gradient import flat_gradient, inner_products
 from composer_nb.settings import Settings, from_dict, override

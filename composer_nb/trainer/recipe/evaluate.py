@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.bench import run_eval, summarise
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Trace
 from composer_nb.harness.product.fidelity import differences
 from composer_nb.harness.sandbox.contract import SandboxDied, SandboxFailure

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from composer_nb.harness.attempt import Attempt
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rewards import Reward
 from composer_nb.kernels.moe.routing import Routing
 from composer_nb.trainer.learning.packing import flatten, microbatches, score

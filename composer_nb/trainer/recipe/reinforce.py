@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.attempt import Agent, Attempt
+from composer_nb.harness.attempt import Agent
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Policy
 from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.contract import SandboxFailure

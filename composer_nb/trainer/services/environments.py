@@ -16,8 +16,8 @@ import numpy as np
 
 from composer_nb.harness.agent.driver import Driver
 from composer_nb.harness.agent.turns import Limits
-from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, Trace
 from composer_nb.harness.sandbox.journal import FOLDER
 from composer_nb.harness.store import pack_attempt

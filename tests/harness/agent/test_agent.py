@@ -19,7 +19,8 @@ from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.expert import ScriptedPolicy, expert, one
 from composer_nb.harness.agent.turns import Limits
-from composer_nb.harness.attempt import Agent, Attempt, limits_of
+from composer_nb.harness.attempt import Agent, limits_of
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Request, Trace
 from composer_nb.harness.rewards import RewardSettings, reward
 from composer_nb.harness.rollout import Kind, Rollout, Segment

@@ -14,7 +14,8 @@ from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.expert import Script, ScriptedPolicy, expert, one
 from composer_nb.harness.agent.turns import Limits
-from composer_nb.harness.attempt import Agent, Attempt
+from composer_nb.harness.attempt import Agent
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Request
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.tasks.repairs import make_tasks

@@ -11,9 +11,10 @@ from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.expert import TINY, TRIES, ScriptedPolicy, blind, searcher, searches
 from composer_nb.harness.agent.turns import Limits
-from composer_nb.harness.attempt import Agent, Attempt
+from composer_nb.harness.attempt import Agent
 from composer_nb.harness.bench import behaviour
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.tasks.miniatures import make_miniatures
 from composer_nb.harness.tasks.task import Task

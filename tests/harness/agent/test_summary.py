@@ -18,7 +18,8 @@ from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.scripts import turn
 from composer_nb.harness.agent.summary import OPENS, PROMPTED, SummarySettings, history, resumed
 from composer_nb.harness.agent.turns import Limits
-from composer_nb.harness.attempt import Agent, Attempt, Environment, attempt
+from composer_nb.harness.attempt import Agent, Environment, attempt
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import SEGMENT_STRIDE, first_segment
 from composer_nb.harness.rollout import Kind, Turn
 from composer_nb.harness.sandbox.contract import Backend

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from composer_nb.cli import main
-from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.product.arms import detectable, figures
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tasks.task import Task

@@ -23,8 +23,9 @@ from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.scripts import expert, lazy, play, turn
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.agent.turns import Limits, News, ScriptTurnPolicy, Spoken, TokenTurnPolicy
-from composer_nb.harness.attempt import Attempt, Environment, attempt
+from composer_nb.harness.attempt import Environment, attempt
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
 from composer_nb.harness.product.arms import figures
 from composer_nb.harness.product.attempts import attempt_all

@@ -11,8 +11,9 @@ from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.expert import ScriptedPolicy, searcher
 from composer_nb.harness.agent.turns import Limits
-from composer_nb.harness.attempt import Agent, Attempt
+from composer_nb.harness.attempt import Agent
 from composer_nb.harness.grading.front import grade
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.syntax import lints
 from composer_nb.harness.tasks.functions import parse_tests

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rewards import TERMS, RewardSettings, reward, term_named
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.toolchain import host_programs

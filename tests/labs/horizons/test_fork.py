@@ -14,7 +14,8 @@ from composer_nb.harness.agent.expert import WithoutModel, one
 from composer_nb.harness.agent.scripts import turn as turn_
 from composer_nb.harness.agent.summary import SummarySettings
 from composer_nb.harness.agent.turns import Limits
-from composer_nb.harness.attempt import Agent, Attempt
+from composer_nb.harness.attempt import Agent
+from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Request
 from composer_nb.harness.rewards import Reward
 from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from composer_nb.harness.agent.endpoint import Answer
-from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.policy import ProviderFailure
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.tasks.task import Task

@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_nb.harness.agent.endpoint import Endpoint
-from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.rewards.judges import CHECKED, COMMUNICATION, RubricJudge, agreement, cost, wilson

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from composer_nb.harness.attempt import Attempt
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rewards import Reward, RewardSettings
 from composer_nb.harness.rollout import Rollout
 from composer_nb.labs.rewards.rescore import (

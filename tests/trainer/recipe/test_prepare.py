@@ -18,9 +18,8 @@ from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.expert import ScriptedPolicy
 from composer_nb.harness.agent.scripts import turn
 from composer_nb.harness.agent.turns import Limits
-from composer_nb.harness.attempt import Attempt
 from composer_nb.harness.environment import EnvSettings, Sandboxes, carried, make_agent
-from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.grading.plan import PLAN, Plan, digest, with_plan
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.rollout import Rollout
