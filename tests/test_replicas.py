@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -222,17 +223,20 @@ def test_the_end_of_a_server_answers_what_is_under_way_and_leaves_no_process(pat
         assert front.stdout is not None
         url = front.stdout.readline().strip()
         processes = psutil.Process(front.pid).children(recursive=True)
-        health = url.removesuffix("/v1") + "/health"
 
-        def running() -> list[int]:
-            with urllib.request.urlopen(health) as reply:
-                return [each["running"] for each in json.load(reply)["replicas"]]
+        def running() -> bool:
+            with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics") as reply:
+                figures = reply.read().decode()
+            return (
+                "composer_nb_requests_running 2\n" in figures
+                and re.search(r"replica_running\S+ [1-9]", figures) is not None
+            )
 
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client, ThreadPoolExecutor(2) as clients:
             given: dict[str, Any] = {"model": "m", "messages": ASKED, "max_tokens": 3000}
             given |= {"stop": "no such text", "temperature": 2.0, "n": 4}
             asked = [clients.submit(client.chat.completions.create, **given, seed=seed) for seed in (1, 2)]
-            wait_until(lambda: sum(running()) > given["n"])  # both are under way: one alone has n
+            wait_until(running)
             os.killpg(front.pid, signal.SIGTERM)
             assert all(each.result(60).usage.completion_tokens for each in asked)
         assert front.wait(30) == 130
