@@ -5,9 +5,11 @@
     scripts/make_docs.py --stale      name those notebooks, and fail if there are any
     scripts/make_docs.py --bare       build without running notebooks: pages of those that never ran have no figures
     scripts/make_docs.py --llms       write llms.txt
+    scripts/make_docs.py --text       write docs/pages anew from the notebooks' text and the outputs that they hold; run nothing
 
 A notebook runs at CPU size on the example in data/. Its executed copy is kept in build/docs/executed with the record of its
-run. A page takes its outputs from there and its text from the notebook, so a new sentence needs no new run.
+run. A page takes its outputs from there and its text from the notebook, so a new sentence needs no new run. The site is not in
+git; docs/pages is, for those who read on GitHub. A page there gets new outputs if it is missing or its notebook's code changed.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any
 import nbformat
 
 from composer_nb.jobs.check import notebook_digest
+from scripts import notebook_pages
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = str(ROOT / "data" / "example")
@@ -130,7 +133,8 @@ def write_sources(build: Path) -> Path:
         toctree("Pages", [f"docs/{path.stem}" for path in pages]),
     ]
     readme = ROOT / "README.md"
-    text = inside(readme.read_text(encoding="utf-8"), readme)
+    text = re.sub(r"\(docs/pages/(\w+)\.md", r"(notebooks/\1.ipynb", readme.read_text(encoding="utf-8"))
+    text = inside(text, readme)
     (place / "index.md").write_text(text + "".join(trees), encoding="utf-8")
     return place
 
@@ -190,15 +194,33 @@ def titles() -> Iterator[tuple[str, str, str]]:
         yield text.splitlines()[0].removeprefix("# "), path.name, first_sentence(text)
 
 
+def write_pages(pages: Path, build: Path | None = None) -> list[str]:
+    """Write the pages that are out of date, and return what is wrong with those that need a run which is not in `build`."""
+    left = []
+    for path in notebooks():
+        said = notebook_pages.fault(path, pages)
+        if said.endswith(notebook_pages.TEXT):
+            notebook_pages.write_page(path, pages)
+        elif said and build and not is_stale(path, build):
+            notebook_pages.write_page(path, pages, nbformat.read(executed(path, build), 4))
+        elif said:
+            left.append(said)
+    return left
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Build the documentation site.")
-    for name in ("stale", "bare", "llms"):
+    for name in ("stale", "bare", "llms", "text"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "docs")
     given = parser.parse_args()
     if given.llms:
         (ROOT / "llms.txt").write_text(llms_txt(), encoding="utf-8")
         return 0
+    if given.text:
+        left = write_pages(notebook_pages.PAGES)
+        print("\n".join(left) or "docs/pages is up to date")
+        return 1 if left else 0
     old = [path for path in notebooks() if is_stale(path, given.build)]
     if given.stale:
         print(*(f"{path.name}: its page does not show its present code; run make docs" for path in old), sep="\n")
@@ -208,6 +230,8 @@ def main() -> int:
     for path in [] if given.bare else old:
         record = run_notebook(path, executed(path, given.build), SHORT.get(path.stem, {}))
         print(f"{path.name}: {record['seconds']:.0f} s", flush=True)
+    if not given.bare:
+        write_pages(notebook_pages.PAGES, given.build)
     print(build_site(given.build) / "index.html")
     return 0
 

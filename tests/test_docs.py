@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 
 import nbformat
 import pytest
+from PIL import Image
 
 from composer_nb import cli
 from composer_nb.jobs.check import notebook_digest
-from scripts import make_docs
+from scripts import make_docs, notebook_pages
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WITH_OUTPUTS = sorted(notebook_pages.PAGES.glob("*.md"))
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 TERMS = re.findall(r"^### (.+)$", GLOSSARY, re.M)
 OTHER_SENSE = {
@@ -29,6 +33,8 @@ OTHER_SENSE = {
     ("13_kernels", "floor"),
 }
 """Notebooks in which a term is an ordinary word."""
+LARGEST = 3_000_000
+"""Bytes that docs/pages may take, figures included."""
 NOT_PROSE = re.compile(r"```.*?```|`[^`]*`|^#[^\n]*|\$[^$]*\$|<[^>]*>", re.S | re.M)
 
 
@@ -78,7 +84,7 @@ def test_the_readme_shows_the_path_in_its_order() -> None:
 def test_every_link_leads_somewhere() -> None:
     anchors = {
         path: {slug(heading) for heading in re.findall(r"^#+ (.+)$", prose(path), re.M)}
-        for path in (*PAGES, *make_docs.notebooks())
+        for path in (*PAGES, *WITH_OUTPUTS, *make_docs.notebooks())
     }
     lost = []
     for path in anchors:
@@ -118,19 +124,24 @@ def test_llms_txt_is_current() -> None:
     assert (ROOT / "llms.txt").read_text(encoding="utf-8") == make_docs.llms_txt(), "run scripts/make_docs.py --llms"
 
 
+def keep_run(source: Path, ran: nbformat.NotebookNode, build: Path) -> None:
+    """Lay an executed copy and its record where `make docs` keeps them."""
+    copy = make_docs.executed(source, build)
+    copy.parent.mkdir(parents=True)
+    nbformat.write(ran, copy)
+    record = {"state": "completed", "parameters": {}, "notebook_sha256": notebook_digest(source)}
+    copy.with_name("run.json").write_text(json.dumps(record))
+
+
 def test_a_page_is_stale_after_a_change_of_code_and_not_of_prose(tmp_path: Path) -> None:
     source = tmp_path / "a.ipynb"
     title, code = nbformat.v4.new_markdown_cell("# A", id="t"), nbformat.v4.new_code_cell("1 + 1", id="c")
     nbformat.write(nbformat.v4.new_notebook(cells=[title, code]), source)
     assert make_docs.is_stale(source, tmp_path)
 
-    copy = make_docs.executed(source, tmp_path)
-    copy.parent.mkdir(parents=True)
     ran = nbformat.read(source, 4)
     ran.cells[1].outputs = [nbformat.v4.new_output("stream", text="2\n")]
-    nbformat.write(ran, copy)
-    record = {"state": "completed", "parameters": {}, "notebook_sha256": notebook_digest(source)}
-    copy.with_name("run.json").write_text(json.dumps(record))
+    keep_run(source, ran, tmp_path)
     title.source = "# Another title"
     nbformat.write(nbformat.v4.new_notebook(cells=[title, code]), source)
     assert not make_docs.is_stale(source, tmp_path)
@@ -150,6 +161,97 @@ def test_pages_that_were_built_here_are_current() -> None:
     assert [path.name for path in there if make_docs.is_stale(path, build)] == [], "run make docs"
 
 
+@pytest.mark.parametrize("path", make_docs.notebooks(), ids=lambda path: path.stem)
+def test_a_page_for_github_is_current(path: Path) -> None:
+    assert notebook_pages.fault(path) == ""
+
+
+def test_pages_for_github_are_small_and_name_no_machine() -> None:
+    assert [path.stem for path in WITH_OUTPUTS] == [path.stem for path in make_docs.notebooks()], "a page too many"
+    readme, files = PAGES[0].read_text(encoding="utf-8"), [p for p in notebook_pages.PAGES.rglob("*") if p.is_file()]
+    assert sum(path.stat().st_size for path in files) < LARGEST
+    for path in WITH_OUTPUTS:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"/(?:tmp|work|root|home|Users)/", text), path.name
+        figures = set(re.findall(rf'src="({path.stem}/\d+\.png)"', text))
+        assert figures == {f"{path.stem}/{p.name}" for p in files if p.parent.name == path.stem}, path.name
+        assert f"](docs/pages/{path.name})" in readme
+
+
+def made_up(place: Path, prose: str, code: str) -> Path:
+    """A notebook in a checkout of its own, with a page of docs/ to link to."""
+    for name in ("notebooks", "docs"):
+        (place / name).mkdir(exist_ok=True)
+    (place / "docs" / "words.md").write_text("# Words")
+    source = place / "notebooks" / "a.ipynb"
+    cells = [nbformat.v4.new_markdown_cell(prose, id="t"), nbformat.v4.new_code_cell(code, id="c")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), source)
+    return source
+
+
+def ran(source: Path) -> nbformat.NotebookNode:
+    """The notebook with an output of each kind."""
+    png = base64.b64encode(drawn(2200, 40)).decode()
+    table = "<style>b {}</style><table><tr><td style='x'>a &lt; b</td></tr></table>"
+    page = f"{table}<pre>1\n\n2</pre><img src='data:image/png;base64,{png}'>"
+    book = nbformat.read(source, 4)
+    book.cells[1].outputs = [
+        nbformat.v4.new_output("stream", text=f"{ROOT}/data /tmp/x/y.py\n"),
+        nbformat.v4.new_output("stream", text="\n".join(map(str, range(40)))),
+        nbformat.v4.new_output("display_data", {"text/html": page, "text/plain": "<Html>"}),
+        nbformat.v4.new_output("display_data", {"image/png": png, "text/plain": "<Picture>"}),
+        nbformat.v4.new_output("display_data", {notebook_pages.WIDGET: {}, "text/plain": "VBox()"}),
+    ]
+    return book
+
+
+def drawn(width: int, height: int) -> bytes:
+    out = BytesIO()
+    Image.linear_gradient("L").resize((width, height)).convert("RGBA").save(out, "PNG")
+    return out.getvalue()
+
+
+def test_a_page_for_github_shows_every_kind_of_output(tmp_path: Path) -> None:
+    source, pages = (
+        made_up(tmp_path, "# A\n\n[w](../docs/words.md#a), [a](a.ipynb#b)", "x[0](y)"),
+        tmp_path / "docs" / "pages",
+    )
+    notebook_pages.write_page(source, pages, ran(source))
+    text = (pages / "a.md").read_text(encoding="utf-8")
+    assert "[w](../words.md#a), [a](a.md#b)" in text and "```python\nx[0](y)\n```" in text
+    assert "```text\ndata …/y.py\n0\n" in text and "\n28\n… 11 more lines\n```" in text
+    assert "<table><tr><td>a &lt; b</td></tr>\n</table>" in text and "<pre>1&#10;\n2</pre>" in text
+    assert text.count('src="a/1.png"') == 2 and "A widget" in text and "VBox" not in text
+    [figure] = (pages / "a").iterdir()
+    with Image.open(figure) as picture:
+        assert picture.size == (1100, 20) and picture.mode == "P" and len(picture.getcolors()) <= 64
+
+
+def test_a_page_for_github_is_stale_after_a_change_of_code_and_renewed_after_one_of_prose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, pages = made_up(tmp_path, "# A", "1"), tmp_path / "docs" / "pages"
+    monkeypatch.setattr(make_docs, "notebooks", lambda: [source])
+    assert make_docs.write_pages(pages) == ["a.ipynb: a.md does not show its present code; run make docs"]
+    notebook_pages.write_page(source, pages, ran(source))
+    assert make_docs.write_pages(pages) == [] and notebook_pages.fault(source, pages) == ""
+    before = (pages / "a.md").read_text(encoding="utf-8")
+
+    made_up(tmp_path, "# Another", "1")
+    assert notebook_pages.fault(source, pages).endswith("present prose; run scripts/make_docs.py --text")
+    assert make_docs.write_pages(pages) == [] and notebook_pages.fault(source, pages) == ""
+    assert (pages / "a.md").read_text(encoding="utf-8") == before.replace("# A\n", "# Another\n")
+
+    (pages / "a" / "1.png").rename(tmp_path / "1.png")
+    assert "lacks figures" in notebook_pages.fault(source, pages)
+    (tmp_path / "1.png").rename(pages / "a" / "1.png")
+
+    made_up(tmp_path, "# Another", "2")
+    assert make_docs.write_pages(pages) == ["a.ipynb: a.md does not show its present code; run make docs"]
+    keep_run(source, ran(source), tmp_path)
+    assert make_docs.write_pages(pages, tmp_path) == [] and notebook_pages.fault(source, pages) == ""
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
 def test_the_site_builds_and_needs_no_other_host(tmp_path: Path) -> None:
     pytest.importorskip("sphinx", reason="make setup brings it")
@@ -159,4 +261,6 @@ def test_the_site_builds_and_needs_no_other_host(tmp_path: Path) -> None:
     for path in pages:
         fetched = re.findall(r"<(?:script|img|iframe)[^>]*src=\"(\w+:)?//|<link[^>]*href=\"(\w+:)?//", path.read_text())
         assert not fetched, path.name
+    assert not (site / "docs" / "pages").exists()
+    assert re.search(r'href="notebooks/01_tour.html"><span[^>]*>01<', (site / "index.html").read_text())
     assert "staleness" in (site / "searchindex.js").read_text()
