@@ -147,18 +147,35 @@ def page(found: Mapping[str, Any], figures: Mapping[str, tuple[str, bytes]]) -> 
 
 def score_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """Yield the head and the rows of the table of scores."""
-    yield ("policy", "pass@1, first", "second", "difference", "95 %", "", "greedy", "best of k")
+    yield (
+        "policy",
+        "pass@1, first",
+        "second",
+        "difference",
+        "95 %",
+        "",
+        "in 12 calls",
+        "recovery",
+        "greedy",
+        "best of k",
+    )
     for name, part in found["eval"].items():
         scores, gap = part["scores"], part.get("difference")
-        how = "" if gap is None else "paired by task" if gap["paired"] else "other tasks, not paired"
+        how = "" if gap is None else "paired by task: {}" if gap["paired"] else "other tasks: {}, {}, not paired"
         yield (
             name,
             *("–" if s is None else "{:.3f} ({:.3f}–{:.3f})".format(s["pass_at_1"], *s["ci95"]) for s in scores),
             "" if gap is None else f"{gap['pass_at_1']:+.3f}",
             "" if gap is None else "{:+.3f} to {:+.3f}".format(*gap["ci95"]),
-            how,
-            *(" → ".join(shown((s or {}).get(key), ".3f") for s in scores) for key in ("pass_greedy", "best_of_k")),
+            how.format(*(gap or {}).get("n_tasks", ())),
+            *(" → ".join(shown(value, ".3f") for value in pair) for pair in zip(*map(_others, scores), strict=True)),
         )
+
+
+def _others(scores: Mapping[str, Any] | None) -> list[float | None]:
+    given = scores or {}
+    within = given.get("pass_within") or {}
+    return [within.get("12"), *(given.get(name) for name in ("recovery", "pass_greedy", "best_of_k"))]
 
 
 def pair_rows(pairs: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, str, str]]:

@@ -332,7 +332,10 @@ def _read(run: RunDir, name: str) -> dict[str, Any]:
 
 DRAWS = 2000
 """Number of bootstrap resamples."""
-SCORES = ("pass_at_1", "ci95", "pass_greedy", "ci95_greedy", "best_of_k", "k", "n_tasks", "tool_calls_per_task")
+SCORES = (
+    *("pass_at_1", "ci95", "pass_greedy", "ci95_greedy", "best_of_k", "k", "n_tasks", "tool_calls_per_task"),
+    *("pass_within", "recovery"),
+)
 TRAINING = (
     *("steps", "samples", "sampled", "tokens_accounted", "staleness_bound", "staleness_mean", "staleness_max"),
     *("trainer_idle", "engine_idle", "seconds_per_step", "solved_first", "solved_last"),
@@ -400,14 +403,14 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def shared_tasks(first: RunDir, second: RunDir) -> set[str]:
-    """Return the names of the held-out tasks of both runs if one run's are a subset of the other's; else an empty set. Whole
-    tasks are compared, not names."""
+    """Return the names of the held-out tasks that both runs have; none if these are less than half of one run's. Whole tasks are
+    compared, not names. Runs of different seeds leave out different tasks of one set, so most are shared."""
     tasks: list[dict[str, Task]] = [
         {task.id: task for task in load_tasks(run.path / "data" / "heldout.jsonl")} for run in (first, second)
     ]
     fewer, more = sorted(tasks, key=len)
     same = {name for name, task in fewer.items() if more.get(name) == task}
-    return same if len(same) == len(fewer) else set()
+    return same if 2 * len(same) >= len(fewer) else set()
 
 
 def difference(first: RunDir, second: RunDir, policy: str, shared: set[str]) -> dict[str, Any]:

@@ -112,14 +112,16 @@ def test_runs_on_other_tasks_are_compared_unpaired(tmp_path: Path):
     assert found["ci95"] == pytest.approx([expected - 1.96 * error, expected + 1.96 * error], abs=0.15 * error)
 
 
-def test_tasks_are_the_same_only_if_all_of_them_is(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):
+def test_a_task_is_shared_only_if_all_of_it_is_the_same(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):
     run = copy_of(tiny_run)
     file = run.path / "data" / "heldout.jsonl"
     tasks = load_tasks(file)
     save_tasks(tasks[:5], file)
     assert shared_tasks(tiny_run, run) == shared_tasks(run, tiny_run) == {task.id for task in tasks[:5]}
     save_tasks([*tasks[:4], tasks[4].model_copy(update={"instruction": "another"})], file)
-    assert shared_tasks(tiny_run, run) == set(), "the same name, another task"
+    assert shared_tasks(tiny_run, run) == {task.id for task in tasks[:4]}, "the same name, another task"
+    save_tasks([*tasks[:2], *(task.model_copy(update={"instruction": "another"}) for task in tasks[2:5])], file)
+    assert shared_tasks(tiny_run, run) == set(), "fewer than half"
 
 
 def test_it_is_told_to_people(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):
