@@ -201,7 +201,8 @@ class RlSettings:
     tokens_per_rollout: Some = 64
     """Constant in the loss denominator, prompts × group × this, so that the gradient does not depend on a batch's length."""
     gate: bool = True
-    """Refuse RL if the initial policy's attempts earn equal rewards within every held-out task (`composer-nb headroom`)."""
+    """Refuse RL if the initial policy's attempts solve no held-out task, or earn equal rewards within each (`composer-nb
+    headroom`). A refused run may be resumed with `false`."""
     shuffle_rewards: bool = False
     """Control: permute the rewards of each batch at random, so that nothing can be learned."""
     max_seconds: NotNegative = 330.0

@@ -12,13 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from composer_nb.harness.bench import behaviour
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
+from composer_nb.harness.store import load_attempts
 from composer_nb.harness.tasks.miniatures import make_miniatures
 from composer_nb.harness.tasks.task import Task, load_tasks
-from composer_nb.settings import Settings, override
+from composer_nb.jobs.records import file_digest
+from composer_nb.settings import Settings, override, to_dict
 from composer_nb.trainer.recipe.launch import start_or_resume
 from composer_nb.trainer.recipe.prepare import CHUNK
 from composer_nb.trainer.recipe.report import build_report
@@ -32,6 +36,8 @@ TASKS, FEWEST = 460, 435
 TOLD = 0.25
 LIMITS = {"turns": 16, "turn_tokens": 64, "tokens": 512}
 SAMPLES = 4
+AGENT, OFFICIAL = ("tasks", "tools", "renderer", "summary"), to_dict(Settings())["env"]
+"""Settings of the environment that an entry must leave as they are."""
 
 
 def official_tasks() -> dict[str, Task]:
@@ -56,6 +62,23 @@ def broken_rules(run: RunDir, tasks: dict[str, Task]) -> list[str]:
         found.append(f"eval.samples below {SAMPLES}")
     if settings["model"]["start"]:
         found.append("it begins with a checkpoint")
+    if (changed := {name: settings["env"][name] for name in AGENT if settings["env"][name] != OFFICIAL[name]}) != {}:
+        found.append(f"another environment: {changed}")
+    return found
+
+
+def within(run: RunDir) -> float:
+    """Return the share of sampled attempts of the last policy that solved their task in at most 12 calls, from the rollouts that
+    the run has stored. Raises ValueError if its report says anything else."""
+    tasks = {task.id: task for task in load_tasks(run.path / "data" / "heldout.jsonl")}
+    attempts = load_attempts(run.path / "rollouts" / "eval_final.parquet", tasks)
+    sampled = attempts[: -len(tasks)]  # the greedy ones come last
+    tried = Counter(done.task.id for done in sampled)
+    if tried.keys() != tasks.keys() or min(tried.values()) < SAMPLES:
+        raise ValueError(f"{run.path.name}: its rollouts are not {SAMPLES} of each held-out task and a greedy one")
+    found: float = behaviour(sampled)["pass_within"]["12"]
+    if abs(found - build_report(run)["eval"]["final"]["pass_within"]["12"]) > 1e-9:
+        raise ValueError(f"{run.path.name}: its rollouts solve {found:.3f} in 12 calls, and its report says otherwise")
     return found
 
 
@@ -66,11 +89,24 @@ def seconds(run: RunDir) -> float:
 
 
 def row(runs: list[RunDir]) -> str:
-    within = [build_report(run)["eval"]["final"]["pass_within"]["12"] for run in runs]
-    times = [seconds(run) for run in runs]
-    shown = " ".join(f"{value:.3f}" for value in within), " ".join(f"{spent:.0f}" for spent in times)
-    verdict = "reached" if statistics.mean(within) >= TARGET else "missed"
-    return f"| {statistics.mean(times):.0f} | {shown[1]} | {statistics.mean(within):.3f} | {shown[0]} | {verdict} |"
+    solved, times = [within(run) for run in runs], [seconds(run) for run in runs]
+    shown = " ".join(f"{value:.3f}" for value in solved), " ".join(f"{spent:.0f}" for spent in times)
+    verdict = "reached" if statistics.mean(solved) >= TARGET else "missed"
+    return f"| {statistics.mean(times):.0f} | {shown[1]} | {statistics.mean(solved):.3f} | {shown[0]} | {verdict} |"
+
+
+def judge(runs: list[RunDir]) -> str:
+    """Return the row of three runs. Raises ValueError for what breaks a rule, and FileNotFoundError for what is missing."""
+    if (seeds := [run.settings()["seed"] for run in runs]) != list(SEEDS):
+        raise ValueError(f"the runs have the seeds {seeds}, not {list(SEEDS)}")
+    starts = {file_digest(run.path / "weights" / "base" / "model.safetensors") for run in runs}
+    if len(starts) < len(runs):
+        raise ValueError("two of the runs begin with the same weights, so one is a copy")
+    tasks = official_tasks()
+    for run in runs:
+        if broken := broken_rules(run, tasks):
+            raise ValueError(f"{run.path.name}: {'; '.join(broken)}")
+    return row(runs)
 
 
 def main() -> None:
@@ -90,14 +126,12 @@ def main() -> None:
             runs.append(start_or_resume(there, say=lambda line: print(line, flush=True)))
         else:
             runs.append(start_or_resume(None, settings, runs=arguments.runs, name=name))
-    tasks = official_tasks()
-    if (seeds := [run.settings()["seed"] for run in runs]) != list(SEEDS):
-        raise SystemExit(f"the runs have the seeds {seeds}, not {list(SEEDS)}")
-    for run in runs:
-        if broken := broken_rules(run, tasks):
-            raise SystemExit(f"{run.path.name}: {'; '.join(broken)}")
+    try:
+        shown = judge(runs)
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from None
     print("| seconds, mean | by seed | in 12 calls, mean | by seed | target |\n|---|---|---|---|---|")
-    print(row(runs))
+    print(shown)
     print(json.dumps({"changed": changes}))
 
 

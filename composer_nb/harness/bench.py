@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,10 @@ def scores(graded: Sequence[Attempt], key: Callable[[Attempt], str]) -> dict[str
 LOOKS = frozenset({"read_file", "grep", "glob_file_search", "codebase_search", "list_dir"})
 WITHIN = (4, 8, 12, 20)
 """Numbers of calls for `pass_within`."""
+TRIES = (1, 2, 3, 4, 5, 6)
+"""Tries for `solved_at_try`."""
+UNDONE = ("same", "tried")
+"""Answers of the tiny tools to an edit that they do not make."""
 FILTERED = (1, 2, 4, 8)
 """Numbers of attempts for `filtered_best_of`."""
 
@@ -101,6 +106,8 @@ class Course:
     """Whether the last test run passed and no edit followed it."""
     looks: int
     """Number of reads and searches before the first edit."""
+    tries: int
+    """Number of test runs with an edit since the one before, apart from refused repetitions."""
 
     @classmethod
     def of(cls, turns: Sequence[Turn]) -> Course:
@@ -110,6 +117,7 @@ class Course:
         first = edits[0] if edits else len(turns)
         failures = [n for n in tests if n > first and (turns[n].tests_passed or 0) < (turns[n].tests_run or 0)]
         last = tests[-1] if tests else len(turns)
+        made, spans = [n for n in edits if turns[n].observation not in UNDONE], pairwise([-1, *tests])
         return cls(
             edited=bool(edits),
             failed=bool(failures),
@@ -119,6 +127,7 @@ class Course:
             and turns[last].tests_passed == turns[last].tests_run
             and last > max(edits, default=-1),
             looks=sum(name in LOOKS for name in names[:first]),
+            tries=sum(any(before < edit < test for edit in made) for before, test in spans),
         )
 
 
@@ -129,6 +138,8 @@ def behaviour(attempts: Sequence[Attempt]) -> dict[str, Any]:
     `recovery`                   of these, the share that solved the task; `recovery_n` counts them
     `tests_after_wrong_edit`     of attempts with a wrong edit, the share that ran tests after an edit
     `pass_within`                share of attempts that solved the task within this number of calls
+    `tries`                      test runs with an edit since the one before, over attempts that edit
+    `solved_at_try`              of attempts with at least this number of tries, the share that solved the task with it (hazard)
     `reads_before_edit`          reads and searches before the first edit, over attempts that edit
     `filtered_best_of`           share of tasks solved by the first of this number of attempts that passes the visible tests
     """
@@ -149,6 +160,11 @@ def behaviour(attempts: Sequence[Attempt]) -> dict[str, Any]:
         "retries_after_failed_test": _share([course.retried for course in courses if course.failed]),
         "recovery": _share(recovered),
         "recovery_n": len(recovered),
+        "tries": _share([course.tries for course in courses if course.edited]),
+        "solved_at_try": {
+            str(n): _share([solved and course.tries == n for course, solved in pairs if course.tries >= n])
+            for n in TRIES
+        },
         "reads_before_edit": _share([course.looks for course in courses if course.edited]),
         "finishes": float(np.mean([rollout.stop == "finished" for rollout in rollouts])),
         "pass_within": {

@@ -119,11 +119,16 @@ def rl(given: argparse.Namespace) -> int:
 
 
 def _resumed(given: argparse.Namespace) -> Any:
+    from composer_nb.settings import from_dict, override
+    from composer_nb.trainer.recipe.launch import settle
     from composer_nb.trainer.recipe.reader import open_run
 
-    if given.set:
-        raise ValueError("--resume keeps the settings of the run; leave out --set, or start a new run")
-    return open_run(given.runs / "tour")
+    chosen = overrides(given.set)
+    if chosen.keys() - {"rl.gate"}:
+        raise ValueError("--resume keeps the settings of the run but rl.gate; leave out --set, or start a new run")
+    run = open_run(given.runs / "tour")
+    settle(run, override(from_dict(run.settings()), chosen))
+    return run
 
 
 def _notebook() -> Path:

@@ -27,7 +27,8 @@ def headroom(
     sampled: Sequence[Attempt], greedy: Sequence[Attempt], rewards: RewardSettings, own: OwnReward | None = None
 ) -> dict[str, Any]:
     """Return figures of an initial policy: those of `summarise`, `live` (share of tasks whose attempts earn different rewards),
-    `gain` (the rise of pass@1 if every attempt were the best of its task), and `verdict`, a sentence."""
+    `gain` (the rise of pass@1 if every attempt were the best of its task), `nothing` (whether RL has nothing to find), and
+    `verdict`, a sentence. Solving tasks is not the aim of an environment with a reward of its own (`own`)."""
     scores = summarise(sampled, greedy)
     groups: dict[str, list[Attempt]] = {}
     for done in sampled:
@@ -38,6 +39,7 @@ def headroom(
     live = float(np.mean(several)) if several else None
     found = {name: scores[name] for name in FIGURES} | {"live": live}
     found["gain"] = found["best_of_k"] - found["pass_at_1"]
+    found["nothing"] = live is not None and not (live and (found["best_of_k"] or own))
     found["verdict"] = _verdict(found)
     return found
 
@@ -47,8 +49,10 @@ def _verdict(found: dict[str, Any]) -> str:
         return "one attempt at a task cannot tell what RL could find"
     if not found["live"]:
         return f"nothing to find: the {found['k']} attempts at each task earn the same reward, so no gradient is left"
+    if found["nothing"]:
+        return f"nothing to find but other terms of the reward: none of {found['k']} attempts at each task solves it"
     if not found["best_of_k"]:
-        return f"no attempt solves a task, so RL can move only other terms of the reward ({found['live']:.0%} of tasks live)"
+        return f"no attempt solves a task; RL can move only the environment's own reward ({found['live']:.0%} of tasks live)"
     best = f"up to +{found['gain']:.2f} of pass@1 (best of {found['k']}), {found['live']:.0%} of tasks live"
     if found["recovery"] is None:
         return f"{best}; no attempt edits again after a failed test, so testing cannot pay"
@@ -59,8 +63,9 @@ def _verdict(found: dict[str, Any]) -> str:
 
 def require_headroom(found: Mapping[str, Any]) -> None:
     """Raise ValueError if RL has nothing to learn from."""
-    if found["live"] == 0:
-        raise ValueError(f"RL has {found['verdict']}; change env, data, reward or the start, or set rl.gate=false")
+    if found["nothing"]:
+        change = "change env, data, reward or the start, or resume with rl.gate=false"
+        raise ValueError(f"RL has {found['verdict']}; {change}")
 
 
 def run_headroom(run: RunDir, policy: str = "start") -> dict[str, Any]:

@@ -87,6 +87,8 @@ _BEHAVIOUR = {
     "tests_after_wrong_edit": ("tests a wrong first edit", "{:.0%}"),
     "retries_after_failed_test": ("edits again after a failed test", "{:.0%}"),
     "recovery": ("solves the task then (recovery)", "{:.0%}"),
+    "tries": ("tries: edits with a test", "{:.1f}"),
+    "reads_before_edit": ("looks before the first edit", "{:.1f}"),
 }
 
 
@@ -95,8 +97,8 @@ def behaviour(report: Mapping[str, Any]) -> Picture:
     scores = report.get("eval", {})
     if not scores:
         return style.empty(_NOT_YET)
-    picture = Picture(9.5, 4.2)
-    for ax, (name, (heading, form)) in zip(picture.panels(2, 3), _BEHAVIOUR.items(), strict=True):
+    picture = Picture(11.5, 4.2)
+    for ax, (name, (heading, form)) in zip(picture.panels(2, 4), _BEHAVIOUR.items(), strict=True):
         known = {x: score[name] for x, score in enumerate(scores.values()) if score.get(name) is not None}
         names = list(scores)
         ax.bar(list(known), list(known.values()), 0.7, color=[POLICY.get(names[x], style.PURPLE) for x in known])

@@ -200,6 +200,24 @@ def test_recovery_counts_who_tried_again_after_a_failed_test() -> None:
     assert nothing["recovery"] is None and nothing["recovery_n"] == 0 and nothing["tests_after_wrong_edit"] is None
 
 
+@pytest.mark.parametrize(
+    ("rollouts", "tries", "hazard"),
+    [
+        ([((EDIT, PASS, FINISH), True)], 1.0, [1.0, None]),
+        ([((EDIT, FAIL, EDIT, PASS), True), ((EDIT, FAIL), False)], 1.5, [0.0, 1.0]),
+        ([((FAIL, EDIT, EDIT, FAIL, FAIL), False)], 1.0, [0.0, None]),
+        ([((EDIT, FAIL, replace(EDIT, observation="tried"), FAIL), False)], 1.0, [0.0, None]),
+        ([((EDIT,), True)], 0.0, [None, None]),
+        ([((FAIL, FINISH), False)], None, [None, None]),
+    ],
+)
+def test_a_try_is_an_edit_with_a_test(
+    rollouts: list[tuple[tuple[Turn, ...], bool]], tries: float | None, hazard: list[float | None]
+) -> None:
+    found = behaviour([made(f"t{n}", solved, turns) for n, (turns, solved) in enumerate(rollouts)])
+    assert found["tries"] == tries and [found["solved_at_try"][str(n)] for n in (1, 2)] == hazard
+
+
 def test_filtered_best_of_takes_the_first_attempt_that_passes_what_the_agent_sees() -> None:
     accepted_wrong, accepted_right = made("a", False, (EDIT, PASS)), made("a", True, (EDIT, PASS))
     refused = made("a", False, (EDIT, FAIL))

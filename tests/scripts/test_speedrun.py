@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from composer_nb.harness.files import write_json
+from composer_nb.harness.grading.grade import Attempt, Grade
+from composer_nb.harness.rollout import Rollout, Turn
+from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task, save_tasks
 from composer_nb.settings import Settings, override, to_dict
 from composer_nb.trainer.records.rundir import RunDir, create
@@ -54,6 +58,7 @@ def run_of(tmp_path: Path, scored: list[Task], changed: dict[str, Any]) -> RunDi
         ({"limits.turn_tokens": 65}, "limits above"),
         ({"eval.samples": 3}, "eval.samples below 4"),
         ({"model.start": "elsewhere"}, "begins with a checkpoint"),
+        ({"env.tools": "cursor", "env.renderer": "qwen"}, "another environment"),
     ],
 )
 def test_settings_break_rules(
@@ -71,3 +76,42 @@ def test_scored_tasks_are_the_official_ones_and_enough(speedrun: Any, task: Task
     for scored in ([*tasks[:2], easier], tasks[:1]):
         [found] = speedrun.broken_rules(run_of(tmp_path / str(len(scored)), scored, {}), official)
         assert "held-out tasks are not at least 2" in found
+
+
+@pytest.fixture
+def complete(task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run whose two held-out tasks have five attempts each; two of eight samples solve theirs in one call."""
+    monkeypatch.setattr(module, "build_report", lambda run: {"eval": {"final": {"pass_within": {"12": 0.25}}}})
+    tasks = [task.model_copy(update={"id": f"t{number}"}) for number in range(2)]
+    run = run_of(tmp_path, tasks, {})
+    call = Turn(call='{"name": "finish", "arguments": {}}', observation="")
+    attempts = []
+    for number in range(10):
+        rollout = Rollout(task_id=tasks[number % 8 // 4].id, segments=(), turns=(call,), files={}, stop="finished")
+        if number > 7:
+            rollout = replace(rollout, task_id=tasks[number - 8].id)
+        grade = Grade(status="graded", tests={"t": number in (0, 5, 8, 9)})
+        named = next(each for each in tasks if each.id == rollout.task_id)
+        attempts.append(Attempt(task=named, rollout=rollout, grade=grade))
+    save_attempts(run.path / "rollouts" / "eval_final.parquet", attempts)
+    return run
+
+
+def test_scores_are_counted_from_the_rollouts(complete: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert module.within(complete) == 0.25
+    monkeypatch.setattr(module, "build_report", lambda run: {"eval": {"final": {"pass_within": {"12": 0.9}}}})
+    with pytest.raises(ValueError, match=r"solve 0\.250 in 12 calls, and its report says otherwise"):
+        module.within(complete)
+
+
+def test_copies_and_missing_files_are_named(task: Task, tmp_path: Path) -> None:
+    runs = [run_of(tmp_path / str(seed), [task], {"seed": seed}) for seed in module.SEEDS]
+    with pytest.raises(FileNotFoundError, match="base"):
+        module.judge(runs)
+    for run in runs:
+        (weights := run.path / "weights" / "base").mkdir(parents=True)
+        (weights / "model.safetensors").write_bytes(b"the same")
+    with pytest.raises(ValueError, match="one is a copy"):
+        module.judge(runs)
+    with pytest.raises(ValueError, match="have the seeds"):
+        module.judge(runs[::-1])

@@ -66,7 +66,16 @@ def test_a_penalty_alone_is_no_promise_to_solve_more(task: Task) -> None:
     clean, other = (attempt(task, 2, solved=False) for _ in range(2))
     turns = (replace(other.rollout.turns[0], error="InvalidArguments"), *other.rollout.turns[1:])
     found = headroom([clean, replace(other, rollout=replace(other.rollout, turns=turns))], [clean], RewardSettings())
-    assert found["live"] == 1.0 and "no attempt solves a task" in found["verdict"]
+    assert found["live"] == 1.0 and "nothing to find but other terms of the reward" in found["verdict"]
+    with pytest.raises(ValueError, match=r"resume with rl\.gate=false"):
+        require_headroom(found)
+
+
+def test_an_environment_with_a_reward_of_its_own_need_not_solve_tasks(task: Task) -> None:
+    attempts = [attempt(task, *tests, solved=False) for tests in ((2,), (2, 2))]
+    found = headroom(attempts, attempts[:1], RewardSettings(), lambda rollout, grade: float(len(rollout.turns)))
+    assert found["live"] == 1.0 and "only the environment's own reward" in found["verdict"]
+    require_headroom(found)
 
 
 def test_one_attempt_a_task_tells_nothing_and_refuses_nothing(task: Task) -> None:

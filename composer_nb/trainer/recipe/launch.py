@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -98,7 +100,7 @@ def _begun(newest: Path, settings: Settings, say: Callable[[str], None]) -> RunD
         return None  # there is no run, or it was cut off before it had settings
     run = RunDir(path)
     package = json.loads((path / "provenance.json").read_text(encoding="utf-8"))["package_digest"]
-    if package == provenance()["package_digest"] and from_dict(run.settings()) == settings:
+    if package == provenance()["package_digest"] and same(from_dict(run.settings()), settings):
         return run
     say(f"{path.name} was begun with other settings or another version of this package; this is a new run")
     return None
@@ -132,17 +134,26 @@ def _only_launcher(run: RunDir) -> Iterator[None]:
         os.close(fd)
 
 
+def same(known: Settings, settings: Settings) -> bool:
+    """Return whether a run with these settings may go on with those; a run that its gate refused may go on without it."""
+    return known == replace(settings, rl=replace(settings.rl, gate=known.rl.gate))
+
+
 def settle(run: RunDir, settings: Settings | None) -> Settings:
     """Return the settings that a run was started with; a new run stores `settings`. Raises ValueError if `settings` are given and
-    differ from those of the run."""
+    differ from those of the run, except in `rl.gate`, which is stored again."""
     saved = run.path / "settings.json"
     if saved.is_file():
         known = from_dict(run.settings())
-        if settings is not None and settings != known:
+        if settings in (None, known):
+            return known
+        assert settings is not None
+        if not same(known, settings):
             raise ValueError(
                 f"{run.path} was started with other settings (settings.json); resume it without any, or start a new run"
             )
-        return known
+        write_json(saved, to_dict(settings))
+        return settings
     settings = settings or Settings()
     write_json(run.path / "provenance.json", provenance())
     write_json(saved, to_dict(settings))
@@ -279,6 +290,8 @@ def _run_processes(run: RunDir, programs: Mapping[str, tuple[str, ...]], say: Ca
     if failed is not None:
         name, code = list(programs)[failed], processes[failed].returncode
         last = last_words(run.path / f"{name}.log", begins[failed])
+        if refused := re.fullmatch(r"(?:\[rank\d+\]: )?ValueError: (.*)", last):  # the rank goes without saying
+            raise RunFailed(refused[1], code)
         raise RunFailed(f"{_spoken(name)} ended with {code}: {last}", code)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from composer_nb.harness.files import write_json
-from composer_nb.settings import Settings, override, to_dict
+from composer_nb.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer.recipe import launch
 from composer_nb.trainer.recipe.detached import start_detached
 from composer_nb.trainer.recipe.launch import BEFORE_RL, LOST, RunBusy, RunFailed, fork, start_or_resume
@@ -92,6 +92,9 @@ def test_a_batch_that_is_called_again_goes_on_with_its_run(tmp_path: Path, monke
 
     first = call()
     assert call().path == first.path and not said
+    assert call(**{"rl.gate": False}).path == first.path and not said
+    assert not from_dict(first.settings()).rl.gate, "a refused run goes on without its gate"
+    assert call().path == first.path and from_dict(first.settings()).rl.gate
     other = call(seed=2)
     assert other.path != first.path and len(said) == 1 and first.path.name in said[0]
     with pytest.raises(FileNotFoundError, match="no task file"):
@@ -160,6 +163,7 @@ def test_the_ranks_do_not_hold_the_lock(run: RunDir, worker: Path, tmp_path: Pat
         ("kill -9 $$", r"rank [01] ended with -9: it said nothing"),
         ("echo oh >&2; kill -9 $$", r"rank [01] ended with -9: oh \("),
         ("printf 'oh \\377' >&2; exit 3", r"rank [01] ended with 3: oh . \("),
+        ("echo '[rank1]: ValueError: no such tasks' >&2; exit 1", r"^no such tasks \("),
     ],
 )
 def test_last_words_are_of_this_launch(run: RunDir, worker: Path, program: str, words: str) -> None:
