@@ -81,6 +81,8 @@ def test_heavy_libraries_are_not_imported_before_they_are_needed():
         (["eval", "--policy", "gone", "--tasks", "TASKS"], "gone: no such checkpoint directory"),
         (["eval", "--policy", "scripted:expert", "--tasks", "gone"], "gone: no task file or folder here"),
         (["eval", "--policy", "scripted:expert", "--tasks", "TASKS", "--samples", "0"], "at least 1"),
+        (["headroom", "TASKS", "--policy", "scripted:expert", "--samples", "1"], "at least 2"),
+        (["headroom", "TASKS", "--policy", "scripted:expert", "--set", "reward.bogus=1"], "unknown setting"),
         (["sandbox", "check", "--backend", "wishes"], "backend must be one of bwrap"),
         (["tasks", "check", "gone"], "gone: no task file or folder here"),
     ],

@@ -177,12 +177,17 @@ def headroom(given: argparse.Namespace) -> int:
     else:
         chosen = overrides(given.set)
         of_bench = {name: chosen.pop(name) for name in [*chosen] if name.startswith("limits.") or name == "seed"}
+        rewards = override(Settings(), chosen).reward
+        if given.samples < 2:
+            raise ValueError(
+                f"--samples {given.samples}: at least 2, since one attempt at a task cannot tell what RL could find"
+            )
         tasks = {task.id: task for task in load_tasks(given.path)}
         settings = bench_settings(given.policy, [*tasks.values()], of_bench)
         with TemporaryDirectory() as out:
             evaluate(given.policy, [*tasks.values()], Path(out), samples=given.samples, greedy=True, settings=settings)
             sampled, greedy = (load_attempts(Path(out, "all", f"{n}.parquet"), tasks) for n in ("rollouts", "greedy"))
-        found = room.headroom(sampled, greedy, override(Settings(), chosen).reward)
+        found = room.headroom(sampled, greedy, rewards)
     return emit(given, found, lambda: text_table([(name, str(value)) for name, value in found.items()], ("", "")))
 
 
