@@ -122,8 +122,9 @@ def table(found: Mapping[str, Any]) -> Group:
         rows = list(pair_rows(found[part]))
         parts.append(text_table(rows, ("", "first", "second"), heading) if rows else f"[bold]{heading}[/]: none")
         if part == "provenance" and found["eval"]:
-            head, *rest = score_rows(found)
-            parts.append(text_table(rest, head, "held-out tasks"))
+            for rows_of, heading in ((score_rows, "held-out tasks"), (other_rows, "first → second")):
+                head, *rest = rows_of(found)
+                parts.append(text_table(rest, head, heading))
     return Group(*parts)
 
 
@@ -135,8 +136,9 @@ def page(found: Mapping[str, Any], figures: Mapping[str, tuple[str, bytes]]) -> 
         if not run["complete"]:
             body.append(f"<p class=note>{html.escape(run['run'])} is not complete.</p>")
     if found["eval"]:
-        head, *rows = score_rows(found)
-        body += ["<h2>Held-out tasks</h2>", html_table(rows, head)]
+        body.append("<h2>Held-out tasks</h2>")
+        for head, *rows in (score_rows(found), other_rows(found)):
+            body.append(html_table(rows, head))
     body += [figure(name, caption, png) for name, (caption, png) in figures.items()]
     for part, heading in _PARTS.items():
         rows = list(pair_rows(found[part]))
@@ -147,18 +149,7 @@ def page(found: Mapping[str, Any], figures: Mapping[str, tuple[str, bytes]]) -> 
 
 def score_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     """Yield the head and the rows of the table of scores."""
-    yield (
-        "policy",
-        "pass@1, first",
-        "second",
-        "difference",
-        "95 %",
-        "",
-        "in 12 calls",
-        "recovery",
-        "greedy",
-        "best of k",
-    )
+    yield ("policy", "pass@1, first", "second", "difference", "95 %", "")
     for name, part in found["eval"].items():
         scores, gap = part["scores"], part.get("difference")
         how = "" if gap is None else "paired by task: {}" if gap["paired"] else "other tasks: {}, {}, not paired"
@@ -168,14 +159,17 @@ def score_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
             "" if gap is None else f"{gap['pass_at_1']:+.3f}",
             "" if gap is None else "{:+.3f} to {:+.3f}".format(*gap["ci95"]),
             how.format(*(gap or {}).get("n_tasks", ())),
-            *(" → ".join(shown(value, ".3f") for value in pair) for pair in zip(*map(_others, scores), strict=True)),
         )
 
 
-def _others(scores: Mapping[str, Any] | None) -> list[float | None]:
-    given = scores or {}
-    within = given.get("pass_within") or {}
-    return [within.get("12"), *(given.get(name) for name in ("recovery", "pass_greedy", "best_of_k"))]
+def other_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the head and the rows of the table of other figures, each first → second."""
+    yield ("policy", "in 12 calls", "recovery", "greedy", "best of k")
+    for name, part in found["eval"].items():
+        both = [score or {} for score in part["scores"]]
+        values = [[(score.get("pass_within") or {}).get("12") for score in both]]
+        values += [[score.get(key) for score in both] for key in ("recovery", "pass_greedy", "best_of_k")]
+        yield (name, *(" → ".join(shown(value, ".3f") for value in pair) for pair in values))
 
 
 def pair_rows(pairs: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, str, str]]:
