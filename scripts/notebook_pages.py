@@ -79,7 +79,7 @@ def page_text(source: Path, held: Mapping[str, str], pages: Path) -> str:
     link = f"[{source.name}]({os.path.relpath(source, pages)})"
     parts = [
         f"{first_line(source)}<!-- written by {TEXT.split()[0]}, not by hand -->",
-        f"*{link} with the outputs of a run. Their text has one colour of mark here, and hovering shows nothing.*",
+        f"*This is {link} with the outputs of one run. The notebook itself also has controls, shades of colour and hover texts.*",
     ]
     for cell in nbformat.read(source, 4).cells:
         if cell.cell_type == "markdown":
