@@ -30,6 +30,7 @@ from composer_nb.trainer.services.journal import REFUSED
 from composer_nb.views import style
 from composer_nb.views.curves import metric, step_times
 from composer_nb.views.page import Html, box, image
+from composer_nb.views.scores import conduct
 from composer_nb.views.style import Picture, key, title
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ def facts(seen: Status) -> Iterator[tuple[str, str]]:
     yield "last line", seen.last_line or "none yet"
     if seen.stages:
         yield "stages, seconds", ", ".join(f"{name} {spent:.0f}" for name, spent in seen.stages.items())
+    for name, score in seen.scores.items():
+        yield f"{name}, held out", f"pass@1 {score['pass_at_1']:.3f}; {conduct(score)}"
     if share := utilisation(seen):
         yield "trainer busy", f"{share:.0%} of the time of RL steps"
     if tokens := sum(seen.ledger.values()):

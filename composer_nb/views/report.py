@@ -123,6 +123,7 @@ def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         tasks = f"{kept['heldout_tasks']} of {kept['of_heldout_tasks']} held-out tasks"
         yield "excerpt", f"the numbers are those of the full run; here are rollouts of {steps}, {tasks}"
     for name, score in report.get("eval", {}).items():
+        yield f"how it works, {name}", scores.conduct(score)
         if len(kinds := score.get("by_kind", {})) > 1:
             yield f"solved by kind, {name}", ", ".join(f"{kind} {share:.3f}" for kind, share in kinds.items())
     if gain := report.get("gain"):

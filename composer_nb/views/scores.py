@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import pandas as pd
@@ -92,13 +93,39 @@ _BEHAVIOUR = {
 }
 
 
+def conduct(score: Mapping[str, Any]) -> str:
+    """Return in one line how a policy works: what it solves by calls, tries and attempts, and what it looks at."""
+    lists = {
+        "solved within {} calls": score.get("pass_within", {}),
+        "at try {}": score.get("solved_at_try", {}),
+        "filtered best of {}": score.get("filtered_best_of", {}),
+    }
+    parts = []
+    for heading, found in lists.items():
+        known = {name: value for name, value in found.items() if value is not None}
+        if known:
+            parts.append(f"{heading.format('/'.join(known))}: {' '.join(format(v, '.3f') for v in known.values())}")
+    single = {"recovery": ".3f", "tries": ".1f", "calls_per_turn": ".2f", "reads_before_edit": ".1f"}
+    parts += [
+        f"{name.replace('_', ' ')} {format(score[name], form)}"
+        for name, form in single.items()
+        if score.get(name) is not None
+    ]
+    return "; ".join(parts)
+
+
 def behaviour(report: Mapping[str, Any]) -> Picture:
     """Draw the behaviour of policies, one panel per figure."""
     scores = report.get("eval", {})
     if not scores:
         return style.empty(_NOT_YET)
     picture = Picture(11.5, 4.2)
-    for ax, (name, (heading, form)) in zip(picture.panels(2, 4), _BEHAVIOUR.items(), strict=True):
+    measured = [name for name in _BEHAVIOUR if any(score.get(name) is not None for score in scores.values())]
+    for ax, name in zip_longest(picture.panels(2, 4), measured):
+        if name is None:  # a run of an earlier version measured fewer
+            ax.set_axis_off()
+            continue
+        heading, form = _BEHAVIOUR[name]
         known = {x: score[name] for x, score in enumerate(scores.values()) if score.get(name) is not None}
         names = list(scores)
         ax.bar(list(known), list(known.values()), 0.7, color=[POLICY.get(names[x], style.PURPLE) for x in known])

@@ -45,6 +45,8 @@ class Status:
     settings: Mapping[str, Any]
     stages: Mapping[str, float]
     """Seconds of each complete stage."""
+    scores: Mapping[str, Mapping[str, Any]]
+    """Results of the evaluation of each policy so far."""
     stage: str
     """First stage that is not complete; empty if all are."""
     done: int
@@ -99,6 +101,7 @@ def read_status(path: Path) -> Status:
         quiet_s=reader.quiet_seconds(run),
         settings=settings,
         stages=stages,
+        scores=found["scores"],
         stage=stage,
         done=done,
         total=total,
