@@ -120,7 +120,7 @@ def behaviour(report: Mapping[str, Any]) -> Picture:
     if not scores:
         return style.empty(_NOT_YET)
     picture = Picture(11.5, 4.2)
-    measured = [name for name in _BEHAVIOUR if any(score.get(name) is not None for score in scores.values())]
+    measured = [name for name in _BEHAVIOUR if any(name in score for score in scores.values())]
     for ax, name in zip_longest(picture.panels(2, 4), measured):
         if name is None:  # a run of an earlier version measured fewer
             ax.set_axis_off()
