@@ -45,7 +45,7 @@ SETTINGS: dict[str, Any] = {
     "sft.steps": 40,
     "sft.tokens": 5600,
     "sft.lr": 2e-4,
-    "sft.sharpness": [],
+    "sft.sharpness": [1.0, 1.5, 2.2],
     "eval.samples": 2,
     # One process per core samples, then learns. RL stops after half an hour.
     "services.on": False,

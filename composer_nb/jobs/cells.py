@@ -116,7 +116,7 @@ class Execution(NotebookClient):
 
     def run(self) -> None:
         """Run all cells. Raises KeyboardInterrupt when it was stopped, and RuntimeError for a cell that ends it otherwise, whose
-        state is then `fault`; the notebook is saved always."""
+        state is then `fault`; the notebook is always saved."""
         self._save()
         try:
             self._check()

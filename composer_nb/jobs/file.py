@@ -190,7 +190,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[e
 
 
 def _yaml(text: str) -> Any:
-    """Read YAML. Raises ValueError for whatever is wrong with it."""
+    """Read YAML. Raises ValueError if it is malformed."""
     try:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError) as error:

@@ -185,8 +185,8 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 @contextmanager
 def _swept(mark: str, record: dict[str, Any]) -> Iterator[None]:
-    """Afterwards end every process that was started meanwhile, orphans of the kernel too, and record them; processes that hold a
-    lease are spared and recorded."""
+    """End every process that was started while the block ran, orphans of the kernel included, and record it. Processes that hold
+    a lease are spared and recorded."""
     before = set(psutil.Process().children(recursive=True))
 
     def left() -> list[psutil.Process]:

@@ -39,7 +39,7 @@ Find = Callable[[], Iterable[psutil.Process]]
 
 @contextmanager
 def handling(handlers: Mapping[int, Callable[[int, Any], None]]) -> Iterator[None]:
-    """Handle signals this way meanwhile. For the main thread."""
+    """Handle signals this way while the block runs. Only the main thread can enter it."""
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
@@ -50,7 +50,7 @@ def handling(handlers: Mapping[int, Callable[[int, Any], None]]) -> Iterator[Non
 
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Adopt processes below us whose parent dies; without this, init does."""
+    """Adopt descendants whose parent dies while the block runs; otherwise init adopts them."""
     pr_set_child_subreaper = 36
     control = ctypes.CDLL(None, use_errno=True).prctl
     control(pr_set_child_subreaper, 1)
