@@ -59,11 +59,16 @@ def fault(source: Path, pages: Path = PAGES) -> str:
 
 
 def write_page(source: Path, pages: Path = PAGES, ran: nbformat.NotebookNode | None = None) -> None:
-    """Write the page of a notebook with the outputs of its run, or else with those that the page holds."""
+    """Write the page of a notebook with the outputs of its run, or else with those that the page holds. Raises ValueError for a run
+    whose cells have other ids."""
     page, folder = page_of(source, pages), pages / source.stem
     if ran is None:
         held = dict(HELD.findall(page.read_text(encoding="utf-8")))
     else:
+        if {cell.id for cell in nbformat.read(source, 4).cells} - {cell.id for cell in ran.cells}:
+            raise ValueError(
+                f"{source.name}: its cells have other ids than when it ran; remove the copy that ran and run {RUN}"
+            )
         shutil.rmtree(folder, ignore_errors=True)
         held = outputs(ran, folder)
     page.parent.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,7 @@ from composer_nb.jobs.records import file_digest
 from composer_nb.settings import Settings, override, to_dict
 from composer_nb.trainer.recipe.launch import start_or_resume
 from composer_nb.trainer.recipe.prepare import CHUNK
-from composer_nb.trainer.recipe.report import build_report
+from composer_nb.trainer.recipe.report import build_report, differing
 from composer_nb.trainer.records.rundir import RunDir
 
 SEEDS = (0, 1, 2)
@@ -74,9 +74,10 @@ def within(run: RunDir) -> float:
     attempts = load_attempts(run.path / "rollouts" / "eval_final.parquet", tasks)
     sampled = attempts[: -len(tasks)]  # the greedy ones come last
     tried = Counter(done.task.id for done in sampled)
-    if tried.keys() != tasks.keys() or min(tried.values()) < SAMPLES:
+    greedy = Counter(done.task.id for done in attempts[-len(tasks) :])
+    if tried.keys() != tasks.keys() or min(tried.values()) < SAMPLES or greedy != Counter(tasks.keys()):
         raise ValueError(f"{run.path.name}: its rollouts are not {SAMPLES} of each held-out task and a greedy one")
-    found: float = behaviour(sampled)["pass_within"]["12"]
+    found: float = behaviour([done for done in sampled if done.grade.known])["pass_within"]["12"]
     if abs(found - build_report(run)["eval"]["final"]["pass_within"]["12"]) > 1e-9:
         raise ValueError(f"{run.path.name}: its rollouts solve {found:.3f} in 12 calls, and its report says otherwise")
     return found
@@ -99,6 +100,10 @@ def judge(runs: list[RunDir]) -> str:
     """Return the row of three runs. Raises ValueError for what breaks a rule, and FileNotFoundError for what is missing."""
     if (seeds := [run.settings()["seed"] for run in runs]) != list(SEEDS):
         raise ValueError(f"the runs have the seeds {seeds}, not {list(SEEDS)}")
+    if any(run.settings() | {"seed": 0} != runs[0].settings() | {"seed": 0} for run in runs):
+        raise ValueError("the runs differ in more settings than the seed")
+    if len({json.loads((run.path / "provenance.json").read_text())["package_digest"] for run in runs}) > 1:
+        raise ValueError("the runs are of different versions of the package")
     starts = {file_digest(run.path / "weights" / "base" / "model.safetensors") for run in runs}
     if len(starts) < len(runs):
         raise ValueError("two of the runs begin with the same weights, so one is a copy")
@@ -128,11 +133,11 @@ def main() -> None:
             runs.append(start_or_resume(None, settings, runs=arguments.runs, name=name))
     try:
         shown = judge(runs)
-    except (OSError, ValueError) as error:
-        raise SystemExit(str(error)) from None
+    except (OSError, ValueError, KeyError) as error:  # KeyError: a setting that an old run does not have
+        raise SystemExit(f"{type(error).__name__}: {error}") from None
     print("| seconds, mean | by seed | in 12 calls, mean | by seed | target |\n|---|---|---|---|---|")
     print(shown)
-    print(json.dumps({"changed": changes}))
+    print(json.dumps({"changed": differing(to_dict(Settings()), runs[0].settings())}))
 
 
 if __name__ == "__main__":

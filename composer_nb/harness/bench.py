@@ -107,7 +107,7 @@ class Course:
     looks: int
     """Number of reads and searches before the first edit."""
     tries: int
-    """Number of test runs with an edit since the one before, apart from refused repetitions."""
+    """Number of stretches between test runs, and after the last, in which an edit was made; a refused repetition is none."""
 
     @classmethod
     def of(cls, turns: Sequence[Turn]) -> Course:
@@ -117,7 +117,7 @@ class Course:
         first = edits[0] if edits else len(turns)
         failures = [n for n in tests if n > first and (turns[n].tests_passed or 0) < (turns[n].tests_run or 0)]
         last = tests[-1] if tests else len(turns)
-        made, spans = [n for n in edits if turns[n].observation not in UNDONE], pairwise([-1, *tests])
+        made, spans = [n for n in edits if turns[n].observation not in UNDONE], pairwise([-1, *tests, len(turns)])
         return cls(
             edited=bool(edits),
             failed=bool(failures),
@@ -138,7 +138,7 @@ def behaviour(attempts: Sequence[Attempt]) -> dict[str, Any]:
     `recovery`                   of these, the share that solved the task; `recovery_n` counts them
     `tests_after_wrong_edit`     of attempts with a wrong edit, the share that ran tests after an edit
     `pass_within`                share of attempts that solved the task within this number of calls
-    `tries`                      test runs with an edit since the one before, over attempts that edit
+    `tries`                      edits, those between two test runs counted once, over attempts that edit
     `solved_at_try`              of attempts with at least this number of tries, the share that solved the task with it (hazard)
     `reads_before_edit`          reads and searches before the first edit, over attempts that edit
     `filtered_best_of`           share of tasks solved by the first of this number of attempts that passes the visible tests

@@ -63,7 +63,7 @@ def _verdict(found: dict[str, Any]) -> str:
 
 def require_headroom(found: Mapping[str, Any]) -> None:
     """Raise ValueError if RL has nothing to learn from."""
-    if found["nothing"]:
+    if found.get("nothing", found["live"] == 0):  # earlier versions did not store it
         change = "change env, data, reward or the start, or resume with rl.gate=false"
         raise ValueError(f"RL has {found['verdict']}; {change}")
 

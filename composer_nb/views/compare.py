@@ -136,9 +136,8 @@ def page(found: Mapping[str, Any], figures: Mapping[str, tuple[str, bytes]]) -> 
         if not run["complete"]:
             body.append(f"<p class=note>{html.escape(run['run'])} is not complete.</p>")
     if found["eval"]:
-        body.append("<h2>Held-out tasks</h2>")
-        for head, *rows in (score_rows(found), other_rows(found)):
-            body.append(html_table(rows, head))
+        for heading, (head, *rows) in (("Held-out tasks", score_rows(found)), ("First → second", other_rows(found))):
+            body += [f"<h2>{heading}</h2>", html_table(rows, head)]
     body += [figure(name, caption, png) for name, (caption, png) in figures.items()]
     for part, heading in _PARTS.items():
         rows = list(pair_rows(found[part]))

@@ -207,7 +207,8 @@ def test_recovery_counts_who_tried_again_after_a_failed_test() -> None:
         ([((EDIT, FAIL, EDIT, PASS), True), ((EDIT, FAIL), False)], 1.5, [0.0, 1.0]),
         ([((FAIL, EDIT, EDIT, FAIL, FAIL), False)], 1.0, [0.0, None]),
         ([((EDIT, FAIL, replace(EDIT, observation="tried"), FAIL), False)], 1.0, [0.0, None]),
-        ([((EDIT,), True)], 0.0, [None, None]),
+        ([((EDIT,), True)], 1.0, [1.0, None]),
+        ([((EDIT, FAIL, EDIT), True)], 2.0, [0.0, 1.0]),
         ([((FAIL, FINISH), False)], None, [None, None]),
     ],
 )

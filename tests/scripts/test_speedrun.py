@@ -44,6 +44,7 @@ def run_of(tmp_path: Path, scored: list[Task], changed: dict[str, Any]) -> RunDi
     settings = to_dict(override(Settings(), {name: value for name, value in changed.items() if name != "model.start"}))
     settings["model"]["start"] = changed.get("model.start", "")
     write_json(run.path / "settings.json", settings)
+    write_json(run.path / "provenance.json", {"package_digest": "one"})
     save_tasks(scored, run.path / "data" / "heldout.jsonl")
     return run
 
@@ -115,3 +116,9 @@ def test_copies_and_missing_files_are_named(task: Task, tmp_path: Path) -> None:
         module.judge(runs)
     with pytest.raises(ValueError, match="have the seeds"):
         module.judge(runs[::-1])
+    write_json(runs[1].path / "provenance.json", {"package_digest": "another"})
+    with pytest.raises(ValueError, match="different versions"):
+        module.judge(runs)
+    write_json(runs[1].path / "settings.json", runs[1].settings() | {"ranks": 1})
+    with pytest.raises(ValueError, match="differ in more settings than the seed"):
+        module.judge(runs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -100,3 +101,10 @@ def test_a_run_tells_its_headroom(tiny_run: Any) -> None:
     assert {"recovery", "filtered_best_of", "live", "verdict"} <= set(report["headroom"])
     with pytest.raises(ValueError, match="nobody has not been evaluated"):
         run_headroom(tiny_run, "nobody")
+
+
+@pytest.mark.parametrize("live", [0.0, 0.5])
+def test_a_run_of_an_earlier_version_is_refused_without_live_groups_only(live: float) -> None:
+    found = {"live": live, "verdict": "nothing to find"}
+    with nullcontext() if live else pytest.raises(ValueError, match="RL has nothing to find"):
+        require_headroom(found)

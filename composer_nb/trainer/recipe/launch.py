@@ -141,7 +141,7 @@ def same(known: Settings, settings: Settings) -> bool:
 
 def settle(run: RunDir, settings: Settings | None) -> Settings:
     """Return the settings that a run was started with; a new run stores `settings`. Raises ValueError if `settings` are given and
-    differ from those of the run, except in `rl.gate`, which is stored again."""
+    differ from those of the run, except in `rl.gate`, which is stored again unless RL has begun."""
     saved = run.path / "settings.json"
     if saved.is_file():
         known = from_dict(run.settings())
@@ -152,6 +152,8 @@ def settle(run: RunDir, settings: Settings | None) -> Settings:
             raise ValueError(
                 f"{run.path} was started with other settings (settings.json); resume it without any, or start a new run"
             )
+        if run.excerpt is not None or run.checkpoint("rl") or run.finished("rl") is not None:
+            return known
         write_json(saved, to_dict(settings))
         return settings
     settings = settings or Settings()

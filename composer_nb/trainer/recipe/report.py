@@ -403,8 +403,8 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def shared_tasks(first: RunDir, second: RunDir) -> set[str]:
-    """Return the names of the held-out tasks that both runs have; none if these are less than half of one run's. Whole tasks are
-    compared, not names. Runs of different seeds leave out different tasks of one set, so most are shared."""
+    """Return the names of the held-out tasks that both runs have; none if these are less than half of the smaller set. Whole
+    tasks are compared, not names. Runs of different seeds leave out different tasks of one set, so most are shared."""
     tasks: list[dict[str, Task]] = [
         {task.id: task for task in load_tasks(run.path / "data" / "heldout.jsonl")} for run in (first, second)
     ]
