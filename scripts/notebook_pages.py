@@ -59,8 +59,8 @@ def fault(source: Path, pages: Path = PAGES) -> str:
 
 
 def write_page(source: Path, pages: Path = PAGES, ran: nbformat.NotebookNode | None = None) -> None:
-    """Write the page of a notebook with the outputs of its run, or else with those that the page holds. Raises ValueError for a run
-    whose cells have other ids."""
+    """Write the page of a notebook with the outputs of its run, or else with those that the page holds. Raises ValueError for a
+    run whose cells have other ids."""
     page, folder = page_of(source, pages), pages / source.stem
     if ran is None:
         held = dict(HELD.findall(page.read_text(encoding="utf-8")))

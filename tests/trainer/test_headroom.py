@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from composer_nb.harness.files import write_json
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.policy import Trace
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.rollout import Rollout, Transcript, Turn
 from composer_nb.harness.tasks.task import Task
+from composer_nb.settings import from_dict, override, to_dict
 from composer_nb.trainer.headroom import headroom, require_headroom, run_headroom
+from composer_nb.trainer.recipe.launch import RunFailed, settle, start_or_resume
 from composer_nb.trainer.recipe.reader import open_run
 from composer_nb.trainer.recipe.report import build_report
+from composer_nb.trainer.records.rundir import RunDir
 
 EDIT, TEST = '{"name": "edit_line"}', '{"name": "run_tests"}'
 
@@ -108,3 +113,18 @@ def test_a_run_of_an_earlier_version_is_refused_without_live_groups_only(live: f
     found = {"live": live, "verdict": "nothing to find"}
     with nullcontext() if live else pytest.raises(ValueError, match="RL has nothing to find"):
         require_headroom(found)
+
+
+def test_the_recipe_refuses_rl_that_has_nothing_to_find(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]) -> None:
+    run = copy_of(tiny_run)
+    with run.connect() as db:
+        db.execute("DELETE FROM stage WHERE name IN ('rl', 'eval_final', 'numerics')")
+        for table in ("checkpoint", "step"):
+            db.execute(f"DELETE FROM {table} WHERE stage = 'rl'")
+    with_gate = override(from_dict(run.settings()), {"rl.gate": True})
+    write_json(run.path / "settings.json", to_dict(with_gate))
+    with pytest.raises(RunFailed, match=r"^RL has nothing to find but other terms of the reward"):
+        start_or_resume(run.path, say=lambda line: None)
+    assert run.finished("rl") is None
+    settle(run, override(with_gate, {"rl.gate": False}))
+    assert not from_dict(run.settings()).rl.gate, "so it may be resumed"
