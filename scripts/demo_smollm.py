@@ -53,7 +53,7 @@ SETTINGS: dict[str, Any] = {
     "rl.steps": 40,
     "rl.prompts": 4,
     "rl.group": 6,
-    "rl.lr": 2e-5,
+    "rl.lr": 5e-5,
     "rl.microbatch_tokens": 2048,
     "rl.tokens_per_rollout": 200,
     "rl.checkpoint_every": 5,
