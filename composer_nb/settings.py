@@ -16,6 +16,7 @@ from ast import literal_eval
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
@@ -430,6 +431,12 @@ def override(settings: Tree, values: Mapping[str, Any]) -> Tree:
             near = [each for each in difflib.get_close_matches(name, known) if _reads(known[each], value)]
             raise ValueError(f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     return _replaced(settings, typed)
+
+
+def changed(first: Tree, second: Tree) -> dict[str, Any]:
+    """Return by dotted name the values of `second` that differ from those of `first`, as `override` takes them."""
+    pairs = {name: [reduce(getattr, name.split("."), tree) for tree in (first, second)] for name in _types(first)}
+    return {name: list(new) if isinstance(new, tuple) else new for name, (old, new) in pairs.items() if old != new}
 
 
 def names(settings: Any) -> list[str]:

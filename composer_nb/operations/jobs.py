@@ -1,8 +1,10 @@
-"""Commands for notebooks as jobs: jobs run, status, cancel, log, sweep."""
+"""Commands for notebooks as jobs: jobs run, from, status, cancel, log, sweep."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,6 +39,45 @@ def run(given: argparse.Namespace) -> int:
     told = run_job(given.file, overrides(given.set), runs=given.runs, ray=given.ray, resume=given.resume, say=_print)
     _print(told["dir"])
     return ENDED[told["state"]]
+
+
+@command(
+    "jobs from", arg("path RUN", "a run of the recipe", type=Path), arg("--out FILE", "the job file", Path("job.yml"))
+)
+def from_run(given: argparse.Namespace) -> int:
+    """Write a job file that trains again with the settings of a run, those that were changed while it was live included."""
+    import yaml
+
+    from composer_nb.harness.files import write_atomic
+    from composer_nb.jobs.file import load_job
+    from composer_nb.operations.runs import tour_notebook
+    from composer_nb.settings import Settings, changed, from_dict, override
+    from composer_nb.trainer.recipe.reader import open_run
+
+    run, live = open_run(given.path), list[tuple[Any, ...]]()
+    settings = from_dict(run.settings())
+    if run.query("SELECT 1 FROM sqlite_master WHERE name = 'change'"):
+        live = run.query("SELECT name, value, step FROM change WHERE step >= 0 ORDER BY number")
+    for name, value, _ in live:
+        settings = override(settings, {name: json.loads(value)})
+    values = changed(Settings(), settings)
+    for name in ("model.start", "env.tasks"):  # the notebook runs in another folder
+        if name in values and Path(values[name]).exists():
+            values[name] = str(Path(values[name]).resolve())
+    parameters = {"runs": "${job.dir}/runs", "resume": True, "seed": values.pop("seed", 0), "overrides": values}
+    notebook = os.path.relpath(tour_notebook(), given.out.resolve().parent)
+    node = {"notebook": notebook, "parameters": parameters, "outputs": {"run_dir": "run.path"}}
+    lines = [f"# The settings of {run.path.name}: composer-nb jobs run {given.out.name}"]
+    lines += [
+        f"# {name} was set to {value} before step {step + 1}; here it is so from the first."
+        for name, value, step in live
+    ]
+    lines += [yaml.safe_dump({"name": given.out.stem, "nodes": {"tour": node}}, sort_keys=False, allow_unicode=True)]
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(given.out, "\n".join(lines))
+    load_job(given.out)
+    _print(f"{given.out}: {len(values)} settings differ from the defaults, {len(live)} of them changed live")
+    return 0
 
 
 @command("jobs status", NEWEST, JSON, RUNS, lines=True)

@@ -55,7 +55,7 @@ def tour(given: argparse.Namespace) -> int:
             if given.plain:
                 start_or_resume(run.path, say=log.info)
             else:
-                run_notebook(_notebook(), run.path / NOTEBOOK, {"run_dir": str(run.path)}, say=log.info)
+                run_notebook(tour_notebook(), run.path / NOTEBOOK, {"run_dir": str(run.path)}, say=log.info)
     except KeyboardInterrupt:
         same = " --plain" * given.plain + (f" --runs {given.runs}" if given.runs != Path("runs") else "")
         print(f"interrupted; resume with: composer-nb tour --resume{same}", file=sys.stderr)
@@ -131,7 +131,8 @@ def _resumed(given: argparse.Namespace) -> Any:
     return run
 
 
-def _notebook() -> Path:
+def tour_notebook() -> Path:
+    """Return the path of the tour. Raises FileNotFoundError where the package was installed without its notebooks."""
     found = Path(__file__).parents[2] / "notebooks" / NOTEBOOK
     if not found.is_file():
         raise FileNotFoundError(f"{found}: notebooks come with a checkout; without one use composer-nb tour --plain")

@@ -6,6 +6,8 @@ settings.
 
 from __future__ import annotations
 
+import html
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -18,7 +20,7 @@ import composer_nb.harness.terms  # noqa: F401  registers the terms that sliders
 from composer_nb.harness.rewards import TERMS, Effort, RewardSettings, effort_curve
 from composer_nb.labs.rewards.judges import Agreement
 from composer_nb.labs.rewards.rescore import Lab, StoredBatch, Verdict, judge, rescore
-from composer_nb.settings import override
+from composer_nb.settings import changed, override
 from composer_nb.views import style
 from composer_nb.views.page import shown
 from composer_nb.views.style import Picture, from_zero, key, title
@@ -136,6 +138,7 @@ def sliders(lab: Lab, rewards: RewardSettings | None = None) -> ipywidgets.VBox:
     """Return sliders over `ranges()`, beginning at `rewards` (default: as trained), above the figure of `look`.
 
     The figure follows when a slider is released. It belongs to the widget, so nothing else in a notebook depends on the sliders.
+    Below it stand the `overrides` with which a run trains on the chosen reward.
     Settings that have no slider keep their value.
     """
     import ipywidgets as w
@@ -167,7 +170,8 @@ def sliders(lab: Lab, rewards: RewardSettings | None = None) -> ipywidgets.VBox:
         chosen = with_values(base, {name: slider.value for name, slider in moved.items()})
         found = judge(lab, chosen)
         image.value = drawn(lab, found).png()
-        line.value = f"<code>{summary(found)}</code>"
+        overrides = {f"reward.{name}": value for name, value in changed(RewardSettings(), chosen).items()}
+        line.value = f"<code>{summary(found)}</code><br><code>overrides = {html.escape(json.dumps(overrides))}</code>"
 
     def reset(_: object = None) -> None:
         for name, slider in moved.items():

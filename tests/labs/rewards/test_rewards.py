@@ -1,6 +1,8 @@
 """The reward lab: its figure shows the numbers, its sliders show its figure."""
 
+import html
 import io
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from composer_nb.harness.rewards import Effort, RewardSettings, effort_curve
 from composer_nb.labs.rewards import view as rewards
 from composer_nb.labs.rewards.rescore import Lab, judge, open_lab, shuffled, verdict
+from composer_nb.settings import Settings, override
 from composer_nb.trainer.recipe.reader import example_run
 from composer_nb.trainer.records.rundir import RunDir
 
@@ -81,6 +84,8 @@ def test_sliders_begin_where_training_was_and_show_the_figure(lab: Lab):
     changed = rewards.with_values(trained, {"weights.unfinished": 1.5})
     assert image.value == rewards.look(lab, changed).png()
     assert rewards.summary(judge(lab, changed)) in line.value
+    overrides = json.loads(html.unescape(line.value).partition("overrides = ")[2].removesuffix("</code>"))
+    assert override(Settings(), overrides).reward == changed, "a run with these overrides trains on the chosen reward"
     again.click()
     assert image.value == rewards.look(lab, trained).png()
 
