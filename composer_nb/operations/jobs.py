@@ -42,7 +42,10 @@ def run(given: argparse.Namespace) -> int:
 
 
 @command(
-    "jobs from", arg("path RUN", "a run of the recipe", type=Path), arg("--out FILE", "the job file", Path("job.yml"))
+    "jobs from",
+    arg("path RUN", "a run of the recipe", type=Path),
+    arg("--out FILE", "the job file", Path("job.yml")),
+    JSON,
 )
 def from_run(given: argparse.Namespace) -> int:
     """Write a job file that trains again with the settings of a run, those that were changed while it was live included."""
@@ -53,6 +56,7 @@ def from_run(given: argparse.Namespace) -> int:
     from composer_nb.operations.runs import tour_notebook
     from composer_nb.settings import Settings, changed, from_dict, override
     from composer_nb.trainer.recipe.reader import open_run
+    from composer_nb.views.page import text_table
 
     run, live = open_run(given.path), list[tuple[Any, ...]]()
     settings = from_dict(run.settings())
@@ -76,8 +80,8 @@ def from_run(given: argparse.Namespace) -> int:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(given.out, "\n".join(lines))
     load_job(given.out)
-    _print(f"{given.out}: {len(values)} settings differ from the defaults, {len(live)} of them changed live")
-    return 0
+    found = {"file": str(given.out), **parameters}
+    return emit(given, found, lambda: text_table([(name, str(value)) for name, value in found.items()], ("", "")))
 
 
 @command("jobs status", NEWEST, JSON, RUNS, lines=True)

@@ -6,7 +6,7 @@ no gradient. If a second try after a failed test gains nothing, running tests ga
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -61,11 +61,14 @@ def _verdict(found: dict[str, Any]) -> str:
     return f"{best}; recovery {found['recovery']:.2f}: tests and further tries can pay"
 
 
-def require_headroom(found: Mapping[str, Any]) -> None:
-    """Raise ValueError if RL has nothing to learn from."""
-    if found.get("nothing", found["live"] == 0):  # earlier versions did not store it
-        change = "change env, data, reward or the start, or resume with rl.gate=false"
-        raise ValueError(f"RL has {found['verdict']}; {change}")
+def refusal(run: RunDir) -> str:
+    """Return why RL has nothing to learn from in a run; empty if it has, has begun, or its start is not evaluated yet."""
+    if run.finished("eval_start") is None or run.finished("rl") is not None or run.checkpoint("rl"):
+        return ""
+    found = run_headroom(run)
+    if not found.get("nothing", found["live"] == 0):  # earlier versions did not store it
+        return ""
+    return f"RL has {found['verdict']}; change env, data, reward or the start, or resume with rl.gate=false"
 
 
 def run_headroom(run: RunDir, policy: str = "start") -> dict[str, Any]:

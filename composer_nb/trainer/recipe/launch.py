@@ -22,6 +22,7 @@ from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.journal import FOLDER, Journal
 from composer_nb.harness.sandbox.reap import reap
 from composer_nb.settings import Settings, from_dict, to_dict
+from composer_nb.trainer.headroom import refusal
 from composer_nb.trainer.recipe.prepare import check_inputs
 from composer_nb.trainer.records.rundir import RunDir, create, open_run, provenance
 from composer_nb.trainer.services import LOST
@@ -170,6 +171,8 @@ def _launch(run: RunDir, settings: Settings, say: Callable[[str], None]) -> None
     last = settings.until if settings.until != "rl" else "eval_control" if settings.control_steps else "numerics"
     if run.finished(last) is None:
         _run_ranks(run, settings.ranks, say)
+    if last == "numerics" and settings.rl.gate and (reason := refusal(run)):
+        raise ValueError(reason)
     if settings.services.on and settings.until == "rl" and not settings.control_steps and run.finished("rl") is None:
         with held(settings.services.address):
             _run_services(run, say)

@@ -26,7 +26,7 @@ from composer_nb.harness.policy import Request
 from composer_nb.settings import MidtrainSettings
 from composer_nb.trainer.drafts import FILE, Joint, add_draft
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.headroom import require_headroom, run_headroom
+from composer_nb.trainer.headroom import refusal
 from composer_nb.trainer.learning.data import (
     CODE_ROW,
     Row,
@@ -67,8 +67,8 @@ def run_recipe(s: Stages) -> None:
         control(s)
         evaluate(s, "control")
         return
-    if s.settings.rl.gate and s.run.finished("rl") is None and not s.run.checkpoint("rl"):
-        require_headroom(s.ranks.gather(run_headroom(s.run) if s.ranks.first else {})[0])
+    if s.settings.rl.gate and s.ranks.gather(refusal(s.run) if s.ranks.first else "")[0]:
+        return  # the launcher says why
     if s.settings.services.on and s.run.finished("rl") is None:
         return  # the services run RL; then the ranks start again for the rest
     reinforcement(s)
