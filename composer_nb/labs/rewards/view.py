@@ -167,7 +167,8 @@ def sliders(lab: Lab, rewards: RewardSettings | None = None) -> ipywidgets.VBox:
     )
 
     def draw(_: object = None) -> None:
-        chosen = with_values(base, {name: slider.value for name, slider in moved.items()})
+        values = {name: slider.value for name, slider in moved.items() if slider.value != start[name]}
+        chosen = with_values(base, values)
         found = judge(lab, chosen)
         image.value = drawn(lab, found).png()
         overrides = {f"reward.{name}": value for name, value in changed(RewardSettings(), chosen).items()}
