@@ -13,7 +13,7 @@ from screen import Lab, Notebook
 
 pytestmark = pytest.mark.browser
 CELLS = (
-    "from composer_nb.trainer.recipe.report import example_run\nfrom composer_nb.views import rollout, task",
+    "from composer_nb.trainer.recipe.reader import example_run\nfrom composer_nb.views import rollout, task",
     "stored = rollout.sampled(example_run())[0]\nrollout.read(stored, 'advantage')",
     "task.card(stored.attempt.task)",
     "task.turns(stored.attempt)",
