@@ -138,7 +138,7 @@ def behaviour(attempts: Sequence[Attempt]) -> dict[str, Any]:
     `recovery`                   of these, the share that solved the task; `recovery_n` counts them
     `tests_after_wrong_edit`     of attempts with a wrong edit, the share that ran tests after an edit
     `pass_within`                share of attempts that solved the task within this number of calls
-    `tries`                      edits, those between two test runs counted once, over attempts that edit
+    `tries`                      number of tries (edits up to the next test run are one), over attempts that edit
     `solved_at_try`              of attempts with at least this number of tries, the share that solved the task with it (hazard)
     `reads_before_edit`          reads and searches before the first edit, over attempts that edit
     `filtered_best_of`           share of tasks solved by the first of this number of attempts that passes the visible tests

@@ -88,7 +88,7 @@ _BEHAVIOUR = {
     "tests_after_wrong_edit": ("tests a wrong first edit", "{:.0%}"),
     "retries_after_failed_test": ("edits again after a failed test", "{:.0%}"),
     "recovery": ("solves the task then (recovery)", "{:.0%}"),
-    "tries": ("tries: edits with a test", "{:.1f}"),
+    "tries": ("tries, parted by test runs", "{:.1f}"),
     "reads_before_edit": ("looks before the first edit", "{:.1f}"),
 }
 
