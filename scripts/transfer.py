@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Does the loss of mid-training predict the reward of RL? `scripts/transfer.py [--budgets STEPS …] [--seeds N …]`.
+"""Does the loss of mid-training predict the reward of RL, and the amount of training that loss? `scripts/transfer.py [--budgets
+STEPS …] [--seeds N …]`.
 
 Composer 2 (arXiv 2603.24477, figure 2, left) trained three budgets, logarithmically spaced, fine-tuned each alike, and ran the
-same RL: the loss after fine-tuning predicted the reward after a fixed number of steps. Here budgets are steps of mid-training,
-and each seed has a run of its own at each budget. Writes transfer.csv, and transfer.png with the rank correlation, to the folder
-of the runs. Interrupted, the same command goes on.
+same RL: the loss after fine-tuning predicted the reward after a fixed number of steps, and the loss on a codebase was linear in
+the logarithm of the compute (right). Here budgets are steps of mid-training. Each seed has a run of its own at each budget, with
+its whole learning-rate schedule. Writes transfer.csv, and transfer.png with the rank correlation and the log-linear fit, to the
+folder of the runs. Interrupted, the same command goes on.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import numpy as np
 import pandas as pd
 
 from composer_nb.harness.files import write_atomic
+from composer_nb.labs.scaling import LossFit, fit_loss
 from composer_nb.operations import overrides
 from composer_nb.settings import Settings, override
 from composer_nb.trainer.recipe.launch import start_or_resume
@@ -37,6 +40,7 @@ def row(run: RunDir) -> dict[str, Any]:
     return {
         "seed": report["seed"],
         "steps": midtrain["step"],
+        "tokens": midtrain["step"] * run.settings()["midtrain"]["tokens"],
         "code_loss": midtrain["heldout_code_loss"],
         "loss": sft["heldout_agent_loss"],
         "reward": float(np.mean(rewards[-max(1, round(LAST * len(rewards))) :])),
@@ -50,13 +54,31 @@ def rank_correlation(one: pd.Series, other: pd.Series) -> float:
     return float(one.rank().corr(other.rank()))
 
 
+def law(table: pd.DataFrame) -> tuple[LossFit, float]:
+    """Fit the log-linear law to the codebase's loss at all budgets but the largest. Return it and its mean error there, predicted
+    minus measured, in nats a token. Raises ValueError for fewer than three budgets."""
+    last = table["tokens"] == table["tokens"].max()
+    fit = fit_loss(list(table[~last]["tokens"]), list(table[~last]["code_loss"]))
+    return fit, float(np.mean(fit.predict(table[last]["tokens"]) - table[last]["code_loss"]))
+
+
 def figure(table: pd.DataFrame) -> style.Picture:
-    """Reward over loss, a mark a run, a colour a budget."""
-    picture, ax = style.one_panel(6, 4)
+    """Reward over loss, and the codebase's loss over tokens with the law fitted to all budgets but the largest: a mark a run, a
+    colour a budget."""
+    picture = style.Picture(10, 4)
+    ax, right = picture.panels(1, 2)
+    fit, error = law(table)
     for hue, (steps, part) in zip(
         (style.SKY, style.BLUE, style.VERMILION, style.PURPLE), table.groupby("steps"), strict=False
     ):
         ax.plot(part["loss"], part["reward"], "o", color=hue, label=f"{steps} steps of mid-training")
+        right.plot(part["tokens"], part["code_loss"], "o", color=hue)
+    line = np.geomspace(table["tokens"].min(), table["tokens"].max(), 50)
+    right.plot(line, fit.predict(line), "--", color=style.INK)
+    right.set_xscale("log")
+    style.title(
+        right, f"the law is {error:+.2f} nats off at the largest budget", "tokens", "loss on the codebase, nats a token"
+    )
     found = rank_correlation(table["loss"], table["reward"])
     style.title(
         ax, f"{len(table)} runs: rank correlation {found:+.2f}", "loss after fine-tuning, nats a token", "reward in RL"
@@ -84,8 +106,11 @@ def main(arguments: list[str] | None = None) -> None:
             table = pd.DataFrame(rows)
             table.to_csv(given.runs / "transfer.csv", index=False)
     print(table.round(3).to_string(index=False))
-    if len(table) > 2:
-        print(f"rank correlation of loss and reward: {rank_correlation(table['loss'], table['reward']):+.2f}")
+    if table["tokens"].nunique() < 3:
+        return
+    fit, error = law(table)
+    print(f"rank correlation of loss and reward: {rank_correlation(table['loss'], table['reward']):+.2f}")
+    print(f"loss on the codebase: {fit.intercept:.3f} {fit.slope:+.4f} ln(tokens), {error:+.2f} at the largest budget")
     write_atomic(given.runs / "transfer.png", figure(table).png())
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pandas as pd
 import pytest
 from scipy.stats import spearmanr
 
-from scripts.transfer import figure, rank_correlation, row
+from scripts.transfer import figure, law, rank_correlation, row
 
 
 def test_the_correlation_is_that_of_ranks():
@@ -14,9 +15,17 @@ def test_the_correlation_is_that_of_ranks():
     assert rank_correlation(one, other) == pytest.approx(spearmanr(one, other).statistic)
 
 
+def test_the_law_is_fitted_without_the_largest_budget():
+    tokens = np.array([1e4, 4e4, 16e4, 64e4])
+    table = pd.DataFrame({"tokens": tokens, "code_loss": 9.0 - 0.4 * np.log(tokens)})
+    table.loc[3, "code_loss"] -= 0.25
+    fit, error = law(table)
+    assert (fit.intercept, fit.slope, error) == pytest.approx((9.0, -0.4, 0.25))
+
+
 @pytest.mark.whole
 def test_a_finished_run_gives_a_row_and_rows_a_figure(tiny_run):
     found = row(tiny_run)
     assert found["seed"] == 0 and found["steps"] == 30 and found["loss"] > 0 and -1 <= found["reward"] <= 1
-    table = pd.DataFrame([found, found | {"steps": 60, "reward": 0.5, "loss": 0.1}, found | {"steps": 90}])
+    table = pd.DataFrame([found, found | {"steps": 60, "tokens": 2e4, "reward": 0.5}, found | {"tokens": 3e4}])
     assert figure(table).png()[1:4] == b"PNG"
