@@ -10,7 +10,7 @@ from composer_nb import cli
 from composer_nb.jobs.file import load_job
 from composer_nb.settings import Settings, override
 from composer_nb.trainer.recipe.launch import settle
-from composer_nb.trainer.records.rundir import create
+from composer_nb.trainer.records.rundir import RunDir, create
 from composer_nb.trainer.services.journal import Journal, request_change
 
 
@@ -38,3 +38,15 @@ def test_a_job_file_has_the_settings_of_a_run_and_what_was_changed_live(
     assert again == override(Settings(), given | live), "a refused change is left out, and paths hold everywhere"
     text = Path("made/again.yml").read_text()
     assert "# services.bound was set to 4 before step 7" in text and "services.ahead" not in text
+
+
+@pytest.mark.slow
+def test_the_job_of_a_run_without_services_ends_with_its_weights(tiny_run: RunDir, tmp_path: Path) -> None:
+    assert cli.main(["jobs", "from", str(tiny_run.path), "--out", str(tmp_path / "again.yml")]) == 0
+    assert cli.main(["jobs", "run", str(tmp_path / "again.yml"), "--runs", str(tmp_path / "jobs")]) == 0
+    again = tmp_path / "jobs/again/runs/tour/weights"
+    names = [path.name for path in (tiny_run.path / "weights").iterdir()]
+    assert {"midtrained", "start", "final"} <= set(names)
+    for name in names:
+        file = f"{name}/model.safetensors"
+        assert (again / file).read_bytes() == (tiny_run.path / "weights" / file).read_bytes(), name
