@@ -495,6 +495,8 @@ def _typed(value: Any, wanted: Any, name: str) -> Any:
         value = re.findall(r"[\w.-]+", value)
     if get_origin(bare) is tuple and isinstance(value, list):  # JSON has no tuples
         value = tuple(value)
+    if get_origin(bare) is tuple and isinstance(value, int | float):  # one number, as a command line gives it
+        value = (value,)
     return checked_value(adapter, value, name)
 
 

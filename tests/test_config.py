@@ -115,6 +115,11 @@ def test_a_mapping_of_weights_is_a_setting_of_its_own():
             override(Settings(), {"reward.weights": wrong})
 
 
+def test_a_list_may_be_one_value():
+    one = override(Settings(), {"sft.sharpness": "1.5", "data.kinds": "lint"})
+    assert (one.sft.sharpness, one.data.kinds) == ((1.5,), ("lint",))
+
+
 def test_several_settings_at_once_and_the_original_stays():
     base = Settings()
     changed = override(base, {"rl.steps": 3, "seed": 7, "reward.effort.weight": 0.5, "rl.lr": 1})
@@ -179,6 +184,7 @@ def test_a_group_cannot_be_set_as_a_whole(name: str):
         ({"rl.steps": 0}, "rl.steps=0: must be greater than or equal to 1"),
         ({"rl.minibatches": "0"}, "rl.minibatches=0: must be greater than or equal to 1"),
         ({"rl.lr": -1}, "rl.lr=-1: must be greater than or equal to 0"),
+        ({"sft.sharpness": "[1.5, 0]"}, r"sft.sharpness\[1\]=0: must be greater than 0"),
         ({"data.mistake_rate": 7}, "data.mistake_rate=7: must be less than or equal to 1"),
         ({"data.demonstrations": 0}, "data.demonstrations=0: midtrain.steps and extend.steps must be 0 too"),
         ({"data.mistaken_demonstrations": 0}, "data.mistaken_demonstrations=0: sft.steps must be 0 too"),

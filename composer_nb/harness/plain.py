@@ -31,7 +31,7 @@ def checked_value(adapter: TypeAdapter[Any], value: Any, name: str) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         place = "".join(f"[{part!r}]" for part in first["loc"])
-        raise ValueError(f"{name}{place}={value!r}: {first['msg'].replace('Input should', 'must')}") from None
+        raise ValueError(f"{name}{place}={first['input']!r}: {first['msg'].replace('Input should', 'must')}") from None
 
 
 def require_ranges(settings: Any, group: str) -> None:
