@@ -3,13 +3,14 @@
 
     scripts/make_docs.py              run the notebooks whose code has changed since their last page, then build build/docs/html
     scripts/make_docs.py --stale      name those notebooks, and fail if there are any
-    scripts/make_docs.py --bare       build without running notebooks: pages of those that never ran have no figures
+    scripts/make_docs.py --bare       build without running notebooks: those whose code has changed have no outputs
     scripts/make_docs.py --llms       write llms.txt
     scripts/make_docs.py --text       write docs/pages anew from the notebooks' text and the outputs that they hold; run nothing
 
 A notebook runs at CPU size on the example in data/. Its executed copy is kept in build/docs/executed with the record of its
-run. A page takes its outputs from there and its text from the notebook, so a new sentence needs no new run. The site is not in
-git; docs/pages is, for those who read on GitHub. A page there gets new outputs if it is missing or its notebook's code changed.
+run. The site takes its outputs from there, or else from docs/pages, and its text from the notebook, so a new sentence needs no
+new run. The site is not in git; docs/pages is, for those who read on GitHub. A page there gets new outputs if it is missing or
+its notebook's code changed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = str(ROOT / "data" / "example")
 SHORT: dict[str, dict[str, Any]] = {
     "01_tour": {"run_dir": EXAMPLE},
-    "05_rl_run": {"run_dir": EXAMPLE},
     "08_product": {"tasks_wanted": 5},
     "09_bench": {"tasks_wanted": 8, "seconds": 5.0},
 }
@@ -58,6 +58,12 @@ CONFIG: dict[str, Any] = {
     "suppress_warnings": ["myst.header", "misc.highlighting_failure", "mystnb.unknown_mime_type"],
     "exclude_patterns": [],
 }
+FLAGS = {
+    "stale": "name the notebooks whose code has changed since their page, and fail if there are any",
+    "bare": "build without running notebooks; those whose code has changed have no outputs",
+    "llms": "write llms.txt",
+    "text": "write docs/pages anew from the notebooks' text and the outputs that they hold",
+}
 LINK = re.compile(r"(!?)\[([^\]\[]*)\]\(([^)\s]+)\)")
 
 
@@ -69,24 +75,31 @@ def executed(source: Path, build: Path) -> Path:
     return build / "executed" / source.stem / source.name
 
 
-def is_stale(source: Path, build: Path) -> bool:
-    """Whether the executed copy is missing or broken, or ran other code or other parameters."""
+def has_run(source: Path, build: Path) -> bool:
+    """Whether there is an executed copy that ran to its end, with the notebook's present code and the right parameters."""
     copy = executed(source, build)
     if not copy.is_file():
-        return True
+        return False
     record = json.loads(copy.with_name("run.json").read_text(encoding="utf-8"))
     ran = record["state"], record["parameters"], record["notebook_sha256"]
-    return ran != ("completed", SHORT.get(source.stem, {}), notebook_digest(source))
+    return ran == ("completed", SHORT.get(source.stem, {}), notebook_digest(source))
+
+
+def is_stale(source: Path, build: Path) -> bool:
+    """Whether neither the executed copy nor the page in docs/pages has outputs of the notebook's present code."""
+    return not has_run(source, build) and not notebook_pages.held_outputs(source)
 
 
 def page(source: Path, build: Path) -> nbformat.NotebookNode:
-    """Return the notebook with the outputs of its last run, where its cells are still those that ran."""
-    book = nbformat.read(source, 4)
-    copy = executed(source, build)
-    ran = {cell.id: cell for cell in nbformat.read(copy, 4).cells} if copy.is_file() else {}
+    """Return the notebook with the outputs of its last run, or else with those of its page in docs/pages."""
+    book, runs = nbformat.read(source, 4), has_run(source, build)
+    ran = {cell.id: cell for cell in nbformat.read(executed(source, build), 4).cells} if runs else {}
+    held = {} if runs else notebook_pages.held_outputs(source)
     for cell in book.cells:
-        if cell.cell_type == "code" and cell.id in ran and ran[cell.id].source == cell.source:
+        if cell.cell_type == "code" and cell.id in ran:
             cell.outputs, cell.execution_count = ran[cell.id].outputs, ran[cell.id].execution_count
+        if cell.cell_type == "code" and cell.id in held:
+            cell.outputs = [nbformat.v4.new_output("display_data", {"text/markdown": held[cell.id]})]
     for cell in book.cells:
         if cell.cell_type == "markdown":
             cell.source = inside(cell.source, source)
@@ -201,7 +214,7 @@ def write_pages(pages: Path, build: Path | None = None) -> list[str]:
         said = notebook_pages.fault(path, pages)
         if said.endswith(notebook_pages.TEXT):
             notebook_pages.write_page(path, pages)
-        elif said and build and not is_stale(path, build):
+        elif said and build and has_run(path, build):
             notebook_pages.write_page(path, pages, nbformat.read(executed(path, build), 4))
         elif said:
             left.append(said)
@@ -210,8 +223,8 @@ def write_pages(pages: Path, build: Path | None = None) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Build the documentation site.")
-    for name in ("stale", "bare", "llms", "text"):
-        parser.add_argument(f"--{name}", action="store_true")
+    for name, said in FLAGS.items():
+        parser.add_argument(f"--{name}", action="store_true", help=said)
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "docs")
     given = parser.parse_args()
     if given.llms:
@@ -227,9 +240,14 @@ def main() -> int:
         return 1 if old else 0
     from composer_nb.jobs.notebook import run_notebook
 
-    for path in [] if given.bare else old:
-        record = run_notebook(path, executed(path, given.build), SHORT.get(path.stem, {}))
-        print(f"{path.name}: {record['seconds']:.0f} s", flush=True)
+    for number, path in enumerate([] if given.bare else old, 1):
+        print(f"{path.name}, {number} of {len(old)}: running; a notebook takes up to some minutes", flush=True)
+        try:
+            record = run_notebook(path, executed(path, given.build), SHORT.get(path.stem, {}))
+        except KeyboardInterrupt:
+            print(f"{path.name}: interrupted; the same command goes on with it")
+            return 130
+        print(f"{path.name}: {record['state']} after {record['seconds']:.0f} s", flush=True)
     if not given.bare:
         write_pages(notebook_pages.PAGES, given.build)
     print(build_site(given.build) / "index.html")

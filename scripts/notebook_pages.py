@@ -58,6 +58,18 @@ def fault(source: Path, pages: Path = PAGES) -> str:
     return ""
 
 
+def held_outputs(source: Path, pages: Path = PAGES) -> dict[str, str]:
+    """Return the outputs that a notebook's page holds as Markdown by cell, figures inside. None, if the page is of other code."""
+    page = page_of(source, pages)
+    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+
+    def inside(found: re.Match[str]) -> str:
+        return f'src="data:image/png;base64,{base64.b64encode((pages / found[1]).read_bytes()).decode()}"'
+
+    held = HELD.findall(text) if text.startswith(first_line(source)) else []
+    return {cell: re.sub(rf'src="({source.stem}/\d+\.png)"', inside, body) for cell, body in held}
+
+
 def write_page(source: Path, pages: Path = PAGES, ran: nbformat.NotebookNode | None = None) -> None:
     """Write the page of a notebook with the outputs of its run, or else with those that the page holds. Raises ValueError for a
     run whose cells have other ids."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import time
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,43 +46,54 @@ def run(given: argparse.Namespace) -> int:
 @command(
     "jobs from",
     arg("path RUN", "a run of the recipe", type=Path),
-    arg("--out FILE", "the job file", Path("job.yml")),
+    arg("--out FILE", "the job file, a new one (default: the run's name, with .yml)", type=Path),
     JSON,
 )
 def from_run(given: argparse.Namespace) -> int:
-    """Write a job file that trains again with the settings of a run, those that were changed while it was live included."""
+    """Write a job file that trains again with the settings of a run, those that were changed while it was live included.
+
+    Raise ValueError for a file that exists, and for an environment of one's own that other folders cannot import.
+    """
     import yaml
 
     from composer_nb.harness.files import write_atomic
     from composer_nb.jobs.file import load_job
     from composer_nb.operations.runs import tour_notebook
     from composer_nb.settings import Settings, changed, from_dict, override
+    from composer_nb.trainer.recipe.launch import absolute
     from composer_nb.trainer.recipe.reader import open_run
     from composer_nb.views.page import text_table
 
     run, live = open_run(given.path), list[tuple[Any, ...]]()
-    settings = from_dict(run.settings())
+    settings, out = absolute(from_dict(run.settings())), given.out or Path(f"{run.path.name}.yml")
+    if out.exists():
+        raise ValueError(f"{out}: is there already; give another file as --out")
+    module, own, _ = (tasks := settings.env.tasks).partition(":")
+    if own and not Path(tasks).exists() and find_spec(module.partition(".")[0]) is None:
+        raise ValueError(f"env.tasks={tasks!r}: a job imports it from another folder; put its folder into PYTHONPATH")
     if run.query("SELECT 1 FROM sqlite_master WHERE name = 'change'"):
         live = run.query("SELECT name, value, step FROM change WHERE step >= 0 ORDER BY number")
+    live = [(name, json.loads(value), step + 1) for name, value, step in live]
     for name, value, _ in live:
-        settings = override(settings, {name: json.loads(value)})
+        settings = override(settings, {name: value})
     values = changed(Settings(), settings)
-    for name in ("model.start", "env.tasks"):  # the notebook runs in another folder
-        if name in values and Path(values[name]).exists():
-            values[name] = str(Path(values[name]).resolve())
     parameters = {"runs": "${job.dir}/runs", "resume": True, "seed": values.pop("seed", 0), "overrides": values}
-    notebook = os.path.relpath(tour_notebook(), given.out.resolve().parent)
+    notebook = os.path.relpath(tour_notebook(), out.resolve().parent)
     node = {"notebook": notebook, "parameters": parameters, "outputs": {"run_dir": "run.path"}}
-    lines = [f"# The settings of {run.path.name}: composer-nb jobs run {given.out.name}"]
-    lines += [
-        f"# {name} was set to {value} before step {step + 1}; here it is so from the first."
-        for name, value, step in live
-    ]
-    lines += [yaml.safe_dump({"name": given.out.stem, "nodes": {"tour": node}}, sort_keys=False, allow_unicode=True)]
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(given.out, "\n".join(lines))
-    load_job(given.out)
-    found = {"file": str(given.out), **parameters}
+    lines = [f"# The settings of {run.path.name}: composer-nb jobs run {out}"]
+    for each in dict.fromkeys(name for name, *_ in live):
+        history = ", ".join(f"{value} before step {step}" for name, value, step in live if name == each)
+        lines.append(f"# {each} was changed live to {history}; here the last value holds from the first step.")
+    job = {"name": re.sub(r"[^A-Za-z0-9]+", "-", out.stem).strip("-") or "again", "nodes": {"tour": node}}
+    lines.append(yaml.safe_dump(job, sort_keys=False, allow_unicode=True))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, "\n".join(lines))
+    load_job(out)
+    found = {
+        "file": str(out),
+        **parameters,
+        "live": [dict(zip(("name", "value", "step"), each, strict=True)) for each in live],
+    }
     return emit(given, found, lambda: text_table([(name, str(value)) for name, value in found.items()], ("", "")))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,30 +16,54 @@ from composer_nb.trainer.records.rundir import RunDir, create
 from composer_nb.trainer.services.journal import Journal, request_change
 
 
+def began(tmp_path: Path, **given: Any) -> RunDir:
+    run = create(tmp_path / "runs", "tour")
+    settle(run, override(Settings(), given))
+    return run
+
+
 def test_a_job_file_has_the_settings_of_a_run_and_what_was_changed_live(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("tasks.jsonl").touch()
-    given = {"seed": 3, "rl.steps": 20, "env.tasks": "tasks.jsonl", "sft.sharpness": [1.0, 1.5], "data.rl_turns": 5}
-    run = create(tmp_path / "runs", "tour")
-    settle(run, override(Settings(), given))
+    Path("code").mkdir()
+    given = {"seed": 3, "rl.steps": 20, "sft.sharpness": [1.0, 1.5], "data.rl_turns": 5}
+    named = {"env.tasks": "tasks.jsonl", "data.code": "code", "services.store": "made/later"}
+    run = began(tmp_path, **given, **named)
     journal = Journal(run)
-    for number, (name, value, step) in enumerate(
-        [("services.bound", 4, 6), ("services.ahead", 3, None), ("reward.weights", {"solved": 2.0}, 9)], 1
-    ):
+    live = [("services.bound", "3", 0), ("services.bound", 4, 6), ("services.ahead", 3, None), ("rl.lr", 1e-3, 9)]
+    for number, (name, value, step) in enumerate(live, 1):
         request_change(run, name, value)
         journal.judge(number, step)
     journal.close()
 
-    assert cli.main(["jobs", "from", str(run.path), "--out", "made/again.yml"]) == 0
-    [node] = load_job(Path("made/again.yml")).nodes.values()
-    assert node.notebook.name == "01_tour.ipynb" and node.notebook.is_file()
+    monkeypatch.chdir("/")
+    out = tmp_path / "made" / "the second try.yml"
+    assert cli.main(["jobs", "from", str(run.path), "--out", str(out), "--json"]) == 0
+    job = load_job(out)
+    [node] = job.nodes.values()
+    assert job.name == "the-second-try" and node.notebook.name == "01_tour.ipynb" and node.notebook.is_file()
     again = override(Settings(), {**node.parameters["overrides"], "seed": node.parameters["seed"]})
-    live = {"services.bound": 4, "reward.weights": {"solved": 2.0}, "env.tasks": str(tmp_path / "tasks.jsonl")}
-    assert again == override(Settings(), given | live), "a refused change is left out, and paths hold everywhere"
-    text = Path("made/again.yml").read_text()
-    assert "# services.bound was set to 4 before step 7" in text and "services.ahead" not in text
+    everywhere = {name: str(tmp_path / value) for name, value in named.items()}
+    assert again == override(Settings(), given | everywhere | {"services.bound": 4, "rl.lr": 1e-3})
+    assert "# services.bound was changed live to 3 before step 1, 4 before step 7; here" in out.read_text()
+    assert "services.ahead" not in out.read_text(), "a refused change is left out"
+    told = json.loads(capsys.readouterr().out)["live"]
+    assert told[1] == {"name": "services.bound", "value": 4, "step": 7} and len(told) == 3
+
+
+def test_what_a_job_could_not_do_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("class Mine: ...\n")
+    run = began(tmp_path, **{"env.tasks": "mine:Mine"})
+    assert cli.main(["jobs", "from", str(run.path)]) == 2
+    assert "env.tasks='mine:Mine'" in (said := capsys.readouterr().err) and "PYTHONPATH" in said
+    Path("kept.yml").write_text("mine")
+    assert cli.main(["jobs", "from", str(began(tmp_path / "other").path), "--out", "kept.yml"]) == 2
+    assert "kept.yml: is there already" in capsys.readouterr().err and Path("kept.yml").read_text() == "mine"
 
 
 @pytest.mark.slow

@@ -47,7 +47,8 @@ class Recorded:
         full, delta = ([size for whole, size in sizes if whole == wanted] for wanted in (True, False))
         if not full or not delta:
             raise ValueError(
-                f"{run.path.name}: its store of weights has {len(full)} full versions, {len(delta)} deltas"
+                f"{run.path.name} keeps {len(full)} full weight versions and {len(delta)} deltas, and their sizes are needed; an "
+                "excerpt has none, nor a run with services.on=false: give a whole run with services"
             )
         made = json.loads((run.path / "provenance.json").read_text(encoding="utf-8"))
         day = time.strftime("%d %B %Y", time.gmtime((run.path / "metrics.jsonl").stat().st_mtime))

@@ -21,7 +21,7 @@ from typing import IO
 from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.journal import FOLDER, Journal
 from composer_nb.harness.sandbox.reap import reap
-from composer_nb.settings import Settings, from_dict, to_dict
+from composer_nb.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer.headroom import refusal
 from composer_nb.trainer.recipe.prepare import check_inputs
 from composer_nb.trainer.records.rundir import RunDir, create, open_run, provenance
@@ -135,14 +135,28 @@ def _only_launcher(run: RunDir) -> Iterator[None]:
         os.close(fd)
 
 
+def absolute(settings: Settings) -> Settings:
+    """Return the settings with absolute paths, so that they mean the same from any folder. What names no file stays."""
+    named = {"data.code": settings.data.code, "model.start": settings.model.start, "env.tasks": settings.env.tasks}
+    named["services.address"], store = settings.services.address, settings.services.store
+    found = {name: str(Path(value).expanduser().resolve()) for name, value in named.items() if _is_path(value)}
+    if store and "://" not in store:  # it may not be there yet
+        found["services.store"] = str(Path(store).expanduser().resolve())
+    return override(settings, found)
+
+
+def _is_path(value: str) -> bool:
+    return value not in ("", "stdlib", "generated") and Path(value).expanduser().exists()
+
+
 def same(known: Settings, settings: Settings) -> bool:
     """Return whether a run with these settings may go on with those; a run that its gate refused may go on without it."""
-    return known == replace(settings, rl=replace(settings.rl, gate=known.rl.gate))
+    return known in (each := replace(settings, rl=replace(settings.rl, gate=known.rl.gate)), absolute(each))
 
 
 def settle(run: RunDir, settings: Settings | None) -> Settings:
-    """Return the settings that a run was started with; a new run stores `settings`. Raises ValueError if `settings` are given and
-    differ from those of the run, except in `rl.gate`, which is stored again unless RL has begun."""
+    """Return the settings that a run was started with. A new run stores `settings`, with absolute paths. Raises ValueError if
+    `settings` are given and differ from those of the run, except in `rl.gate`, which is stored again unless RL has begun."""
     saved = run.path / "settings.json"
     if saved.is_file():
         known = from_dict(run.settings())
@@ -155,9 +169,10 @@ def settle(run: RunDir, settings: Settings | None) -> Settings:
             )
         if run.excerpt is not None or run.checkpoint("rl") or run.finished("rl") is not None:
             return known
+        settings = absolute(settings)
         write_json(saved, to_dict(settings))
         return settings
-    settings = settings or Settings()
+    settings = absolute(settings or Settings())
     write_json(run.path / "provenance.json", provenance())
     write_json(saved, to_dict(settings))
     return settings
@@ -220,7 +235,7 @@ def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name:
     """
     if source.excerpt is not None:
         raise ValueError(f"{source.path} is an excerpt of a run and cannot be forked; start a new run instead")
-    known = from_dict(source.settings())
+    known, settings = from_dict(source.settings()), absolute(settings)
     used = ("seed", "data", "env", "tokenizer", "model", "optimizer", "midtrain", "extend", "sft", "limits", "eval")
     if changed := [part for part in used if getattr(known, part) != getattr(settings, part)]:
         raise ValueError(f"a fork cannot change {', '.join(changed)}: the stages before RL depend on it")
