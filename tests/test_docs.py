@@ -256,4 +256,6 @@ def test_the_site_builds_and_needs_no_other_host(tmp_path: Path) -> None:
     assert not (site / "docs" / "pages").exists()
     assert re.search(r'href="notebooks/01_tour.html"><span[^>]*>01<', (site / "index.html").read_text())
     assert "staleness" in (site / "searchindex.js").read_text()
-    assert "data:image/png" in (site / "notebooks" / "06_compare_runs.html").read_text(), "a notebook that never ran here"
+    assert "data:image/png" in (site / "notebooks" / "06_compare_runs.html").read_text(), (
+        "a notebook that never ran here"
+    )
