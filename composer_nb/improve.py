@@ -55,6 +55,9 @@ MOST_LOST = 0.05
 """Loss of pass@1 on the gate's tasks that stops an update although chance could explain it."""
 FEWER_EDITS = 0.1
 """Fall of the share of attempts that edit anything that stops an update."""
+FALL = 0.05
+"""Share of `rl.lr` at the last step of an update. The rate falls linearly, as in RL: weights that people use should not hold the
+noise of a high rate."""
 OWNER = "improve"
 
 
@@ -154,6 +157,7 @@ def learn(model: Model, groups: list[list[Scored]], settings: Settings, replay: 
         lr=rl.lr,
         clip=rl.clip,
         budget=rl.microbatch_tokens,
+        fall=FALL,
     )
 
 

@@ -25,6 +25,7 @@ from composer_nb.harness.bench import bootstrap
 from composer_nb.harness.product.record import keep_judged
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.tasks.miniatures import make_miniatures
+from composer_nb.harness.tasks.repairs import make_tasks
 from composer_nb.harness.tasks.task import Task, save_tasks
 from composer_nb.improve import attempts_of, improve, publish, revert
 from composer_nb.policies import open_engine, trained_with
@@ -32,9 +33,10 @@ from composer_nb.settings import Settings, override
 from composer_nb.trainer.model import load_pretrained
 
 
-def requests(seed: str, count: int) -> list[Task]:
+def requests(seed: str, count: int, level: str) -> list[Task]:
+    make = make_tasks if level == "functions" else make_miniatures
     with SandboxExecutor() as calls:
-        return list(make_miniatures(seed, count, heldout=False, executor=CachedExecutor(calls)))
+        return list(make(seed, count, heldout=False, executor=CachedExecutor(calls)))
 
 
 def serve(model: Path, tasks: Sequence[Task], run: Path, noise: float, settings: Settings) -> list[float]:
@@ -52,6 +54,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("data/example/weights/start"))
     parser.add_argument("--out", type=Path, help="new folder (a temporary one)")
     parser.add_argument("--cycles", type=int, default=3)
+    parser.add_argument("--level", choices=("repositories", "functions"), default="repositories", help="as data.level")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--gate", type=int, default=100)
     parser.add_argument("--noise", type=float, default=0.05)
@@ -65,11 +68,11 @@ def main() -> None:
     settings = override(Settings(), changes | {"seed": given.seed})
     out.mkdir(parents=True, exist_ok=True)
     gate, store, model = out / "gate.jsonl", str(out / "store"), given.model
-    save_tasks(requests(f"gate {given.seed}", given.gate), gate)
+    save_tasks(requests(f"gate {given.seed}", given.gate, given.level), gate)
     version = publish(store, load_pretrained(model))
     print("| cycle | accepted | pass@1 of the gate: before, after, gain | |\n|---|---|---|---|")
     for cycle in range(given.cycles + 1):
-        tasks = requests(f"users {given.seed} {cycle}", given.requests)
+        tasks = requests(f"users {given.seed} {cycle}", given.requests, given.level)
         accepted = np.array(serve(model, tasks, out / f"cycle{cycle}", given.noise, settings))
         low, high = bootstrap(accepted, 0)
         row = f"| {cycle} | {accepted.mean():.3f} ({low:.3f} to {high:.3f}) |"

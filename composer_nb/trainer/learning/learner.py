@@ -55,11 +55,12 @@ class Learner:
         lr: float,
         clip: float,
         budget: int,
+        fall: float = 1.0,
         after: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """Learn one epoch over `streams` (the same list on every rank) in `minibatches` optimizer steps, where streams of one
-        prompt share a step. Call `after` after each step. Return metrics, NaN if no token contributes. Raises ValueError, before
-        the first step, for routes that cannot be replayed."""
+        prompt share a step. The learning rate falls linearly from `lr` to `fall` times it. Call `after` after each step. Return
+        metrics, NaN if no token contributes. Raises ValueError, before the first step, for routes that cannot be replayed."""
         if self.replay.recorded:
             require_routes(streams, self.model.config, self.replay)
         order = families(streams)
@@ -69,7 +70,9 @@ class Learner:
         parts = [order[part::minibatches] for part in range(minibatches)]
         # Without streams there is no step: momentum would move the weights even without a gradient.
         shares = [_share(streams, numbers, ranks, budget, Cost.of(self.model.config)) for numbers in parts if numbers]
-        for step in [[(c, self._batch(c, ranks)) for c in chunks if c or ranks.lockstep] for chunks, _ in shares]:
+        rates = np.linspace(lr, lr * fall, len(shares))
+        batches = [[(c, self._batch(c, ranks)) for c in chunks if c or ranks.lockstep] for chunks, _ in shares]
+        for step, rate in zip(batches, rates, strict=True):
             self.optimizer.zero_()
             for chunk, batch in step:
                 loss, metrics = self._loss(batch, denominator / minibatches)
@@ -80,7 +83,7 @@ class Learner:
                 loss.backward()
                 totals.update(metrics)
             self.optimizer.sum_(ranks)
-            norms.append(self.optimizer.step(lr, clip))
+            norms.append(self.optimizer.step(float(rate), clip))
             after()
         sums = ranks.sums({name: totals[name] for name in (*PER_TOKEN, *COUNTS)})
         count, rows, agreed, chosen, implausible, hinted, kl = (sums.pop(name) for name in COUNTS)

@@ -45,7 +45,7 @@ class Stream:
     checks: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
     """[T]: checks that bind each row of routes to its token (`route_checks`)."""
     prompt: bytes = b""
-    """Token ids of the rollout's prompt, which identify its family. Empty: those before the stream's first sampled token."""
+    """Task and token ids of the rollout's prompt, which identify its family. Empty: the ids before the first sampled token."""
     hints: tuple[Hint, ...] = ()
     """Hints for some of its turns (`feedback.py`)."""
 
