@@ -97,7 +97,7 @@ def test_every_link_leads_somewhere() -> None:
     assert lost == []
 
 
-@pytest.mark.parametrize("name", ["comparison.md", "two_days.md"])
+@pytest.mark.parametrize("name", ["agents_and_trackers.md", "comparison.md", "two_days.md"])
 def test_commands_that_a_page_shows_are_accepted(name: str) -> None:
     """As far as the parser looks: their names, actions and options."""
     text = (ROOT / "docs" / name).read_text(encoding="utf-8")
@@ -106,7 +106,15 @@ def test_commands_that_a_page_shows_are_accepted(name: str) -> None:
     shown = re.findall(r"(?:^|`)composer-nb ([^`\n|]+)", text, re.M)
     assert len(shown) > 3
     for command in shown:
-        cli.parser().parse_args(shlex.split(command))
+        cli.parser().parse_args(shlex.split(command, comments=True))
+
+
+def test_the_client_configuration_that_a_page_shows_starts_the_server() -> None:
+    page = (ROOT / "docs" / "agents_and_trackers.md").read_text(encoding="utf-8")
+    [shown] = re.findall(r"```json\n(.*?)```", page, re.S)
+    [server] = json.loads(shown)["mcpServers"].values()
+    assert Path(server["command"]).name == "composer-nb"
+    assert cli.parser().parse_args(server["args"]).command == "mcp"
 
 
 def test_an_environment_of_ones_own_runs_in_this_process_as_its_page_says(tmp_path: Path) -> None:
