@@ -109,6 +109,16 @@ def test_commands_that_a_page_shows_are_accepted(name: str) -> None:
         cli.parser().parse_args(shlex.split(command, comments=True))
 
 
+def test_each_feature_of_a_system_leads_to_its_source() -> None:
+    """Or it is "not known"; a feature of this package leads to a page or shows a command."""
+    page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"\]\[([\w-]+)\]", page)) == set(re.findall(r"^\[([\w-]+)\]: https://", page, re.M))
+    tables = page.split("## Features side by side")[1].split("\n## ")[0]
+    cells = [cell for row in re.findall(r"^\| (?!\|)(.*) \|$", tables, re.M) for cell in row.split(" | ")[1:]]
+    assert len(cells) == 11 * 6 + 12 * 5
+    assert [cell for cell in cells if not re.search(r"\]\[|\]\(|`make |^not known$", cell)] == []
+
+
 def test_the_client_configuration_that_a_page_shows_starts_the_server() -> None:
     page = (ROOT / "docs" / "agents_and_trackers.md").read_text(encoding="utf-8")
     [shown] = re.findall(r"```json\n(.*?)```", page, re.S)
