@@ -1,12 +1,13 @@
 """The nodes of a graph as tasks on a Ray cluster: same file, same attempts, same records, other machines.
 
-Every machine must see the run's directory under the same path (a shared file system) and have the same package; both are
-checked where an attempt begins. A machine that is lost takes its attempts along: they are `lost`, and tried again elsewhere.
-Requests to stop travel as files beside the attempt, so nothing but Ray's own connections is needed.
+Every machine must see the run's directory and the notebooks' folders under the same path (a shared file system) and have the same
+package; all of it is checked where an attempt begins. A machine that is lost takes its attempts along: they are `lost`, and tried
+again elsewhere. Requests to stop travel as files beside the attempt, so nothing but Ray's own connections is needed.
 """
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import time
@@ -97,11 +98,14 @@ class OnRay:
 
 def run_attempt(path: str, run: str, digest: str) -> str:
     """Run one attempt on the machine that Ray chose; return the fault of the infrastructure, empty if none."""
-    attempt = Path(path)
+    attempt, host = Path(path), socket.gethostname()
     if not attempt.is_file():
-        raise FileNotFoundError(f"{socket.gethostname()} does not see {path}: keep --runs on a shared file system")
+        raise FileNotFoundError(f"{host} does not see {path}: keep --runs on a shared file system")
+    folder = Path(json.loads(attempt.read_text(encoding="utf-8"))["folder"])
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{host} does not see {folder}: keep the notebooks on a shared file system")
     if package_digest() != digest:
-        raise RuntimeError(f"{socket.gethostname()} has another composer_nb than the one that was started")
+        raise RuntimeError(f"{host} has another composer_nb than the one that was started")
     process = spawn(attempt, run)
     stopped = False
     try:
@@ -116,7 +120,7 @@ def run_attempt(path: str, run: str, digest: str) -> str:
         process.send_signal(signal.SIGTERM)
         process.wait()
         raise
-    return f"its process on {socket.gethostname()} ended by signal {-status}" if status < 0 else ""
+    return f"its process on {host} ended by signal {-status}" if status < 0 else ""
 
 
 def end_leased(run: str) -> int:

@@ -1,13 +1,12 @@
 """A graph on a real Ray cluster of two nodes, started on this machine: what the same file gives without it."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from clusters import Cluster, two_nodes
 from test_jobs_fire import DETACHED, LEASED, Bench
 
 from composer_nb.harness.sandbox.system.linux import patience
@@ -15,55 +14,14 @@ from composer_nb.harness.sandbox.system.linux import patience
 pytestmark = pytest.mark.slow
 pytest.importorskip("ray", reason="Ray is an extra")
 
-CLUSTER = """
-import sys
-from ray.cluster_utils import Cluster
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-other = cluster.add_node(num_cpus=1)
-cluster.wait_for_nodes()
-print(cluster.address, flush=True)
-for line in sys.stdin:
-    if line == "lose a node\\n":
-        cluster.remove_node(other, allow_graceful=False)
-        print("lost", flush=True)
-cluster.shutdown()
-"""
 WAITS = "import time\nfrom pathlib import Path\nPath(flag).touch()\nwhile not Path(go).exists(): time.sleep(0.1)"
-
-
-class Cluster:
-    def __init__(self, bench: Bench) -> None:
-        self.bench, self.words = bench, bench.folder / "cluster.txt"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", CLUSTER],
-            env=bench.environment | {"RAY_raylet_start_wait_time_s": "120"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.words.open("w"),
-            text=True,
-        )
-        self.address = self.read()
-
-    def read(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def lose_a_node(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("lose a node\n")
-        self.process.stdin.flush()
-        assert self.read() == "lost"
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One for all tests here: it takes ten seconds to start, a minute on a busy machine. The last test breaks it."""
-    made = Cluster(Bench(tmp_path_factory.mktemp("cluster")))
-    assert made.address, made.words.read_text()
-    yield made
-    made.process.communicate(timeout=patience(120))
-    for process in made.bench.alive():
-        process.kill()
+    with two_nodes(tmp_path_factory.mktemp("cluster"), {"num_cpus": 1}, {"num_cpus": 1}) as made:
+        yield made
 
 
 @pytest.fixture

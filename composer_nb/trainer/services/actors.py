@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Protocol
 
 from composer_nb.harness.sandbox.journal import Journal
@@ -16,6 +18,19 @@ PLACE_S = 60.0
 
 class ActorDied(RuntimeError):
     """The process of a service is gone. Its last call may or may not have taken effect."""
+
+
+class NotSeen(ValueError):
+    """A machine of the cluster does not see the run directory."""
+
+
+def require_seen(run: Path) -> None:
+    """Raises NotSeen unless this machine sees the run directory. Services ask before they make files there."""
+    if not (run / "weights" / "start").is_dir():
+        raise NotSeen(
+            f"{socket.gethostname()} does not see {run}: keep --runs on a file system that all nodes of services.address share, "
+            "under the same path"
+        )
 
 
 class Remote(Protocol):
@@ -65,7 +80,7 @@ def _settle(outer: Future[Any], done: Future[Any], name: str) -> None:
 
 
 def _meaning(error: BaseException, name: str) -> BaseException:
-    """Return the method's own error, or ActorDied if the process is gone."""
+    """Return the error of the method, ActorDied if the process is gone, or NotSeen if it ended because of that."""
     from ray.exceptions import RayError, RayTaskError
 
     if isinstance(error, RayTaskError):
@@ -73,6 +88,9 @@ def _meaning(error: BaseException, name: str) -> BaseException:
     if not isinstance(error, RayError):
         return error
     first, *rest = [line.strip() for line in str(error).splitlines() if line.strip()]
+    _, refused, why = rest[-1].partition(f"{NotSeen.__name__}: ") if rest else ("", "", "")
+    if refused:
+        return NotSeen(why)
     return ActorDied(f"{name} died ({' … '.join([first, *rest[-1:]])})")
 
 
@@ -86,10 +104,13 @@ class RayActors:
         self._places: dict[str, Any] = {}
 
     def make(self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1) -> RayRemote:
-        """Return a new service `kind(*values)`. Up to `threads` calls run at a time; others wait."""
+        """Return a new service `kind(*values)`, on the next of the cluster's nodes. Up to `threads` calls run at a time; others
+        wait."""
         import ray
 
-        actor = ray.remote(kind).options(num_cpus=0.1, max_concurrency=threads, max_restarts=0)
+        actor = ray.remote(kind).options(
+            num_cpus=0.1, max_concurrency=threads, max_restarts=0, scheduling_strategy="SPREAD"
+        )
         remote = RayRemote(actor.remote(*values), name)
         self._made.append(remote)
         return remote

@@ -6,6 +6,7 @@ import math
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -15,6 +16,7 @@ from composer_nb.settings import Settings
 from composer_nb.trainer.parallel.memory import Load, estimate, require_memory
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 from composer_nb.trainer.records.rundir import provenance
+from composer_nb.trainer.services.actors import NotSeen, require_seen
 
 ANSWER_S = 120.0
 """A node that has to start a worker and import torch first answers within so long."""
@@ -37,20 +39,29 @@ def this_machine() -> Machine:
     return Machine(name=socket.gethostname(), memory=available_memory(), gpus=gpus, code=code)
 
 
-def machines_of_cluster() -> list[Machine]:
-    """Each node of the Ray cluster that this process is attached to, by its own account. Raises ValueError for one that does not
-    answer, as nodes without this package do."""
+def machine_with(run: Path) -> Machine:
+    """The machine that this process runs on. Raises NotSeen if it does not see the run directory."""
+    require_seen(run)
+    return this_machine()
+
+
+def machines_of_cluster(run: Path) -> list[Machine]:
+    """Each node of the Ray cluster that this process is attached to, by its own account. Raises NotSeen for one that does not see
+    the run directory, and ValueError for one that does not answer, as nodes without this package do."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
     places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
-    asked = [ray.remote(this_machine).options(num_cpus=0, scheduling_strategy=place).remote() for place in places]
+    task = ray.remote(machine_with)
+    asked = [task.options(num_cpus=0, scheduling_strategy=place).remote(run) for place in places]
     found = []
     for node, machine in zip(nodes, asked, strict=True):
         try:
             answer = ray.get(machine, timeout=ANSWER_S)
         except ray.exceptions.RayError as error:
+            if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, NotSeen):
+                raise error.cause from None
             raise ValueError(
                 f"services.address: node {node['NodeManagerAddress']} cannot run this package; install the same on all nodes "
                 f"({' '.join(str(error).split())[-300:]})"

@@ -24,7 +24,7 @@ from composer_nb.harness.store import pack_attempt
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.prompts import Order, prompt_order
 from composer_nb.trainer.schedule import Dispatch
-from composer_nb.trainer.services.actors import Remote
+from composer_nb.trainer.services.actors import Remote, require_seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +133,7 @@ class EnvironmentService:
     ) -> None:
         """`policy`: see `RemotePolicy`. `lockstep`: `work` reports each ended rollout at once, so that the number of ended ones
         does not depend on a clock, and one seed gives one result."""
+        require_seen(run)
         self._sandboxes = Sandboxes(env.backend, run.name, run / FOLDER)
         self._agent = agent = make_agent(env, load_tokenizer(run / "data", needed=()), limits, self._sandboxes)
         self._tasks, self._group, self._lockstep = prompt_order(run, order), group, lockstep

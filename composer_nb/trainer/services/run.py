@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> None:
     threading.Thread(target=_end_when_lost, args=(actors,), daemon=True).start()
     try:
         if address and not run.steps("rl"):  # in a resumed run, dead processes may still hold memory
-            require_room_for_rl(settings, machines_of_cluster())
+            require_room_for_rl(settings, machines_of_cluster(run.path))
         info = Coordinator(run, settings, actors, say).go()
         seconds = time.perf_counter() - start + info.pop("seconds_before")
         run.finish("rl", seconds, info)

@@ -44,6 +44,7 @@ from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Hinter
+from composer_nb.trainer.services.actors import require_seen
 from composer_nb.trainer.services.inference import Inference, Running, Updates, fetch
 from composer_nb.trainer.versions.manifest import state_hash
 from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher
@@ -54,6 +55,7 @@ class EngineService(Inference):
     """The inference service of an RL run, for any number of environment workers."""
 
     def __init__(self, run: Path, settings: Settings, version: int, seed: int, name: str) -> None:
+        require_seen(run)
         set_up_process(settings.seed, settings.matmul)
         updates = Updates(
             store_url(run, settings),
@@ -149,6 +151,7 @@ class TrainerService:
 
     def __init__(self, run: Path, settings: Settings, from_start: bool = False) -> None:
         """Load the newest checkpoint of `run`, or its start, and publish these weights."""
+        require_seen(run)
         set_up_process(settings.seed, settings.matmul)
         self._run, self._settings = RunDir(run), settings
         self._learner, self.step, _ = make_learner(self._run, settings, from_start)
@@ -255,6 +258,7 @@ class EvaluationService:
     """Scores a published version on the run's tuning tasks, with its own engine and sandboxes."""
 
     def __init__(self, run: Path, settings: Settings) -> None:
+        require_seen(run)
         set_up_process(settings.seed, settings.matmul)
         self._run, self._settings = run, settings
 

@@ -30,6 +30,7 @@ from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
 from composer_nb.trainer.parallel.owned import held
 from composer_nb.trainer.parallel.team import PATIENCE, Team, join, meeting_place
 from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.services.actors import require_seen
 from composer_nb.trainer.services.services import TrainerService, store_url
 from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher
 
@@ -40,6 +41,7 @@ class TrainerRank(TrainerService):
     """A rank of the trainer. It is uninitialized until `meet` (on the first rank) and `begin` are called."""
 
     def __init__(self, rank: int, run: Path, settings: Settings) -> None:
+        require_seen(run)
         self._rank, self._run, self._settings = rank, RunDir(run), settings
         self._order, self._next = threading.Condition(), 0
         self._place: dist.Store | None = None

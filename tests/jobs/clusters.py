@@ -1,0 +1,90 @@
+"""A Ray cluster of two nodes on this machine, in a process of its own, for a module of tests."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from test_jobs_fire import Bench
+
+from composer_nb.harness.sandbox.system.linux import patience
+
+CLUSTER = """
+import json, sys
+from ray._private import services
+from ray.cluster_utils import Cluster
+
+first, second, hidden = json.loads(sys.argv[1])
+cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **first})
+start = services.start_ray_process
+
+def apart(command, *more, **named):
+    over = 'mount -t tmpfs none "$0" && exec "$@"'
+    return start(["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", over, hidden, *command], *more, **named)
+
+if hidden:
+    services.start_ray_process = apart
+other = cluster.add_node(**second)
+cluster.wait_for_nodes()
+print(json.dumps([cluster.address, cluster.head_node.node_id, other.node_id]), flush=True)
+for line in sys.stdin:
+    if line == "lose a node\\n":
+        cluster.remove_node(other, allow_graceful=False)
+        print("lost", flush=True)
+    else:
+        actors = cluster.global_state.actor_table(None, None, None)
+        print(json.dumps([[a["ActorClassName"], a["Address"]["NodeID"]] for a in actors.values()]), flush=True)
+cluster.shutdown()
+"""
+
+
+class Cluster:
+    """Two nodes of Ray, with what they have (`num_cpus`, `num_gpus`). The folder `hidden` is an empty one for the second."""
+
+    def __init__(self, bench: Bench, first: dict[str, Any], second: dict[str, Any], hidden: Path | None = None) -> None:
+        self.bench, self.words = bench, bench.folder / "cluster.txt"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CLUSTER, json.dumps([first, second, str(hidden or "")])],
+            env=bench.environment | {"RAY_raylet_start_wait_time_s": "120"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.words.open("w"),
+            text=True,
+        )
+        begun = self.read()
+        assert begun, self.words.read_text()
+        self.address, self.head, self.other = json.loads(begun)
+
+    def read(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def ask(self, line: str) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+        return self.read()
+
+    def lose_a_node(self) -> None:
+        assert self.ask("lose a node") == "lost"
+
+    def actors(self) -> list[tuple[str, str]]:
+        """(class, id of its node) of every actor that has been made."""
+        return [(kind, node) for kind, node in json.loads(self.ask("actors"))]
+
+
+@contextmanager
+def two_nodes(
+    folder: Path, first: dict[str, Any], second: dict[str, Any], hidden: Path | None = None
+) -> Iterator[Cluster]:
+    """A cluster whose files lie in `folder`, and that is ended with all of its processes."""
+    made = Cluster(Bench(folder), first, second, hidden)
+    yield made
+    made.process.communicate(timeout=patience(120))
+    for process in made.bench.alive():
+        process.kill()
