@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +18,14 @@ from composer_nb.harness.sandbox.system.linux import patience
 
 CLUSTER = """
 import json, sys
+from pathlib import Path
 from ray._private import services
-from ray.cluster_utils import Cluster
+from ray._private.state import GlobalState
+from ray._raylet import GcsClientOptions
+from composer_nb.trainer.services.cluster import start_node
 
-first, second, hidden = json.loads(sys.argv[1])
-cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **first})
+folder, first, second, hidden = json.loads(sys.argv[1])
+head = start_node(Path(folder), **first)
 start = services.start_ray_process
 
 def apart(command, *more, **named):
@@ -29,17 +34,19 @@ def apart(command, *more, **named):
 
 if hidden:
     services.start_ray_process = apart
-other = cluster.add_node(**second)
-cluster.wait_for_nodes()
-print(json.dumps([cluster.address, cluster.head_node.node_id, other.node_id]), flush=True)
+other = start_node(Path(folder), head=False, gcs_address=head.gcs_address, **second)
+print(json.dumps([head.gcs_address, head.node_id, other.node_id]), flush=True)
+state = GlobalState()
+state._initialize_global_state(GcsClientOptions.create(head.gcs_address, None, True, False))
 for line in sys.stdin:
     if line == "lose a node\\n":
-        cluster.remove_node(other, allow_graceful=False)
+        other.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
         print("lost", flush=True)
     else:
-        actors = cluster.global_state.actor_table(None, None, None)
-        print(json.dumps([[a["ActorClassName"], a["Address"]["NodeID"]] for a in actors.values()]), flush=True)
-cluster.shutdown()
+        actors = state.actor_table(None, None, None).values()
+        print(json.dumps([[a["ActorID"], a["ActorClassName"], a["Address"]["NodeID"]] for a in actors]), flush=True)
+for node in (other, head):
+    node.kill_all_processes(check_alive=False, allow_graceful=True)
 """
 
 
@@ -48,9 +55,10 @@ class Cluster:
 
     def __init__(self, bench: Bench, first: dict[str, Any], second: dict[str, Any], hidden: Path | None = None) -> None:
         self.bench, self.words = bench, bench.folder / "cluster.txt"
+        self.folder = tempfile.mkdtemp(prefix="cnb-")  # short, because it contains the paths of sockets
         self.process = subprocess.Popen(
-            [sys.executable, "-c", CLUSTER, json.dumps([first, second, str(hidden or "")])],
-            env=bench.environment | {"RAY_raylet_start_wait_time_s": "120"},
+            [sys.executable, "-c", CLUSTER, json.dumps([self.folder, first, second, str(hidden or "")])],
+            env=bench.environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.words.open("w"),
@@ -73,9 +81,9 @@ class Cluster:
     def lose_a_node(self) -> None:
         assert self.ask("lose a node") == "lost"
 
-    def actors(self) -> list[tuple[str, str]]:
-        """(class, id of its node) of every actor that has been made."""
-        return [(kind, node) for kind, node in json.loads(self.ask("actors"))]
+    def actors(self) -> set[tuple[str, str, str]]:
+        """(id, class, id of its node) of every actor that has been made."""
+        return {tuple(each) for each in json.loads(self.ask("actors"))}
 
 
 @contextmanager
@@ -88,3 +96,4 @@ def two_nodes(
     made.process.communicate(timeout=patience(120))
     for process in made.bench.alive():
         process.kill()
+    shutil.rmtree(made.folder, ignore_errors=True)

@@ -99,11 +99,11 @@ def reinforce(run: RunDir, bench: Bench) -> tuple[int, str]:
 
 
 def test_rl_over_two_nodes_accounts_for_every_rollout(tiny_run: RunDir, bench: Bench, cluster: Cluster):
-    run = begun(tiny_run, bench.runs, "shared", cluster)
+    run, before = begun(tiny_run, bench.runs, "shared", cluster), cluster.actors()
     code, said = reinforce(run, bench)
     info = run.finished("rl")
     assert code == 0 and info is not None and "died" not in said
-    places = dict(cluster.actors())
+    places = {kind: node for _, kind, node in cluster.actors() - before}
     assert places.keys() == {"TrainerService", "EngineService", "EnvironmentService"}
     assert set(places.values()) == {cluster.head, cluster.other}
     files = sorted((run.path / "rollouts").glob("rl_*.parquet"))

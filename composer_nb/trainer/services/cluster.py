@@ -101,7 +101,7 @@ class Cluster:
             os.environ[WRITER] = noted.mark
         before = _below()
         try:
-            self._node = _node(folder)
+            self._node = start_node(folder)
         finally:
             os.environ.pop(WRITER, None)
             for pid in _below() - before:
@@ -152,9 +152,9 @@ def _use_token(*, create: bool) -> None:
         ensure_token_if_auth_enabled()
 
 
-def _node(folder: Path) -> Any:
+def start_node(folder: Path, *, head: bool = True, **more: Any) -> Any:
     """Start Ray's processes without autoscaler, log monitor and dashboard, which take most of the start-up time and half of the
-    memory. Raises ConnectionError if they do not start."""
+    memory. `more`: other parameters of the node. Raises ConnectionError if they do not start."""
     from ray._private import services
     from ray._private.node import Node
     from ray._private.parameter import RayParams
@@ -181,21 +181,21 @@ def _node(folder: Path) -> Any:
                     raise
                 time.sleep(0.1)
 
-    parameters: Any = RayParams(
-        node_ip_address=LOOPBACK,
-        include_dashboard=False,
-        include_log_monitor=False,  # type: ignore[arg-type]
-        no_monitor=True,
-        num_cpus=os.cpu_count(),
-        object_store_memory=256 << 20,
-        temp_dir=str(folder),  # must be short, because it contains the paths of sockets
-        min_worker_port=0,
-        max_worker_port=0,
-    )
+    parameters: dict[str, Any] = {
+        "node_ip_address": LOOPBACK,
+        "include_dashboard": False,
+        "include_log_monitor": False,
+        "no_monitor": True,
+        "num_cpus": os.cpu_count(),
+        "object_store_memory": 256 << 20,
+        "temp_dir": str(folder),  # must be short, because it contains the paths of sockets
+        "min_worker_port": 0,
+        "max_worker_port": 0,
+    }
     try:
         _use_token(create=True)
         with _instead(services, "get_node", patiently):
-            return Lean(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True)
+            return Lean(RayParams(**parameters | more), head=head, shutdown_at_exit=False, spawn_reaper=True)
     except Exception as error:  # a plain Exception after a timeout
         raise ConnectionError(f"Ray did not start: {' '.join(str(error).split())}") from error
 
