@@ -60,6 +60,11 @@ CHECKS = {
         "all(gap['ci95'][0] <= gap['ci95'][1] for gap in gaps.values())",
         "all(width >= 0 for width in widths.values())",
     ),
+    "07_long_horizon": (
+        "all(counted['truncate', t]['summary tokens'] == counted['self', t]['forgotten'] == 0 for t in triggers)",
+        "len(moved.kl) == len(wrong) and min(moved.kl) > -1e-5",
+        "len(by_model.kl) == len(nothing.kl) == len(wrong) and sum(nothing.kl) > -1e-5",
+    ),
     "10_router_replay": (
         "all(one.segment.trace.route_valid[:-1].all() for one in stored)",
         "trace.routes.shape == (len(texts), model.config.num_hidden_layers, model.config.num_experts_per_tok)",
