@@ -1,7 +1,9 @@
 # One environment, in .venv, for everything. Nothing is written outside this directory, pip's cache aside.
 #   make demo PYTHON=python3.12    another interpreter for a new environment
 #   make test ARGS='-k sandbox'    more arguments for the command that a target runs
+#   make test WORKERS=2            processes that test side by side; many tests wait for time limits, so more than cores
 PYTHON ?= python3
+WORKERS ?= 3
 ARGS ?=
 BIN := .venv/bin
 
@@ -33,10 +35,10 @@ demo: .venv/.ready ## train a small coding agent from nothing and show what each
 	@$(BIN)/composer-nb tour $(ARGS)
 
 test: .venv/.ready ## all tests but whole runs, the slow ones and those in a browser
-	@$(BIN)/python -m pytest -q -rs -n 2 --dist loadfile --no-loadscope-reorder -m 'not whole and not slow and not browser' $(ARGS)
+	@$(BIN)/python -m pytest -q -rs -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not whole and not slow and not browser' $(ARGS)
 
 test-whole: .venv/.ready ## whole runs of the recipe and of the notebooks; CI runs them with all the others
-	@$(BIN)/python -m pytest -q -rs -n 2 --dist loadfile --no-loadscope-reorder -m 'whole and not slow' $(ARGS)
+	@$(BIN)/python -m pytest -q -rs -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'whole and not slow' $(ARGS)
 
 test-slow: .venv/.ready ## the slow tests
 	@$(BIN)/python -m pytest -q -rs -m slow $(ARGS)
