@@ -113,7 +113,7 @@ def test_rl_over_two_nodes_accounts_for_every_rollout(tiny_run: RunDir, bench: B
     assert (run.path / "weights" / "final" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("steps", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_rl_where_a_node_does_not_see_the_run_ends_with_one_line(
     tiny_run: RunDir, bench: Bench, cluster: Cluster, hidden: Path, steps: int
 ):
