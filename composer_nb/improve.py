@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import shutil
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -83,7 +85,7 @@ def improve(
     if out.exists():
         raise ValueError(f"--out {out}: is there already; each update has a folder of its own")
     began, tasks, known = time.monotonic(), load_tasks(gate), trained_with(start)
-    judged = [done for run in records for done in served(run).values() if done.grade.known]
+    judged = [told for run in records for told in conversations(run) if told[1].grade.known]
     if len(judged) < 2:
         raise ValueError(
             f"{', '.join(map(str, records))}: {len(judged)} rollouts with a verdict; an update compares at least two"
@@ -92,7 +94,7 @@ def improve(
         Publisher(store, owner=OWNER).close()
     model = load_pretrained(start)
     replay = settings.replay if model.config.moe_layers else NO_REPLAY
-    fresh = [done for done in judged if gap(model, done, replay) <= STALE]
+    fresh = [told for told in judged if gap(model, told[1], replay) <= STALE]
     if len(fresh) < 2:
         fit = f"{len(fresh)} of {len(judged)} have its log-probabilities"
         raise ValueError(f"--model {start}: did not sample these rollouts; {fit}")
@@ -111,7 +113,7 @@ def improve(
     report = {
         "rollouts": {"judged": len(judged), "stale": len(judged) - len(fresh), "trained": len(fresh)},
         "reward": float(np.mean([float(each.reward.total or 0.0) for group in groups for each in group])),
-        "invalid_call_rate": behaviour(fresh)["invalid_call_rate"],
+        "invalid_call_rate": behaviour([done for _, done in fresh])["invalid_call_rate"],
         "train": trained,
         "gate": found,
         "version": version,
@@ -134,17 +136,32 @@ def gap(model: Model, done: Attempt, replay: ReplaySettings) -> float:
     return float(found.mean()) if len(found) else float("inf")
 
 
-def grouped(judged: Sequence[Attempt]) -> list[list[Attempt]]:
-    """Return the rollouts of each task that has several, and all others together."""
-    by_task: dict[str, list[Attempt]] = {}
-    for done in judged:
-        by_task.setdefault(done.task.id, []).append(done)
-    alone = [done for each in by_task.values() if len(each) == 1 for done in each]
-    return [*(each for each in by_task.values() if len(each) > 1), *([alone] if alone else ())]
+def conversations(run: Path) -> list[tuple[str, Attempt]]:
+    """Return the served rollouts of a run, each with the name of its conversation, which may have been stored in several parts. A
+    conversation whose verdict named no task is a task of its own, also beside other runs."""
+    found = []
+    for stored, done in served(run).items():
+        name = re.sub(r"\+\d+$", "", stored)
+        own = f"{run.resolve()}/{name}"
+        if done.task.id in (name, stored):
+            done = replace(done, task=done.task.model_copy(update={"id": own}))
+        found.append((own, done))
+    return found
+
+
+def grouped(judged: Sequence[tuple[str, Attempt]]) -> list[list[Attempt]]:
+    """Return the rollouts of each task that several conversations had, and all others together."""
+    by_task: dict[str, list[tuple[str, Attempt]]] = {}
+    for name, done in judged:
+        by_task.setdefault(done.task.id, []).append((name, done))
+    several = [len({name for name, _ in each}) > 1 for each in by_task.values()]
+    groups = [[done for _, done in each] for each in by_task.values()]
+    alone = [done for group, many in zip(groups, several, strict=True) if not many for done in group]
+    return [*(group for group, many in zip(groups, several, strict=True) if many), *([alone] if alone else ())]
 
 
 def learn(model: Model, groups: list[list[Scored]], settings: Settings, replay: ReplaySettings) -> dict[str, float]:
-    """Learn from scored rollouts in `rl.minibatches` steps at the rate `rl.lr`. Return the learner's metrics."""
+    """Learn from scored rollouts in `rl.minibatches` steps, at a rate that falls from `rl.lr`. Return the learner's metrics."""
     rl = settings.rl
     optimizer = FlatOptimizer(model, settings.optimizer, published=torch.bfloat16)
     reference = copy.deepcopy(model) if settings.loss.beta else None

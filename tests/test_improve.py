@@ -17,7 +17,7 @@ from composer_nb.harness.product.record import keep_judged, served
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
-from composer_nb.improve import FEWER_EDITS, attempts_of, gap, improve, judge, publish
+from composer_nb.improve import FEWER_EDITS, attempts_of, conversations, gap, grouped, improve, judge, publish
 from composer_nb.policies import trained_with
 from composer_nb.settings import Settings
 from composer_nb.trainer.model import load_pretrained, save_pretrained
@@ -52,6 +52,27 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def words(record: Path, gate: Path, out: Path, **settings: Any) -> list[str]:
     given = ["improve", str(record), "--model", str(START), "--gate", str(gate), "--out", str(out), "--samples", "1"]
     return [*given, *(part for name, value in settings.items() for part in ("--set", f"{name}={value}"))]
+
+
+def test_a_group_is_a_named_task_that_several_conversations_had(record: Path, tmp_path: Path) -> None:
+    done = served(record)["user0"]
+    kept = [("one", "alice", "alice"), ("one", "alice+1", "alice"), ("two", "alice", "alice")]
+    for run, stored, task in [
+        *kept,
+        ("one", "bob", "issue 1"),
+        ("two", "carol", "issue 1"),
+        ("two", "dave", "issue 2"),
+    ]:
+        (folder := tmp_path / run / "rollouts").mkdir(parents=True, exist_ok=True)
+        named = replace(
+            done, task=done.task.model_copy(update={"id": task}), rollout=replace(done.rollout, task_id=task)
+        )
+        save_attempts(folder / f"served_{stored}.parquet", [named], {"instruction": ["fix"]})
+    groups = grouped([told for run in ("one", "two") for told in conversations(tmp_path / run)])
+    assert [len(group) for group in groups] == [2, 4] and {each.task.id for each in groups[0]} == {"issue 1"}
+    assert len({each.task.id for each in groups[1]}) == 3, (
+        "alice's parts are one conversation, and each run has its own alice"
+    )
 
 
 def test_one_update_ships_and_can_be_taken_back(record: Path, gate: Path, tmp_path: Path, capsys: Any) -> None:
