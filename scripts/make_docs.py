@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = str(ROOT / "data" / "example")
 SHORT: dict[str, dict[str, Any]] = {
     "01_tour": {"run_dir": EXAMPLE},
+    "05_rl_run": {"runs": str(ROOT / "build" / "docs" / "runs")},
     "08_product": {"tasks_wanted": 5},
     "09_bench": {"tasks_wanted": 8, "seconds": 5.0},
 }
