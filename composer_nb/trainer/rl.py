@@ -190,6 +190,7 @@ def to_streams(scored: Scored) -> list[Stream]:
     """Return the trainer's view of a scored attempt, one stream per segment. Every token that the policy wrote has the attempt's
     advantage, in summaries too."""
     segments = scored.attempt.rollout.segments
+    prompt = segments[0].token_ids[: int(segments[0].acted.argmax())].tobytes()
     return [
         Stream(
             token_ids=segment.token_ids,
@@ -200,7 +201,7 @@ def to_streams(scored: Scored) -> list[Stream]:
             gates=segment.trace.gates,
             route_valid=segment.trace.route_valid,
             checks=segment.trace.checks,
-            task=scored.attempt.task.id.encode(),
+            family=scored.attempt.task.id.encode() + prompt,  # other tasks may have the same words
         )
         for segment in segments
     ]

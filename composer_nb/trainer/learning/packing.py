@@ -44,8 +44,8 @@ class Stream:
     """[T]: mask of the tokens whose routes the engine recorded, all but the last. Empty: no routes to replay."""
     checks: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
     """[T]: checks that bind each row of routes to its token (`route_checks`)."""
-    task: bytes = b""
-    """The rollout's task, which identifies its family. Empty: the token ids before the first sampled one do."""
+    family: bytes = b""
+    """The rollout's task and prompt, which identify its family. Empty: the token ids before the first sampled one do."""
     hints: tuple[Hint, ...] = ()
     """Hints for some of its turns (`feedback.py`)."""
 
@@ -219,12 +219,12 @@ def score(
 
 
 def families(streams: Sequence[Stream]) -> list[list[int]]:
-    """Return the indices of streams grouped by the task of their rollouts, in order of first appearance. The rollouts of one task
-    share most of their forward pass, and their baseline, and so should stay together."""
+    """Return the indices of streams grouped by the task and prompt of their rollouts, in order of first appearance. Rollouts of
+    one family share most of their forward pass, and so should stay together."""
     found: dict[bytes, list[int]] = {}
     for number, stream in enumerate(streams):
         prompt = stream.token_ids[: int(stream.acted.argmax())]
-        found.setdefault(stream.task or prompt.tobytes(), []).append(number)
+        found.setdefault(stream.family or prompt.tobytes(), []).append(number)
     return list(found.values())
 
 
