@@ -59,7 +59,7 @@ def fault(source: Path, pages: Path = PAGES) -> str:
 
 
 def held_outputs(source: Path, pages: Path = PAGES) -> dict[str, str]:
-    """Return the outputs that a notebook's page holds as Markdown by cell, figures inside. None, if the page is of other code."""
+    """Return the outputs that a notebook's page holds as Markdown by cell, figures inside; empty if the page is of other code."""
     page = page_of(source, pages)
     text = page.read_text(encoding="utf-8") if page.is_file() else ""
 

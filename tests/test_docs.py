@@ -160,6 +160,12 @@ def test_a_page_is_stale_after_a_change_of_code_and_not_of_prose(tmp_path: Path)
     ran = nbformat.read(source, 4)
     ran.cells[1].outputs = [nbformat.v4.new_output("stream", text="2\n")]
     keep_run(source, ran, tmp_path)
+    record = make_docs.executed(source, tmp_path).with_name("run.json")
+    ended = record.read_text()
+    record.write_text(ended.replace("completed", "interrupted"))
+    assert make_docs.is_stale(source, tmp_path), "a copy that was interrupted is none"
+    record.write_text(ended)
+
     title.source = "# Another title"
     nbformat.write(nbformat.v4.new_notebook(cells=[title, code]), source)
     assert not make_docs.is_stale(source, tmp_path)
