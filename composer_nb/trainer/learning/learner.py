@@ -59,7 +59,7 @@ class Learner:
         after: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """Learn one epoch over `streams` (the same list on every rank) in `minibatches` optimizer steps, where streams of one
-        prompt share a step. The learning rate falls linearly from `lr` to `fall` times it. Call `after` after each step. Return
+        family share a step. The learning rate falls linearly from `lr` to `fall` times it. Call `after` after each step. Return
         metrics, NaN if no token contributes. Raises ValueError, before the first step, for routes that cannot be replayed."""
         if self.replay.recorded:
             require_routes(streams, self.model.config, self.replay)

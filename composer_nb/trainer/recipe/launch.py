@@ -235,7 +235,7 @@ def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name:
     """
     if source.excerpt is not None:
         raise ValueError(f"{source.path} is an excerpt of a run and cannot be forked; start a new run instead")
-    known, settings = from_dict(source.settings()), absolute(settings)
+    known, settings = absolute(from_dict(source.settings())), absolute(settings)
     used = ("seed", "data", "env", "tokenizer", "model", "optimizer", "midtrain", "extend", "sft", "limits", "eval")
     if changed := [part for part in used if getattr(known, part) != getattr(settings, part)]:
         raise ValueError(f"a fork cannot change {', '.join(changed)}: the stages before RL depend on it")
