@@ -15,10 +15,9 @@ from composer_nb import foreign
 from composer_nb.cli import main
 from composer_nb.foreign import ForeignSettings, audit_verifiers, evaluate_foreign
 from composer_nb.harness.agent.scripts import read_script
-from composer_nb.harness.product.record import served
 from composer_nb.harness.product.serve import ScriptServer
 from composer_nb.harness.tasks.task import load_tasks, save_tasks
-from composer_nb.improve import grouped, improve
+from composer_nb.improve import conversations, grouped, improve
 from composer_nb.settings import Settings, override
 from tests.test_serve_record import POLICY, recording
 
@@ -110,8 +109,8 @@ def test_a_policy_learns_what_an_environment_of_verifiers_rewards(doubles: str, 
         with recording(run, policy=policy) as server:
             graded = ForeignSettings(grade=True)
             rewards.append(evaluate_foreign(f"openai:{server.url}", "verifiers:signs_env", 12, graded)["reward"])
-        judged = [*served(run).values()]
-        assert np.mean([done.grade.rewards["reward"] for done in judged]) == pytest.approx(rewards[-1])
+        judged = conversations(run)
+        assert np.mean([done.grade.rewards["reward"] for _, done in judged]) == pytest.approx(rewards[-1])
         assert [len(group) for group in grouped(judged)] == [12] * 4, "an example is a group"
         if cycle < 2:
             improve([run], policy, tmp_path / f"out{cycle}", tmp_path / "gate.jsonl", settings, samples=1)
@@ -145,7 +144,7 @@ def test_episodes_are_recorded_with_their_rewards(tmp_path: Path, monkeypatch: p
         settings = ForeignSettings(grade=True, count=2)
         found = evaluate_foreign(f"openai:{server.url}", "openenv:room:Room:Act", 2, settings)
     assert found["reward"] == 0.0 and found["n_tasks"] == 2
-    groups = grouped([*served(tmp_path / "run").values()])
+    groups = grouped(conversations(tmp_path / "run"))
     assert sorted(done.task.id for group in groups for done in group) == [
         f"openenv:room:Room:Act#{n // 2}" for n in range(4)
     ]
