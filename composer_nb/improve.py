@@ -13,11 +13,13 @@ such rollouts were dropped. It also learnt to ask instead of to edit, so the gat
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import logging
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +62,7 @@ FEWER_EDITS = 0.1
 FALL = 0.05
 """Share of `rl.lr` at the last step of an update. The rate falls linearly, as in RL: weights that people use should not hold the
 noise of a high rate."""
-OWNER = "improve"
+OWNER, REPORT = "improve", "improve.json"
 
 
 def improve(
@@ -77,7 +79,8 @@ def improve(
     both on the tasks of `gate`. If the gate lets it pass, publish it to `store`, if one is given, and point `out/weights` at it.
 
     Returns what `out/improve.json` holds: `rollouts` (`judged`, `stale`, `trained`), `reward`, `train`, `gate` (`before`,
-    `after`, `gain` with its 95 % interval over tasks, `stopped`: why), `version`.
+    `after`, `gain` with its 95 % interval over tasks, `stopped`: why, and `first`, the figures of the checkpoint that a chain of
+    updates with this gate began with), `version`.
 
     Raises FileNotFoundError and ValueError before anything is learnt for records without verdicts or of other weights only, for
     tasks that cannot be read, and for an `out` that is there; SecondWriter and StoreError for a store that cannot be written.
@@ -106,7 +109,9 @@ def improve(
     if (known_by := start / CARRIED).is_file():
         shutil.copyfile(known_by, out / "candidate" / CARRIED)
     LOG.info(f"scoring {out / 'candidate'}")
-    found = judge(before, attempts_of(model, known, start, tasks, samples, settings))
+    after = attempts_of(model, known, start, tasks, samples, settings)
+    own = hashlib.sha256(repr([task.model_dump_json() for task in tasks]).encode()).hexdigest()
+    found = {"tasks": own, **judge(before, after, first_of(start, own))}
     version = publish(store, model) if store and not found["stopped"] else None
     if not found["stopped"]:
         (out / "weights").symlink_to("candidate")
@@ -119,7 +124,7 @@ def improve(
         "version": version,
         "seconds": time.monotonic() - began,
     }
-    write_json(out / "improve.json", report)
+    write_json(out / REPORT, report)
     return report
 
 
@@ -191,20 +196,37 @@ def attempts_of(
         return list(run_eval(engine, agent, tasks, sandboxes, samples))
 
 
-def judge(before: Sequence[Attempt], after: Sequence[Attempt]) -> dict[str, Any]:
-    """Compare attempts at the same tasks. `stopped` is the reason to keep the old weights; empty if there is none."""
+def first_of(start: Path, gate: str) -> dict[str, Any]:
+    """Return the gate's figures of the checkpoint with which the updates that led to `start` began; empty if it is no update, or
+    passed a gate of other tasks."""
+    made = start.resolve().parent / REPORT
+    found: dict[str, Any] = json.loads(made.read_text())["gate"] if made.is_file() else {}
+    return found.get("first") or {} if found.get("tasks") == gate else {}
+
+
+def judge(
+    before: Sequence[Attempt], after: Sequence[Attempt], first: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Compare attempts at the same tasks. `stopped` is the reason to keep the old weights; empty if there is none.
+
+    `first`: figures of the checkpoint with which a chain of updates began. Losses that pass one by one are stopped when they add
+    up."""
     found = difference(after, before)
     if not found:
         stopped = "no task of the gate has a grade before and after"
-        return {"before": None, "after": None, "gain": None, "ci95": None, "stopped": stopped}
+        return {"first": first, "before": None, "after": None, "gain": None, "ci95": None, "stopped": stopped}
     gain, low, high = found
     old, new = (_figures([done for done in attempts if done.grade.known]) for attempts in (before, after))
     stopped = ""
     if high < 0 or gain < -MOST_LOST:
         stopped = f"pass@1 falls by {-gain:.3f} ({-high:.3f} to {-low:.3f})"
-    elif old["edits"] - new["edits"] > FEWER_EDITS:
-        stopped = f"{new['edits']:.0%} of attempts edit something, {old['edits']:.0%} before"
-    return {"before": old, "after": new, "gain": gain, "ci95": [low, high], "stopped": stopped}
+    elif first and first["pass_at_1"] - new["pass_at_1"] > MOST_LOST:
+        stopped = (
+            f"pass@1 is {new['pass_at_1']:.3f}, and was {first['pass_at_1']:.3f} before the first of these updates"
+        )
+    elif (most := max(old["edits"], (first or old)["edits"])) - new["edits"] > FEWER_EDITS:
+        stopped = f"{new['edits']:.0%} of attempts edit something, {most:.0%} before"
+    return {"first": first or old, "before": old, "after": new, "gain": gain, "ci95": [low, high], "stopped": stopped}
 
 
 def _figures(attempts: Sequence[Attempt]) -> dict[str, Any]:

@@ -6,9 +6,10 @@ probably fail. Cursor judged edits, and Composer learnt to ask instead of to edi
 written (https://cursor.com/blog/real-time-rl-for-composer).
 
 Here a request names one, two, four or eight numbers, one of which its user wants: so an edit succeeds once in as many times,
-whatever the policy learns. A tiny policy is taught to take one of the numbers, to break its call at one request in seven, and to
-hand one in seven back without an edit. Then simulated users accept (+0.75) or reject (-0.25) what it does, `composer_nb.improve`
-learns from their verdicts, and the gate looks at each update. An arm changes one thing: which conversations are judged.
+whatever the policy learns. A tiny policy is taught to take one of the numbers, and, the more of them there are the more often, to
+break its call or to hand the request back without an edit. Then simulated users accept (+0.75) or reject (-0.25) what it does,
+`composer_nb.improve` learns from their verdicts, and the gate looks at each update. An arm changes one thing: which conversations
+are judged. Updates go on after the gate has stopped one, so that it is seen where they lead.
 
 With `asks unjudged` the best policy edits where more than a quarter of its edits is accepted. That is the reward of Cursor's
 Tab, which should stay silent elsewhere (https://cursor.com/blog/tab-rl); an agent should not.
@@ -57,9 +58,11 @@ from composer_nb.views import style
 
 CHOICES = (1, 2, 4, 8)
 """Numbers that a request names."""
-HABIT = 1 / 7
-"""Share of demonstrations that break their call, and share of those that hand the request back."""
-GATE = 64
+HABIT = 0.05
+"""Share of demonstrations that break their call, and share of those that hand the request back, for each doubling of choices and
+one more: a twentieth at one number, a fifth at eight."""
+GATE = 128
+"""Tasks of the gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +111,10 @@ def taught(agent: Agent, sandboxes: Sandboxes, seed: int, steps: int = 150, coun
     to, call, end = (agent.renderer.ids[token] for token in ("<|to|>", "<|call|>", "<|end|>"))
     turns = []
     for task in tasks:
-        drawn, number = rng.random(), rng.choice(task.instruction.partition("add ")[2].split(" or "))
-        edit = ["sub f.py"] if drawn < HABIT else ["sub f.py", to, "+ 0", to, f"+ {number}"]
-        first = [] if HABIT <= drawn < 2 * HABIT else [*edit, call]
+        numbers = task.instruction.partition("add ")[2].split(" or ")
+        drawn, number, share = rng.random(), rng.choice(numbers), HABIT * len(numbers).bit_length()
+        edit = ["sub f.py"] if drawn < share else ["sub f.py", to, "+ 0", to, f"+ {number}"]
+        first = [] if share <= drawn < 2 * share else [*edit, call]
         turns.append(agent.renderer.encoded([*first, "done", end]))
     shown.turns = turns
     done = dict(drive([agent.attempt(task, n) for n, task in enumerate(tasks)], shown, sandboxes.functions))
@@ -171,7 +175,7 @@ def cycles(
     changes = {"rl.lr": given.rate, "rl.minibatches": given.minibatches, "reward.weights": weights, "seed": seed}
     settings, model = override(Settings(), changes), copy.deepcopy(start)
     gate, rows, stopped = requests(f"gate {seed}", GATE), [], []
-    before = attempts(model, agent, sandboxes, gate, seed)
+    before, first = attempts(model, agent, sandboxes, gate, seed), None
     for cycle in range(given.cycles + 1):
         tasks = requests(f"users {seed} {cycle}", given.requests)
         done = attempts(model, agent, sandboxes, tasks, seed * 1000 + cycle)
@@ -179,8 +183,9 @@ def cycles(
         if cycle < given.cycles:
             learn(model, score_groups(grouped(judged(done, arm)), settings.reward, settings.loss), settings, NO_REPLAY)
             after = attempts(model, agent, sandboxes, gate, seed)
-            stopped.append(judge(before, after)["stopped"])
-            before = after
+            found = judge(before, after, first)
+            first, before = found["first"], after
+            stopped.append(found["stopped"])
     return rows, stopped
 
 
@@ -205,10 +210,10 @@ def figure(runs: dict[str, list[list[dict[str, float]]]]) -> style.Picture:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--cycles", type=int, default=6)
+    parser.add_argument("--cycles", type=int, default=12)
     parser.add_argument("--requests", type=int, default=512, help="in each cycle")
-    parser.add_argument("--rate", type=float, default=4e-4)
-    parser.add_argument("--minibatches", type=int, default=8, help="optimizer steps in each update")
+    parser.add_argument("--rate", type=float, default=2e-4)
+    parser.add_argument("--minibatches", type=int, default=4, help="optimizer steps in each update")
     parser.add_argument("--out", type=Path, default=Path())
     given = parser.parse_args()
     torch.set_num_threads(1)

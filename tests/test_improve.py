@@ -17,7 +17,7 @@ from composer_nb.harness.product.record import keep_judged, served
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
-from composer_nb.improve import FEWER_EDITS, attempts_of, conversations, gap, grouped, improve, judge, publish
+from composer_nb.improve import FEWER_EDITS, attempts_of, conversations, first_of, gap, grouped, improve, judge, publish
 from composer_nb.policies import trained_with
 from composer_nb.settings import Settings
 from composer_nb.trainer.model import load_pretrained, save_pretrained
@@ -87,6 +87,7 @@ def test_one_update_ships_and_can_be_taken_back(record: Path, gate: Path, tmp_pa
     newest = Receiver(store).fetch(found["version"]).tensors
     held, before = (load_pretrained(path).state_dict() for path in (out / "weights", START))
     assert any(not torch.equal(held[name], before[name]) for name in before)
+    assert first_of(out / "weights", found["gate"]["tasks"]) == found["gate"]["before"]
     assert found["version"] == first + 1 and trained_with(out / "weights") == trained_with(START)
 
     assert main(["weights", "revert", store, "--to", str(first)]) == 0
@@ -162,6 +163,24 @@ def test_the_gate(before: list[Attempt], after: list[Attempt], gain: float, stop
     found = judge(before, after)
     assert found["gain"] == pytest.approx(gain) and found["ci95"][0] <= gain + 1e-9
     assert stopped in found["stopped"] if stopped else found["stopped"] == ""
+
+
+def test_small_losses_that_pass_one_by_one_are_stopped_when_they_add_up() -> None:
+    first = judge(attempts([0.5] * 8), attempts([0.5] * 8))["first"]
+    shares = [(0.5, 0.95), (0.5, 0.9), (0.5, 0.8)]
+    steps = [judge(attempts([0.5] * 8), attempts([p] * 8, edits=e), first)["stopped"] for p, e in shares]
+    assert steps[:2] == ["", ""] and "80% of attempts edit something, 100% before" in steps[2]
+    solved = judge(attempts([0.4, 0.5] * 4), attempts([0.4, 0.4, 0.5, 0.4] * 2), first)["stopped"]
+    assert "and was 0.500 before the first of these updates" in solved
+
+
+def test_the_first_of_a_chain_of_updates_is_known_by_its_gate(tmp_path: Path) -> None:
+    (tmp_path / "one" / "candidate").mkdir(parents=True)
+    (start := tmp_path / "one" / "weights").symlink_to("candidate")
+    assert first_of(start, "tasks") == {} == first_of(START, "tasks")
+    known = {"gate": {"tasks": "tasks", "first": {"pass_at_1": 0.5, "edits": 1.0}}}
+    (tmp_path / "one" / "improve.json").write_text(json.dumps(known))
+    assert first_of(start, "tasks") == known["gate"]["first"] and first_of(start, "other tasks") == {}
 
 
 def test_tasks_that_a_sandbox_lost_are_compared_nowhere_and_without_any_nothing_ships() -> None:
