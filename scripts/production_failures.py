@@ -7,12 +7,9 @@ written (https://cursor.com/blog/real-time-rl-for-composer).
 
 Here a request names one, two, four or eight numbers, one of which its user wants: so an edit succeeds once in as many times,
 whatever the policy learns. A tiny policy is taught to take one of the numbers, and, the more of them there are the more often, to
-break its call or to hand the request back without an edit. Then simulated users accept (+0.75) or reject (-0.25) what it does,
+break its call or to hand the request back without an edit. Then simulated users accept (+1) or reject (-1) what it does,
 `composer_nb.improve` learns from their verdicts, and the gate looks at each update. An arm changes one thing: which conversations
 are judged. Updates go on after the gate has stopped one, so that it is seen where they lead.
-
-With `asks unjudged` the best policy edits where more than a quarter of its edits is accepted. That is the reward of Cursor's
-Tab, which should stay silent elsewhere (https://cursor.com/blog/tab-rl); an agent should not.
 
 Prints a Markdown table, medians over seeds with their range, and writes production_failures.png to --out.
 """
@@ -144,7 +141,7 @@ def judged(done: Sequence[Attempt], arm: Arm) -> list[tuple[str, Attempt]]:
         broken, edited = each.rollout.invalid_calls > 0, Course.of(each.rollout.turns).edited
         if arm.drop_broken and broken:
             continue
-        reward = 0.75 if each.grade.passed else -0.25
+        reward = 1.0 if each.grade.passed else -1.0
         if not (edited or broken or arm.judge_asks):
             reward = 0.0
         kept.append(
