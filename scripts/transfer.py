@@ -54,6 +54,11 @@ def rank_correlation(one: pd.Series, other: pd.Series) -> float:
     return float(one.rank().corr(other.rank()))
 
 
+def within_seeds(table: pd.DataFrame) -> float:
+    """Mean over seeds of the rank correlation of loss and reward: what a seed changes in all its runs alike is left out."""
+    return float(np.mean([rank_correlation(part["loss"], part["reward"]) for _, part in table.groupby("seed")]))
+
+
 def law(table: pd.DataFrame) -> tuple[LossFit, float]:
     """Fit the log-linear law to the codebase's loss at all budgets but the largest. Return it and its mean error there, predicted
     minus measured, in nats a token. Raises ValueError for fewer than three budgets."""
@@ -79,9 +84,13 @@ def figure(table: pd.DataFrame) -> style.Picture:
     style.title(
         right, f"the law is {error:+.2f} nats off at the largest budget", "tokens", "loss on the codebase, nats a token"
     )
-    found = rank_correlation(table["loss"], table["reward"])
+    for _, part in table.groupby("seed"):
+        ax.plot(part["loss"], part["reward"], color=style.PALE, zorder=0)
     style.title(
-        ax, f"{len(table)} runs: rank correlation {found:+.2f}", "loss after fine-tuning, nats a token", "reward in RL"
+        ax,
+        f"rank correlation {within_seeds(table):+.2f} within seeds (lines)",
+        "loss after fine-tuning, nats a token",
+        "reward in RL",
     )
     style.key(ax)
     return picture
@@ -109,7 +118,8 @@ def main(arguments: list[str] | None = None) -> None:
     if table["tokens"].nunique() < 3:
         return
     fit, error = law(table)
-    print(f"rank correlation of loss and reward: {rank_correlation(table['loss'], table['reward']):+.2f}")
+    overall = rank_correlation(table["loss"], table["reward"])
+    print(f"rank correlation of loss and reward: {within_seeds(table):+.2f} within seeds, {overall:+.2f} over all runs")
     print(f"loss on the codebase: {fit.intercept:.3f} {fit.slope:+.4f} ln(tokens), {error:+.2f} at the largest budget")
     write_atomic(given.runs / "transfer.png", figure(table).png())
 
