@@ -62,6 +62,12 @@ def make(given: argparse.Namespace) -> int:
     arg("--limit N", "maximum number of tasks", 30),
     arg("--commits N", "look at this many commits, the newest first", 200),
     arg("--most-lines N", "leave out changes of more source lines", 400),
+    arg(
+        "--requests FOLDER",
+        "folders of accepted work of `composer-nb agent`, or a folder of such",
+        nargs="+",
+        type=Path,
+    ),
     arg("--suite-seconds S", "time limit of one run of the tests", 60.0),
     arg("--packages FOLDER", "installed packages that the tests need, from pip install --target", type=Path),
     arg("--image NAME", "Docker image in which the tests run, with --backend docker", ""),
@@ -82,12 +88,12 @@ def mine(given: argparse.Namespace) -> int:
 
     running = Running(**pick(given, "packages", "image"), suite_s=given.suite_seconds)
     with open_backend(given.backend) as backend, progress(Console(stderr=True)) as told:
-        options = pick(given, "limit", "commits", "most_lines")
+        options = pick(given, "limit", "commits", "most_lines") | {"requests": given.requests or ()}
         made = mine(given.paths, given.out, backend, running=running, told=told, **options)
     rows = [(str(count), verdict) for verdict, count in made["verdicts"].most_common()]
-    line = (
-        f"{made['tasks']} tasks of {made['tried']} changes in {made['wall_s']:.0f} s; reasons: {given.out}/summary.json"
-    )
+    line = f"{made['tasks']} tasks of {made['tried']} changes in {made['wall_s']:.0f} s"
+    line += f", {made['from_logs']} with the request of a log" if given.requests else ""
+    line += f"; reasons: {given.out}/summary.json"
     return emit(given, made, lambda: Group(text_table(rows, ("changes", "")), line), int(not made["tasks"]))
 
 
