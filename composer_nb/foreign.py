@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import time
 import uuid
 from asyncio import Semaphore
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
+from random import Random
 from typing import Annotated, Any
 
 import httpx
@@ -48,6 +50,11 @@ LAZY: Mapping[str, Callable[[str], str]] = {
     "many choices": lambda asked: "A B C D yes no true false <answer></answer> \\boxed{}",
 }
 """Answers that solve nothing; each is made from the last message of a prompt."""
+ONE, RANDOM = "one action, repeated", "random actions"
+SOME = 6
+"""Plays of such a kind."""
+RULE, LEAST = 0.9, 8
+"""Share of tasks at which a play that earns the best reward is a fault; fewest tasks at which one action can be too good."""
 
 
 def _library(name: str) -> Any:
@@ -217,33 +224,54 @@ def _grade(policy: str, tasks: str, played: Sequence[_Played]) -> None:
                 raise ProviderFailure(f"{policy}: did not take the reward of {one.rollout}: {told.text}")
 
 
+Play = Callable[[int, str], Any]
+"""Returns the action in a turn from its number and the observation; None ends the episode."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Episode:
+    shown: list[str] = field(default_factory=list)
+    rewards: list[float | None] = field(default_factory=list)
+    ended: bool = False
+    error: str = ""
+
+    @property
+    def total(self) -> float:
+        return sum(float(reward or 0) for reward in self.rewards)
+
+
+def _played(env: Any, play: Play, seed: int) -> _Episode:
+    made, seen = _Episode(), env.reset(seed=seed)
+    made.shown.append(seen.model_dump_json(exclude=HIDDEN))
+    while not seen.done and len(made.rewards) < TURNS and (act := play(len(made.rewards), made.shown[-1])) is not None:
+        seen = env.step(act)
+        made.shown.append(seen.model_dump_json(exclude=HIDDEN))
+        made.rewards.append(seen.reward)
+    made.ended = bool(seen.done)
+    return made
+
+
 def _episode(env: Any, action: Any, turn_policy: TurnPolicy, seed: int, seconds: float) -> tuple[float, float]:
     """Play one episode. Return the sum of its rewards, and the tokens where they are counted. What is no action ends it."""
-    schema = json.dumps(action.model_json_schema())
-    seen, total, tokens = env.reset(seed=seed), 0.0, 0.0
-    text = f"Act in an environment. Answer each observation with one JSON object, of this schema:\n{schema}\n\n"
-    text += seen.model_dump_json(exclude=HIDDEN)
+    schema, tokens = json.dumps(action.model_json_schema()), 0.0
+    asked = f"Act in an environment. Answer each observation with one JSON object, of this schema:\n{schema}\n\n"
+
+    def play(turn: int, seen: str) -> Any:
+        nonlocal tokens
+        with suppress(ValueError, TimeIsUp):  # a ValueError also for what lies outside of the schema
+            spoken = turn_policy.say([User(text=seen if turn else asked + seen)], time.monotonic() + seconds)
+            if spoken is not None:
+                tokens += spoken.read + spoken.written
+                said = spoken.said.text
+                return action.model_validate_json(said[said.find("{") : said.rfind("}") + 1])
+        return None
+
     try:
-        for _ in range(TURNS):
-            spoken = None if seen.done else turn_policy.say([User(text=text)], time.monotonic() + seconds)
-            if spoken is None:
-                break
-            tokens += spoken.read + spoken.written
-            said = spoken.said.text
-            try:
-                act = action.model_validate_json(said[said.find("{") : said.rfind("}") + 1])
-            except ValueError:  # also what lies outside of the schema
-                break
-            seen = env.step(act)
-            total += float(seen.reward or 0)
-            text = seen.model_dump_json(exclude=HIDDEN)
-    except TimeIsUp:
-        pass
+        return _played(env, play, seed).total, tokens
     finally:
         turn_policy.close()
         with suppress(AttributeError):
             env.close()
-    return total, tokens
 
 
 def audit_verifiers(name: str, count: int = 32) -> dict[str, Any]:
@@ -272,4 +300,110 @@ def audit_verifiers(name: str, count: int = 32) -> dict[str, Any]:
         return found
 
     found = asyncio.run(tried())
-    return {"examples": len(rows), "probes": {kind: {"tried": len(w), "wrong": sum(w)} for kind, w in found.items()}}
+    return {"examples": len(rows)} | _probed(found, [kind for kind, wrong in found.items() if any(wrong)])
+
+
+def _probed(found: Mapping[str, Sequence[bool]], faults: Sequence[str]) -> dict[str, Any]:
+    probes = {kind: {"tried": len(wrong), "wrong": sum(wrong)} for kind, wrong in found.items()}
+    return {"probes": probes, "faults": [*faults]}
+
+
+def _blind(env: Any, play: Play, seed: int) -> _Episode:
+    try:
+        return _played(env, play, seed)
+    except Exception as error:  # the code of others
+        return _Episode(error=f"{error!r:.200}")
+
+
+def audit_openenv(name: str, count: int = 16, seconds: float = 55.0, seed: int = 0) -> dict[str, Any]:
+    """Play episodes with actions that solve nothing, at `count` seeds or until the time is up.
+
+    Return for each probe how often it was tried and wrong, `faults` (probes that were wrong too often), `tasks` (seeds with
+    different episodes) and `errors`. A play is wrong at a task if its reward is above 0 and the best of all plays; random actions
+    are if all of them earn it. Chance may pay a play, so it is a fault at nine of ten tasks, as RULE says."""
+    began, (shared, action) = time.monotonic(), load_openenv(name)
+    plays = _plays(action, seed)
+    first = plays[RANDOM][0]
+    found: dict[str, list[bool]] = {kind: [] for kind in ("two resets", "a new environment", "the same environment")}
+    tasks, every = dict[str, dict[str, list[_Episode]]](), list[_Episode]()
+    for at in range(seed, seed + count):
+        if tasks and time.monotonic() - began > seconds:
+            break
+        played = {kind: [_blind(load_openenv(name)[0], play, at) for play in some] for kind, some in plays.items()}
+        these, again = [each for some in played.values() for each in some], _blind(load_openenv(name)[0], first, at)
+        others = [_blind(shared, play, at) for play in _plays(action, at)[RANDOM]]  # more actions, for exceptions
+        found["two resets"].append(len({str(episode.shown[:1]) for episode in these}) > 1)
+        found["a new environment"].append(differs := repr(again) != repr(played[RANDOM][0]))
+        found["the same environment"].append(repr(_blind(shared, first, at)) != repr(again) and not differs)
+        tasks[repr(these)], every = played, every + these + others
+    unpaid = [each.ended and all(reward is None for reward in each.rewards) for each in every]
+    found["no reward"] = [none or not math.isfinite(each.total) for none, each in zip(unpaid, every, strict=True)]
+    found["an exception"] = [bool(episode.error) for episode in every]
+    faults = [kind for kind, wrong in found.items() if any(wrong)]
+    found["no end"] = [not (episode.ended or episode.error) for episode in every]
+    faults += ["no end"] if all(found["no end"]) else []
+    for kind, some in plays.items():
+        wrong = [[_paid(played, kind, n) for played in tasks.values()] for n in range(len(some))]
+        found[kind] = max(wrong, key=sum) if kind != ONE or len(tasks) >= LEAST else []
+        faults += [kind] if sum(found[kind]) >= max(1, RULE * len(tasks)) else []
+    errors = list(dict.fromkeys(episode.error for episode in every if episode.error))
+    return {"episodes": len(every), "tasks": len(tasks), **_probed(found, faults), "errors": errors[:3]}
+
+
+def _paid(played: Mapping[str, Sequence[_Episode]], kind: str, number: int) -> bool:
+    best = max(episode.total for some in played.values() for episode in some)
+    return best > 0 and all(each.total == best for each in (played[kind] if kind == RANDOM else [played[kind][number]]))
+
+
+def _plays(action: Any, seed: int) -> dict[str, list[Play]]:
+    schema = action.model_json_schema()
+    schema.get("properties", {}).pop("metadata", None)
+
+    def act(random: Random | None, text: str = "") -> Any:
+        for again in range(100):  # a schema does not say all that is checked
+            with suppress(ValueError):
+                return action.model_validate(drawn(schema, schema, random or (Random(again) if again else None), text))
+        raise ValueError(f"{action.__name__}: no action that was drawn from its schema is valid")
+
+    def lazy(make: Callable[[str], str]) -> Play:
+        return lambda turn, seen: act(None, make(seen))
+
+    def drawing(n: int, always: bool) -> Play:
+        return lambda turn, seen: act(Random(f"{seed} {n} {0 if always else turn}"))
+
+    plays = {"the smallest action": [lazy(lambda seen: "")]}
+    if act(None, "text") != act(None):
+        plays |= {kind: [lazy(make)] for kind, make in LAZY.items() if make("text")}
+    return plays | {ONE: [drawing(n, True) for n in range(SOME)], RANDOM: [drawing(n, False) for n in range(SOME)]}
+
+
+def drawn(schema: Mapping[str, Any], whole: Mapping[str, Any], random: Random | None, text: str) -> Any:
+    """Return a value of a JSON schema: a random one, or the smallest, with `text` for its texts."""
+
+    def value(of: Mapping[str, Any]) -> Any:
+        return drawn(of, whole, random, text)
+
+    if "$ref" in schema:
+        return value(whole["$defs"][schema["$ref"].rpartition("/")[2]])
+    if "const" in schema or ("default" in schema and not (random or text)):
+        return schema.get("const", schema.get("default"))
+    kind, choices = schema.get("type"), [*schema.get("anyOf", schema.get("oneOf", ()))]
+    if "enum" in schema or choices or kind == "boolean":
+        several = schema.get("enum", choices or [False, True])
+        chosen = random.choice(several) if random else several[0]
+        return value(chosen) if choices else chosen
+    if kind in ("integer", "number"):
+        step = int(kind == "integer")
+        low = schema.get("minimum", schema.get("exclusiveMinimum", -100 - step) + step)
+        high = schema.get("maximum", schema.get("exclusiveMaximum", max(low, 0) + 100 + step) - step)
+        number = random.uniform(low, high) if random else min(max(0, low), high)
+        return round(number) if step else number
+    more, least = random.randrange(4) if random else 0, schema.get("minItems", schema.get("minLength", 0))
+    if kind == "string":
+        written = text or (random.choice([make("") for make in LAZY.values()]) if random else "")
+        return written.ljust(least, "a")[: schema.get("maxLength")]
+    if kind == "array":
+        return [value(schema.get("items", {})) for _ in range(min(least + more, schema.get("maxItems", least + more)))]
+    needed, known = schema.get("required", ()), schema.get("properties", {})
+    given = [name for name in known if name in needed or text or (random and random.random() < 0.5)]
+    return {name: value(known[name]) for name in given} if kind == "object" else None

@@ -6,14 +6,17 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer_nb.harness.product import SLOTS
 from composer_nb.operations import JSON, SET, arg, command, console, emit, overrides, pick
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from composer_nb.harness.grading.grade import Attempt
 
 KEY = "An endpoint gets the key in the environment variable OPENAI_API_KEY, if there is one."
@@ -37,6 +40,7 @@ KEY = "An endpoint gets the key in the environment variable OPENAI_API_KEY, if t
     arg("--price READ,WRITTEN", "dollars per million tokens, for the cost of a task", ""),
     arg("--planner POLICY", "a policy that writes plans, for one more arm, `planned`", ""),
     arg("--planner-price READ,WRITTEN", "dollars per million tokens of the planner", ""),
+    arg("--judge openai:URL[#MODEL]", "a model that judges each attempt by rubrics, beside the tests", ""),
     SET,
     JSON,
     epilog=f"{KEY} --set limits.turns=12, temperature=0.5 or seed=1, and the like.",
@@ -51,7 +55,9 @@ def evaluate(given: argparse.Namespace) -> int:
     from composer_nb.harness.product.show import bench_progress, bench_table
     from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
     from composer_nb.harness.tasks.task import load_tasks
+    from composer_nb.labs.rewards.judges import RubricJudge, rubric_levels
     from composer_nb.labs.suites import judged, make_suite
+    from composer_nb.policies import open_endpoint
 
     if given.samples < 1 or given.workers < 0:
         raise ValueError(f"--samples {given.samples} --workers {given.workers}: at least 1 and 0 are needed")
@@ -64,6 +70,7 @@ def evaluate(given: argparse.Namespace) -> int:
             tasks = make_suite(given.suite, CachedExecutor(boxes))
     else:
         tasks = load_tasks(given.tasks)
+    judge, tables = open_endpoint(given.judge.removeprefix("openai:"), 0.0) if given.judge else None, []
     settings = bench_settings(given.policy, tasks, overrides(given.set))
     out = given.out or new_folder(Path("runs"), "eval")
     progress = bench_progress(len(tasks) * (given.samples + given.greedy), Console(stderr=True))
@@ -83,8 +90,31 @@ def evaluate(given: argparse.Namespace) -> int:
             became += (
                 f"\n{given.suite}, {arm}: {row['passed']} passed {row['ci95']}; {row['became']}, {row['lost']} lost"
             )
+    if judge:
+        for arm, attempts in done.items():
+            kept = RubricJudge(endpoint=judge, folder=out / "judged", within_s=300.0, answer_tokens=4096)
+            sampled = attempts[: len(tasks) * given.samples]  # greedy ones come last
+            found["arms"][arm]["rubrics"] = rubric_levels(kept, sampled)
+        tables.append(_rubric_table(found["arms"]))
+    if given.suite or judge:
         write_json(out / "report.json", found)
-    return emit(given, found, lambda: Group(bench_table(found), f"{became}\nkept: {out}"))
+    return emit(given, found, lambda: Group(bench_table(found), *tables, f"{became}\nkept: {out}"))
+
+
+def _rubric_table(arms: Mapping[str, Any]) -> Table:
+    """Return a table of the mean levels, beside the share solved, and the number of verdicts that are missing."""
+    from composer_nb.views.page import text_table
+
+    rows = []
+    for arm, row in arms.items():
+        levels = [
+            (row.get("pass_at_1"), row["n_tasks"]),
+            *((each["level"], each["n"]) for each in row["rubrics"].values()),
+        ]
+        missing = sum(each["failed"] for each in row["rubrics"].values())
+        shown = ["–" if level is None else f"{level:.3f} (n={n})" for level, n in levels]
+        rows.append((arm, *shown, str(missing)))
+    return text_table(rows, ("tools", "pass@1", *row["rubrics"], "no verdict"))
 
 
 def _evaluate_foreign(given: argparse.Namespace) -> int:

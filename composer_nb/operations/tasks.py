@@ -62,6 +62,12 @@ def make(given: argparse.Namespace) -> int:
     arg("--limit N", "maximum number of tasks", 30),
     arg("--commits N", "look at this many commits, the newest first", 200),
     arg("--most-lines N", "leave out changes of more source lines", 400),
+    arg(
+        "--requests FOLDER",
+        "folders of accepted work of `composer-nb agent`, or a folder of such",
+        nargs="+",
+        type=Path,
+    ),
     arg("--suite-seconds S", "time limit of one run of the tests", 60.0),
     arg("--packages FOLDER", "installed packages that the tests need, from pip install --target", type=Path),
     arg("--image NAME", "Docker image in which the tests run, with --backend docker", ""),
@@ -82,12 +88,12 @@ def mine(given: argparse.Namespace) -> int:
 
     running = Running(**pick(given, "packages", "image"), suite_s=given.suite_seconds)
     with open_backend(given.backend) as backend, progress(Console(stderr=True)) as told:
-        options = pick(given, "limit", "commits", "most_lines")
+        options = pick(given, "limit", "commits", "most_lines") | {"requests": given.requests or ()}
         made = mine(given.paths, given.out, backend, running=running, told=told, **options)
     rows = [(str(count), verdict) for verdict, count in made["verdicts"].most_common()]
-    line = (
-        f"{made['tasks']} tasks of {made['tried']} changes in {made['wall_s']:.0f} s; reasons: {given.out}/summary.json"
-    )
+    line = f"{made['tasks']} tasks of {made['tried']} changes in {made['wall_s']:.0f} s"
+    line += f", {made['from_logs']} with the request of a log" if given.requests else ""
+    line += f"; reasons: {given.out}/summary.json"
     return emit(given, made, lambda: Group(text_table(rows, ("changes", "")), line), int(not made["tasks"]))
 
 
@@ -149,7 +155,7 @@ def convert(given: argparse.Namespace) -> int:
 
 @command(
     "audit",
-    arg("path PATH|MODULE:CLASS", "a .jsonl file, task directories, an environment of your own, or verifiers:NAME"),
+    arg("path PATH|MODULE:CLASS", "tasks, an environment of your own, verifiers:NAME or openenv:MODULE:ENV:ACTION"),
     arg("--seconds S", "begin no further task after this time; tasks come in a random order", 55.0),
     arg("--seed SEED", "decides the order", 0),
     BACKEND,
@@ -157,8 +163,8 @@ def convert(given: argparse.Namespace) -> int:
 )
 def audit(given: argparse.Namespace) -> int:
     """Try tasks with workspaces that they must accept or refuse, before training on them."""
-    if given.path.startswith("verifiers:"):
-        return _audit_verifiers(given)
+    if given.path.startswith(("verifiers:", "openenv:")):
+        return _audit_foreign(given)
     if find_spec("libcst") is None:
         raise ValueError("audit plants bugs with libcst: pip install 'composer_nb[tasks]'")
     from rich.console import Group
@@ -186,14 +192,20 @@ def audit(given: argparse.Namespace) -> int:
     return emit(given, found, lambda: Group(*tables, line), int(bool(problems)))
 
 
-def _audit_verifiers(given: argparse.Namespace) -> int:
-    from composer_nb.foreign import audit_verifiers
+def _audit_foreign(given: argparse.Namespace) -> int:
+    from rich.console import Group
+
+    from composer_nb.foreign import audit_openenv, audit_verifiers
     from composer_nb.views.page import text_table
 
-    found = audit_verifiers(given.path.partition(":")[2])
-    rates = [(name, str(row["tried"]), str(row["wrong"])) for name, row in found["probes"].items()]
-    wrong = any(row["wrong"] for row in found["probes"].values())
-    return emit(given, found, lambda: text_table(rates, ("answer", "tried", "wrongly judged")), int(wrong))
+    kind, _, name = given.path.partition(":")
+    found = audit_verifiers(name) if kind == "verifiers" else audit_openenv(name, **pick(given, "seconds", "seed"))
+    rates = [
+        (probe, str(row["tried"]), str(row["wrong"]), "fault" if probe in found["faults"] else "")
+        for probe, row in found["probes"].items()
+    ]
+    table = text_table(rates, ("answer" if kind == "verifiers" else "probe", "tried", "wrong", ""))
+    return emit(given, found, lambda: Group(table, *found.get("errors", ())), int(bool(found["faults"])))
 
 
 @command("sandbox check", arg("--backend NAME", "backend", "bwrap"), JSON)

@@ -12,6 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from composer_nb.harness.agent.loop import Conversation, system_text
 from composer_nb.harness.carry import EXECUTABLE, PLAIN, Blob
 from composer_nb.harness.files import write_atomic
@@ -96,14 +99,9 @@ def give_verdict(path: Path, verdict: Literal["accepted", "rejected"]) -> tuple[
     """
     if not (path / CHANGES).is_file():
         raise FileNotFoundError(f"{path}: no agent's work is kept here; give the folder that `composer-nb agent` named")
-    told = json_of((path / "verdict.json").read_text(encoding="utf-8"))
-    said = told.get("verdict") if isinstance(told, dict) else None
-    if said != "open":
+    if (said := _told(path).get("verdict")) != "open":
         raise ValueError(f"{path}: was {visible(str(said)[:80])} before; a verdict is given once")
-    try:
-        root, before, changes = _unpack(json_of((path / CHANGES).read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path / CHANGES}: damaged ({error!r:.200}); nothing was written") from None
+    root, before, changes = _kept(path)
     if verdict == "accepted":
         _check_kept(path, root, before, changes)
         if not changes:
@@ -114,6 +112,32 @@ def give_verdict(path: Path, verdict: Literal["accepted", "rejected"]) -> tuple[
             raise Conflict(f"{error}; the diff is {path.resolve() / DIFF}") from None
     _write_verdict(path, verdict)
     return root, len(changes) if verdict == "accepted" else 0
+
+
+def accepted(path: Path) -> tuple[str, str, dict[str, Blob], Changes] | None:
+    """Return of the result that is kept in `path` the time of its acceptance, the request, and the changed files before and
+    after; None if it was not accepted. Raises OSError for what is missing, ValueError for what is damaged."""
+    told = _told(path)
+    if told.get("verdict") != "accepted":
+        return None
+    file, (_, before, changes) = path / "rollout.parquet", _kept(path)
+    try:
+        [request] = pq.read_table(file, columns=["instruction"])["instruction"].to_pylist()
+    except (pa.ArrowException, ValueError) as error:
+        raise ValueError(f"{file}: damaged ({error!r:.200})") from None
+    return str(told.get("time")), str(request), before, changes
+
+
+def _told(path: Path) -> dict[str, Any]:
+    told = json_of((path / "verdict.json").read_text(encoding="utf-8"))
+    return told if isinstance(told, dict) else {}
+
+
+def _kept(path: Path) -> tuple[Path, dict[str, Blob], Changes]:
+    try:
+        return _unpack(json_of((path / CHANGES).read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path / CHANGES}: damaged ({error!r:.200}); nothing was written") from None
 
 
 def _check_kept(path: Path, root: Path, before: Mapping[str, Blob], changes: Changes) -> None:

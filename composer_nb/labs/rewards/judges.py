@@ -33,7 +33,7 @@ from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.harness.terms.conduct import final_message
 from composer_nb.harness.untrusted import json_of
 
-Part = Literal["task", "changes", "calls", "message"]
+Part = Literal["task", "before", "changes", "calls", "message"]
 MOST = 12_000
 """Characters of each part of a rollout that a judge reads; of a longer one it reads both ends."""
 _AROUND = re.compile(r"^```(json)?\s|\s```$")
@@ -73,6 +73,16 @@ CHECKED = Rubric(
     levels=("no, or it saw that it does not work", "yes"),
     shows=("calls",),
 )
+CONVENTIONS = Rubric(
+    asks="does the change follow the conventions of the code around it, use its abstractions, and name things as it does?",
+    levels=(
+        "no: it repeats or ignores what is there, or changes nothing",
+        "in part",
+        "yes, as if the same author wrote it",
+    ),
+    shows=("task", "before", "changes"),
+)
+RUBRICS = {"communication": COMMUNICATION, "checked": CHECKED, "conventions": CONVENTIONS}
 
 
 def evidence(done: Attempt, shows: Sequence[Part]) -> dict[str, Any]:
@@ -89,6 +99,7 @@ def evidence(done: Attempt, shows: Sequence[Part]) -> dict[str, Any]:
     calls = [f"{turn.call}\n→ {turn.observation}" for turn in done.rollout.turns if turn.call]
     parts: dict[Part, str] = {
         "task": done.task.instruction,
+        "before": "\n".join(f"# {path}\n{before[path]}" for path in paths if path in before),
         "changes": "\n".join(lines),
         "calls": "\n".join(calls),
         "message": final_message(done.rollout),
@@ -199,6 +210,17 @@ def cost(verdicts: Sequence[Verdict]) -> dict[str, int]:
         "read": sum(each.read for each in verdicts),
         "written": sum(each.written for each in verdicts),
     }
+
+
+def rubric_levels(judge: RubricJudge, attempts: Sequence[Attempt]) -> dict[str, dict[str, Any]]:
+    """Return by rubric the mean `level`, as a share of the highest, of the `n` attempts with a verdict, and what `cost` counts:
+    `failed` attempts have none. What was lost to infrastructure is not judged."""
+    known, found = [done for done in attempts if done.grade.known], dict[str, dict[str, Any]]()
+    for name, rubric in RUBRICS.items():
+        verdicts = judge.verdicts(rubric, known)
+        levels = [verdict.level / (len(rubric.levels) - 1) for verdict in verdicts if verdict.level is not None]
+        found[name] = {"level": sum(levels) / len(levels) if levels else None, "n": len(levels), **cost(verdicts)}
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from composer_nb.cli import main
 from composer_nb.harness.agent.endpoint import Endpoint
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Rollout, Turn
-from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.rewards.judges import CHECKED, COMMUNICATION, RubricJudge, agreement, cost, wilson
+from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
+from composer_nb.labs.rewards.judges import CHECKED, COMMUNICATION, CONVENTIONS, RubricJudge, agreement, cost, wilson
+from composer_nb.trainer.recipe.reader import EXAMPLES
 
 TASK = Task.model_construct(
     id="t", instruction="fix f", files={"f.py": "def f():\n    return 1\n"}, tests={"h": "SECRET"}
@@ -184,6 +186,56 @@ def test_a_judge_sees_the_parts_of_its_aspect_and_never_the_tests(tmp_path: Path
     assert set(work) == set(COMMUNICATION.shows) and set(CHECKED.shows) == {"calls"}
     assert "SECRET" not in json.dumps(here.asked) and len(work["message"]) < 13_000
     assert "-    return 1\n+    return 2" in work["changes"]
+
+
+def test_a_judge_of_conventions_sees_the_files_as_they_were(tmp_path: Path) -> None:
+    with served(fair_to_changes, tmp_path, at_once=1) as (judge, here):
+        judge.verdicts(CONVENTIONS, [done("x"), done("y", TASK.files["f.py"])])
+    changed, same = (json.loads(asked["messages"][1]["content"])["work"] for asked in here.asked)
+    assert changed["before"] == "# f.py\ndef f():\n    return 1\n" and "SECRET" not in json.dumps(here.asked)
+    assert (same["before"], same["changes"]) == ("", ""), "files that did not change are not shown"
+
+
+def fair_to_changes(question: dict[str, Any]) -> str | bytes:
+    """Give every message the middle level, every change the highest, and no verdict on calls where a marked file is read."""
+    work = question["work"]
+    level = 2 if "before" in work else 1
+    return "no idea" if "MARKED" in work.get("calls", "") else json.dumps({"mark": question["mark"], "level": level})
+
+
+def test_rubrics_beside_the_tests_in_the_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tasks = load_tasks(EXAMPLES[0] / "data" / "heldout.jsonl")[:2]
+    marked = {
+        name: {path: f"# MARKED\n{text}" for path, text in getattr(tasks[0], name).items()}
+        for name in ("files", "solution")
+    }
+    tasks[0] = tasks[0].model_copy(update=marked)
+    save_tasks(tasks, tmp_path / "tasks.jsonl")
+    asked = ["eval", "--policy", "scripted:expert", "--tasks", f"{tmp_path}/tasks.jsonl", "--out", f"{tmp_path}/out"]
+    asked += ["--samples", "2", "--greedy"]
+    with served(fair_to_changes, tmp_path / "unused") as (judge, here):
+        assert isinstance(judge.endpoint, Endpoint)
+        judged = [*asked, "--judge", f"openai:{judge.endpoint.url}#m"]
+        assert main([*judged, "--json"]) == 0
+        rubrics = json.loads(capsys.readouterr().out)["arms"]["all"]["rubrics"]
+        assert {name: (row["level"], row["n"], row["failed"]) for name, row in rubrics.items()} == {
+            "communication": (0.5, 4, 0),
+            "checked": (1.0, 2, 2),
+            "conventions": (1.0, 4, 0),
+        }
+        assert json.loads((tmp_path / "out/report.json").read_text())["arms"]["all"]["rubrics"] == rubrics
+        seen = json.dumps([json.loads(each["messages"][1]["content"]) for each in here.asked])
+        assert not any(json.dumps(text)[1:-1] in seen for task in tasks for text in task.tests.values())
+        assert "pass_at_1" not in seen and "graded" not in seen
+        assert main(judged) == 0
+    table = [line.split() for line in capsys.readouterr().out.splitlines() if "(n=4)" in line or "conventions" in line]
+    assert table == [
+        ["tools", "pass@1", "communication", "checked", "conventions", "no", "verdict"],
+        ["all", "1.000", "(n=2)", "0.500", "(n=4)", "1.000", "(n=2)", "1.000", "(n=4)", "2"],
+    ]
+    assert (
+        main([*asked, "--judge", "scripted:lazy"]) == 2 and "scripted:lazy: give an address" in capsys.readouterr().err
+    )
 
 
 def test_agreement_by_a_textbook_table() -> None:

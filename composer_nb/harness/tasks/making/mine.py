@@ -1,8 +1,9 @@
 """Tasks from what developers did: the commits of a checkout, or consecutive releases of a library.
 
-The workspace is the state before. The request is the commit's message, or what the release adds to the changelog. The hidden
-tests are the test modules that the change touches, as they are afterwards. A task is kept if some of them fail before, all that
-count pass afterwards, and repeats agree. dulwich reads the history and runs nothing, so a hostile checkout cannot name programs.
+The workspace is the state before. The request is the commit's message, or what the release adds to the changelog; for a commit
+that holds an agent's accepted change, it is what the user had asked (`logs.py`). The hidden tests are the test modules that the
+change touches, as they are afterwards. A task is kept if some of them fail before, all that count pass afterwards, and repeats
+agree. dulwich reads the history and runs nothing, so a hostile checkout cannot name programs.
 
 What a request does not name, but its tests need, is added as a list of names, as in SWE-bench Pro (arXiv 2509.16941).
 """
@@ -32,6 +33,7 @@ from composer_nb.harness.grading.validate import IDS, validate_task
 from composer_nb.harness.sandbox.contract import Backend, SandboxDied
 from composer_nb.harness.syntax import nodes_of, parse
 from composer_nb.harness.tasks.making.changes import changed_lines
+from composer_nb.harness.tasks.making.logs import Asked, asked, request_behind
 from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, State, prepared
 from composer_nb.harness.tasks.making.options import Running
 from composer_nb.harness.tasks.making.repository import (
@@ -65,13 +67,20 @@ CHANGELOG = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Two states of a repository, and what was asked between them. `unfit`: why it can be no task, known without a run."""
+    """Two states of a repository, and what was asked between them. `unfit`: why there are no such states."""
 
     id: str
-    before: Repository | None
-    after: Repository | None
+    before: Repository | None = None
+    after: Repository | None = None
     request: str = ""
     unfit: str = ""
+    logged: bool = False
+    """Whether the request is from an agent's log."""
+
+    @property
+    def key(self) -> str:
+        """The id, and the request where it is from a log: more conversations may be accepted later."""
+        return f"{self.id} {hashlib.sha256(self.request.encode()).hexdigest()}" if self.logged else self.id
 
 
 def mine(
@@ -82,21 +91,26 @@ def mine(
     limit: int = 30,
     commits: int = 200,
     most_lines: int = 400,
+    requests: Sequence[Path] = (),
     running: Running | None = None,
     told: Callable[[State], None] = lambda state: None,
 ) -> dict[str, Any]:
     """Make up to `limit` tasks and write them into `out`. Return what was made: `tasks`, `tried`, `verdicts` with their counts,
-    `candidates` with a verdict each, and `wall_s`. The same call continues where it was interrupted.
+    `candidates` with a verdict each, `from_logs` (tasks with a request from a log), and `wall_s`. The same call continues where
+    it was interrupted.
 
     Args:
         paths: a checkout, or folders of releases, the oldest first.
         commits: looks at this many, the newest first.
         most_lines: leaves out changes of more source lines, added and removed.
+        requests: results of `composer-nb agent` on this repository, or folders of such.
 
-    Raises FileNotFoundError and ValueError for paths that hold no repository, and SandboxFailure.
+    Raises FileNotFoundError and ValueError for paths that hold no repository or no result, and SandboxFailure.
     """
     began, running = time.monotonic(), running or Running()
-    found = releases(paths) if len(paths) > 1 else history(paths[0], commits)
+    if requests and len(paths) > 1:
+        raise ValueError("--requests: only commits hold the changes of agents, so give one checkout and no releases")
+    found = releases(paths) if len(paths) > 1 else history(paths[0], commits, asked(requests))
     tasks: list[Task] = []
     with Store(out / RECORD) as store:
         own = hashlib.sha256(repr([[str(path.resolve()) for path in paths], most_lines, running]).encode()).hexdigest()
@@ -110,10 +124,11 @@ def mine(
                 break
             told(State(doing=candidate.id, kept=len(tasks), wanted=limit, tried=len(rows)))
             store.keep_fact("mined from", own)  # once its history could be read
-            if candidate.id not in store.outcomes:
+            if candidate.key not in store.outcomes:
                 store.keep(_outcome(candidate, backend, running, most_lines))
-            outcome = store.outcomes[candidate.id]
-            rows.append({"id": candidate.id, "verdict": outcome.verdict, "why": outcome.kind})
+            outcome = store.outcomes[candidate.key]
+            told_of = {"id": candidate.id, "logged": candidate.logged}
+            rows.append(told_of | {"verdict": outcome.verdict, "why": outcome.kind})
             if outcome.task is not None:
                 tasks.append(outcome.task)
                 save_tasks(tasks, out / TASKS)
@@ -123,13 +138,14 @@ def mine(
         "tried": len(rows),
         "verdicts": Counter(row["verdict"] for row in rows),
         "candidates": rows,
+        "from_logs": sum(row["logged"] and row["verdict"] == "kept" for row in rows),
         "wall_s": round(time.monotonic() - began, 1),
     }
     write_json(out / SUMMARY, made)
     return made
 
 
-def history(path: Path, commits: int) -> Iterator[Candidate]:
+def history(path: Path, commits: int, log: Sequence[Asked] = ()) -> Iterator[Candidate]:
     """Yield the commits of a checkout, the newest first. Raises ValueError if it is none that can be read."""
     from dulwich import errors
     from dulwich.object_store import iter_tree_contents
@@ -158,20 +174,22 @@ def history(path: Path, commits: int) -> Iterator[Candidate]:
             for step in repo.get_walker(max_entries=commits):
                 commit = step.commit
                 name = f"{path.resolve().name}-{commit.id.decode()[:12]}"
-                asked = request_of(commit.message.decode("utf-8", "replace"))
+                message = request_of(commit.message.decode("utf-8", "replace"))
                 if len(commit.parents) != 1:
-                    yield Candidate(id=name, before=None, after=None, unfit="merge" if commit.parents else "first")
-                elif not asked:
-                    yield Candidate(id=name, before=None, after=None, unfit="no request")
+                    yield Candidate(id=name, unfit="merge" if commit.parents else "first")
+                elif not (message or log):
+                    yield Candidate(id=name)
                 else:
                     try:
                         parent = repo[commit.parents[0]]
                         assert isinstance(parent, Commit)
                         before, after = state(parent.tree), state(commit.tree)
                     except ValueError:
-                        yield Candidate(id=name, before=None, after=None, unfit="no suite")
+                        yield Candidate(id=name, unfit="no suite")
                     else:
-                        yield Candidate(id=name, before=before, after=after, request=asked)
+                        known = request_behind(log, before.files, after.files)[:MAX_REQUEST]
+                        asks = known or message
+                        yield Candidate(id=name, before=before, after=after, request=asks, logged=bool(known))
         except (KeyError, OSError, ValueError, zlib.error, errors.MissingCommitError, errors.ObjectMissing) as error:
             raise ValueError(f"{path}: its history cannot be read: {error!r}") from None
 
@@ -183,11 +201,9 @@ def releases(paths: Sequence[Path]) -> Iterator[Candidate]:
         try:
             before, after = read_repository(old), read_repository(new)
         except ValueError:
-            yield Candidate(id=name, before=None, after=None, unfit="no suite")
+            yield Candidate(id=name, unfit="no suite")
             continue
-        request = changelog(before, after)
-        unfit = "" if request else "no request"
-        yield Candidate(id=name, before=before, after=after, request=request, unfit=unfit)
+        yield Candidate(id=name, before=before, after=after, request=changelog(before, after))
 
 
 def request_of(message: str) -> str:
@@ -211,8 +227,8 @@ def changelog(before: Repository, after: Repository) -> str:
 def draft(candidate: Candidate, most_lines: int, running: Running) -> Task | str:
     """Return the task of a candidate before it has run, or why there is none."""
     before, after = candidate.before, candidate.after
-    if candidate.unfit or before is None or after is None:
-        return candidate.unfit
+    if before is None or after is None or not candidate.request:
+        return candidate.unfit or "no request"
     changed = {path for path, text in after.files.items() if before.files.get(path) != text}
     modules = sorted(path for path in changed if is_test_module(path))
     support = {path for path in changed if supports_tests(path) and not is_test_module(path)}
@@ -254,7 +270,7 @@ def _outcome(candidate: Candidate, backend: Backend, running: Running, most_line
     began, task = time.monotonic(), draft(candidate, most_lines, running)
     if isinstance(task, str):
         verdict, _, why = task.partition(": ")
-        return Outcome(key=candidate.id, kind=why, verdict=verdict, seconds=0.0)
+        return Outcome(key=candidate.key, kind=why, verdict=verdict, seconds=0.0)
     task = _counting(task, backend, running)
     found = validate_task(task, backend, timeout_s=running.suite_s)
     verdict, why = "kept", ""
@@ -262,7 +278,7 @@ def _outcome(candidate: Candidate, backend: Backend, running: Running, most_line
         why = (found.problems or ("no test counts",))[0][:300]
         verdict = "unseen" if why == "all tests pass without a change" else "ungraded"
     return Outcome(
-        key=candidate.id,
+        key=candidate.key,
         kind=why,
         verdict=verdict,
         seconds=time.monotonic() - began,
