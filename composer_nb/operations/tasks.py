@@ -68,6 +68,7 @@ def make(given: argparse.Namespace) -> int:
         nargs="+",
         type=Path,
     ),
+    arg("--pytest-args ARGS", "-m, -k, --deselect … of pytest, in one word", ""),
     arg("--suite-seconds S", "time limit of one run of the tests", 60.0),
     arg("--packages FOLDER", "installed packages that the tests need, from pip install --target", type=Path),
     arg("--image NAME", "Docker image in which the tests run, with --backend docker", ""),
@@ -86,7 +87,7 @@ def mine(given: argparse.Namespace) -> int:
     from composer_nb.harness.tasks.making.show import progress
     from composer_nb.views.page import text_table
 
-    running = Running(**pick(given, "packages", "image"), suite_s=given.suite_seconds)
+    running = Running(**pick(given, "pytest_args", "packages", "image"), suite_s=given.suite_seconds)
     with open_backend(given.backend) as backend, progress(Console(stderr=True)) as told:
         options = pick(given, "limit", "commits", "most_lines") | {"requests": given.requests or ()}
         made = mine(given.paths, given.out, backend, running=running, told=told, **options)

@@ -19,7 +19,7 @@ from composer_nb.harness.grading.pytest_grader import grade_pytest, same_id
 from composer_nb.harness.grading.recorded import Guard, guard, record
 from composer_nb.harness.grading.twins import Candidate, all_candidates
 from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxSpec
-from composer_nb.harness.tasks.runtime import workspace
+from composer_nb.harness.tasks.runtime import limits_of, workspace
 from composer_nb.harness.tasks.task import Task
 
 IDS = "pytest.ids"
@@ -73,15 +73,21 @@ class Validation:
 
 
 def validate_task(
-    task: Task, backend: Backend, *, repeats: int = 3, timeout_s: float = 60.0, spec: SandboxSpec | None = None
+    task: Task,
+    backend: Backend,
+    *,
+    repeats: int = 3,
+    timeout_s: float = 60.0,
+    spec: SandboxSpec | None = None,
+    keys: frozenset[str] | None = None,
 ) -> Validation:
-    """Validate a task.
+    """Validate a task. `keys`: the tests to run; None runs all.
 
     Raises SandboxFailure, from which nothing follows, and ValueError for a task of another grader.
     """
     if task.grader != "pytest":
         raise ValueError(f"task {task.id}: its grader is {task.grader!r}, not 'pytest'")
-    boxes = Boxes(backend=backend, spec=spec, timeout_s=timeout_s)
+    boxes = Boxes(backend=backend, spec=spec or limits_of(task), timeout_s=timeout_s)
     gold = gold_files(task)
     try:
         for path, text in {**task.tests, **conftests(task)}.items():
@@ -89,7 +95,7 @@ def validate_task(
     except (ValueError, RecursionError) as error:
         return Validation(problems=(f"{path} cannot be rewritten by `ast`: {error}",))
     try:
-        trials = boxes.run([replace(job(task, gold), hash_seed=seed) for seed in range(repeats)])
+        trials = boxes.run([replace(job(task, gold, keys=keys), hash_seed=seed) for seed in range(repeats)])
     except (SandboxDied, RunnerEnded) as error:
         return Validation(problems=(f"the gold patch ends its sandbox: {error}",))
     found = _agreed(task, trials)

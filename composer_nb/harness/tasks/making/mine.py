@@ -20,7 +20,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from composer_nb.harness.syntax import nodes_of, parse
 from composer_nb.harness.tasks.making.changes import changed_lines
 from composer_nb.harness.tasks.making.logs import Asked, asked, request_behind
 from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, State, prepared
-from composer_nb.harness.tasks.making.options import Running
+from composer_nb.harness.tasks.making.options import Running, read_options
 from composer_nb.harness.tasks.making.repository import (
     Repository,
     of_files,
@@ -45,6 +45,7 @@ from composer_nb.harness.tasks.making.repository import (
 )
 from composer_nb.harness.tasks.making.store import Store
 from composer_nb.harness.tasks.making.trial import Outcome, needed
+from composer_nb.harness.tasks.runtime import limits_of, workspace
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import Task, save_tasks
 
@@ -52,6 +53,8 @@ MIN_WORDS = 4
 """Words of a message that asks for something."""
 MAX_REQUEST = 4000
 """Characters of a request."""
+SLOW = 6
+"""A test may take this part of the tests' time limit."""
 TRAILER = re.compile(
     r"^([\w-]+-by|Change-Id|Refs?|See|Link|BREAKING CHANGE|PiperOrigin-RevId)\b.*:|^https?://\S+$", re.I
 )
@@ -271,8 +274,12 @@ def _outcome(candidate: Candidate, backend: Backend, running: Running, most_line
     if isinstance(task, str):
         verdict, _, why = task.partition(": ")
         return Outcome(key=candidate.key, kind=why, verdict=verdict, seconds=0.0)
-    task = _counting(task, backend, running)
-    found = validate_task(task, backend, timeout_s=running.suite_s)
+    counted, unseen = first_look(task, backend, running)
+    if unseen:
+        return Outcome(key=candidate.key, kind="", verdict="unseen", seconds=time.monotonic() - began)
+    if counted:
+        task = task.model_copy(update={"metadata": task.metadata | {IDS: json.dumps(sorted(counted.values()))}})
+    found = validate_task(task, backend, timeout_s=running.suite_s, keys=frozenset(counted) or None)
     verdict, why = "kept", ""
     if not found.valid or found.plan is None:
         why = (found.problems or ("no test counts",))[0][:300]
@@ -286,16 +293,23 @@ def _outcome(candidate: Candidate, backend: Backend, running: Running, most_line
     )
 
 
-def _counting(task: Task, backend: Backend, running: Running) -> Task:
-    """Return the task with the tests that pass afterwards, if others fail: for want of a file or a package, as a rule."""
+def first_look(task: Task, backend: Backend, running: Running) -> tuple[dict[str, str], bool]:
+    """Return the tests that pass afterwards, key -> node id, and whether they all pass before.
+
+    Others fail for want of a file or a package, as a rule, or are slow. Raises SandboxFailure.
+    """
+    boxes = Boxes(backend=backend, spec=limits_of(task), timeout_s=running.suite_s)
+    select = read_options(task.files, running.pytest_args).select
+    after = replace(job(task, gold_files(task)), select=select, test_s=running.suite_s / SLOW)
     try:
-        [ran] = Boxes(backend=backend, timeout_s=running.suite_s).run([job(task, gold_files(task))])
+        counted = {key: result.id for key, result in boxes.run([after])[0].results.items() if result.passed}
     except (SandboxDied, RunnerEnded):
-        return task
-    passed = [result.id for result in ran.results.values() if result.passed]
-    if not passed or len(passed) == len(ran.results):
-        return task
-    return task.model_copy(update={"metadata": task.metadata | {IDS: json.dumps(passed)}})
+        return {}, False
+    try:
+        [before] = boxes.run([job(task, workspace(task), keys=frozenset(counted))])
+    except (SandboxDied, RunnerEnded):
+        return counted, False
+    return counted, bool(counted) and all(before.result(key).passed for key in counted)
 
 
 def unnamed(before: Repository, after: Repository, tests: dict[str, str], request: str) -> list[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from dulwich import porcelain
@@ -13,7 +14,7 @@ from dulwich import porcelain
 from composer_nb.cli import main
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.plan import gold_files, plan_of
-from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec
 from composer_nb.harness.tasks.making.mine import draft, history, mine, releases, request_of
 from composer_nb.harness.tasks.making.options import Running
 from composer_nb.harness.tasks.making.repository import of_files
@@ -139,20 +140,53 @@ def test_releases(tmp_path: Path, backend: Backend) -> None:
     assert held["verdicts"] == {"kept": 1, "no suite": 1}
 
 
-def test_tests_that_fail_afterwards_too_do_not_count(tmp_path: Path, backend: Backend) -> None:
-    broken = "\n\ndef test_of_a_file_that_is_not_shipped():\n    open('data.bin')\n"
+def test_tests_that_fail_afterwards_too_or_are_slow_or_deselected_do_not_count(
+    tmp_path: Path, backend: Backend
+) -> None:
+    broken = """
+
+import pytest, time
+
+def test_of_a_file_that_is_not_shipped():
+    open('data.bin')
+
+def test_that_takes_long():
+    time.sleep(1000)
+
+@pytest.mark.slow
+def test_that_its_project_leaves_out():
+    pass
+"""
     for number, (code, tests, log) in enumerate(
         [(SUMS, TESTS, ""), (MEAN, TESTS + EMPTY + broken, "- Nothing has a mean\n")]
     ):
-        for path, text in {"sums.py": code, "test_sums.py": tests, "NEWS.md": log}.items():
+        settings = "[pytest]\naddopts = -m 'not slow'\nmarkers = slow\n"
+        for path, text in {"sums.py": code, "test_sums.py": tests, "NEWS.md": log, "pytest.ini": settings}.items():
             (tmp_path / f"sums-{number}").mkdir(exist_ok=True)
             (tmp_path / f"sums-{number}" / path).write_text(text)
-    made = mine([tmp_path / "sums-0", tmp_path / "sums-1"], tmp_path / "out", backend)
+    made = mine([tmp_path / "sums-0", tmp_path / "sums-1"], tmp_path / "out", backend, running=Running(suite_s=30.0))
     assert made["verdicts"] == {"kept": 1}
     [task] = load_tasks(tmp_path / "out")
     assert sorted(plan_of(task).tests.values()) == [
         f"test_sums.py::test_{name}" for name in ("mean", "mean_of_nothing", "total")
     ]
+
+
+def test_tests_run_in_the_image_that_has_their_packages(tmp_path: Path, checkout: Path, backend: Backend) -> None:
+    asked: list[SandboxSpec] = []
+
+    class Engine:
+        """A backend that notes which image is asked for, and has none."""
+
+        name = backend.name
+
+        def create(self, spec: SandboxSpec | None = None) -> Sandbox:
+            asked.append(spec or SandboxSpec())
+            return backend.create(replace(spec or SandboxSpec(), image=""))
+
+    made = mine([checkout], tmp_path, cast(Backend, Engine()), running=Running(image="own"), limit=1)
+    assert made["tasks"] == 1 and {spec.image for spec in asked} == {"own"}
+    assert {spec.memory_bytes for spec in asked} == {2 << 30}
 
 
 def test_what_holds_no_history(tmp_path: Path, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
