@@ -232,8 +232,12 @@ def draft(candidate: Candidate, most_lines: int, running: Running) -> Task | str
     before, after = candidate.before, candidate.after
     if before is None or after is None or not candidate.request:
         return candidate.unfit or "no request"
+    try:
+        held, options = prepared(after, running)
+    except ValueError as error:
+        return f"unfit: {str(error)[:200]}"
     changed = {path for path, text in after.files.items() if before.files.get(path) != text}
-    modules = sorted(path for path in changed if is_test_module(path))
+    modules = sorted(path for path in options.chosen(changed) if is_test_module(path))
     support = {path for path in changed if supports_tests(path) and not is_test_module(path)}
     hidden = {path: after.files[path] for path in {*needed(after.hidden, modules), *support}} if modules else {}
     scope = tuple(sorted({*before.scope, *after.scope}))
@@ -249,7 +253,6 @@ def draft(candidate: Candidate, most_lines: int, running: Running) -> Task | str
     size = sum(changed_lines(before.files.get(path, ""), text) for path, text in solution.items())
     if size > most_lines:
         return "too much"
-    held, _ = prepared(after, running)
     names = unnamed(before, after, hidden, candidate.request)
     request = candidate.request + (f"\n\nIt has to provide: {', '.join(names)}." if names else "")
     facts = {"kind": "history", "repository": after.name, "lines": str(size)}
@@ -274,12 +277,12 @@ def _outcome(candidate: Candidate, backend: Backend, running: Running, most_line
     if isinstance(task, str):
         verdict, _, why = task.partition(": ")
         return Outcome(key=candidate.key, kind=why, verdict=verdict, seconds=0.0)
-    counted, unseen = first_look(task, backend, running)
-    if unseen:
-        return Outcome(key=candidate.key, kind="", verdict="unseen", seconds=time.monotonic() - began)
-    if counted:
-        task = task.model_copy(update={"metadata": task.metadata | {IDS: json.dumps(sorted(counted.values()))}})
-    found = validate_task(task, backend, timeout_s=running.suite_s, keys=frozenset(counted) or None)
+    counted, why = first_look(task, backend, running)
+    if why:
+        verdict, _, why = why.partition(": ")
+        return Outcome(key=candidate.key, kind=why, verdict=verdict, seconds=time.monotonic() - began)
+    task = task.model_copy(update={"metadata": task.metadata | {IDS: json.dumps(sorted(counted.values()))}})
+    found = validate_task(task, backend, timeout_s=running.suite_s, keys=frozenset(counted))
     verdict, why = "kept", ""
     if not found.valid or found.plan is None:
         why = (found.problems or ("no test counts",))[0][:300]
@@ -293,8 +296,8 @@ def _outcome(candidate: Candidate, backend: Backend, running: Running, most_line
     )
 
 
-def first_look(task: Task, backend: Backend, running: Running) -> tuple[dict[str, str], bool]:
-    """Return the tests that pass afterwards, key -> node id, and whether they all pass before.
+def first_look(task: Task, backend: Backend, running: Running) -> tuple[dict[str, str], str]:
+    """Return the tests that pass afterwards, key -> node id, and why they make no task.
 
     Others fail for want of a file or a package, as a rule, or are slow. Raises SandboxFailure.
     """
@@ -302,14 +305,18 @@ def first_look(task: Task, backend: Backend, running: Running) -> tuple[dict[str
     select = read_options(task.files, running.pytest_args).select
     after = replace(job(task, gold_files(task)), select=select, test_s=running.suite_s / SLOW)
     try:
-        counted = {key: result.id for key, result in boxes.run([after])[0].results.items() if result.passed}
-    except (SandboxDied, RunnerEnded):
-        return {}, False
+        [ran] = boxes.run([after])
+    except (SandboxDied, RunnerEnded) as error:
+        return {}, f"ungraded: the gold patch ends its sandbox: {error}"[:300]
+    counted = {key: result.id for key, result in ran.results.items() if result.passed}
+    if not counted:
+        return {}, f"ungraded: the gold patch passes no test {sorted(ran.flags) or ''}".strip()
     try:
         [before] = boxes.run([job(task, workspace(task), keys=frozenset(counted))])
     except (SandboxDied, RunnerEnded):
-        return counted, False
-    return counted, bool(counted) and all(before.result(key).passed for key in counted)
+        return counted, ""
+    seen = [key for key in counted if not before.result(key).passed]
+    return counted, "" if seen else "unseen: all tests pass without a change"
 
 
 def unnamed(before: Repository, after: Repository, tests: dict[str, str], request: str) -> list[str]:

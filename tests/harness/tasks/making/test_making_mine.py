@@ -104,6 +104,16 @@ def test_changes_that_are_too_large_or_have_no_suite(checkout: Path) -> None:
     assert found == ["too much", "no source", "too much"]
 
 
+def test_paths_choose_among_the_tests_that_a_change_touches(checkout: Path) -> None:
+    def tried(args: str) -> list[str]:
+        found = [draft(candidate, 400, Running(pytest_args=args)) for candidate in history(checkout, 3)]
+        return [each if isinstance(each, str) else "task" for each in found]
+
+    assert tried("tests") == ["task", "no source", "task"]
+    assert tried("sums.py") == ["no tests", "no source", "no tests"]
+    assert tried("elsewhere") == ["unfit: --pytest-args: 'elsewhere' is no file or folder of the repository"] * 3
+
+
 @pytest.mark.parametrize(
     ("message", "asked"),
     [
