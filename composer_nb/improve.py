@@ -79,8 +79,8 @@ def improve(
     both on the tasks of `gate`. If the gate lets it pass, publish it to `store`, if one is given, and point `out/weights` at it.
 
     Returns what `out/improve.json` holds: `rollouts` (`judged`, `stale`, `trained`), `reward`, `train`, `gate` (`before`,
-    `after`, `gain` with its 95 % interval over tasks, `stopped`: why, and `first`, the figures of the checkpoint that a chain of
-    updates with this gate began with), `version`.
+    `after`, `gain` with its 95 % interval over tasks, `stopped`: why, `tasks`, a hash of the gate's, and `first`, the
+    figures of the checkpoint that a chain of updates with this gate began with), `version`.
 
     Raises FileNotFoundError and ValueError before anything is learnt for records without verdicts or of other weights only, for
     tasks that cannot be read, and for an `out` that is there; SecondWriter and StoreError for a store that cannot be written.
@@ -88,6 +88,8 @@ def improve(
     if out.exists():
         raise ValueError(f"--out {out}: is there already; each update has a folder of its own")
     began, tasks, known = time.monotonic(), load_tasks(gate), trained_with(start)
+    own = hashlib.sha256(repr([task.model_dump_json() for task in tasks]).encode()).hexdigest()
+    first = first_of(start, own)
     judged = [told for run in records for told in conversations(run) if told[1].grade.known]
     if len(judged) < 2:
         raise ValueError(
@@ -110,8 +112,7 @@ def improve(
         shutil.copyfile(known_by, out / "candidate" / CARRIED)
     LOG.info(f"scoring {out / 'candidate'}")
     after = attempts_of(model, known, start, tasks, samples, settings)
-    own = hashlib.sha256(repr([task.model_dump_json() for task in tasks]).encode()).hexdigest()
-    found = {"tasks": own, **judge(before, after, first_of(start, own))}
+    found = {"tasks": own, **judge(before, after, first)}
     version = publish(store, model) if store and not found["stopped"] else None
     if not found["stopped"]:
         (out / "weights").symlink_to("candidate")
@@ -198,9 +199,14 @@ def attempts_of(
 
 def first_of(start: Path, gate: str) -> dict[str, Any]:
     """Return the gate's figures of the checkpoint with which the updates that led to `start` began; empty if it is no update, or
-    passed a gate of other tasks."""
+    passed a gate of other tasks. Raises ValueError for a damaged report."""
     made = start.resolve().parent / REPORT
-    found: dict[str, Any] = json.loads(made.read_text())["gate"] if made.is_file() else {}
+    try:
+        found: dict[str, Any] = json.loads(made.read_text())["gate"] if made.is_file() else {}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{made}: is no report of an update ({error!r:.200}); move it, or the weights beside it"
+        ) from None
     return found.get("first") or {} if found.get("tasks") == gate else {}
 
 
@@ -221,9 +227,7 @@ def judge(
     if high < 0 or gain < -MOST_LOST:
         stopped = f"pass@1 falls by {-gain:.3f} ({-high:.3f} to {-low:.3f})"
     elif first and first["pass_at_1"] - new["pass_at_1"] > MOST_LOST:
-        stopped = (
-            f"pass@1 is {new['pass_at_1']:.3f}, and was {first['pass_at_1']:.3f} before the first of these updates"
-        )
+        stopped = f"pass@1 is {new['pass_at_1']:.3f}, and was {first['pass_at_1']:.3f} before these updates"
     elif (most := max(old["edits"], (first or old)["edits"])) - new["edits"] > FEWER_EDITS:
         stopped = f"{new['edits']:.0%} of attempts edit something, {most:.0%} before"
     return {"first": first or old, "before": old, "after": new, "gain": gain, "ci95": [low, high], "stopped": stopped}

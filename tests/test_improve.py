@@ -109,6 +109,8 @@ def test_rollouts_of_other_weights_are_left_out(record: Path, gate: Path, tmp_pa
     model = load_pretrained(START)
     done = next(iter(served(record).values()))
     assert gap(model, done, SETTINGS.replay) < 1e-3
+    silent = replace(done, rollout=replace(done.rollout, segments=()))
+    assert gap(model, silent, SETTINGS.replay) == float("inf"), "without tokens nothing shows whose they are"
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
@@ -171,7 +173,7 @@ def test_small_losses_that_pass_one_by_one_are_stopped_when_they_add_up() -> Non
     steps = [judge(attempts([0.5] * 8), attempts([p] * 8, edits=e), first)["stopped"] for p, e in shares]
     assert steps[:2] == ["", ""] and "80% of attempts edit something, 100% before" in steps[2]
     solved = judge(attempts([0.4, 0.5] * 4), attempts([0.4, 0.4, 0.5, 0.4] * 2), first)["stopped"]
-    assert "and was 0.500 before the first of these updates" in solved
+    assert "and was 0.500 before these updates" in solved
 
 
 def test_the_first_of_a_chain_of_updates_is_known_by_its_gate(tmp_path: Path) -> None:
@@ -181,6 +183,9 @@ def test_the_first_of_a_chain_of_updates_is_known_by_its_gate(tmp_path: Path) ->
     known = {"gate": {"tasks": "tasks", "first": {"pass_at_1": 0.5, "edits": 1.0}}}
     (tmp_path / "one" / "improve.json").write_text(json.dumps(known))
     assert first_of(start, "tasks") == known["gate"]["first"] and first_of(start, "other tasks") == {}
+    (tmp_path / "one" / "improve.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"improve\.json: is no report of an update"):
+        first_of(start, "tasks")
 
 
 def test_tasks_that_a_sandbox_lost_are_compared_nowhere_and_without_any_nothing_ships() -> None:

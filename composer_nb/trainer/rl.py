@@ -190,7 +190,7 @@ def to_streams(scored: Scored) -> list[Stream]:
     """Return the trainer's view of a scored attempt, one stream per segment. Every token that the policy wrote has the attempt's
     advantage, in summaries too."""
     segments = scored.attempt.rollout.segments
-    prompt = segments[0].token_ids[: int(segments[0].acted.argmax())].tobytes()
+    prompt = segments[0].token_ids[: int(segments[0].acted.argmax())].tobytes() if segments else b""
     return [
         Stream(
             token_ids=segment.token_ids,
