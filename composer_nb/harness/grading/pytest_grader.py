@@ -32,7 +32,7 @@ from composer_nb.harness.grading.grade import Grade, Status
 from composer_nb.harness.grading.plan import Plan, Runs, draw, job, plan_of
 from composer_nb.harness.grading.recorded import replay, wrong
 from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxFailure, SandboxSpec
-from composer_nb.harness.tasks.runtime import limits_of
+from composer_nb.harness.tasks.runtime import usual_spec
 from composer_nb.harness.tasks.task import Task
 
 TAMPERING = {"twin_passed", "forged_events", "forged_report"}
@@ -82,7 +82,7 @@ def grade_pytest(
     Raises SandboxUnavailable if pytest is missing, or does not fit the sandboxes' Python.
     """
     began = time.monotonic()
-    boxes = Boxes(backend=backend, spec=spec or limits_of(task), timeout_s=timeout_s)
+    boxes = Boxes(backend=backend, spec=spec or usual_spec(task), timeout_s=timeout_s)
     found = changes(task, files)
     try:
         plan = plan or plan_of(task)

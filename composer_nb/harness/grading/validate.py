@@ -19,7 +19,7 @@ from composer_nb.harness.grading.pytest_grader import grade_pytest, same_id
 from composer_nb.harness.grading.recorded import Guard, guard, record
 from composer_nb.harness.grading.twins import Candidate, all_candidates
 from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxSpec
-from composer_nb.harness.tasks.runtime import limits_of, workspace
+from composer_nb.harness.tasks.runtime import usual_spec, workspace
 from composer_nb.harness.tasks.task import Task
 
 IDS = "pytest.ids"
@@ -87,7 +87,7 @@ def validate_task(
     """
     if task.grader != "pytest":
         raise ValueError(f"task {task.id}: its grader is {task.grader!r}, not 'pytest'")
-    boxes = Boxes(backend=backend, spec=spec or limits_of(task), timeout_s=timeout_s)
+    boxes = Boxes(backend=backend, spec=spec or usual_spec(task), timeout_s=timeout_s)
     gold = gold_files(task)
     try:
         for path, text in {**task.tests, **conftests(task)}.items():

@@ -137,7 +137,7 @@ def _kept(path: Path) -> tuple[Path, dict[str, Blob], Changes]:
     try:
         return _unpack(json_of((path / CHANGES).read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path / CHANGES}: damaged ({error!r:.200}); nothing was written") from None
+        raise ValueError(f"{path / CHANGES}: damaged ({error!r:.200})") from None
 
 
 def _check_kept(path: Path, root: Path, before: Mapping[str, Blob], changes: Changes) -> None:

@@ -117,8 +117,9 @@ def variables(table: Mapping[str, str]) -> dict[str, str]:
     return {name: match[2] or "" if (match := found[name]) else value for name, value in table.items()}
 
 
-def limits_of(task: Task) -> SandboxSpec:
-    """Return the limits of a sandbox for a task's tests. The packages of an image take more memory than the standard library."""
+def usual_spec(task: Task) -> SandboxSpec:
+    """Return the sandbox of a task's tests where the task asks for nothing else. The packages of an image take more memory than
+    the standard library."""
     named = task.metadata.get("image", "")
     return SandboxSpec(image=named, memory_bytes=2 << 30) if named else SandboxSpec()
 
@@ -144,7 +145,7 @@ def spec_of(task: Task, backend: Backend) -> SandboxSpec:
             f"docker, or say runtime = {harbor.RUNTIME!r} in [metadata.composer_nb] if this machine's Python with pytest is "
             "enough"
         )
-    asked, usual = task.settings.environment, limits_of(task)
+    asked, usual = task.settings.environment, usual_spec(task)
     memory = usual.memory_bytes if asked.memory_mb is None else max(asked.memory_mb, 128) * MIB
     disk = usual.disk_bytes if asked.storage_mb is None else asked.storage_mb * MIB
     return SandboxSpec(

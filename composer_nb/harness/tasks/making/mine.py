@@ -45,7 +45,7 @@ from composer_nb.harness.tasks.making.repository import (
 )
 from composer_nb.harness.tasks.making.store import Store
 from composer_nb.harness.tasks.making.trial import Outcome, needed
-from composer_nb.harness.tasks.runtime import limits_of, workspace
+from composer_nb.harness.tasks.runtime import usual_spec, workspace
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import Task, save_tasks
 
@@ -54,7 +54,7 @@ MIN_WORDS = 4
 MAX_REQUEST = 4000
 """Characters of a request."""
 SLOW = 6
-"""A test may take this part of the tests' time limit."""
+"""A test may take one part in six of the time limit of a run."""
 TRAILER = re.compile(
     r"^([\w-]+-by|Change-Id|Refs?|See|Link|BREAKING CHANGE|PiperOrigin-RevId)\b.*:|^https?://\S+$", re.I
 )
@@ -301,7 +301,7 @@ def first_look(task: Task, backend: Backend, running: Running) -> tuple[dict[str
 
     Others fail for want of a file or a package, as a rule, or are slow. Raises SandboxFailure.
     """
-    boxes = Boxes(backend=backend, spec=limits_of(task), timeout_s=running.suite_s)
+    boxes = Boxes(backend=backend, spec=usual_spec(task), timeout_s=running.suite_s)
     select = read_options(task.files, running.pytest_args).select
     after = replace(job(task, gold_files(task)), select=select, test_s=running.suite_s / SLOW)
     try:
