@@ -62,6 +62,8 @@ def evaluate(given: argparse.Namespace) -> int:
     if given.samples < 1 or given.workers < 0:
         raise ValueError(f"--samples {given.samples} --workers {given.workers}: at least 1 and 0 are needed")
     if str(given.tasks).startswith(KINDS):
+        if given.judge:
+            raise ValueError(f"--judge {given.judge}: {given.tasks} keeps no rollouts that a rubric could judge")
         return _evaluate_foreign(given)
     if bool(given.tasks) == bool(given.suite):
         raise ValueError("eval: give either --tasks PATH or --suite NAME")
@@ -105,16 +107,13 @@ def _rubric_table(arms: Mapping[str, Any]) -> Table:
     """Return a table of the mean levels, beside the share solved, and the number of verdicts that are missing."""
     from composer_nb.views.page import text_table
 
-    rows = []
+    rows, names = list[tuple[str, ...]](), next(iter(arms.values()))["rubrics"]
     for arm, row in arms.items():
-        levels = [
-            (row.get("pass_at_1"), row["n_tasks"]),
-            *((each["level"], each["n"]) for each in row["rubrics"].values()),
-        ]
-        missing = sum(each["failed"] for each in row["rubrics"].values())
-        shown = ["–" if level is None else f"{level:.3f} (n={n})" for level, n in levels]
-        rows.append((arm, *shown, str(missing)))
-    return text_table(rows, ("tools", "pass@1", *row["rubrics"], "no verdict"))
+        judged = list(row["rubrics"].values())
+        levels = [(row.get("pass_at_1"), row["n_tasks"]), *((each["level"], each["n"]) for each in judged)]
+        shown = ("–" if level is None else f"{level:.3f} (n={n})" for level, n in levels)
+        rows.append((arm, *shown, str(sum(each["failed"] for each in judged))))
+    return text_table(rows, ("tools", "pass@1", *names, "no verdict"))
 
 
 def _evaluate_foreign(given: argparse.Namespace) -> int:

@@ -62,12 +62,7 @@ def make(given: argparse.Namespace) -> int:
     arg("--limit N", "maximum number of tasks", 30),
     arg("--commits N", "look at this many commits, the newest first", 200),
     arg("--most-lines N", "leave out changes of more source lines", 400),
-    arg(
-        "--requests FOLDER",
-        "folders of accepted work of `composer-nb agent`, or a folder of such",
-        nargs="+",
-        type=Path,
-    ),
+    arg("--requests FOLDER", "accepted work of `composer-nb agent`, or a folder of such", nargs="+", type=Path),
     arg("--pytest-args ARGS", "-m, -k, --deselect … of pytest, in one word", ""),
     arg("--suite-seconds S", "time limit of one run of the tests", 60.0),
     arg("--packages FOLDER", "installed packages that the tests need, from pip install --target", type=Path),

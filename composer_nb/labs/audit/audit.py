@@ -32,7 +32,7 @@ from composer_nb.harness.sandbox.calls import Executor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxFailure, SandboxUnavailable
 from composer_nb.harness.syntax import literal_eval
 from composer_nb.harness.tasks.functions import literal, parse_test_files, request_tests
-from composer_nb.harness.tasks.runtime import limits_of
+from composer_nb.harness.tasks.runtime import usual_spec
 from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.audit.leaks import leaks, untold
@@ -259,7 +259,7 @@ def _misled(task: Task, sandbox: Executor | Backend, start: Files, gold: Files) 
         before, after = (grade(twin, files, sandbox).tests for files in (start, gold))
     elif task.grader == "pytest" and (shown := {path: text for path, text in texts.items() if is_test_module(path)}):
         twin = task.model_copy(update={"tests": shown})
-        boxes = Boxes(backend=cast(Backend, sandbox), spec=limits_of(task), timeout_s=SHOWN_S)
+        boxes = Boxes(backend=cast(Backend, sandbox), spec=usual_spec(task), timeout_s=SHOWN_S)
         try:
             ran = boxes.run([job(twin, files) for files in (start, gold)])
         except (SandboxDied, RunnerEnded):

@@ -236,6 +236,16 @@ def test_rubrics_beside_the_tests_in_the_bench(tmp_path: Path, capsys: pytest.Ca
     assert (
         main([*asked, "--judge", "scripted:lazy"]) == 2 and "scripted:lazy: give an address" in capsys.readouterr().err
     )
+    foreign = [
+        "eval",
+        "--policy",
+        "scripted:expert",
+        "--tasks",
+        "verifiers:any",
+        "--judge",
+        "openai:http://127.0.0.1:9",
+    ]
+    assert main(foreign) == 2 and "keeps no rollouts that a rubric could judge" in capsys.readouterr().err
 
 
 def test_agreement_by_a_textbook_table() -> None:
