@@ -89,6 +89,7 @@ def mine(given: argparse.Namespace) -> int:
     rows = [(str(count), verdict) for verdict, count in made["verdicts"].most_common()]
     line = f"{made['tasks']} tasks of {made['tried']} changes in {made['wall_s']:.0f} s"
     line += f", {made['from_logs']} with the request of a log" if given.requests else ""
+    line += f"; {made['slow']} tests take too long to count" if made["slow"] else ""
     line += f"; reasons: {given.out}/summary.json"
     return emit(given, made, lambda: Group(text_table(rows, ("changes", "")), line), int(not made["tasks"]))
 

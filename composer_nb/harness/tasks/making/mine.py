@@ -99,8 +99,8 @@ def mine(
     told: Callable[[State], None] = lambda state: None,
 ) -> dict[str, Any]:
     """Make up to `limit` tasks and write them into `out`. Return what was made: `tasks`, `tried`, `verdicts` with their counts,
-    `candidates` with a verdict each, `from_logs` (tasks with a request from a log), and `wall_s`. The same call continues where
-    it was interrupted.
+    `candidates` with a verdict each, `slow` (tests that do not count because they take too long), `from_logs` (tasks with a
+    request from a log), and `wall_s`. The same call continues where it was interrupted.
 
     Args:
         paths: a checkout, or folders of releases, the oldest first.
@@ -128,9 +128,12 @@ def mine(
             told(State(doing=candidate.id, kept=len(tasks), wanted=limit, tried=len(rows)))
             store.keep_fact("mined from", own)  # once its history could be read
             if candidate.key not in store.outcomes:
-                store.keep(_outcome(candidate, backend, running, most_lines))
+                found_now, slow = _outcome(candidate, backend, running, most_lines)
+                store.keep_fact(f"slow {candidate.key}", str(slow))
+                store.keep(found_now)
             outcome = store.outcomes[candidate.key]
-            told_of = {"id": candidate.id, "logged": candidate.logged}
+            slow = int(store.facts.get(f"slow {candidate.key}", 0))
+            told_of = {"id": candidate.id, "logged": candidate.logged, "slow": slow}
             rows.append(told_of | {"verdict": outcome.verdict, "why": outcome.kind})
             if outcome.task is not None:
                 tasks.append(outcome.task)
@@ -141,6 +144,7 @@ def mine(
         "tried": len(rows),
         "verdicts": Counter(row["verdict"] for row in rows),
         "candidates": rows,
+        "slow": sum(row["slow"] for row in rows),
         "from_logs": sum(row["logged"] and row["verdict"] == "kept" for row in rows),
         "wall_s": round(time.monotonic() - began, 1),
     }
@@ -271,33 +275,26 @@ def draft(candidate: Candidate, most_lines: int, running: Running) -> Task | str
         return f"unfit: {str(error)[:200]}"
 
 
-def _outcome(candidate: Candidate, backend: Backend, running: Running, most_lines: int) -> Outcome:
-    """Try a candidate. Raises SandboxFailure."""
+def _outcome(candidate: Candidate, backend: Backend, running: Running, most_lines: int) -> tuple[Outcome, int]:
+    """Try a candidate. Return its outcome, and how many tests are too slow to count. Raises SandboxFailure."""
     began, task = time.monotonic(), draft(candidate, most_lines, running)
-    if isinstance(task, str):
-        verdict, _, why = task.partition(": ")
-        return Outcome(key=candidate.key, kind=why, verdict=verdict, seconds=0.0)
-    counted, why = first_look(task, backend, running)
-    if why:
+    counted, slow, why = ({}, 0, task) if isinstance(task, str) else first_look(task, backend, running)
+    if isinstance(task, str) or why:
         verdict, _, why = why.partition(": ")
-        return Outcome(key=candidate.key, kind=why, verdict=verdict, seconds=time.monotonic() - began)
+        return Outcome(key=candidate.key, kind=why, verdict=verdict, seconds=time.monotonic() - began), slow
     task = task.model_copy(update={"metadata": task.metadata | {IDS: json.dumps(sorted(counted.values()))}})
     found = validate_task(task, backend, timeout_s=running.suite_s, keys=frozenset(counted))
     verdict, why = "kept", ""
     if not found.valid or found.plan is None:
         why = (found.problems or ("no test counts",))[0][:300]
         verdict = "unseen" if why == "all tests pass without a change" else "ungraded"
-    return Outcome(
-        key=candidate.key,
-        kind=why,
-        verdict=verdict,
-        seconds=time.monotonic() - began,
-        task=with_plan(task, found.plan) if verdict == "kept" and found.plan else None,
-    )
+    kept = with_plan(task, found.plan) if verdict == "kept" and found.plan else None
+    seconds = time.monotonic() - began
+    return Outcome(key=candidate.key, kind=why, verdict=verdict, seconds=seconds, task=kept), slow
 
 
-def first_look(task: Task, backend: Backend, running: Running) -> tuple[dict[str, str], str]:
-    """Return the tests that pass afterwards, key -> node id, and why they make no task.
+def first_look(task: Task, backend: Backend, running: Running) -> tuple[dict[str, str], int, str]:
+    """Return the tests that pass afterwards, key -> node id, how many take too long, and why they make no task.
 
     Others fail for want of a file or a package, as a rule, or are slow. Raises SandboxFailure.
     """
@@ -307,16 +304,17 @@ def first_look(task: Task, backend: Backend, running: Running) -> tuple[dict[str
     try:
         [ran] = boxes.run([after])
     except (SandboxDied, RunnerEnded) as error:
-        return {}, f"ungraded: the gold patch ends its sandbox: {error}"[:300]
+        return {}, 0, f"ungraded: the gold patch ends its sandbox: {error}"[:300]
     counted = {key: result.id for key, result in ran.results.items() if result.passed}
+    slow = sum(result.why == "Endless" for result in ran.results.values())
     if not counted:
-        return {}, f"ungraded: the gold patch passes no test {sorted(ran.flags) or ''}".strip()
+        return {}, slow, f"ungraded: the gold patch passes no test {sorted(ran.flags) or ''}".strip()
     try:
         [before] = boxes.run([job(task, workspace(task), keys=frozenset(counted))])
     except (SandboxDied, RunnerEnded):
-        return counted, ""
+        return counted, slow, ""
     seen = [key for key in counted if not before.result(key).passed]
-    return counted, "" if seen else "unseen: all tests pass without a change"
+    return counted, slow, "" if seen else "unseen: all tests pass without a change"
 
 
 def unnamed(before: Repository, after: Repository, tests: dict[str, str], request: str) -> list[str]:

@@ -174,8 +174,12 @@ def test_that_its_project_leaves_out():
         for path, text in {"sums.py": code, "test_sums.py": tests, "NEWS.md": log, "pytest.ini": settings}.items():
             (tmp_path / f"sums-{number}").mkdir(exist_ok=True)
             (tmp_path / f"sums-{number}" / path).write_text(text)
-    made = mine([tmp_path / "sums-0", tmp_path / "sums-1"], tmp_path / "out", backend, running=Running(suite_s=30.0))
-    assert made["verdicts"] == {"kept": 1}
+    paths, running = [tmp_path / "sums-0", tmp_path / "sums-1"], Running(suite_s=30.0)
+    made = mine(paths, tmp_path / "out", backend, running=running)
+    again = mine(paths, tmp_path / "out", None, running=running)  # type: ignore[arg-type]
+    for each in (made, again):
+        assert each["verdicts"] == {"kept": 1}
+        assert each["slow"] == 1 and [row["slow"] for row in each["candidates"]] == [1]
     [task] = load_tasks(tmp_path / "out")
     assert sorted(plan_of(task).tests.values()) == [
         f"test_sums.py::test_{name}" for name in ("mean", "mean_of_nothing", "total")
