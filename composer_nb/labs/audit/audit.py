@@ -152,7 +152,9 @@ def _problems(
     graded = list(_graded(task, sandbox, probes(task, start, gold), gold))
     yield from _judged(graded, counts)
     failed = next(found.failed for probe, found in graded if probe.name == "no change")
-    for text in leaks(task, start, gold, () if task.grader == "script" else failed):
+    before, after = _shown(task, sandbox, start, gold)
+    passing, failing = ({key.rpartition("#")[0] for key, ok in before.items() if ok == end} for end in (True, False))
+    for text in leaks(task, start, gold, () if task.grader == "script" else failed, passing - failing):
         yield "leak", text
     if names := untold(task, start, gold):
         yield "false negative", f"tests need names that nothing tells an agent: {', '.join(names[:3])}"
@@ -160,7 +162,8 @@ def _problems(
     row["slips"] = (sum(slips), len(slips))
     yield from _repeated(task, sandbox, gold, graded[0][1], row)
     yield from _contradicted(task, sandbox, gold)
-    yield from _misled(task, sandbox, start, gold)
+    if wrong := [name for name, passed in after.items() if before.get(name) and not passed]:
+        yield "false negative", f"visible tests refuse the solution: {', '.join(wrong[:3])}"
     yield from _dated(task, sandbox, start, gold)
     yield from _paid(task, graded, pays) if pays else ()
 
@@ -251,24 +254,23 @@ def _contradicted(task: Task, sandbox: Executor | Backend, gold: Files) -> Itera
         yield "false positive", "the solution passes the hidden tests with every assertion negated"
 
 
-def _misled(task: Task, sandbox: Executor | Backend, start: Files, gold: Files) -> Iterator[tuple[str, str]]:
-    """Yield visible tests that pass at the start and fail on the solution. Tests that a task asks for are not among them."""
+def _shown(
+    task: Task, sandbox: Executor | Backend, start: Files, gold: Files
+) -> tuple[Mapping[str, bool], Mapping[str, bool]]:
+    """Return which visible tests pass at the start and on the solution. Tests that a task asks for are not among them."""
     texts = {path: data.decode("utf-8", "replace") for path, data in gold.items() if path in start}
     if task.grader == "functions" and (shown := {path: texts[path] for path in task.visible_tests if path in texts}):
         twin = task.model_copy(update={"tests": shown, "metadata": {}, "strictness": "tests"})
         before, after = (grade(twin, files, sandbox).tests for files in (start, gold))
-    elif task.grader == "pytest" and (shown := {path: text for path, text in texts.items() if is_test_module(path)}):
-        twin = task.model_copy(update={"tests": shown})
-        boxes = Boxes(backend=cast(Backend, sandbox), spec=usual_spec(task), timeout_s=SHOWN_S)
-        try:
-            ran = boxes.run([job(twin, files) for files in (start, gold)])
-        except (SandboxDied, RunnerEnded):
-            return
-        before, after = ({key: result.passed for key, result in each.results.items()} for each in ran)
-    else:
-        return
-    if wrong := [name for name, passed in after.items() if before.get(name) and not passed]:
-        yield "false negative", f"visible tests refuse the solution: {', '.join(wrong[:3])}"
+        return before, after
+    shown = {path: text for path, text in texts.items() if is_test_module(path)} if task.grader == "pytest" else {}
+    jobs = [job(task.model_copy(update={"tests": shown}), files) for files in (start, gold)] if shown else []
+    boxes = Boxes(backend=cast(Backend, sandbox), spec=usual_spec(task), timeout_s=SHOWN_S)
+    try:
+        ran = [{key: result.passed for key, result in each.results.items()} for each in boxes.run(jobs)]
+    except (SandboxDied, RunnerEnded):
+        ran = []
+    return (ran[0], ran[1]) if ran else ({}, {})
 
 
 def _dated(task: Task, sandbox: Executor | Backend, start: Files, gold: Files) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 
 from composer_nb.harness.grading.source import Function
 from composer_nb.harness.syntax import nodes_of
@@ -30,11 +30,16 @@ METHODS = {name for kind in (str, bytes, list, dict, set) for name in dir(kind)}
 COPIES = re.compile(r"^\s*(COPY|ADD)\s.*\b(solution|tests)\b", re.I | re.M)
 
 
-def leaks(task: Task, start: Files, gold: Files, failed: Sequence[str] = ()) -> Iterator[str]:
+def leaks(
+    task: Task, start: Files, gold: Files, failed: Sequence[str] = (), passing: Collection[str] = ()
+) -> Iterator[str]:
     """Yield what an agent could read that it must not, in one line each.
 
-    `failed`: node ids of the hidden tests that fail at the start. Where they are known, only these count: the others are often
-    the workspace's own.
+    Args:
+        failed: node ids of the hidden tests that fail at the start. Where they are known, only these count: the others are
+            often the workspace's own.
+        passing: functions of visible tests that pass at the start, as node ids. They are earlier versions of hidden tests of
+            the same names.
     """
     places = readable(task, start)
     if left := sorted(path for path in places if LEFTOVERS.search(path)):
@@ -43,16 +48,20 @@ def leaks(task: Task, start: Files, gold: Files, failed: Sequence[str] = ()) -> 
         yield "environment/Dockerfile copies the solution or the tests"
     for path, text in task.tests.items():
         lines = _asserted(path, text, failed)
+        earlier = _asserted(path, text, [name for name in failed if name.partition("[")[0] in passing] or [path])
+        newer = {path: lines - earlier}
         if is_test_module(path) and len(lines) > 1:
-            held = [place for place, known in places.items() if len(lines & _quoted(known)) >= SHARE * len(lines)]
-            if held:
+            if held := [place for place in places if _holds(_quoted(places[place]), newer.get(place, lines))]:
                 yield f"the hidden tests of {path} lie in {held[0]}"
     changed = [path for path, data in gold.items() if data != start.get(path)]
     new = _all(gold, changed) - _all(start, changed)
-    for place, known in places.items() if new else ():
+    own = (
+        new & _all(gold, [path for path in changed if path.endswith(".py")]) or new
+    )  # data that a solution adds may resemble other data
+    for place, known in places.items():
         code = place.endswith(".py") and not LEFTOVERS.search(place)
         told = _quoted(known) - _lines(known) if code and len(new) < FEW else _quoted(known)
-        if len(new & told) >= SHARE * len(new):
+        if _holds(told, new) and _holds(told, own):
             yield f"the solution lies in {place}"
 
 
@@ -98,6 +107,11 @@ def _asserted(path: str, text: str, failed: Sequence[str]) -> set[str]:
     tests = [node for node in nodes_of(text) if isinstance(node, Function) and node.name in names]
     parts = [ast.get_source_segment(text, node) or "" for node in tests] if failed else [text]
     return {line for part in parts for line in _lines(part) if "assert" in line}
+
+
+def _holds(known: Set[str], lines: Set[str]) -> bool:
+    """Return whether a text holds a copy of these lines; False if there are none."""
+    return bool(lines) and len(lines & known) >= SHARE * len(lines)
 
 
 def _all(files: Files, paths: Iterable[str]) -> set[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -102,9 +102,9 @@ def probes(task: Task, start: Files, gold: Files) -> Iterator[Probe]:
         yield Probe(name="changed files deleted", files={path: gold[path] for path in gold if path not in changed})
     if task.grader == "script":
         yield Probe(name="all files deleted", files={})
-    before = {path: _python(start.get(path, b"")) for path in code}
+    touched = _touched(code, start)
     stubs = {
-        name: {**gold, **{path: _stubbed(text, before[path], body) for path, text in code.items()}}
+        name: {**gold, **{path: _stubbed(text, touched[path], body) for path, text in code.items()}}
         for name, body in LAZY.items()
     }
     for name, files in stubs.items():
@@ -151,8 +151,8 @@ def near(given: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 def slips(code: Mapping[str, str], start: Files, gold: Files) -> Iterator[tuple[str, Files]]:
     """Yield up to SLIPS kinds of bugs, planted in the functions that the solution changes, and the workspace with each."""
-    where = [unit for path, text in code.items() for unit in units(path, text)]
-    where = [unit for unit in where if unit.name in _changed(code[unit.path], _python(start.get(unit.path, b"")))]
+    touched = _touched(code, start)
+    where = [unit for path, text in code.items() for unit in units(path, text) if unit.name in touched[path]]
     # No bug is planted in two lines; an empty one after them makes three.
     where = [replace(unit, end=unit.end + (not code[unit.path].split("\n")[unit.end].strip())) for unit in where]
     for change in islice(bugs(code, where, "audit"), SLIPS):
@@ -201,16 +201,16 @@ def _outermost(
             yield base + node.name, node
 
 
-def _changed(text: str, before: str) -> set[str]:
-    """Return the names of the functions that a change touches; all of them if it touches none."""
-    known = _functions(before)
-    names = {name for name, body in _functions(text).items() if known.get(name) != body}
-    return names or set(_functions(text))
+def _touched(code: Mapping[str, str], start: Files) -> dict[str, set[str]]:
+    """Return the names of the functions that a change touches, by module; all of them if it touches none."""
+    now = {path: _functions(text).items() for path, text in code.items()}
+    new = {path: each - _functions(_python(start.get(path, b""))).items() for path, each in now.items()}
+    return {path: {name for name, _ in each} for path, each in (new if any(new.values()) else now).items()}
 
 
-def _stubbed(text: str, before: str, body: str) -> bytes:
-    """Return a module whose changed functions have another body; an empty one stands for their first argument."""
-    names, tree = _changed(text, before), parse(text)
+def _stubbed(text: str, names: Collection[str], body: str) -> bytes:
+    """Return a module in which these functions have another body; an empty one stands for their first argument."""
+    tree = parse(text)
     for name, node in _outermost(tree.body):
         if name in names and not node.name.startswith("__"):
             arguments = (each.arg for each in (*node.args.posonlyargs, *node.args.args))

@@ -17,7 +17,7 @@ from composer_nb.harness.tasks.functions import render_tests
 from composer_nb.harness.tasks.task import Task, save_tasks
 from composer_nb.labs.audit.audit import audit, audit_task, limited
 from composer_nb.labs.audit.leaks import leaks
-from composer_nb.labs.audit.probes import contradicted, probes
+from composer_nb.labs.audit.probes import contradicted, probes, slips
 
 RIGHT = "def clip(values, most):\n    kept = [value for value in values if value < most]\n    return sorted(kept, reverse=True)\n"
 WRONG = RIGHT.replace("value < most", "value <= most")
@@ -117,6 +117,34 @@ def test_what_an_agent_can_read(places: dict[str, str], wanted: list[str]) -> No
     assert list(leaks(task, start, start | {"clip.py": RIGHT.encode()})) == wanted
     mine = {"test_clip.py::test_0": "test_clip.py::test_0", "": "test_other.py::test_0"}
     assert list(leaks(task, start, start | {"clip.py": RIGHT.encode()}, [mine[""]]))[1:] == []
+
+
+OWN = "def test_first():\n    assert clip([1, 2], 2) == [1]\n    assert clip([3, 4], 4) == [3]\n"
+LATER = OWN.replace("):\n", "):\n    check(clip)\n")
+
+
+@pytest.mark.parametrize(("passing", "told"), [((), True), (("test_own.py::test_first",), False)])
+def test_an_earlier_version_of_a_hidden_test_is_no_copy_of_it(passing: tuple[str, ...], told: bool) -> None:
+    task = sound().model_copy(update={"tests": {"test_own.py": LATER}})
+    start = {path: text.encode() for path, text in {**task.files, "test_own.py": OWN}.items()}
+    found = list(leaks(task, start, start | {"clip.py": RIGHT.encode()}, ["test_own.py::test_first[1]"], passing))
+    assert found == ["the hidden tests of test_own.py lie in test_own.py"] * told
+
+
+def test_data_that_resemble_other_data_are_no_copy_of_a_solution() -> None:
+    rows = "".join(f"grammar of the statement {number}\n" for number in range(40))
+    task = sound(**with_files(**{"grammar1.txt": rows}))
+    start = {path: text.encode() for path, text in task.files.items()}
+    assert list(leaks(task, start, start | {"clip.py": RIGHT.encode(), "grammar2.txt": rows.encode()})) == []
+    assert list(leaks(task, start, start | {"grammar2.txt": rows.encode()})) == ["the solution lies in grammar1.txt"]
+
+
+def test_bugs_are_planted_only_where_functions_change() -> None:
+    other = "def least(values):\n    first = sorted(values)\n    return first[0] if first else None\n"
+    code = {"clip.py": RIGHT, "least.py": f"# A remark.\n{other}"}
+    start, gold = {"clip.py": WRONG.encode(), "least.py": other.encode()}, {p: t.encode() for p, t in code.items()}
+    planted = [files for _, files in slips(code, start, gold)]
+    assert planted and all(files["least.py"] == gold["least.py"] for files in planted)
 
 
 def script(text: str, **changes: Any) -> dict[str, Any]:
