@@ -2,8 +2,9 @@
 
 The workspace is the state before. The request is the commit's message, or what the release adds to the changelog; for a commit
 that holds an agent's accepted change, it is what the user had asked (`logs.py`). The hidden tests are the test modules that the
-change touches, as they are afterwards. A task is kept if some of them fail before, all that count pass afterwards, and repeats
-agree. dulwich reads the history and runs nothing, so a hostile checkout cannot name programs.
+change touches, as they are afterwards. Visible tests of these modules that pass before and fail afterwards are removed. A task
+is kept if some hidden tests fail before, all that count pass afterwards, and repeats agree. dulwich reads the history and runs
+nothing, so a hostile checkout cannot name programs.
 
 What a request does not name, but its tests need, is added as a list of names, as in SWE-bench Pro (arXiv 2509.16941).
 """
@@ -33,6 +34,7 @@ from composer_nb.harness.grading.validate import IDS, validate_task
 from composer_nb.harness.sandbox.contract import Backend, SandboxDied
 from composer_nb.harness.syntax import nodes_of, parse
 from composer_nb.harness.tasks.making.changes import changed_lines
+from composer_nb.harness.tasks.making.instructions import without_tests
 from composer_nb.harness.tasks.making.logs import Asked, asked, request_behind
 from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, State, prepared
 from composer_nb.harness.tasks.making.options import Running, read_options
@@ -282,6 +284,7 @@ def _outcome(candidate: Candidate, backend: Backend, running: Running, most_line
     if isinstance(task, str) or why:
         verdict, _, why = why.partition(": ")
         return Outcome(key=candidate.key, kind=why, verdict=verdict, seconds=time.monotonic() - began), slow
+    task = task.model_copy(update={"files": task.files | current(task, candidate, backend, running)})
     task = task.model_copy(update={"metadata": task.metadata | {IDS: json.dumps(sorted(counted.values()))}})
     found = validate_task(task, backend, timeout_s=running.suite_s, keys=frozenset(counted))
     verdict, why = "kept", ""
@@ -317,8 +320,29 @@ def first_look(task: Task, backend: Backend, running: Running) -> tuple[dict[str
     return counted, slow, "" if seen else "unseen: all tests pass without a change"
 
 
+def current(task: Task, candidate: Candidate, backend: Backend, running: Running) -> dict[str, str]:
+    """Return the visible test modules that the change touches, without the tests that pass before and fail afterwards.
+
+    Such tests hold what the request changes, so they would mislead an agent. Raises SandboxFailure.
+    """
+    known = candidate.after.files if candidate.after else {}
+    shown = {path: text for path, text in task.files.items() if is_test_module(path) and known.get(path) != text}
+    if not shown:
+        return {}
+    boxes = Boxes(backend=backend, spec=usual_spec(task), timeout_s=running.suite_s)
+    twin = task.model_copy(update={"tests": shown})
+    jobs = [replace(job(twin, files), test_s=running.suite_s / SLOW) for files in (workspace(task), gold_files(task))]
+    try:
+        before, after = boxes.run(jobs)
+    except (SandboxDied, RunnerEnded):
+        return {}
+    gone = [key for key, result in before.results.items() if result.passed and not after.result(key).passed]
+    texts = {path: [key for key in gone if key.startswith(f"{path}::")] for path in shown}
+    return {path: without_tests(shown[path], keys) for path, keys in texts.items() if keys}
+
+
 def unnamed(before: Repository, after: Repository, tests: dict[str, str], request: str) -> list[str]:
-    """Return the names of new functions and classes that the tests use and the request does not mention."""
+    """Return the names of new functions, classes and attributes that the tests use and the request does not mention."""
     changed = [path for path in after.sources if before.files.get(path) != after.files[path]]
     new = set[str]().union(*(_defined(after.files[path]) - _defined(before.files.get(path, "")) for path in changed))
     used = {
@@ -330,9 +354,11 @@ def unnamed(before: Repository, after: Repository, tests: dict[str, str], reques
     }
     wanted = [name for name in new & used if not re.search(rf"\b{re.escape(name)}\b", request)]
     known = "\n".join(before.files[path] for path in before.sources) if wanted else ""
-    return sorted(name for name in wanted if not re.search(rf"\b(def|class) {re.escape(name)}\b", known))
+    return sorted(name for name in wanted if not re.search(rf"(\b(def|class) |\.){re.escape(name)}\b", known))
 
 
 def _defined(text: str) -> set[str]:
-    """Return the names of a module's functions and classes; none if it cannot be parsed."""
-    return {node.name for node in nodes_of(text) if isinstance(node, Function | ast.ClassDef)}
+    """Return the names of a module's functions and classes, and of the attributes that it sets; none if it cannot be parsed."""
+    nodes = list(nodes_of(text))
+    set_here = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    return set_here | {node.name for node in nodes if isinstance(node, Function | ast.ClassDef)}

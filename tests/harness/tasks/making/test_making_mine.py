@@ -15,7 +15,7 @@ from composer_nb.cli import main
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.plan import gold_files, plan_of
 from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec
-from composer_nb.harness.tasks.making.mine import draft, history, mine, releases, request_of
+from composer_nb.harness.tasks.making.mine import draft, history, mine, releases, request_of, unnamed
 from composer_nb.harness.tasks.making.options import Running
 from composer_nb.harness.tasks.making.repository import of_files
 from composer_nb.harness.tasks.runtime import workspace
@@ -184,6 +184,31 @@ def test_that_its_project_leaves_out():
     assert sorted(plan_of(task).tests.values()) == [
         f"test_sums.py::test_{name}" for name in ("mean", "mean_of_nothing", "total")
     ]
+
+
+def test_a_request_names_what_its_tests_need_and_the_old_code_lacks(tmp_path: Path) -> None:
+    old = "class Job:\n    def __init__(self):\n        self.tag = ''\n"
+    new = f"{old}        self.until = None\n        self.hidden = 0\n"
+    test = "def test_job():\n    import jobs\n\n    assert jobs.Job().until is None and jobs.Job().tag == ''\n"
+    before, after = (
+        of_files("jobs", [("jobs.py", code.encode()), ("test_jobs.py", b"import jobs\n")], tmp_path)
+        for code in (old, new)
+    )
+    assert unnamed(before, after, {"test_jobs.py": test}, "Let jobs end") == ["until"]
+    assert unnamed(before, after, {"test_jobs.py": test}, "Let jobs end: until says when") == []
+
+
+def test_visible_tests_that_a_change_contradicts_are_removed(tmp_path: Path, backend: Backend) -> None:
+    old = "\n\ndef test_nothing():\n    import pytest\n\n    with pytest.raises(ZeroDivisionError):\n        mean([])\n"
+    states = [(SUMS, TESTS + old, ""), (MEAN, TESTS + EMPTY, "- The mean of nothing is 0.0\n")]
+    for number, (code, tests, log) in enumerate(states):
+        (tmp_path / f"sums-{number}").mkdir()
+        for path, text in {"sums.py": code, "test_sums.py": tests, "NEWS.md": log}.items():
+            (tmp_path / f"sums-{number}" / path).write_text(text)
+    made = mine([tmp_path / "sums-0", tmp_path / "sums-1"], tmp_path / "out", backend)
+    assert made["verdicts"] == {"kept": 1}
+    [task] = load_tasks(tmp_path / "out")
+    assert task.files["test_sums.py"].rstrip() == TESTS.rstrip() and grade(task, gold_files(task), backend).passed
 
 
 def test_tests_run_in_the_image_that_has_their_packages(tmp_path: Path, checkout: Path, backend: Backend) -> None:
