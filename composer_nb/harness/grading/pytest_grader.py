@@ -54,9 +54,16 @@ FLAGS = {
     "inconsistent": "a test, or its twin, passed in one run and not in another: chance decides, or guessing",
 }
 """Meaning of each flag of a grade."""
+SECONDS = "pytest.seconds"
+"""Metadata key of the time limit of one run, which a suite that takes long needs."""
 RUNS = 3
 """Runs of a grade. Code that decides at random in each run is right about one test with probability 1 / (2^RUNS - 2); code that
 decides by the test's text is right at best once in two, whatever the number of runs."""
+
+
+def limit_of(task: Task) -> float:
+    """Return the time limit in seconds of one run of a task's tests. Raises ValueError if the task names no number."""
+    return float(task.metadata.get(SECONDS, 60.0))
 
 
 def grade_pytest(
@@ -66,7 +73,7 @@ def grade_pytest(
     plan: Plan | None = None,
     *,
     runs: int = RUNS,
-    timeout_s: float = 60.0,
+    timeout_s: float = 0.0,
     spec: SandboxSpec | None = None,
     rng: random.Random | None = None,
 ) -> Grade:
@@ -76,18 +83,18 @@ def grade_pytest(
 
     Args:
         plan: replaces the plan in the task's metadata.
-        timeout_s: time limit of one run, in seconds.
+        timeout_s: time limit of one run, in seconds; 0 takes the task's, or else 60 s.
         rng: draws the twins. Agent code must not be able to predict it; the default is the system's generator.
 
     Raises SandboxUnavailable if pytest is missing, or does not fit the sandboxes' Python.
     """
     began = time.monotonic()
-    boxes = Boxes(backend=backend, spec=spec or usual_spec(task), timeout_s=timeout_s)
     found = changes(task, files)
     try:
-        plan = plan or plan_of(task)
+        plan, timeout_s = plan or plan_of(task), timeout_s or limit_of(task)
     except ValueError:
         return Grade(status="invalid_task", flags=found.flags)
+    boxes = Boxes(backend=backend, spec=spec or usual_spec(task), timeout_s=timeout_s)
     rng = rng or random.SystemRandom()
     drawn = draw(plan, rng, runs)
     jobs = [job(task, found.files, twins, frozenset(plan.tests)) for twins in drawn]

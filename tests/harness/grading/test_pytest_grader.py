@@ -14,7 +14,7 @@ import pytest
 from composer_nb.harness.grading import box, diff, pytest_grader
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.grading.plan import Plan, job, with_plan
-from composer_nb.harness.grading.pytest_grader import FLAGS, TAMPERING, grade_pytest
+from composer_nb.harness.grading.pytest_grader import FLAGS, SECONDS, TAMPERING, grade_pytest
 from composer_nb.harness.grading.twins import candidates_of
 from composer_nb.harness.grading.validate import _twin, validate_task
 from composer_nb.harness.sandbox.contract import Backend, ExecResult, SandboxDied, SandboxFailure
@@ -133,14 +133,24 @@ def test_a_clock_that_the_agent_changed_does_not_change_the_cost(ledger: Task, b
     assert 3 * 5 * 0.3 < found.cost["tests_s"] < 3 * found.cost["wall_s"] <= 3 * took
 
 
-def test_too_little_time_fails_what_is_missing(make_task: Callable[..., Task], backend: Backend) -> None:
+@pytest.mark.parametrize("own", [False, True], ids=["asked for", "of the task"])
+def test_too_little_time_fails_what_is_missing(make_task: Callable[..., Task], backend: Backend, own: bool) -> None:
     tests = "import f\ndef test_a(): assert f.f(1) == 2\ndef test_b(): assert f.f(2) == 3\n"
     task = make_task({"test_f.py": tests})
     plan = validate_task(task, backend).plan
     loops = b"def f(x):\n    while x == 2: pass\n    return x + 1\n"
-    found = grade_pytest(task, {"f.py": loops}, backend, plan, runs=2, timeout_s=3.0)
+    if own:
+        task = task.model_copy(update={"metadata": task.metadata | {SECONDS: "3"}})
+    found = grade_pytest(task, {"f.py": loops}, backend, plan, runs=2, timeout_s=0.0 if own else 3.0)
     assert found.status == "graded" and found.flags == ("timeout",)
     assert found.tests == {"test_f.py::test_a": True, "test_f.py::test_b": False}
+
+
+def test_a_time_limit_that_is_no_number_makes_a_task_invalid(make_task: Callable[..., Task], backend: Backend) -> None:
+    task = make_task({"test_f.py": "import f\ndef test_a(): assert f.f(1) == 2\n"})
+    plan = validate_task(task, backend).plan
+    task = task.model_copy(update={"metadata": task.metadata | {SECONDS: "long"}})
+    assert grade_pytest(task, {"f.py": b""}, backend, plan).status == "invalid_task"
 
 
 def test_a_failing_test_is_not_looked_at_more_closely(make_task: Callable[..., Task], backend: Backend) -> None:

@@ -29,6 +29,7 @@ from typing import Any
 from composer_nb.harness.files import write_json
 from composer_nb.harness.grading.box import Boxes, RunnerEnded
 from composer_nb.harness.grading.plan import gold_files, job, with_plan
+from composer_nb.harness.grading.pytest_grader import SECONDS
 from composer_nb.harness.grading.source import Function
 from composer_nb.harness.grading.validate import IDS, validate_task
 from composer_nb.harness.sandbox.contract import Backend, SandboxDied
@@ -261,7 +262,7 @@ def draft(candidate: Candidate, most_lines: int, running: Running) -> Task | str
         return "too much"
     names = unnamed(before, after, hidden, candidate.request)
     request = candidate.request + (f"\n\nIt has to provide: {', '.join(names)}." if names else "")
-    facts = {"kind": "history", "repository": after.name, "lines": str(size)}
+    facts = {"kind": "history", "repository": after.name, "lines": str(size), SECONDS: f"{running.suite_s:g}"}
     try:
         return Task(
             id=candidate.id,

@@ -14,6 +14,7 @@ from dulwich import porcelain
 from composer_nb.cli import main
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.plan import gold_files, plan_of
+from composer_nb.harness.grading.pytest_grader import limit_of
 from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec
 from composer_nb.harness.tasks.making.mine import draft, history, mine, releases, request_of, unnamed
 from composer_nb.harness.tasks.making.options import Running
@@ -181,6 +182,7 @@ def test_that_its_project_leaves_out():
         assert each["verdicts"] == {"kept": 1}
         assert each["slow"] == 1 and [row["slow"] for row in each["candidates"]] == [1]
     [task] = load_tasks(tmp_path / "out")
+    assert limit_of(task) == 30.0
     assert sorted(plan_of(task).tests.values()) == [
         f"test_sums.py::test_{name}" for name in ("mean", "mean_of_nothing", "total")
     ]
