@@ -47,17 +47,18 @@ def leaks(
     if COPIES.search(places.get("environment/Dockerfile", "")):
         yield "environment/Dockerfile copies the solution or the tests"
     for path, text in task.tests.items():
-        lines = _asserted(path, text, failed)
-        earlier = _asserted(path, text, [name for name in failed if name.partition("[")[0] in passing] or [path])
-        newer = {path: lines - earlier}
-        if is_test_module(path) and len(lines) > 1:
-            if held := [place for place in places if _holds(_quoted(places[place]), newer.get(place, lines))]:
+        tested = _tested(path, text, failed)
+        asserted = {line for line in tested if "assert" in line}
+        newer = tested - _tested(path, text, [name for name in failed if name.partition("[")[0] in passing] or [path])
+        if is_test_module(path) and len(asserted) > 1:
+            # Tests of one subject share assertions, so a module of tests has to hold more than these.
+            wanted = {place: tested if is_test_module(place) else asserted for place in places} | {path: newer}
+            if held := [place for place in places if _holds(_quoted(places[place]), wanted[place])]:
                 yield f"the hidden tests of {path} lie in {held[0]}"
     changed = [path for path, data in gold.items() if data != start.get(path)]
     new = _all(gold, changed) - _all(start, changed)
-    own = (
-        new & _all(gold, [path for path in changed if path.endswith(".py")]) or new
-    )  # data that a solution adds may resemble other data
+    # Data that a solution adds may resemble other data, so its code counts by itself.
+    own = new & _all(gold, [path for path in changed if path.endswith(".py")]) or new
     for place, known in places.items():
         code = place.endswith(".py") and not LEFTOVERS.search(place)
         told = _quoted(known) - _lines(known) if code and len(new) < FEW else _quoted(known)
@@ -101,12 +102,12 @@ def readable(task: Task, start: Files) -> Mapping[str, str]:
     return {"the instruction": task.instruction, **texts}
 
 
-def _asserted(path: str, text: str, failed: Sequence[str]) -> set[str]:
-    """Return the lines that assert something, of the tests that failed if any is known by its id."""
+def _tested(path: str, text: str, failed: Sequence[str]) -> set[str]:
+    """Return the lines of the tests that failed if any is known by its id, or else of the whole module."""
     names = {name.partition("[")[0].rpartition("::")[2] for name in failed if name.startswith(f"{path}::")}
     tests = [node for node in nodes_of(text) if isinstance(node, Function) and node.name in names]
     parts = [ast.get_source_segment(text, node) or "" for node in tests] if failed else [text]
-    return {line for part in parts for line in _lines(part) if "assert" in line}
+    return {line for part in parts for line in _lines(part)}
 
 
 def _holds(known: Set[str], lines: Set[str]) -> bool:

@@ -131,6 +131,20 @@ def test_an_earlier_version_of_a_hidden_test_is_no_copy_of_it(passing: tuple[str
     assert found == ["the hidden tests of test_own.py lie in test_own.py"] * told
 
 
+def test_a_test_that_asserts_what_another_asserts_is_no_copy_of_it() -> None:
+    new = OWN.replace(
+        "def test_first():", "\n\ndef test_second():\n    setting = prepare(most=2)\n    clip = setting.clip"
+    )
+    task = sound().model_copy(update={"tests": {"test_own.py": OWN + new}})
+    start = {path: text.encode() for path, text in {**task.files, "test_own.py": OWN, "test_all.py": OWN}.items()}
+    failed = ["test_own.py::test_second"]
+    assert list(leaks(task, start, start | {"clip.py": RIGHT.encode()}, failed)) == []
+    quoted = start | {"notes.md": OWN.encode()}
+    assert list(leaks(task, quoted, quoted | {"clip.py": RIGHT.encode()}, failed)) == [
+        "the hidden tests of test_own.py lie in notes.md"
+    ]
+
+
 def test_data_that_resemble_other_data_are_no_copy_of_a_solution() -> None:
     rows = "".join(f"grammar of the statement {number}\n" for number in range(40))
     task = sound(**with_files(**{"grammar1.txt": rows}))
