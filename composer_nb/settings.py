@@ -15,7 +15,7 @@ import typing
 from ast import literal_eval
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -399,7 +399,7 @@ class Settings:
     @property
     def meshed(self) -> bool:
         """Whether the trainer service consists of the ranks of a mesh."""
-        return self.mesh != MeshSettings()
+        return replace(self.mesh, device="cpu") != MeshSettings()
 
     def schedule(self) -> Schedule:
         """Return the schedule of the orchestrator. Raises ValueError, which names the setting, if one does not fit."""

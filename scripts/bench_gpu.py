@@ -54,8 +54,10 @@ def machine(b: Bench) -> dict[str, str]:
     return {"gpu": "none", **found}
 
 
-def measure(b: Bench, seconds: float, rounds: int) -> tuple[list[Found], dict[str, float]]:
-    """All cases, within about `seconds`: each takes its part of what is left."""
+def measure(
+    b: Bench, seconds: float, rounds: int, keep: Callable[[list[Found], dict[str, float]], None]
+) -> tuple[list[Found], dict[str, float]]:
+    """All cases, within about `seconds`: each takes its part of what is left. `keep` is called after each."""
     flush = torch.empty(L2_BYTES, dtype=torch.uint8, device=b.device) if b.device.type == "cuda" else None
     end, left = time.monotonic() + seconds, sum(count for _, count in PLAN)
     found: list[Found] = []
@@ -76,6 +78,7 @@ def measure(b: Bench, seconds: float, rounds: int) -> tuple[list[Found], dict[st
             found.append(one)
             if case.number == "0" and (rate := one.rate(OURS)):
                 tops[case.title] = rate
+            keep(found, tops)
         left -= count
     return found, tops
 
@@ -98,22 +101,21 @@ def main(arguments: list[str] | None = None) -> int:
     triton_interpreter.repair()
     b = Bench(asked.device)
     explain(device=b.device, backend="triton")  # refuses a GPU that is too old, and a machine without Triton
-    facts = machine(b)
-    found, tops = measure(b, asked.seconds, asked.rounds)
-    notes = [*memory(b), *([REHEARSAL] if b.rehearsal else [])]
+    facts, notes = machine(b), [REHEARSAL] if b.rehearsal else []
     asked.out.mkdir(parents=True, exist_ok=True)
-    head = ", ".join(f"{name} {value}" for name, value in facts.items())
-    text = "\n\n".join([*([REHEARSAL] if b.rehearsal else []), head, table(found, tops), *notes])
-    (asked.out / "bench_gpu.md").write_text(text + "\n")
-    data = {
-        "machine": facts,
-        "rehearsal": b.rehearsal,
-        "ceilings": tops,
-        "cases": [as_json(one, tops) for one in found],
-        "notes": notes,
-    }
-    (asked.out / "bench_gpu.json").write_text(json.dumps(data, indent=1))
-    print(text)
+
+    def keep(found: list[Found], tops: dict[str, float]) -> None:
+        """Write what is known, so that a run that is cut off leaves it."""
+        head = ", ".join(f"{name} {value}" for name, value in facts.items())
+        (asked.out / "bench_gpu.md").write_text("\n\n".join([*notes, head, table(found, tops)]) + "\n")
+        cases = [as_json(one, tops) for one in found]
+        data = {"machine": facts, "rehearsal": b.rehearsal, "ceilings": tops, "cases": cases, "notes": notes}
+        (asked.out / "bench_gpu.json").write_text(json.dumps(data, indent=1))
+
+    found, tops = measure(b, asked.seconds, asked.rounds, keep)
+    notes = [*notes, *memory(b)]
+    keep(found, tops)
+    print((asked.out / "bench_gpu.md").read_text())
     return 0
 
 

@@ -11,6 +11,7 @@ from gpu_peers import Shape, blockwise_products, liger_layer, loop_mm, peer, row
 from torch import Tensor
 
 from composer_nb.kernels import grouped_mm, moe, mx_quantize
+from composer_nb.kernels.moe.explanation import architecture
 from composer_nb.kernels.moe.plain import Plan
 from composer_nb.kernels.moe.recipes import quantise_rows, quantise_weights
 from composer_nb.kernels.moe.routing import choose_experts
@@ -150,12 +151,13 @@ def products(b: Bench) -> Iterator[Case]:
 
 def scaled_products(b: Bench, x: Tensor, up: Tensor, plan: Plan, work: float, shape: str) -> Iterator[Case]:
     """Row 12: operands that are quantised already."""
-    from composer_nb.kernels.moe.scaled_gemm_triton import scaled_product
+    from composer_nb.kernels.moe.triton_steps import TritonSteps
+
+    steps = TritonSteps(architecture(b.device))
 
     def scaled(format: Any) -> Form:
         qx, qw = quantise_rows(x, format, "triton"), quantise_weights(up, format, "triton")
-        widen = format == "nvfp4" and b.device.type == "cuda" and torch.cuda.get_device_capability()[0] < 10
-        return lambda: scaled_product(qx, qw, plan, gather=False, dtype=BF16, widen=widen)
+        return lambda: steps.product(qx, qw, plan, gather=False, dtype=BF16)
 
     plain: Form = lambda: torch.nn.functional.grouped_mm(x, up.mT, offs=plan.ends_E)  # noqa: E731
     common: dict[str, Any] = {"shape": shape, "work": work, "unit": "TFLOP/s"}

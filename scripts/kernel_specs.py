@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import triton
-
 from composer_nb.kernels import logprob_triton
 from composer_nb.kernels.attention import cached_triton
 from composer_nb.kernels.formats import quantize_triton
@@ -60,15 +58,18 @@ def spec(
 
 def products() -> list[Spec]:
     g = grouped_gemm_triton
-    tensors, strides = "a b c ends:i32 row_of:i32", "stride_am stride_be"
-    forward = PRODUCT | BLOCKS | {"stride_bn": 2048, "stride_bk": 1, "GATHER": True}
+    tensors, strides = "a b c a_scale:fp32 b_scale:fp32 ends:i32 row_of:i32", "stride_am stride_be"
+    forward = PRODUCT | BLOCKS | {"stride_bn": 2048, "stride_bk": 1, "GATHER": True, "SCALED": False}
     transposed = forward | {"stride_bn": 1, "stride_bk": 1536, "GATHER": False}
     by_tma = {
         "a": f"tensordesc<bf16[{TILES.m}, {TILES.k}]>",
         "b": f"tensordesc<bf16[{TILES.n}, {TILES.k}]>",
         "c": "*bf16",
+        "a_scale": "*fp32",
+        "b_scale": "*fp32",
         "ends": "*i32",
     }
+    scaled = {arch: TENSOR_CORES[arch] for arch in ARCHITECTURES if arch < 100}
     outer = {"stride_wn": 2048, "stride_wk": 1, "N": 1536, "K": 2048, "GATHER_G": False, "GATHER_X": True}
     outer |= {"BM": TILES.k, "BN": TILES.n, "BK": TILES.m, "GROUP": TILES.group}
     # narrow: the ends of experts, and rows to gather
@@ -80,11 +81,22 @@ def products() -> list[Spec]:
             "grouped product, by TMA",
             g.product_tma_kernel,
             "",
-            constants=PRODUCT | BLOCKS,
+            constants=PRODUCT | BLOCKS | {"SCALED": False},
             types=by_tma,
             tiles=TILES,
             narrow=8,
             ptx={arch: rf"cp\.async\.bulk\.tensor[\s\S]*{text}" for arch, text in TENSOR_CORES.items()},
+        ),
+        spec(
+            "grouped product, gathered rows with scales",
+            g.product_kernel,
+            tensors,
+            strides,
+            forward | {"SCALED": True},
+            narrow=20,
+            tiles=TILES,
+            ptx=scaled,
+            architectures=tuple(scaled),
         ),
         spec(
             "gradients of weights",
@@ -98,7 +110,7 @@ def products() -> list[Spec]:
     ]
 
 
-def scaled_product(name: str, format: Format, arch: int, *, widen: bool = False) -> Spec:
+def scaled_product(name: str, format: Format, arch: int) -> Spec:
     """Gathered rows times gates and ups."""
     four, wide = format == "nvfp4", format == "fp8_block128"
     tiles = scaled_gemm_triton.scaled_tiles(128 if wide else NVFP4_BLOCK if four else 32)
@@ -107,7 +119,7 @@ def scaled_product(name: str, format: Format, arch: int, *, widen: bool = False)
     constants = PRODUCT | {"GATHER": True, "BM": tiles.m, "BN": tiles.n, "GROUP": tiles.group}
     if not wide:
         tensors += " a_global:fp32 b_global:fp32"
-        constants |= {"FOUR": four, "WIDEN": widen, "BK": tiles.k}
+        constants |= {"FOUR": four, "BK": tiles.k}
     return spec(
         f"grouped product, {name}",
         scaled_gemm_triton.block128_product_kernel if wide else scaled_gemm_triton.scaled_product_kernel,
@@ -117,9 +129,19 @@ def scaled_product(name: str, format: Format, arch: int, *, widen: bool = False)
         architectures=(arch,),
         ptx={arch: INSTRUCTIONS[format, arch][1]},
         narrow=48,  # scales, and rows to gather
-        stack=8
-        if widen and triton.__version__.startswith("3.6.")
-        else 0,  # two registers that Triton 3.7 finds room for
+    )
+
+
+def widened(name: str, data: str, scales: str, *, four: bool) -> Spec:
+    return spec(
+        name,
+        quantize_triton.widen_kernel,
+        f"q_ptr:{data} s_ptr:{scales} out_ptr",
+        "total",
+        {"FOUR": four, "PER": 16 if four else 32, "W": 4096},
+        warps=8,
+        narrow=16,
+        architectures=(90,),
     )
 
 
@@ -248,11 +270,11 @@ SPECS = (
     *products(),
     *routes(),
     *rows(),
-    scaled_product("mxfp8", "mxfp8", 90),
     scaled_product("mxfp8", "mxfp8", 100),
     scaled_product("fp8_block128", "fp8_block128", 90),
     scaled_product("fp8_block128", "fp8_block128", 100),
-    scaled_product("nvfp4 widened", "nvfp4", 90, widen=True),
+    widened("mxfp8 to bf16", "fp8e4nv", "u8", four=False),
+    widened("nvfp4 to bf16", "u8", "fp8e4nv", four=True),
     scaled_product("nvfp4", "nvfp4", 100),
     mxfp8("mx_quantize"),
     mxfp8("mx_quantize, blocks of 128", block=128),

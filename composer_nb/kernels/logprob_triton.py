@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from composer_nb.kernels.moe.grouped_gemm_triton import Tiles
 from composer_nb.kernels.triton_runtime import interpreting
 
-PIECE = 1024
+PIECE = 4096
 """Rows whose logits' gradient is in memory at a time, in the backward pass."""
 
 

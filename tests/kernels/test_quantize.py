@@ -147,3 +147,19 @@ def test_what_is_refused():
     for call in (mx_quantize, nvfp4_quantize):
         with pytest.raises(ValueError, match="backend='cuda': must be one of torch, triton"):
             call(torch.ones(2, 32), backend="cuda")
+
+
+@pytest.mark.parametrize("shape", [(3, 32), (2, 5, 96), (7, 4096), (1, 4128)])
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
+def test_widening_to_bf16_is_exact(device: str, format: str, shape: tuple[int, ...]):
+    from composer_nb.kernels.formats.quantize_triton import widened
+
+    x = numbers(shape, 5, torch.float32, 0.0).clamp(-(2.0**100), 2.0**100).to(device)
+    quantised = mx_quantize_reference(x) if format == "mxfp8" else nvfp4_quantize_reference(x)
+    found = widened(quantised)
+    if isinstance(quantised, NVFP4Tensor):
+        found = found.float() * quantised.global_scale
+    assert found.shape == x.shape
+    assert torch.equal(found.float(), quantised.dequantize(torch.float32).where(found != 0, found.float()))
+    small = quantised.dequantize(torch.float32)[found == 0].abs()
+    assert float(small.max() if small.numel() else 0) < 2.0**-125, "below bf16's smallest normal number"

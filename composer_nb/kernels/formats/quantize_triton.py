@@ -220,3 +220,57 @@ def nvfp4_quantize(x: Tensor, share: Share) -> NVFP4Tensor:
             TOKEN=share == "token", HARDWARE=hardware, H=height, W=width, num_warps=4,
         )  # fmt: skip
     return NVFP4Tensor(qdata=qdata, scale=scale, global_scale=global_scale, share=share, made_by=ran())
+
+
+# -- widening ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def e8m0_value(byte):  # type: ignore[no-untyped-def]
+    """Return 2^(byte − 127) in float32: 0 is a subnormal number, 255 is NaN."""
+    wide = byte.to(tl.int32)
+    bits = tl.where(wide == 0, 0x00400000, tl.where(wide == 255, 0x7FC00000, wide << 23))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _e2m1_value(code):  # type: ignore[no-untyped-def]
+    """Return float32 values of codes in the lower four bits: sign, two bits of exponent, one of mantissa."""
+    wide = code.to(tl.int32)
+    exponent, half = (wide >> 1) & 3, wide & 1
+    normal = ((exponent + 126) << 23) | (half << 22)
+    bits = tl.where(exponent == 0, half * 0x3F000000, normal) | ((wide >> 3) & 1) << 31
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def widen_kernel(q_ptr, s_ptr, out_ptr, total, FOUR: tl.constexpr, PER: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Widen W of `total` numbers, one block of PER after another. FOUR: two e2m1 codes per byte, e4m3 scales."""
+    first = tl.program_id(0).to(tl.int64) * W
+    block = first // PER + tl.arange(0, W // PER)
+    scale = tl.load(s_ptr + block, mask=block < total // PER, other=0.0)
+    if FOUR:
+        at = first // 2 + tl.arange(0, W // 2)
+        packed = tl.load(q_ptr + at, mask=at < total // 2, other=0)
+        value = tl.join(_e2m1_value(packed & 15), _e2m1_value(packed >> 4)).reshape([W // PER, PER])
+        factor = scale.to(tl.float32)
+    else:
+        at = first + tl.arange(0, W)
+        value = tl.load(q_ptr + at, mask=at < total, other=0.0).to(tl.float32).reshape([W // PER, PER])
+        factor = e8m0_value(scale)
+    at = first + tl.arange(0, W)
+    tl.store(out_ptr + at, (value * factor[:, None]).reshape([W]).to(tl.bfloat16), mask=at < total)
+
+
+def widened(x: MXTensor | NVFP4Tensor) -> Tensor:
+    """Return a quantised tensor in bf16, NVFP4 without its float32 scales. This is exact: e4m3 has four significant bits, and
+    a code of e2m1 times a scale in e4m3 at most six. Blocks lie along the last dimension and divide it."""
+    four, per = (True, NVFP4_BLOCK) if isinstance(x, NVFP4Tensor) else (False, x.block)
+    assert isinstance(x, NVFP4Tensor) or x.rows == 1, "blocks of one row"
+    shape = (*x.qdata.shape[:-1], x.qdata.shape[-1] * (2 if four else 1))
+    out, width = x.qdata.new_empty(shape, dtype=torch.bfloat16), 4096
+    if out.numel():
+        widen_kernel[(triton.cdiv(out.numel(), width),)](
+            x.qdata, x.scale, out, out.numel(), FOUR=four, PER=per, W=width, num_warps=8
+        )
+    return out

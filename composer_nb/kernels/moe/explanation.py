@@ -16,14 +16,14 @@ INSTRUCTIONS: dict[tuple[Format | None, int], tuple[str, str]] = {
     (None, 90): ("wgmma in bf16, multiply-adds in float32", r"wgmma\.mma_async\S*\.bf16\.bf16"),
     (None, 100): ("tcgen05.mma in bf16, multiply-adds in float32", r"tcgen05\.mma\S*kind::f16"),
     ("mxfp8", 90): (
-        "wgmma in bf16, on operands widened exactly in registers: Hopper has no block-scaled tensor core",
+        "wgmma in bf16, on operands widened exactly in memory: Hopper has no block-scaled tensor core",
         r"wgmma\.mma_async\S*\.bf16\.bf16",
     ),
     ("mxfp8", 100): ("block-scaled tcgen05.mma (mxf8f6f4)", r"kind::mxf8f6f4\.block_scale"),
     ("fp8_block128", 90): ("wgmma in e4m3, sums moved to float32 every 128 of K", r"wgmma\.mma_async\S*\.e4m3\.e4m3"),
     ("fp8_block128", 100): ("tcgen05.mma in e4m3 (f8f6f4)", r"tcgen05\.mma\S*kind::f8f6f4"),
     ("nvfp4", 90): (
-        "wgmma in bf16, on operands widened exactly in registers: Hopper has no FP4",
+        "wgmma in bf16, on operands widened exactly in memory: Hopper has no FP4",
         r"wgmma\.mma_async\S*\.bf16\.bf16",
     ),
     ("nvfp4", 100): ("block-scaled tcgen05.mma (mxf4nvf4)", r"kind::mxf4nvf4\.block_scale"),

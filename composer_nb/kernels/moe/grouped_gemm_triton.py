@@ -90,8 +90,8 @@ def find_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def product_kernel(  # type: ignore[no-untyped-def]
-    a, b, c, ends, row_of, stride_am, stride_be, stride_bn: tl.constexpr, stride_bk: tl.constexpr,
-    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, BE: tl.constexpr,
+    a, b, c, a_scale, b_scale, ends, row_of, stride_am, stride_be, stride_bn: tl.constexpr, stride_bk: tl.constexpr,
+    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, SCALED: tl.constexpr, BE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     begin, end, down, through = tile_table(ends, E, BE, N, BM, BN)
@@ -111,14 +111,17 @@ def product_kernel(  # type: ignore[no-untyped-def]
             x = tl.load(at_a + k[None, :], mask=mask_a, other=0.0)
             w = tl.load(at_b + k[:, None] * stride_bk, mask=mask_b, other=0.0)
             acc = tl.dot(x, w, acc, input_precision="ieee")
+        if SCALED:
+            acc *= tl.load(a_scale + row, mask=inside, other=0.0)[:, None]
+            acc *= tl.load(b_scale + expert.to(tl.int64) * N + n, mask=n < N, other=0.0)[None, :]
         at = c + m[:, None].to(tl.int64) * N + n[None, :]
         tl.store(at, acc.to(c.dtype.element_ty), mask=inside[:, None] & (n < N)[None, :])
 
 
 @triton.jit
 def product_tma_kernel(  # type: ignore[no-untyped-def]
-    a, b, c, ends, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    a, b, c, a_scale, b_scale, ends, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SCALED: tl.constexpr,
+    BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Multiply contiguous rows with weights [E · B, A]; the tensor memory accelerator loads the tiles. A tile that crosses the
     end of an expert contains rows of the next one, whose results are not stored."""
@@ -131,27 +134,41 @@ def product_tma_kernel(  # type: ignore[no-untyped-def]
             w = b.load([expert * N + n0, k0])
             acc = tl.dot(x, w.T, acc, input_precision="ieee")
         m, n = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN)
+        if SCALED:
+            acc *= tl.load(a_scale + m, mask=m < last, other=0.0)[:, None]
+            acc *= tl.load(b_scale + expert.to(tl.int64) * N + n, mask=n < N, other=0.0)[None, :]
         at = c + m[:, None].to(tl.int64) * N + n[None, :]
         tl.store(at, acc.to(c.dtype.element_ty), mask=(m < last)[:, None] & (n < N)[None, :])
 
 
-def product(a_RA: Tensor, b_EBA: Tensor, plan: Plan, *, gather: bool, dtype: torch.dtype) -> Tensor:
-    """Return [M, B] in `dtype`; see `plain.PlainSteps.product`. `a_RA` is contiguous along A, and `b_EBA` along A or B."""
+def product(
+    a_RA: Tensor,
+    b_EBA: Tensor,
+    plan: Plan,
+    *,
+    gather: bool,
+    dtype: torch.dtype,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Return [M, B] in `dtype`; see `plain.PlainSteps.product`. `a_RA` is contiguous along A, and `b_EBA` along A or B. `scales`:
+    float32 factors of the rows of a [R] and of the outputs of b [E, B], which the float32 sums are multiplied with."""
     experts, width, depth = b_EBA.shape
     shape = tiles(a_RA.dtype)
     c_MB = a_RA.new_empty(len(plan.token_M), width, dtype=dtype)
     grid = (programs(a_RA.device),)
     common = {
-        "E": experts, "N": width, "K": depth, "BE": triton.next_power_of_2(experts), "BM": shape.m, "BN": shape.n,
-        "BK": shape.k, "GROUP": shape.group, "num_warps": shape.warps, "num_stages": shape.stages,
+        "E": experts, "N": width, "K": depth, "SCALED": scales is not None, "BE": triton.next_power_of_2(experts),
+        "BM": shape.m, "BN": shape.n, "BK": shape.k, "GROUP": shape.group, "num_warps": shape.warps,
+        "num_stages": shape.stages,
     }  # fmt: skip
+    factors = scales or (a_RA, b_EBA)  # read only if there are scales
     if not gather and _tma_fits(a_RA, b_EBA, shape):
         a = TensorDescriptor.from_tensor(a_RA, [shape.m, shape.k])
         b = TensorDescriptor.from_tensor(b_EBA.reshape(-1, depth), [shape.n, shape.k])
-        product_tma_kernel[grid](a, b, c_MB, plan.ends_E, **common)
+        product_tma_kernel[grid](a, b, c_MB, *factors, plan.ends_E, **common)
         return c_MB
     product_kernel[grid](
-        a_RA, b_EBA, c_MB, plan.ends_E, plan.token_M, a_RA.stride(0), *b_EBA.stride(), GATHER=gather, **common
+        a_RA, b_EBA, c_MB, *factors, plan.ends_E, plan.token_M, a_RA.stride(0), *b_EBA.stride(), GATHER=gather, **common
     )
     return c_MB
 

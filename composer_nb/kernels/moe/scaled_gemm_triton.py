@@ -1,8 +1,8 @@
 """Grouped GEMM of quantized operands in Triton, with the tile map of `grouped_gemm_triton.py`.
 
-    mxfp8, nvfp4     `tl.dot_scaled`. On Blackwell, this is a tensor core instruction that takes the scales. On Hopper, Triton
-                     widens mxfp8 in registers, exactly, and multiplies in bf16. nvfp4, which Triton 3.6 does not compile for
-                     Hopper, is widened here.
+    mxfp8, nvfp4     `tl.dot_scaled`. On Blackwell, this is a tensor core instruction that takes the scales. Hopper has none:
+                     there `triton_steps.py` widens the operands to bf16 in memory, exactly, and multiplies these. (Triton
+                     would widen in registers, which took seven times as long on an H200.)
     fp8_block128     a plain float8 product for every 128 of K, multiplied by both scales and added to float32 sums: Hopper keeps
                      sums of float8 products in about 14 bits (DeepSeek-V3, arXiv 2412.19437, §3.5.2), too few for long sums.
 
@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from composer_nb.kernels.formats.microscaling import NVFP4_BLOCK, MXTensor, NVFP4Tensor
+from composer_nb.kernels.formats.quantize_triton import e8m0_value
 from composer_nb.kernels.moe.grouped_gemm_triton import Tiles, find_tile, programs, tile_table
 from composer_nb.kernels.moe.plain import Plan
 from composer_nb.kernels.moe.recipes import Operand
@@ -31,34 +32,9 @@ def scaled_tiles(block: int) -> Tiles:
 
 
 @triton.jit
-def e8m0_value(byte):  # type: ignore[no-untyped-def]
-    """Return 2^(byte − 127) in float32: 0 is a subnormal number, 255 is NaN."""
-    wide = byte.to(tl.int32)
-    bits = tl.where(wide == 0, 0x00400000, tl.where(wide == 255, 0x7FC00000, wide << 23))
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def e2m1_value(code):  # type: ignore[no-untyped-def]
-    """Return float32 values of codes in the lower four bits: sign, two bits of exponent, one of mantissa."""
-    wide = code.to(tl.int32)
-    exponent, half = (wide >> 1) & 3, wide & 1
-    normal = ((exponent + 126) << 23) | (half << 22)
-    bits = tl.where(exponent == 0, half * 0x3F000000, normal) | ((wide >> 3) & 1) << 31
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def widened(packed, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return NVFP4 as bf16 [ROWS, COLUMNS], which is exact: two bits of a code times four bits of a scale."""
-    value = tl.join(e2m1_value(packed & 15), e2m1_value(packed >> 4)).reshape([ROWS, COLUMNS // 16, 16])
-    return (value * scale.to(tl.float32)[:, :, None]).reshape([ROWS, COLUMNS]).to(tl.bfloat16)
-
-
-@triton.jit
 def scaled_product_kernel(  # type: ignore[no-untyped-def]
     a, a_scale, a_global, b, b_scale, b_global, c, ends, row_of, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    FOUR: tl.constexpr, WIDEN: tl.constexpr, GATHER: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    FOUR: tl.constexpr, GATHER: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Multiply scaled operands. FOUR: NVFP4, with two codes per byte, an e4m3 scale per 16 and a float32 scale per row of either
@@ -84,10 +60,7 @@ def scaled_product_kernel(  # type: ignore[no-untyped-def]
             xs = tl.load(a_scale + row[:, None] * (K // PER) + s[None, :], mask=mask_xs, other=0.0)
             w = tl.load(b + out_row[:, None] * (K // PACK) + q[None, :], mask=mask_w, other=0.0)
             ws = tl.load(b_scale + out_row[:, None] * (K // PER) + s[None, :], mask=mask_ws, other=0.0)
-            if WIDEN:
-                acc = tl.dot(widened(x, xs, BM, BK), widened(w, ws, BN, BK).T, acc)
-            else:
-                acc = tl.dot_scaled(x, xs, KIND, w.T, ws, KIND, acc)
+            acc = tl.dot_scaled(x, xs, KIND, w.T, ws, KIND, acc)
         if FOUR:
             acc *= tl.load(a_global + row, mask=in_m, other=0.0)[:, None]
             acc *= tl.load(b_global + out_row, mask=in_n, other=0.0)[None, :]
@@ -123,15 +96,13 @@ def block128_product_kernel(  # type: ignore[no-untyped-def]
         tl.store(at, acc.to(c.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
 
 
-def scaled_product(
-    x: Operand, w: Operand, plan: Plan, *, gather: bool, dtype: torch.dtype, widen: bool = False
-) -> Tensor:
-    """Return [M, N] in `dtype`; see `plain.PlainSteps.product`. `widen`: widen NVFP4 in registers, for GPUs without FP4."""
+def scaled_product(x: Operand, w: Operand, plan: Plan, *, gather: bool, dtype: torch.dtype) -> Tensor:
+    """Return [M, N] in `dtype`; see `plain.PlainSteps.product`."""
     if isinstance(x, NVFP4Tensor) and isinstance(w, NVFP4Tensor):
-        return _four_or_mx(x, w, plan, gather, dtype, widen)
+        return _four_or_mx(x, w, plan, gather, dtype)
     assert isinstance(x, MXTensor) and isinstance(w, MXTensor), "both sides are of one format"
     if x.block == 32:
-        return _four_or_mx(x, w, plan, gather, dtype, False)
+        return _four_or_mx(x, w, plan, gather, dtype)
     assert w.rows == 128, "blocks of 128 have one scale for 128 rows of weights"
     experts, width, depth = w.qdata.shape
     shape, c_MN = scaled_tiles(128), _room(x.qdata, plan, width, dtype)
@@ -144,22 +115,22 @@ def scaled_product(
 
 
 def _four_or_mx(
-    x: MXTensor | NVFP4Tensor, w: MXTensor | NVFP4Tensor, plan: Plan, gather: bool, dtype: torch.dtype, widen: bool
+    x: MXTensor | NVFP4Tensor, w: MXTensor | NVFP4Tensor, plan: Plan, gather: bool, dtype: torch.dtype
 ) -> Tensor:
     experts, width, stored = w.qdata.shape
     four = isinstance(w, NVFP4Tensor)
-    globals_of = (_rows_global(x), _rows_global(w))
+    globals_of = (rows_global(x), rows_global(w))
     shape, c_MN = scaled_tiles(NVFP4_BLOCK if four else 32), _room(x.qdata, plan, width, dtype)
     scaled_product_kernel[(programs(c_MN.device),)](
         x.qdata, x.scale, globals_of[0], w.qdata, w.scale, globals_of[1], c_MN, plan.ends_E, plan.token_M,
-        E=experts, N=width, K=stored * (2 if four else 1), FOUR=four, WIDEN=widen, GATHER=gather,
+        E=experts, N=width, K=stored * (2 if four else 1), FOUR=four, GATHER=gather,
         BE=triton.next_power_of_2(experts), BM=shape.m, BN=shape.n, BK=shape.k, GROUP=shape.group,
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return c_MN
 
 
-def _rows_global(x: MXTensor | NVFP4Tensor) -> Tensor:
+def rows_global(x: MXTensor | NVFP4Tensor) -> Tensor:
     """Return NVFP4's float32 scale of each row. MXFP8 has none, and its kernel reads none."""
     if isinstance(x, MXTensor):
         return x.scale

@@ -5,14 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from composer_nb.kernels.formats.microscaling import MXTensor, NVFP4Tensor
+from composer_nb.kernels.formats.quantize_triton import widened
 from composer_nb.kernels.moe import grouped_gemm_triton, routing_triton, rows_triton
 from composer_nb.kernels.moe.plain import PlainSteps, Plan
 from composer_nb.kernels.moe.recipes import Format, Operand
-from composer_nb.kernels.moe.scaled_gemm_triton import scaled_product
+from composer_nb.kernels.moe.scaled_gemm_triton import rows_global, scaled_product
 
 
 class TritonSteps(PlainSteps):
-    """Steps in Triton kernels. `architecture` is 90, 100, …, or 0 in the interpreter; one without FP4 widens it."""
+    """Steps in Triton kernels. `architecture` is 90, 100, …, or 0 in the interpreter. One without block-scaled products widens
+    their operands."""
 
     backend = "triton"
 
@@ -29,7 +32,11 @@ class TritonSteps(PlainSteps):
     def product(self, x: Operand, w: Operand, plan: Plan, *, gather: bool, dtype: torch.dtype) -> Tensor:
         if isinstance(x, Tensor) and isinstance(w, Tensor):
             return grouped_gemm_triton.product(x, w, plan, gather=gather, dtype=dtype)
-        return scaled_product(x, w, plan, gather=gather, dtype=dtype, widen=self.widen)
+        assert not isinstance(x, Tensor) and not isinstance(w, Tensor), "both sides are of one format"
+        if not self.widen or (isinstance(x, MXTensor) and x.block == 128):
+            return scaled_product(x, w, plan, gather=gather, dtype=dtype)
+        scales = (rows_global(x), rows_global(w)) if isinstance(x, NVFP4Tensor) else None
+        return grouped_gemm_triton.product(widened(x), widened(w), plan, gather=gather, dtype=dtype, scales=scales)
 
     def outer(self, g: Tensor, x: Tensor, plan: Plan, *, gather_g: bool, gather_x: bool, like: Tensor) -> Tensor:
         return grouped_gemm_triton.outer(g, x, plan, gather_g=gather_g, gather_x=gather_x, like=like)

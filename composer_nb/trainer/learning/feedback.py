@@ -23,7 +23,7 @@ from torch import Tensor
 
 from composer_nb.harness.rollout import Hint
 from composer_nb.kernels.linear import linear
-from composer_nb.trainer.learning.packing import Stream, flatten
+from composer_nb.trainer.learning.packing import FlatBatch, Stream, flatten, moved
 from composer_nb.trainer.models.transformer import Model
 
 
@@ -60,7 +60,7 @@ def sides(stream: Stream, hint: Hint) -> tuple[Stream, Stream]:
 
 def distributions(model: Model, streams: Sequence[Stream]) -> Tensor:
     """Return the log-probabilities [S, V] at each acted token, stream by stream."""
-    batch = flatten(streams)
+    batch: FlatBatch = moved(flatten(streams), model.embed.device)
     hidden_ND, _ = model.trunk(batch.inputs_N, batch.position_N, batch.attend)
     logits_SV = linear(hidden_ND.index_select(0, batch.place_U[batch.from_S]), model.output_weight)
     return logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32)).log_softmax(-1)

@@ -18,7 +18,7 @@ from composer_nb.trainer.learning.balance import Cost, deal_out, first_fit
 from composer_nb.trainer.learning.feedback import feedback_kl
 from composer_nb.trainer.learning.loss import LossSettings, kl_penalty, policy_loss
 from composer_nb.trainer.learning.optimizer import Optimizer
-from composer_nb.trainer.learning.packing import FlatBatch, Stream, families, flatten, microbatches, score
+from composer_nb.trainer.learning.packing import FlatBatch, Stream, families, flatten, microbatches, moved, score
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.replay_settings import NO_REPLAY, ReplaySettings
 from composer_nb.trainer.learning.routes import overlap, own_routes, require_routes
@@ -102,7 +102,7 @@ class Learner:
 
     def _batch(self, streams: Sequence[Stream], ranks: Ranks) -> FlatBatch:
         """Return this rank's part of the streams as one batch, with the routes to replay, if any."""
-        batch: FlatBatch = ranks.split(flatten(streams, self.replay))
+        batch: FlatBatch = moved(ranks.split(flatten(streams, self.replay)), self.model.embed.device)
         if not self.replay.on or self.replay.source == "engine":
             return batch
         seen: list[Routing] = []

@@ -107,12 +107,12 @@ class FlatOptimizer:
         return norm
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state that a resumed run needs, as flat tensors."""
+        """Return the state that a resumed run needs, as flat tensors on the CPU."""
         state = {"master": self.master}
         if moments := self._adam.state.get(self._rest):
             state |= {name: torch.as_tensor(value) for name, value in moments.items()}
             state |= {"momentum": self._momentum} if self._stacks else {}
-        return state
+        return {name: value.cpu() for name, value in state.items()}
 
     @torch.no_grad()
     def load(self, state: dict[str, Tensor]) -> None:
@@ -132,7 +132,9 @@ class FlatOptimizer:
             )
         momentum = moments.pop("momentum", None)
         self._momentum.zero_() if momentum is None else self._momentum.copy_(momentum)
-        self._adam.state[self._rest] = {name: value.clone() for name, value in moments.items()}
+        self._adam.state[self._rest] = {
+            name: value.to(self.master.device, copy=True) for name, value in moments.items()
+        }
         self.master.copy_(state["master"])
         self._publish()
 

@@ -126,7 +126,7 @@ class FlatBatch:
         return x_S
 
 
-def moved(x: Any, device: str) -> Any:
+def moved(x: Any, device: str | torch.device) -> Any:
     """Return a batch, or a part of one, with all of its tensors on `device`."""
     if isinstance(x, Tensor):
         return x.to(device)

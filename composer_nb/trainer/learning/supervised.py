@@ -14,7 +14,7 @@ from torch import Tensor
 from composer_nb.kernels.moe.routing import Routing
 from composer_nb.trainer.learning.data import Row, within
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.packing import Stream, flatten, score
+from composer_nb.trainer.learning.packing import Stream, flatten, moved, score
 from composer_nb.trainer.learning.ranks import Ranks, deal
 from composer_nb.trainer.models.transformer import Model, balance_loss
 
@@ -153,7 +153,7 @@ def _losses(model: Model, rows: Sequence[Row], least: float = 0.0) -> tuple[Tens
         )
         for row in rows
     ]
-    batch, routings = flatten(streams), list[Routing]()
+    batch, routings = moved(flatten(streams), model.embed.device), list[Routing]()
     logprob_S, _ = score(model, batch, seen=routings)
     return -logprob_S, batch.advantage_S, routings
 

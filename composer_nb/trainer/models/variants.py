@@ -97,8 +97,8 @@ def variant(model: Model, numerics: Numerics) -> Model:
     for name, weight in made.named_parameters() if numerics.matrices else ():
         if weight.ndim > 1 and (weight is not made.embed or weight is made.output_weight):
             inputs = 0 if name.endswith(("dense_in", "dense_out")) else 1
-            scale = torch.from_numpy(column_scale(weight.abs().amax(inputs, keepdim=True).numpy()))
-            weight.copy_((weight / scale).round() * scale)
+            scale = torch.from_numpy(column_scale(weight.abs().amax(inputs, keepdim=True).cpu().numpy()))
+            weight.copy_((weight / scale.to(weight.device)).round() * scale.to(weight.device))
     made.router_dtype = numerics.router_dtype or made.router_dtype
     return made.to(numerics.dtype)
 

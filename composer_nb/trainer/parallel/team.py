@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composer_nb.trainer.learning.packing import FlatBatch, moved
+from composer_nb.trainer.learning.packing import FlatBatch
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.parallel.context import split
 from composer_nb.trainer.parallel.mesh import Mesh
@@ -68,9 +68,8 @@ class Team(Ranks):
         return True
 
     def split(self, batch: FlatBatch) -> FlatBatch:
-        """Return this rank's part of a batch, on its device."""
-        mine: FlatBatch = split(batch, self.place["cp"], self.mesh.cp, self.context) if self.mesh.cp > 1 else batch
-        return mine if self.device == "cpu" else moved(mine, self.device)
+        """Return this rank's part of a batch."""
+        return split(batch, self.place["cp"], self.mesh.cp, self.context) if self.mesh.cp > 1 else batch
 
     def sums(self, values: dict[str, float]) -> dict[str, float]:
         total = self.sum_(torch.tensor(list(values.values()), dtype=torch.float64, device=self.device))

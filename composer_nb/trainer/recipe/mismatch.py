@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rewards import Reward
 from composer_nb.kernels.moe.routing import Routing
-from composer_nb.trainer.learning.packing import flatten, microbatches, score
+from composer_nb.trainer.learning.packing import FlatBatch, Stream, flatten, microbatches, moved, score
 from composer_nb.trainer.learning.replay_settings import FULL, ReplaySettings
 from composer_nb.trainer.learning.routes import require_routes, routes_differ
 from composer_nb.trainer.models.transformer import Model, stacked
@@ -39,26 +39,36 @@ class Comparison:
     """The trainer's router: probability of the last expert chosen minus that of the next."""
 
 
-@torch.no_grad()
 def compare(model: Model, attempts: Sequence[Attempt], budget: int = 4096, replay: ReplaySettings = FULL) -> Comparison:
     """Score attempts twice: with the trainer's own routes, and with the engine's, replayed according to `replay`. Raises
     ValueError for routes that cannot be replayed."""
     blank = (Scored(attempt=done, reward=Reward(total=0.0), advantage=0.0) for done in attempts)
-    streams = [stream for scored in blank for stream in to_streams(scored)]
+    return compare_streams(model, [stream for scored in blank for stream in to_streams(scored)], budget, replay)
+
+
+@torch.no_grad()
+def compare_streams(
+    model: Model, streams: Sequence[Stream], budget: int = 4096, replay: ReplaySettings = FULL
+) -> Comparison:
+    """Compare as `compare` does, on the model's device."""
     require_routes(streams, model.config, replay)
     parts: dict[str, list[NDArray[Any]]] = {name: [] for name in Comparison.__dataclass_fields__}
     for chunk in microbatches(streams, budget):
-        batch = flatten(chunk, replay)
+        batch: FlatBatch = moved(flatten(chunk, replay), model.embed.device)
         assert batch.recorded is not None, "`replay` is of routes on record"
         seen: list[Routing] = []
         off_S, _ = score(model, batch, seen=seen)
         on_S, _ = score(model, batch, batch.recorded)
         differ_NL = routes_differ(seen, batch.recorded.experts)
-        parts["off_S"].append((off_S - batch.sampled_S).double().numpy())
-        parts["on_S"].append((on_S - batch.sampled_S).double().numpy())
-        parts["flipped_S"].append(differ_NL.any(1)[batch.place_U][batch.from_S].numpy())
-        parts["flips_NL"].append(differ_NL.numpy())
-        parts["margins_NL"].append(stacked([routing.margin_N for routing in seen], len(differ_NL)).float().numpy())
+        found = {
+            "off_S": (off_S - batch.sampled_S).double(),
+            "on_S": (on_S - batch.sampled_S).double(),
+            "flipped_S": differ_NL.any(1)[batch.place_U][batch.from_S],
+            "flips_NL": differ_NL,
+            "margins_NL": stacked([routing.margin_N for routing in seen], len(differ_NL)).float(),
+        }
+        for name, tensor in found.items():
+            parts[name].append(tensor.cpu().numpy())
     return Comparison(**{name: np.concatenate(pieces) for name, pieces in parts.items()})
 
 

@@ -113,6 +113,7 @@ def midtrain(s: Stages) -> None:
             info["induction"] = s.settings.model.induction and can_plant(model.config)
             if info["induction"]:
                 plant_induction(model, s.settings.seed)
+        model = model.to(s.settings.mesh.device)
         model.kernels = s.settings.kernels
         s.publish(model, "base")
         if not m.steps:

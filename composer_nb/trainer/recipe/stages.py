@@ -61,7 +61,7 @@ class Stages:
         )
 
     def load(self, name: str) -> Model:
-        model = load_pretrained(self.weights(name))
+        model = load_pretrained(self.weights(name)).to(self.settings.mesh.device)
         model.kernels = self.settings.kernels
         return model
 

@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 from composer_nb.harness.environment import Sandboxes
 from composer_nb.harness.sandbox.journal import FOLDER
 from composer_nb.settings import from_dict
@@ -20,6 +22,8 @@ def main(arguments: list[str]) -> None:
     run = RunDir(Path(path))
     settings = from_dict(run.settings())
     set_up_process(settings.seed, settings.matmul)
+    if settings.mesh.gpus:
+        torch.cuda.set_device(int(rank) % torch.cuda.device_count())
     start = time.perf_counter()
 
     def say(text: str) -> None:

@@ -103,13 +103,13 @@ class RayActors:
         self._made: list[RayRemote] = []
         self._places: dict[str, Any] = {}
 
-    def make(self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1) -> RayRemote:
-        """Return a new service `kind(*values)`, on the next of the cluster's nodes. Up to `threads` calls run at a time; others
-        wait."""
+    def make(self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1, gpus: int = 0) -> RayRemote:
+        """Return a new service `kind(*values)` with so many GPUs, on the next of the cluster's nodes. Up to `threads` calls run
+        at a time; others wait."""
         import ray
 
         actor = ray.remote(kind).options(
-            num_cpus=0.1, max_concurrency=threads, max_restarts=0, scheduling_strategy="SPREAD"
+            num_cpus=0.1, num_gpus=gpus, max_concurrency=threads, max_restarts=0, scheduling_strategy="SPREAD"
         )
         remote = RayRemote(actor.remote(*values), name)
         self._made.append(remote)

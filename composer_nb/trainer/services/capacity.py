@@ -72,8 +72,11 @@ def machines_of_cluster(run: Path) -> list[Machine]:
 
 def require_room(settings: Settings, machine: Machine) -> None:
     """Raises ValueError unless `machine` has memory for the stages before RL, and for RL without services: `ranks` copies of the
-    model on its CPUs."""
+    model on its CPUs, or any GPU."""
     s = settings
+    if s.mesh.gpus:
+        _require_gpus([machine])
+        return
     tokens = max((stage.tokens for stage in (s.midtrain, s.sft, s.extend) if stage.steps), default=1)
 
     def need(ranks: int) -> int:
@@ -99,9 +102,14 @@ def require_room_for_rl(settings: Settings, machines: Sequence[Machine]) -> None
     _require_same_code(machines)
     s = settings
     if s.mesh.device == "cuda":
-        if not any(machine.gpus for machine in machines):
-            raise ValueError("mesh.device='cuda': no machine has a GPU; 'cpu' would run")
-        Mesh.of(s.mesh, s.ranks).require_devices([machine.gpus for machine in machines])
+        gpus = _require_gpus(machines)
+        if s.meshed:
+            Mesh.of(s.mesh, s.ranks).require_devices(gpus)
+        if s.services.on and s.trainers + s.services.engines > sum(gpus):
+            raise ValueError(
+                f"mesh.device='cuda': {s.trainers} trainer rank(s) and {s.services.engines} engine(s) need a GPU each, and there "
+                f"are {sum(gpus)}; fewer services.engines or ranks, or services.on=false, which shares them"
+            )
         return
     rl = Load(
         tokens=s.rl.microbatch_tokens,
@@ -114,6 +122,14 @@ def require_room_for_rl(settings: Settings, machines: Sequence[Machine]) -> None
     ranks = s.trainers if s.services.on else s.ranks
     each = min(machine.memory for machine in machines) // ranks  # more ranks would have less each
     require_memory(s.agent_model, s.mesh, ranks, rl, each, more_ranks=False)
+
+
+def _require_gpus(machines: Sequence[Machine]) -> list[int]:
+    """Return the machines' numbers of GPUs. Raises ValueError if there is none."""
+    gpus = [machine.gpus for machine in machines]
+    if not any(gpus):
+        raise ValueError("mesh.device='cuda': no machine has a GPU; 'cpu' would run")
+    return gpus
 
 
 def _require_same_code(machines: Sequence[Machine]) -> None:

@@ -149,14 +149,17 @@ class Coordinator:
     def _make_trainer(self) -> None:
         run, s = self.run.path, self.started_with
         self.trainer = (
-            TrainerGroup(self.actors, run, s) if s.meshed else self.actors.make(TrainerService, run, s, name="trainer")
+            TrainerGroup(self.actors, run, s)
+            if s.meshed
+            else self.actors.make(TrainerService, run, s, name="trainer", gpus=s.mesh.gpus)
         )
 
     def _make_pair(self) -> None:
         self.made += 1
         name, version = f"engine-{self.made}", self._serve()
         s = self.settings
-        engine = self.actors.make(EngineService, self.run.path, s, version, s.sampling_seed, name, name=name, threads=4)
+        given = self.run.path, s, version, s.sampling_seed, name
+        engine = self.actors.make(EngineService, *given, name=name, threads=4, gpus=s.mesh.gpus)
         worker = self.actors.make(
             EnvironmentService,
             *(self.run.path, s.env, s.limits, Order.of(self.started_with), s.rl.group),

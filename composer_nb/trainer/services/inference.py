@@ -72,13 +72,20 @@ class Updates:
     """Versions of a store as models of one engine."""
 
     def __init__(
-        self, url: str | Path, name: str, config: ModelConfig, *, kernels: Any = None, numerics: EngineName = "float32"
+        self,
+        url: str | Path,
+        name: str,
+        config: ModelConfig,
+        *,
+        kernels: Any = None,
+        numerics: EngineName = "float32",
+        device: str = "cpu",
     ) -> None:
-        """`numerics`: the engine's number format."""
+        """`numerics`: the engine's number format; `device`: where it computes."""
         self.receiver, self.rule = Receiver(url, name=name), Rule()
         self.left_out = set[int]()
         """Versions that cannot be used."""
-        self.config, self.kernels, self.numerics = config, kernels, numerics
+        self.config, self.kernels, self.numerics, self.device = config, kernels, numerics, device
 
     def wanted(self) -> int | None:
         """Return the version that should run by the rule; None if it cannot be used, or if the store is empty."""
@@ -99,7 +106,7 @@ class Updates:
     def first(self, version: int) -> Model:
         """Return the model that an engine begins with. Raises like `fetch`."""
         fetched = fetch(self.receiver, version)
-        model = as_engine(self.model(fetched.tensors), self.numerics)
+        model = as_engine(self.model(fetched.tensors), self.numerics).to(self.device)
         self.receiver.install(fetched)
         return model
 
@@ -116,7 +123,8 @@ class Updates:
         tensors = full if fetched is None else fetched.tensors
         assert tensors is not None
         plain = self.model(tensors)
-        model = as_engine(plain, self.numerics)
+        hashed = state_hash(published(plain))
+        model = as_engine(plain, self.numerics).to(self.device)
         pause = time.perf_counter()
         between(lambda: engine.swap(model, version))
         now = time.perf_counter()
@@ -124,7 +132,7 @@ class Updates:
             self.receiver.install(fetched)
         return Running(
             version=version,
-            hash=state_hash(published(plain)),
+            hash=hashed,
             read_bytes=fetched.read_bytes if fetched else 0,
             seconds=now - start,
             paused=now - pause,

@@ -63,6 +63,7 @@ class EngineService(Inference):
             load_pretrained(run / "weights" / "start").config,
             kernels=settings.kernels,
             numerics=settings.engine.numerics,
+            device=settings.mesh.device,
         )
         model = updates.first(version)  # which may still be on its way if this engine replaces a dead one
         agent = make_agent(settings.env, load_tokenizer(run / "data", needed=()), settings.limits)
@@ -93,7 +94,7 @@ class EngineService(Inference):
 
 def make_learner(run: RunDir, s: Settings, from_start: bool = False) -> tuple[Learner, int, float]:
     """Return the learner of a run, the number of its steps and their seconds, from the newest checkpoint or from the start."""
-    model = load_pretrained(run.path / "weights" / "start")
+    model = load_pretrained(run.path / "weights" / "start").to(s.mesh.device)
     model.recompute, model.kernels = s.rl.recompute, s.kernels
     reference = copy.deepcopy(model) if s.loss.beta else None
     optimizer = FlatOptimizer(model, s.optimizer, published=torch.bfloat16)

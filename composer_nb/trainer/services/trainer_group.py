@@ -22,8 +22,9 @@ class TrainerGroup:
 
     def __init__(self, actors: RayActors, run: Path, settings: Settings) -> None:
         ranks = settings.trainers
-        gpus = int(settings.mesh.device == "cuda")
-        self._members = actors.make_ranks(TrainerRank, ranks, run, settings, name="trainer", threads=8, gpus=gpus)
+        self._members = actors.make_ranks(
+            TrainerRank, ranks, run, settings, name="trainer", threads=8, gpus=settings.mesh.gpus
+        )
         self._numbers = count(1)  # "begin" is the first, whenever it comes
         self._begun: Future[Any] = Future()
         self._members[0].call("meet").add_done_callback(self._met)

@@ -128,15 +128,17 @@ def test_scaled_products_multiply_the_numbers_that_the_formats_have(device: str,
     )
 
 
-def test_nvfp4_widened_in_registers_is_the_same_product(device: str):
-    from composer_nb.kernels.moe.scaled_gemm_triton import scaled_product
+@pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "nvfp4_tensor"])
+def test_products_of_widened_operands_are_the_same(device: str, format):
+    """What a GPU without block-scaled products computes: rows gathered, and rows and weights that the TMA could load."""
+    from composer_nb.kernels.moe.triton_steps import TritonSteps
 
-    plan = planned(device, n=20, e=3)
-    qx, qw = (
-        quantise_rows(t, "nvfp4") for t in (normal(20, 160, device=device), normal(3, 96, 160, seed=1, device=device))
-    )
-    wanted = PLAIN.product(qx, qw, plan, gather=True, dtype=torch.float32)
-    close(scaled_product(qx, qw, plan, gather=True, dtype=torch.float32, widen=True), wanted, 1e-6)
+    plan, steps = planned(device, n=20, e=3), TritonSteps(90)
+    for rows, gather in ((20, True), (len(plan.token_M), False)):
+        x, w = normal(rows, 128, device=device), normal(3, 96, 128, seed=1, device=device)
+        qx, qw = quantise_rows(x, format), quantise_weights(w, format)
+        wanted = PLAIN.product(qx, qw, plan, gather=gather, dtype=torch.float32)
+        close(steps.product(qx, qw, plan, gather=gather, dtype=torch.float32), wanted, 1e-6)
 
 
 # -- between the products ------------------------------------------------------------------------------------
@@ -178,6 +180,8 @@ def layer(n: int, d: int, i: int, e: int, device: str, dtype: torch.dtype = torc
 @pytest.mark.parametrize("recipe, limit", [("bf16", 2e-6), ("mxfp8", 4e-3), ("fp8_block128", 4e-3), ("nvfp4", 2e-2)])
 def test_the_layer_and_its_gradients_are_those_of_torch(device: str, recipe: str, limit: float):
     made = layer(8, 128, 128, 2, device) if recipe == "fp8_block128" else layer(12, 64, 32, 2, device)
+    if device == "cuda" and recipe == "fp8_block128":
+        limit = 2e-2  # sums of float8 products in about 14 bits round some operands of later products the other way
     pull = normal(*made[0].shape, seed=4, device=device)
     ours, theirs = (moe(*made, 2, recipe=recipe, backend=backend) for backend in ("triton", "torch"))
     close(ours, theirs, limit)
