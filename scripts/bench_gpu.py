@@ -55,14 +55,15 @@ def machine(b: Bench) -> dict[str, str]:
 
 
 def measure(
-    b: Bench, seconds: float, rounds: int, keep: Callable[[list[Found], dict[str, float]], None]
+    b: Bench, parts: list[str], seconds: float, rounds: int, keep: Callable[[list[Found], dict[str, float]], None]
 ) -> tuple[list[Found], dict[str, float]]:
-    """All cases, within about `seconds`: each takes its part of what is left. `keep` is called after each."""
+    """The cases of `parts`, within about `seconds`: each takes its part of what is left. `keep` is called after each."""
+    plan = [(part, count) for part, count in PLAN if part.__name__ in parts]
     flush = torch.empty(L2_BYTES, dtype=torch.uint8, device=b.device) if b.device.type == "cuda" else None
-    end, left = time.monotonic() + seconds, sum(count for _, count in PLAN)
+    end, left = time.monotonic() + seconds, sum(count for _, count in plan)
     found: list[Found] = []
     tops: dict[str, float] = {}
-    for part, count in PLAN:
+    for part, count in plan:
         for case in part(b):
             share = max(0.0, end - time.monotonic()) / max(1, left)
             if time.monotonic() > end:
@@ -89,6 +90,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("build/bench_gpu"))
     parser.add_argument("--seconds", type=float, default=450.0)
     parser.add_argument("--rounds", type=int, default=30)
+    names = [part.__name__ for part, _ in PLAN]
+    parser.add_argument(
+        "--parts", nargs="+", choices=names, default=names, help="ceilings give the shares of the others"
+    )
     asked = parser.parse_args(arguments)
     if asked.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
@@ -112,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
         data = {"machine": facts, "rehearsal": b.rehearsal, "ceilings": tops, "cases": cases, "notes": notes}
         (asked.out / "bench_gpu.json").write_text(json.dumps(data, indent=1))
 
-    found, tops = measure(b, asked.seconds, asked.rounds, keep)
+    found, tops = measure(b, asked.parts, asked.seconds, asked.rounds, keep)
     notes = [*notes, *memory(b)]
     keep(found, tops)
     print((asked.out / "bench_gpu.md").read_text())

@@ -45,11 +45,14 @@ class Tiles:
 INTERPRETED = Tiles(m=32, n=64, k=64, group=2)
 
 
-def tiles(dtype: torch.dtype) -> Tiles:
-    """Return the tiles of a dtype. A choice by the number of rows would make results depend on that number."""
+def tiles(dtype: torch.dtype, out: torch.dtype | None = None) -> Tiles:
+    """Return the tiles of operands of a dtype, with a result in `out` (by default the same dtype). A choice by the number of rows
+    would make results depend on that number."""
     if interpreting():
         return INTERPRETED
-    return Tiles(n=64, k=32) if dtype == torch.float32 else Tiles()
+    if dtype == torch.float32:
+        return Tiles(n=64, k=32)
+    return Tiles() if out in (None, dtype) else Tiles(n=128)  # wider results need shared memory of the stages
 
 
 @cache
@@ -153,7 +156,7 @@ def product(
     """Return [M, B] in `dtype`; see `plain.PlainSteps.product`. `a_RA` is contiguous along A, and `b_EBA` along A or B. `scales`:
     float32 factors of the rows of a [R] and of the outputs of b [E, B], which the float32 sums are multiplied with."""
     experts, width, depth = b_EBA.shape
-    shape = tiles(a_RA.dtype)
+    shape = tiles(a_RA.dtype, dtype)
     c_MB = a_RA.new_empty(len(plan.token_M), width, dtype=dtype)
     grid = (programs(a_RA.device),)
     common = {

@@ -1,0 +1,125 @@
+"""The recipe's parts on a GPU (`mesh.device=cuda`) against the same in float64 on a CPU: a batch of RL that a run has stored, a
+step of supervised learning, sampling, the mismatch, and a checkpoint. Without a GPU the CPU takes its place."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from composer_nb.harness.policy import Request
+from composer_nb.labs.rewards.rescore import stored_batch
+from composer_nb.settings import Settings
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.learner import Learner
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
+from composer_nb.trainer.learning.packing import Stream
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.learning.replay_settings import FULL
+from composer_nb.trainer.learning.supervised import train_step
+from composer_nb.trainer.models.checkpoint import load_pretrained, published
+from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.models.variants import ENGINES, as_engine
+from composer_nb.trainer.recipe.mismatch import compare_streams, figures
+from composer_nb.trainer.recipe.reader import example_run
+from composer_nb.trainer.rl import to_streams
+
+S = Settings()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU; the same test ran on the CPU")
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def streams() -> list[Stream]:
+    batch = stored_batch(example_run(), -1)
+    return [stream for group in batch.groups[:4] for scored in group for stream in to_streams(scored)]
+
+
+def policy(device: str, dtype: torch.dtype = torch.float32) -> Model:
+    return load_pretrained(example_run().path / "weights" / "before_final", dtype=dtype).to(device)
+
+
+def learnt(model: Model, streams: list[Stream]) -> tuple[FlatOptimizer, dict[str, float]]:
+    optimizer = FlatOptimizer(model, S.optimizer)
+    learner = Learner(model, optimizer, S.loss, None, FULL)
+    how = {"minibatches": 1, "denominator": 64.0, "lr": 1e-4, "clip": 1.0, "budget": 4096}
+    return optimizer, learner.learn(streams, Ranks(), Random(0), **how)
+
+
+def test_a_stored_batch_of_rl_is_learnt_alike(device: str, streams: list[Stream]):
+    _, wanted = learnt(exact := policy("cpu", torch.float64), streams)
+    optimizer, found = learnt(model := policy(device), streams)
+    for name in ("k3", "entropy", "grad_norm", "replay_overlap"):
+        assert found[name] == pytest.approx(wanted[name], rel=1e-2, abs=1e-6), name
+    before = torch.cat([weight.detach().flatten().double() for weight in policy("cpu").parameters()])
+    moved, should = (
+        torch.cat([weight.detach().flatten().cpu().double() for weight in one.parameters()]) - before
+        for one in (model, exact)
+    )
+    assert float(torch.nn.functional.cosine_similarity(moved, should, dim=0)) > 0.98, "AdamW's first step is a sign"
+    assert all(value.device.type == "cpu" for value in optimizer.state().values())
+
+
+def test_a_checkpoint_goes_on_alike(device: str, streams: list[Stream]):
+    optimizer, _ = learnt(policy(device), streams)
+    again = FlatOptimizer(policy(device), S.optimizer)
+    again.load(optimizer.state())
+    for one in (optimizer, again):
+        one.gradients.fill_(1e-3)
+        one.step(1e-4, 1.0)
+    assert torch.equal(optimizer.weights, again.weights) and again.weights.device.type == device
+
+
+def test_a_step_of_supervised_learning(device: str, streams: list[Stream]):
+    rows = [Row(token_ids=one.token_ids, weight=one.acted.astype(np.float32)) for one in streams[:8]]
+    losses = []
+    for model in (policy("cpu", torch.float64), policy(device)):
+        how = {"lr": 1e-4, "balance": 0.01, "clip": 1.0}
+        losses.append(train_step(model, rows, FlatOptimizer(model, S.optimizer), Ranks(), **how))
+    for name, wanted in losses[0].items():
+        assert losses[1][name] == pytest.approx(wanted, rel=1e-4), name
+
+
+@pytest.mark.parametrize("numerics", ENGINES)
+def test_an_engine_of_each_numerics_and_its_mismatch(device: str, streams: list[Stream], numerics):
+    """Greedy text of a float32 engine is that of the CPU; what any engine samples scores alike with its routes replayed."""
+    model = policy(device)
+    engine = Engine(as_engine(model, numerics).to(device), stop=frozenset(), slots=8, max_length=256, temperature=0.0)
+    prompts = [one.token_ids[: int(one.acted.argmax())].tolist()[:96] for one in streams[:8]]
+    requests = [Request(rollout=n, token_ids=ids, max_tokens=24) for n, ids in enumerate(prompts)]
+    done = engine.generate(requests)
+    if numerics == "float32":
+        plain = Engine(policy("cpu"), stop=frozenset(), slots=8, max_length=256, temperature=0.0)
+        assert [one.token_ids for one in done] == [one.token_ids for one in plain.generate(requests)]
+    drawn = []
+    for one, prompt in zip(done, prompts, strict=True):
+        trace, ids = engine.release(one.rollout), [*prompt, *one.token_ids]
+        acted, logprob = np.arange(len(ids)) >= len(prompt), np.zeros(len(ids), np.float32)
+        logprob[acted] = one.logprobs
+        drawn.append(
+            Stream(
+                token_ids=np.array(ids, np.int32),
+                acted=acted,
+                logprob=logprob,
+                advantage=np.zeros_like(logprob),
+                routes=trace.routes,
+                gates=trace.gates,
+                route_valid=trace.route_valid,
+                checks=trace.checks,
+            )
+        )
+    found = figures(compare_streams(model, drawn))
+    assert found["tokens"] == 24 * 8 and found["on"]["logprob_gap_p50"] < (1e-4 if numerics == "float32" else 0.1)
+
+
+def test_weights_are_published_from_any_device(device: str):
+    here, there = published(policy("cpu")), published(policy(device))
+    assert all(torch.equal(here[name], there[name]) and there[name].device.type == "cpu" for name in here)
