@@ -106,19 +106,19 @@ def main(arguments: list[str] | None = None) -> int:
     triton_interpreter.repair()
     b = Bench(asked.device)
     explain(device=b.device, backend="triton")  # refuses a GPU that is too old, and a machine without Triton
-    facts, notes = machine(b), [REHEARSAL] if b.rehearsal else []
+    facts, first, notes = machine(b), [REHEARSAL] if b.rehearsal else [], list[str]()
     asked.out.mkdir(parents=True, exist_ok=True)
 
     def keep(found: list[Found], tops: dict[str, float]) -> None:
         """Write what is known, so that a run that is cut off leaves it."""
         head = ", ".join(f"{name} {value}" for name, value in facts.items())
-        (asked.out / "bench_gpu.md").write_text("\n\n".join([*notes, head, table(found, tops)]) + "\n")
+        (asked.out / "bench_gpu.md").write_text("\n\n".join([*first, head, table(found, tops), *notes]) + "\n")
         cases = [as_json(one, tops) for one in found]
-        data = {"machine": facts, "rehearsal": b.rehearsal, "ceilings": tops, "cases": cases, "notes": notes}
+        data = {"machine": facts, "rehearsal": b.rehearsal, "ceilings": tops, "cases": cases, "notes": [*first, *notes]}
         (asked.out / "bench_gpu.json").write_text(json.dumps(data, indent=1))
 
     found, tops = measure(b, asked.parts, asked.seconds, asked.rounds, keep)
-    notes = [*notes, *memory(b)]
+    notes += memory(b)
     keep(found, tops)
     print((asked.out / "bench_gpu.md").read_text())
     return 0

@@ -78,11 +78,23 @@ def test_nodes_that_run_something_else_are_refused_by_name():
 def test_ranks_on_gpus_need_one_each():
     wanted = override(Settings(), {"services.on": True, "ranks": 8, "mesh.device": "cuda", "mesh.shard": 8})
     machine = Machine(name="node", memory=GIB, gpus=4)
-    require_room_for_rl(wanted, [machine, machine])
+    require_room_for_rl(wanted, [machine, machine, replace(machine, gpus=1)])
+    with pytest.raises(ValueError, match="8 trainer rank.* and 1 engine.* need a GPU each, and there are 8"):
+        require_room_for_rl(wanted, [machine, machine])
     with pytest.raises(ValueError, match="ranks=4 would fit"):
         require_room_for_rl(wanted, [machine])
-    with pytest.raises(ValueError, match=r"mesh\.device='cuda': no machine has a GPU; 'cpu' would run"):
-        require_room_for_rl(wanted, [replace(machine, gpus=0)])
+    for check in (lambda one: require_room_for_rl(wanted, [one]), lambda one: require_room(wanted, one)):
+        with pytest.raises(ValueError, match=r"mesh\.device='cuda': no machine has a GPU; 'cpu' would run"):
+            check(replace(machine, gpus=0))
+
+
+def test_a_run_without_services_shares_the_gpus_of_its_machine():
+    alone = override(Settings(), {"services.on": False, "ranks": 2, "mesh.device": "cuda"})
+    assert not alone.meshed, "where models are is no division of work"
+    for check in (lambda one: require_room_for_rl(alone, [one]), lambda one: require_room(alone, one)):
+        check(Machine(name="node", memory=GIB, gpus=1))
+        with pytest.raises(ValueError, match="no machine has a GPU"):
+            check(Machine(name="node", memory=GIB))
 
 
 @pytest.fixture
