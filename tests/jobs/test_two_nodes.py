@@ -49,6 +49,7 @@ def bench(tmp_path: Path, cluster: Cluster) -> Bench:
     return Bench(tmp_path, like=cluster.bench)
 
 
+@pytest.mark.slow  # a minute; the next test and RL over two nodes keep its parts
 def test_a_graph_over_two_nodes_gives_the_local_result(bench: Bench, cluster: Cluster, hidden: Path):
     mark = hidden / "mark"
     mark.touch()

@@ -116,6 +116,7 @@ def test_a_complete_run_returns_at_once_and_changes_nothing(whole: RunDir) -> No
     assert before == {path: path.stat().st_mtime_ns for path in (whole.path / "weights").rglob("*")}
 
 
+@pytest.mark.slow  # more than a minute; a killed run is compared with an undisturbed one below
 def test_twice_with_one_seed_on_one_rank_is_the_same(alone: RunDir, tmp_path: Path) -> None:
     same(start_or_resume(None, from_dict(alone.settings()), runs=tmp_path, say=quiet), alone)
     assert len(set(weights(alone).values())) == len(WEIGHTS), "each stage has learnt something"

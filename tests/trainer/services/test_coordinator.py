@@ -260,8 +260,8 @@ class Flaky(Threads):
         super().__init__()
         self.dies, self.calls = dies, dict.fromkeys(dies, 0)
 
-    def make(self, kind: Any, *values: Any, name: str, threads: int = 1) -> ThreadRemote:
-        remote = super().make(kind, *values, name=name, threads=threads)
+    def make(self, kind: Any, *values: Any, name: str, threads: int = 1, gpus: int = 0) -> ThreadRemote:
+        remote = super().make(kind, *values, name=name, threads=threads, gpus=gpus)
         invoke = remote._invoke
 
         def sometimes(method: str, given: tuple[Any, ...]) -> Any:
@@ -502,8 +502,8 @@ def test_engines_that_die_at_birth_end_the_run_in_the_end(begun):
     run, settings = begun("stillborn", {"services.ahead": 1, "services.bound": 2, "services.deaths": 2})
 
     class Stillborn(Threads):
-        def make(self, kind: Any, *values: Any, name: str, threads: int = 1) -> Any:
-            made = super().make(kind, *values, name=name, threads=threads)
+        def make(self, kind: Any, *values: Any, name: str, threads: int = 1, gpus: int = 0) -> Any:
+            made = super().make(kind, *values, name=name, threads=threads, gpus=gpus)
             if name.startswith("environment"):
                 made.dead = True
             return made

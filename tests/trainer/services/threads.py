@@ -45,7 +45,7 @@ class Threads:
     def __init__(self) -> None:
         self.made: dict[str, ThreadRemote] = {}
 
-    def make(self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1) -> ThreadRemote:
+    def make(self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1, gpus: int = 0) -> ThreadRemote:
         self.made[name] = ThreadRemote(kind, values, threads)
         return self.made[name]
 
