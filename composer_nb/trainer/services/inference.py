@@ -123,7 +123,6 @@ class Updates:
         tensors = full if fetched is None else fetched.tensors
         assert tensors is not None
         plain = self.model(tensors)
-        hashed = state_hash(published(plain))
         model = as_engine(plain, self.numerics).to(self.device)
         pause = time.perf_counter()
         between(lambda: engine.swap(model, version))
@@ -132,7 +131,7 @@ class Updates:
             self.receiver.install(fetched)
         return Running(
             version=version,
-            hash=hashed,
+            hash=state_hash(published(plain)),
             read_bytes=fetched.read_bytes if fetched else 0,
             seconds=now - start,
             paused=now - pause,
