@@ -3,6 +3,7 @@ step of supervised learning, sampling, the mismatch, and a checkpoint. Without a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from composer_nb.harness.policy import Request
 from composer_nb.labs.rewards.rescore import stored_batch
-from composer_nb.settings import Settings
+from composer_nb.settings import Settings, override
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.data import Row
 from composer_nb.trainer.learning.learner import Learner
@@ -19,12 +20,14 @@ from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.replay_settings import FULL
+from composer_nb.trainer.learning.routes import routes_differ
 from composer_nb.trainer.learning.supervised import train_step
 from composer_nb.trainer.models.checkpoint import load_pretrained, published
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.models.variants import ENGINES, as_engine
 from composer_nb.trainer.recipe.mismatch import compare_streams, figures
 from composer_nb.trainer.recipe.reader import example_run
+from composer_nb.trainer.recipe.replay import replay
 from composer_nb.trainer.rl import to_streams
 
 S = Settings()
@@ -123,3 +126,26 @@ def test_an_engine_of_each_numerics_and_its_mismatch(device: str, streams: list[
 def test_weights_are_published_from_any_device(device: str):
     here, there = published(policy("cpu")), published(policy(device))
     assert all(torch.equal(here[name], there[name]) and there[name].device.type == "cpu" for name in here)
+
+
+def test_what_is_made_beside_a_model_is_on_its_device():
+    """The device `meta` takes the place of a GPU: torch refuses to compute across either and the CPU."""
+    model = Model.planned(replace(policy("cpu").config, num_nextn_predict_layers=0))
+    longer = model.on_positions(replace(model.config, max_position_embeddings=4096))
+    assert longer.embed.is_meta and len(longer.rope_table(longer.embed)) == 4096
+    nothing = torch.zeros(5, 0, 1, dtype=torch.int64, device="meta")
+    assert routes_differ([], nothing).is_meta, "a dense model has no routers"
+
+
+def test_positions_change_nothing_else():
+    model = policy("cpu", torch.float64)
+    model.layers[0].router_bias = torch.ones(3)
+    longer = model.on_positions(replace(model.config, max_position_embeddings=4096))
+    assert longer.embed.dtype == torch.float64 and longer.layers[0].router_bias is not None
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), longer.parameters(), strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_run_on_gpus_is_not_repeated_without_one():
+    with pytest.raises(ValueError, match=r"mesh\.device='cuda', and this machine has no GPU"):
+        next(replay(example_run(), override(S, {"mesh.device": "cuda"}), 1))

@@ -132,9 +132,7 @@ class FlatOptimizer:
             )
         momentum = moments.pop("momentum", None)
         self._momentum.zero_() if momentum is None else self._momentum.copy_(momentum)
-        self._adam.state[self._rest] = {
-            name: value.to(self.master.device, copy=True) for name, value in moments.items()
-        }
+        self._adam.state[self._rest] = {n: x.to(self.master.device, copy=True) for n, x in moments.items()}
         self.master.copy_(state["master"])
         self._publish()
 

@@ -80,5 +80,5 @@ def overlap(routings: Sequence[Routing]) -> dict[str, float]:
 @torch.no_grad()
 def routes_differ(routings: Sequence[Routing], routes_NLK: torch.Tensor) -> torch.Tensor:
     """Return a mask [N, L] of the places where the router's own set of experts differs from the given one."""
-    own_NLK = stacked([routing.own_NK for routing in routings], *routes_NLK.shape[::2])
+    own_NLK = stacked([routing.own_NK for routing in routings], *routes_NLK.shape[::2]).to(routes_NLK.device)
     return (own_NLK.sort(-1).values != routes_NLK.sort(-1).values).any(-1)

@@ -19,6 +19,7 @@ in training, a cache in the engine).
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -286,10 +287,9 @@ class Model(nn.Module):
         return q, torch.cat([k_plain, k_turned], dim=-1), v
 
     def on_positions(self, config: ModelConfig) -> Model:
-        """Return a copy of the model with the positions of `config`."""
-        made = Model(config)
-        made.load_state_dict(self.state_dict())
-        made.kernels, made.recompute = self.kernels, self.recompute
+        """Return a copy of the model, on its device, with the positions of `config`."""
+        made = copy.deepcopy(self)
+        made.config, made._rope = config, None
         return made
 
     @property

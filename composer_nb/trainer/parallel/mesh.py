@@ -43,9 +43,9 @@ class MeshSettings:
     dispatch: Literal["plain", "mxfp8"] = "plain"
     """Format in which tokens are sent to their experts. Results and gradients are sent unquantized."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device of every model: in the stages, in the engines and in the trainer. Evaluations between steps of RL stay on CPUs. With
-    cuda and services, each trainer rank and each engine needs its own GPU; without services, the processes of a run share those
-    of the machine."""
+    """Device of every model: in the stages, in the engines and in the trainer. With services, evaluations
+    between steps of RL stay on CPUs. With cuda and services, each trainer rank and each engine needs its own GPU; without
+    services, the processes of a run share those of the machine."""
 
     def __post_init__(self) -> None:
         require_ranges(self, "mesh")

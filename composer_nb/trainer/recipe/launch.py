@@ -203,7 +203,7 @@ def _launch(run: RunDir, settings: Settings, say: Callable[[str], None]) -> None
 def _require_room(run: RunDir, settings: Settings) -> None:
     """Require room on this machine for the remaining stages. The nodes of a cluster are checked before RL, once the run is
     attached to it."""
-    if run.finished("sft") is None:
+    if run.finished("sft") is None or settings.mesh.gpus:
         require_room(settings, this_machine())
     if run.finished("rl") is None and not settings.services.address:
         require_room_for_rl(settings, [this_machine()])

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
+import torch
+
 from composer_nb.settings import Settings
 from composer_nb.trainer.prompts import tasks_by_id
 from composer_nb.trainer.records.batches import batch_file, load_batch
@@ -38,8 +40,11 @@ class Replayed:
 def replay(run: RunDir, settings: Settings, until: int) -> Iterator[Replayed]:
     """Repeat steps 1 … `until` of the RL stage and yield each. The run is only read.
 
-    Raises ValueError for a run that has not reached `until`, or whose RL was the plain loop, which logs no versions.
+    Raises ValueError for a run that has not reached `until`, whose RL was the plain loop, which logs no versions, or that needs a
+    GPU where there is none.
     """
+    if settings.mesh.gpus and not torch.cuda.is_available():
+        raise ValueError(f"{run.path}: trained with mesh.device='cuda', and this machine has no GPU to repeat it on")
     journal = Journal(run)
     try:
         batches = journal.batches(0, until)

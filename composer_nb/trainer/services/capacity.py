@@ -96,8 +96,8 @@ def require_room(settings: Settings, machine: Machine) -> None:
 
 
 def require_room_for_rl(settings: Settings, machines: Sequence[Machine]) -> None:
-    """Raises ValueError unless `machines` run the same code, and have a GPU for each rank where ranks compute on GPUs, or else
-    memory for those that compute on CPUs, which Ray may all place on one. What engines and environments need is not
+    """Raises ValueError unless `machines` run the same code, and have a GPU for each rank and engine where these compute on GPUs,
+    or else memory for ranks that compute on CPUs, which Ray may all place on one. The memory of engines and environments is not
     counted."""
     _require_same_code(machines)
     s = settings
@@ -128,7 +128,7 @@ def _require_gpus(machines: Sequence[Machine]) -> list[int]:
     """Return the machines' numbers of GPUs. Raises ValueError if there is none."""
     gpus = [machine.gpus for machine in machines]
     if not any(gpus):
-        raise ValueError("mesh.device='cuda': no machine has a GPU; 'cpu' would run")
+        raise ValueError(f"mesh.device='cuda': no GPU on {', '.join(each.name for each in machines)}; 'cpu' would run")
     return gpus
 
 

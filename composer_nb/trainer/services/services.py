@@ -41,7 +41,7 @@ from composer_nb.trainer.models.checkpoint import (
     save_pretrained,
 )
 from composer_nb.trainer.models.tokenizer import load_tokenizer
-from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.models.transformer import Kernels, Model
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Hinter
 from composer_nb.trainer.services.actors import require_seen
@@ -269,7 +269,7 @@ class EvaluationService:
         receiver = Receiver(store_url(self._run, s), name="evaluation")
         config = load_pretrained(self._run / "weights" / "start").config
         model = empty_model(config)
-        model.kernels = s.kernels
+        model.kernels = Kernels(recipe=s.kernels.recipe) if s.mesh.gpus else s.kernels  # Triton is not for its CPU
         from_hugging_face(model, fetch(receiver, version).tensors)
         tokenizer = load_tokenizer(self._run / "data", needed=())
         tasks = load_tasks(self._run / "data" / "tune.jsonl")

@@ -21,10 +21,8 @@ class TrainerGroup:
     """A `Remote` whose calls are executed by all ranks, in the order of the calls."""
 
     def __init__(self, actors: RayActors, run: Path, settings: Settings) -> None:
-        ranks = settings.trainers
-        self._members = actors.make_ranks(
-            TrainerRank, ranks, run, settings, name="trainer", threads=8, gpus=settings.mesh.gpus
-        )
+        ranks, gpus = settings.trainers, settings.mesh.gpus
+        self._members = actors.make_ranks(TrainerRank, ranks, run, settings, name="trainer", threads=8, gpus=gpus)
         self._numbers = count(1)  # "begin" is the first, whenever it comes
         self._begun: Future[Any] = Future()
         self._members[0].call("meet").add_done_callback(self._met)

@@ -84,7 +84,7 @@ def test_ranks_on_gpus_need_one_each():
     with pytest.raises(ValueError, match="ranks=4 would fit"):
         require_room_for_rl(wanted, [machine])
     for check in (lambda one: require_room_for_rl(wanted, [one]), lambda one: require_room(wanted, one)):
-        with pytest.raises(ValueError, match=r"mesh\.device='cuda': no machine has a GPU; 'cpu' would run"):
+        with pytest.raises(ValueError, match=r"mesh\.device='cuda': no GPU on node; 'cpu' would run"):
             check(replace(machine, gpus=0))
 
 
@@ -93,7 +93,7 @@ def test_a_run_without_services_shares_the_gpus_of_its_machine():
     assert not alone.meshed, "where models are is no division of work"
     for check in (lambda one: require_room_for_rl(alone, [one]), lambda one: require_room(alone, one)):
         check(Machine(name="node", memory=GIB, gpus=1))
-        with pytest.raises(ValueError, match="no machine has a GPU"):
+        with pytest.raises(ValueError, match="no GPU on node"):
             check(Machine(name="node", memory=GIB))
 
 
