@@ -155,6 +155,6 @@ class _LogprobEntropy(torch.autograd.Function):
 def _sum_of_equals(key_S: Tensor, value_S: Tensor) -> Tensor:
     """[S]: for each, the sum of the values that have its key."""
     sorted_S, order_S = key_S.sort(stable=True)
-    run_S = torch.cat([sorted_S.new_zeros(1), (sorted_S[1:] != sorted_S[:-1]).cumsum(0)])
+    run_S = torch.cat([sorted_S.new_zeros(1), (sorted_S[1:] != sorted_S[:-1]).cumsum(0)])[: len(key_S)]
     total_S = torch.zeros_like(value_S).index_add_(0, run_S, value_S[order_S])
     return torch.empty_like(value_S).scatter_(0, order_S, total_S[run_S])

@@ -132,9 +132,7 @@ def _four_or_mx(
 
 def rows_global(x: MXTensor | NVFP4Tensor) -> Tensor:
     """Return NVFP4's float32 scale of each row. MXFP8 has none, and its kernel reads none."""
-    if isinstance(x, MXTensor):
-        return x.scale
-    return x.global_scale.expand(*x.scale.shape[:-1], 1).contiguous()
+    return x.scale if isinstance(x, MXTensor) else x.global_scale.expand(*x.scale.shape[:-1], 1).contiguous()
 
 
 def _room(q: Tensor, plan: Plan, width: int, dtype: torch.dtype) -> Tensor:

@@ -205,7 +205,8 @@ def _require_room(run: RunDir, settings: Settings) -> None:
     attached to it."""
     if run.finished("sft") is None or settings.mesh.gpus:
         require_room(settings, this_machine())
-    if run.finished("rl") is None and not settings.services.address:
+    comes = settings.until == "rl" and not settings.control_steps and run.finished("rl") is None
+    if comes and not settings.services.address:
         require_room_for_rl(settings, [this_machine()])
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from composer_nb.kernels import grouped_mm, moe
 from composer_nb.kernels.formats.microscaling import MXTensor
 from composer_nb.kernels.logprob import logprob_entropy as plain_logprob_entropy
+from composer_nb.kernels.moe.layer import experts
 from composer_nb.kernels.moe.plain import PlainSteps, Plan
 from composer_nb.kernels.moe.recipes import as_numbers, quantise_rows, quantise_weights
 from composer_nb.kernels.moe.routing import choose_experts
@@ -238,3 +239,17 @@ def test_log_probabilities_and_entropies_without_logits(device: str, scale: floa
     slopes = torch.autograd.grad((found * pull).sum(), (hidden, weight))
     for one, other in zip(slopes, torch.autograd.grad((wanted * pull).sum(), exact), strict=True):
         close(one, other.float(), 2e-5)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp8_block128", "nvfp4"])
+def test_a_rank_without_tokens_has_gradients_to_sum(device: str, recipe: str):
+    from composer_nb.kernels import logprob_triton
+
+    x, weight = normal(0, 128, device=device), normal(30, 128, device=device)
+    ups, downs = normal(2, 256, 128, device=device), normal(2, 128, 128, device=device)
+    leaves = [tensor.requires_grad_() for tensor in (x, ups, downs, weight)]
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    out = experts(x, none.view(0, 2), x[:, :2], ups, downs, recipe=recipe, backend="triton")
+    found, _ = logprob_triton.logprob_entropy(out, weight, none, none)
+    slopes = torch.autograd.grad(found.sum(), leaves)
+    assert out.shape == x.shape and all(not slope.any() for slope in slopes)
