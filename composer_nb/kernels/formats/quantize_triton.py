@@ -263,8 +263,9 @@ def widen_kernel(q_ptr, s_ptr, out_ptr, total, FOUR: tl.constexpr, PER: tl.const
 
 
 def widened(x: MXTensor | NVFP4Tensor) -> Tensor:
-    """Return a quantised tensor in bf16, NVFP4 without its float32 scales. This is exact: e4m3 has four significant bits, and
-    a code of e2m1 times a scale in e4m3 at most six. Blocks lie along the last dimension and divide it."""
+    """Return a quantised tensor in bf16, NVFP4 without its float32 scales. This is exact for normal numbers of bf16: e4m3 has
+    four significant bits, and a code of e2m1 times a scale in e4m3 at most six. Blocks lie along the last dimension and divide
+    it."""
     four, per = (True, NVFP4_BLOCK) if isinstance(x, NVFP4Tensor) else (False, x.block)
     assert isinstance(x, NVFP4Tensor) or x.rows == 1, "blocks of one row"
     shape = (*x.qdata.shape[:-1], x.qdata.shape[-1] * (2 if four else 1))

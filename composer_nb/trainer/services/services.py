@@ -269,7 +269,7 @@ class EvaluationService:
         receiver = Receiver(store_url(self._run, s), name="evaluation")
         config = load_pretrained(self._run / "weights" / "start").config
         model = empty_model(config)
-        model.kernels = Kernels(recipe=s.kernels.recipe) if s.mesh.gpus else s.kernels  # Triton is not for its CPU
+        model.kernels = Kernels(recipe=s.kernels.recipe) if s.mesh.gpus else s.kernels  # a CPU cannot take Triton
         from_hugging_face(model, fetch(receiver, version).tensors)
         tokenizer = load_tokenizer(self._run / "data", needed=())
         tasks = load_tasks(self._run / "data" / "tune.jsonl")
