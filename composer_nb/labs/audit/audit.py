@@ -84,9 +84,7 @@ def audit(
     """
     began, places = time.monotonic(), list(found)
     Random(seed).shuffle(places)
-    twice = {
-        name for name, count in Counter(task.id for _, task in places if isinstance(task, Task)).items() if count > 1
-    }
+    named = Counter(task.id for _, task in places if isinstance(task, Task))
     counts: dict[str, Counter[str]] = {}
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
@@ -102,7 +100,7 @@ def audit(
             sandbox = calls if task.grader == "functions" else boxes
             assert sandbox is not None
             row = audit_task(task, sandbox, counts, pays)
-            if task.id in twice:
+            if named[task.id] > 1:
                 row["problems"].append(("unreadable", f"several tasks are named {task.id!r}"))
             rows.append(row)
     return {
@@ -180,7 +178,8 @@ def _graded(
                 continue
         found = grade(quick if probe.slip else task, probe.files, sandbox)
         if probe.name == "the solution":
-            limit = min(limit, max(5.0, SLACK * found.cost.get("wall_s", limit)))
+            took = found.cost.get("wall_s", limit / 2)
+            limit = max(5.0, min(limit, SLACK * took), 2 * took)  # of a slow solution, too, a bug is found by its tests
             quick = limited(task, limit)
         if not (probe.example and found.passed) or _differ(task, cast(Executor, sandbox), probe.files, gold):
             yield probe, found
@@ -280,10 +279,8 @@ def _dated(task: Task, sandbox: Executor | Backend, start: Files, gold: Files) -
         return
     now, then = (grade(task, {**gold, **later(code, seconds)}, sandbox) for seconds in (0, LATER))
     if now.passed and then.known and not then.passed:
-        yield (
-            "unstable",
-            f"400 days from now the solution is refused ({', '.join(then.failed[:2])}): tests hold today's date",
-        )
+        refused = f"400 days from now the solution is refused ({', '.join(then.failed[:2])})"
+        yield "unstable", f"{refused}: tests hold today's date"
 
 
 def _paid(task: Task, graded: list[tuple[Probe, Grade]], pays: Rewards) -> Iterator[tuple[str, str]]:

@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 
 from composer_nb.harness.grading.source import Function
 from composer_nb.harness.syntax import nodes_of
+from composer_nb.harness.tasks.making.instructions import without_tests
+from composer_nb.harness.tasks.making.mine import declared, defined, used
 from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.audit.probes import Files
@@ -26,6 +28,8 @@ FEW = 3
 LEFTOVERS = re.compile(r"(^|/)(\.git|\.hg|\.svn|__pycache__|\.mypy_cache|\.pytest_cache)/|\.(py[co]|orig|rej|bak)$")
 SIGNS = "#>+-/* "
 """What stands before a line of code in comments, quotes and patches."""
+DATA = re.compile(r"\.(txt|json|jsonl|csv|tsv|md|rst|ya?ml|toml|cfg|ini|xml|html)$")
+"""Files that hold no code."""
 METHODS = {name for kind in (str, bytes, list, dict, set) for name in dir(kind)}
 COPIES = re.compile(r"^\s*(COPY|ADD)\s.*\b(solution|tests)\b", re.I | re.M)
 
@@ -49,65 +53,51 @@ def leaks(
     for path, text in task.tests.items():
         tested = _tested(path, text, failed)
         asserted = {line for line in tested if "assert" in line}
-        newer = tested - _tested(path, text, [name for name in failed if name.partition("[")[0] in passing] or [path])
+        earlier = [name for name in passing if name.startswith(f"{path}::")]
+        newer = tested - _tested(path, text, [name for name in failed if name.partition("[")[0] in earlier] or [path])
         if is_test_module(path) and len(asserted) > 1:
             # Tests of one subject share assertions, so a module of tests has to hold more than these.
             wanted = {place: tested if is_test_module(place) else asserted for place in places} | {path: newer}
-            if held := [place for place in places if _holds(_quoted(places[place]), wanted[place])]:
+            held = [place for place in places if _holds(_quoted(places[place]), wanted[place])]
+            if earlier and _holds(_quoted(without_tests(places[path], [f"{name}#" for name in earlier])), tested):
+                held.append(path)
+            if held:
                 yield f"the hidden tests of {path} lie in {held[0]}"
     changed = [path for path, data in gold.items() if data != start.get(path)]
     new = _all(gold, changed) - _all(start, changed)
-    # Data that a solution adds may resemble other data, so its code counts by itself.
-    own = new & _all(gold, [path for path in changed if path.endswith(".py")]) or new
+    # Data that a solution adds may resemble other data, and hide that its code is told, so its code counts by itself.
+    own = new & _all(gold, [path for path in changed if not DATA.search(path)]) or new
     for place, known in places.items():
         code = place.endswith(".py") and not LEFTOVERS.search(place)
-        told = _quoted(known) - _lines(known) if code and len(new) < FEW else _quoted(known)
-        if _holds(told, new) and _holds(told, own):
+        told = _quoted(known) - _lines(known) if code and len(own) < FEW else _quoted(known)
+        if _holds(told, own):
             yield f"the solution lies in {place}"
 
 
 def untold(task: Task, start: Files, gold: Files) -> list[str]:
-    """Return the names that hidden tests import or look up, that the solution defines, and that an agent cannot have read."""
+    """Return the names that hidden tests import, look up or give as keywords, that the solution defines, and that an agent cannot
+    have read."""
     known = {word for place, text in readable(task, start).items() for word in re.findall(r"\w+", f"{place} {text}")}
-    made: set[str] = set()
-    for path, data in gold.items():
-        if path.endswith(".py") and data != start.get(path):
-            made |= {path.rpartition("/")[2].removesuffix(".py"), *_defined(nodes_of(data.decode("utf-8", "replace")))}
-    used: set[str] = set()
-    for path, text in task.tests.items():
-        for node in nodes_of(text) if path.endswith(".py") else ():
-            if isinstance(node, ast.ImportFrom):
-                used |= {*(node.module or "").split("."), *(alias.name for alias in node.names)}
-            elif isinstance(node, ast.Import):
-                used |= {part for alias in node.names for part in alias.name.split(".")}
-            elif isinstance(node, ast.Attribute):
-                used |= {node.attr} - METHODS
-    return sorted(name for name in made & used - known if not name.startswith("__"))
-
-
-def _defined(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    for node in nodes:
-        if isinstance(node, Function | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.attr
+    texts = {p: d.decode("utf-8", "replace") for p, d in gold.items() if p.endswith(".py") and d != start.get(p)}
+    made = set[str]().union(*(defined(path, text) | declared(path, text) for path, text in texts.items()))
+    return sorted(name for name in made & (used(task.tests) - METHODS) - known if not name.startswith("__"))
 
 
 def readable(task: Task, start: Files) -> Mapping[str, str]:
     """Return the texts that an agent can read, by place."""
-    rest = {
-        path: data for path, data in (task.kept.rest if task.kept else {}).items() if path.startswith("environment/")
-    }
+    kept = task.kept.rest if task.kept else {}
+    rest = {path: data for path, data in kept.items() if path.startswith("environment/")}
     texts = {path: data.decode("utf-8", "replace") for path, data in {**start, **rest}.items()}
     return {"the instruction": task.instruction, **texts}
 
 
 def _tested(path: str, text: str, failed: Sequence[str]) -> set[str]:
-    """Return the lines of the tests that failed if any is known by its id, or else of the whole module."""
+    """Return the lines of the tests that failed if any is known by its id, or else of the whole module. Their names do not count,
+    because a copy may have others."""
     names = {name.partition("[")[0].rpartition("::")[2] for name in failed if name.startswith(f"{path}::")}
     tests = [node for node in nodes_of(text) if isinstance(node, Function) and node.name in names]
     parts = [ast.get_source_segment(text, node) or "" for node in tests] if failed else [text]
-    return {line for part in parts for line in _lines(part)}
+    return {line for part in parts for line in _lines(part) if not line.startswith(("def ", "async def "))}
 
 
 def _holds(known: Set[str], lines: Set[str]) -> bool:

@@ -20,7 +20,7 @@ import stat
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +33,7 @@ from composer_nb.harness.grading.pytest_grader import SECONDS
 from composer_nb.harness.grading.source import Function
 from composer_nb.harness.grading.validate import IDS, validate_task
 from composer_nb.harness.sandbox.contract import Backend, SandboxDied
-from composer_nb.harness.syntax import nodes_of, parse
+from composer_nb.harness.syntax import nodes_of
 from composer_nb.harness.tasks.making.changes import changed_lines
 from composer_nb.harness.tasks.making.instructions import without_tests
 from composer_nb.harness.tasks.making.logs import Asked, asked, request_behind
@@ -343,23 +343,42 @@ def current(task: Task, candidate: Candidate, backend: Backend, running: Running
 
 
 def unnamed(before: Repository, after: Repository, tests: dict[str, str], request: str) -> list[str]:
-    """Return the names of new functions, classes and attributes that the tests use and the request does not mention."""
-    changed = [path for path in after.sources if before.files.get(path) != after.files[path]]
-    new = set[str]().union(*(_defined(after.files[path]) - _defined(before.files.get(path, "")) for path in changed))
-    used = {
-        name
-        for path, text in tests.items()
-        if path.endswith(".py")
-        for node in ast.walk(parse(text))
-        for name in (getattr(node, "id", None), getattr(node, "attr", None), getattr(node, "name", None))
-    }
-    wanted = [name for name in new & used if not re.search(rf"\b{re.escape(name)}\b", request)]
+    """Return the names of new modules, functions, classes, attributes, parameters and variables that tests use and the request
+    does not mention."""
+    changed = {p: before.files.get(p, "") for p in after.sources if before.files.get(p) != after.files[p]}
+    made, more = (
+        set[str]().union(*(names(path, after.files[path]) - names(path, text) for path, text in changed.items()))
+        for names in (defined, declared)
+    )
+    wanted = [name for name in (made | more) & used(tests) if not re.search(rf"\b{re.escape(name)}\b", request)]
     known = "\n".join(before.files[path] for path in before.sources) if wanted else ""
-    return sorted(name for name in wanted if not re.search(rf"(\b(def|class) |\.){re.escape(name)}\b", known))
+    signs = {name: r"(\b(def|class) |\.)" if name in made else r"\b" for name in wanted}
+    return sorted(name for name, sign in signs.items() if not re.search(rf"{sign}{re.escape(name)}\b", known))
 
 
-def _defined(text: str) -> set[str]:
-    """Return the names of a module's functions and classes, and of the attributes that it sets; none if it cannot be parsed."""
-    nodes = list(nodes_of(text))
+def used(tests: Mapping[str, str]) -> set[str]:
+    """Return the names that tests import, look up, give as keywords, or take from an `import *`."""
+    nodes = [node for path, text in tests.items() if path.endswith(".py") for node in nodes_of(text)]
+    plain = [node for node in nodes if isinstance(node, ast.Name)]
+    loaded, stored = ({node.id for node in plain if isinstance(node.ctx, kind)} for kind in (ast.Load, ast.Store))
+    rest = [node for node in nodes if isinstance(node, ast.ImportFrom | ast.alias | ast.Attribute | ast.keyword)]
+    names = {getattr(node, kind, None) or "" for node in rest for kind in ("module", "name", "attr", "arg")}
+    return (loaded - stored).union(*(name.split(".") for name in names))
+
+
+def defined(path: str, text: str) -> set[str]:
+    """Return the name of a module, those of its functions and classes, and of the attributes that it sets; none if it is empty or
+    cannot be parsed."""
+    nodes = nodes_of(text)
     set_here = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    return set_here | {node.name for node in nodes if isinstance(node, Function | ast.ClassDef)}
+    own = {path.rpartition("/")[2].removesuffix(".py")} if text and nodes else set()
+    return own | set_here | {node.name for node in nodes if isinstance(node, Function | ast.ClassDef)}
+
+
+def declared(path: str, text: str) -> set[str]:
+    """Return the names of the parameters of a module's functions, and of the variables of the module and its classes."""
+    nodes = nodes_of(text)
+    bodies = [each for node in nodes if isinstance(node, ast.Module | ast.ClassDef) for each in node.body]
+    places = [node for each in bodies if isinstance(each, ast.Assign | ast.AnnAssign) for node in ast.walk(each)]
+    names = {node.id for node in places if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return names | {node.arg for node in nodes if isinstance(node, ast.arg)}

@@ -200,6 +200,32 @@ def test_a_request_names_what_its_tests_need_and_the_old_code_lacks(tmp_path: Pa
     assert unnamed(before, after, {"test_jobs.py": test}, "Let jobs end: until says when") == []
 
 
+def test_a_change_whose_test_files_cannot_be_parsed_is_left_out(tmp_path: Path, backend: Backend) -> None:
+    states = [(SUMS, TESTS, "", ""), (MEAN, TESTS + EMPTY, "- The mean of nothing is 0.0\n", "print 'old Python'\n")]
+    for number, (code, tests, log, data) in enumerate(states):
+        (tmp_path / f"sums-{number}" / "tests" / "data").mkdir(parents=True)
+        files = {"sums.py": code, "tests/test_sums.py": tests, "NEWS.md": log, "tests/data/old.py": data}
+        for path, text in files.items():
+            (tmp_path / f"sums-{number}" / path).write_text(text)
+    made = mine([tmp_path / "sums-0", tmp_path / "sums-1"], tmp_path / "out", backend)
+    [row] = made["candidates"]
+    assert row["verdict"] == "unfit" and "tests/data/old.py:1: not Python" in row["why"]
+
+
+def test_a_request_names_new_modules_parameters_and_variables_too(tmp_path: Path) -> None:
+    old = "def run(job, first=0):\n    found = job\n    return found\n"
+    new = "LIMIT = 3\n\n\nclass Mode:\n    SAFE = 1\n\n\n" + old.replace("first=0", "first=0, found=1, until=LIMIT")
+    test = "from clocks import *\nfrom jobs import *\nfrom jobs import LIMIT, Mode, run\n\n\ndef test_run():\n"
+    test += "    plain = run(1, until=LIMIT, first=2, found=3)\n    assert plain == tick(Mode.SAFE)\n"
+    clock = {"clocks.py": "def tick(number):\n    plain = number\n    return plain\n"}
+    before, after = (
+        of_files("jobs", [(p, t.encode()) for p, t in {**files, "test_jobs.py": "import jobs\n"}.items()], tmp_path)
+        for files in ({"jobs.py": old}, {"jobs.py": new, **clock})
+    )
+    named = ["LIMIT", "Mode", "SAFE", "clocks", "tick", "until"]
+    assert unnamed(before, after, {"test_jobs.py": test}, "Let jobs end") == named
+
+
 def test_visible_tests_that_a_change_contradicts_are_removed(tmp_path: Path, backend: Backend) -> None:
     old = "\n\ndef test_nothing():\n    import pytest\n\n    with pytest.raises(ZeroDivisionError):\n        mean([])\n"
     states = [(SUMS, TESTS + old, ""), (MEAN, TESTS + EMPTY, "- The mean of nothing is 0.0\n")]
