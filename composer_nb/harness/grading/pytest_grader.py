@@ -62,8 +62,10 @@ decides by the test's text is right at best once in two, whatever the number of 
 
 
 def limit_of(task: Task) -> float:
-    """Return the time limit in seconds of one run of a task's tests. Raises ValueError if the task names no number."""
-    return float(task.metadata.get(SECONDS, 60.0))
+    """Return the time limit in seconds of one run of a task's tests. Raises ValueError if the task names none that is above 0."""
+    if not 0 < (seconds := float(task.metadata.get(SECONDS, 60.0))) < float("inf"):
+        raise ValueError(f"task {task.id}: {SECONDS} {seconds}: must be above 0")
+    return seconds
 
 
 def grade_pytest(

@@ -146,10 +146,13 @@ def test_too_little_time_fails_what_is_missing(make_task: Callable[..., Task], b
     assert found.tests == {"test_f.py::test_a": True, "test_f.py::test_b": False}
 
 
-def test_a_time_limit_that_is_no_number_makes_a_task_invalid(make_task: Callable[..., Task], backend: Backend) -> None:
+@pytest.mark.parametrize("limit", ["long", "nan", "inf", "0", "-1"])
+def test_a_time_limit_that_limits_nothing_makes_a_task_invalid(
+    make_task: Callable[..., Task], backend: Backend, limit: str
+) -> None:
     task = make_task({"test_f.py": "import f\ndef test_a(): assert f.f(1) == 2\n"})
     plan = validate_task(task, backend).plan
-    task = task.model_copy(update={"metadata": task.metadata | {SECONDS: "long"}})
+    task = task.model_copy(update={"metadata": task.metadata | {SECONDS: limit}})
     assert grade_pytest(task, {"f.py": b""}, backend, plan).status == "invalid_task"
 
 
