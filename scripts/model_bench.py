@@ -7,6 +7,9 @@ attention   forward and backward on the same rows, against torch's fused kernel.
 replay      a step of RL's trainer with and without replay, in turns: the median of paired ratios, with a 95 % bound by bootstrap.
 invariance  decoding in batch-invariant mode, against the same engine without, and against the compiled kernel.
 
+With `--model DIR` it compares only the step of that checkpoint: with float32 weights, with their products rounded to bf16
+(`matmul=bfloat16`), and with bf16 weights, each with the peak memory of a process of its own.
+
 Times are CPU seconds of one thread, so that other work beside it changes little, and seconds by the clock of several.
 """
 
@@ -14,10 +17,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+import resource
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +105,12 @@ def ours(model: Model, ids: Tensor) -> Step:
     return step
 
 
-def theirs(path: Path, dtype: torch.dtype, experts: str, ids: Tensor) -> Step:
-    from transformers import Qwen3MoeForCausalLM
+def theirs(path: Path, dtype: torch.dtype, ids: Tensor, experts: str = "") -> Step:
+    from transformers import AutoModelForCausalLM
 
-    model: nn.Module = Qwen3MoeForCausalLM.from_pretrained(path, dtype=dtype)
-    model.set_experts_implementation(experts)
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    if experts:
+        model.set_experts_implementation(experts)
     model.train()
 
     def step() -> float:
@@ -149,7 +156,7 @@ def steps(rounds: int, dtypes: Sequence[str], against: Sequence[str]) -> None:
             for dtype in (getattr(torch, name) for name in dtypes):
                 forms = {"ours": ours(copy.deepcopy(model).to(dtype), ids)}
                 for experts in against:
-                    forms[f"transformers, {experts}"] = theirs(Path(folder) / "m", dtype, experts, ids)
+                    forms[f"transformers, {experts}"] = theirs(Path(folder) / "m", dtype, ids, experts)
                 if config.num_experts_per_tok * ROWS * LENGTH * config.hidden_size * config.moe_intermediate_size > 1e8:
                     forms.pop("transformers, batched_mm", None)  # a copy of the experts' weights for every token
                 found = {form: statistics.median(times) for form, times in timed(forms, rounds).items()}
@@ -161,6 +168,52 @@ def steps(rounds: int, dtypes: Sequence[str], against: Sequence[str]) -> None:
                         f"{f'{share:.0%}' if form == 'ours' else ''} |",
                         flush=True,
                     )
+
+
+NUMERICS = {
+    "float32": (torch.float32, "highest"),
+    "float32, bf16 products": (torch.float32, "medium"),
+    "bfloat16": (torch.bfloat16, "highest"),
+}
+"""Dtype of the weights, and torch's precision of float32 products."""
+
+
+def form_of(path: Path, name: str, numerics: str, threads: int) -> Step:
+    """Return a step of a checkpoint, by this package (`ours`) or by `transformers`."""
+    torch.set_num_threads(threads)
+    dtype, precision = NUMERICS[numerics]
+    model = load_pretrained(path)
+    ids = torch.randint(0, model.config.vocab_size, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    made = ours(model.to(dtype).requires_grad_(), ids) if name == "ours" else theirs(path, dtype, ids)
+
+    def step() -> float:
+        torch.set_float32_matmul_precision(precision)
+        return made()
+
+    return step
+
+
+def peak(path: Path, name: str, numerics: str, threads: int) -> float:
+    """Peak memory of this process after two steps, in MB."""
+    step = form_of(path, name, numerics, threads)
+    step(), step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def checkpoint(path: Path, rounds: int, threads: int, names: Sequence[str]) -> None:
+    """Compare the steps of a checkpoint."""
+    print("| weights | form | s | tokens / s | theirs / ours | peak memory, MB |\n|---|---|---|---|---|---|")
+    for numerics in names:
+        kept = {name: form_of(path, name, numerics, threads) for name in ("ours", "transformers")}
+        found = {name: statistics.median(times) for name, times in timed(kept, rounds).items()}
+        for name, seconds in found.items():
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
+                memory = alone.submit(peak, path, name, numerics, threads).result()
+            print(
+                f"| {numerics} | {name} | {seconds:.2f} | {ROWS * LENGTH / seconds:,.0f} | {seconds / found['ours']:.2f} | "
+                f"{memory:,.0f} |",
+                flush=True,
+            )
 
 
 def attention(rounds: int) -> None:
@@ -257,8 +310,13 @@ def main() -> None:
         "--against", nargs="+", default=["eager", "batched_mm", "grouped_mm"], help="transformers' back ends"
     )
     parser.add_argument("--steps-only", action="store_true", help="and attention, nothing of replay and decoding")
+    parser.add_argument("--model", type=Path, help="a checkpoint whose step is compared, and nothing else")
+    parser.add_argument("--numerics", nargs="+", default=[*NUMERICS], choices=[*NUMERICS], help="of --model")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    if arguments.model:
+        checkpoint(arguments.model, arguments.rounds, arguments.threads, arguments.numerics)
+        return
     steps(arguments.rounds, arguments.dtypes, arguments.against)
     attention(arguments.rounds)
     if arguments.steps_only:
