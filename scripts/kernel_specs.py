@@ -20,6 +20,9 @@ PRODUCT = {**EXPERTS, "N": 1536, "K": 2048}
 """Gates and ups of 128 experts of 768 by 2,048."""
 TILES = Tiles()
 BLOCKS = {"BM": TILES.m, "BN": TILES.n, "BK": TILES.k, "GROUP": TILES.group}
+WIDE_TILES = Tiles(n=128)
+WIDE = BLOCKS | {"BN": WIDE_TILES.n}
+"""Of bf16 operands with float32 results, which need shared memory of the stages."""
 TENSOR_CORES = {arch: INSTRUCTIONS[None, arch][1] for arch in ARCHITECTURES}
 """What PTX must contain, by architecture: what `explain` says."""
 
@@ -86,6 +89,22 @@ def products() -> list[Spec]:
             tiles=TILES,
             narrow=8,
             ptx={arch: rf"cp\.async\.bulk\.tensor[\s\S]*{text}" for arch, text in TENSOR_CORES.items()},
+        ),
+        spec(
+            "grouped product, by TMA, float32 results",
+            g.product_tma_kernel,
+            "",
+            constants=PRODUCT | WIDE | {"SCALED": True},
+            types={
+                **by_tma,
+                "a": f"tensordesc<bf16[{WIDE_TILES.m}, {WIDE_TILES.k}]>",
+                "b": f"tensordesc<bf16[{WIDE_TILES.n}, {WIDE_TILES.k}]>",
+                "c": "*fp32",
+            },
+            tiles=WIDE_TILES,
+            narrow=24,
+            ptx=scaled,
+            architectures=tuple(scaled),
         ),
         spec(
             "grouped product, gathered rows with scales",
