@@ -29,13 +29,13 @@ from torch import Tensor
 
 from composer_nb.harness.policy import Request
 from composer_nb.kernels import explain
-from composer_nb.kernels.logprob import logprob_entropy
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.models.checkpoint import load_pretrained
-from composer_nb.trainer.models.transformer import Kernels, Model, ModelConfig, PackedRows
+from composer_nb.trainer.models.transformer import Kernels, Model, ModelConfig
 from composer_nb.trainer.recipe.mismatch import compare_streams, figures
 from scripts import triton_interpreter
+from scripts.model_bench import ours, their_step
 
 SLICE = ModelConfig(
     vocab_size=151_936, hidden_size=2048, num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
@@ -70,21 +70,13 @@ def peak_of(form: Callable[[], Any], device: str) -> float:
 
 
 def step_of(model: Model, ids: Tensor, recipe: str, backend: str) -> Form:
-    rows, length = ids.shape
-    packed = PackedRows.of_lengths([length] * rows, model.config, ids.device)
-    at = (packed.position_N < length - 1).nonzero()[:, 0]
-    flat = ids.reshape(-1)
+    step = ours(model, ids)
 
-    def step() -> float:
+    def run() -> float:
         model.kernels = Kernels(recipe=recipe, backend=backend)  # type: ignore[arg-type]
-        model.zero_grad(set_to_none=True)
-        hidden, _ = model.trunk(flat, packed.position_N, packed.attend)
-        logprob, _ = logprob_entropy(hidden, model.output_weight, at, flat[at + 1])
-        loss = -logprob.mean()
-        loss.backward()
-        return float(loss.detach())
+        return step()
 
-    return step
+    return run
 
 
 def their_model(model: Model, experts: str) -> Any:
@@ -127,16 +119,6 @@ def their_model(model: Model, experts: str) -> Any:
             theirs.mlp.experts.gate_up_proj.copy_(ours.w_in.mT)
             theirs.mlp.experts.down_proj.copy_(ours.w_out.mT)
     return made
-
-
-def their_step(made: Any, ids: Tensor) -> Form:
-    def step() -> float:
-        made.zero_grad(set_to_none=True)
-        loss = made(ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        return float(loss.detach())
-
-    return step
 
 
 def steps(model: Model, made: Any, rows: int, length: int, rounds: int, device: str) -> list[str]:
@@ -195,7 +177,7 @@ def decoding(model: Model, made: Any, rollouts: int, read: int, drawn: int, devi
     ids = torch.randint(0, model.config.vocab_size, (rollouts, read), generator=torch.Generator().manual_seed(2))
     model.kernels = Kernels()
 
-    def ours() -> None:
+    def mine() -> None:
         engine = Engine(
             model, stop=frozenset(), slots=rollouts, max_length=read + drawn, temperature=0.0, step_tokens=16_384
         )
@@ -213,7 +195,7 @@ def decoding(model: Model, made: Any, rollouts: int, read: int, drawn: int, devi
         "|---|---|---|---|",
     ]
     found = {}
-    for name, form in (("ours", ours), ("transformers, grouped_mm", theirs)):
+    for name, form in (("ours", mine), ("transformers, grouped_mm", theirs)):
         seconds_of(form, device)
         found[name] = statistics.median(seconds_of(form, device) for _ in range(3))
         lines.append(

@@ -89,8 +89,10 @@ def timed(forms: Mapping[str, Step], rounds: int) -> dict[str, list[float]]:
 
 
 def ours(model: Model, ids: Tensor) -> Step:
-    rows = PackedRows.of_lengths([LENGTH] * ROWS, model.config)
-    at = (rows.position_N < LENGTH - 1).nonzero()[:, 0]
+    """Forward and backward on rows of tokens, on their device."""
+    count, length = ids.shape
+    rows = PackedRows.of_lengths([length] * count, model.config, ids.device)
+    at = (rows.position_N < length - 1).nonzero()[:, 0]
     flat = ids.reshape(-1)
 
     def step() -> float:
@@ -110,8 +112,10 @@ def theirs(path: Path, dtype: torch.dtype, ids: Tensor, experts: str = "") -> St
     model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     if experts:
         model.set_experts_implementation(experts)
-    model.train()
+    return their_step(model.train(), ids)
 
+
+def their_step(model: nn.Module, ids: Tensor) -> Step:
     def step() -> float:
         model.zero_grad(set_to_none=True)
         loss = model(ids, labels=ids, use_cache=False).loss
