@@ -1,4 +1,5 @@
-"""What tests all over share: one tiny run of the whole recipe, made once a session; a Docker Engine; how hypothesis works."""
+"""What tests all over share: one tiny run of the whole recipe, made once a session; devices; a Docker Engine; how hypothesis
+works."""
 
 from __future__ import annotations
 
@@ -57,6 +58,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     whole = Counter(item.path for item in items if item.get_closest_marker("whole"))
     tests = Counter(item.path for item in items)
     items.sort(key=lambda item: (-whole[item.path], -tests[item.path], item.path))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Each device that a test runs on: a CPU everywhere, and a GPU where there is one."""
+    import torch
+
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU; the same test ran on the CPU")
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -33,13 +33,6 @@ from composer_nb.trainer.rl import to_streams
 S = Settings()
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU; the same test ran on the CPU")
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
 def streams() -> list[Stream]:
     batch = stored_batch(example_run(), -1)

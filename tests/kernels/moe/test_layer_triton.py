@@ -22,13 +22,6 @@ pytestmark = [
 PLAIN = PlainSteps()
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no GPU; the same test ran in the interpreter")
-    return str(request.param)
-
-
 @pytest.fixture
 def steps(device: str) -> PlainSteps:
     from composer_nb.kernels.moe.explanation import architecture
