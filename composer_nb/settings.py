@@ -305,8 +305,8 @@ class Settings:
             self._check_model(self.model.architecture)
         if self.services.on:
             self.schedule()
-        elif self.meshed:
-            raise ValueError("mesh.* needs the trainer service: set services.on=true, or leave mesh.* at its defaults")
+        elif self.meshed and self.until == "rl" and not self.control_steps:
+            raise ValueError("mesh.*: RL on a mesh needs services.on=true; else leave mesh.* at its defaults")
         elif self.rl.prompts < self.ranks:
             raise ValueError(f"rl.prompts={self.rl.prompts}: must be at least ranks ({self.ranks}) unless services.on")
         if self.loss.feedback and self.meshed:
@@ -318,6 +318,10 @@ class Settings:
             raise ValueError("midtrain.draft_steps: needs midtrain.steps above 0, whose end it is")
         if self.midtrain.draft_weight and not self.midtrain.draft_steps:
             raise ValueError("midtrain.draft_weight: needs midtrain.draft_steps above 0, which begin the head")
+        if self.midtrain.draft_weight and self.meshed:
+            raise ValueError(
+                "midtrain.draft_weight: the head learns beside whole weights; leave mesh.* at its defaults"
+            )
         if self.midtrain.rehearsal and not self.model.start:
             raise ValueError("midtrain.rehearsal: needs model.start, because random weights have nothing to forget")
         if not data.kinds:
@@ -377,6 +381,11 @@ class Settings:
         return self.env.path is None and self.data.level == "repositories"
 
     @property
+    def supervised(self) -> bool:
+        """Whether a supervised stage has steps."""
+        return any((self.midtrain.steps, self.extend.steps, self.sft.steps, self.control_steps))
+
+    @property
     def prompts_needed(self) -> int:
         """Maximum number of tasks that RL uses, each once."""
         return math.ceil(self.rl.steps * self.rl.prompts * (1 + self.rl.refill))
@@ -398,7 +407,7 @@ class Settings:
 
     @property
     def meshed(self) -> bool:
-        """Whether the trainer service consists of the ranks of a mesh."""
+        """Whether ranks share one model on a mesh: in supervised stages and in the trainer service."""
         return replace(self.mesh, device="cpu") != MeshSettings()
 
     def schedule(self) -> Schedule:

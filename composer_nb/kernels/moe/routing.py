@@ -216,8 +216,8 @@ def _replayed_gates(replay: Replay, live_NK: Tensor, implausible_NK: Tensor | No
 
 def load_balance(routing: Routing) -> Tensor:
     """Return the auxiliary loss of one layer, E · Σ_e f_e · P_e (Switch, arXiv 2101.03961, eq. 4, with f counted over the K
-    choices as in Qwen3-MoE): K if experts are used evenly, E if all tokens use the same ones."""
+    choices as in Qwen3-MoE): K if experts are used evenly, E if all tokens use the same ones, 0 without tokens."""
     experts = routing.probs_NE.shape[1]
     counts_E = torch.bincount(routing.experts_NK.reshape(-1), minlength=experts).float()
-    share_E = counts_E / max(1, routing.experts_NK.shape[0])
-    return experts * (share_E * routing.probs_NE.mean(0)).sum()
+    tokens = max(1, routing.experts_NK.shape[0])
+    return experts * (counts_E / tokens * (routing.probs_NE.sum(0) / tokens)).sum()

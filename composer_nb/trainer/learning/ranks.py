@@ -21,6 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+ALONE = timedelta(days=1)
+"""Time that ranks wait for work that one rank does alone. A dead rank is noticed by its closed connections."""
+
 
 class Ranks:
     """This process's place among the ranks."""
@@ -30,8 +33,7 @@ class Ranks:
         if world > 1:
             assert rendezvous is not None
             store = dist.FileStore(str(rendezvous), world)
-            # Ranks may wait long for work that one rank does alone. A dead rank is noticed by its closed connections.
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(days=1))
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=ALONE)
 
     @property
     def first(self) -> bool:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from composer_nb.kernels.moe.routing import Routing
 from composer_nb.trainer.learning.data import Row, within
-from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.packing import Stream, flatten, moved, score
+from composer_nb.trainer.learning.optimizer import Optimizer
+from composer_nb.trainer.learning.packing import FlatBatch, Stream, flatten, moved, score
 from composer_nb.trainer.learning.ranks import Ranks, deal
 from composer_nb.trainer.models.transformer import Model, balance_loss
 
@@ -59,7 +59,7 @@ class Plan:
 
 def supervise(
     model: Model,
-    optimizer: FlatOptimizer,
+    optimizer: Optimizer,
     batches: Iterable[list[Row]],
     plan: Plan,
     ranks: Ranks,
@@ -100,7 +100,7 @@ def _means(recent: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
 def train_step(
     model: Model,
     rows: Sequence[Row],
-    optimizer: FlatOptimizer,
+    optimizer: Optimizer,
     ranks: Ranks,
     *,
     lr: float,
@@ -110,25 +110,27 @@ def train_step(
 ) -> dict[str, float]:
     """Take one optimizer step on this rank's `rows`. The loss is the weighted mean of cross-entropy over the tokens of all ranks,
     plus the mean over ranks of the balance loss and of the loss of `beside`. A rank without rows, from a small batch, still takes
-    part."""
+    part. Ranks of one `cp` group have the same rows, of which each computes a part."""
     optimizer.zero_()
     counts = dict.fromkeys(("loss", "weight", "agent_loss", "agent_tokens", "tokens"), 0.0)
-    if rows:
-        loss_S, weight_S, routings = _losses(model, rows)
+    computed = bool(rows) or ranks.lockstep
+    if computed:
+        loss_S, weight_S, routings, counted = _losses(model, rows, ranks)
         weighted = (loss_S * weight_S).sum()
         acted_S = weight_S == 1.0
-        counts = {
-            "loss": float(weighted.detach()),
-            "weight": float(weight_S.sum()),
-            "agent_loss": float(loss_S.detach()[acted_S].sum()),
-            "agent_tokens": float(acted_S.sum()),
-            "tokens": float(sum(len(row.token_ids) - 1 for row in rows)),
-        }
+        if counted:
+            counts = {
+                "loss": float(weighted.detach()),
+                "weight": float(weight_S.sum()),
+                "agent_loss": float(loss_S.detach()[acted_S].sum()),
+                "agent_tokens": float(acted_S.sum()),
+                "tokens": float(sum(len(row.token_ids) - 1 for row in rows)),
+            }
     totals = ranks.sums(counts)
-    if rows:
+    if computed:
         more = balance * balance_loss(routings) + (beside.loss(rows) if beside else 0.0)
         (weighted / totals["weight"] + more / ranks.world).backward()
-    ranks.sum_(optimizer.gradients)
+    optimizer.sum_(ranks)
     norm = optimizer.step(lr, clip)
     if beside:
         beside.update(lr)
@@ -140,9 +142,12 @@ def train_step(
     }
 
 
-def _losses(model: Model, rows: Sequence[Row], least: float = 0.0) -> tuple[Tensor, Tensor, list[Routing]]:
-    """Return the cross-entropy [S] and weight [S] of each target with a weight above 0 and at least `least`, and each layer's
-    routing. Logits are computed for these targets only, and shared prefixes of rows are forwarded once."""
+def _losses(
+    model: Model, rows: Sequence[Row], ranks: Ranks, least: float = 0.0
+) -> tuple[Tensor, Tensor, list[Routing], bool]:
+    """Return the cross-entropy [S] and weight [S] of each target with a weight above 0 and at least `least`, each layer's routing
+    of this rank's tokens, and whether this rank counts the targets. Logits are computed for these targets only, and shared
+    prefixes of rows are forwarded once."""
     streams = [
         Stream(
             token_ids=row.token_ids,
@@ -153,25 +158,30 @@ def _losses(model: Model, rows: Sequence[Row], least: float = 0.0) -> tuple[Tens
         )
         for row in rows
     ]
-    batch, routings = moved(flatten(streams), model.embed.device), list[Routing]()
+    batch: FlatBatch = moved(ranks.split(flatten(streams)), model.embed.device)
+    routings = list[Routing]()
     logprob_S, _ = score(model, batch, seen=routings)
-    return -logprob_S, batch.advantage_S, routings
+    return -logprob_S, batch.advantage_S, routings, batch.counts
 
 
 def share(rows: Sequence[Row], ranks: Ranks) -> list[Row]:
     """Return this rank's part of a batch. Rows are dealt longest first, so that the ranks' parts cost about the same."""
-    mine = deal({number: len(row.token_ids) for number, row in enumerate(rows)}, ranks.world)[ranks.rank]
+    place, count = ranks.share
+    mine = deal({number: len(row.token_ids) for number, row in enumerate(rows)}, count)[place]
     return [rows[number] for number in mine]
 
 
 @torch.no_grad()
 def cross_entropy(model: Model, rows: Sequence[Row], ranks: Ranks, budget: int = 4096) -> float:
     """Return the mean cross-entropy, in nats per token, over the tokens of weight 1."""
-    mine = rows[ranks.rank :: ranks.world]
+    place, count = ranks.share
+    parts = list(within(budget, rows[place::count]))
+    if ranks.lockstep:
+        parts += [[]] * (max(ranks.gather(len(parts))) - len(parts))
     total = {"loss": 0.0, "tokens": 0.0}
-    for part in within(budget, mine):
-        loss_S, _, _ = _losses(model, part, least=1.0)
-        total["loss"] += float(loss_S.sum())
-        total["tokens"] += len(loss_S)
+    for part in parts:
+        loss_S, _, _, counted = _losses(model, part, ranks, least=1.0)
+        total["loss"] += float(loss_S.sum()) * counted
+        total["tokens"] += len(loss_S) * counted
     total = ranks.sums(total)
     return total["loss"] / total["tokens"]

@@ -326,14 +326,14 @@ def save_pretrained(
     file.
     """
     path = Path(path)
-    with _replaced(path) as part:
+    with replaced(path) as part:
         _write(model, part, dtype or model.embed.dtype, shard_bytes)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, part / "tokenizer.json")
 
 
 @contextmanager
-def _replaced(path: Path) -> Iterator[Path]:
+def replaced(path: Path) -> Iterator[Path]:
     """Yield a folder to fill. On success it replaces `path`; otherwise `path` is unchanged."""
     part, before = (path.with_name(path.name + ending) for ending in (".part", ".old.part"))
     shutil.rmtree(part, ignore_errors=True)
@@ -350,12 +350,16 @@ def _replaced(path: Path) -> Iterator[Path]:
     shutil.rmtree(before, ignore_errors=True)
 
 
+def file_names(count: int) -> list[str]:
+    """Return the names of a checkpoint's files."""
+    return [WHOLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
 def _write(model: Model, part: Path, dtype: torch.dtype, shard_bytes: int) -> None:
     views = hugging_face_views(model)
     forms = _forms(views, dtype)
     groups = split(forms, shard_bytes)
-    files = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
-    shards = {WHOLE: groups[0]} if len(groups) == 1 else dict(zip(files, groups, strict=True))
+    shards = dict(zip(file_names(len(groups)), groups, strict=True))
     (part / "config.json").write_text(config_json(model.config, dtype), encoding="utf-8")
     for file, names in shards.items():
         header, order = header_of({name: forms[name] for name in names})

@@ -50,9 +50,9 @@ class Reader(dcp.FileSystemReader):
         return super().read_metadata(*args, **kwargs)
 
 
-def save(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup) -> Future[Any]:
+def save(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup | None = None) -> Future[Any]:
     """Begin to write a checkpoint, on all ranks. It is complete once the future is done, which raises any error. `group`, a gloo
-    group of all ranks, must not be used for anything else meanwhile."""
+    group of all ranks (default: the one that all have joined), must not be used for anything else meanwhile."""
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     begun = dcp.async_save(optimizer.state(), storage_writer=writer, process_group=group)
     assert isinstance(begun, Future)

@@ -15,7 +15,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.parallel.experts import DealtExperts
+from composer_nb.trainer.parallel.mesh import MeshSettings
 from composer_nb.trainer.parallel.team import Team
+
+
+def on_mesh(model: Model, team: Team, settings: MeshSettings) -> Model:
+    """Move `model`, which is the same on all ranks, to the ranks' device, and shard it with the formats of `settings`. See
+    `shard`."""
+    compute = torch.bfloat16 if settings.compute == "bfloat16" else None
+    return shard(model.to(team.device), team, compute, quantised=settings.dispatch == "mxfp8")
 
 
 def shard(model: Model, team: Team, compute: torch.dtype | None = None, *, quantised: bool = False) -> Model:

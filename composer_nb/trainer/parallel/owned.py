@@ -1,4 +1,4 @@
-"""The tensors that each rank of a sharded model publishes: whole tensors, under Hugging Face's names.
+"""The tensors that each rank of a sharded model publishes or saves: whole tensors, under Hugging Face's names.
 
 Experts are published by the rank that computes them: FSDP2 splits their stack between experts, so nothing moves. Every other
 weight is gathered and published by one rank, about as many bytes per rank; in a large model these are few beside the experts.
@@ -6,13 +6,26 @@ weight is gathered and published by one rank, about as many bytes per rank; in a
 
 from __future__ import annotations
 
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_nb.trainer.learning.ranks import deal
-from composer_nb.trainer.models.checkpoint import ROUTER_BIAS, hugging_face_views, swiglu_views
+from composer_nb.trainer.models.checkpoint import (
+    ROUTER_BIAS,
+    config_json,
+    file_names,
+    hugging_face_views,
+    replaced,
+    swiglu_views,
+)
+from composer_nb.trainer.models.shards import INDEX, bytes_of, header_of, index_of, write_shard
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.parallel.experts import DealtExperts
 from composer_nb.trainer.parallel.team import Team
@@ -43,6 +56,29 @@ def held(model: Model, team: Team) -> dict[str, Tensor]:
         .contiguous()
         for name, view in views.items()
     }
+
+
+def save_held(model: Model, team: Team, path: Path, tokenizer: Path) -> None:
+    """Write a sharded model as a Hugging Face checkpoint in bfloat16, each rank its own tensors in a file of its own, beside a
+    copy of `tokenizer`. The folder appears only when it is complete. Collective."""
+    mine = held(model, team)
+    writers = [rank for rank, count in enumerate(team.gather(len(mine))) if count]
+    files = dict(zip(writers, file_names(len(writers)), strict=True))
+    with replaced(path) if team.first else nullcontext(path.with_name(path.name + ".part")) as part:
+        team.barrier()  # the folder is there
+        if mine:
+            header, order = header_of({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in mine.items()})
+            write_shard(part / files[team.rank], header, (bytes_of(mine[name]) for name in order))
+        sizes = {name: (x.numel() * (not name.endswith(ROUTER_BIAS)), x.nbytes) for name, x in mine.items()}
+        held_by = team.gather(sizes)
+        if team.first:
+            (part / "config.json").write_text(config_json(model.config, torch.bfloat16), encoding="utf-8")
+            if len(files) > 1:
+                parameters, size = np.sum([pair for each in held_by for pair in each.values()], axis=0).tolist()
+                text = index_of({files[rank]: held_by[rank] for rank in files}, parameters, size)
+                (part / INDEX).write_text(text, encoding="utf-8")
+            shutil.copyfile(tokenizer, part / "tokenizer.json")
+    team.barrier()
 
 
 def _put(model: Model, name: str, weight: Tensor) -> None:

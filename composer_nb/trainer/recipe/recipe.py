@@ -38,7 +38,7 @@ from composer_nb.trainer.learning.data import (
     save_rows,
 )
 from composer_nb.trainer.learning.infill import with_gaps
-from composer_nb.trainer.learning.optimizer import FlatOptimizer, trapezoid
+from composer_nb.trainer.learning.optimizer import trapezoid
 from composer_nb.trainer.learning.supervised import Plan, cross_entropy, supervise
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.induction import can_plant, plant_induction
@@ -80,22 +80,14 @@ def run_recipe(s: Stages) -> None:
 
 def _train(s: Stages, model: Model, plan: Plan, batches: Iterator[list[Row]], info: dict[str, Any]) -> None:
     """Run a supervised stage from its last checkpoint on, with a new checkpoint at every look."""
-    optimizer = FlatOptimizer(model, s.settings.optimizer, weight_decay=plan.weight_decay)
-    begin = 0
-    start, before = time.perf_counter(), 0.0
-    if found := s.run.checkpoint(plan.stage):
-        begin, state, before = found
-        optimizer.load({name: value for name, value in state.items() if not name.startswith("draft_")})
-        if plan.beside:
-            plan.beside.load(state)
+    optimizer, start = s.optimizer(model, plan.weight_decay), time.perf_counter()
+    begin, before = s.resume(plan, optimizer)
     for step, point in supervise(model, optimizer, batches, plan, s.ranks, begin):
         if s.ranks.first:
             s.run.log(plan.stage, step, point)
             shown = ", ".join(f"{k} {v:.3f}" for k, v in point.items() if v is not None and k != "tokens")
             s.say(f"{plan.stage} {step}/{plan.steps}: {shown}")
-            seconds = before + time.perf_counter() - start
-            states = optimizer.state() | (plan.beside.state() if plan.beside else {})
-            s.run.commit(plan.stage, step, states, [(step, point)], seconds=seconds)
+        s.commit(plan, optimizer, step, point, before + time.perf_counter() - start)
     info["seconds_before"] = before
 
 
@@ -120,6 +112,7 @@ def midtrain(s: Stages) -> None:
             s.publish_again("base", "midtrained")
             return
         watch, own = _watched(s), _own_text(s, model)
+        model = s.divided(model)
         if own:
             watch["heldout_own_loss"] = own[:HELD]
             info["own_loss_before"] = cross_entropy(model, own[:HELD], s.ranks)
@@ -133,6 +126,7 @@ def midtrain(s: Stages) -> None:
         if m.draft_steps and s.ranks.first:
             head = plan.beside.head if isinstance(plan.beside, Joint) else None
             seed, folder = s.settings.seed, s.weights("midtrained")
+            model = s.load("midtrained") if s.settings.meshed else model
             info["draft_same"], _ = add_draft(model, ids, m.draft_steps, folder, seed=seed, head=head)
 
 
@@ -228,7 +222,7 @@ def extend(s: Stages) -> None:
             raise ValueError(f"data.code={s.settings.data.code!r}: too little is held out for rows of {length} tokens")
         continued = trained.on_positions(replace(trained.config, max_position_embeddings=length))
         info["plain"] = cross_entropy(continued, heldout, s.ranks)
-        model = trained.on_positions(config)
+        model = s.divided(trained.on_positions(config))
         info["stretched"] = cross_entropy(model, heldout, s.ranks)
         plan = Plan(
             stage="extend",
@@ -252,9 +246,7 @@ def fine_tune(s: Stages) -> None:
             s.publish_again(_taught(s), "start")
             return
         _supervise_agent(s, "sft", s.rows("mistaken"), s.settings.sft.steps, info)
-        model = info.pop("model")
-        calibrate(s, model, info)
-        s.publish(model, "start")
+        _publish_calibrated(s, info.pop("model"), "start", info)
 
 
 def control(s: Stages) -> None:
@@ -263,9 +255,15 @@ def control(s: Stages) -> None:
         if info is not None:
             rows = [*s.rows("clean"), *s.rows("mistaken")]
             _supervise_agent(s, "control", rows, s.settings.control_steps, info)
-            model = info.pop("model")
-            calibrate(s, model, info)
-            s.publish(model, "control")
+            _publish_calibrated(s, info.pop("model"), "control", info)
+
+
+def _publish_calibrated(s: Stages, model: Model, name: str, info: dict[str, Any]) -> None:
+    if s.settings.sft.sharpness and s.settings.meshed:  # engines need it whole
+        s.publish(model, name)
+        model = s.load(name)
+    calibrate(s, model, info)
+    s.publish(model, name)
 
 
 TRIES = 2
@@ -308,7 +306,7 @@ def _supervise_agent(s: Stages, stage: str, rows: list[Row], steps: int, info: d
     """Train the policy of the mid-training or long-context phase on the tokens that the agent wrote in `rows`. Put the model into
     `info`."""
     t = s.settings.sft
-    model = s.load(_taught(s))
+    model = s.divided(s.load(_taught(s)))
     written = [Row(row.token_ids, np.where(row.weight == 1.0, row.weight, 0.0)) for row in rows]
     dealt = deal(written, t.tokens, Random(f"{stage} {s.settings.seed}"))
     plan = Plan(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch.distributed.fsdp import FSDPModule
 
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.environment import Sandboxes, carry, make_agent
@@ -18,10 +19,17 @@ from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.settings import Settings
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.data import Row, load_rows
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks, release_memory
+from composer_nb.trainer.learning.supervised import Plan
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.tokenizer import FORMATS, load_tokenizer
 from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.parallel.checkpoint import restore, save
+from composer_nb.trainer.parallel.fsdp import on_mesh
+from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
+from composer_nb.trainer.parallel.owned import save_held
+from composer_nb.trainer.parallel.team import Team
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.services import make_engine
 
@@ -78,11 +86,56 @@ class Stages:
         return self.run.path / "weights" / name
 
     def publish(self, model: Model, name: str) -> None:
-        if self.ranks.first:
-            path = self.weights(name)
+        path = self.weights(name)
+        if isinstance(model, FSDPModule):
+            save_held(model, self.team, path, self.tokenizer_file)
+        elif self.ranks.first:
             save_pretrained(model, path, dtype=torch.bfloat16, tokenizer=self.tokenizer_file)
+        if self.ranks.first:
             carry(path, self.settings.env, self.settings.limits)
         self.ranks.barrier()
+
+    # Supervised training, on each rank's copy of the model or on the trainer's mesh
+
+    @property
+    def team(self) -> Team:
+        assert isinstance(self.ranks, Team)
+        return self.ranks
+
+    def divided(self, model: Model) -> Model:
+        """Return the model to train: sharded if `mesh.*` is set, else whole."""
+        return on_mesh(model, self.team, self.settings.mesh) if isinstance(self.ranks, Team) else model
+
+    def optimizer(self, model: Model, weight_decay: float) -> FlatOptimizer | ShardedOptimizer:
+        if isinstance(self.ranks, Team):
+            return ShardedOptimizer(model, self.ranks, self.settings.optimizer, weight_decay=weight_decay)
+        return FlatOptimizer(model, self.settings.optimizer, weight_decay=weight_decay)
+
+    def resume(self, plan: Plan, optimizer: FlatOptimizer | ShardedOptimizer) -> tuple[int, float]:
+        """Restore the newest checkpoint of a supervised stage. Return the number of its steps and their seconds."""
+        if (found := self.run.pointer(plan.stage)) is None:
+            return 0, 0.0
+        if isinstance(optimizer, ShardedOptimizer):
+            restore(optimizer, found[1])
+        elif saved := self.run.checkpoint(plan.stage):
+            optimizer.load({name: value for name, value in saved[1].items() if not name.startswith("draft_")})
+            if plan.beside:
+                plan.beside.load(saved[1])
+        return found[0], found[2]
+
+    def commit(
+        self, plan: Plan, optimizer: FlatOptimizer | ShardedOptimizer, step: int, point: dict[str, Any], seconds: float
+    ) -> None:
+        """Write a checkpoint of a supervised stage, with its metrics."""
+        state: dict[str, Any] | str
+        if isinstance(optimizer, ShardedOptimizer):
+            state = f"{plan.stage}-{step:06d}.ranks"
+            save(optimizer, self.run.path / "checkpoints" / state).result()
+            self.ranks.barrier()
+        elif self.ranks.first:
+            state = optimizer.state() | (plan.beside.state() if plan.beside else {})
+        if self.ranks.first:
+            self.run.commit(plan.stage, step, state, [(step, point)], seconds=seconds)
 
     def publish_again(self, name: str, again: str) -> None:
         """Publish the weights `name` under the name `again` as well, for a stage that is left out."""

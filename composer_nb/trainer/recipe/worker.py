@@ -7,11 +7,14 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from composer_nb.harness.environment import Sandboxes
 from composer_nb.harness.sandbox.journal import FOLDER
-from composer_nb.settings import from_dict
-from composer_nb.trainer.learning.ranks import Ranks, set_up_process
+from composer_nb.settings import Settings, from_dict
+from composer_nb.trainer.learning.ranks import ALONE, Ranks, set_up_process
+from composer_nb.trainer.parallel.mesh import Mesh
+from composer_nb.trainer.parallel.team import Team, join
 from composer_nb.trainer.recipe.recipe import run_recipe
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.rundir import RunDir, full_disk
@@ -31,13 +34,20 @@ def main(arguments: list[str]) -> None:
 
     try:
         with Sandboxes(settings.env.backend, run.path.name, run.path / FOLDER) as sandboxes:
-            ranks = Ranks(int(rank), int(world), Path(rendezvous))
+            ranks = _ranks(settings, int(rank), int(world), Path(rendezvous))
             run_recipe(Stages(run, settings, ranks, sandboxes, say))
             ranks.close()
     except Exception as error:
         if not (message := full_disk(error, run.path)):
             raise
         sys.exit(message)
+
+
+def _ranks(s: Settings, rank: int, world: int, rendezvous: Path) -> Ranks:
+    if not (s.meshed and s.supervised):
+        return Ranks(rank, world, rendezvous)
+    join(rank, world, dist.FileStore(str(rendezvous), world), s.mesh.device, ALONE)
+    return Team(Mesh.of(s.mesh, world), s.mesh.device)
 
 
 if __name__ == "__main__":

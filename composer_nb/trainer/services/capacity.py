@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -71,23 +72,34 @@ def machines_of_cluster(run: Path) -> list[Machine]:
 
 
 def require_room(settings: Settings, machine: Machine) -> None:
-    """Raises ValueError unless `machine` has memory for the stages before RL, and for RL without services: `ranks` copies of the
-    model on its CPUs, or any GPU."""
+    """Raises ValueError unless `machine` has memory for the stages before RL, and for RL without services: a copy of the model,
+    or its part on the mesh, for each of `ranks`. On GPUs, it must have any, and one for each rank of a mesh."""
     s = settings
     if s.mesh.gpus:
-        _require_gpus([machine])
+        gpus = _require_gpus([machine])
+        if s.meshed and s.supervised:
+            Mesh.of(s.mesh, s.ranks).require_devices(gpus)
         return
+    cut = s.mesh if s.meshed and s.supervised else MeshSettings()
     tokens = max((stage.tokens for stage in (s.midtrain, s.sft, s.extend) if stage.steps), default=1)
 
     def need(ranks: int) -> int:
         """Return what each of so many ranks needs. Whole rows are dealt, so its part of a batch may be longer by one of them."""
-        each = tokens if s.extend.steps else min(tokens, math.ceil(tokens / ranks) + s.limits.tokens)
-        return estimate(
-            s.agent_model, Mesh.of(MeshSettings(), ranks), Load(tokens=each, optimizer=s.optimizer.name)
-        ).peak
+        mesh = Mesh.of(cut, ranks)
+        each = tokens if s.extend.steps else min(tokens, math.ceil(tokens / mesh.data) + s.limits.tokens)
+        load = Load(tokens=each, optimizer=s.optimizer.name, half=cut.compute == "bfloat16" and not HALF_IS_SLOW)
+        whole = estimate(
+            s.agent_model, Mesh.of(MeshSettings(), 1), load
+        ).weights  # read before it is cut, and evaluated
+        return max(estimate(s.agent_model, mesh, load).peak, whole)
+
+    def fit(ranks: int) -> bool:
+        with suppress(ValueError):  # the mesh does not divide them
+            return ranks * need(ranks) <= machine.memory
+        return False
 
     if s.ranks * need(s.ranks) > machine.memory:
-        fits = next((ranks for ranks in range(s.ranks - 1, 0, -1) if ranks * need(ranks) <= machine.memory), 0)
+        fits = next((ranks for ranks in range(s.ranks - 1, 0, -1) if fit(ranks)), 0)
         would = f"ranks={fits} would fit" if fits else "a smaller model.* or midtrain.tokens, or more memory, would do"
         lacking = (
             f"each needs {need(s.ranks) / 2**30:,.2f} GiB before RL, and there are {machine.memory / 2**30:,.2f} GiB"

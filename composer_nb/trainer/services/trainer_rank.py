@@ -24,7 +24,7 @@ from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.hf_config import config_json
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.parallel.checkpoint import restore, save
-from composer_nb.trainer.parallel.fsdp import shard
+from composer_nb.trainer.parallel.fsdp import on_mesh
 from composer_nb.trainer.parallel.mesh import Mesh
 from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
 from composer_nb.trainer.parallel.owned import held
@@ -94,11 +94,9 @@ class TrainerRank(TrainerService):
         self._hand_over()
 
     def _load(self, team: Team) -> Model:
-        model = load_pretrained(self._run.path / "weights" / "start").to(team.device)
+        model = load_pretrained(self._run.path / "weights" / "start")
         model.recompute, model.kernels = self._settings.rl.recompute, self._settings.kernels
-        mesh = self._settings.mesh
-        compute = torch.bfloat16 if mesh.compute == "bfloat16" else None
-        return shard(model, team, compute, quantised=mesh.dispatch == "mxfp8")
+        return on_mesh(model, team, self._settings.mesh)
 
     def _hand_over(self) -> None:
         self._newest = held(self._learner.model, self._team)

@@ -1,0 +1,195 @@
+"""Supervised training on a mesh against one process, and what its ranks save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from composer_nb.harness.environment import Sandboxes
+from composer_nb.settings import Settings, override
+from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.muon import OptimizerSettings
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.learning.supervised import Plan, cross_entropy, train_step
+from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
+from composer_nb.trainer.models.shards import INDEX
+from composer_nb.trainer.models.transformer import Model, ModelConfig
+from composer_nb.trainer.parallel.fsdp import shard
+from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
+from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
+from composer_nb.trainer.parallel.owned import save_held
+from composer_nb.trainer.parallel.team import Team
+from composer_nb.trainer.recipe.recipe import _train
+from composer_nb.trainer.recipe.stages import Stages
+from composer_nb.trainer.records.rundir import RunDir
+from tests.trainer.forked import on_ranks
+from tests.trainer.parallel.test_sharding import GQA, MLA, assert_same, made
+
+
+def rows(count: int, seed: int = 0) -> list[Row]:
+    """Rows of uneven lengths with tokens of weight 0, between, and 1; the first two begin alike."""
+    rng = np.random.default_rng(seed)
+    found = [rng.integers(0, GQA.vocab_size, n).astype(np.int32) for n in rng.integers(4, 30, count)]
+    if count > 1:
+        found[1][:3] = found[0][:3]
+    return [Row(ids, rng.choice([0.0, 0.25, 1.0], len(ids), p=[0.3, 0.3, 0.4]).astype(np.float32)) for ids in found]
+
+
+BATCHES = [rows(9), rows(1, seed=1), rows(4, seed=2)]
+"""Also one of fewer rows than ranks."""
+
+
+def same(config: ModelConfig, mesh: MeshSettings, *, muon: bool = False) -> None:
+    """Each batch's metrics and held-out loss, and the weights afterwards, as in one process (float64). A balance loss is a mean
+    over ranks; in one process, over the rows that each of them has."""
+    team = Team(Mesh.of(mesh, dist.get_world_size()))
+    alone, cut = (made(config, torch.float64, False) for _ in range(2))
+    shard(cut, team)
+    optimizer = OptimizerSettings(name="muon") if muon else OptimizerSettings()
+    pairs = (
+        (alone, FlatOptimizer(alone, optimizer, weight_decay=0.1), Ranks()),
+        (cut, ShardedOptimizer(cut, team, optimizer, weight_decay=0.1), team),
+    )
+    for batch in BATCHES:
+        mine = {id(model): batch if ranks.world == 1 else _part(batch, team) for model, _, ranks in pairs}
+        one, many = (
+            {
+                "held out": cross_entropy(model, BATCHES[0], ranks, budget=40),
+                **train_step(model, mine[id(model)], optimizer, ranks, lr=1e-3, balance=0.0, clip=0.5),
+            }
+            for model, optimizer, ranks in pairs
+        )
+        assert many == pytest.approx(one, rel=1e-9, nan_ok=True)
+    assert_same(cut, alone, 1e-11)
+
+
+def _part(batch: list[Row], team: Team) -> list[Row]:
+    from composer_nb.trainer.learning.supervised import share
+
+    return share(batch, team)
+
+
+def _sharded() -> None:
+    same(GQA, MeshSettings(shard=2, ep=2))
+
+
+def _replicated_latent() -> None:
+    same(MLA, MeshSettings(ep=2))
+
+
+def _context() -> None:
+    same(MLA, MeshSettings(cp=2, ep=2))
+
+
+def _muon() -> None:
+    same(GQA, MeshSettings(shard=2), muon=True)
+
+
+def _balanced() -> None:
+    """Ranks on a mesh balance experts as ranks with whole copies do."""
+    team = Team(Mesh.of(MeshSettings(shard=2, ep=2), 2))
+    alone, cut = (made(GQA, torch.float64, False) for _ in range(2))
+    shard(cut, team)
+    plain = Ranks()
+    plain.rank, plain.world = team.rank, team.world
+    optimizers = FlatOptimizer(alone), ShardedOptimizer(cut, team, OptimizerSettings())
+    for batch in BATCHES:
+        for model, optimizer, ranks in zip((alone, cut), optimizers, (plain, team), strict=True):
+            train_step(model, _part(batch, team), optimizer, ranks, lr=1e-3, balance=0.3, clip=0.5)
+    assert_same(cut, alone, 1e-11)
+
+
+def _saved(folder: Path) -> None:
+    """The ranks' files together are the checkpoint that one process writes."""
+    team = Team(Mesh.of(MeshSettings(shard=2, ep=2), 2))
+    tokenizer = folder / "tokenizer.json"
+    if team.first:
+        tokenizer.write_text("{}")
+    cut = shard(made(MLA, torch.float32, False), team)
+    save_held(cut, team, folder / "cut", tokenizer)
+    assert (folder / "cut" / INDEX).is_file() and (folder / "cut" / "tokenizer.json").read_text() == "{}"
+    assert not list(folder.glob("cut*.part")), "the folder appears at once"
+    alone = made(MLA, torch.float32, False)
+    save_pretrained(alone, folder / f"alone-{team.rank}", dtype=torch.bfloat16)
+    found, expected = load_pretrained(folder / "cut"), load_pretrained(folder / f"alone-{team.rank}")
+    assert found.config == expected.config
+    for name, weight in expected.named_parameters():
+        assert torch.equal(found.get_parameter(name), weight), name
+    assert all(
+        torch.equal(f.router_bias, e.router_bias)
+        for f, e in zip(found.layers, expected.layers, strict=True)
+        if not f.dense
+    )
+    team.barrier()
+    save_held(cut, team, folder / "cut", tokenizer)  # over the one before
+    assert not list(folder.glob("cut*.part"))
+
+
+def shards(model: Model) -> list[torch.Tensor]:
+    assert isinstance(model, FSDPModule)
+    model.reshard()  # a pass without gradients has left some whole
+    return [weight.to_local() for weight in model.parameters() if isinstance(weight, DTensor)]
+
+
+def _resumed(folder: Path) -> None:
+    """A stage that is cut off between two checkpoints ends with the numbers of one that is not."""
+    settings = override(Settings(), {"ranks": 2, "mesh.shard": 2, "mesh.ep": 2, "until": "sft"})
+    team, found = Team(Mesh.of(settings.mesh, 2)), dict[str, tuple[list[dict[str, float]], Model]]()
+    if team.first:
+        for name in ("whole", "cut"):
+            RunDir(folder / name)
+    team.barrier()
+    plan = Plan(
+        stage="sft", steps=20, lr=lambda step: 1e-3, balance=0.1, clip=1.0, weight_decay=0.0, watch={"own": BATCHES[0]}
+    )
+
+    def batches(last: int) -> Iterator[list[Row]]:
+        yield from (rows(4, seed=step) for step in range(last))
+        if last < plan.steps:
+            raise InterruptedError
+
+    for name, cuts in (("whole", []), ("cut", [7])):
+        s = Stages(RunDir(folder / name), settings, team, Sandboxes(), lambda line: None)
+        for last in cuts:
+            with pytest.raises(InterruptedError):
+                _train(s, s.divided(made(GQA, torch.float32, False)), plan, batches(last), {})
+            team.barrier()
+        model = s.divided(made(GQA, torch.float32, False))
+        _train(s, model, plan, batches(plan.steps), {})
+        team.barrier()
+        found[name] = s.run.steps("sft"), model
+    assert found["cut"][0] == found["whole"][0] and len(found["cut"][0]) == 10
+    for one, other in zip(*(shards(model) for _, model in found.values()), strict=True):
+        assert torch.equal(one, other)
+    [checkpoint] = (folder / "cut" / "checkpoints").iterdir()
+    assert checkpoint.name == "sft-000020.ranks"
+
+
+TWO = {
+    "sharded": _sharded, "replicated, latent": _replicated_latent, "context": _context, "muon": _muon,
+    "balanced": _balanced,
+}  # fmt: skip
+
+
+def test_two_ranks_learn_as_one_process(tmp_path: Path):
+    assert not on_ranks(2, TWO, tmp_path)
+
+
+def test_ranks_save_one_checkpoint_and_go_on_from_theirs(tmp_path: Path):
+    assert not on_ranks(2, {"saved": _saved, "resumed": _resumed}, tmp_path, tmp_path)
+
+
+def _four() -> None:
+    same(MLA, MeshSettings(shard=2, cp=2, ep=4))
+
+
+def test_four_ranks_learn_as_one_process(tmp_path: Path):
+    assert not on_ranks(4, {"context and shards": _four}, tmp_path)
