@@ -10,22 +10,19 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import re
 import typing
-from ast import literal_eval
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.environment import EnvSettings
 from composer_nb.harness.monitors import MonitorSettings
-from composer_nb.harness.plain import Count, NotNegative, Positive, Share, Some, adapter_of, checked_value
+from composer_nb.harness.plain import Count, NotNegative, Positive, Share, Some, reads, typed
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.tasks.miniatures import Kind
 from composer_nb.kernels.moe.recipes import RECIPES
@@ -430,16 +427,16 @@ def override(settings: Tree, values: Mapping[str, Any]) -> Tree:
     which names the setting, for an unknown name, a wrong type or a value out of range.
     """
     known = _types(settings)
-    typed = {}
+    found = {}
     for name, value in values.items():
         if name in known:
-            typed[name] = _typed(value, known[name], name)
+            found[name] = typed(value, known[name], name)
         elif inner := [each for each in known if each.startswith(f"{name}.")]:
             raise ValueError(f"{name} is a group of settings; name one of {', '.join(inner)}")
         else:
-            near = [each for each in difflib.get_close_matches(name, known) if _reads(known[each], value)]
+            near = [each for each in difflib.get_close_matches(name, known) if reads(known[each], value)]
             raise ValueError(f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-    return _replaced(settings, typed)
+    return _replaced(settings, found)
 
 
 def changed(first: Tree, second: Tree) -> dict[str, Any]:
@@ -480,33 +477,6 @@ def _types(settings: Any, prefix: str = "") -> dict[str, Any]:
         value, full = getattr(settings, name), prefix + name
         found |= _types(value, f"{full}.") if dataclasses.is_dataclass(value) else {full: wanted}
     return found
-
-
-def _reads(wanted: Any, value: Any) -> bool:
-    """Return whether a setting accepts `value`. A value that is not text is always accepted."""
-    with suppress(ValueError):
-        if isinstance(value, str):
-            _typed(value, wanted, "")
-        return True
-    return False
-
-
-def _typed(value: Any, wanted: Any, name: str) -> Any:
-    """Return `value` as the annotation `wanted` requires. Text is tried as it is, then as a literal."""
-    adapter = adapter_of(wanted)
-    if isinstance(value, str):
-        with suppress(ValidationError):
-            return adapter.validate_python(value)
-        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            value = literal_eval(value.capitalize() if value.lower() in ("true", "false") else value)
-    bare = get_args(wanted)[0] if get_origin(wanted) is Annotated else wanted
-    if get_origin(bare) is tuple and isinstance(value, str):  # [bug,lint], as a shell leaves it
-        value = re.findall(r"[\w.-]+", value)
-    if get_origin(bare) is tuple and isinstance(value, list):  # JSON has no tuples
-        value = tuple(value)
-    if get_origin(bare) is tuple and isinstance(value, int | float):  # one number, as a command line gives it
-        value = (value,)
-    return checked_value(adapter, value, name)
 
 
 def _replaced(node: Any, values: Mapping[str, Any]) -> Any:

@@ -1,13 +1,16 @@
-"""Plain values: portable JSON, and ranges of settings."""
+"""Plain values: portable JSON, and types and ranges of settings."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import typing
+from ast import literal_eval
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -58,3 +61,30 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _finite(each) for name, each in value.items()}
     return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def reads(wanted: Any, value: Any) -> bool:
+    """Return whether a setting accepts `value`. A value that is not text is always accepted."""
+    with suppress(ValueError):
+        if isinstance(value, str):
+            typed(value, wanted, "")
+        return True
+    return False
+
+
+def typed(value: Any, wanted: Any, name: str) -> Any:
+    """Return `value` as the annotation `wanted` requires. Text is tried as it is, then as a literal."""
+    adapter = adapter_of(wanted)
+    if isinstance(value, str):
+        with suppress(ValidationError):
+            return adapter.validate_python(value)
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            value = literal_eval(value.capitalize() if value.lower() in ("true", "false") else value)
+    bare = get_args(wanted)[0] if get_origin(wanted) is Annotated else wanted
+    if get_origin(bare) is tuple and isinstance(value, str):  # [bug,lint], as a shell leaves it
+        value = re.findall(r"[\w.-]+", value)
+    if get_origin(bare) is tuple and isinstance(value, list):  # JSON has no tuples
+        value = tuple(value)
+    if get_origin(bare) is tuple and isinstance(value, int | float):  # one number, as a command line gives it
+        value = (value,)
+    return checked_value(adapter, value, name)
