@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
     SET,
     arg("--resume", "resume the newest run"),
     arg("--runs DIR", "folder of runs", Path("runs")),
-    arg("--plain", "run the recipe without the notebook"),
+    arg("--plain", "run the recipe without the notebook, as for a run that ends before RL"),
     arg("--detach", "run the recipe in the background; see composer-nb follow and stop"),
     TRACK,
     lines=True,
@@ -42,7 +42,9 @@ def tour(given: argparse.Namespace) -> int:
 
     trackers, chosen = parse(given.track), override(Settings(), overrides(given.set))
     found = _resumed(given) if given.resume else None
-    require_sandboxes(from_dict(found.settings()).env if found else chosen.env)  # now, not after minutes
+    chosen = from_dict(found.settings()) if found else chosen
+    require_sandboxes(chosen.env)  # now, not after minutes
+    plain = given.plain or chosen.until != "rl" or chosen.control_steps > 0  # the notebook shows RL
     run = found or begin_run(chosen, given.runs, "tour")
     print(run.path, flush=True)
     if given.detach:
@@ -52,7 +54,7 @@ def tour(given: argparse.Namespace) -> int:
     try:
         with terminate_as_interrupt(), LivePage(run.path) as page, Tracking(run.path, trackers):
             print(f"watch it: {page.url}", flush=True)
-            if given.plain:
+            if plain:
                 start_or_resume(run.path, say=log.info)
             else:
                 run_notebook(tour_notebook(), run.path / NOTEBOOK, {"run_dir": str(run.path)}, say=log.info)
@@ -60,7 +62,7 @@ def tour(given: argparse.Namespace) -> int:
         same = " --plain" * given.plain + (f" --runs {given.runs}" if given.runs != Path("runs") else "")
         print(f"interrupted; resume with: composer-nb tour --resume{same}", file=sys.stderr)
         return 130
-    return _reported(run, given.runs / "tour", *([] if given.plain else [NOTEBOOK]))
+    return _reported(run, given.runs / "tour", *([] if plain else [NOTEBOOK]))
 
 
 def _reported(run: Any, newest: Path, *kept: str) -> int:

@@ -59,7 +59,7 @@ def hugging_face_views(model: Model) -> dict[str, Tensor]:
     c = model.config
     views: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed}
     for index, layer in enumerate(model.layers):
-        views |= _layer_views(layer, c, f"model.layers.{index}.")
+        views |= layer_views(layer, c, f"model.layers.{index}.")
     for depth, head in enumerate(model.aheads):
         prefix = f"model.layers.{c.num_hidden_layers + depth}."
         views |= {
@@ -68,14 +68,15 @@ def hugging_face_views(model: Model) -> dict[str, Tensor]:
             prefix + "eh_proj.weight": head.join,
             prefix + "shared_head.norm.weight": head.final_norm,
         }
-        views |= _layer_views(head.layer, c, prefix)
+        views |= layer_views(head.layer, c, prefix)
     views["model.norm.weight"] = model.final_norm
     if not c.tie_word_embeddings:
         views["lm_head.weight"] = model.head
     return {name: view.detach() for name, view in views.items()}
 
 
-def _layer_views(layer: Layer, c: ModelConfig, prefix: str) -> dict[str, Tensor]:
+def layer_views(layer: Layer, c: ModelConfig, prefix: str) -> dict[str, Tensor]:
+    """Return the tensors of one layer as `hugging_face_views` does, without experts that are dealt over ranks."""
     views: dict[str, Tensor] = {
         "input_layernorm.weight": layer.attention_norm,
         "post_attention_layernorm.weight": layer.moe_norm,
@@ -104,21 +105,24 @@ def _layer_views(layer: Layer, c: ModelConfig, prefix: str) -> dict[str, Tensor]
                 views[f"self_attn.{name}_proj.{kind}"] = part
     if layer.dense:
         views |= swiglu_views(layer.dense_in, layer.dense_out, "mlp.")
-    elif c.family == "mixtral":
-        views["block_sparse_moe.gate.weight"] = layer.router
-        for expert in range(c.num_experts):
-            parts = swiglu_views(layer.w_in[expert], layer.w_out[expert], "").values()
-            for name, part in zip(("w1", "w3", "w2"), parts, strict=True):
-                views[f"block_sparse_moe.experts.{expert}.{name}.weight"] = part
     else:
-        views["mlp.gate.weight"] = layer.router
+        views["block_sparse_moe.gate.weight" if c.family == "mixtral" else "mlp.gate.weight"] = layer.router
         if layer.router_bias is not None:
             views[ROUTER_BIAS] = layer.router_bias
         if c.n_shared_experts:
             views |= swiglu_views(layer.shared_in, layer.shared_out, "mlp.shared_experts.")
-        for expert in range(c.num_experts):
-            views |= swiglu_views(layer.w_in[expert], layer.w_out[expert], f"mlp.experts.{expert}.")
+        for expert in range(c.num_experts if layer.experts is None else 0):
+            views |= expert_views(layer.w_in[expert], layer.w_out[expert], c, "", expert)
     return {prefix + name: view for name, view in views.items()}
+
+
+def expert_views(w_in: Tensor, w_out: Tensor, c: ModelConfig, prefix: str, expert: int) -> dict[str, Tensor]:
+    """Return the tensors of one expert of the layer whose names begin with `prefix`."""
+    views = swiglu_views(w_in, w_out, f"{prefix}mlp.experts.{expert}.")
+    if c.family != "mixtral":
+        return views
+    names = (f"{prefix}block_sparse_moe.experts.{expert}.{name}.weight" for name in ("w1", "w3", "w2"))
+    return dict(zip(names, views.values(), strict=True))
 
 
 def swiglu_views(w_in: Tensor, w_out: Tensor, prefix: str) -> dict[str, Tensor]:
@@ -158,10 +162,10 @@ def from_hugging_face(model: Model, tensors: Mapping[str, Tensor]) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
         _check_form(name, dtype, "bfloat16|float16|float32|float64", tensor.shape, tuple(views[name].shape))
     for name, tensor in tensors.items():
-        _fill(views[name], tensor, name)
+        fill(views[name], tensor, name)
 
 
-def _fill(view: Tensor, tensor: Tensor, what: str) -> None:
+def fill(view: Tensor, tensor: Tensor, what: str) -> None:
     """Copy `tensor` into `view`. Raises ValueError if the result would not be finite."""
     low, high = (float(bound) for bound in tensor.aminmax())
     most = torch.finfo(view.dtype).max
@@ -255,6 +259,13 @@ class Source:
             repeats={entries[again]: name for again, name in repeats.items()},
         )
 
+    def require_repeats(self) -> None:
+        """Raise ValueError, which names the tensor, if one differs from the weight that it repeats."""
+        for entry, name in self.repeats.items():
+            weight = self.weights[name].read()
+            if not torch.equal(mapped(entry).to(weight.dtype), weight):
+                raise ValueError(f"{entry.file}: {entry.name} must repeat {name}, but differs from it")
+
 
 def _form(name: str, format: Format | None, entries: Collection[str]) -> tuple[tuple[str, ...], Format | None]:
     """Return the names of the tensors that encode a weight, which is quantised if any tensor is that only this format has."""
@@ -301,10 +312,8 @@ def load_pretrained(path: str | Path, *, dtype: torch.dtype = torch.float32) -> 
     model = empty_model(source.config, dtype)
     views = hugging_face_views(model)
     for name, stored in source.weights.items():
-        _fill(views[name], stored.read(), f"{stored.parts[0].file}: {stored.parts[0].name}")
-    for entry, name in source.repeats.items():
-        if not torch.equal(mapped(entry).to(views[name].dtype), views[name]):
-            raise ValueError(f"{entry.file}: {entry.name} must repeat {name}, but differs from it")
+        fill(views[name], stored.read(), f"{stored.parts[0].file}: {stored.parts[0].name}")
+    source.require_repeats()
     return model
 
 

@@ -20,10 +20,12 @@ from composer_nb.trainer.parallel.team import Team
 
 
 def on_mesh(model: Model, team: Team, settings: MeshSettings) -> Model:
-    """Move `model`, which is the same on all ranks, to the ranks' device, and shard it with the formats of `settings`. See
-    `shard`."""
+    """Move `model`, which is the same on all ranks, to the ranks' device, and shard it with the formats of `settings`. The shards
+    of a planned model are uninitialised. See `shard`."""
     compute = torch.bfloat16 if settings.compute == "bfloat16" else None
-    return shard(model.to(team.device), team, compute, quantised=settings.dispatch == "mxfp8")
+    planned = model.embed.is_meta
+    model = shard(model if planned else model.to(team.device), team, compute, quantised=settings.dispatch == "mxfp8")
+    return model.to_empty(device=team.device) if planned else model
 
 
 def shard(model: Model, team: Team, compute: torch.dtype | None = None, *, quantised: bool = False) -> Model:

@@ -7,27 +7,34 @@ weight is gathered and published by one rank, about as many bytes per rank; in a
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_nb.trainer.learning.ranks import deal
 from composer_nb.trainer.models.checkpoint import (
     ROUTER_BIAS,
+    Source,
     config_json,
+    expert_views,
     file_names,
+    fill,
     hugging_face_views,
+    layer_views,
     replaced,
-    swiglu_views,
 )
 from composer_nb.trainer.models.shards import INDEX, bytes_of, header_of, index_of, write_shard
-from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.parallel.experts import DealtExperts
+from composer_nb.trainer.parallel.fsdp import on_mesh
+from composer_nb.trainer.parallel.mesh import MeshSettings
 from composer_nb.trainer.parallel.team import Team
 
 
@@ -49,7 +56,7 @@ def held(model: Model, team: Team) -> dict[str, Tensor]:
     views = {name: view for name, view in hugging_face_views(part).items() if not view.is_meta}
     for index, layer in enumerate(model.layers):
         if isinstance(layer.experts, DealtExperts) and team.place["expert_replicate"] == 0:
-            views |= _own_experts(layer.experts, team, f"model.layers.{index}.mlp.experts.")
+            views |= _own_experts(layer.experts, team, model.config, f"model.layers.{index}.")
     return {
         name: view.detach()
         .to("cpu", torch.float32 if name.endswith(ROUTER_BIAS) else torch.bfloat16, copy=True)
@@ -81,16 +88,55 @@ def save_held(model: Model, team: Team, path: Path, tokenizer: Path) -> None:
     team.barrier()
 
 
+@torch.no_grad()
+def load_cut(path: Path, team: Team, settings: MeshSettings) -> Model:
+    """Load a checkpoint as `fsdp.on_mesh` shards it. Apart from its own part, a rank holds at most one layer without experts, or
+    the embedding and output. Raises like `load_pretrained`."""
+    source = Source.open(path)
+    source.require_repeats()
+    c, part = source.config, Model.planned(source.config)
+    model = on_mesh(Model.planned(c), team, settings)
+    weights = {name: weight for name, weight in model.named_parameters() if ".experts." not in name}
+
+    def read(views: dict[str, Tensor]) -> None:
+        for name, view in views.items():
+            if not view.is_meta:
+                fill(view, source.weights[name].read(), f"{path}: {name}")
+
+    def read_whole(names: list[str], views: Callable[[], dict[str, Tensor]]) -> None:
+        for name in names:
+            _put(part, name, torch.empty(weights.pop(name).shape))
+        read(views())
+        for name in names:
+            whole, weight = part.get_parameter(name), model.get_parameter(name)
+            assert isinstance(weight, DTensor)
+            cut = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
+            weight.to_local().copy_(cut.to_local())
+            _put(part, name, whole.to("meta"))
+
+    for index, (layer, planned) in enumerate(zip(model.layers, part.layers, strict=True)):
+        prefix = f"model.layers.{index}."
+        if planned.router_bias is not None:
+            planned.router_bias = layer.router_bias = torch.zeros(c.num_experts)
+        own = [name for name in weights if name.startswith(f"_layers.{index}.")]
+        read_whole(own, partial(layer_views, planned, c, prefix))
+        planned.router_bias = None
+        if isinstance(layer.experts, DealtExperts):
+            read(_own_experts(layer.experts, team, c, prefix))
+    read_whole(list(weights), partial(hugging_face_views, part))
+    return model
+
+
 def _put(model: Model, name: str, weight: Tensor) -> None:
     where, _, last = name.rpartition(".")
     setattr(model.get_submodule(where), last, nn.Parameter(weight, requires_grad=False))
 
 
-def _own_experts(experts: DealtExperts, team: Team, prefix: str) -> dict[str, Tensor]:
+def _own_experts(experts: DealtExperts, team: Team, c: ModelConfig, prefix: str) -> dict[str, Tensor]:
     w_in, w_out = (w.to_local() if isinstance(w, DTensor) else w for w in (experts.w_in, experts.w_out))
     each = -(-experts.dealt // team.mesh.expert_shard)  # as `torch.chunk` cuts
     first = team.place["ep"] * experts.dealt + team.place["expert_shard"] * each
     views: dict[str, Tensor] = {}
     for number in range(len(w_in)):
-        views |= swiglu_views(w_in[number], w_out[number], f"{prefix}{first + number}.")
+        views |= expert_views(w_in[number], w_out[number], c, prefix, first + number)
     return views

@@ -40,7 +40,6 @@ from composer_nb.trainer.learning.data import (
 from composer_nb.trainer.learning.infill import with_gaps
 from composer_nb.trainer.learning.optimizer import trapezoid
 from composer_nb.trainer.learning.supervised import Plan, cross_entropy, supervise
-from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.induction import can_plant, plant_induction
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.recipe.evaluate import compare_numerics, evaluate, evaluate_model
@@ -99,20 +98,19 @@ def midtrain(s: Stages) -> None:
         m = s.settings.midtrain
         torch.manual_seed(s.settings.seed)
         if s.settings.model.start:
-            model = load_pretrained(s.settings.model.folder)
+            model = s.trained(s.settings.model.folder)
         else:
             model = Model(replace(s.settings.model.architecture, vocab_size=s.tokenizer().get_vocab_size()))
             info["induction"] = s.settings.model.induction and can_plant(model.config)
             if info["induction"]:
                 plant_induction(model, s.settings.seed)
-        model = model.to(s.settings.mesh.device)
-        model.kernels = s.settings.kernels
+            model = s.divided(model.to(s.settings.mesh.device))
+            model.kernels = s.settings.kernels
         s.publish(model, "base")
         if not m.steps:
             s.publish_again("base", "midtrained")
             return
-        watch, own = _watched(s), _own_text(s, model)
-        model = s.divided(model)
+        watch, own = _watched(s), _own_text(s)
         if own:
             watch["heldout_own_loss"] = own[:HELD]
             info["own_loss_before"] = cross_entropy(model, own[:HELD], s.ranks)
@@ -134,8 +132,8 @@ REHEARSED, HELD = 256, 32
 """Numbers of rows sampled from the checkpoint: at most this many to train on, and this many to measure a loss on."""
 
 
-def _own_text(s: Stages, model: Model) -> list[Row]:
-    """Return rows sampled from the checkpoint before training, each after the token that begins a conversation; none without
+def _own_text(s: Stages) -> list[Row]:
+    """Return rows sampled from the initial checkpoint, each after the token that begins a conversation; none without
     rehearsal. Each rank samples its part, once."""
     m, path = s.settings.midtrain, s.run.path / "data" / f"own-{s.ranks.rank:02d}.npz"
     if not m.rehearsal:
@@ -145,7 +143,7 @@ def _own_text(s: Stages, model: Model) -> list[Row]:
         numbers = range(HELD + min(REHEARSED, math.ceil(wanted)))[s.ranks.rank :: s.ranks.world]
         begin = s.agent().renderer.read([User(text="")])[:1]
         slots = min(s.settings.engine.slots, len(numbers))
-        engine = Engine(model, stop=frozenset(), slots=slots, max_length=CODE_ROW, seed=s.settings.seed)
+        engine = Engine(s.load("base"), stop=frozenset(), slots=slots, max_length=CODE_ROW, seed=s.settings.seed)
         rows = list[Row]()
         for at in range(0, len(numbers), slots):
             asked = [Request(rollout=n, token_ids=begin, max_tokens=CODE_ROW - 1) for n in numbers[at : at + slots]]
@@ -306,7 +304,7 @@ def _supervise_agent(s: Stages, stage: str, rows: list[Row], steps: int, info: d
     """Train the policy of the mid-training or long-context phase on the tokens that the agent wrote in `rows`. Put the model into
     `info`."""
     t = s.settings.sft
-    model = s.divided(s.load(_taught(s)))
+    model = s.trained(s.weights(_taught(s)))
     written = [Row(row.token_ids, np.where(row.weight == 1.0, row.weight, 0.0)) for row in rows]
     dealt = deal(written, t.tokens, Random(f"{stage} {s.settings.seed}"))
     plan = Plan(

@@ -28,7 +28,7 @@ from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.parallel.checkpoint import restore, save
 from composer_nb.trainer.parallel.fsdp import on_mesh
 from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
-from composer_nb.trainer.parallel.owned import save_held
+from composer_nb.trainer.parallel.owned import load_cut, save_held
 from composer_nb.trainer.parallel.team import Team
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.services import make_engine
@@ -69,7 +69,10 @@ class Stages:
         )
 
     def load(self, name: str) -> Model:
-        model = load_pretrained(self.weights(name)).to(self.settings.mesh.device)
+        return self._load(self.weights(name))
+
+    def _load(self, path: Path) -> Model:
+        model = load_pretrained(path).to(self.settings.mesh.device)
         model.kernels = self.settings.kernels
         return model
 
@@ -87,8 +90,8 @@ class Stages:
 
     def publish(self, model: Model, name: str) -> None:
         path = self.weights(name)
-        if isinstance(model, FSDPModule):
-            save_held(model, self.team, path, self.tokenizer_file)
+        if isinstance(self.ranks, Team) and isinstance(model, FSDPModule):
+            save_held(model, self.ranks, path, self.tokenizer_file)
         elif self.ranks.first:
             save_pretrained(model, path, dtype=torch.bfloat16, tokenizer=self.tokenizer_file)
         if self.ranks.first:
@@ -97,14 +100,15 @@ class Stages:
 
     # Supervised training, on each rank's copy of the model or on the trainer's mesh
 
-    @property
-    def team(self) -> Team:
-        assert isinstance(self.ranks, Team)
-        return self.ranks
-
     def divided(self, model: Model) -> Model:
         """Return the model to train: sharded if `mesh.*` is set, else whole."""
-        return on_mesh(model, self.team, self.settings.mesh) if isinstance(self.ranks, Team) else model
+        return on_mesh(model, self.ranks, self.settings.mesh) if isinstance(self.ranks, Team) else model
+
+    def trained(self, path: Path) -> Model:
+        """Load the model to train, as `divided` returns it."""
+        model = load_cut(path, self.ranks, self.settings.mesh) if isinstance(self.ranks, Team) else self._load(path)
+        model.kernels = self.settings.kernels
+        return model
 
     def optimizer(self, model: Model, weight_decay: float) -> FlatOptimizer | ShardedOptimizer:
         if isinstance(self.ranks, Team):

@@ -20,14 +20,12 @@ from torch import Tensor
 from composer_nb.settings import Settings
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.ranks import set_up_process
-from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.hf_config import config_json
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.parallel.checkpoint import restore, save
-from composer_nb.trainer.parallel.fsdp import on_mesh
 from composer_nb.trainer.parallel.mesh import Mesh
 from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
-from composer_nb.trainer.parallel.owned import held
+from composer_nb.trainer.parallel.owned import held, load_cut
 from composer_nb.trainer.parallel.team import PATIENCE, Team, join, meeting_place
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.actors import require_seen
@@ -94,9 +92,9 @@ class TrainerRank(TrainerService):
         self._hand_over()
 
     def _load(self, team: Team) -> Model:
-        model = load_pretrained(self._run.path / "weights" / "start")
+        model = load_cut(self._run.path / "weights" / "start", team, self._settings.mesh)
         model.recompute, model.kernels = self._settings.rl.recompute, self._settings.kernels
-        return on_mesh(model, team, self._settings.mesh)
+        return model
 
     def _hand_over(self) -> None:
         self._newest = held(self._learner.model, self._team)

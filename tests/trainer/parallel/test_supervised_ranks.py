@@ -25,7 +25,7 @@ from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.parallel.fsdp import shard
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
-from composer_nb.trainer.parallel.owned import save_held
+from composer_nb.trainer.parallel.owned import load_cut, save_held
 from composer_nb.trainer.parallel.team import Team
 from composer_nb.trainer.recipe.recipe import _train
 from composer_nb.trainer.recipe.stages import Stages
@@ -128,6 +128,10 @@ def _saved(folder: Path) -> None:
         for f, e in zip(found.layers, expected.layers, strict=True)
         if not f.dense
     )
+    again = load_cut(folder / "cut", team, MeshSettings(shard=2, ep=2))
+    expected_cut = shard(expected, team)
+    for one, other in zip(shards(again), shards(expected_cut), strict=True):
+        assert torch.equal(one, other)
     team.barrier()
     save_held(cut, team, folder / "cut", tokenizer)  # over the one before
     assert not list(folder.glob("cut*.part"))

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from test_coordinator import IN_STEP, MICRO, points, trained, versions, weights
 from test_services_ray import below, wait
 
 from composer_nb.settings import Settings, override
-from composer_nb.trainer.recipe.launch import fork, start_or_resume
+from composer_nb.trainer.recipe.launch import RunFailed, begin_run, fork, start_or_resume
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.head import Head
 
@@ -46,6 +47,32 @@ def test_two_ranks_learn_what_one_process_does(loop: RunDir, runs: Path, head: H
     assert sum(run.ledger().values()) == run.finished("rl")["sampled"]  # type: ignore[index]
     assert len(weights(run)) == len(weights(loop)), "the final weights are whole"
     assert not rank_pids(head) and not list((run.path / "journal").iterdir())
+
+
+def test_every_stage_is_on_the_mesh_and_goes_on_after_a_kill(runs: Path, head: Head) -> None:
+    """A rank is killed in mid-training and another in fine-tuning; the weights are those of a run without kills."""
+    settings = override(Settings(), MICRO | IN_STEP | RANKS | {"services.address": head.folder})
+    whole = start_or_resume(None, settings, runs=runs, name="mesh", say=print)
+    assert {"midtrain", "sft", "rl"} <= {stage for (stage,) in whole.query("SELECT DISTINCT stage FROM step")}
+    assert all(file.is_dir() for file in (whole.path / "checkpoints").iterdir()), "no rank wrote a whole checkpoint"
+    run = begin_run(settings, runs, "cut")
+    for stage, rank in (("midtrain", 0), ("sft", 1)):
+        with ThreadPoolExecutor(1) as pool:
+            failed = pool.submit(start_or_resume, run.path, say=print)
+            wait(lambda stage=stage: run.steps(stage))  # type: ignore[misc]
+            [pid] = (
+                pid
+                for pid, (_, title) in below(os.getpid()).items()
+                if f"recipe.worker {run.path}" in title and title.split()[-1] == str(rank)
+            )
+            os.kill(pid, signal.SIGKILL)
+            assert isinstance(failed.exception(), RunFailed)
+        assert run.finished(stage) is None
+    start_or_resume(run.path, say=print)
+    for stage in ("midtrain", "sft"):
+        assert run.steps(stage) == whole.steps(stage)
+    assert weights(run, "start") == weights(whole, "start")
+    assert weights(run) == weights(whole)
 
 
 def test_a_rank_that_is_killed_costs_no_prompt(loop: RunDir, runs: Path, head: Head) -> None:
