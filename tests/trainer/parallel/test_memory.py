@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Callable
@@ -20,10 +21,14 @@ from composer_nb.trainer.learning.data import Row
 from composer_nb.trainer.learning.muon import OptimizerSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.learning.supervised import train_step
+from composer_nb.trainer.learning.supervised import share, train_step
 from composer_nb.trainer.models.transformer import Model, ModelConfig
+from composer_nb.trainer.parallel.fsdp import on_mesh
 from composer_nb.trainer.parallel.memory import Load, estimate, require_memory
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
+from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
+from composer_nb.trainer.parallel.team import Team
+from tests.trainer.forked import on_ranks
 
 
 def measured_peak(step: Callable[[], object]) -> int:
@@ -80,6 +85,52 @@ def test_the_peak_is_within_a_tenth_of_the_allocator_s(sizes: dict[str, Any], ro
 
     load = Load(tokens=rows * length, longest=length, optimizer=optimizer, recompute=recompute)
     assert estimate(c, Mesh(), load).peak == pytest.approx(measured_peak(two_steps), rel=0.1)
+
+
+CUT: dict[str, tuple[dict[str, Any], int, MeshSettings]] = {
+    "weights, whole": (HEAVY, 2, MeshSettings()),
+    "weights, shard 2 and ep 2": (HEAVY, 2, MeshSettings(shard=2, ep=2)),
+    "weights, cp 2 and ep 2": (HEAVY, 1, MeshSettings(cp=2, ep=2)),
+    "activations, shard 2 and ep 2": (GROUPED, 16, MeshSettings(shard=2, ep=2)),
+    "latent, shard 2 and ep 2": (LATENT, 8, MeshSettings(shard=2, ep=2)),
+}
+
+
+def _supervised(folder: Path) -> None:
+    found = {}
+    for name, case in CUT.items():
+        found[name] = _two_steps_of_a_rank(*case)
+        gc.collect()  # else the next case gives this memory back
+    if torch.distributed.get_rank() == 0:
+        (folder / "peaks.json").write_text(json.dumps(found))
+
+
+def _two_steps_of_a_rank(sizes: dict[str, Any], rows: int, settings: MeshSettings) -> tuple[int, int]:
+    """Return the estimate for a rank of two and the larger of both peaks. The whole model is not counted."""
+    c, length, mesh = ModelConfig(**sizes), 256, Mesh.of(settings, 2)
+    random, team = np.random.default_rng(0), Team(mesh)
+    ids = random.integers(0, c.vocab_size, (rows, length + 1)).astype(np.int32)
+    data = [Row(row, np.ones(length + 1, np.float32)) for row in ids]
+    torch.manual_seed(0)
+    model = Model(c)
+
+    def steps() -> object:
+        optimizer = ShardedOptimizer(on_mesh(model, team, settings), team, OptimizerSettings())
+        for _ in range(2):
+            train_step(model, share(data, team), optimizer, team, lr=1e-3, balance=1e-3, clip=1.0)
+        return optimizer
+
+    load = Load(tokens=rows * length // mesh.data, longest=length, published=False)
+    return estimate(c, mesh, load).peak, max(team.gather(measured_peak(steps)))
+
+
+def test_two_ranks_on_a_mesh_need_what_is_estimated(tmp_path: Path):
+    assert not on_ranks(2, {"supervised": _supervised}, tmp_path, tmp_path)
+    found = json.loads((tmp_path / "peaks.json").read_text())
+    for name, (expected, measured) in found.items():
+        print(f"{name}: estimate {expected / 2**20:.1f} MiB, measured {measured / 2**20:.1f} MiB")
+        assert measured == pytest.approx(expected, rel=0.2), name
+    assert found["weights, shard 2 and ep 2"][1] < 0.6 * found["weights, whole"][1]
 
 
 def test_the_allocator_s_peak_is_that_of_known_tensors():
