@@ -69,8 +69,8 @@ class Plugin:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self, session: pytest.Session) -> None:
         session.config.option.xmlpath = self.prepared.decoy
-        # Nobody reads tracebacks. To show one, pytest parses source, which Python 3.11 may end in SystemError where a `__del__`
-        # raises meanwhile, and the whole run with it.
+        # To show a traceback, pytest parses source, which Python 3.11 may end in SystemError where a `__del__` raises meanwhile,
+        # and the whole run with it. That of a test's own failure is not even looked at (`pytest_itemcollected`).
         session.config.option.tbstyle = "no"
         for path in self.prepared.conftests:
             module = importlib.import_module(self.prepared.names[path])
@@ -92,6 +92,7 @@ class Plugin:
         base = parent + "::" + (getattr(item, "originalname", None) or item.name)
         number = self.counts[base] = self.counts.get(base, -1) + 1
         self.keys[item] = f"{base}#{number}"
+        item.repr_failure = lambda *_: ""  # type: ignore[method-assign]  # nobody reads it
 
     @pytest.fixture(scope="session")
     def doctest_namespace(self) -> dict[str, object]:

@@ -16,6 +16,7 @@ import gc
 import importlib
 import io
 import os
+import pathlib
 import runpy
 import signal
 import sys
@@ -49,17 +50,16 @@ def load(archive: str, trial: str) -> bool:
     sys.path.insert(0, archive)
     try:
         pytest = importlib.import_module("pytest")
-        plugins = ["_pytest." + name for name in importlib.import_module("_pytest.config").default_plugins]
-        for name in [
-            *plugins,
-            "packaging.requirements",
-            "py",
-        ]:  # the last two on pytest's behalf, when a test asks for it
+        config = importlib.import_module("_pytest.config")
+        for name in config.default_plugins:
+            shorten(importlib.import_module("_pytest." + name))
+        for name in ("packaging.requirements", "py"):  # on pytest's behalf, when a test asks for it
             importlib.import_module(name)
         options = ["-s", "-c", os.devnull, "--rootdir", os.path.dirname(trial), "-p", "no:faulthandler"]
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             codes = [pytest.main([*options, "-p", "no:cacheprovider", *more, trial]) for more in 3 * OPTIONS]
         ready = set(codes) == {1}
+        make_ahead(config)
     except Exception:  # without it, commands are run by new interpreters
         ready = False
     sys.path[:], sys.meta_path[:], tempfile.tempdir = path, finders, None
@@ -69,6 +69,31 @@ def load(archive: str, trial: str) -> bool:
     gc.collect()
     gc.freeze()
     return ready
+
+
+def shorten(plugin: types.ModuleType) -> None:
+    """Have a module of pytest name nothing but hooks and fixtures in `dir`, where each session looks for them."""
+    kinds = {"FixtureFunctionDefinition", "FixtureFunctionMarker"}  # since pytest 8.4; before, of an attribute of functions
+    used = [
+        name
+        for name, value in vars(plugin).items()
+        if name.startswith("pytest_") or kinds & {type(value).__name__, type(getattr(value, "_pytestfixturefunction", 0)).__name__}
+    ]
+    plugin.__dir__ = lambda: used  # type: ignore[method-assign]
+
+
+def make_ahead(config: typing.Any) -> None:
+    """Make the configuration of the first session that each copy starts. Plugins that its options leave out leave it later."""
+    ahead, make = [config.get_config()], config.get_config
+
+    def get_config(args: typing.Any = None, plugins: typing.Any = None, **more: typing.Any) -> typing.Any:
+        if not ahead:
+            return make(args, plugins, **more)
+        made = ahead.pop()
+        made.invocation_params = made.InvocationParams(args=args or (), plugins=plugins, dir=pathlib.Path.cwd())
+        return made
+
+    config.get_config = get_config
 
 
 def suits(command: typing.Sequence[str], own: typing.Mapping[str, str], usual: typing.Mapping[str, str]) -> bool:
