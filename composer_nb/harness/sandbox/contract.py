@@ -205,6 +205,7 @@ _PID: TypeAdapter[int] = TypeAdapter(Count)
 _DIGEST = TypeAdapter(str)
 _RAN = TypeAdapter(Ran)
 _ENTRIES = TypeAdapter(list[Entry])
+_TIMES = TypeAdapter(list[Count])
 _COUNTS: TypeAdapter[tuple[int, int, int]] = TypeAdapter(tuple[Count, Count, Count])
 _CALL_END: TypeAdapter[CallEnd] = TypeAdapter(CallEnd)
 _ERROR = TypeAdapter(tuple[int, str])
@@ -339,6 +340,10 @@ class Sandbox:
     def entries(self, path: str = ".") -> list[Entry]:
         """Return the content of a folder, by name. Raises OSError (NotADirectoryError, …) like `read`."""
         return self._ask("entries", _ENTRIES, {"path": path})[0]
+
+    def last_read(self, paths: Sequence[str]) -> list[int]:
+        """Return when each file was last read, in seconds since 1970; 0 where there is none. Links are not followed."""
+        return self._ask("last_read", _TIMES, {"paths": list(paths)})[0]
 
     def remove(self, path: str) -> None:
         """Remove a file or a link, but not the target of the link. Raises OSError (FileNotFoundError, IsADirectoryError, …)."""

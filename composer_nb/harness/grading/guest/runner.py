@@ -1,13 +1,11 @@
 """The program inside a grading box: runs hidden tests against the files that an agent left.
 
 `box.py` hands it, compiled, to a bare interpreter inside the sandbox, with pytest's own modules, which live in memory and
-nowhere on disk. It uses the standard library and pytest and never imports the project. Two kinds of process:
-
-* the *parent* imports pytest, or is a copy of a process that has (`sandbox/guest/warm.py`), and never a line of what the agent or
-  the task wrote. It starts the child, keeps its time, takes what it says, and prints one report at the end. It cannot be traced,
-  and its descriptors not be opened, by what runs beside it as the same user (PR_SET_DUMPABLE).
-* the *child* is a copy of it that reads the run's frame (files, tests, a nonce) from the parent's stdin, so that the parent never
-  holds it, and runs pytest in a folder of its own.
+nowhere on disk; or to a copy of a process that has pytest imported (`sandbox/guest/warm.py`). It uses the standard library and
+pytest and never imports the project. It reads the run's frame (files, tests, a nonce) from stdin, runs pytest in a folder of its
+own, and writes events to stdout; what tests print goes to stderr. Its parent is the sandbox's resident program, which keeps its
+time and cannot be traced, killed or read from here. What it has taken, nobody here can take back, so no line of the agent's or
+the task's code runs before it has taken the word that the run begins (`taken`).
 
 A sandbox sees one run, so nothing of a run is left for another; what the run leaves behind ends with the sandbox.
 
@@ -17,9 +15,9 @@ in the reference's experiment, would be too late for code that reads at import. 
 file in it can stand in for pytest or the standard library; ini files and conftests of the workspace are not read; plugins are not
 looked for.
 
-What this cannot promise: agent code runs in the child's interpreter. It can read the compiled tests, what is left of their texts
-in memory, the nonce and every frame, and can replace any part of pytest, so every event of a child is worth no more than the
-agent's word. That is why a child is never told which of its tests are true and which are changed: only the host knows that.
+What this cannot promise: agent code runs in this interpreter. It can read the compiled tests, what is left of their texts
+in memory, the nonce and every frame, and can replace any part of pytest, so every event is worth no more than the agent's word.
+That is why a run is never told which of its tests are true and which are changed: only the host knows that.
 
 Does not cover tests that need their own source (`inspect.getsource`, assertion messages of pytest's rewriting) or are imported
 again by processes that they start (multiprocessing's `spawn`), and data files of tests, which lie open in the workspace.
@@ -30,15 +28,13 @@ from __future__ import annotations
 
 import ast
 import atexit
-import ctypes
+import fcntl
 import importlib
 import importlib.util
 import json
 import linecache
 import marshal
 import os
-import select
-import signal
 import sys
 import tempfile
 import time
@@ -51,10 +47,8 @@ Codes = dict[str, tuple[str, bool, types.CodeType]]
 Json = dict[str, typing.Any]
 Say = typing.Callable[[typing.Any], None]
 
-PR_SET_DUMPABLE = 4
-EVENT_BYTES = 4 << 20  # of one run; more is cut off, and what is cut off did not pass
-OUTPUT_BYTES = 64 << 10  # of what one run printed, its head
-FOLDER = "run"
+FIONREAD = 0x541B  # how much of a pipe nobody has read yet
+FOLDER, DECOY_AT = "run", "junit.xml"  # in the workspace
 PLUGIN = "composer_nb_grading_plugin"  # plugin.py, in a box
 CALLS = "composer_nb_grading_calls"  # guest_calls.py, in a box
 UNUSED = [
@@ -62,10 +56,6 @@ UNUSED = [
     "terminal",
 ]  # fmt: skip
 DECOY = b"<?xml version='1.0' encoding='utf-8'?><testsuites name='pytest tests'></testsuites>\n"
-
-
-def prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), *[ctypes.c_ulong(0)] * 3)
 
 
 class Memory:
@@ -94,12 +84,10 @@ class Memory:
 
 
 def main(kit: Kit) -> None:
-    """Run what the frame on stdin asks for. argv: seconds that the run may take.
+    """Run what the frame on stdin asks for. Never returns after it has said that it is ready.
 
     A kit without pytest is for a process that has it imported, and for calls, which need none.
     """
-    limit_s = float(sys.argv[1])
-    prctl(PR_SET_DUMPABLE, 0)
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     sys.meta_path.insert(0, Memory(kit))
     if "pytest" in kit or "pytest" in sys.modules:
@@ -112,14 +100,13 @@ def main(kit: Kit) -> None:
     for name in [name for name in kit if name.partition(".")[0] == "pygments"]:  # a stand-in, of use to nobody else
         del kit[name]
         sys.modules.pop(name, None)
-    wake, note = os.pipe()
-    for fd in (wake, note):
-        os.set_blocking(fd, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(note)
     write(1, b"ready\n")  # from here on no fault is the machine's
-    write(1, json.dumps(run(wake, limit_s)).encode() + b"\n")
-    os._exit(0)  # without a look at every object
+    try:
+        run()
+    except BaseException:  # process boundary: to where the tests print
+        traceback.print_exc()
+    finally:
+        os._exit(70)
 
 
 def write(fd: int, data: bytes) -> None:
@@ -128,123 +115,15 @@ def write(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def run(wake: int, limit_s: float) -> Json:
-    """Follow the run to its end. Return what its child reported, what it printed, and which traces it left."""
-    (heard, says), (output, prints), (waits, go) = os.pipe(), os.pipe(), os.pipe()
-    began = time.monotonic()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            child(waits, says, prints)
-        except BaseException:  # process boundary: to where the tests print
-            traceback.print_exc()
-        finally:
-            os._exit(70)
-    for fd in (says, prints, waits):
-        os.close(fd)
-    kept = {heard: bytearray(), output: bytearray()}
-    deadline = began + limit_s
-    ready: Json = {}
-    if follow(pid, wake, kept, deadline, until=lambda: b"\n" in kept[heard]):
-        line, _, kept[heard] = kept[heard].partition(b"\n")
-        ready = json.loads(line.decode())
-        if not ready.get("failed"):
-            os.write(go, b"!")
-    os.close(go)
-    if ready:
-        follow(pid, wake, kept, deadline, until=lambda: False)
-    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG) is not None
-    for fd in kept:
-        os.close(fd)
-    return {
-        "failed": ready.get("failed", "" if ready else "it ended before it began"),
-        "timed_out": not ended,
-        "events": kept[heard][:EVENT_BYTES].decode("utf-8", "replace"),
-        "output": kept[output][:OUTPUT_BYTES].decode("utf-8", "replace"),
-        "bait_read": [path for path in ready.get("bait", ()) if read_since(path)],
-        "decoy_changed": bool(ready) and changed(ready["decoy"]),
-        "seconds": time.monotonic() - began,
-    }
-
-
-def follow(pid: int, wake: int, kept: dict[int, bytearray], deadline: float, until: typing.Callable[[], bool]) -> bool:
-    """Read what a child writes, until it ends (False), its time is up (False), or `until` holds (True)."""
-    poller = select.poll()
-    poller.register(wake, select.POLLIN)
-    for fd in kept:
-        os.set_blocking(fd, False)
-        poller.register(fd, select.POLLIN)
-    left = set(kept)
-    while True:
-        rest = deadline - time.monotonic()
-        gone = rest <= 0 or os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        for fd in tuple(left):
-            if not take(fd, kept[fd]):
-                left.discard(fd)
-                poller.unregister(fd)
-        if gone or until():
-            return until()
-        poller.poll(1 + 1000 * rest)
-        try:
-            os.read(wake, 4096)
-        except BlockingIOError:
-            pass
-
-
-def take(fd: int, buffer: bytearray) -> bool:
-    """Read what is there, within a bound, because a process may write without end. Return False at the end of the stream."""
-    for _ in range(64):
-        try:
-            data = os.read(fd, 1 << 16)
-        except BlockingIOError:
-            return True
-        if not data:
-            return False
-        if len(buffer) <= EVENT_BYTES:
-            buffer += data
-    return True
-
-
-def read_since(path: str) -> bool:
-    """Return whether a file's time of access is no longer what `bait` made it."""
-    try:
-        return os.stat(path, follow_symlinks=False).st_atime_ns != 0
-    except OSError:
-        return False
-
-
-def changed(decoy: str) -> bool:
-    """Return whether the report that nobody reads says something else now."""
-    try:
-        fd = os.open(decoy, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    try:
-        return os.read(fd, 1 << 16) != DECOY
-    except OSError:
-        return True
-    finally:
-        os.close(fd)
-
-
-# The child.
-
-
-def child(waits: int, says: int, prints: int) -> None:
+def run() -> None:
     """Run the tests of the frame. Never returns."""
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.setsid()
     job = marshal.loads(b"".join(iter(lambda: os.read(0, 1 << 20), b"")))
     nothing = os.open("/dev/null", os.O_RDONLY)
-    for number, fd in enumerate((nothing, prints, prints, says, waits)):
+    for number, fd in enumerate((nothing, 2, 2, 1)):
         os.dup2(fd, number + 100, inheritable=False)
-    for number in range(5):
+    for number in range(4):
         os.dup2(number + 100, number, inheritable=number < 3)
-    os.closerange(5, 4096)
-    prctl(PR_SET_DUMPABLE, 1)  # now that it holds nothing of the parent's
+    os.closerange(4, 4096)
     nonce: str = job["nonce"]
 
     def say(what: typing.Any) -> None:
@@ -252,15 +131,13 @@ def child(waits: int, says: int, prints: int) -> None:
 
     try:
         prepared = Prepared(job)
-        first: Json = {"bait": prepared.bait(), "decoy": prepared.decoy}
+        prepared.bait()
     except BaseException as error:  # process boundary: the host gets the reason
-        first = {"failed": type(error).__name__ + ": " + str(error)[:300], "decoy": ""}
-    write(3, json.dumps(first).encode() + b"\n")
-    if "failed" in first:
+        write(3, ("failed: " + type(error).__name__ + ": " + repr(str(error)[:300]) + "\n").encode())
         os._exit(0)
-    del job, first
-    os.read(4, 1)
-    os.close(4)
+    del job
+    write(3, b"began\n")
+    taken(3)
     sys.meta_path.insert(0, Memory(prepared.codes))
     sys.path += [place for place in dict.fromkeys(prepared.search) if os.path.isdir(place)]
     os.chdir(prepared.root)
@@ -271,7 +148,13 @@ def child(waits: int, says: int, prints: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        os._exit(0)
+        os._exit(0)  # without a look at every object
+
+
+def taken(pipe: int) -> None:
+    """Wait until all that was written to a pipe has been read from it. Whoever holds one end of a pipe can open the other."""
+    while any(fcntl.ioctl(pipe, FIONREAD, bytes(4))):
+        time.sleep(0.0002)
 
 
 class Prepared:
@@ -282,7 +165,7 @@ class Prepared:
     def __init__(self, job: Json) -> None:
         self.root = os.path.abspath(FOLDER)
         aside = tempfile.mkdtemp(prefix="pytest-")
-        self.decoy, self.ini = os.path.join(aside, "junit.xml"), os.path.join(aside, "trusted.ini")
+        self.decoy, self.ini = os.path.abspath(DECOY_AT), os.path.join(aside, "trusted.ini")
         hidden, files, packages = (job.pop(each) for each in ("hidden", "files", "packages"))
         self.asked = {name: value for name, value in job.items() if name != "nonce"}
         put(self.decoy, DECOY)
@@ -316,14 +199,12 @@ class Prepared:
         self.codes.setdefault(full, (place, package, code))
         self.names[path] = short if self.codes[short][0] == place else full
 
-    def bait(self) -> list[str]:
-        """Lay empty files, last read in 1970, where hidden modules would lie. Return their paths."""
-        laid = [os.path.join(self.root, path) for path in self.names]
-        for path in laid:
+    def bait(self) -> None:
+        """Lay empty files, last read in 1970, where hidden modules would lie."""
+        for path in [os.path.join(self.root, path) for path in self.names]:
             put(path, b"")
             os.utime(path, (0, 0))
             linecache.cache[path] = (0, None, [], path)  # tracebacks and warnings look here and so do not read it
-        return laid
 
 
 def explained(text: str) -> typing.Any:

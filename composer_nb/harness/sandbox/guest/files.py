@@ -106,6 +106,17 @@ class Files:
             os.close(folder)
         return found
 
+    def last_read(self, path: str) -> int:
+        """Return when a file was last read, in seconds since 1970; 0 where there is none. Does not follow a link."""
+        try:
+            fd = open_beneath(self.fd, self.inner(path), os.O_PATH | os.O_NOFOLLOW)
+        except OSError:
+            return 0
+        try:
+            return clock(os.fstat(fd).st_atime_ns)
+        finally:
+            os.close(fd)
+
     def split(self, path: str) -> tuple[str, str]:
         """Return the folder and the name of a file. Raises OSError for a path that names none."""
         head, _, name = self.inner(path).rpartition("/")

@@ -81,6 +81,7 @@ class Resident:
             "read": lambda asked, _: (None, files.read(asked["path"], asked["offset"], asked["max_bytes"])),
             "write": lambda asked, data: files.write(asked["path"], data, asked["mode"]),
             "entries": lambda asked, _: files.entries(asked["path"]),
+            "last_read": lambda asked, _: [files.last_read(path) for path in asked["paths"]],
             "remove": lambda asked, _: files.remove(asked["path"]),
             "pack": lambda asked, _: files.pack(asked["max_bytes"], asked["links"]),
             "unpack": lambda asked, data: files.unpack(data),

@@ -73,12 +73,9 @@ def load(archive: str, trial: str) -> bool:
 
 def shorten(plugin: types.ModuleType) -> None:
     """Have a module of pytest name nothing but hooks and fixtures in `dir`, where each session looks for them."""
-    kinds = {"FixtureFunctionDefinition", "FixtureFunctionMarker"}  # since pytest 8.4; before, of an attribute of functions
-    used = [
-        name
-        for name, value in vars(plugin).items()
-        if name.startswith("pytest_") or kinds & {type(value).__name__, type(getattr(value, "_pytestfixturefunction", 0)).__name__}
-    ]
+    marks = ("_pytestfixturefunction", "_fixture_function_marker")  # of fixtures, before pytest 8.4 and since
+    held = vars(plugin).items()
+    used = [name for name, it in held if name.startswith("pytest_") or any(hasattr(it, mark) for mark in marks)]
     plugin.__dir__ = lambda: used  # type: ignore[method-assign]
 
 
