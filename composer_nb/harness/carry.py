@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import errno
 import re
+import threading
 from dataclasses import dataclass
 from typing import Literal
 
-from composer_nb.harness.sandbox.contract import Sandbox, members
+from composer_nb.harness.sandbox.contract import Sandbox, Snapshot, members
 from composer_nb.harness.tools.session import FOLDER
 
 Mode = Literal["100644", "100755"]
 PLAIN: Mode = "100644"
 EXECUTABLE: Mode = "100755"
 HISTORY_S = 120.0
+KEPT, KEPT_BYTES = 64, 1 << 20
+"""Histories that are kept, and the most bytes of the files of one."""
 _NO_TEXT = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -35,14 +38,31 @@ def add_history(box: Sandbox) -> None:
     """Make the workspace a git repository of one commit, if the sandbox has git and it does not take too long. All files get the
     time of that commit, so that tools which sort by time return the same, however fast the files were written.
 
-    Git runs in the sandbox, without configuration of the system or the user. `changed` ignores this repository.
+    Git runs in the sandbox, without configuration of the system or the user, once for the same files: a later sandbox gets a copy
+    of what it made. `changed` ignores this repository.
     """
+    try:
+        kind = (box.backend.name, box.spec.image, box.snapshot(max_bytes=KEPT_BYTES).digest)
+    except OSError:
+        kind = None
+    if kind and (made := _histories.get(kind)):
+        box.restore(made)
+        return
     who = {f"GIT_{role}_{part}": text for role in ("AUTHOR", "COMMITTER") for part, text in _WHO.items()}
     alone = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null"}
     if box.exec(["sh", "-c", _HISTORY], env=who | alone, timeout_s=HISTORY_S).timed_out:
         box.exec(["rm", "-rf", ".git"])
+    elif kind:
+        made = box.snapshot()
+        with _lock:
+            while len(_histories) >= KEPT:
+                del _histories[next(iter(_histories))]
+            _histories[kind] = made
 
 
+_histories: dict[tuple[str, str, str], Snapshot] = {}
+"""By backend, image and digest of the files: these files with their history."""
+_lock = threading.Lock()
 _WHO = {"NAME": "composer_nb", "EMAIL": "composer_nb@localhost", "DATE": "2000-01-01T00:00:00Z"}
 """Author of the commit, fixed so that the same files always give the same commit."""
 _HISTORY = f"""
@@ -56,15 +76,17 @@ rm -rf .git
 """
 
 
+_FIND = """. -type d ! -perm -700 -exec chmod u+rwx -- {} ; -o -type f ! -perm -600 -exec chmod u+rwX -- {} +
+-o ! -type f ! -type d -print0"""  # busybox too; a folder is opened after it was made readable
+
+
 def carry_back(box: Sandbox) -> tuple[dict[str, Blob], set[str]]:
     """End all processes, and return an agent's files, and the paths of everything else except folders.
 
     Files that the agent made unreadable are read nevertheless. Raises OSError for more than can be carried.
     """
     box.end_all()
-    box.exec(["chmod", "-R", "u+rwX", "--", "."], output_bytes=1024)
-    strange = ["find", ".", "!", "-type", "f", "!", "-type", "d", "-print0"]  # busybox too
-    found = box.exec(strange, output_bytes=4 << 20)
+    found = box.exec(["find", *_FIND.split()], output_bytes=4 << 20)
     if found.exit_code or found.truncated:
         raise OSError(errno.EFBIG, "its folders cannot be listed")
     others = found.stdout.decode("utf-8", "surrogateescape").split("\0")[:-1]

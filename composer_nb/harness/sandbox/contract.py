@@ -358,12 +358,12 @@ class Sandbox:
         _, packed = self._ask("pack", _DIGEST, {"max_bytes": max_bytes, "links": False}, most=max_bytes)
         return {info.name: data for info, data in members(packed) if info.isreg()}
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, *, max_bytes: int | None = None) -> Snapshot:
         """Return all files, except those that cannot be opened or vanish meanwhile.
 
         Raises OSError if the files are too large in total (holes count) or too deep, which is the code's fault.
         """
-        most = self.spec.disk_bytes
+        most = self.spec.disk_bytes if max_bytes is None else max_bytes
         digest, packed = self._ask("pack", _DIGEST, {"max_bytes": most, "links": True}, most=most)
         return Snapshot(archive=packed, digest=digest)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from composer_nb.harness import carry
 from composer_nb.harness.carry import EXECUTABLE, PLAIN, Blob, carry_back
 from composer_nb.harness.product import checkout
 from composer_nb.harness.product.accept import Changes, Conflict
@@ -230,6 +231,22 @@ def test_what_stayed_behind_does_not_come_back(root: Path, backend: Backend) -> 
         "mkdir built; echo o > built/new; echo KEY > .env; echo x > out; rm -rf .git; git init -q .; echo z > c.py"
     )
     assert after_commands(root, backend, command)[0] == {"c.py": Blob(data=b"z\n")}
+
+
+def test_a_history_is_made_once_and_copied(root: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = "git status --porcelain; git log --format='%H %ct'; git config --list --local; git ls-files; "
+    look += "find . | sort; stat -c %Y a.py"
+    seen = read_checkout(root)
+    said = []
+    for _ in range(3):
+        with seen.start(backend) as box:
+            said.append(box.exec(["sh", "-c", look]).stdout)
+            box.exec(["sh", "-c", "echo more >> a.py; git commit -qam more; git config user.name other"])
+        monkeypatch.setattr(carry, "_HISTORY", "exit 1")
+    assert said[0].count(b"946684800") == 2 and said == said[:1] * 3
+    (root / "a.py").write_text("x = 3\n")
+    with read_checkout(root).start(backend) as box:
+        assert not box.exec(["git", "status"]).stdout, "other files have a history of their own"
 
 
 def test_git_works_in_the_copy_and_nothing_of_it_comes_back(root: Path, backend: Backend, tmp_path: Path) -> None:
