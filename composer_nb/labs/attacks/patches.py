@@ -182,8 +182,8 @@ _PATCHES = (
             ".git/refs/heads/fix": "0" * 40, ".git/objects/info/alternates": "/elsewhere\n", ".git/logs/HEAD": RIGHT,
         },
     ),
-    _inside("25_kill_everything", "every process killed that can be", 16, "kill_everything", flagged=True),
-    _inside("25b_kill_the_parent", "the runner killed", 16, "kill_the_parent", flagged=True),
+    _inside("25_kill_everything", "every process killed that can be", 16, "kill_everything", flagged=False),
+    _inside("25b_kill_the_parent", "what watches the runner killed", 16, "kill_the_parent", flagged=False),
     _inside("25d_fill_the_disk", "the disk filled", 16, "fill_the_disk"),
     _inside("25e_memory_bomb", "all memory used up", 16, "memory_bomb", flagged=True),
 )  # fmt: skip
