@@ -9,10 +9,11 @@ from collections.abc import Callable
 import pytest
 
 from composer_nb.harness.grading import validate
+from composer_nb.harness.grading.box import Boxes
 from composer_nb.harness.grading.plan import Plan, digest
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.validate import validate_task
-from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.sandbox.contract import Backend, SandboxDied
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.patch_target import PROPERTY, TARGET
 
@@ -120,7 +121,6 @@ def test_kind(kind): assert f("ab", kind) == {"plain": "ab", "turned": "ba"}[kin
         ("@pytest.mark.skip\ndef test_a(): pass\n", {}, "the gold patch passes no test"),
         ("import nowhere\ndef test_a(): pass\n", {}, "the gold patch passes no test"),
         ("def test_a(): os._exit(0)\n", {}, "the gold patch: ended_early"),
-        ("def test_a(): os.kill(os.getppid(), 9)\n", {}, "the gold patch ends its sandbox"),
         (
             "def test_a(): assert f(1) == 2\n",
             {"metadata": {"pytest.ids": '["test_f.py::test_b"]'}},
@@ -136,6 +136,17 @@ def test_what_makes_a_task_invalid(
     found = validate_task(make_task({"test_f.py": text}, **options), backend, repeats=2)
     assert not found.valid and not found.trainable
     assert any(re.match(problem, each) for each in found.problems), found.problems
+
+
+def test_a_gold_patch_that_ends_its_sandbox_makes_a_task_invalid(
+    make_task: Make, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def died(*_: object) -> None:
+        raise SandboxDied("its memory was used up")
+
+    monkeypatch.setattr(Boxes, "run", died)
+    found = validate_task(make_task({"test_f.py": "def test_a(): pass\n"}), backend)
+    assert found.problems == ("the gold patch ends its sandbox: its memory was used up",)
 
 
 @pytest.mark.parametrize("values, by", [((1,), "none"), ((1, 40, 50), "calls")])
