@@ -5,6 +5,7 @@ Part of the resident program (`guest/program.py`).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import hashlib
@@ -74,16 +75,17 @@ class Files:
 
     def folder(self, path: str) -> int:
         """Return a descriptor of a folder, made with those above it where it is missing."""
-        fd, done = os.dup(self.fd), ""
-        for part in [p for p in path.split("/") if p not in ("", ".")]:
+        parts, done = [p for p in path.split("/") if p not in ("", ".")], ""
+        if ".." in parts:
+            raise OSError(errno.EXDEV, path + ": leads upwards")
+        with contextlib.suppress(FileNotFoundError):
+            return open_beneath(self.fd, "/".join(parts) or ".", os.O_RDONLY | os.O_DIRECTORY)
+        fd = os.dup(self.fd)
+        for part in parts:
             done += part + "/"
             try:
-                if part == "..":
-                    raise OSError(errno.EXDEV, path + ": leads upwards")
-                try:
+                with contextlib.suppress(FileExistsError):
                     os.mkdir(part, 0o755, dir_fd=fd)
-                except FileExistsError:
-                    pass
                 below = open_beneath(self.fd, done, os.O_RDONLY | os.O_DIRECTORY)
             finally:
                 os.close(fd)
