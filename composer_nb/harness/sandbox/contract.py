@@ -201,11 +201,10 @@ CallEnd = Literal["finished", "died", "cpu", "asleep", "flood", "starved", "slow
 T = TypeVar("T")
 # Forms of answers. Any code in a sandbox can write an answer; an answer of another form ends the sandbox.
 _DONE: TypeAdapter[None] = TypeAdapter(None)
-_PID: TypeAdapter[int] = TypeAdapter(Count)
+_COUNT: TypeAdapter[int] = TypeAdapter(Count)
 _DIGEST = TypeAdapter(str)
 _RAN = TypeAdapter(Ran)
 _ENTRIES = TypeAdapter(list[Entry])
-_TIMES = TypeAdapter(list[Count])
 _COUNTS: TypeAdapter[tuple[int, int, int]] = TypeAdapter(tuple[Count, Count, Count])
 _CALL_END: TypeAdapter[CallEnd] = TypeAdapter(CallEnd)
 _ERROR = TypeAdapter(tuple[int, str])
@@ -320,7 +319,7 @@ class Sandbox:
         self, command: Sequence[str], *, log: str, cwd: str = ".", env: Mapping[str, str] | None = None
     ) -> int:
         """Start a command and return its pid in the sandbox. Both of its streams go to the file `log`."""
-        return self._ask("background", _PID, _command(command, cwd, env) | {"log": log})[0]
+        return self._ask("background", _COUNT, _command(command, cwd, env) | {"log": log})[0]
 
     def end_all(self) -> None:
         """End all processes in the sandbox, including orphans. Raises OSError if one is still running after some seconds."""
@@ -328,7 +327,11 @@ class Sandbox:
 
     def read(self, path: str, *, offset: int = 0, max_bytes: int = 1 << 20) -> bytes:
         """Return part of a regular file. Raises OSError (FileNotFoundError, …), also for links that lead out of the workspace."""
-        return self._ask("read", _DONE, {"path": path, "offset": offset, "max_bytes": max_bytes}, most=max_bytes)[1]
+        return self._ask("read", _COUNT, {"path": path, "offset": offset, "max_bytes": max_bytes}, most=max_bytes)[1]
+
+    def last_read(self, path: str) -> int:
+        """Return when a file was last read, in seconds since 1970. Raises OSError like `read`."""
+        return self._ask("read", _COUNT, {"path": path, "offset": 0, "max_bytes": 0})[0]
 
     def write(self, path: str, data: bytes, *, mode: int | None = None) -> None:
         """Write a whole file, atomically, and create its folders. Raises OSError, for instance if the disk is full.
@@ -340,10 +343,6 @@ class Sandbox:
     def entries(self, path: str = ".") -> list[Entry]:
         """Return the content of a folder, by name. Raises OSError (NotADirectoryError, …) like `read`."""
         return self._ask("entries", _ENTRIES, {"path": path})[0]
-
-    def last_read(self, paths: Sequence[str]) -> list[int]:
-        """Return when each file was last read, in seconds since 1970; 0 where there is none. Links are not followed."""
-        return self._ask("last_read", _TIMES, {"paths": list(paths)})[0]
 
     def remove(self, path: str) -> None:
         """Remove a file or a link, but not the target of the link. Raises OSError (FileNotFoundError, IsADirectoryError, …)."""

@@ -86,14 +86,12 @@ class Commands:
         try:
             for left in (1, 0):
                 try:
-                    if copied:
-                        pid = os.fork()
-                        if pid == 0:
-                            os.nice(self.nice)
-                            raise Become(command, environment, [os.dup(fd) for fd in streams])
-                        break
-                    os.fchdir(folder)
-                    pid = self.spawn(command, environment, streams)
+                    if copied and (pid := os.fork()) == 0:
+                        os.nice(self.nice)
+                        raise Become(command, environment, [os.dup(fd) for fd in streams])
+                    if not copied:
+                        os.fchdir(folder)
+                        pid = self.spawn(command, environment, streams)
                     break
                 except BlockingIOError:  # no process is left: orphans of earlier commands have to go
                     if not left or not self.end(0, 0):

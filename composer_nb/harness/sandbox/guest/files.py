@@ -57,19 +57,20 @@ class Files:
             raise OSError(errno.EXDEV, path + ": not in the workspace " + self.root)
         return path or "."
 
-    def read(self, path: str, offset: int, most: int) -> bytes:
+    def read(self, path: str, offset: int, most: int) -> tuple[int, bytes]:
+        """Return when a file was last read before, in seconds since 1970, and its content."""
         fd = open_beneath(self.fd, self.inner(path), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
         try:
-            kind = os.fstat(fd).st_mode
-            if stat.S_ISDIR(kind):
-                raise OSError(errno.EISDIR, path + ": a folder")
-            if not stat.S_ISREG(kind):
-                raise OSError(errno.EINVAL, path + ": not a regular file")
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(
+                    errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL, path + ": no regular file"
+                )
             parts, left = [], min(most, self.limit)
             while left > 0 and (part := os.pread(fd, left, offset)):
                 parts.append(part)
                 offset, left = offset + len(part), left - len(part)
-            return b"".join(parts)
+            return clock(status.st_atime_ns), b"".join(parts)
         finally:
             os.close(fd)
 
@@ -107,17 +108,6 @@ class Files:
         finally:
             os.close(folder)
         return found
-
-    def last_read(self, path: str) -> int:
-        """Return when a file was last read, in seconds since 1970; 0 where there is none. Does not follow a link."""
-        try:
-            fd = open_beneath(self.fd, self.inner(path), os.O_PATH | os.O_NOFOLLOW)
-        except OSError:
-            return 0
-        try:
-            return clock(os.fstat(fd).st_atime_ns)
-        finally:
-            os.close(fd)
 
     def split(self, path: str) -> tuple[str, str]:
         """Return the folder and the name of a file. Raises OSError for a path that names none."""

@@ -70,18 +70,16 @@ class Resident:
         self.wake = child_alarm()
         signal.signal(signal.SIGINT, lambda *_: None)  # unlike what is ignored, this is not inherited by commands
         files = self.files = Files(settings["workspace"], settings["disk_bytes"])
-        commands = Commands(files, self.wake, settings)
+        commands = self.commands = Commands(files, self.wake, settings)
         self.warm = bool(settings["warm"])
-        self.commands = commands
         # What can be asked, and what answers: the facts of an answer, or a pair of facts and data.
         self.requests: dict[str, typing.Callable[[Header, memoryview], typing.Any]] = {
             "exec": commands.run,
             "background": lambda asked, _: self.start(asked),
             "end_all": lambda asked, _: commands.end_all(),
-            "read": lambda asked, _: (None, files.read(asked["path"], asked["offset"], asked["max_bytes"])),
+            "read": lambda asked, _: files.read(asked["path"], asked["offset"], asked["max_bytes"]),
             "write": lambda asked, data: files.write(asked["path"], data, asked["mode"]),
             "entries": lambda asked, _: files.entries(asked["path"]),
-            "last_read": lambda asked, _: [files.last_read(path) for path in asked["paths"]],
             "remove": lambda asked, _: files.remove(asked["path"]),
             "pack": lambda asked, _: files.pack(asked["max_bytes"], asked["links"]),
             "unpack": lambda asked, data: files.unpack(data),

@@ -51,14 +51,12 @@ def load(archive: str, trial: str) -> bool:
     try:
         pytest = importlib.import_module("pytest")
         config = importlib.import_module("_pytest.config")
-        for name in config.default_plugins:
-            shorten(importlib.import_module("_pytest." + name))
-        for name in ("packaging.requirements", "py"):  # on pytest's behalf, when a test asks for it
+        plugins = ["_pytest." + name for name in config.default_plugins]
+        for name in [*plugins, "packaging.requirements", "py"]:  # these two on pytest's behalf, when a test asks for it
             importlib.import_module(name)
         options = ["-s", "-c", os.devnull, "--rootdir", os.path.dirname(trial), "-p", "no:faulthandler"]
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            codes = [pytest.main([*options, "-p", "no:cacheprovider", *more, trial]) for more in 3 * OPTIONS]
-        ready = set(codes) == {1}
+            ready = {pytest.main([*options, "-p", "no:cacheprovider", *more, trial]) for more in 3 * OPTIONS} == {1}
         make_ahead(config)
     except Exception:  # without it, commands are run by new interpreters
         ready = False
@@ -71,22 +69,12 @@ def load(archive: str, trial: str) -> bool:
     return ready
 
 
-def shorten(plugin: types.ModuleType) -> None:
-    """Have a module of pytest name nothing but hooks and fixtures in `dir`, where each session looks for them."""
-    marks = ("_pytestfixturefunction", "_fixture_function_marker")  # of fixtures, before pytest 8.4 and since
-    held = vars(plugin).items()
-    used = [name for name, it in held if name.startswith("pytest_") or any(hasattr(it, mark) for mark in marks)]
-    plugin.__dir__ = lambda: used  # type: ignore[method-assign]
-
-
 def make_ahead(config: typing.Any) -> None:
     """Make the configuration of the first session that each copy starts. Plugins that its options leave out leave it later."""
     ahead, make = [config.get_config()], config.get_config
 
-    def get_config(args: typing.Any = None, plugins: typing.Any = None, **more: typing.Any) -> typing.Any:
-        if not ahead:
-            return make(args, plugins, **more)
-        made = ahead.pop()
+    def get_config(args: typing.Any = (), plugins: typing.Any = None, **more: typing.Any) -> typing.Any:
+        made = ahead.pop() if ahead else make(args, plugins, **more)
         made.invocation_params = made.InvocationParams(args=args or (), plugins=plugins, dir=pathlib.Path.cwd())
         return made
 
@@ -99,9 +87,7 @@ def suits(command: typing.Sequence[str], own: typing.Mapping[str, str], usual: t
     changed = {name for name, value in environment.items() if value != usual.get(name)} - HARMLESS
     if "-c" in command:
         return environment.get(SEED) == "0" and not any(name.startswith(STARTING) for name in changed - {SEED})
-    if "PATH" in changed or any(name.startswith(STARTING) for name in changed):
-        return False
-    if "pytest" not in sys.modules:
+    if "pytest" not in sys.modules or "PATH" in changed or any(name.startswith(STARTING) for name in changed):
         return False
     names = {name.partition(".")[0] for name in sys.modules} | {".local"}
     folders = [".", "src", *environment.get("PYTHONPATH", "").split(":")]
