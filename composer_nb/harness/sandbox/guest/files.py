@@ -61,16 +61,14 @@ class Files:
         """Return when a file was last read before, in seconds since 1970, and its content."""
         fd = open_beneath(self.fd, self.inner(path), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
         try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise OSError(
-                    errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL, path + ": no regular file"
-                )
+            held = os.fstat(fd)
+            if not stat.S_ISREG(held.st_mode):
+                raise OSError(errno.EISDIR if stat.S_ISDIR(held.st_mode) else errno.EINVAL, path + ": no plain file")
             parts, left = [], min(most, self.limit)
             while left > 0 and (part := os.pread(fd, left, offset)):
                 parts.append(part)
                 offset, left = offset + len(part), left - len(part)
-            return clock(status.st_atime_ns), b"".join(parts)
+            return clock(held.st_atime_ns), b"".join(parts)
         finally:
             os.close(fd)
 
