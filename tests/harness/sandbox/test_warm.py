@@ -58,6 +58,26 @@ def test_tests_say_what_they_say_in_a_new_interpreter(box: Sandbox) -> None:
     assert b"1 passed" in ran(box).stdout, "nothing is left of the first run"
 
 
+CONFIGURED = b"""
+import pytest
+def test_what_the_session_knows(pytestconfig):
+    known, manager = pytestconfig.invocation_params, pytestconfig.pluginmanager
+    print(known.dir, known.args, pytestconfig.rootpath, pytestconfig.inipath, pytestconfig.option.verbose)
+    print(sorted(name for name, plugin in manager.list_name_plugin() if plugin and not name.isdigit()))
+    assert "own: a mark" in pytestconfig.getini("markers")
+    again = pytest.main(["--collect-only", "-q", __file__])
+    assert again == 0 and manager.has_plugin("terminal") and not manager.has_plugin("cacheprovider")
+"""
+
+
+def test_a_configuration_that_was_made_ahead_is_like_a_new_one(box: Sandbox) -> None:
+    box.write("test_configured.py", CONFIGURED)
+    box.write("pytest.ini", b"[pytest]\naddopts = -s -vv\nmarkers =\n    own: a mark\n")
+    copy, new = ran(box), ran(box, warm=False)
+    assert copy.exit_code == new.exit_code == 0, copy.stdout
+    assert copy.stdout.split(b" in ")[0] == new.stdout.split(b" in ")[0]
+
+
 @pytest.mark.parametrize("path", ["packaging/__init__.py", "shlex.py", "src/tarfile.py", ".local/x"])
 def test_a_workspace_with_a_module_of_the_same_name_gets_a_new_interpreter(box: Sandbox, path: str) -> None:
     box.write("test_where.py", b"def test():\n    import sys\n    assert sys.flags.no_site == 1\n")
