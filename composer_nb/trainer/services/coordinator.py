@@ -215,7 +215,7 @@ class Coordinator:
         return []
 
     def _worked(self, pair: Pair, outcomes: Sequence[Outcome]) -> list[Event]:
-        pair.working, pair.since = pair.working - 1, time.monotonic()
+        pair.working = False
         events: list[Event] = []
         for o in outcomes:
             places = pair.assigned.get((o.slot, o.attempt), set())
@@ -352,13 +352,11 @@ class Coordinator:
                 raise RunStopped(error)
 
     def _feed(self) -> None:
-        """Give every worker its work, and every lagging engine the newest version. A worker has its next order before it has
-        carried out the last, so that it does not wait while a batch is stored here; in lockstep each answer decides the next."""
-        wanted, most = self._serve(), 1 if self.settings.services.lockstep else 2
+        """Give every free worker its work, and every lagging engine the newest version."""
+        wanted = self._serve()
         for pair in list(self.pairs.values()):
-            if pair.working < most and (pair.start or pair.cancel or pair.assigned):
-                pair.since = pair.since if pair.working else time.monotonic()
-                pair.working += 1
+            if not pair.working and (pair.start or pair.cancel or pair.assigned):
+                pair.working, pair.since = True, time.monotonic()
                 self._ask(pair.worker.call("work", pair.start, pair.cancel, WORK_S), "work", pair)
                 pair.start, pair.cancel = [], []
             if not pair.updating and pair.version < wanted:

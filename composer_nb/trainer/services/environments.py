@@ -53,10 +53,8 @@ class Pair:
     """Version that the engine serves."""
     joined: bool = False
     updating: bool = False
-    working: int = 0
-    """Orders that the worker has."""
+    working: bool = False
     since: float = 0.0
-    """When it last got one without having any, or answered one."""
     start: list[Dispatch] = field(default_factory=list)
     cancel: list[tuple[int, int]] = field(default_factory=list)
     assigned: dict[tuple[int, int], set[int]] = field(default_factory=dict)
