@@ -232,7 +232,7 @@ class Boxes:
 
         Raises:
             SandboxFailure: the infrastructure failed.
-            SandboxDied, RunnerEnded: the code under test ended its sandbox or its runner.
+            SandboxDied, RunnerEnded: the code under test ended its sandbox, or its files do not fit into it.
         """
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return list(pool.map(self._run, jobs))
@@ -271,11 +271,11 @@ COMMAND = ["python3", "-s", "-S", "-c", _RUN]
 
 
 def _read_since(box: Sandbox, path: str) -> bool:
-    """Return whether bait was read, which is laid as if last read in 1970."""
+    """Return whether bait was read, which is laid as if last read in 1970, or made unreadable."""
     try:
         return box.last_read(path) > 0
-    except OSError:
-        return False
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError | NotADirectoryError)
 
 
 def _changed(box: Sandbox) -> bool:
