@@ -38,7 +38,7 @@ from composer_nb.trainer.models.transformer import Kernels, ModelConfig
 from composer_nb.trainer.models.variants import ENGINES, EngineSettings
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 from composer_nb.trainer.prompts import CurriculumSettings
-from composer_nb.trainer.schedule import Schedule
+from composer_nb.trainer.schedule import Schedule, ServicesSettings, require_live
 
 Seed = Annotated[int, Field(ge=-(2**62), le=2**62)]
 
@@ -221,40 +221,6 @@ class RlSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServicesSettings:
-    """Asynchronous RL as services on Ray, or one synchronous loop if `on` is false."""
-
-    on: bool = True
-    address: str = ""
-    """Address of a Ray cluster, or the folder of a head (`composer-nb up`). Empty: the run starts a cluster of its own and stops
-    it at the end."""
-    engines: Some = 1
-    """Number of inference engines; each has its own environment worker."""
-    ahead: Count = 1
-    """Batches that may be in flight beyond the one that is due (O); 0: on-policy."""
-    bound: Count = 2
-    """Maximum staleness of a rollout's oldest token at training time, in batches."""
-    window: Share = 1.0
-    """A batch is taken from the oldest max(P, window · (O + 1) · P) groups."""
-    order: Literal["window", "fifo", "discard"] = "window"
-    retries: Count = 3
-    """Maximum retries of a rollout after an infrastructure fault."""
-    deaths: Count = 20
-    """Maximum number of times that a group may lose its worker, or a batch its trainer."""
-    hang_s: Positive = 120.0
-    """Seconds of silence after which a worker counts as hung and is stopped."""
-    lockstep: bool = False
-    """Step engines only while an environment worker waits for them. With ahead=0 and one engine, runs are bit-reproducible."""
-    full_every: Some = 25
-    """Interval between full weight versions; the versions in between are deltas."""
-    serve: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Loopback port that serves the policy to users while it trains, as `composer-nb serve` does. Their requests take priority
-    over rollouts. 0: none."""
-    store: str = ""
-    """URL (fsspec) of the store of weight versions. Each run has its own folder there. Empty: the run directory."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSettings:
     samples: Some = 4
     """Rollouts per task at temperature 1, which is k in best-of-k. One greedy rollout is added."""
@@ -327,8 +293,12 @@ class Settings:
             raise ValueError(f"data.kinds={list(data.kinds)}: tasks of data.level='functions' have bugs alone")
         if self.sft.steps and not data.mistaken_demonstrations:
             raise ValueError("data.mistaken_demonstrations=0: sft.steps must be 0 too, it trains on them")
-        if self.rl.refill and not self.services.on:
-            raise ValueError(f"rl.refill={self.rl.refill:g}: needs services.on=true")
+        if (self.rl.refill or self.services.changes) and not self.services.on:
+            raise ValueError(f"{'rl.refill' if self.rl.refill else 'services.changes'}: needs services.on=true")
+        if changes := self.services.changes:
+            for name in {name for values in changes.values() for name in values}:
+                require_live(name)
+            reduce(override, changes.values(), replace(self, services=replace(self.services, changes={})))
         if not self.env.path and self.data.rl_tasks < (needed := self.prompts_needed):
             raise ValueError(
                 f"data.rl_tasks={self.data.rl_tasks}: must be at least rl.steps × rl.prompts × (1 + rl.refill) "

@@ -48,6 +48,7 @@ def test_every_setting_is_of_a_kind_that_these_tests_know():
     assert {name for name in NAMES if kind(name) not in SAYS and name not in CHOICE} == {
         "data.kinds",
         "reward.weights",
+        "services.changes",
         "model.mlp_only_layers",
         "sft.sharpness",
     }
@@ -56,6 +57,8 @@ def test_every_setting_is_of_a_kind_that_these_tests_know():
 
 def test_settings_are_read_as_they_were_saved() -> None:
     assert from_dict(json.loads(json.dumps(to_dict(Settings())))) == Settings()
+    live = override(Settings(), {"services.changes": {"7": {"reward.effort.weight": 0.05, "services.bound": 4}}})
+    assert from_dict(json.loads(json.dumps(to_dict(live)))) == live
 
 
 # What can be set

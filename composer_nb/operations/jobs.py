@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import time
@@ -64,36 +63,28 @@ def from_run(given: argparse.Namespace) -> int:
     from composer_nb.trainer.recipe.reader import open_run
     from composer_nb.views.page import text_table
 
-    run, live = open_run(given.path), list[tuple[Any, ...]]()
+    run = open_run(given.path)
     settings, out = absolute(from_dict(run.settings())), given.out or Path(f"{run.path.name}.yml")
     if out.exists():
         raise ValueError(f"{out}: is there already; give another file as --out")
     module, own, _ = (tasks := settings.env.tasks).partition(":")
     if own and not Path(tasks).exists() and find_spec(module.partition(".")[0]) is None:
         raise ValueError(f"env.tasks={tasks!r}: a job imports it from another folder; put its folder into PYTHONPATH")
-    if run.query("SELECT 1 FROM sqlite_master WHERE name = 'change'"):
-        live = run.query("SELECT name, value, step FROM change WHERE step >= 0 ORDER BY number")
-    live = [(name, json.loads(value), step + 1) for name, value, step in live]
-    for name, value, _ in live:
-        settings = override(settings, {name: value})
-    values = changed(Settings(), settings)
+    live = run.changed_live()
+    planned = settings.services.changes | live
+    values = changed(Settings(), override(settings, planned.pop("1", {}) | {"services.changes": planned}))
     parameters = {"runs": "${job.dir}/runs", "resume": True, "seed": values.pop("seed", 0), "overrides": values}
     notebook = os.path.relpath(tour_notebook(), out.resolve().parent)
     node = {"notebook": notebook, "parameters": parameters, "outputs": {"run_dir": "run.path"}}
     lines = [f"# The settings of {run.path.name}: composer-nb jobs run {out}"]
-    for each in dict.fromkeys(name for name, *_ in live):
-        history = ", ".join(f"{value} before step {step}" for name, value, step in live if name == each)
-        lines.append(f"# {each} was changed live to {history}; here the last value holds from the first step.")
+    if planned:
+        lines.append("# services.changes: what was changed while it was live, by the step from which it applied.")
     job = {"name": re.sub(r"[^A-Za-z0-9]+", "-", out.stem).strip("-") or "again", "nodes": {"tour": node}}
     lines.append(yaml.safe_dump(job, sort_keys=False, allow_unicode=True))
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, "\n".join(lines))
     load_job(out)
-    found = {
-        "file": str(out),
-        **parameters,
-        "live": [dict(zip(("name", "value", "step"), each, strict=True)) for each in live],
-    }
+    found = {"file": str(out), **parameters, "live": live}
     return emit(given, found, lambda: text_table([(name, str(value)) for name, value in found.items()], ("", "")))
 
 

@@ -12,6 +12,7 @@ import html
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -110,15 +111,11 @@ class LivePage:
         from composer_nb.views.rollout import sampled
 
         with self._lock:
-            try:
+            self._rollouts = []
+            with suppress(ValueError, FileNotFoundError):  # no step yet
                 self._rollouts = sampled(ReadOnly(self.path))
-            except (ValueError, FileNotFoundError):  # no step yet
-                self._rollouts = []
-            rows = [
-                f'<option value="{place}">{html.escape(each.heading)}</option>'
-                for place, each in enumerate(self._rollouts)
-            ]
-        return HTMLResponse("".join(rows))
+            texts = [html.escape(each.heading) for each in self._rollouts]
+        return HTMLResponse("".join(f'<option value="{at}">{text}</option>' for at, text in enumerate(texts)))
 
     def _read(self, request: Request) -> Response:
         from composer_nb.views.rollout import read

@@ -8,6 +8,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -280,14 +281,15 @@ def change(given: argparse.Namespace) -> int:
 
     Names and types are checked before the run sees them.
     """
-    from composer_nb.settings import from_dict
+    from composer_nb.settings import from_dict, override
     from composer_nb.trainer.recipe.reader import open_run
     from composer_nb.trainer.services.journal import change_live, request_change
 
-    run = open_run(given.path.resolve())
-    current, changes = from_dict(run.settings()), overrides(given.pairs)
-    for name, text in changes.items():
+    run, changes = open_run(given.path.resolve()), dict[str, Any]()
+    current = reduce(override, run.changed_live().values(), from_dict(run.settings()))
+    for name, text in overrides(given.pairs).items():
         current = change_live(current, name, text)
+        changes[name] = reduce(getattr, name.split("."), current)
     if run.finished("rl") is not None:
         raise ValueError(f"{run.path.name}: its RL is over; nothing is left to change")
     for name, value in changes.items():

@@ -1,9 +1,9 @@
-"""The vocabulary of the orchestrator: the limits on running ahead (`Schedule`), events, and commands."""
+"""The vocabulary of the orchestrator: its settings, the limits on running ahead (`Schedule`), events, and commands."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -12,11 +12,59 @@ from composer_nb.harness.plain import Count, Positive, Share, Some, require_rang
 
 WORK_S = 0.25
 """Seconds between two reports of an environment worker."""
+LIVE = ("services.ahead", "services.bound", "services.window", "services.order", "services.hang_s", "rl.group")
+"""Settings that can be changed while a run is live, besides all of `reward` and `monitor`.
+The denominator of the loss does not change."""
+Changes = dict[Annotated[str, Field(pattern=r"^[1-9]\d*$")], dict[str, Any]]
+"""Changes of live settings by step, from 1, and by name."""
 
 
 def whole(value: Any, least: int = 0) -> bool:
     """Return whether a value is an integer of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def require_live(name: str) -> None:
+    """Raise ValueError for a setting that a live run cannot change."""
+    if name not in LIVE and not name.startswith(("reward.", "monitor.")):
+        raise ValueError(f"{name} cannot be changed while a run is live; {', '.join(LIVE)}, reward.* and monitor.* can")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServicesSettings:
+    """Asynchronous RL as services on Ray, or one synchronous loop if `on` is false."""
+
+    on: bool = True
+    address: str = ""
+    """Address of a Ray cluster, or the folder of a head (`composer-nb up`). Empty: the run starts a cluster of its own and stops
+    it at the end."""
+    engines: Some = 1
+    """Number of inference engines; each has its own environment worker."""
+    ahead: Count = 1
+    """Batches that may be in flight beyond the one that is due (O); 0: on-policy."""
+    bound: Count = 2
+    """Maximum staleness of a rollout's oldest token at training time, in batches."""
+    window: Share = 1.0
+    """A batch is taken from the oldest max(P, window · (O + 1) · P) groups."""
+    order: Literal["window", "fifo", "discard"] = "window"
+    retries: Count = 3
+    """Maximum retries of a rollout after an infrastructure fault."""
+    deaths: Count = 20
+    """Maximum number of times that a group may lose its worker, or a batch its trainer."""
+    hang_s: Positive = 120.0
+    """Seconds of silence after which a worker counts as hung and is stopped."""
+    lockstep: bool = False
+    """Step engines only while an environment worker waits for them. With ahead=0 and one engine, runs are bit-reproducible."""
+    changes: Changes = field(default_factory=dict)
+    """Live settings by the step from which they apply, as {"5": {"reward.effort.weight": 0.05}}. `composer-nb jobs from` writes
+    here what was changed while a run was live."""
+    full_every: Some = 25
+    """Interval between full weight versions; the versions in between are deltas."""
+    serve: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Loopback port that serves the policy to users while it trains, as `composer-nb serve` does. Their requests take priority
+    over rollouts. 0: none."""
+    store: str = ""
+    """URL (fsspec) of the store of weight versions. Each run has its own folder there. Empty: the run directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,12 +23,13 @@ from matplotlib.ticker import MaxNLocator
 
 from composer_nb.harness.untrusted import as_html
 from composer_nb.trainer.recipe.launch import LOCK
+from composer_nb.trainer.recipe.reader import ReadOnly
 from composer_nb.trainer.recipe.report import reward_trend
 from composer_nb.trainer.recipe.status import Status, read_status
 from composer_nb.trainer.services.head import holder
 from composer_nb.trainer.services.journal import REFUSED
 from composer_nb.views import style
-from composer_nb.views.curves import metric, step_times
+from composer_nb.views.curves import metric, step_times, supervised
 from composer_nb.views.page import Html, box, image
 from composer_nb.views.scores import conduct
 from composer_nb.views.style import Picture, key, title
@@ -85,12 +86,10 @@ def facts(seen: Status) -> Iterator[tuple[str, str]]:
         yield engine.name, f"{at}, fetched in {engine.seconds:.2f} s, paused for {engine.paused:.3f} s"
     if seen.steps:
         yield "reward", reward_trend(seen.steps)
+    since = {None: "requested, not applied yet", REFUSED: "refused; the run's log says why"}
     for change in seen.changes:
-        since = {None: "requested, not applied yet", REFUSED: "refused; the run's log says why"}
-        yield (
-            f"{change.name} = {json.dumps(change.value)}",
-            since.get(change.step, f"from step {(change.step or 0) + 1} on"),
-        )
+        applied = f"from step {(change.step or 0) + 1} on"
+        yield f"{change.name} = {json.dumps(change.value)}", since.get(change.step, applied)
 
 
 def utilisation(seen: Status) -> float | None:
@@ -130,14 +129,19 @@ def plain(seen: Status) -> dict[str, Any]:
 
 
 def picture(seen: Status) -> Picture:
-    """Draw curves over RL steps, the ledger, the groups in flight and the seconds of each stage."""
+    """Draw curves over RL steps, the ledger, the groups in flight and the seconds of each stage; before RL, the losses."""
+    if not seen.steps and (run := ReadOnly(seen.path)).steps("midtrain"):
+        return supervised(run)
     drawn = Picture(9.5, 6.6)
-    *over_steps, times, ledger, work, stages = drawn.panels(3, 3)
+    # Two parts, so that the long names of bars do not narrow the curves.
+    upper, lower = drawn.subfigures(2, 1, squeeze=False, height_ratios=(2, 1)).flat
+    *over_steps, times = map(style.plain, upper.subplots(2, 3).flat)
+    ledger, work, stages = map(style.plain, lower.subplots(1, 3))
     for ax, name in zip(over_steps, ("reward", "solved", "entropy", "staleness", "turns"), strict=True):
         metric(ax, seen.steps, name, seen.bound if name == "staleness" else None)
     if seen.steps:
         step_times(times, seen.steps)
-    title(times, "seconds of a step")
+    title(times if seen.steps else style.absent(times, "RL has no step yet"), "seconds of a step")
     _ledger(ledger, seen)
     _work(work, seen)
     _bars(stages, "seconds of complete stages", seen.stages, style.SKY)
@@ -146,15 +150,15 @@ def picture(seen: Status) -> Picture:
 
 def _ledger(ax: Axes, seen: Status) -> None:
     ledger = dict(_ranked(seen.ledger))
-    _bars(ax, "sampled tokens", ledger, [_REASON.get(why, style.ORANGE) for why in ledger])
     ax.xaxis.set_major_locator(MaxNLocator(4))
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    _bars(ax, "sampled tokens", ledger, [_REASON.get(why, style.ORANGE) for why in ledger])
 
 
 def _bars(ax: Axes, text: str, values: Mapping[str, float], color: Any) -> None:
     title(style.bars(ax, values, color), text)
     if not values:
-        style.absent(ax, "none yet")
+        style.absent(ax, "none yet").set_xticks([])
 
 
 def _work(ax: Axes, seen: Status) -> None:
@@ -169,11 +173,11 @@ def _work(ax: Axes, seen: Status) -> None:
     for label, (counts, color) in parts.items():
         ax.bar(names, counts, bottom=below, color=color, label=label)
         below = [a + b for a, b in zip(below, counts, strict=True)]
-    ax.set_xticks(range(0, len(names), max(1, len(names) // 6)))
+    ax.set_xticks(range(0, len(names), max(1, len(names) // 4)))
     title(ax, "rollouts in flight, by prompt", "", "")
     if seen.slots:
         ax.set_ylim(0, max(below) * 1.6)
-        key(ax, loc="upper left", ncols=2)
+        key(ax, loc="upper left")
     else:
         style.absent(ax, "none")
 
@@ -292,4 +296,4 @@ class Dashboard:
 
 def pictured(seen: Status) -> tuple[Any, ...]:
     """Return the part of a status that the picture shows."""
-    return seen.state, len(seen.steps), seen.ledger, seen.slots, seen.stages, seen.changes
+    return seen.state, len(seen.steps) or seen.done, seen.ledger, seen.slots, seen.stages, seen.changes

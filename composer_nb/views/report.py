@@ -128,32 +128,27 @@ def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"solved by kind, {name}", ", ".join(f"{kind} {share:.3f}" for kind, share in kinds.items())
     if gain := report.get("gain"):
         low, high = gain["ci95"]
-        yield (
-            f"gain over {gain['from']}",
-            f"{gain['pass_at_1']:+.3f} pass@1 (95 %: {low:+.3f} to {high:+.3f}), {gain['pass_greedy']:+.3f} greedy, "
-            f"{gain['best_of_k']:+.3f} best of k",
-        )
+        scored = "{pass_at_1:+.3f} pass@1{}, {pass_greedy:+.3f} greedy, {best_of_k:+.3f} best of k"
+        yield f"gain over {gain['from']}", scored.format(f" (95 %: {low:+.3f} to {high:+.3f})", **gain)
         for kind, within in gain.get("within_12", {}).items():
             low, high = within["ci95"]
             what = {"heldout": "new instances", "structures": "new structures"}[kind]
             found = f"{within['gain']:+.3f} over {within['over']} (95 %: {low:+.3f} to {high:+.3f}), {within['n_tasks']} tasks"
             yield f"solved in 12 calls, {what}", found
-        above = gain["over_stronger"]
-        yield (
-            "gain over the better of it and the start",
-            f"{above['pass_at_1']:+.3f} pass@1, {above['pass_greedy']:+.3f} greedy, {above['best_of_k']:+.3f} best of k",
-        )
+        yield "gain over the better of it and the start", scored.format("", **gain["over_stronger"])
+    for step, values in report.get("changed_live", {}).items():
+        yield f"changed live, from step {step}", ", ".join(f"{name} = {value}" for name, value in values.items())
     if train := report.get("train"):
-        yield "RL", f"{train['steps']} steps, {train['samples']:,} rollouts, {train['sampled']:,} tokens sampled"
+        steps = report["settings"].get("rl", {}).get("steps", train["steps"])
+        ended = f" of {steps}, ended by rl.max_seconds" if report["complete"] and train["steps"] < steps else ""
+        yield "RL", f"{train['steps']} steps{ended}, {train['samples']:,} rollouts, {train['sampled']:,} tokens sampled"
         if "trend" in train:
             yield "reward", train["trend"]
         yield "every token accounted for", shown(train["tokens_accounted"], ".3f")
         yield "trainer idle", f"{shown(train['trainer_idle'], '.0%')} of RL's time"
         if waits := train.get("engine_waits"):
-            yield (
-                "engine idle",
-                ", ".join(f"{share:.0%} for the {name}" for name, share in waits.items()) + ", of the time",
-            )
+            idle = ", ".join(f"{share:.0%} for the {name}" for name, share in waits.items())
+            yield "engine idle", f"{idle}, of the time"
         bound, most, average = (train[f"staleness_{name}"] for name in ("bound", "max", "mean"))
         yield "staleness in batches", f"{shown(average, '.2f')} on average, {shown(most)} at most, bound {bound}"
     if reward := report.get("rewards"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,20 @@ from composer_nb.jobs.file import load_job
 from composer_nb.settings import Settings, override
 from composer_nb.trainer.recipe.launch import settle
 from composer_nb.trainer.records.rundir import RunDir, create
-from composer_nb.trainer.services.journal import Journal, request_change
+from composer_nb.trainer.services.journal import Journal
 
 
 def began(tmp_path: Path, **given: Any) -> RunDir:
     run = create(tmp_path / "runs", "tour")
     settle(run, override(Settings(), given))
     return run
+
+
+def taken_up(run: RunDir, changes: list[tuple[str, Any, int | None]]) -> None:
+    with closing(Journal(run)) as journal:
+        for number, (name, value, step) in enumerate(changes, 1):
+            journal.ask(name, value)
+            journal.judge(number, step)
 
 
 def test_a_job_file_has_the_settings_of_a_run_and_what_was_changed_live(
@@ -30,13 +39,9 @@ def test_a_job_file_has_the_settings_of_a_run_and_what_was_changed_live(
     Path("code").mkdir()
     given = {"seed": 3, "rl.steps": 20, "sft.sharpness": [1.0, 1.5], "data.rl_turns": 5}
     named = {"env.tasks": "tasks.jsonl", "data.code": "code", "services.store": "made/later"}
-    run = began(tmp_path, **given, **named)
-    journal = Journal(run)
-    live = [("services.bound", "3", 0), ("services.bound", 4, 6), ("services.ahead", 3, None), ("rl.lr", 1e-3, 9)]
-    for number, (name, value, step) in enumerate(live, 1):
-        request_change(run, name, value)
-        journal.judge(number, step)
-    journal.close()
+    run = began(tmp_path, **given, **named, **{"services.changes": {"9": {"rl.group": 4}}})
+    live = [("services.bound", "3", 0), ("services.bound", 4, 6), ("services.ahead", 3, None), ("rl.group", 4, 8)]
+    taken_up(run, [*live, ("reward.effort.weight", 0.1, 8)])
 
     monkeypatch.chdir("/")
     out = tmp_path / "made" / "the second try.yml"
@@ -46,11 +51,49 @@ def test_a_job_file_has_the_settings_of_a_run_and_what_was_changed_live(
     assert job.name == "the-second-try" and node.notebook.name == "01_tour.ipynb" and node.notebook.is_file()
     again = override(Settings(), {**node.parameters["overrides"], "seed": node.parameters["seed"]})
     everywhere = {name: str(tmp_path / value) for name, value in named.items()}
-    assert again == override(Settings(), given | everywhere | {"services.bound": 4, "rl.lr": 1e-3})
-    assert "# services.bound was changed live to 3 before step 1, 4 before step 7; here" in out.read_text()
-    assert "services.ahead" not in out.read_text(), "a refused change is left out"
-    told = json.loads(capsys.readouterr().out)["live"]
-    assert told[1] == {"name": "services.bound", "value": 4, "step": 7} and len(told) == 3
+    timed = {"7": {"services.bound": 4}, "9": {"rl.group": 4, "reward.effort.weight": 0.1}}
+    # A refused change is left out; one before the first step is a setting.
+    wanted = given | everywhere | {"services.bound": 3, "services.changes": timed}
+    assert again == override(Settings(), wanted)
+    assert "# services.changes: " in out.read_text()
+    assert json.loads(capsys.readouterr().out)["live"] == {"1": {"services.bound": "3"}} | timed
+
+
+def test_changes_are_checked_against_the_settings_of_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = began(tmp_path, **{"services.ahead": 1, "services.bound": 2})
+    assert cli.main(["set", str(run.path), "services.ahead=3"]) == 2
+    assert "services.bound=2: must be at least services.ahead (3)" in capsys.readouterr().err
+    taken_up(run, [("services.bound", 4, 6)])
+    assert cli.main(["set", str(run.path), "services.ahead=3", 'reward.weights={"solved": 2}', "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"services.ahead": 3, "reward.weights": {"solved": 2.0}}
+    assert run.query("SELECT value FROM change WHERE name = 'services.ahead'") == [("3",)], "a number, not its text"
+
+
+def test_a_comparison_and_a_report_tell_what_was_changed_live(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = began(tmp_path / "one"), began(tmp_path / "two")
+    taken_up(first, [("reward.effort.weight", 0.05, 4)])
+    assert cli.main(["compare", str(first.path), str(second.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"] == {"changed_live.5.reward.effort.weight": [0.05, None]}
+    assert cli.main(["report", str(first.path)]) == 0
+    assert "changed live, from step 5  reward.effort.weight = 0.05" in capsys.readouterr().out
+
+
+WRONG = {
+    "rl.lr cannot be changed while a run is live": {"5": {"rl.lr": 1e-3}},
+    "must be at least services.ahead": {"5": {"services.ahead": 3}},
+    "services.changes['0']": {"0": {"rl.group": 4}},
+    "reward.weights names 'nosuch'": {"2": {"reward.weights": {"nosuch": 1.0}}},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_changes_that_a_run_could_not_make_are_refused_before_it_starts(message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        override(Settings(), {"services.changes": WRONG[message]})
+    with pytest.raises(ValueError, match=r"services\.changes: needs services\.on=true"):
+        override(Settings(), {"services.changes": {"2": {"rl.group": 4}}, "services.on": False})
 
 
 def test_what_a_job_could_not_do_is_refused(

@@ -95,9 +95,23 @@ def test_rollouts_under_way_are_stacked_by_group(run: RunDir) -> None:
 def test_a_run_that_has_just_begun_says_why_there_is_nothing(run: RunDir) -> None:
     seen = read_status(run.path)
     texts = [text.get_text() for ax in dashboard.picture(seen).axes for text in ax.texts]
-    assert texts.count("RL has no step yet") >= 4 and "none yet" in texts
+    assert texts.count("RL has no step yet") == 6 and "none yet" in texts
     assert dashboard.headline(seen) == "it: dead, tokenizer"
     assert dict(dashboard.facts(seen))["process"].startswith("none")
+
+
+def test_before_rl_the_picture_has_the_losses(run: RunDir) -> None:
+    run.finish("tokenizer", 1.0, {})
+    run.finish("data", 1.0, {})
+    loss = {"loss": 2.0, "agent_loss": 1.0}
+    run.commit("midtrain", 20, {}, [(at, loss | {"loss": 2.0 - at / 20}) for at in (10, 20)])
+    seen = read_status(run.path)
+    assert [list(line.get_ydata()) for line in panels(seen)["mid-training"].lines] == [[1.5, 1.0], [1.0, 1.0]]
+    before = dashboard.pictured(seen)
+    run.commit("midtrain", 30, {}, [(30, loss)])
+    assert dashboard.pictured(read_status(run.path)) != before, "a page draws the new point"
+    run.commit("rl", 1, {}, [(1, POINT)])
+    assert "mid-training" not in panels(read_status(run.path))
 
 
 def test_the_headline_tells_how_far_and_how_long(run: RunDir) -> None:

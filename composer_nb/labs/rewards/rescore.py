@@ -15,10 +15,10 @@ Dimensions: R rollouts of a batch, P its groups, V gradients (at most two a roll
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from random import Random
 
@@ -74,11 +74,8 @@ def stored_batch(run: RunDir, step: int = -1) -> StoredBatch:
 
 def settings_at(run: RunDir, step: int) -> Settings:
     """Return the settings that RL step `step` (from 1) ran with: those of the start, and what was changed since."""
-    settings = from_dict(run.settings())
-    if not run.query("SELECT 1 FROM sqlite_master WHERE name = 'change'"):  # the plain loop takes no changes
-        return settings
-    changes = run.query("SELECT name, value FROM change WHERE step >= 0 AND step < ? ORDER BY number", step)
-    return override(settings, {name: json.loads(value) for name, value in changes})
+    applied = (values for at, values in run.changed_live().items() if int(at) <= step)
+    return reduce(override, applied, from_dict(run.settings()))
 
 
 # Rewards and advantages

@@ -45,13 +45,10 @@ def replay(run: RunDir, settings: Settings, until: int) -> Iterator[Replayed]:
     """
     if settings.mesh.gpus and not torch.cuda.is_available():
         raise ValueError(f"{run.path}: trained with mesh.device='cuda', and this machine has no GPU to repeat it on")
-    journal = Journal(run)
-    try:
+    with closing(Journal(run)) as journal:
         batches = journal.batches(0, until)
         rates = [journal.rate(train.step) for train in batches]
         made = {version: journal.hash_of(version) for version, *_ in run.query("SELECT version FROM version")}
-    finally:
-        journal.close()
     if not made:
         raise ValueError(
             f"{run.path}: its RL was the plain loop (services.on=false), which logs no versions to compare"

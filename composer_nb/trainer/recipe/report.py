@@ -49,6 +49,7 @@ def build_report(run: RunDir) -> dict[str, Any]:
                        no task has its own sandbox; `error` if the two could not be compared
     `weights`          versions published in RL; bytes of the last one, in full and as a delta
     `ledger`           RL's sampled tokens by their use
+    `changed_live`     live changes of settings, by the step from which each applied
     `wall_s`           seconds of stages. `total` sums all stages, including those not listed, without the start of processes
                        and without steps that a killed process lost
 
@@ -92,6 +93,8 @@ def _built(run: RunDir) -> dict[str, Any]:
         report["headroom"] = rooms["start"]
     if gain := gained(run, scores):
         report["gain"] = gain
+    if live := run.changed_live():
+        report["changed_live"] = live
     if run.steps("rl"):
         report |= {"train": training(run, stages), "rewards": rewards(run), "ledger": run.ledger()}
     if "numerics" in stages:
@@ -346,7 +349,7 @@ def compare(first: RunDir, second: RunDir) -> dict[str, Any]:
     """Return the differences between two runs. Every pair is [first, second], with None if a run has no value.
 
     `runs`        name, path and completeness of each
-    `settings`    settings with different values, by dotted name
+    `settings`    settings with different values, by dotted name; `changed_live.STEP.NAME` was changed while the run was live
     `provenance`  commit, package digest, machine and versions that differ, by dotted name
     `eval`        `scores` of each policy that either run scored, and `difference` if both did
     `train`       figures of RL; `wall_s` seconds by part of the recipe
@@ -360,7 +363,7 @@ def compare(first: RunDir, second: RunDir) -> dict[str, Any]:
             {"run": report["run"], "path": str(run.path), "complete": report["complete"]}
             for report, run in zip(reports, (first, second), strict=True)
         ],
-        "settings": differing(*(_as_now(report["settings"]) for report in reports)),
+        "settings": differing(*map(_as_now, reports)),
         "provenance": differing(*(report["provenance"] for report in reports)),
         "eval": {
             name: {
@@ -378,13 +381,14 @@ def _pair(reports: Sequence[Mapping[str, Any]], part: str, name: str) -> list[An
     return [report.get(part, {}).get(name) for report in reports]
 
 
-def _as_now(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a run's settings with the current names. A setting that an old run lacks has its default. Settings that this package
-    cannot read are returned unchanged."""
+def _as_now(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's settings with the current names, and what was changed live. A setting that an old run lacks has its default.
+    Settings that this package cannot read are returned unchanged."""
+    live = {"changed_live": report.get("changed_live", {})}
     try:
-        return to_dict(from_dict(saved))
+        return to_dict(from_dict(report["settings"])) | live
     except ValueError:
-        return saved
+        return report["settings"] | live
 
 
 def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -221,6 +221,14 @@ class RunDir:
         """Return sampled tokens by their use."""
         return dict(self.query("SELECT reason, SUM(tokens) FROM ledger GROUP BY reason"))
 
+    def changed_live(self) -> dict[str, dict[str, Any]]:
+        """Return the settings that were changed while the run was live, as `services.changes`: by step, from 1, and by name."""
+        found: dict[str, dict[str, Any]] = {}
+        if self.query("SELECT 1 FROM sqlite_master WHERE name = 'change'"):  # the plain loop takes no changes
+            for step, name, value in self.query("SELECT step, name, value FROM change WHERE step >= 0 ORDER BY number"):
+                found.setdefault(str(step + 1), {})[name] = json_of(value)
+        return found
+
     def last_live_step(self) -> int:
         """Return the last RL step, from 1, that trained on any token; 0 if none did. The weights have not changed since."""
         [(step,)] = self.query("SELECT MAX(step) FROM ledger WHERE stage = 'rl' AND reason = 'trained' AND tokens > 0")

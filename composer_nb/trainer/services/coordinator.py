@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 from composer_nb.harness.grading.grade import Grade
@@ -69,12 +69,12 @@ class Coordinator:
     """One RL stage as services."""
 
     def __init__(self, run: RunDir, settings: Settings, actors: RayActors, say: Callable[[str], None]) -> None:
-        self.run, self.settings, self.actors, self.say = run, settings, actors, say
+        self.run, self.actors, self.say = run, actors, say
         self.started_with = settings
         """Settings without live changes. The trainer uses them, so that it repeats a batch exactly."""
         self.journal = Journal(run)
-        for name, value in self.journal.taken_up():
-            self.settings = change_live(self.settings, name, value)
+        self.settings = reduce(override, run.changed_live().values(), settings)
+        self.journal.plan(settings.services.changes)
         self.tasks = prompt_order(run.path, Order.of(settings))
         self.pending: dict[Future[Any], tuple[str, Any]] = {}
         self.pairs: dict[str, Pair] = {}
@@ -289,18 +289,16 @@ class Coordinator:
 
     def _changed(self) -> list[Event]:
         """Apply live settings. Unknown or unfit ones are refused with a log line, and the run continues."""
-        asked, before, at = self.journal.asked(), self.settings, self.orchestrator.version
+        before, at = self.settings, self.orchestrator.version
         at += batch_file(self.run.path, at).is_file()  # this batch has its rewards
-        for number, name, value in asked:
-            step: int | None = at
+        for number, name, value in self.journal.asked(at):
             try:
                 self.settings = change_live(self.settings, name, value, self.seen)
+                self.journal.judge(number, at)
                 self.say(f"{name} is {value!r} from step {at + 1} on")
             except ValueError as error:
-                step = None
+                self.journal.judge(number, None)
                 self.say(f"refused: {error}")
-            with self.journal.transaction():
-                self.journal.judge(number, step)
         return [Changed(at=time.monotonic(), schedule=self.settings.schedule())] if self.settings != before else []
 
     def _time_is_up(self) -> list[Event]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -19,7 +19,7 @@ from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.untrusted import json_of
 from composer_nb.settings import Settings, override
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.schedule import Train
+from composer_nb.trainer.schedule import Changes, Train, require_live
 from composer_nb.trainer.services.environments import Outcome
 
 _SCHEMA = """
@@ -34,9 +34,6 @@ CREATE TABLE IF NOT EXISTS change
   (number INTEGER PRIMARY KEY, at REAL NOT NULL, name TEXT NOT NULL, value TEXT NOT NULL, step INTEGER);
 """
 
-LIVE = ("services.ahead", "services.bound", "services.window", "services.order", "services.hang_s", "rl.group")
-"""Settings that can be changed while a run is live, besides all of `reward` and `monitor`.
-The denominator of the loss does not change."""
 REFUSED = -1
 """Stands for the step of a refused change."""
 Name = tuple[int, int, int]
@@ -49,10 +46,10 @@ class Journal:
     def __init__(self, run: RunDir) -> None:
         self._db = run.connect()
         self._db.isolation_level = None
-        self._db.execute(
-            "PRAGMA synchronous=NORMAL"
-        )  # transactions survive the death of any process; a power failure may lose the last ones
+        # Transactions survive the death of any process; a power failure may lose the last ones.
+        self._db.execute("PRAGMA synchronous=NORMAL")
         self._db.executescript(_SCHEMA)
+        self._planned: list[tuple[int, Mapping[str, Any]]] = []
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -144,19 +141,29 @@ class Journal:
 
     # Live settings
 
-    def asked(self) -> list[tuple[int, str, Any]]:
-        """Return the pending changes of settings: number, name and value."""
+    def ask(self, name: str, value: Any) -> None:
+        """Add a change to the pending ones."""
+        self._db.execute(
+            "INSERT INTO change (at, name, value) VALUES (?, ?, ?)", (time.time(), name, json.dumps(value))
+        )
+
+    def plan(self, changes: Changes) -> None:
+        """Plan `services.changes`, without those that an earlier process asked for."""
+        [(last,)] = self._db.execute("SELECT COALESCE(MAX(step), -1) FROM change")
+        self._planned = sorted((int(step) - 1, values) for step, values in changes.items() if int(step) - 1 > last)
+
+    def asked(self, at: int = 0) -> list[tuple[int, str, Any]]:
+        """Return the pending changes of settings: number, name and value. Those planned for steps up to `at` (from 0) now are
+        pending too."""
+        while self._planned and self._planned[0][0] <= at:
+            for name, value in self._planned.pop(0)[1].items():
+                self.ask(name, value)
         rows = self._db.execute("SELECT number, name, value FROM change WHERE step IS NULL ORDER BY number")
         return [(number, name, json_of(value)) for number, name, value in rows]
 
     def judge(self, number: int, step: int | None) -> None:
         """Record that a change applies from `step` on, or with None that it is refused."""
         self._db.execute("UPDATE change SET step = ? WHERE number = ?", (REFUSED if step is None else step, number))
-
-    def taken_up(self) -> list[tuple[str, Any]]:
-        """Return the applied changes, in order."""
-        rows = self._db.execute("SELECT name, value FROM change WHERE step >= 0 ORDER BY number")
-        return [(name, json_of(value)) for name, value in rows]
 
     def close(self) -> None:
         self._db.close()
@@ -165,8 +172,7 @@ class Journal:
 def change_live(settings: Settings, name: str, value: Any, seen: Iterable[tuple[Rollout, Grade]] = ()) -> Settings:
     """Return `settings` with one change. Raises ValueError for a setting that a live run cannot change, or an unfit value:
     rewards must be able to score the rollouts in `seen`."""
-    if name not in LIVE and not name.startswith(("reward.", "monitor.")):
-        raise ValueError(f"{name} cannot be changed while a run is live; {', '.join(LIVE)}, reward.* and monitor.* can")
+    require_live(name)
     changed = override(settings, {name: value})
     changed.reward.tried(seen)
     return changed
@@ -174,12 +180,5 @@ def change_live(settings: Settings, name: str, value: Any, seen: Iterable[tuple[
 
 def request_change(run: RunDir, name: str, value: Any) -> None:
     """Ask a live run to change a setting. The run applies the change within a second, and records from which step on."""
-    journal = Journal(run)
-    try:
-        with journal.transaction():
-            journal._db.execute(
-                "INSERT INTO change (at, name, value, step) VALUES (?, ?, ?, NULL)",
-                (time.time(), name, json.dumps(value)),
-            )
-    finally:
-        journal.close()
+    with closing(Journal(run)) as journal:
+        journal.ask(name, value)

@@ -453,6 +453,36 @@ def test_a_reward_that_changes_while_a_batch_is_learnt_counts_from_the_next_batc
         assert np.array_equal(rescore(batch, batch.settings.reward).reward_R, stored_scores(batch).reward_R)
 
 
+def test_a_run_with_the_changes_of_a_live_one_in_its_settings_ends_with_the_same_weights(begun, monkeypatch):
+    """Killed and resumed, it asks for no change twice."""
+    terms = iter([{"unfinished": -0.25}, {"unfinished": -0.5, "invalid_calls": -1.0}])
+    run, settings = begun("by_hand", IN_STEP | {"rl.steps": 4})
+    actors = Threads()
+    coordinator = Coordinator(run, settings, actors, lambda line: None)
+    learn = coordinator.learn
+
+    def learn_and_ask(*given: Any) -> Any:
+        if given[0].step in (0, 2):
+            request_change(run, "reward.weights", next(terms))
+        return learn(*given)
+
+    monkeypatch.setattr(coordinator, "learn", learn_and_ask)
+    coordinator.go()
+    actors.close()
+    live = run.changed_live()
+    assert list(live) == ["2", "4"]
+
+    again, planned = begun("planned", IN_STEP | {"rl.steps": 4, "services.changes": live})
+    cut_off(again, planned, 2, "_learnt")
+    go(again, planned)
+    assert again.changed_live() == live and weights(again) == weights(run)
+    assert again.query("SELECT COUNT(*) FROM change") == [(2,)]
+    assert settings_at(again, 3).reward.weights == live["2"]["reward.weights"]
+    plain, unchanged = begun("unchanged", IN_STEP | {"rl.steps": 4})
+    go(plain, unchanged)
+    assert weights(plain) != weights(run)
+
+
 WRONG: dict[str, Any] = {"services.bound": 0, "rl.prompts": 4, "reward.weights": {"nosuch": 1.0}, "rl.group": 0}
 
 
