@@ -192,7 +192,8 @@ def _parts(segment: Segment) -> Iterator[tuple[Kind, list[int]]]:
 
 
 def _part_heading(kind: Kind, texts: Sequence[str]) -> str:
-    text = "".join("" if _is_special(text) else text for text in texts).strip().replace("\n", " ⏎ ")
+    joined = "".join(" " if _is_special(text) else text.replace("\n", " ⏎ ") for text in texts)
+    text = " ".join(joined.split())
     shown = text if len(text) <= PREVIEW else text[: PREVIEW - 1] + "…"
     return f"{_name(kind)} · {len(texts)} tokens · {shown}"
 

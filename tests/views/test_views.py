@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pixels import drawn
 from safetensors.numpy import save_file
 
+from composer_nb.harness.rollout import Kind
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.untrusted import visible_lines
 from composer_nb.labs.microscope import routes
@@ -203,6 +204,10 @@ def test_calls_are_open_and_what_was_read_is_folded(tiny_run: RunDir):
     names = [heading.split(" · ")[0] for _, heading in parts]
     assert names[0] == "prompt" and names.count("tool call") == stored.attempt.rollout.messages
     assert all(bool(is_open) == (name == "tool call") for (is_open, _), name in zip(parts, names, strict=True))
+    written = [heading.split(" · ", 2)[2] for _, heading in parts if heading.startswith("tool call")]
+    assert all(re.fullmatch(r"\S+( \S+)*", each) or not each for each in written)
+    special = rollout._part_heading(Kind.TOOL_CALL, ["grep", "<|to|>", "def ", "mark", "<|end|>"])
+    assert special == "tool call · 5 tokens · grep def mark", "words on both sides of a special token stay apart"
     counts = [int(heading.split(" · ")[1].split()[0]) for _, heading in parts]
     assert sum(counts) == len(stored.segment.token_ids)
     assert rollout.read(stored, unfold=True).text.count("<details open>") == len(parts)

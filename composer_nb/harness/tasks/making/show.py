@@ -40,10 +40,11 @@ def progress(console: Console) -> Iterator[Callable[[State], None]]:
 def table(made: Mapping[str, Any]) -> Table:
     """Return a table with a row for each kind of change, those with most tasks first."""
     left_out = ", ".join(f"{count} {why}" for why, count in sorted(made["left_out"].items())) or "none"
-    guards = guards_line(Counter(each["by"] for each in made["guards"].values()))
+    kept = sum(kind["kept"] for kind in made["kinds"])
     found = Table(
-        title=f"{escape(made['repository'])}: {made['tasks']} tasks in {made['wall_s']:.0f} s. {made['tests']} tests count "
-        f"({made['coverage']:.0%} with a twin), {made['suite_s']:.1f} s a run; left out: {left_out}\n{guards}",
+        title=f"{escape(made['repository'])}: {made['tasks']} tasks, of {kept} changes kept, in {made['wall_s']:.0f} s. "
+        f"{made['tests']} tests count ({made['coverage']:.0%} with a twin), {made['suite_s']:.1f} s a run; left out: {left_out}\n"
+        f"{guards_line(Counter(each['by'] for each in made['guards'].values()))}",
         box=None,
         pad_edge=False,
         title_justify="left",
