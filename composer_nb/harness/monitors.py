@@ -213,7 +213,7 @@ class Watch:
                 sums += self.steps[number]
         share = sums["suspects"] / max(settings.window, sums["samples"])
         by = ", ".join(f"{name} {sums[name]}" for name in (*DETECTORS, "tampered") if sums[name])
-        told = f"{share:.1%} of the last {settings.window} rollouts flagged ({by})"
+        told = f"{share:.1%} of the last {settings.window} rollouts flagged" + (by and f" ({by})")
         if share > settings.stop:
             raise GamedError(
                 f"{told}: the reward is being gamed; close the hole, or raise monitor.stop={settings.stop:g}"

@@ -99,7 +99,7 @@ def _plan_schedules(given: argparse.Namespace) -> int:
         predicted = found[-1]["samples_s"]
         lines += [
             "",
-            f"The last row is the run's own schedule. It reached {reached:.3f} samples/s: {predicted / reached:.2f}× predicted.",
+            f"The last row is the run's own schedule: {predicted / reached:.2f}× the {reached:.3f} samples/s that it reached.",
         ]
     return emit(given, found, lambda: "\n".join(lines))
 

@@ -54,7 +54,9 @@ class Notebook:
         )
 
     def theme(self, dark: bool) -> None:
-        """JupyterLab's own theme, and what the browser tells pages about the reader's setting."""
+        """JupyterLab's own theme, and what the browser tells pages about the reader's setting; a large light window, or a small
+        dark one."""
+        self.page.set_viewport_size({"width": 1280, "height": 720} if dark else {"width": 1440, "height": 900})
         self.page.emulate_media(color_scheme="dark" if dark else "light")
         self.command("apputils:change-theme", theme=f"JupyterLab {'Dark' if dark else 'Light'}")
         self.page.wait_for_selector(f"body[data-jp-theme-light={'false' if dark else 'true'}]", state="attached")

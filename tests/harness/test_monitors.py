@@ -296,7 +296,8 @@ def test_a_watch_warns_above_the_alarm_and_raises_above_the_stop() -> None:
 def test_drift_of_length_is_said() -> None:
     settings, watch = MonitorSettings(), Watch()
     assert not watch.add(0, step(10, 0, 500), settings)[1] and not watch.add(1, step(10, 0, 1900), settings)[1]
-    assert "210 tokens a rollout, 50 at first (monitor.drift)" in watch.add(2, step(10, 0, 2100), settings)[1]
+    told = watch.add(2, step(10, 0, 2100), settings)[1]
+    assert told == "0.0% of the last 512 rollouts flagged; 210 tokens a rollout, 50 at first (monitor.drift)"
     assert "10 tokens a rollout" in watch.add(3, step(10, 0, 100), settings)[1]
 
 
