@@ -155,7 +155,7 @@ def sliders(lab: Lab, rewards: RewardSettings | None = None) -> ipywidgets.VBox:
             continuous_update=False,  # drawing takes longer than a pixel takes to pass
             description=name,
             layout=wide,
-            style={"description_width": "13em"},
+            style={"description_width": "14em"},
             readout_format=".3f" if step < 0.01 else ".2f",
         )
         for name, (low, high, step) in ranges().items()
