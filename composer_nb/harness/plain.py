@@ -81,7 +81,8 @@ def typed(value: Any, wanted: Any, name: str) -> Any:
         with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             value = literal_eval(value.capitalize() if value.lower() in ("true", "false") else value)
     bare = get_args(wanted)[0] if get_origin(wanted) is Annotated else wanted
-    if get_origin(bare) is tuple:  # JSON has none; a shell leaves [bug,lint] as text, and a command line may give one number
+    # JSON has no tuples; a shell leaves [bug,lint] as text, and a command line may give one number.
+    if get_origin(bare) is tuple:
         value = re.findall(r"[\w.-]+", value) if isinstance(value, str) else value
         value = (value,) if isinstance(value, int | float) else tuple(value) if isinstance(value, list) else value
     return checked_value(adapter, value, name)
