@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""compare_behaviour.py compaction|habits|curriculum [--seeds N]: comparisons over seeds, as tables for docs/log.md.
+"""compare_behaviour.py compaction|habits|effort|curriculum [--seeds N]: comparisons over seeds, as tables for docs/log.md.
 
 compaction: a policy without a model that knows its context alone (`labs/horizons/seeker.py`), with summaries of its own,
 summaries by a long instruction, and a cut, at two triggers. habits: a tiny policy is taught an easy repair with two bad habits, a
 useless read first and a message for each call; then RL with textual feedback, with a penalty of failed calls, with the effort
-penalty, or with none of these. curriculum: the example's policy before RL goes on with tasks in their order, with tasks drawn by
+penalty, or with none of these. effort: a tiny policy is taught easy and hard repairs in few and in many words; then RL with and
+without the effort penalty. curriculum: the example's policy before RL goes on with tasks in their order, with tasks drawn by
 effort. One thread; medians with the least and the most of the seeds.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -171,14 +172,15 @@ def demonstrations(agent: Agent, sandboxes: Sandboxes, rng: Random, count: int =
     return rows
 
 
-def taught(agent: Agent, sandboxes: Sandboxes, seed: int, steps: int) -> Model:
+def taught(seed: int, steps: int, made: Callable[[Random], list[Row]]) -> Model:
+    """Return a model that has learnt the demonstrations that `made` draws."""
     torch.manual_seed(seed)
     shape = ModelConfig(vocab_size=TOKENIZER.get_vocab_size(), num_hidden_layers=2, max_position_embeddings=512)
     model = Model(shape)
     plant_induction(model, seed)
     model.requires_grad_()
     rng = Random(seed)
-    rows, optimizer = demonstrations(agent, sandboxes, rng), FlatOptimizer(model, published=torch.bfloat16)
+    rows, optimizer = made(rng), FlatOptimizer(model, published=torch.bfloat16)
     for step in range(steps):
         lr = 3e-3 * min(1.0, (step + 1) / 10, (steps - step) / (steps / 2))
         train_step(model, rng.sample(rows, 10), optimizer, Ranks(), lr=lr, balance=1e-3, clip=1.0)
@@ -197,14 +199,16 @@ def figures_of(attempts: Sequence[Attempt]) -> dict[str, float]:
     }
 
 
-ARMS: dict[str, tuple[dict[str, float], float, float]] = {
-    "solved alone": ({"solved": 1.0}, 0.0, 0.0),
-    "and feedback 0.1": ({"solved": 1.0}, 0.1, 0.0),
-    "and feedback 0.3": ({"solved": 1.0}, 0.3, 0.0),
-    "and failed calls −0.3": ({"solved": 1.0, "failed_calls": -0.3}, 0.0, 0.0),
-    "and effort 0.3": ({"solved": 1.0}, 0.0, 0.3),
+Arm = tuple[dict[str, float], float, Effort]
+"""Weights of the reward, `loss.feedback`, and the effort penalty."""
+NONE = Effort()
+ARMS: dict[str, Arm] = {
+    "solved alone": ({"solved": 1.0}, 0.0, NONE),
+    "and feedback 0.1": ({"solved": 1.0}, 0.1, NONE),
+    "and feedback 0.3": ({"solved": 1.0}, 0.3, NONE),
+    "and failed calls −0.3": ({"solved": 1.0, "failed_calls": -0.3}, 0.0, NONE),
+    "and effort 0.3": ({"solved": 1.0}, 0.0, Effort(weight=0.3, turns=0.5, tool_call_tokens=0.01)),
 }
-"""Weights of the reward, `loss.feedback`, and the weight of the effort penalty."""
 
 
 def engine_at(model: Model, agent: Agent, seed: int, step: int) -> Engine:
@@ -213,12 +217,21 @@ def engine_at(model: Model, agent: Agent, seed: int, step: int) -> Engine:
     return Engine(model, stop=agent.renderer.stop, seed=seed, version=step, **size)
 
 
-def trained(start: Model, agent: Agent, sandboxes: Sandboxes, seed: int, arm: str, steps: int) -> list[list[Attempt]]:
-    """Return the attempts of each step of RL, and those of the end: `PROMPTS` groups of 6 rollouts."""
-    weights, feedback, effort = ARMS[arm]
-    rewards = RewardSettings(weights=weights, effort=Effort(weight=effort, turns=0.5, tool_call_tokens=0.01))
+def trained(
+    start: Model,
+    agent: Agent,
+    sandboxes: Sandboxes,
+    seed: int,
+    arm: Arm,
+    steps: int,
+    task: Callable[[int], Task] = task,
+) -> tuple[Model, list[list[Attempt]]]:
+    """Return the policy after RL, and the attempts of each step and of the end: `PROMPTS` groups of 6 rollouts."""
+    weights, feedback, effort = arm
+    rewards = RewardSettings(weights=weights, effort=effort)
     loss, model = LossSettings(feedback=feedback), copy.deepcopy(start)
-    learner = Learner(model, FlatOptimizer(model, published=torch.bfloat16), loss)
+    reference = copy.deepcopy(start).requires_grad_(False) if feedback else None
+    learner = Learner(model, FlatOptimizer(model, published=torch.bfloat16), loss, reference)
     hinter = partial(hints_of, renderer=agent.renderer, tools=agent.tools) if feedback else None
     kept = []
     for step in range(steps + 1):
@@ -235,7 +248,7 @@ def trained(start: Model, agent: Agent, sandboxes: Sandboxes, seed: int, arm: st
                 "clip": 1.0,
             }
             learner.learn(streams, Ranks(), Random(step), budget=4096, **each)
-    return kept
+    return model, kept
 
 
 def habits(seeds: int, taught_steps: int = 120) -> str:
@@ -243,9 +256,9 @@ def habits(seeds: int, taught_steps: int = 120) -> str:
     with Sandboxes() as sandboxes:
         agent = make_agent(EnvSettings(), TOKENIZER, Limits(turns=6, turn_tokens=64, tokens=400), sandboxes)
         for seed in range(seeds):
-            start = taught(agent, sandboxes, seed, taught_steps)
+            start = taught(seed, taught_steps, partial(demonstrations, agent, sandboxes))
             for arm in ARMS:
-                kept = trained(start, agent, sandboxes, seed, arm, LOOKS[-1])
+                _, kept = trained(start, agent, sandboxes, seed, ARMS[arm], LOOKS[-1])
                 by_step = [figures_of(each) for each in kept]
                 if arm == "solved alone":
                     found.setdefault("start", []).append(by_step[0])
@@ -253,6 +266,103 @@ def habits(seeds: int, taught_steps: int = 120) -> str:
                     found.setdefault(f"{arm}, {after} steps", []).append(by_step[after])
                 print(f"seed {seed}, {arm}: {by_step[-1]}", flush=True)
     return table(found, ("solved", "useless read first", "calls", "messages", "written tokens"))
+
+
+# Effort
+
+
+PENALTIES: dict[str, Arm] = {
+    "solved alone": ({"solved": 1.0}, 0.0, NONE),
+    "and effort 0.1": ({"solved": 1.0}, 0.0, Effort(weight=0.1, turns=0.3, tool_call_tokens=0.03)),
+    "and effort 0.2": ({"solved": 1.0}, 0.0, Effort(weight=0.2, turns=0.3, tool_call_tokens=0.03)),
+    "and effort 0.4": ({"solved": 1.0}, 0.0, Effort(weight=0.4, turns=0.3, tool_call_tokens=0.03)),
+}
+
+
+def either(number: int) -> Task:
+    """Return the easy repair if `number` is even, else a hard one: one of two signs is wrong, and only a test says which."""
+    if number % 2 == 0:
+        return task(number)
+    n, name, first = number % 10, "f", _first(number)
+    line = f"def f(x):\n    return x - {n} - x * x\n"
+
+    def cases(*values: int) -> list[tuple[tuple[int, ...], int]]:
+        return [((x,), x + n - x * x if first else x - n + x * x) for x in values]
+
+    return Task(
+        id=f"either-{number}",
+        instruction="fix f.py: one sign",
+        files={"f.py": line, "test_f.py": render_tests("f", name, cases(2, 5))},
+        tests={"test_hidden.py": render_tests("f", name, cases(7, 11))},
+        solution={"f.py": line.replace(*SIGNS[first])},
+        source_scope=("f.py",),
+    )
+
+
+SIGNS = {True: ("x -", "x +"), False: ("- x *", "+ x *")}
+"""The repairs of hard tasks, by whether the first sign is wrong."""
+
+
+def _first(number: int) -> bool:
+    return Random(number).random() < 0.5
+
+
+def words(number: int, rng: Random) -> list[list[ToolCall]]:
+    """Return the messages of a demonstration: often a useless read first, edits of all lines, and one call a message."""
+    wordy, habit, apart = (rng.random() < share for share in (0.6, 0.6, 0.8))
+    files = either(number).files
+
+    def sub(old: str, new: str) -> ToolCall:
+        texts = (files["f.py"], files["f.py"].replace(old, new)) if wordy else (old, new)
+        return ToolCall(name="substitute", arguments={"path": "f.py", "old": texts[0], "new": texts[1]})
+
+    test, undo, finish = (ToolCall(name=name, arguments={}) for name in ("run_tests", "undo", "finish"))
+    guess = number % 2 == 0 or rng.random() < 0.5
+    steps = [[sub(*SIGNS[guess]), test]]
+    if number % 2 and guess != _first(number):
+        steps += [[undo, sub(*SIGNS[not guess]), test]]
+    read = [[ToolCall(name="read_file", arguments={"path": "test_f.py"})]] if habit else []
+    steps = [*read, *steps, [finish]]
+    return [[call] for step in steps for call in step] if apart else steps
+
+
+def told(agent: Agent, sandboxes: Sandboxes, rng: Random, count: int = 240) -> list[Row]:
+    """Return demonstrations of easy and hard repairs. All of them succeed."""
+    policy = Played(agent.renderer)
+    policy.talks = [words(n, rng) for n in range(count)]
+    done = dict(drive([agent.attempt(either(n), n) for n in range(count)], policy, sandboxes.functions))
+    assert all(each.grade.passed for each in done.values())
+    segments = [done[n].rollout.segments[0] for n in range(count)]
+    return [Row(each.token_ids, np.where(each.acted, 1.0, 0.1).astype(np.float32)) for each in segments]
+
+
+def spent(model: Model, agent: Agent, sandboxes: Sandboxes, seed: int, count: int = 96) -> dict[str, float]:
+    """Return what half as many easy and as many hard tasks took that nothing trained on, one rollout each."""
+    engine = Engine(model, stop=agent.renderer.stop, slots=48, max_length=agent.limits.tokens, seed=999 + seed)
+    done = dict(drive([agent.attempt(either(50_000 + n), n) for n in range(count)], engine, sandboxes.functions))
+    found: dict[str, float] = {}
+    for kind, odd in (("easy", 0), ("hard", 1)):
+        mine = [done[n] for n in range(odd, count, 2)]
+        rollouts = [each.rollout for each in mine]
+        found[f"{kind} solved"] = float(np.mean([each.grade.passed for each in mine]))
+        found[f"{kind} tokens"] = float(np.mean([each.sampled for each in rollouts]))
+        found[f"{kind} calls a message"] = sum(e.calls for e in rollouts) / sum(e.messages for e in rollouts)
+    return found
+
+
+def effort(seeds: int, taught_steps: int = 240, steps: int = 60) -> str:
+    found: dict[str, list[dict[str, float]]] = {}
+    with Sandboxes() as sandboxes:
+        agent = make_agent(EnvSettings(), TOKENIZER, Limits(turns=12, turn_tokens=96, tokens=512), sandboxes)
+        for seed in range(seeds):
+            start = taught(seed, taught_steps, partial(told, agent, sandboxes))
+            found.setdefault("start", []).append(spent(start, agent, sandboxes, seed))
+            print(f"seed {seed}, start: {found['start'][-1]}", flush=True)
+            for name, arm in PENALTIES.items():
+                model, _ = trained(start, agent, sandboxes, seed, arm, steps, either)
+                found.setdefault(name, []).append(spent(model, agent, sandboxes, seed))
+                print(f"seed {seed}, {name}: {found[name][-1]}", flush=True)
+    return table(found, found["start"][0])
 
 
 # Curriculum
@@ -354,14 +464,17 @@ def curriculum(seeds: int) -> str:
     return table(found, ("solved", "easy kinds", "hard kinds", "calls", "live groups", "solved in RL", "calls in RL"))
 
 
+STUDIES = {"compaction": compaction, "habits": habits, "effort": effort, "curriculum": curriculum}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("compaction", "habits", "curriculum"))
+    parser.add_argument("what", choices=tuple(STUDIES))
     parser.add_argument("--seeds", type=int, default=5)
     given = parser.parse_args()
     torch.set_num_threads(1)
     begun = time.process_time()
-    print({"compaction": compaction, "habits": habits, "curriculum": curriculum}[given.what](given.seeds))
+    print(STUDIES[given.what](given.seeds))
     print(f"{time.process_time() - begun:.0f} CPU-seconds")
 
 

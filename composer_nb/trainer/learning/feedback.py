@@ -1,13 +1,14 @@
 """Targeted textual feedback: a turn's hint makes the policy its own teacher.
 
-A hint is inserted into the context before a chosen turn. The policy with the hint is the teacher and has no gradient; the policy
-without the hint is the student. Over the tokens t of these turns alone, the objective has the term
+A hint is inserted into the context before a chosen turn. The policy that RL started from, π₀, is the teacher with the hint; the
+policy without the hint is the student. Over the tokens t of these turns alone, the objective has the term
 
-    loss.feedback · Σ_t KL(π(· | context_t) ‖ π(· | context with hint_t)) / denominator
+    loss.feedback · Σ_t KL(π(· | context_t) ‖ π₀(· | context with hint_t)) / denominator
 
 over the whole vocabulary, beside the policy gradient of the whole rollout. So a wrong turn gets a signal for every token, which
 one reward for hundreds of turns cannot give. References: Cursor, *Composer 2.5* (2026); the form of the KL is SDPO's (arXiv
-2601.20802). Neither states a weight.
+2601.20802). Neither states a weight. SDPO's code, too, slows its teacher down or ties it to the initial weights. With a teacher
+that moves with the policy, one seed of five came apart (docs/log.md).
 
 Dimensions: S tokens of hinted turns, V vocabulary.
 """
@@ -27,16 +28,16 @@ from composer_nb.trainer.learning.packing import FlatBatch, Stream, flatten, mov
 from composer_nb.trainer.models.transformer import Model
 
 
-def feedback_kl(model: Model, streams: Sequence[Stream]) -> Tensor:
-    """Return the KL [S] of each token of the hinted turns, with a gradient through the student only. Both sides use the model's
-    own routes, since none are recorded for the teacher's context. A hint that exceeds the model's positions is left out."""
+def feedback_kl(model: Model, teacher: Model, streams: Sequence[Stream]) -> Tensor:
+    """Return the KL [S] of each token of the hinted turns, with a gradient through the student only. Both sides use their own
+    routes, since none are recorded for the teacher's context. A hint that exceeds the model's positions is left out."""
     room = model.config.max_position_embeddings
     fitting = [(stream, hint) for stream in streams for hint in stream.hints if hint.stop + len(hint.token_ids) <= room]
     pairs = [sides(stream, hint) for stream, hint in fitting]
     if not pairs:
         return model.embed.new_zeros(0)
     with torch.no_grad():
-        teacher_SV = distributions(model, [teacher for _, teacher in pairs])
+        teacher_SV = distributions(teacher, [hinted for _, hinted in pairs])
     return divergence(distributions(model, [student for student, _ in pairs]), teacher_SV)
 
 

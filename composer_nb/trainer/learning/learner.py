@@ -37,12 +37,12 @@ class Learner:
     optimizer: Optimizer
     settings: LossSettings
     reference: Model | None = None
-    """Frozen model for the KL penalty; required if `loss.beta` is above 0."""
+    """Frozen model for the KL penalty, and the teacher of hints; required if `loss.beta` or `loss.feedback` is above 0."""
     replay: ReplaySettings = NO_REPLAY
 
     def __post_init__(self) -> None:
-        if self.settings.beta and self.reference is None:
-            raise ValueError("loss.beta is above 0: the KL weight needs a reference model")
+        if (self.settings.beta or self.settings.feedback) and self.reference is None:
+            raise ValueError("loss.beta or loss.feedback is above 0: it needs a reference model")
 
     def learn(
         self,
@@ -77,7 +77,8 @@ class Learner:
             for chunk, batch in step:
                 loss, metrics = self._loss(batch, denominator / minibatches)
                 if self.settings.feedback and any(stream.hints for stream in chunk):
-                    kl_S = feedback_kl(self.model, chunk)
+                    assert self.reference is not None
+                    kl_S = feedback_kl(self.model, self.reference, chunk)
                     loss = loss + self.settings.feedback * kl_S.sum() / (denominator / minibatches)
                     totals.update({"hinted": len(kl_S), "feedback_kl": float(kl_S.detach().sum())})
                 loss.backward()

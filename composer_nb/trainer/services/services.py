@@ -96,7 +96,7 @@ def make_learner(run: RunDir, s: Settings, from_start: bool = False) -> tuple[Le
     """Return the learner of a run, the number of its steps and their seconds, from the newest checkpoint or from the start."""
     model = load_pretrained(run.path / "weights" / "start").to(s.mesh.device)
     model.recompute, model.kernels = s.rl.recompute, s.kernels
-    reference = copy.deepcopy(model) if s.loss.beta else None
+    reference = copy.deepcopy(model) if s.loss.beta or s.loss.feedback else None
     optimizer = FlatOptimizer(model, s.optimizer, published=torch.bfloat16)
     learner, found = Learner(model, optimizer, s.loss, reference, s.replay), run.checkpoint("rl")
     if from_start or found is None:

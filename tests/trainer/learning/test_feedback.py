@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from random import Random
 
@@ -56,7 +57,7 @@ def test_teacher_and_student_are_plain_forwards_with_and_without_the_hint(make_m
     size = hint.stop - hint.start
     with torch.no_grad():
         logits = [model(torch.tensor([row]))[0][0, -size - 1 : -1].log_softmax(-1) for row in (without, hinted)]
-    torch.testing.assert_close(feedback_kl(model, [stream]), divergence(*logits), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(feedback_kl(model, model, [stream]), divergence(*logits), atol=1e-5, rtol=1e-4)
     student, teacher = sides(stream, hint)
     assert (
         teacher.token_ids[teacher.acted].tolist()
@@ -67,7 +68,7 @@ def test_teacher_and_student_are_plain_forwards_with_and_without_the_hint(make_m
 
 def test_a_hint_of_nothing_asks_for_nothing(make_model, stream: Stream) -> None:
     model, [hint] = make_model(4).requires_grad_(), stream.hints
-    kl_S = feedback_kl(model, [replace(stream, hints=(hint._replace(token_ids=()),))])
+    kl_S = feedback_kl(model, model, [replace(stream, hints=(hint._replace(token_ids=()),))])
     assert len(kl_S) == hint.stop - hint.start and kl_S.abs().max() < 1e-6
 
 
@@ -75,14 +76,15 @@ def test_a_hint_without_room_is_left_out(make_model, stream: Stream) -> None:
     model, [hint] = make_model(4), stream.hints
     room = model.config.max_position_embeddings - hint.stop
     fits, long = (hint._replace(token_ids=(5,) * size) for size in (room, room + 1))
-    assert len(feedback_kl(model, [replace(stream, hints=(fits,))])) == hint.stop - hint.start
-    assert len(feedback_kl(model, [replace(stream, hints=(long,))])) == 0
+    assert len(feedback_kl(model, model, [replace(stream, hints=(fits,))])) == hint.stop - hint.start
+    assert len(feedback_kl(model, model, [replace(stream, hints=(long,))])) == 0
     found = learn(learner_of(model, 1.0), [replace(stream, hints=(long,))])
     assert found["hinted"] == 0
 
 
 def learner_of(model, feedback: float) -> Learner:
-    return Learner(model, FlatOptimizer(model), LossSettings(feedback=feedback))
+    reference = copy.deepcopy(model).requires_grad_(False) if feedback else None
+    return Learner(model, FlatOptimizer(model), LossSettings(feedback=feedback), reference)
 
 
 def learn(learner: Learner, streams: list[Stream], lr: float = 0.0) -> dict[str, float]:
@@ -95,7 +97,7 @@ def test_the_term_is_the_weighted_sum_over_the_denominator_and_nothing_else(make
     gradient = learner.optimizer.gradients.clone()
     by_hand = make_model(4).requires_grad_()
     wanted = torch.autograd.grad(
-        2.0 * feedback_kl(by_hand, [stream]).sum() / 50.0, list(by_hand.parameters()), allow_unused=True
+        2.0 * feedback_kl(by_hand, make_model(4), [stream]).sum() / 50.0, list(by_hand.parameters()), allow_unused=True
     )
     total = sum(float(part.double().pow(2).sum()) for part in wanted if part is not None) ** 0.5
     assert found["hinted"] == stream.hints[0].stop - stream.hints[0].start and found["feedback_kl"] > 1e-4
@@ -104,10 +106,20 @@ def test_the_term_is_the_weighted_sum_over_the_denominator_and_nothing_else(make
     assert "hinted" not in off and quiet.optimizer.gradients.abs().max() == 0
 
 
-def test_learning_from_a_hint_moves_the_student_to_the_teacher(make_model, stream: Stream) -> None:
+def test_learning_from_a_hint_moves_the_student_to_a_teacher_that_stays(make_model, stream: Stream) -> None:
     learner = learner_of(make_model(4), 1.0)
     kls = [learn(learner, [stream], lr=2e-3)["feedback_kl"] for _ in range(12)]
     assert kls[-1] < 0.5 * kls[0]
+    before = make_model(4)
+    assert learner.reference is not None
+    assert all(map(torch.equal, learner.reference.parameters(), before.parameters()))
+    own, theirs = (feedback_kl(learner.model, teacher, [stream]).mean() for teacher in (learner.model, before))
+    assert float(theirs) == pytest.approx(learn(learner, [stream])["feedback_kl"], rel=1e-4) != float(own)
+
+
+def test_feedback_needs_a_teacher(make_model) -> None:
+    with pytest.raises(ValueError, match="loss.feedback is above 0"):
+        Learner(model := make_model(4), FlatOptimizer(model), LossSettings(feedback=0.1))
 
 
 READ = '{"arguments": {"path": "g.py"}, "name": "read_file"}'
