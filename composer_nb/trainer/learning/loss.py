@@ -54,7 +54,7 @@ class LossSettings:
     beta: NotNegative = 0.0
     """Weight of the KL penalty to the frozen reference."""
     feedback: NotNegative = 0.0
-    """Weight of the KL to the policy with a hint, over the hinted turns (`feedback.py`); 0: no hints."""
+    """Weight of the KL to the initial policy with a hint, over the hinted turns (`feedback.py`); 0: no hints."""
     kl: Kl = "k1"
     """Estimator of the KL penalty, which also determines where it enters; see `kl_penalty`."""
 
