@@ -63,7 +63,7 @@ def _verdict(found: dict[str, Any]) -> str:
 
 def refusal(run: RunDir) -> str:
     """Return why RL has nothing to learn from in a run; empty if it has, has begun, or its start is not evaluated yet."""
-    if run.finished("eval_start") is None or run.finished("rl") is not None or run.checkpoint("rl"):
+    if run.finished("eval_start") is None or run.finished("rl") is not None or run.pointer("rl"):
         return ""
     found = run_headroom(run)
     if not found.get("nothing", found["live"] == 0):  # earlier versions did not store it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.rollout import Rollout, Transcript, Turn
 from composer_nb.harness.tasks.task import Task
 from composer_nb.settings import from_dict, override, to_dict
-from composer_nb.trainer.headroom import headroom, run_headroom
+from composer_nb.trainer.headroom import headroom, refusal, run_headroom
 from composer_nb.trainer.recipe.launch import settle, start_or_resume
 from composer_nb.trainer.recipe.reader import open_run
 from composer_nb.trainer.recipe.report import build_report
@@ -100,6 +101,15 @@ def test_a_run_tells_its_headroom(tiny_run: Any) -> None:
     assert {"recovery", "filtered_best_of", "live", "verdict"} <= set(report["headroom"])
     with pytest.raises(ValueError, match="nobody has not been evaluated"):
         run_headroom(tiny_run, "nobody")
+
+
+def test_rl_that_has_begun_on_a_mesh_is_not_judged_again(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.finish("eval_start", 1.0, {"headroom": {"live": 0.0, "verdict": "nothing to find"}})
+    assert "nothing to find" in refusal(run)
+    (tmp_path / "checkpoints" / "rl-000001.ranks").mkdir()
+    run.commit("rl", 1, "rl-000001.ranks", [(1, {})])
+    assert refusal(run) == ""
 
 
 def test_the_recipe_refuses_rl_that_has_nothing_to_find(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]) -> None:

@@ -71,9 +71,6 @@ def restore(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup 
 def readable(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (
-        Exception,
-        CheckpointException,
-    ) as error:  # of many kinds: files may be missing, damaged or of another model
+    except (Exception, CheckpointException) as error:  # of many kinds: files may be missing, damaged or another model's
         first = str(error).strip().splitlines()[-1:]
         raise ValueError(f"{folder}: not a checkpoint of this model, or a damaged one ({' '.join(first)})") from error

@@ -39,6 +39,8 @@ class ShardedOptimizer:
         weight_decay: float = 0.0,
         published: torch.dtype | None = None,
     ) -> None:
+        assert isinstance(model, FSDPModule)
+        model.reshard()  # if its loss was measured before
         self._model, self._team, self.published = model, team, published
         self._settings, self._decay = settings, weight_decay
         self.weights: dict[str, DTensor] = {name: _cut(weight) for name, weight in model.named_parameters()}
@@ -115,7 +117,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
-        """Restore `state`, from the same mesh or another, as read by `distributed_checkpoint`."""
+        """Restore `state`, from the same mesh or another, as read by `checkpoint.restore`."""
         for name in self.weights:
             for kind, part in self._parts(name).items():
                 part.copy_(state["step"] if kind == "step" else state[f"{kind}.{_plain(name)}"].to_local())

@@ -31,7 +31,7 @@ from composer_nb.trainer.models.checkpoint import (
     replaced,
 )
 from composer_nb.trainer.models.shards import INDEX, bytes_of, header_of, index_of, write_shard
-from composer_nb.trainer.models.transformer import Model, ModelConfig
+from composer_nb.trainer.models.transformer import Layer, Model, ModelConfig
 from composer_nb.trainer.parallel.experts import DealtExperts
 from composer_nb.trainer.parallel.fsdp import on_mesh
 from composer_nb.trainer.parallel.mesh import MeshSettings
@@ -50,9 +50,9 @@ def held(model: Model, team: Team) -> dict[str, Tensor]:
         whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
         if name in mine:
             _put(part, name, whole)
-    for index, layer in enumerate(model.layers):
-        if f"_layers.{index}.router" in mine and layer.router_bias is not None:
-            part.layers[index].router_bias = layer.router_bias
+    for place, layer in model.named_modules():
+        if isinstance(layer, Layer) and f"{place}.router" in mine and layer.router_bias is not None:
+            part.get_submodule(place).router_bias = layer.router_bias
     views = {name: view for name, view in hugging_face_views(part).items() if not view.is_meta}
     for index, layer in enumerate(model.layers):
         if isinstance(layer.experts, DealtExperts) and team.place["expert_replicate"] == 0:
@@ -123,6 +123,8 @@ def load_cut(path: Path, team: Team, settings: MeshSettings) -> Model:
         planned.router_bias = None
         if isinstance(layer.experts, DealtExperts):
             read(_own_experts(layer.experts, team, c, prefix))
+    for ahead, planned_ahead in zip(model.aheads, part.aheads, strict=True):
+        planned_ahead.layer.router_bias = ahead.layer.router_bias = torch.zeros(c.num_experts)
     read_whole(list(weights), partial(hugging_face_views, part))
     return model
 

@@ -167,7 +167,7 @@ def settle(run: RunDir, settings: Settings | None) -> Settings:
             raise ValueError(
                 f"{run.path} was started with other settings (settings.json); resume it without any, or start a new run"
             )
-        if run.excerpt is not None or run.checkpoint("rl") or run.finished("rl") is not None:
+        if run.excerpt is not None or run.pointer("rl") or run.finished("rl") is not None:
             return known
         settings = absolute(settings)
         write_json(saved, to_dict(settings))

@@ -218,9 +218,10 @@ def extend(s: Stages) -> None:
         heldout = code_rows(read_corpus(s.settings.data.code).validation, s.tokenizer(), 1.0, limit=12, length=length)
         if len(heldout) < s.ranks.world:
             raise ValueError(f"data.code={s.settings.data.code!r}: too little is held out for rows of {length} tokens")
-        continued = trained.on_positions(replace(trained.config, max_position_embeddings=length))
-        info["plain"] = cross_entropy(continued, heldout, s.ranks)
+        continued = replace(trained.config, max_position_embeddings=length)
+        info["plain"] = cross_entropy(trained.on_positions(continued), heldout, s.ranks)
         model = s.divided(trained.on_positions(config))
+        del trained  # a whole copy
         info["stretched"] = cross_entropy(model, heldout, s.ranks)
         plan = Plan(
             stage="extend",

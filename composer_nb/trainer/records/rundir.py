@@ -158,7 +158,7 @@ class RunDir:
     ) -> None:
         """Write a checkpoint of `stage` after `step` steps and move the pointer to it, with all records since the last one, in
         one transaction. The previous file is removed afterwards. `state` may also name a folder in `checkpoints` that ranks have
-        written together (`distributed_checkpoint`)."""
+        written together (`parallel/checkpoint.py`)."""
         name = state if isinstance(state, str) else self._write_state(f"{stage}-{step:06d}.safetensors", state)
         before = self.query("SELECT file FROM checkpoint WHERE stage = ?", stage)
         with closing(self.connect()) as db, db:
@@ -196,7 +196,7 @@ class RunDir:
         step, file, seconds = found
         if file.is_dir():
             raise ValueError(
-                f"{file} was written by ranks: go on with their mesh.*, or read it with `distributed_checkpoint.whole`"
+                f"{file} was written by the ranks of a mesh, and this run's mesh.* is at its defaults: set it as it was"
             )
         try:
             return step, load_file(file), seconds

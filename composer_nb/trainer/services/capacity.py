@@ -88,10 +88,8 @@ def require_room(settings: Settings, machine: Machine) -> None:
         mesh = Mesh.of(cut, ranks)
         each = tokens if s.extend.steps else min(tokens, math.ceil(tokens / mesh.data) + s.limits.tokens)
         load = Load(tokens=each, optimizer=s.optimizer.name, half=cut.compute == "bfloat16" and not HALF_IS_SLOW)
-        whole = estimate(
-            s.agent_model, Mesh.of(MeshSettings(), 1), load
-        ).weights  # read before it is cut, and evaluated
-        return max(estimate(s.agent_model, mesh, load).peak, whole)
+        whole = estimate(s.agent_model, Mesh(), load).weights  # is evaluated; the long-context phase begins with two
+        return max(estimate(s.agent_model, mesh, load).peak, whole * (2 if s.extend.steps else 1))
 
     def fit(ranks: int) -> bool:
         with suppress(ValueError):  # the mesh does not divide them
@@ -101,10 +99,10 @@ def require_room(settings: Settings, machine: Machine) -> None:
     if s.ranks * need(s.ranks) > machine.memory:
         fits = next((ranks for ranks in range(s.ranks - 1, 0, -1) if fit(ranks)), 0)
         would = f"ranks={fits} would fit" if fits else "a smaller model.* or midtrain.tokens, or more memory, would do"
-        lacking = (
-            f"each needs {need(s.ranks) / 2**30:,.2f} GiB before RL, and there are {machine.memory / 2**30:,.2f} GiB"
+        each, there = need(s.ranks) / 2**30, machine.memory / 2**30
+        raise ValueError(
+            f"ranks={s.ranks}: each needs {each:,.2f} GiB before RL, and there are {there:,.2f} GiB; {would}"
         )
-        raise ValueError(f"ranks={s.ranks}: {lacking}; {would}")
 
 
 def require_room_for_rl(settings: Settings, machines: Sequence[Machine]) -> None:
