@@ -62,15 +62,15 @@ def read_gguf(file: Path) -> tuple[Model, Tokenizer]:
         reader = GGUFReader(file)
     except (ValueError, KeyError, IndexError) as error:
         raise ValueError(f"{file}: not a GGUF file, or damaged: {error}") from None
-    fields = {name: field.contents() for name, field in reader.fields.items()}
     try:
+        fields = {name: field.contents() for name, field in reader.fields.items()}
         tensors = {t.name: t for t in reader.tensors}
         config = _config(fields, tied="output.weight" not in tensors)
         model = empty_model(config)
         from_hugging_face(model, {_name(name): _weight(t, config) for name, t in tensors.items()})
         return model, _tokenizer(fields)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
+    except Exception as error:  # of many kinds, where its numbers, tokens and merges contradict each other
+        raise ValueError(f"{file}: {error}") from error
 
 
 def _config(fields: dict[str, Any], *, tied: bool) -> ModelConfig:

@@ -147,6 +147,14 @@ def test_what_cannot_be_read_is_named(write: Callable[..., Any], options: dict[s
     assert what in str(error.value)
 
 
+@pytest.mark.parametrize("merge", [b"a_b", b"? b"])
+def test_merges_that_no_tokenizer_can_have(write: Callable[..., Any], merge: bytes) -> None:
+    file, _ = write()
+    file.write_bytes(file.read_bytes().replace(b"a b", merge))
+    with pytest.raises(ValueError, match="llama.gguf: .*(erge|vocabulary)"):
+        read_gguf(file)
+
+
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"GGUF" + bytes(40))
     with pytest.raises(ValueError, match="a.gguf: not a GGUF file, or damaged"):
