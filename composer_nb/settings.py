@@ -282,9 +282,7 @@ class Settings:
         if self.midtrain.draft_weight and not self.midtrain.draft_steps:
             raise ValueError("midtrain.draft_weight: needs midtrain.draft_steps above 0, which begin the head")
         if self.midtrain.draft_weight and self.meshed:
-            raise ValueError(
-                "midtrain.draft_weight: the head learns beside whole weights; leave mesh.* at its defaults"
-            )
+            raise ValueError("midtrain.draft_weight: a head learns beside whole weights; leave mesh.* at its defaults")
         if self.midtrain.rehearsal and not self.model.start:
             raise ValueError("midtrain.rehearsal: needs model.start, because random weights have nothing to forget")
         if not data.kinds:

@@ -16,7 +16,7 @@ from rich.console import Group
 from rich.table import Table
 
 from composer_nb.harness.files import write_atomic, write_json
-from composer_nb.trainer.recipe.report import STAGES, build_report
+from composer_nb.trainer.recipe.report import build_report, stages_of
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views import curves, rollout, scores
 from composer_nb.views.page import document, figure, html_table, shown, text_table
@@ -86,7 +86,7 @@ def table(report: Mapping[str, Any]) -> Group:
         parts.append(score_table(scores))
     parts.append(text_table(fact_rows(report), title="the run"))
     if not report["complete"]:
-        missing = [name for name in STAGES if name not in report["stages"]]
+        missing = [name for name in stages_of(report["settings"]) if name not in report["stages"]]
         parts.append(f"[yellow]not complete: {', '.join(missing)} still to come[/]")
     return Group(*parts)
 

@@ -43,7 +43,7 @@ class ShardedOptimizer:
         model.reshard()  # if its loss was measured before
         self._model, self._team, self.published = model, team, published
         self._settings, self._decay = settings, weight_decay
-        self.weights: dict[str, DTensor] = {name: _cut(weight) for name, weight in model.named_parameters()}
+        self.weights = {name: weight for name, weight in model.named_parameters() if isinstance(weight, DTensor)}
         locals_ = {name: weight.to_local().detach() for name, weight in self.weights.items()}
         self.masters = {name: nn.Parameter(x.clone() if published else x) for name, x in locals_.items()}
         muon = settings.name == "muon"
@@ -144,11 +144,6 @@ class ShardedOptimizer:
 
 def _plain(name: str) -> str:
     return name.replace(".experts.", ".")
-
-
-def _cut(weight: nn.Parameter) -> DTensor:
-    assert isinstance(weight, DTensor), "the model is cut over ranks first"
-    return weight
 
 
 def _copies(weight: DTensor) -> int:

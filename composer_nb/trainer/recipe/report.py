@@ -32,6 +32,13 @@ STAGES = (
 """Stages of a complete run, in the order of the recipe."""
 
 
+def stages_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the stages of a complete run with these settings, which may end before RL or have a control instead of it."""
+    if (until := settings.get("until", "rl")) != "rl":
+        return STAGES[: STAGES.index(until) + 1]
+    return (*STAGES[: STAGES.index("rl")], "control", "eval_control") if settings.get("control_steps") else STAGES
+
+
 def build_report(run: RunDir) -> dict[str, Any]:
     """Return the results of a run. The results of unfinished stages are absent, and `complete` is then false. For an excerpt,
     return the stored report of its full run, in which `excerpt` describes the excerpt.
@@ -69,7 +76,7 @@ def _built(run: RunDir) -> dict[str, Any]:
     stages = {name: found for name in _stage_names(run) if (found := run.finished(name)) is not None}
     report: dict[str, Any] = {
         "run": run.path.name,
-        "complete": all(name in stages for name in STAGES),
+        "complete": all(name in stages for name in stages_of(settings)),
         "seed": settings.get("seed"),
         "versions": made.get("versions"),
         "settings": settings,

@@ -20,7 +20,7 @@ import numpy as np
 from composer_nb.trainer.recipe import reader
 from composer_nb.trainer.recipe.launch import COMPLETE, LOCK
 from composer_nb.trainer.recipe.reader import Change, Engine, ReadOnly, Slot
-from composer_nb.trainer.recipe.report import STAGES
+from composer_nb.trainer.recipe.report import stages_of
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.head import holder
 from composer_nb.trainer.services.journal import REFUSED
@@ -85,13 +85,14 @@ def read_status(path: Path) -> Status:
     pid = holder(run.path / LOCK)  # first, so that the reads after the end of a run see its final state
     found, logged, last_line = reader.database(run), reader.logged_steps(run), reader.last_line(run)
     stages: dict[str, float] = found["stages"]
-    complete = last_line.startswith(COMPLETE) or all(name in stages for name in STAGES)
-    state: State = "live" if pid is not None else "complete" if complete else "dead"
     settings = run.settings() if (run.path / "settings.json").is_file() else {}
+    missing = [name for name in stages_of(settings) if name not in stages]
+    complete = last_line.startswith(COMPLETE) or not missing
+    state: State = "live" if pid is not None else "complete" if complete else "dead"
     steps = list(found["steps"])
     if state == "live":
         steps += [point for at, point in sorted(logged.get("rl", {}).items()) if at > len(steps)]
-    stage = "" if state == "complete" else next((name for name in STAGES if name not in stages), "")
+    stage = "" if state == "complete" else next(iter(missing), "")
     done, total, left_s = _progress(stage or "rl", settings, steps, found["checkpoints"], logged)
     return Status(
         path=run.path,

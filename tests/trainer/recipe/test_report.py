@@ -5,6 +5,7 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,8 +13,10 @@ import pytest
 from rich.console import Console
 
 from composer_nb.harness.files import write_json
+from composer_nb.settings import Settings, override, to_dict
 from composer_nb.trainer.recipe.reader import open_run, solved_by_task, telling_step, weights_before
 from composer_nb.trainer.recipe.report import STAGES, build_report, last_live, reward_trend
+from composer_nb.trainer.recipe.status import read_status
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views.report import fact_rows, last_update, page, score_rows, table, write_report
 
@@ -102,6 +105,21 @@ def test_what_has_not_happened_is_absent(tiny_run, copy_of: Callable[[RunDir], R
         assert (part in found) == (stage in order[:reached]), part
     Console(file=(run.path / "shown").open("w"), width=130).print(table(found))
     assert "still to come" in (run.path / "shown").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "last"), [({"until": "midtrain"}, "midtrain"), ({"until": "sft"}, "sft"), ({"control_steps": 5}, "")]
+)
+def test_a_run_that_ends_before_rl_is_complete(tmp_path: Path, changes: dict[str, Any], last: str):
+    run = RunDir(tmp_path)
+    write_json(run.path / "settings.json", to_dict(override(Settings(), changes)))
+    before_rl = STAGES[: STAGES.index(last) + 1 if last else STAGES.index("rl")]
+    for name in [*before_rl, *([] if last else ["control", "eval_control"])]:
+        assert not build_report(run)["complete"] and read_status(run.path).stage == name
+        run.finish(name, 1.0, {})
+    assert build_report(run)["complete"] and read_status(run.path).state == "complete"
+    Console(file=(run.path / "shown").open("w"), width=130).print(table(build_report(run) | {"eval": {}}))
+    assert "still to come" not in (run.path / "shown").read_text()
 
 
 def made_up_run(path: Path) -> RunDir:
