@@ -135,6 +135,8 @@ class MidtrainSettings:
     infill: InfillSettings = field(default_factory=InfillSettings)
     balance: NotNegative = 1e-3
     """Weight of the load-balancing loss."""
+    recompute: bool = False
+    """Recompute layers in the backward pass of every supervised stage, as `rl.recompute` does in RL."""
     draft_steps: Count = 0
     """Steps that train a draft head on the frozen model, for speculative decoding in `serve`; 0: no head."""
     draft_weight: NotNegative = 0.0

@@ -178,10 +178,11 @@ def published(model: Model, dtype: torch.dtype = torch.bfloat16) -> dict[str, Te
     """Return a copy of the weights for publication: under Hugging Face's names, on the CPU, in `dtype`. Router biases stay
     float32, as in `transformers`."""
     views = hugging_face_views(model)
-    return {name: views[name].to("cpu", form[0], copy=True).contiguous() for name, form in _forms(views, dtype).items()}
+    return {name: views[name].to("cpu", form[0], copy=True).contiguous() for name, form in forms(views, dtype).items()}
 
 
-def _forms(views: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Form]:
+def forms(views: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Form]:
+    """Return the dtype and shape in which each tensor is published."""
     return {
         name: (torch.float32 if name.endswith(ROUTER_BIAS) else dtype, tuple(view.shape))
         for name, view in views.items()
@@ -366,14 +367,14 @@ def file_names(count: int) -> list[str]:
 
 def _write(model: Model, part: Path, dtype: torch.dtype, shard_bytes: int) -> None:
     views = hugging_face_views(model)
-    forms = _forms(views, dtype)
-    groups = split(forms, shard_bytes)
+    kinds = forms(views, dtype)
+    groups = split(kinds, shard_bytes)
     shards = dict(zip(file_names(len(groups)), groups, strict=True))
     (part / "config.json").write_text(config_json(model.config, dtype), encoding="utf-8")
     for file, names in shards.items():
-        header, order = header_of({name: forms[name] for name in names})
-        write_shard(part / file, header, (bytes_of(views[name].to(forms[name][0])) for name in order))
+        header, order = header_of({name: kinds[name] for name in names})
+        write_shard(part / file, header, (bytes_of(views[name].to(kinds[name][0])) for name in order))
     if len(shards) > 1:
         parameters = sum(view.numel() for name, view in views.items() if not name.endswith(ROUTER_BIAS))
-        size = sum(size_of(form) for form in forms.values())
+        size = sum(size_of(form) for form in kinds.values())
         (part / INDEX).write_text(index_of(shards, parameters, size), encoding="utf-8")

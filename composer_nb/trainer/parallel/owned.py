@@ -26,6 +26,7 @@ from composer_nb.trainer.models.checkpoint import (
     expert_views,
     file_names,
     fill,
+    forms,
     hugging_face_views,
     layer_views,
     replaced,
@@ -57,12 +58,8 @@ def held(model: Model, team: Team) -> dict[str, Tensor]:
     for index, layer in enumerate(model.layers):
         if isinstance(layer.experts, DealtExperts) and team.place["expert_replicate"] == 0:
             views |= _own_experts(layer.experts, team, model.config, f"model.layers.{index}.")
-    return {
-        name: view.detach()
-        .to("cpu", torch.float32 if name.endswith(ROUTER_BIAS) else torch.bfloat16, copy=True)
-        .contiguous()
-        for name, view in views.items()
-    }
+    dtypes = {name: dtype for name, (dtype, _) in forms(views, torch.bfloat16).items()}
+    return {name: view.detach().to("cpu", dtypes[name], copy=True).contiguous() for name, view in views.items()}
 
 
 def save_held(model: Model, team: Team, path: Path, tokenizer: Path) -> None:

@@ -111,6 +111,7 @@ class Stages:
         return model
 
     def optimizer(self, model: Model, weight_decay: float) -> FlatOptimizer | ShardedOptimizer:
+        model.recompute = self.settings.midtrain.recompute
         if isinstance(self.ranks, Team):
             return ShardedOptimizer(model, self.ranks, self.settings.optimizer, weight_decay=weight_decay)
         return FlatOptimizer(model, self.settings.optimizer, weight_decay=weight_decay)

@@ -83,26 +83,25 @@ def require_room(settings: Settings, machine: Machine) -> None:
     cut = s.mesh if s.meshed and s.supervised else MeshSettings()
     tokens = max((stage.tokens for stage in (s.midtrain, s.sft, s.extend) if stage.steps), default=1)
 
-    def need(ranks: int) -> int:
+    def need(ranks: int, again: bool) -> int:
         """Return what each of so many ranks needs. Whole rows are dealt, so its part of a batch may be longer by one of them."""
-        mesh = Mesh.of(cut, ranks)
+        mesh, half = Mesh.of(cut, ranks), cut.compute == "bfloat16" and not HALF_IS_SLOW
         each = tokens if s.extend.steps else min(tokens, math.ceil(tokens / mesh.data) + s.limits.tokens)
-        load = Load(tokens=each, optimizer=s.optimizer.name, half=cut.compute == "bfloat16" and not HALF_IS_SLOW)
+        load = Load(tokens=each, optimizer=s.optimizer.name, half=half, recompute=again)
         whole = estimate(s.agent_model, Mesh(), load).weights  # is evaluated; the long-context phase begins with two
         return max(estimate(s.agent_model, mesh, load).peak, whole * (2 if s.extend.steps else 1))
 
-    def fit(ranks: int) -> bool:
+    def fit(ranks: int, again: bool = s.midtrain.recompute) -> bool:
         with suppress(ValueError):  # the mesh does not divide them
-            return ranks * need(ranks) <= machine.memory
+            return ranks * need(ranks, again) <= machine.memory
         return False
 
-    if s.ranks * need(s.ranks) > machine.memory:
-        fits = next((ranks for ranks in range(s.ranks - 1, 0, -1) if fit(ranks)), 0)
-        would = f"ranks={fits} would fit" if fits else "a smaller model.* or midtrain.tokens, or more memory, would do"
-        each, there = need(s.ranks) / 2**30, machine.memory / 2**30
-        raise ValueError(
-            f"ranks={s.ranks}: each needs {each:,.2f} GiB before RL, and there are {there:,.2f} GiB; {would}"
-        )
+    if not fit(s.ranks):
+        fewer = (f"ranks={ranks}" for ranks in range(s.ranks - 1, 0, -1) if fit(ranks))
+        fits = next(fewer, "midtrain.recompute=true" if fit(s.ranks, again=True) else "")
+        would = f"{fits} would fit" if fits else "a smaller model.* or midtrain.tokens, or more memory, would do"
+        each, there = need(s.ranks, s.midtrain.recompute) / 2**30, machine.memory / 2**30
+        raise ValueError(f"ranks={s.ranks}: each needs {each:,.2f} GiB before RL, of {there:,.2f} GiB; {would}")
 
 
 def require_room_for_rl(settings: Settings, machines: Sequence[Machine]) -> None:
