@@ -23,7 +23,7 @@ SPARSE: dict[Family, Family] = {"llama": "mixtral", "qwen3": "qwen3_moe"}
 def read_model(source: Path) -> tuple[Model, Tokenizer]:
     """Return the model, in float32, and the tokenizer of a GGUF file or a checkpoint folder. Raises as `read_gguf` and
     `load_pretrained` do."""
-    if source.suffix == ".gguf":
+    if source.suffix == ".gguf" or source.is_file():
         return read_gguf(source)
     return load_pretrained(source), load_tokenizer(source, ())
 

@@ -95,5 +95,7 @@ def test_the_command_converts_a_folder(tmp_path: Path, capsys: pytest.CaptureFix
     assert "mixtral, " in capsys.readouterr().out
     made = load_pretrained(tmp_path / "moe")
     assert made.config.num_experts == 4 and format_of(tmp_path / "moe") == "qwen"
+    assert main(["convert", str(tmp_path / "moe" / "config.json"), str(tmp_path / "b")]) == 2
+    assert "config.json: not a GGUF file" in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "moe"), str(tmp_path / "b"), "--experts", "4"]) == 2
     assert "model.family=mixtral has no counterpart with experts" in capsys.readouterr().err

@@ -90,6 +90,18 @@ def _context() -> None:
     same(MLA, MeshSettings(cp=2, ep=2))
 
 
+DENSE = replace(GQA, family="qwen2", intermediate_size=40, moe_intermediate_size=128)
+"""No experts, a bias of queries, keys and values; fields of experts are at their defaults."""
+
+
+def _dense() -> None:
+    same(DENSE, MeshSettings(shard=2))
+
+
+def _dense_context() -> None:
+    same(DENSE, MeshSettings(cp=2))
+
+
 def _muon() -> None:
     same(GQA, MeshSettings(shard=2), muon=True)
 
@@ -196,7 +208,7 @@ def _resumed(folder: Path) -> None:
 
 TWO = {
     "sharded": _sharded, "replicated, latent": _replicated_latent, "context": _context, "muon": _muon,
-    "balanced": _balanced,
+    "balanced": _balanced, "dense": _dense, "dense, context": _dense_context,
 }  # fmt: skip
 
 
