@@ -172,10 +172,10 @@ def demonstrations(agent: Agent, sandboxes: Sandboxes, rng: Random, count: int =
     return rows
 
 
-def taught(seed: int, steps: int, made: Callable[[Random], list[Row]], positions: int = 512) -> Model:
+def taught(seed: int, steps: int, made: Callable[[Random], list[Row]]) -> Model:
     """Return a model that has learnt the demonstrations that `made` draws."""
     torch.manual_seed(seed)
-    shape = ModelConfig(vocab_size=TOKENIZER.get_vocab_size(), num_hidden_layers=2, max_position_embeddings=positions)
+    shape = ModelConfig(vocab_size=TOKENIZER.get_vocab_size(), num_hidden_layers=2, max_position_embeddings=512)
     model = Model(shape)
     plant_induction(model, seed)
     model.requires_grad_()
