@@ -3,7 +3,7 @@
 #   make test ARGS='-k sandbox'    more arguments for the command that a target runs
 #   make test WORKERS=2            processes that test side by side; many tests wait for time limits, so more than cores
 PYTHON ?= python3
-WORKERS ?= 4
+WORKERS ?= 3
 ARGS ?=
 BIN := .venv/bin
 

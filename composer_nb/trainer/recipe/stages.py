@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.environment import Sandboxes, carry, make_agent
 from composer_nb.harness.tasks.task import Task, load_tasks
+from composer_nb.harness.untrusted import beneath
 from composer_nb.settings import Settings
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.data import Row, load_rows
@@ -135,7 +136,7 @@ class Stages:
         state: dict[str, Any] | str
         if isinstance(optimizer, ShardedOptimizer):
             state = f"{plan.stage}-{step:06d}.ranks"
-            save(optimizer, self.run.path / "checkpoints" / state).result()
+            save(optimizer, beneath(self.run.path / "checkpoints", state)).result()
             self.ranks.barrier()
         elif self.ranks.first:
             state = optimizer.state() | (plan.beside.state() if plan.beside else {})

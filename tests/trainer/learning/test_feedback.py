@@ -113,7 +113,7 @@ def test_learning_from_a_hint_moves_the_student_to_a_teacher_that_stays(make_mod
     before = make_model(4)
     assert learner.reference is not None
     assert all(map(torch.equal, learner.reference.parameters(), before.parameters()))
-    own, theirs = (feedback_kl(learner.model, teacher, [stream]).mean() for teacher in (learner.model, before))
+    own, theirs = (feedback_kl(learner.model, teacher, [stream]).detach().mean() for teacher in (learner.model, before))
     assert float(theirs) == pytest.approx(learn(learner, [stream])["feedback_kl"], rel=1e-4) != float(own)
 
 
