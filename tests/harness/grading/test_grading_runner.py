@@ -347,6 +347,32 @@ def test_nobody_takes_back_the_word_that_a_run_began(run: Run) -> None:
     assert outcomes(run({"test_a.py": TAKES}))["test_a#0"] == "passed"
 
 
+RACES = """\
+import fcntl, os, time
+def unread(pipe): return any(fcntl.ioctl(pipe, 0x541B, bytes(4)))
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        taker = os.open("/proc/self/fd/1", os.O_RDONLY)
+        while True: os.read(taker, 1 << 16)
+    ends = time.monotonic() + 4
+    while time.monotonic() < ends:
+        os.write(1, b"x")
+        time.sleep(0.0005)
+        os.write(3, b"\\n")
+        time.sleep(0.02)
+        if unread(3): break
+    time.sleep(1000)
+def test_a(): time.sleep(1000)
+"""
+
+
+def test_a_race_for_what_is_printed_does_not_stop_the_clock(run: Run) -> None:
+    """Whoever is told that a pipe can be read, and then finds it empty, must not wait. Else a failed run would be a fault."""
+    ran = run({"test_a.py": RACES}, timeout_s=5.0)
+    assert "timeout" in ran.flags and not ran.results
+
+
 def test_what_does_not_fit_ends_before_it_begins(backend: Backend) -> None:
     spec = SandboxSpec(memory_bytes=128 << 20, disk_bytes=32 << 20)
     job = Job(files={"a": b"a" * (30 << 20), "b": b"b" * (30 << 20)}, hidden={"test_a.py": ""}, tests=("test_a.py",))

@@ -5,6 +5,7 @@ Part of the resident program (`guest/program.py`), which is the first process he
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
@@ -180,38 +181,37 @@ class Commands:
         poller = select.poll()
         left = set(kept)
         for fd in (*left, self.wake, HOST):
+            os.set_blocking(fd, fd == HOST)
             poller.register(fd, select.POLLIN)
         if feed is not None:
             os.set_blocking(feed, False)
             poller.register(feed, select.POLLOUT)
         cut = ""
         while (pid in self.running or left) and not cut:
-            now = time.monotonic()
-            if now >= deadline:
+            if (rest := deadline - time.monotonic()) <= 0:
                 cut = "timed_out" if pid in self.running else ""
                 break
-            for fd, what in poller.poll(1 + 1000 * (deadline - now)):
-                if fd == self.wake:
-                    self.reap()
-                elif fd == HOST:
-                    cut = self._told_to_stop()
-                elif fd == feed:
-                    try:
-                        data = data[os.write(fd, data[: 1 << 16]) :]
-                    except BlockingIOError:
-                        continue
-                    except BrokenPipeError:
-                        data = data[:0]
-                    if not data or what & (select.POLLERR | select.POLLHUP):
-                        poller.unregister(fd)
-                        os.close(fd)
-                        feed = None
-                elif fd in left:
-                    chunk = os.read(fd, 1 << 16)
-                    kept[fd].add(chunk)
-                    if not chunk:
-                        poller.unregister(fd)
-                        left.discard(fd)
+            for fd, what in poller.poll(1 + 1000 * rest):
+                with contextlib.suppress(BlockingIOError):  # who writes to a pipe may read from it, and be faster
+                    if fd == self.wake:
+                        self.reap()
+                    elif fd == HOST:
+                        cut = self._told_to_stop()
+                    elif fd == feed:
+                        try:
+                            data = data[os.write(fd, data[: 1 << 16]) :]
+                        except BrokenPipeError:
+                            data = data[:0]
+                        if not data or what & (select.POLLERR | select.POLLHUP):
+                            poller.unregister(fd)
+                            os.close(fd)
+                            feed = None
+                    elif fd in left:
+                        chunk = os.read(fd, 1 << 16)
+                        kept[fd].add(chunk)
+                        if not chunk:
+                            poller.unregister(fd)
+                            left.discard(fd)
             if pid not in self.running and left:
                 deadline = min(deadline, time.monotonic() + DRAIN_S)
         for fd in (*kept, *(() if feed is None else (feed,))):
@@ -285,7 +285,5 @@ class Commands:
 
 def signal_all(doomed: set[tuple[int, int]], what: int) -> None:
     for pid, _ in doomed:
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, what)
-        except (ProcessLookupError, PermissionError):
-            pass
