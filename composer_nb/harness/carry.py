@@ -16,7 +16,7 @@ PLAIN: Mode = "100644"
 EXECUTABLE: Mode = "100755"
 HISTORY_S = 120.0
 KEPT, KEPT_BYTES = 64, 1 << 20
-"""Histories that are kept, and the most bytes of the files of one."""
+"""Histories that are kept, and the most bytes of the files of one, which take up to four times that with names and history."""
 _NO_TEXT = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -50,10 +50,9 @@ def add_history(box: Sandbox) -> None:
         return
     who = {f"GIT_{role}_{part}": text for role in ("AUTHOR", "COMMITTER") for part, text in _WHO.items()}
     alone = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null"}
-    if box.exec(["sh", "-c", _HISTORY], env=who | alone, timeout_s=HISTORY_S).timed_out:
+    if box.exec(["sh", "-c", _HISTORY], env=who | alone, timeout_s=HISTORY_S).exit_code:
         box.exec(["rm", "-rf", ".git"])
-    elif kind:
-        made = box.snapshot()
+    elif kind and len((made := box.snapshot()).archive) <= 4 * KEPT_BYTES:
         with _lock:
             while len(_histories) >= KEPT:
                 del _histories[next(iter(_histories))]
@@ -71,8 +70,7 @@ command -v git >/dev/null && [ ! -e .git ] || exit 0
 git -c init.defaultBranch=main init -q --template= &&
 mkdir -p .git/info && echo '{FOLDER}*' >.git/info/exclude &&
 git config user.name agent && git config user.email agent@localhost &&
-git -c core.compression=1 add -A && git commit -q --allow-empty -m 'the repository as the agent got it' && exit 0
-rm -rf .git
+git -c core.compression=1 add -A && git commit -q --allow-empty -m 'the repository as the agent got it'
 """
 
 
