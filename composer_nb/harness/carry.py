@@ -52,11 +52,11 @@ def add_history(box: Sandbox) -> None:
     alone = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null"}
     if box.exec(["sh", "-c", _HISTORY], env=who | alone, timeout_s=HISTORY_S).exit_code:
         box.exec(["rm", "-rf", ".git"])
-    elif kind and len((made := box.snapshot()).archive) <= 4 * KEPT_BYTES:
+    elif kind and len((new := box.snapshot()).archive) <= 4 * KEPT_BYTES:
         with _lock:
             while len(_histories) >= KEPT:
                 del _histories[next(iter(_histories))]
-            _histories[kind] = made
+            _histories[kind] = new
 
 
 _histories: dict[tuple[str, str, str], Snapshot] = {}
