@@ -133,8 +133,28 @@ if os.fork() == 0:
 ctypes.CDLL(None).syscall(60 if os.uname().machine == "x86_64" else 93, 0)  # ends this thread alone
 """
 
+TAKES_WHAT_IS_PRINTED = """
+import fcntl, os, time
+if os.fork() == 0:
+    pipe = os.open("/proc/self/fd/1", os.O_RDONLY)
+    while True:
+        os.read(pipe, 1 << 16)
+unread = bytes(4)
+while not any(unread):  # until the other stream is no longer read
+    os.write(1, b"x")
+    time.sleep(0.0005)
+    os.write(2, b"x")
+    time.sleep(0.02)
+    unread = fcntl.ioctl(2, 0x541B, bytes(4))
+time.sleep(777)
+"""
+
 
 class TestTimeLimit:
+    def test_who_takes_what_was_printed_does_not_stop_the_clock(self, box: Sandbox) -> None:
+        assert box.exec(["python3", "-c", TAKES_WHAT_IS_PRINTED], timeout_s=2).timed_out
+        assert shell(box, "echo on") == "on" and box.stats().processes == 0
+
     def test_a_process_whose_first_thread_has_ended_lives_and_ends(self, box: Sandbox) -> None:
         done = box.exec(["python3", "-c", ZOMBIE_WITH_A_THREAD], timeout_s=1)
         assert done.timed_out
