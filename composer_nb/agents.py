@@ -30,7 +30,8 @@ from composer_nb.harness.product.diff import require_git
 from composer_nb.harness.product.work import Work, keep, open_session
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
-from composer_nb.harness.sandbox.contract import WORKSPACE, SandboxDied, SandboxFailure
+from composer_nb.harness.sandbox.contract import WORKSPACE
+from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.making.options import given_packages
 from composer_nb.harness.tasks.runtime import spec_of

@@ -31,7 +31,8 @@ from typing import Any
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
-from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxDied, SandboxFailure, SandboxSpec
+from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec
+from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.sandbox.journal import FOLDER, OWN, mounts, started
 from composer_nb.harness.sandbox.reap import reap
 from composer_nb.harness.tasks.repairs import make_tasks

@@ -31,7 +31,7 @@ from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.policy import Request
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, Executor, SandboxExecutor
-from composer_nb.harness.sandbox.contract import SandboxUnavailable
+from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.tasks.functions import parse_test_files, request_tests
 from composer_nb.harness.tasks.repairs import make_tasks
 from composer_nb.harness.tasks.task import Task

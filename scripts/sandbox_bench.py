@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from composer_nb.harness.sandbox import open_backend
-from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec, SandboxUnavailable
+from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec
+from composer_nb.harness.sandbox.errors import SandboxUnavailable
 
 SPEC = SandboxSpec(memory_bytes=128 << 20, disk_bytes=16 << 20)
 CALLS, STARTS, AT_ONCE, ALIVE, LIMITED = 200, 200, 4, 256, 40

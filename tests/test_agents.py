@@ -39,7 +39,7 @@ from composer_nb.harness.product.work import Work
 from composer_nb.harness.rollout import Turn
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
-from composer_nb.harness.sandbox.contract import SandboxDied
+from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.sandbox.image import host_image
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tasks.miniatures import make_miniatures

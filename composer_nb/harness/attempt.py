@@ -23,7 +23,8 @@ from composer_nb.harness.carry import Blob, add_history, carry_back
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.sandbox.calls import Executor
-from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxFailure
+from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.tasks.functions import is_test
 from composer_nb.harness.tasks.runtime import start, workspace
 from composer_nb.harness.tasks.task import LOWERED, Task

@@ -30,7 +30,8 @@ from composer_nb.harness.files import write_json
 from composer_nb.harness.rewards import fault
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, SandboxExecutor
-from composer_nb.harness.sandbox.contract import WORKSPACE, Backend, SandboxUnavailable
+from composer_nb.harness.sandbox.contract import WORKSPACE, Backend
+from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.harness.tools.workspace import Indexes

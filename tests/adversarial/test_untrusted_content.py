@@ -23,7 +23,8 @@ from composer_nb.harness.agent.chat import Said
 from composer_nb.harness.carry import Blob
 from composer_nb.harness.product.diff import patch
 from composer_nb.harness.product.show import teller
-from composer_nb.harness.sandbox.contract import Sandbox, SandboxFailure, SandboxSpec, members
+from composer_nb.harness.sandbox.contract import Sandbox, SandboxSpec, members
+from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.sandbox.host import Channel
 from composer_nb.harness.sandbox.process import ProcessBackend
 from composer_nb.harness.tasks.task import Task

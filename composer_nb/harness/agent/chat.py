@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.summary import OPENS, QUERIES
 from composer_nb.harness.rollout import Kind
-from composer_nb.harness.tools.tool_call import ToolCall, ToolError
+from composer_nb.harness.tools.tool_call import ToolCall, ToolError, invalid
 
 Schema = Mapping[str, Any]
 Piece = int | str
@@ -269,10 +269,6 @@ def _plainly(said: Said) -> list[Any]:
     """Return a form in which turns can be compared; 1, 1.0 and True differ."""
     calls = [written.call for written in said.calls]
     return [said.text, *(isinstance(c, ToolCall) and (c.name, write_json(sorted(c.arguments.items()))) for c in calls)]
-
-
-def invalid(message: str) -> ToolError:
-    return ToolError("InvalidArguments", message)
 
 
 def read_json(text: str) -> Any:

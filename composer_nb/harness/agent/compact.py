@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 from composer_nb.harness.agent.chat import ChatRenderer, Piece, Result, Said, User, Written, read_json, write_json
 from composer_nb.harness.agent.summary import QUERIES
 from composer_nb.harness.rollout import Kind
-from composer_nb.harness.tools.tool_call import ToolCall, ToolError
+from composer_nb.harness.tools.tool_call import ToolCall, ToolError, invalid
 from composer_nb.harness.tools.toolset import ToolSet
 
 SPECIALS = ("<|pad|>", "<|bos|>", "<|user|>", "<|call|>", "<|out|>", "<|end|>", "<|to|>")
@@ -98,12 +98,12 @@ class _Form(NamedTuple):
         """Parse a call. Raises ToolError for anything else."""
         names, extra, match = (*self.short, *self.long), len(texts) - len(self.long), self.head.fullmatch(head)
         if not match or extra not in (0, int(not self.types.keys() <= {*names})):
-            raise ToolError("InvalidArguments", "bad call")
+            raise invalid("bad call")
         given = zip(names, (*match.groups(), *texts), strict=False)
         arguments = {name: self.value(name, text) for name, text in given}
         more = read_json(texts[-1]) if extra else {}
         if not isinstance(more, dict) or arguments.keys() & more:
-            raise ToolError("InvalidArguments", "bad call")
+            raise invalid("bad call")
         return ToolCall(name=self.tool, arguments=arguments | more)
 
 
@@ -144,7 +144,7 @@ class CompactRenderer(ChatRenderer):
         read = [self._part(part, part if n < len(cuts) else part[:-1], ended) for n, part in enumerate(parts)]
         if len(read) == 1 and not read[0].calls:
             return read[0]
-        calls = [each.calls[0].call if each.calls else ToolError("InvalidArguments", "bad call") for each in read]
+        calls = [each.calls[0].call if each.calls else invalid("bad call") for each in read]
         texts = [each.calls[0].text if each.calls else DONE for each in read]
         return Said(calls=tuple(Written(id=f"call_{n}", call=c, text=texts[n]) for n, c in enumerate(calls)))
 
@@ -197,10 +197,10 @@ class CompactRenderer(ChatRenderer):
             elif piece == self.to:
                 parts.append("")
             else:
-                raise ToolError("InvalidArguments", "bad call")
+                raise invalid("bad call")
         head, *texts = parts
         if head == DONE and not self.ends and len(texts) < 2:
             return Said(text="".join(texts).strip())
         if (word := head.partition(" ")[0]) not in self.words:
-            raise ToolError("InvalidArguments", "bad call")
+            raise invalid("bad call")
         return Said(calls=(Written(id="call_0", call=self.words[word].read(head, texts)),))

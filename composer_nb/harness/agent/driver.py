@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from composer_nb.harness.policy import Completion, Policy, Request, Trace
 from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, Executor
-from composer_nb.harness.sandbox.contract import SandboxFailure
+from composer_nb.harness.sandbox.errors import SandboxFailure
 
 __all__ = ["Driver", "Job", "Seat", "drive"]
 Result = TypeVar("Result")

@@ -26,7 +26,7 @@ import httpx
 from composer_nb.harness.agent.chat import Result, Said, Written, read_json
 from composer_nb.harness.agent.turns import Limits, News, Silent, Spoken
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
-from composer_nb.harness.tools.tool_call import ToolCall, ToolError
+from composer_nb.harness.tools.tool_call import ToolCall, ToolError, invalid
 
 MAX_REPLY_BYTES = 16 << 20
 AGAIN = (408, 409, 429, 500, 502, 503, 504)
@@ -264,5 +264,5 @@ def _call(name: str, arguments: str) -> ToolCall | ToolError:
     except ToolError as error:
         return error
     if not name or not isinstance(held, dict):
-        return ToolError("InvalidArguments", "a call needs a name and one JSON object of arguments")
+        return invalid("a call needs a name and one JSON object of arguments")
     return ToolCall(name=name, arguments=held)

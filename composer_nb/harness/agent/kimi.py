@@ -18,8 +18,8 @@ import json
 import re
 from collections.abc import Sequence
 
-from composer_nb.harness.agent.chat import ChatRenderer, Piece, Result, Said, Written, invalid, read_json, write_json
-from composer_nb.harness.tools.tool_call import ToolCall, ToolError
+from composer_nb.harness.agent.chat import ChatRenderer, Piece, Result, Said, Written, read_json, write_json
+from composer_nb.harness.tools.tool_call import ToolCall, ToolError, invalid
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, ARGUMENT, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"

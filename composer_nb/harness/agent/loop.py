@@ -16,7 +16,7 @@ from composer_nb.harness.agent.summary import history, resumed
 from composer_nb.harness.agent.turns import Limits, News, TurnPolicy
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.harness.rollout import Rollout, Segment, Turn
-from composer_nb.harness.sandbox.contract import SandboxFailure
+from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.tools.session import Session
 from composer_nb.harness.tools.tiny import Workspace
 from composer_nb.harness.tools.tool_call import Reply

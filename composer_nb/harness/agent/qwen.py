@@ -24,8 +24,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent.chat import ChatRenderer, Piece, Result, Said, Written, invalid, read_json, write_json
-from composer_nb.harness.tools.tool_call import ToolCall, ToolError
+from composer_nb.harness.agent.chat import ChatRenderer, Piece, Result, Said, Written, read_json, write_json
+from composer_nb.harness.tools.tool_call import ToolCall, ToolError, invalid
 
 START, END, CALL, CALL_END = "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"
 RESPONSE, RESPONSE_END = "<tool_response>", "</tool_response>"

@@ -24,14 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from composer_nb.harness.grading.guest.runner import CALLS, DECOY, DECOY_AT, FOLDER, PLUGIN
-from composer_nb.harness.sandbox.contract import (
-    Backend,
-    ExecResult,
-    Sandbox,
-    SandboxFailure,
-    SandboxSpec,
-    SandboxUnavailable,
-)
+from composer_nb.harness.sandbox.contract import Backend, ExecResult, Sandbox, SandboxSpec
+from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.toolchain import pytest_modules
 
 START_S = 2.0
@@ -240,8 +234,7 @@ class Boxes:
     def _run(self, job: Job) -> Ran:
         nonce = secrets.token_hex(16)
         spec = self.spec or SandboxSpec()
-        box = self.backend.create(replace(spec, warm=not job.calls))
-        try:
+        with self.backend.create(replace(spec, warm=not job.calls)) as box:
             whole = not (job.calls or (box.warm and job.hash_seed == 0))
             kit = framed(compiled_kit(self.backend, self.spec, whole))
             done = box.exec(
@@ -262,8 +255,6 @@ class Boxes:
                 raise RunnerEnded(f"it ended before it began: exit code {done.exit_code}{memory}")
             read = any(_read_since(box, f"{FOLDER}/{path}") for path in job.hidden)
             return _read(job, nonce, events[0].decode("utf-8", "replace"), done, read=read, changed=_changed(box))
-        finally:
-            box.destroy()
 
 
 COMMAND = ["python3", "-s", "-S", "-c", _RUN]
@@ -305,8 +296,7 @@ def compiled_kit(backend: Backend, spec: SandboxSpec | None = None, whole: bool 
 
 
 def _compiled(backend: Backend, spec: SandboxSpec | None, whole: bool) -> bytes:
-    box = backend.create(spec)
-    try:
+    with backend.create(spec) as box:
         stdin = framed(marshal.dumps(sources(whole), 4))
         done = box.exec(["python3", "-s", "-S", "-c", _COMPILE], stdin=stdin, output_bytes=64 << 20)
         if done.exit_code == 0 and not done.truncated:
@@ -314,8 +304,6 @@ def _compiled(backend: Backend, spec: SandboxSpec | None, whole: bool) -> bytes:
             if tried.stdout.startswith(b"ready\n"):
                 return done.stdout
             done = tried
-    finally:
-        box.destroy()
     last = _last_line(done.stderr)
     if b"SyntaxError" in done.stderr or b"ModuleNotFoundError" in done.stderr:
         raise SandboxUnavailable(f"the pytest installed here is not for the Python of the sandbox: {last}")

@@ -17,7 +17,7 @@ from typing import Literal
 from composer_nb.harness.grading.diff import CACHE_FOLDERS
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.calls import Executor
-from composer_nb.harness.sandbox.contract import SandboxFailure
+from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.tasks.functions import parse_test_files, parse_tests, passes, request_tests
 from composer_nb.harness.tasks.task import Task
 

@@ -31,7 +31,8 @@ from composer_nb.harness.grading.diff import changes
 from composer_nb.harness.grading.grade import Grade, Status
 from composer_nb.harness.grading.plan import Plan, Runs, draw, job, plan_of
 from composer_nb.harness.grading.recorded import replay, wrong
-from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxFailure, SandboxSpec
+from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
+from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.tasks.runtime import usual_spec
 from composer_nb.harness.tasks.task import Task
 

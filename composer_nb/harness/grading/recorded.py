@@ -24,7 +24,7 @@ from typing import Any, Literal, get_args
 
 from composer_nb.harness.grading.box import Boxes, Call, Job, Noted, Ran, RunnerEnded
 from composer_nb.harness.grading.plan import Plan, Recorded, gold_files, job, plan_of
-from composer_nb.harness.sandbox.contract import SandboxDied
+from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.tasks.runtime import workspace
 from composer_nb.harness.tasks.task import Task
 

@@ -21,7 +21,8 @@ from collections.abc import Mapping
 
 from composer_nb.harness.grading.diff import Changes, changes
 from composer_nb.harness.grading.grade import Grade, Status
-from composer_nb.harness.sandbox.contract import Backend, ExecResult, Sandbox, SandboxDied, SandboxFailure
+from composer_nb.harness.sandbox.contract import Backend, ExecResult, Sandbox
+from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.sandbox.toolchain import PLACE, TESTING
 from composer_nb.harness.tasks import harbor
 from composer_nb.harness.tasks.runtime import bring, start, variables

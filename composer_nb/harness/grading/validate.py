@@ -18,7 +18,8 @@ from composer_nb.harness.grading.plan import Plan, Twin, changed_text, conftests
 from composer_nb.harness.grading.pytest_grader import grade_pytest, same_id
 from composer_nb.harness.grading.recorded import Guard, guard, record
 from composer_nb.harness.grading.twins import Candidate, all_candidates
-from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxSpec
+from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
+from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.tasks.runtime import usual_spec, workspace
 from composer_nb.harness.tasks.task import Task
 

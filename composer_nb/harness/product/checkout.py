@@ -16,7 +16,8 @@ from pathlib import Path, PurePosixPath
 
 from composer_nb.harness.carry import EXECUTABLE, PLAIN, Blob, add_history
 from composer_nb.harness.grading.diff import CACHE_ENDINGS, CACHE_FOLDERS
-from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxFailure, SandboxSpec
+from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec
+from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.search.ignore import NAMES, Ignore, read_ignore
 from composer_nb.harness.tasks.runtime import PACKAGES_AT, bring
 from composer_nb.harness.tools.session import FOLDER

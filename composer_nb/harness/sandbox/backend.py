@@ -9,15 +9,8 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 
-from composer_nb.harness.sandbox.contract import (
-    Backend,
-    Machine,
-    Sandbox,
-    SandboxFailure,
-    SandboxSpec,
-    SandboxUnavailable,
-    Snapshot,
-)
+from composer_nb.harness.sandbox.contract import Backend, Machine, Sandbox, SandboxSpec, Snapshot
+from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.journal import Journal, Kind, Resource
 
 

@@ -31,17 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from composer_nb.harness.sandbox.backend import ResidentBackend
-from composer_nb.harness.sandbox.contract import (
-    LIMITS,
-    WORKSPACE,
-    Capabilities,
-    Machine,
-    Sandbox,
-    SandboxFailure,
-    SandboxSlow,
-    SandboxSpec,
-    SandboxUnavailable,
-)
+from composer_nb.harness.sandbox.contract import LIMITS, WORKSPACE, Capabilities, Machine, Sandbox, SandboxSpec
+from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxSlow, SandboxUnavailable
 from composer_nb.harness.sandbox.guest.bundle import BOOT, LIMITS_INSIDE, resident_program, resident_settings
 from composer_nb.harness.sandbox.host import sender, socket_pair
 from composer_nb.harness.sandbox.journal import OWN, Resource

@@ -24,17 +24,8 @@ from pathlib import Path
 from typing import Literal, Protocol, Self
 
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
-from composer_nb.harness.sandbox.contract import (
-    CallEnd,
-    CallLimits,
-    Capabilities,
-    Sandbox,
-    SandboxDied,
-    SandboxFailure,
-    SandboxSlow,
-    SandboxSpec,
-    SandboxUnavailable,
-)
+from composer_nb.harness.sandbox.contract import CallEnd, CallLimits, Capabilities, Sandbox, SandboxSpec
+from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxSlow, SandboxUnavailable
 from composer_nb.harness.sandbox.guest import calls as guest
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.syntax import literal_eval

@@ -3,9 +3,6 @@
 A *sandbox* is an isolated machine with a workspace, in which hostile commands run. A *backend* creates sandboxes. In every
 sandbox, one resident program of this package (`guest/program.py`) executes requests from a pipe. A backend only determines how
 that program is started, isolated and ended, and which limits the kernel enforces on it.
-
-The failures of a command (its exit code, a timeout, exhausted memory) are results. SandboxDied means that the code inside ended
-the sandbox; SandboxFailure means that the machinery failed, so that nothing is known about the code.
 """
 
 from __future__ import annotations
@@ -22,6 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, TypeVar
 from pydantic import Field, FiniteFloat, TypeAdapter
 
 from composer_nb.harness.plain import Positive, Some, require_ranges
+from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxSlow
 from composer_nb.harness.sandbox.host import Channel, frame_of
 from composer_nb.harness.sandbox.journal import Resource
 from composer_nb.harness.sandbox.system.cgroups import Group
@@ -36,22 +34,6 @@ PLACES = {f"/{name}": f"/tmp/{name}" for name in ("tests", "logs", "solution")}
 
 LIMITS = ("memory_bytes", "disk_bytes", "inodes", "processes", "cpus", "open_files", "network", "system_calls", "locks")
 """Names in `Capabilities.enforced`. `locks`: locks that one sandbox takes on files are hidden from all others."""
-
-
-class SandboxUnavailable(RuntimeError):
-    """A backend is missing or cannot start here. The message says what to install or change."""
-
-
-class SandboxFailure(RuntimeError):
-    """The machinery failed: nothing is known about the code that was to run."""
-
-
-class SandboxSlow(SandboxFailure):
-    """A sandbox was not ready in time on a busy machine; a retry may help."""
-
-
-class SandboxDied(RuntimeError):
-    """The code inside ended the sandbox, for instance by exhausting the memory: this is the agent's fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,15 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from composer_nb.harness.sandbox.backend import ResidentBackend
-from composer_nb.harness.sandbox.contract import (
-    LIMITS,
-    WORKSPACE,
-    Capabilities,
-    Machine,
-    SandboxFailure,
-    SandboxSpec,
-    SandboxUnavailable,
-)
+from composer_nb.harness.sandbox.contract import LIMITS, WORKSPACE, Capabilities, Machine, SandboxSpec
+from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.guest.bundle import BOOT, LIMITS_INSIDE, resident_program, resident_settings
 from composer_nb.harness.sandbox.host import Channel
 from composer_nb.harness.sandbox.image import USER, host_image

@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from composer_nb.harness.sandbox.contract import PLACES, SandboxFailure, SandboxUnavailable
+from composer_nb.harness.sandbox.contract import PLACES
+from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.toolchain import PLACE, Interpreter, host_programs, install_hint, is_elf, made_programs
 
 HOST_IMAGE = "composer-nb-host"

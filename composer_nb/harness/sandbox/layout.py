@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from composer_nb.harness.sandbox.contract import PLACES, WORKSPACE, SandboxUnavailable
+from composer_nb.harness.sandbox.contract import PLACES, WORKSPACE
+from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.sandbox.guest.warm import TRIAL
 from composer_nb.harness.sandbox.journal import mounts
 from composer_nb.harness.sandbox.toolchain import (

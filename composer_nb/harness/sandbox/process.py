@@ -15,14 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from composer_nb.harness.sandbox.backend import ResidentBackend
-from composer_nb.harness.sandbox.contract import (
-    LIMITS,
-    Capabilities,
-    Machine,
-    SandboxFailure,
-    SandboxSpec,
-    SandboxUnavailable,
-)
+from composer_nb.harness.sandbox.contract import LIMITS, Capabilities, Machine, SandboxSpec
+from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.guest.bundle import BOOT, resident_program, resident_settings
 from composer_nb.harness.sandbox.host import socket_pair
 from composer_nb.harness.sandbox.system.linux import patience

@@ -26,7 +26,7 @@ from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import MAGIC_NUMBER, source_hash
 from pathlib import Path
 
-from composer_nb.harness.sandbox.contract import SandboxUnavailable
+from composer_nb.harness.sandbox.errors import SandboxUnavailable
 
 MIN_PYTHON = (3, 9)
 MANAGERS = {"apt-get": "install -y", "dnf": "install -y", "pacman": "-S", "apk": "add", "zypper": "install"}

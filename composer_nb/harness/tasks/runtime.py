@@ -21,16 +21,8 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from composer_nb.harness.sandbox.contract import (
-    PLACES,
-    WORKSPACE,
-    Backend,
-    Sandbox,
-    SandboxFailure,
-    SandboxSpec,
-    SandboxUnavailable,
-    archive_of,
-)
+from composer_nb.harness.sandbox.contract import PLACES, WORKSPACE, Backend, Sandbox, SandboxSpec, archive_of
+from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.tasks import harbor
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import visible

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from composer_nb.harness.tools.tool_call import Tool, ToolError
+from composer_nb.harness.tools.tool_call import Tool, invalid
 
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(0x7F, 0xA0)) if code not in (9, 10)}
 """Visible forms of control characters."""
@@ -79,10 +79,10 @@ def tool(**traits: Any) -> Callable[[Callable[..., Any]], Tool]:
 def check(model: type[BaseModel], arguments: object) -> BaseModel:
     """Return the checked arguments of a call. Raises ToolError (InvalidArguments) with one line that names each wrong one."""
     if not isinstance(arguments, Mapping):
-        raise ToolError("InvalidArguments", "arguments must be an object")
+        raise invalid("arguments must be an object")
     nulls = [name for name, value in arguments.items() if value is None]
     if nulls:
-        raise ToolError("InvalidArguments", printable(f"{nulls[0]}: null; leave out what you do not need"))
+        raise invalid(printable(f"{nulls[0]}: null; leave out what you do not need"))
     try:
         return model.model_validate(dict(arguments), strict=True)
     except ValidationError as error:
@@ -93,7 +93,7 @@ def check(model: type[BaseModel], arguments: object) -> BaseModel:
             told = f"no such argument; there are {takes}" if unknown else part["msg"].removeprefix("Value error, ")
             wrong.append(f"{'.'.join(map(str, part['loc']))[:100]}: {told}")
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ToolError("InvalidArguments", printable("; ".join(wrong[:3]) + more)) from None
+        raise invalid(printable("; ".join(wrong[:3]) + more)) from None
 
 
 def printable(text: str) -> str:

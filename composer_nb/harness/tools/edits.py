@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from composer_nb.harness.tools.tool_call import ToolError
+from composer_nb.harness.tools.tool_call import invalid
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +57,19 @@ def replace(text: str, old: str, new: str, every: bool) -> tuple[str, list[int]]
     Raises ToolError (InvalidArguments) if nothing changes, or if `old` is missing, or occurs more than once without `every`.
     """
     if not old:
-        raise ToolError("InvalidArguments", "old_string is empty: say what to replace, or use write")
+        raise invalid("old_string is empty: say what to replace, or use write")
     if old == new:
-        raise ToolError("InvalidArguments", "old_string and new_string are the same")
+        raise invalid("old_string and new_string are the same")
     document = Lines.of(text)
     if document.returns:
         old, new = old.replace("\r\n", "\n"), new.replace("\r\n", "\n")
     plain = document.plain
     found = list(_occurrences(plain, old))
     if not found:
-        raise ToolError("InvalidArguments", _why_not(plain, old))
+        raise invalid(_why_not(plain, old))
     if len(found) > 1 and not every:
         text = f"old_string occurs {len(found)} times: include more context, or set replace_all"
-        raise ToolError("InvalidArguments", text)
+        raise invalid(text)
     return document.with_plain(plain.replace(old, new)), [plain.count("\n", 0, place) + 1 for place in found]
 
 

@@ -11,7 +11,7 @@ from composer_nb.harness.tools import patch as patches
 from composer_nb.harness.tools.arguments import CONTROLS, Content, Count, Path, Text, printable, tool
 from composer_nb.harness.tools.edits import replace
 from composer_nb.harness.tools.session import SHOWN, Session, shown
-from composer_nb.harness.tools.tool_call import ToolError
+from composer_nb.harness.tools.tool_call import ToolError, invalid
 
 READ_BYTES = 16 << 20
 """Maximum bytes that `read_file` reads, from the beginning of a file."""
@@ -36,7 +36,7 @@ def read_file(session: Session, target_file: Path, offset: Count | None = None, 
     lines = data[:READ_BYTES].decode("utf-8", "replace").removesuffix("\n").split("\n")
     first = offset or 1
     if first > len(lines):
-        raise ToolError("InvalidArguments", f"{path}: has {len(lines)} lines, so none is numbered {first}")
+        raise invalid(f"{path}: has {len(lines)} lines, so none is numbered {first}")
     parts: list[str] = []
     room = SHOWN
     for number, line in enumerate(lines[first - 1 :][:limit], first):
@@ -79,7 +79,7 @@ def write(session: Session, file_path: Path, contents: Content) -> str:
     path = session.path(file_path)
     there = session.exists(path)
     if there and path not in session.seen:
-        raise ToolError("InvalidArguments", f"{path}: exists already; read it before you overwrite it")
+        raise invalid(f"{path}: exists already; read it before you overwrite it")
     session.store(path, contents)
     lines = contents.removesuffix("\n").count("\n") + bool(contents)
     return f"{path}: {'written' if there else 'made'}, {lines} lines"
@@ -126,9 +126,7 @@ def apply_patch(session: Session, patch: Annotated[Content, Field(min_length=1)]
         path = session.path(change.path)
         to = session.path(change.to) if change.to else path
         if not texts.keys().isdisjoint((path, to)):  # by another spelling, `./a` for `a`
-            raise ToolError(
-                "InvalidArguments", f"{change.path}: appears twice: put all changes of a file into one part"
-            )
+            raise invalid(f"{change.path}: appears twice: put all changes of a file into one part")
         there = session.exists(path)
         if change.kind == "add" and there:
             raise ToolError("UnexpectedEnvironment", printable(f"{path}: exists already"))

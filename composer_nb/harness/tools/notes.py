@@ -9,7 +9,7 @@ from pydantic import Field
 
 from composer_nb.harness.tools.arguments import Path, Todo, tool
 from composer_nb.harness.tools.session import Session, below, clean
-from composer_nb.harness.tools.tool_call import ToolError
+from composer_nb.harness.tools.tool_call import ToolError, invalid
 
 PYTHON = (".py", ".pyi", ".ipynb")
 MARKS = {"pending": "[ ]", "in_progress": "[>]", "completed": "[x]", "cancelled": "[-]"}
@@ -54,11 +54,11 @@ def todo_write(session: Session, merge: bool, todos: Annotated[list[Todo], Field
     todos: At most one may be in_progress.
     """
     if len({todo.id for todo in todos}) < len(todos):
-        raise ToolError("InvalidArguments", "todos: two have the same id")
+        raise invalid("todos: two have the same id")
     held = (session.todos if merge else {}) | {todo.id: todo for todo in todos}
     if sum(todo.status == "in_progress" for todo in held.values()) > 1:
-        raise ToolError("InvalidArguments", "todos: only one can be in_progress")
+        raise invalid("todos: only one can be in_progress")
     if len(held) > 100:
-        raise ToolError("InvalidArguments", "todos: at most 100")
+        raise invalid("todos: at most 100")
     session.todos = held
     return "\n".join(f"{MARKS[todo.status]} {todo.id}: {todo.content}" for todo in held.values()) or "(nothing to do)"

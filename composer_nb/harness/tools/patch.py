@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from composer_nb.harness.tools.edits import Lines, places
-from composer_nb.harness.tools.tool_call import ToolError
+from composer_nb.harness.tools.tool_call import invalid
 
 BEGIN, END, END_OF_FILE = "*** Begin Patch", "*** End Patch", "*** End of File"
 HEADER = re.compile(r"\*\*\* (Add|Delete|Update) File: (.+)")
@@ -50,10 +50,6 @@ class Change:
     hunks: list[Hunk] = field(default_factory=list)
 
 
-def wrong(text: str) -> ToolError:
-    return ToolError("InvalidArguments", text)
-
-
 def parse(patch: str) -> list[Change]:
     """Return the changes of a patch, at least one, of different files. Raises ToolError (InvalidArguments)."""
     lines = patch.replace("\r\n", "\n").split("\n")
@@ -62,29 +58,29 @@ def parse(patch: str) -> list[Change]:
     while lines and not lines[0].strip():
         lines.pop(0)
     if not lines:
-        raise wrong("the patch is empty")
+        raise invalid("the patch is empty")
     if lines[0].strip() != BEGIN:
-        raise wrong(f"the patch does not begin with `{BEGIN}`; apply a unified diff with `git apply` in the terminal")
+        raise invalid(f"the patch does not begin with `{BEGIN}`; apply a unified diff with `git apply` in the terminal")
     changes = _changes(lines)
     if not changes:
-        raise wrong("the patch changes nothing")
+        raise invalid("the patch changes nothing")
     paths = [path for change in changes for path in (change.path, change.to) if path]
     if twice := next((path for path, times in Counter(paths).items() if times > 1), None):
-        raise wrong(f"{twice} appears twice: put all changes of a file into one part")
+        raise invalid(f"{twice} appears twice: put all changes of a file into one part")
     if sum(1 + len(hunk.anchors) for change in changes for hunk in change.hunks) > MOST_HUNKS:
-        raise wrong(f"more than {MOST_HUNKS} hunks: make several patches")
+        raise invalid(f"more than {MOST_HUNKS} hunks: make several patches")
     return changes
 
 
 def _changes(lines: Sequence[str]) -> list[Change]:
     changes: list[Change] = []
     if lines[-1].strip() != END:
-        raise wrong(f"the last line must be `{END}`")
+        raise invalid(f"the last line must be `{END}`")
     for number, line in enumerate(lines[1:], 2):
         change = changes[-1] if changes else None
         if line.strip() == END:
             if number != len(lines):
-                raise wrong(f"line {number}: `{END}` is not the last line")
+                raise invalid(f"line {number}: `{END}` is not the last line")
             break
         if found := HEADER.fullmatch(line.rstrip()):
             kind = found[1].lower()
@@ -94,7 +90,7 @@ def _changes(lines: Sequence[str]) -> list[Change]:
             if kind == "add":
                 changes[-1].hunks.append(Hunk())
         elif change is None:
-            raise wrong(f"line {number}: a `*** … File: PATH` must come first")
+            raise invalid(f"line {number}: a `*** … File: PATH` must come first")
         elif line.startswith("*** Move to: ") and change.kind == "update" and not change.hunks:
             change.to = line.removeprefix("*** Move to: ").strip()
         elif line.startswith("@@") and change.kind == "update":
@@ -111,10 +107,10 @@ def _changes(lines: Sequence[str]) -> list[Change]:
                 change.hunks.append(Hunk())
             change.hunks[-1].lines.append((line[0], line[1:]))
         else:
-            raise wrong(f"line {number} has no place in a patch that {change.kind}s a file: {line[:80]!r}")
+            raise invalid(f"line {number} has no place in a patch that {change.kind}s a file: {line[:80]!r}")
     for change in changes:
         if change.kind == "update" and not change.to and not any(hunk.lines for hunk in change.hunks):
-            raise wrong(f"{change.path}: no lines to change")
+            raise invalid(f"{change.path}: no lines to change")
     return changes
 
 
@@ -141,7 +137,7 @@ def updated(change: Change, text: str) -> str:
 def _after(lines: Sequence[str], anchor: str, start: int, path: str) -> int:
     place = next(places(lines, [anchor], start), None)
     if place is None:
-        raise wrong(f"{path}: no line {anchor[:80]!r} from line {start + 1} on")
+        raise invalid(f"{path}: no line {anchor[:80]!r} from line {start + 1} on")
     return place + 1
 
 
@@ -156,7 +152,7 @@ def _find(lines: Sequence[str], hunk: Hunk, start: int, path: str) -> int:
         place = last if last >= start and list(lines[last:]) == old else None
     if place is None:
         line = next((line for line in old if line.strip()), "")
-        raise wrong(
+        raise invalid(
             f"{path}: the old lines of a hunk, from {line.strip()[:80]!r}, are not there from line {start + 1} on"
         )
     return place

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from composer_nb.harness.sandbox.contract import ExecResult, Sandbox
 from composer_nb.harness.tools.arguments import CONTROLS, Todo, printable
 from composer_nb.harness.tools.tiny import HISTORY, Edits, Observation, remembered, tested, wanted
-from composer_nb.harness.tools.tool_call import ToolError
+from composer_nb.harness.tools.tool_call import ToolError, invalid
 
 if TYPE_CHECKING:
     from composer_nb.harness.search.index import Hit
@@ -81,7 +81,7 @@ class Session:
         """Return a path relative to the workspace. Raises ToolError (InvalidArguments) for one that leads out of it."""
         whole = posixpath.normpath(posixpath.join(self.root, text))
         if whole != self.root and not whole.startswith(self.root + "/"):
-            raise ToolError("InvalidArguments", f"{text[:200]}: leads out of the workspace {self.root}")
+            raise invalid(f"{text[:200]}: leads out of the workspace {self.root}")
         return posixpath.relpath(whole, self.root)
 
     def exists(self, path: str) -> bool:

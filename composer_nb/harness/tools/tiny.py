@@ -14,7 +14,7 @@ from composer_nb.harness.sandbox.calls import CallOutcome, Executor
 from composer_nb.harness.syntax import lints
 from composer_nb.harness.tasks.functions import FunctionTest, parse_test_files, passes, request_tests
 from composer_nb.harness.tools.arguments import CONTROLS, tool
-from composer_nb.harness.tools.tool_call import ToolError
+from composer_nb.harness.tools.tool_call import ToolError, invalid
 
 HISTORY = ".composer_nb/history.txt"
 """File of a workspace with the whole conversation before the last summary. Grading ignores it."""
@@ -112,7 +112,7 @@ def _text(place: Place, path: str) -> str:
     try:
         return place.text(path)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        raise ToolError("InvalidArguments", f"no file {path}") from None
+        raise invalid(f"no file {path}") from None
 
 
 @tool()
@@ -133,11 +133,11 @@ def edit_line(place: Place, path: str, line: int, text: str) -> Observation:
     """
     text = text.strip()
     if "\n" in text or "\r" in text:
-        raise ToolError("InvalidArguments", "one line")
+        raise invalid("one line")
     before = _text(place, path)
     lines = _lines(before)
     if not 1 <= line <= len(lines):
-        raise ToolError("InvalidArguments", "no line")
+        raise invalid("no line")
     old = lines[line - 1]
     lines[line - 1] = old[: len(old) - len(old.lstrip())] + text + "\r" * old.endswith("\r")
     return _change(place, path, before, "\n".join(lines) + "\n" * before.endswith("\n"))
@@ -151,7 +151,7 @@ def substitute(place: Place, path: str, old: str, new: str) -> Observation:
     """
     before = _text(place, path)
     if not old or (count := before.count(old)) != 1:
-        raise ToolError("InvalidArguments", f"{count if old else 0} matches")
+        raise invalid(f"{count if old else 0} matches")
     return _change(place, path, before, before.replace(old, new))
 
 
@@ -185,7 +185,7 @@ def grep(place: Place, pattern: str) -> Observation:
     pattern: plain text
     """
     if not pattern or any(character in pattern for character in "\0\n\r"):
-        raise ToolError("InvalidArguments", "one line")
+        raise invalid("one line")
     found = place.find(pattern)[:FOUND]
     return Observation(text="\n".join(f"{path}:{number}{line}" for path, number, line in found) or "none")
 

@@ -20,6 +20,10 @@ class ToolError(Exception):
         self.kind: ErrorKind = kind
 
 
+def invalid(message: str) -> ToolError:
+    return ToolError("InvalidArguments", message)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
     """One call, in canonical form."""

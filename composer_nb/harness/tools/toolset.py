@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from composer_nb.harness.sandbox.contract import Sandbox, SandboxDied, SandboxFailure, SandboxUnavailable
+from composer_nb.harness.sandbox.contract import Sandbox
+from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.toolchain import PACKAGES, TESTING, install_hint
 from composer_nb.harness.tasks.runtime import PACKAGES_AT
 from composer_nb.harness.tools import files, notes, search, terminal
@@ -22,7 +23,7 @@ from composer_nb.harness.tools.arguments import check, parameters, printable
 from composer_nb.harness.tools.session import DOING, Search, Session
 from composer_nb.harness.tools.terminal import tested
 from composer_nb.harness.tools.tiny import TINY, Observation, Workspace
-from composer_nb.harness.tools.tool_call import ErrorKind, Reply, Tool, ToolCall, ToolError
+from composer_nb.harness.tools.tool_call import ErrorKind, Reply, Tool, ToolCall, ToolError, invalid
 
 SEARCH = "codebase_search"
 FAN_OUT = 16
@@ -116,9 +117,7 @@ class ToolSet:
         """Return the tool that `call` names, and its checked arguments. Raises ToolError (InvalidArguments)."""
         tool = self.tools.get(call.name)
         if tool is None:
-            raise ToolError(
-                "InvalidArguments", printable(f"no tool {call.name[:100]}; there are {', '.join(self.tools)}")
-            )
+            raise invalid(printable(f"no tool {call.name[:100]}; there are {', '.join(self.tools)}"))
         return tool, check(tool.arguments, call.arguments)
 
     def observation(self, reply: Reply) -> str:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
-from composer_nb.harness.sandbox.contract import SandboxDied
+from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.labs.attacks.case import LIMITS, SPEC, Cell, Site, Verdict, alive, nothing, register, register_both
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from composer_nb.harness.grading.plan import Plan
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.validate import validate_task
-from composer_nb.harness.sandbox.contract import Backend, SandboxUnavailable
+from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.case import Verdict, row
 from composer_nb.labs.attacks.patch_target import PROPERTY, TARGET

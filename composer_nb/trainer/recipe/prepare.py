@@ -22,7 +22,7 @@ from composer_nb.harness.environment import TO_CONVERT, EnvSettings, Sandboxes, 
 from composer_nb.harness.files import write_json
 from composer_nb.harness.grading.plan import PLAN, plan_of
 from composer_nb.harness.grading.recorded import guard_of
-from composer_nb.harness.sandbox.contract import SandboxFailure, SandboxUnavailable
+from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.tasks.miniatures import make_miniatures
 from composer_nb.harness.tasks.repairs import buggy, buggy_prints, fingerprints, make_tasks
 from composer_nb.harness.tasks.runtime import PACKAGES, PACKAGES_DIGEST, start

@@ -10,7 +10,8 @@ import pytest
 from composer_nb.harness.grading import box
 from composer_nb.harness.grading.box import Boxes, Job, Ran, Result, RunnerEnded
 from composer_nb.harness.sandbox import toolchain
-from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxFailure, SandboxSpec
+from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
+from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 
 Run = Callable[..., Ran]
 

@@ -13,7 +13,8 @@ from composer_nb.harness.grading.box import Boxes
 from composer_nb.harness.grading.plan import Plan, digest
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.validate import validate_task
-from composer_nb.harness.sandbox.contract import Backend, SandboxDied
+from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.patch_target import PROPERTY, TARGET
 

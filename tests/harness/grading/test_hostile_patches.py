@@ -14,7 +14,8 @@ from composer_nb.harness.grading.box import sources
 from composer_nb.harness.grading.plan import Plan
 from composer_nb.harness.grading.pytest_grader import TAMPERING, grade_pytest
 from composer_nb.harness.grading.validate import validate_task
-from composer_nb.harness.sandbox.contract import Backend, SandboxUnavailable
+from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.sandbox.process import ProcessBackend
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.patch_check import check_patches

@@ -17,7 +17,8 @@ from composer_nb.harness.grading.plan import Plan, job, with_plan
 from composer_nb.harness.grading.pytest_grader import FLAGS, SECONDS, TAMPERING, grade_pytest
 from composer_nb.harness.grading.twins import candidates_of
 from composer_nb.harness.grading.validate import _twin, validate_task
-from composer_nb.harness.sandbox.contract import Backend, ExecResult, SandboxDied, SandboxFailure
+from composer_nb.harness.sandbox.contract import Backend, ExecResult
+from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.patch_target import MODULE, RIGHT, TARGET
 from composer_nb.labs.attacks.patches import Patch

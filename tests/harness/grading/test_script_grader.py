@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from composer_nb.harness.grading.check import _left, check_task, check_tasks
 from composer_nb.harness.grading.script_grader import MAX_REWARD_BYTES, grade_script, parse_rewards
 from composer_nb.harness.sandbox import open_backend
-from composer_nb.harness.sandbox.contract import Backend, SandboxSpec, SandboxUnavailable
+from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
+from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.sandbox.process import ProcessBackend
 from composer_nb.harness.tasks.runtime import obstacles, spec_of, start, variables
 from composer_nb.harness.tasks.task import Task, read_tasks

@@ -33,7 +33,8 @@ from composer_nb.harness.product.serve import ScriptServer
 from composer_nb.harness.rewards import TERMS, RewardSettings, reward
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
-from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxFailure
+from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.store import load_attempts, pack_attempt, save_attempts, unpack_attempt
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.arguments import Arguments

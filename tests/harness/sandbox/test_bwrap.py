@@ -18,7 +18,8 @@ import pytest
 
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.bwrap import NICE, BwrapBackend
-from composer_nb.harness.sandbox.contract import WORKSPACE, SandboxDied, SandboxFailure, SandboxSpec, SandboxUnavailable
+from composer_nb.harness.sandbox.contract import WORKSPACE, SandboxSpec
+from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.system.cgroups import Cgroups, Group
 from composer_nb.harness.sandbox.toolchain import host_programs
 from tests.harness.sandbox.conftest import SMALL

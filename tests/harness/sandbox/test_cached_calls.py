@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, SandboxExecutor
-from composer_nb.harness.sandbox.contract import SandboxFailure
+from composer_nb.harness.sandbox.errors import SandboxFailure
 
 STATUSES = ("returned", "returned", "raised", "timeout", "died", "unreadable", "not_run")
 

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from composer_nb.harness.sandbox import bwrap, calls, contract, host
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, SandboxExecutor, value_text
-from composer_nb.harness.sandbox.contract import CallLimits, SandboxFailure, SandboxSlow
+from composer_nb.harness.sandbox.contract import CallLimits
+from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxSlow
 from composer_nb.harness.sandbox.system import linux
 from composer_nb.harness.sandbox.system.linux import patience
 

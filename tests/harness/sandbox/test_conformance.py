@@ -8,15 +8,8 @@ import time
 
 import pytest
 
-from composer_nb.harness.sandbox.contract import (
-    Backend,
-    CallLimits,
-    Sandbox,
-    SandboxDied,
-    SandboxFailure,
-    SandboxSpec,
-    SandboxUnavailable,
-)
+from composer_nb.harness.sandbox.contract import Backend, CallLimits, Sandbox, SandboxSpec
+from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.system.linux import patience
 from tests.harness.sandbox.conftest import SMALL, make
 

@@ -18,8 +18,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from composer_nb.harness.sandbox.contract import LIMITS, SandboxDied, SandboxFailure, SandboxSpec, SandboxUnavailable
+from composer_nb.harness.sandbox.contract import LIMITS, SandboxSpec
 from composer_nb.harness.sandbox.docker import DockerBackend, DockerChannel
+from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.image import build_image, host_image
 from composer_nb.harness.sandbox.journal import this_process
 from composer_nb.harness.sandbox.system.linux import patience

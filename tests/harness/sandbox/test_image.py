@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from composer_nb.harness.sandbox import image
-from composer_nb.harness.sandbox.contract import SandboxUnavailable
+from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.sandbox.image import Files, build_image, host_files, host_image, write_archive
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from composer_nb.harness.sandbox import open_backend
-from composer_nb.harness.sandbox.contract import Backend, ExecResult, Sandbox, SandboxSpec, SandboxUnavailable
+from composer_nb.harness.sandbox.contract import Backend, ExecResult, Sandbox, SandboxSpec
+from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.sandbox.toolchain import PLACE, TESTING
 
 WARM = SandboxSpec(memory_bytes=256 << 20, disk_bytes=16 << 20, warm=True)

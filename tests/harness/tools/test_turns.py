@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from composer_nb.harness.sandbox import open_backend, toolchain
-from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxFailure, SandboxUnavailable
+from composer_nb.harness.sandbox.contract import Backend, Sandbox
+from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tools import session as session_module
 from composer_nb.harness.tools.session import Session

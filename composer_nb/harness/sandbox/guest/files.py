@@ -40,6 +40,15 @@ def open_beneath(root: int, path: str, flags: int, resolve: int = 0) -> int:
     return int(check(libc.syscall(OPENAT2, root, name, ctypes.byref(how), ctypes.sizeof(how)), path))
 
 
+@contextlib.contextmanager
+def held(fd: int) -> typing.Iterator[int]:
+    """Yield a descriptor, and close it at the end."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 class Files:
     """The workspace."""
 
@@ -59,18 +68,15 @@ class Files:
 
     def read(self, path: str, offset: int, most: int) -> tuple[int, bytes]:
         """Return when a file was last read before, in seconds since 1970, and its content."""
-        fd = open_beneath(self.fd, self.inner(path), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-        try:
-            held = os.fstat(fd)
-            if not stat.S_ISREG(held.st_mode):
-                raise OSError(errno.EISDIR if stat.S_ISDIR(held.st_mode) else errno.EINVAL, path + ": no plain file")
+        with held(open_beneath(self.fd, self.inner(path), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)) as fd:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL, path + ": no plain file")
             parts, left = [], min(most, self.limit)
             while left > 0 and (part := os.pread(fd, left, offset)):
                 parts.append(part)
                 offset, left = offset + len(part), left - len(part)
-            return clock(held.st_atime_ns), b"".join(parts)
-        finally:
-            os.close(fd)
+            return clock(status.st_atime_ns), b"".join(parts)
 
     def folder(self, path: str) -> int:
         """Return a descriptor of a folder, made with those above it where it is missing."""
@@ -82,29 +88,22 @@ class Files:
         fd = os.dup(self.fd)
         for part in parts:
             done += part + "/"
-            try:
+            with held(fd):
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(part, 0o755, dir_fd=fd)
-                below = open_beneath(self.fd, done, os.O_RDONLY | os.O_DIRECTORY)
-            finally:
-                os.close(fd)
-            fd = below
+                fd = open_beneath(self.fd, done, os.O_RDONLY | os.O_DIRECTORY)
         return fd
 
     def entries(self, path: str) -> list[Header]:
         """Return what is in a folder, by name."""
-        folder, found = open_beneath(self.fd, self.inner(path), os.O_RDONLY | os.O_DIRECTORY), []
-        try:
+        found = []
+        with held(open_beneath(self.fd, self.inner(path), os.O_RDONLY | os.O_DIRECTORY)) as folder:
             for name in sorted(os.listdir(folder)):
-                try:
+                with contextlib.suppress(FileNotFoundError):  # gone meanwhile
                     status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                except FileNotFoundError:
-                    continue  # gone meanwhile
-                kind = KINDS.get(stat.S_IFMT(status.st_mode), "other")
-                mode = stat.S_IMODE(status.st_mode)
-                found.append({"name": name, "kind": kind, "size": status.st_size, "mode": mode})
-        finally:
-            os.close(folder)
+                    kind = KINDS.get(stat.S_IFMT(status.st_mode), "other")
+                    mode = stat.S_IMODE(status.st_mode)
+                    found.append({"name": name, "kind": kind, "size": status.st_size, "mode": mode})
         return found
 
     def split(self, path: str) -> tuple[str, str]:
@@ -116,39 +115,32 @@ class Files:
 
     def remove(self, path: str) -> None:
         head, name = self.split(path)
-        folder = open_beneath(self.fd, head or ".", os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.unlink(name, dir_fd=folder)
-        except OSError as error:
-            raise OSError(error.errno, path + ": " + (error.strerror or "")) from None
-        finally:
-            os.close(folder)
+        with held(open_beneath(self.fd, head or ".", os.O_RDONLY | os.O_DIRECTORY)) as folder:
+            try:
+                os.unlink(name, dir_fd=folder)
+            except OSError as error:
+                raise OSError(error.errno, path + ": " + (error.strerror or "")) from None
 
     def write(self, path: str, data: bytes | memoryview, mode: int | None, mtime: int = 0) -> None:
         head, name = self.split(path)
-        folder = self.folder(head)
-        try:
+        with held(self.folder(head)) as folder:
             before = kind_of(name, folder)
             if stat.S_ISDIR(before):
                 raise OSError(errno.EISDIR, path + ": a folder")
             if mode is None:
                 mode = stat.S_IMODE(before) if stat.S_ISREG(before) else 0o644
             part = ".composer_nb-" + os.urandom(6).hex()
-            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
+            file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
             try:
-                try:
+                with held(file) as fd:
                     write_all(fd, data)
                     os.fchmod(fd, mode & 0o777)
                     if mtime:
                         os.utime(fd, (mtime, mtime))
-                finally:
-                    os.close(fd)
                 os.rename(part, name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
                 os.unlink(part, dir_fd=folder)
                 raise
-        finally:
-            os.close(folder)
 
     def walk(self) -> typing.Iterator[tuple[str, os.stat_result, int, str]]:
         """Yield (path, status, folder, name) of everything below. Raises OSError below MAX_DEPTH folders.
@@ -159,10 +151,10 @@ class Files:
         while stack:
             above = stack.pop()
             try:
-                folder = open_beneath(self.fd, above or ".", os.O_RDONLY | os.O_DIRECTORY, RESOLVE_NO_SYMLINKS)
+                opened = open_beneath(self.fd, above or ".", os.O_RDONLY | os.O_DIRECTORY, RESOLVE_NO_SYMLINKS)
             except OSError:
                 continue
-            try:
+            with held(opened) as folder:
                 for name in sorted(os.listdir(folder)):
                     try:
                         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -173,8 +165,6 @@ class Files:
                         if above.count("/") >= MAX_DEPTH:
                             raise OSError(errno.ELOOP, f"more than {MAX_DEPTH} folders below one another")
                         stack.append(above + name + "/")
-            finally:
-                os.close(folder)
 
     def pack(self, most: int, links: bool) -> tuple[str, bytes]:
         """Return a digest and a tar archive of the workspace: regular files, and with `links` folders and symbolic links too."""
@@ -225,19 +215,15 @@ class Files:
                     modes.append((path, info.mode))
                 elif info.issym():
                     head, _, name = path.rpartition("/")
-                    folder = self.folder(head)
-                    try:
+                    with held(self.folder(head)) as folder:
                         os.symlink(info.linkname, name, dir_fd=folder)
-                    finally:
-                        os.close(folder)
                 elif info.isreg():
                     content = archive.extractfile(info)
                     assert content is not None
                     self.write(path, content.read(), info.mode, clock(int(info.mtime) * 1_000_000_000))
         for path, mode in reversed(modes):
-            fd = open_beneath(self.fd, path, os.O_RDONLY | os.O_DIRECTORY)
-            os.fchmod(fd, mode)
-            os.close(fd)
+            with held(open_beneath(self.fd, path, os.O_RDONLY | os.O_DIRECTORY)) as fd:
+                os.fchmod(fd, mode)
 
     def count(self) -> tuple[int, int]:
         """Return the bytes and inodes in use."""

@@ -39,7 +39,7 @@ import typing
 
 from composer_nb.harness.sandbox.guest.calls import Caller
 from composer_nb.harness.sandbox.guest.commands import Commands
-from composer_nb.harness.sandbox.guest.files import Files, Header, open_beneath
+from composer_nb.harness.sandbox.guest.files import Files, Header, held, open_beneath
 from composer_nb.harness.sandbox.guest.warm import COMMON, Become, load, run
 from composer_nb.harness.sandbox.system.linux import (
     NAMESPACES,
@@ -124,14 +124,11 @@ class Resident:
         """Start a command in the background and return its pid."""
         self.files.write(asked["log"], b"", 0o644)
         flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOFOLLOW
-        log = open_beneath(self.files.fd, self.files.inner(asked["log"]), flags)
-        try:
+        with held(open_beneath(self.files.fd, self.files.inner(asked["log"]), flags)) as log:
             if not stat.S_ISREG(os.fstat(log).st_mode):
                 raise OSError(errno.EINVAL, asked["log"] + ": not a regular file")
             with open("/dev/null", "rb") as nothing:
                 return self.commands.start(asked, (nothing.fileno(), log, log))
-        finally:
-            os.close(log)
 
 
 def confine(settings: Header) -> None:

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from composer_nb.harness.grading.box import Boxes, Job, Place, Ran, Reach, RunnerEnded
 from composer_nb.harness.grading.plan import Plan, digest, gold_files, job, modules_of
 from composer_nb.harness.grading.validate import with_twins
-from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxSpec
+from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
+from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.tasks.making.options import Options, Running
 from composer_nb.harness.tasks.making.repository import Repository
 from composer_nb.harness.tasks.runtime import packages_of
@@ -207,11 +208,7 @@ def _refuse_copies(repository: Repository, backend: Backend, spec: SandboxSpec) 
     named = {path.split("/")[0] for path in packages_of(whole(repository))}
     if both := sorted(named & {*tops, *(top.removesuffix(".py") for top in tops)}):
         raise ValueError(f"{repository.name}: a copy of it is among the packages: {both[0]}, where an agent could look")
-    box = backend.create(spec)
-    try:
-        alone = [] if spec.image else ["-S"]
-        done = box.exec(["python3", *alone, "-c", _LOOK, *tops])
-    finally:
-        box.destroy()
+    with backend.create(spec) as box:
+        done = box.exec(["python3", *([] if spec.image else ["-S"]), "-c", _LOOK, *tops])
     if found := done.stdout.decode("utf-8", "replace").strip():
         raise ValueError(f"{repository.name}: a copy of it lies in the sandbox, at {found}, for an agent to look up")

@@ -32,7 +32,8 @@ from composer_nb.harness.grading.plan import gold_files, job, with_plan
 from composer_nb.harness.grading.pytest_grader import SECONDS
 from composer_nb.harness.grading.source import Function
 from composer_nb.harness.grading.validate import IDS, validate_task
-from composer_nb.harness.sandbox.contract import Backend, SandboxDied
+from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.syntax import nodes_of
 from composer_nb.harness.tasks.making.changes import changed_lines
 from composer_nb.harness.tasks.making.instructions import without_tests

@@ -22,7 +22,8 @@ from composer_nb.harness.grading.plan import Plan, digest, gold_files, job, modu
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.recorded import record
 from composer_nb.harness.grading.validate import IDS
-from composer_nb.harness.sandbox.contract import Backend, SandboxDied, SandboxSpec
+from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
+from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.tasks.making.baseline import Baseline, whole
 from composer_nb.harness.tasks.making.changes import Change, units
 from composer_nb.harness.tasks.making.instructions import without_tests, write, write_feature
