@@ -138,13 +138,8 @@ def _plans(planner: str, tasks: Sequence[Task], out: Path, workers: int, setting
     """Return the plans of a policy, kept in `out`. Raises ValueError for plans of another there."""
     _claim(out / "planned", {"planner": planner, "is": identity(planner), "seed": settings.seed})
     limits = equipment(planner)[1]
-    drawn: dict[str, Any] = {
-        "limits": limits,
-        "temperature": settings.temperature,
-        "seed": settings.seed,
-        "slots": workers,
-    }
-    with open_policy(planner, "", [], **drawn) as cast:
+    drawn = {name: getattr(settings, name) for name in ("temperature", "seed")}
+    with open_policy(planner, "", [], limits=limits, slots=workers, **drawn) as cast:
         plans = make_plans(tasks, cast, out / "planned" / "plans", workers, limits.seconds)
     if empty := sum(not plan.text for plan in plans):
         LOG.warning("--planner %s: %d of %d plans are empty; their tasks stay as they are", planner, empty, len(plans))

@@ -180,10 +180,8 @@ REQUIRED = {"python", "torch", "bubblewrap", "sandbox", "jupyter kernel"}
 
 def finding(name: str, found: str, ok: bool, cost: str = "", mend: str = "") -> Finding:
     """Return a finding, with the advice of ADVICE unless another is given."""
-    usual = ADVICE.get(name, ("", ""))
-    return Finding(
-        name=name, found=found, ok=ok, cost=cost or usual[0], mend=mend or usual[1], required=name in REQUIRED
-    )
+    told = ADVICE.get(name, ("", ""))
+    return Finding(name=name, found=found, ok=ok, cost=cost or told[0], mend=mend or told[1], required=name in REQUIRED)
 
 
 def device_of(torch: TorchFacts) -> str:
@@ -262,9 +260,8 @@ def check_tools() -> Finding:
     there = set(host_programs()) | ({"pytest"} if installed("pytest") else set())
     missing = sorted({*PACKAGES, "pytest"} - there)
     cost = f"no {' and no '.join(missing)} in sandboxes, so agents lack tools or cannot run tests"
-    return finding(
-        "agent tools", ", ".join(sorted(there)) or "none", not missing, cost, "pip install 'composer_nb[agent]'"
-    )
+    found = ", ".join(sorted(there)) or "none"
+    return finding("agent tools", found, not missing, cost, "pip install 'composer_nb[agent]'")
 
 
 def check_kernel() -> Finding:

@@ -33,9 +33,7 @@ def run_eval(
     `slots` are the positions of the tasks in a longer list. They number the rollouts and so determine their random draws.
     """
     places = range(len(tasks)) if slots is None else slots
-    order = [
-        (slot * samples + sample, task) for slot, task in zip(places, tasks, strict=True) for sample in range(samples)
-    ]
+    order = [(slot * samples + n, task) for slot, task in zip(places, tasks, strict=True) for n in range(samples)]
     runs = (agent.attempt(task, number) for number, task in order)
     done = dict(drive(runs, policy, executor))
     return (done[number] for number in range(len(order)))

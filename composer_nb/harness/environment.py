@@ -36,11 +36,7 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.harness.tools.workspace import Indexes
 
-RENDERERS: Mapping[str, type[ChatRenderer]] = {
-    "compact": CompactRenderer,
-    "qwen": QwenRenderer,
-    "kimi": KimiRenderer,
-}
+RENDERERS: Mapping[str, type[ChatRenderer]] = {"compact": CompactRenderer, "qwen": QwenRenderer, "kimi": KimiRenderer}
 
 
 class Own(Protocol):

@@ -66,6 +66,7 @@ class Result:
 
 
 Message = User | Said | Result
+Talk = Sequence[Message]
 
 
 class ChatRenderer(ABC):
@@ -116,9 +117,7 @@ class ChatRenderer(ABC):
         # Unlike `encode`, this lets other threads run, so that a long text of one request does not stop a server.
         return list(self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
-    def render(
-        self, messages: Sequence[Message], system: str = "", *, spelled: bool = False, after: bool = False
-    ) -> list[int]:
+    def render(self, messages: Talk, system: str = "", *, spelled: bool = False, after: bool = False) -> list[int]:
         """Render a whole conversation, up to the cue for the next turn if its last message is not a turn. `after`: render
         messages that follow a turn, without the start of a conversation.
 
@@ -202,11 +201,9 @@ class ChatRenderer(ABC):
         said = self._read(pieces)
         calls = list(said.calls)
         if any(mark in said.text for mark in self.spelled):
-            calls.append(Written(id=f"call_{len(calls)}", call=invalid("a call that is spelled out in the text")))
+            calls.append(unread(len(calls), "a call that is spelled out in the text"))
         if not ended:
-            calls.append(
-                Written(id=f"call_{len(calls)}", call=invalid("the turn was cut off, or ended by a wrong token"))
-            )
+            calls.append(unread(len(calls), "the turn was cut off, or ended by a wrong token"))
         return Said(text=said.text, calls=tuple(calls))
 
     def kinds(self, token_ids: Sequence[int]) -> list[Kind]:
@@ -263,6 +260,11 @@ class ChatRenderer(ABC):
 
     @abstractmethod
     def _read(self, pieces: Sequence[Piece]) -> Said: ...
+
+
+def unread(number: int, why: str) -> Written:
+    """Return the call of this number in a turn, which cannot be read."""
+    return Written(id=f"call_{number}", call=invalid(why))
 
 
 def _plainly(said: Said) -> list[Any]:

@@ -188,9 +188,8 @@ class Driver(Generic[Result]):
         """Collect the agents' requests: in lockstep until no agent works, otherwise those present, with a short wait if the
         driver is idle. Return whether the round may continue: in lockstep, only if no agent works."""
         while self._working:
-            idle = (
-                not self._names and not self._waits(Request, Release) and (not self._waiting or not self._batch.done())
-            )
+            stuck = not self._waiting or not self._batch.done()
+            idle = stuck and not self._names and not self._waits(Request, Release)
             left = max(until - time.monotonic(), 0.0)
             timeout = LOOK_S if not self.lockstep else left if math.isfinite(left) else None
             try:

@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 
-from composer_nb.harness.agent.chat import Result, Said, Written, read_json
+from composer_nb.harness.agent.chat import Result, Said, Schema, Written, read_json
 from composer_nb.harness.agent.turns import Limits, News, Silent, Spoken
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError, invalid
@@ -63,11 +63,9 @@ async def _exchange(
     left, data = until - time.monotonic(), b""
     if left <= 0:
         raise TimeIsUp
+    limit = asyncio.timeout(None if left == math.inf else left)
     try:
-        async with (
-            asyncio.timeout(None if left == math.inf else left),
-            client.stream(method, url, timeout=timeout, **given) as answer,
-        ):
+        async with limit, client.stream(method, url, timeout=timeout, **given) as answer:
             async for part in answer.aiter_raw():
                 data += part
                 if len(data) > MAX_REPLY_BYTES:
@@ -129,12 +127,7 @@ class Endpoint:
         """Return the answer to a conversation. `parallel`: allow several calls in it. `until`: a time of `time.monotonic`.
 
         Raises ProviderFailure if the request fails, and TimeIsUp if that time passes first."""
-        body = {
-            "model": self.model,
-            "messages": list(messages),
-            "max_tokens": max_tokens,
-            "temperature": self.temperature,
-        }
+        body = {"model": self.model, "messages": [*messages], "max_tokens": max_tokens, "temperature": self.temperature}
         if tools:
             body |= {"tools": list(tools), "parallel_tool_calls": parallel}
         match self.ask("POST", "chat/completions", until, body):
@@ -207,12 +200,7 @@ class EndpointTurnPolicy(Silent):
     """Takes turns from an OpenAI-compatible endpoint, for evaluation and use: it returns no tokens to train on."""
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        system: str,
-        tools: Sequence[Mapping[str, Any]],
-        limits: Limits,
-        parallel: bool = True,
+        self, endpoint: Endpoint, system: str, tools: Sequence[Schema], limits: Limits, parallel: bool = True
     ) -> None:
         """`tools`: schemas in OpenAI's form. `parallel`: allow several calls per turn."""
         self.endpoint, self.tools, self.limits, self.parallel = endpoint, tools, limits, parallel
@@ -238,6 +226,11 @@ class EndpointTurnPolicy(Silent):
         return Spoken(said=Said(text=said["content"].strip(), calls=written), read=answer.read, written=answer.written)
 
 
+def call_on_wire(id: str, name: str, arguments: str) -> dict[str, Any]:
+    """Return a call in OpenAI's form. `arguments`: JSON."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def spoken(message: Mapping[str, Any]) -> tuple[dict[str, Any], list[ToolCall | ToolError]]:
     """Return a reply in the form for the next request, and its calls, with an error for each malformed one."""
     content = message.get("content")
@@ -251,9 +244,7 @@ def spoken(message: Mapping[str, Any]) -> tuple[dict[str, Any], list[ToolCall | 
         name, arguments = str(function.get("name", "")), function.get("arguments", "")
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
         id = call.get("id") if isinstance(call, dict) else None
-        kept.append(
-            {"id": str(id or f"call_{number}"), "type": "function", "function": {"name": name, "arguments": text}}
-        )
+        kept.append(call_on_wire(str(id or f"call_{number}"), name, text))
         calls.append(_call(name, text))
     return said | ({"tool_calls": kept} if kept else {}), calls
 

@@ -292,9 +292,8 @@ def digest(log: Sequence[tuple[Said, str]]) -> str:
     """Return a summary of turns and of what answered each: what fails, what was tried and how that failed, and what is left."""
     failing, lines, left = "", list[str](), "test"
     for said, seen in log:
-        edits = [
-            written.call for written in said.calls if isinstance(written.call, ToolCall) and written.call.name in _EDITS
-        ]
+        calls = [written.call for written in said.calls]
+        edits = [call for call in calls if isinstance(call, ToolCall) and call.name in _EDITS]
         if not edits and seen.startswith("fail"):
             failing = seen
         for edit in edits:

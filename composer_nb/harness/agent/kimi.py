@@ -18,7 +18,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from composer_nb.harness.agent.chat import ChatRenderer, Piece, Result, Said, Written, read_json, write_json
+from composer_nb.harness.agent.chat import ChatRenderer, Piece, Result, Said, Written, read_json, unread, write_json
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError, invalid
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -86,19 +86,19 @@ class KimiRenderer(ChatRenderer):
                 calls.append(self._written(pieces[at + 1 : stop], names[at + 1 : stop], ended, len(calls)))
                 at = stop if ended else stop - 1
             elif name or str(piece).strip():
-                calls.append(_wrong(len(calls), "tokens of a call where there is none"))
+                calls.append(unread(len(calls), "tokens of a call where there is none"))
             at += 1
         if inside:
-            calls.append(_wrong(len(calls), "the section of calls has no end"))
+            calls.append(unread(len(calls), "the section of calls has no end"))
         return Said(text=text.strip(), calls=tuple(calls))
 
     def _written(self, pieces: Sequence[Piece], names: Sequence[str], ended: bool, number: int) -> Written:
         if not ended or list(names) not in (["", ARGUMENT, ""], ["", ARGUMENT]):
-            return _wrong(number, "a call is an id, arguments and an end")
+            return unread(number, "a call is an id, arguments and an end")
         told = str(pieces[0]).strip()
         match = ID.fullmatch(told)
         if match is None:
-            return _wrong(number, f"{told[:80]!r} is not the id of a call: functions.NAME:NUMBER")
+            return unread(number, f"{told[:80]!r} is not the id of a call: functions.NAME:NUMBER")
         try:
             arguments = read_json(str(pieces[2]) if len(pieces) > 2 else "")
         except ToolError as error:
@@ -106,7 +106,3 @@ class KimiRenderer(ChatRenderer):
         if not isinstance(arguments, dict):
             return Written(id=told, call=invalid("arguments are one JSON object"))
         return Written(id=told, call=ToolCall(name=match[1], arguments=arguments))
-
-
-def _wrong(number: int, why: str) -> Written:
-    return Written(id=f"call_{number}", call=invalid(why))

@@ -24,7 +24,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent.chat import ChatRenderer, Piece, Result, Said, Written, read_json, write_json
+from composer_nb.harness.agent.chat import ChatRenderer, Piece, Result, Said, Written, read_json, unread, write_json
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError, invalid
 
 START, END, CALL, CALL_END = "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"
@@ -92,10 +92,8 @@ class QwenRenderer(ChatRenderer):
         pieces: list[Piece] = [said.text + "\n\n" if said.text and said.calls else said.text]
         for number, written in enumerate(said.calls):
             assert isinstance(written.call, ToolCall)
-            values = "".join(
-                f"<parameter={name}>\n{value if isinstance(value, str) else write_json(value)}\n</parameter>\n"
-                for name, value in written.call.arguments.items()
-            )
+            given = written.call.arguments.items()
+            values = "".join(f"<parameter={name}>\n{_spelled(value)}\n</parameter>\n" for name, value in given)
             body = f"\n<function={written.call.name}>\n{values}</function>\n"
             pieces += ["\n" if number else "", self.ids[CALL], body, self.ids[CALL_END]]
         return pieces
@@ -113,7 +111,7 @@ class QwenRenderer(ChatRenderer):
                 calls.append(Written(id=f"call_{len(calls)}", call=self._call(body, closed)))
                 at = stop if closed else stop - 1
             else:
-                calls.append(Written(id=f"call_{len(calls)}", call=invalid("a token of a call where there is none")))
+                calls.append(unread(len(calls), "a token of a call where there is none"))
             at += 1
         return Said(text=text.strip(), calls=tuple(calls))
 
@@ -196,6 +194,10 @@ def _kind(value: Any) -> str:
     return "null" if value is None else "object"
 
 
+def _spelled(value: Any) -> str:
+    return value if isinstance(value, str) else write_json(value)
+
+
 def _declared(function: Mapping[str, Any]) -> str:
     """Return a tool's schema in the model's form: tags for name, description and parameters, JSON for everything else. A schema
     of names and types alone (`ToolSet.brief`) has a short form, specific to this project, with one line per parameter."""
@@ -203,20 +205,15 @@ def _declared(function: Mapping[str, Any]) -> str:
     parts = [f"<function>\n<name>{function['name']}</name>"]
     if function.get("description"):
         parts.append(f"<description>{function['description'].strip()}</description>")
-    properties = {
-        name: told if isinstance(told, Mapping) else {} for name, told in schema.get("properties", {}).items()
-    }
-    if schema.keys() == {"type", "properties"} and all(told.keys() == {"type"} for told in properties.values()):
-        lines = [f"{name}: {told['type']}" for name, told in properties.items()]
+    known = {name: told if isinstance(told, Mapping) else {} for name, told in schema.get("properties", {}).items()}
+    if schema.keys() == {"type", "properties"} and all(told.keys() == {"type"} for told in known.values()):
+        lines = [f"{name}: {told['type']}" for name, told in known.items()]
         return "\n".join([*parts, *lines, "</function>"])
     parts.append("<parameters>")
-    for name, told in properties.items():
+    for name, told in known.items():
         parts.append(f"<parameter>\n<name>{name}</name>")
-        parts += [
-            f"<{key}>{value if isinstance(value, str) else write_json(value)}</{key}>" for key, value in told.items()
-        ]
+        parts += [f"<{key}>{_spelled(value)}</{key}>" for key, value in told.items()]
         parts.append("</parameter>")
-    parts += [
-        f"<{key}>{write_json(value)}</{key}>" for key, value in schema.items() if key not in ("type", "properties")
-    ]
+    rest = {key: value for key, value in schema.items() if key not in ("type", "properties")}
+    parts += [f"<{key}>{write_json(value)}</{key}>" for key, value in rest.items()]
     return "\n".join([*parts, "</parameters>\n</function>"])

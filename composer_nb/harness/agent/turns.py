@@ -156,10 +156,8 @@ class TokenTurnPolicy:
 
     def close(self) -> tuple[Segment, ...]:
         self._end()
-        whole = [
-            segment for segment in self._segments if segment.acted.any()
-        ]  # a segment without a turn teaches nothing
-        return tuple(whole or self._segments)
+        # A segment without a turn teaches nothing.
+        return tuple([segment for segment in self._segments if segment.acted.any()] or self._segments)
 
     def _turn(self, parts: Sequence[tuple[list[int], Kind]], most: int, until: float) -> Completion | None:
         """Have the policy read the parts and continue. Return None if the limits leave no room for a token."""
@@ -178,9 +176,7 @@ class TokenTurnPolicy:
     def _truncate(self) -> None:
         """End the segment. The next one begins with the start of the conversation and the newest turns (half a trigger)."""
         held = self._transcript.token_ids
-        starts = [start for start in self._starts if len(held) - start <= self.summary.trigger // 2] or self._starts[
-            -1:
-        ]
+        starts = [at for at in self._starts if len(held) - at <= self.summary.trigger // 2] or self._starts[-1:]
         self._kept = [*self._prompt, *held[starts[0] :]]
         self._starts = [start - starts[0] + len(self._prompt) for start in starts]
         self._end()

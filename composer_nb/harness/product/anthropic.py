@@ -9,12 +9,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
+from composer_nb.harness.agent.endpoint import call_on_wire
 from composer_nb.harness.product.wire import (
     Answered,
     Asked,
     Calls,
     Choice,
     Count,
+    Logprobs,
     Named,
     Probability,
     Refused,
@@ -116,8 +118,7 @@ def _message(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 count += 1
                 yield {"role": "tool", "tool_call_id": name, "content": _texts(block.get("content") or "")}
             case "assistant", {"type": "tool_use", "id": str(name), "name": str(tool), "input": dict(given)}:
-                function = {"name": tool, "arguments": json.dumps(given)}
-                calls.append({"id": name, "type": "function", "function": function})
+                calls.append(call_on_wire(name, tool, json.dumps(given)))
             case _:
                 texts.append(block)
     if texts or not count:
@@ -154,9 +155,7 @@ class MessagesReply:
             **spoke(choice),
         }
 
-    def part(
-        self, number: int, text: str, calls: Calls, logprobs: Sequence[Mapping[str, Any]]
-    ) -> Iterator[dict[str, Any]]:
+    def part(self, number: int, text: str, calls: Calls, logprobs: Logprobs) -> Iterator[dict[str, Any]]:
         if text:
             self._letters += len(text)
             yield from self._in("text before" if not self._called else "text after", {"type": "text", "text": ""})
@@ -208,13 +207,8 @@ def refusal(refused: Refused) -> dict[str, Any]:
 
 
 def _use(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    return {
-        "type": "tool_use",
-        "id": call["id"],
-        "name": function["name"],
-        "input": arguments_of(function["arguments"]),
-    }
+    told = call["function"]
+    return {"type": "tool_use", "id": call["id"], "name": told["name"], "input": arguments_of(told["arguments"])}
 
 
 def _stopped(choice: Choice) -> dict[str, Any]:

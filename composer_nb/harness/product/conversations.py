@@ -43,6 +43,7 @@ from composer_nb.harness.product.record import Record, Row, Verdict
 from composer_nb.harness.product.turn import Continuation, Turn
 from composer_nb.harness.product.wire import (
     Answered,
+    AnyAsked,
     Asked,
     Complete,
     Generate,
@@ -106,7 +107,7 @@ class Conversations:
 
     def __call__(
         self,
-        asked: Asked | Generate | Complete,
+        asked: AnyAsked,
         there: Callable[[], bool] = lambda: True,
         told: Told = lambda *part: None,
     ) -> Answered:
@@ -195,21 +196,12 @@ class Conversations:
             self._fits(len(text), param)
             ids = self.tokenizer.encode(text, add_special_tokens=False).ids if text else [*asked.prompt]
         else:
-            param, given, how, ids = (
-                "prompt_token_ids",
-                asked.sampling_params,
-                Asked(messages=[{}]),
-                asked.prompt_token_ids,
-            )
+            param, given, how = "prompt_token_ids", asked.sampling_params, Asked(messages=[{}])
+            ids = asked.prompt_token_ids
         if not ids or max(ids) >= vocabulary:
             raise Refused(f"{param}: at least one token, and none above {vocabulary - 1}", param=param)
-        held = self._held(
-            _Talk(renderer=renderer, digest=b"", row=Row(name="", user=how.user or "")),
-            given.n or 1,
-            given.seed,
-            [b""],
-            there,
-        )
+        new = _Talk(renderer=renderer, digest=b"", row=Row(name="", user=how.user or ""))
+        held = self._held(new, given.n or 1, given.seed, [b""], there)
         drawn = {"top": given.logprobs or 0, "temperature": given.temperature, "top_p": given.top_p or 1.0}
         drawn |= {"top_k": given.top_k or 0, "min_p": given.min_p or 0.0}
         try:
@@ -224,9 +216,7 @@ class Conversations:
         choices = [turn.tokens(given.logprobs is not None, of) for turn, of in zip(turns, routes, strict=True)]
         return Answered(choices=choices, read=len(ids))
 
-    def _request(
-        self, talk: _Talk, read: Sequence[int], wanted: int | None, param: str, drawn: Mapping[str, Any]
-    ) -> Request:
+    def _request(self, talk: _Talk, read: list[int], wanted: int | None, param: str, drawn: dict[str, Any]) -> Request:
         """Return what the policy is asked. Raises Refused if a conversation has no room for an answer."""
         known = talk.row.transcript.token_ids
         if (before := len(known) + len(read)) >= self.tokens:

@@ -43,6 +43,7 @@ from composer_nb.harness.product.anthropic import Messages, MessagesReply, refus
 from composer_nb.harness.product.record import NAME, Verdict
 from composer_nb.harness.product.wire import (
     Answered,
+    AnyAsked,
     Asked,
     Body,
     Choice,
@@ -81,7 +82,7 @@ _NAMED = re.compile(rf"/rollouts/({NAME})(/v1/.*|/grade)")
 """Addresses that belong to one rollout, on a server that records."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
-Answerer = Callable[[Asked | Generate | Complete, Callable[[], bool], Told], Answered]
+Answerer = Callable[[AnyAsked, Callable[[], bool], Told], Answered]
 """Answers a request while its client is there, and may tell parts of the answer as they come. Raises ValueError for a request
 that it does not accept, and TimeIsUp when the client goes away."""
 
@@ -231,10 +232,8 @@ class ChatServer:
             reply = await self._reply(request)
         except Exception as error:
             refused = _refused(error)
-            # Closed, since some of the request may not have been read.
-            reply = JSONResponse(
-                _shown(refused, scope["path"]), refused.status, {"Connection": "close", **refused.headers}
-            )
+            headers = {"Connection": "close", **refused.headers}  # since some of the request may not have been read
+            reply = JSONResponse(_shown(refused, scope["path"]), refused.status, headers)
             if reply.status_code == 500:
                 LOG.exception("a request failed")
         if scope["path"] in PATHS:
@@ -363,9 +362,7 @@ class ChatServer:
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    async def _queued(
-        self, asked: Asked | Generate | Complete, request: Request, told: Told = lambda *part: None
-    ) -> Answered:
+    async def _queued(self, asked: AnyAsked, request: Request, told: Told = lambda *part: None) -> Answered:
         """Return the answer. Requests wait in order, and a client that goes away leaves the queue."""
         if len(self._work) >= self.most:
             raise self._full()
@@ -399,7 +396,7 @@ class ScriptServer(ChatServer):
     are counted as tokens."""
 
     def __init__(self, script: Script, port: int = 0, model: str = "scripted", **given: Any) -> None:
-        def answer(asked: Asked | Generate | Complete, there: Callable[[], bool], told: Told) -> Answered:
+        def answer(asked: AnyAsked, there: Callable[[], bool], told: Told) -> Answered:
             if not isinstance(asked, Asked):
                 raise Refused("a script has no tokens", 404, "not_found")
             for name in ("stop", "logprobs", "tool_choice"):
@@ -457,7 +454,6 @@ def _shown(refused: Refused, path: str) -> dict[str, Any]:
     """Return a refusal in the form of a path."""
     if path == "/v1/messages":
         return refusal(refused)
-    kind = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}.get(
-        refused.status, "invalid_request_error"
-    )
+    kinds = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+    kind = kinds.get(refused.status, "invalid_request_error")
     return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}

@@ -23,10 +23,11 @@ from pydantic_core import from_json
 
 from composer_nb.harness.agent.chat import ChatRenderer, Piece, Said
 from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.endpoint import call_on_wire
 from composer_nb.harness.agent.kimi import ARGUMENT, ID, KimiRenderer
 from composer_nb.harness.agent.qwen import FUNCTION, PARAMETER, QwenRenderer, kinds, read_value
 from composer_nb.harness.policy import Completion, Drawn
-from composer_nb.harness.product.wire import Asked, Calls, Choice, wire_of
+from composer_nb.harness.product.wire import Asked, Calls, Choice, Logprobs, wire_of
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError
 
 _BEGUN = re.compile(r"\s*<parameter=([^\n<>]+)>\n?(.*)", re.S)
@@ -39,9 +40,7 @@ class Turn:
     """A turn while it is written, and at its end. `told` takes the next part of its text, its calls so far, and the next
     part of its log-probabilities."""
 
-    def __init__(
-        self, renderer: ChatRenderer, asked: Asked, told: Callable[[str, Calls, Sequence[Mapping[str, Any]]], None]
-    ) -> None:
+    def __init__(self, renderer: ChatRenderer, asked: Asked, told: Callable[[str, Calls, Logprobs], None]) -> None:
         self.renderer, self.asked, self.told = renderer, asked, told
         self.drawn: list[Drawn] = []
         self._text, self._count, self._called = "", 0, list[dict[str, Any]]()
@@ -63,9 +62,7 @@ class Turn:
             return False
         done = what.result()
         if not self.drawn:  # the policy does not tell tokens as it draws them
-            self.drawn = [
-                Drawn(*each) for each in zip(done.token_ids, done.logprobs, done.policy_versions, strict=True)
-            ]
+            self.drawn = [Drawn(*one) for one in zip(done.token_ids, done.logprobs, done.policy_versions, strict=True)]
         return True
 
     def tell(self) -> bool:
@@ -95,9 +92,7 @@ class Turn:
 
     def _up_to(self, token_ids: Sequence[int], letters: int) -> Sequence[int]:
         """Return the tokens that have at most so many letters."""
-        count = bisect_left(
-            range(len(token_ids)), letters + 1, key=lambda count: len(self._spelled(token_ids[: count + 1]))
-        )
+        count = bisect_left(range(len(token_ids)), letters + 1, key=lambda n: len(self._spelled(token_ids[: n + 1])))
         return token_ids[:count]
 
     def _said(self, token_ids: Sequence[int]) -> Said:
@@ -206,14 +201,10 @@ def calls_of(renderer: ChatRenderer, token_ids: Sequence[int]) -> list[dict[str,
                 shown = _qwen(renderer, token_ids, number)
             case CompactRenderer():
                 shown = _compact(renderer, token_ids, number)
-        made += [_called(*shown)] if shown else []
+        made += [call_on_wire(*shown)] if shown else []
         if shown is None or isinstance(call, ToolError):
             break
     return made
-
-
-def _called(id: str, name: str, arguments: str) -> dict[str, Any]:
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _pieces(renderer: ChatRenderer, token_ids: Sequence[int], number: int, opening: str) -> list[Piece]:

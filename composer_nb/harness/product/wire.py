@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from pydantic_core import from_json
 
 from composer_nb.harness.agent.chat import Message, Result, Said, User, Written
-from composer_nb.harness.agent.endpoint import spoken
+from composer_nb.harness.agent.endpoint import call_on_wire, spoken
 from composer_nb.harness.product.record import NAME
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError
 
@@ -179,6 +179,11 @@ class Refused(ValueError):
         self.status, self.code, self.param, self.headers = status, code, param, headers
 
 
+AnyAsked = Asked | Generate | Complete
+Logprobs = Sequence[Mapping[str, Any]]
+"""Log-probabilities of tokens, in OpenAI's form."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """A turn on the wire."""
@@ -190,8 +195,8 @@ class Choice:
     """Letters of its text before the first call; None: all."""
     cut: bool = False
     """The turn was cut off by a limit of tokens."""
-    logprobs: Sequence[Mapping[str, Any]] | None = None
-    """Log-probability of each written token, in OpenAI's form."""
+    logprobs: Logprobs | None = None
+    """Log-probability of each written token."""
     versions: Sequence[int] = ()
     """Policy version of each token."""
     token_ids: Sequence[int] = ()
@@ -214,7 +219,7 @@ class Answered:
 
 Body = TypeVar("Body", bound=BaseModel)
 Calls = Sequence[Mapping[str, Any]]
-Told = Callable[[int, str, Calls, Sequence[Mapping[str, Any]]], None]
+Told = Callable[[int, str, Calls, Logprobs], None]
 """Takes what is known of an unfinished answer: number of a choice, next part of its text, its calls so far, and the next part of
 its log-probabilities."""
 
@@ -290,8 +295,7 @@ def wire_of(said: Said) -> dict[str, Any]:
     calls = []
     for written in said.calls:
         if isinstance(written.call, ToolCall):
-            function = {"name": written.call.name, "arguments": json.dumps(dict(written.call.arguments))}
-            calls.append({"id": written.id, "type": "function", "function": function})
+            calls.append(call_on_wire(written.id, written.call.name, json.dumps(dict(written.call.arguments))))
     return {"role": "assistant", "content": said.text} | ({"tool_calls": calls} if calls else {})
 
 
@@ -330,9 +334,7 @@ class Reply:
         self._head["system_fingerprint"] = _fingerprint(done)
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": _usage(done)}
 
-    def part(
-        self, number: int, text: str, calls: Calls, logprobs: Sequence[Mapping[str, Any]]
-    ) -> Iterator[dict[str, Any]]:
+    def part(self, number: int, text: str, calls: Calls, logprobs: Logprobs) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a part of an answer."""
         letters, tokens = self._sent.get(number, (0, 0))
         if text or logprobs or number not in self._sent:
@@ -392,9 +394,7 @@ class CompletionReply(Reply):
         choice = self._text(number, delta.get("content", ""), more.get("finish_reason"), told)
         return {**self._head, "object": "text_completion", "choices": [choice]}
 
-    def _text(
-        self, number: int, text: str, reason: str | None, told: Sequence[Mapping[str, Any]] | None
-    ) -> dict[str, Any]:
+    def _text(self, number: int, text: str, reason: str | None, told: Logprobs | None) -> dict[str, Any]:
         logprobs = told and {
             "tokens": [each["token"] for each in told],
             "token_logprobs": [each["logprob"] for each in told],
@@ -431,7 +431,7 @@ def _fingerprint(done: Answered) -> str | None:
     return f"v{newest}" if newest >= 0 else None
 
 
-def _logprobs(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _logprobs(found: Logprobs) -> dict[str, Any]:
     return {"content": list(found), "refusal": None}
 
 

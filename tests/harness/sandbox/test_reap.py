@@ -27,7 +27,7 @@ from composer_nb.harness.sandbox.reap import Reaped, is_dead, reap
 OWNER = """
 import json, os, subprocess, sys
 from pathlib import Path
-from composer_nb.harness.sandbox.contract import SandboxUnavailable
+from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.sandbox.journal import Journal
 journal = Journal(Path(sys.argv[1]) / "journal", "run-1")
 for kind, name in json.loads(sys.argv[2]):
