@@ -19,7 +19,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -210,9 +210,7 @@ def first_of(start: Path, gate: str) -> dict[str, Any]:
     return found.get("first") or {} if found.get("tasks") == gate else {}
 
 
-def judge(
-    before: Sequence[Attempt], after: Sequence[Attempt], first: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def judge(before: Sequence[Attempt], after: Sequence[Attempt], first: dict[str, Any] | None = None) -> dict[str, Any]:
     """Compare attempts at the same tasks. `stopped` is the reason to keep the old weights; empty if there is none.
 
     `first`: figures of the checkpoint with which a chain of updates began. Losses that pass one by one are stopped when they add

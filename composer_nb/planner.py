@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from pydantic import BaseModel
 
 from composer_nb.harness.agent.chat import Said, User
 from composer_nb.harness.agent.scripts import play
-from composer_nb.harness.agent.turns import Script, TurnPolicy
+from composer_nb.harness.agent.turns import Script
 from composer_nb.harness.files import write_atomic
+from composer_nb.harness.product.attempts import Cast
 from composer_nb.harness.tasks.task import Task
 
 ASK = (
@@ -45,9 +46,7 @@ class Plan(BaseModel, frozen=True):
         )
 
 
-def make_plans(
-    tasks: Sequence[Task], cast: Callable[[Task, int], TurnPolicy], keep: Path, workers: int, seconds: float
-) -> list[Plan]:
+def make_plans(tasks: Sequence[Task], cast: Cast, keep: Path, workers: int, seconds: float) -> list[Plan]:
     """Return a plan for each task, written within `seconds`, or read from the folder `keep`. Raises ProviderFailure, TimeIsUp."""
     keep.mkdir(parents=True, exist_ok=True)
 

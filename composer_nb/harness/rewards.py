@@ -194,8 +194,6 @@ def reward(rollout: Rollout, grade: Grade, settings: RewardSettings) -> Reward:
     if not grade.known:
         return Reward(total=None)
     terms = {name: _weighted(name, w, rollout, grade) for name, w in settings.weights.items() if w}
-    if settings.effort.weight:
-        terms["effort"] = -settings.effort.weight * effort_curve(
-            settings.effort.of(rollout), settings.effort.k, settings.effort.q
-        )
+    if (effort := settings.effort).weight:
+        terms["effort"] = -effort.weight * effort_curve(effort.of(rollout), effort.k, effort.q)
     return Reward(total=sum(terms.values()), terms=terms)

@@ -76,10 +76,8 @@ class Transcript:
     def wrote(self, completion: Completion, kinds: Sequence[Kind]) -> None:
         self._add(completion.token_ids, kinds, completion.logprobs, completion.policy_versions)
 
-    def _add(
-        self, token_ids: Sequence[int], kinds: Sequence[Kind], logprob: Sequence[float], version: Sequence[int]
-    ) -> None:
-        self.token_ids += token_ids
+    def _add(self, ids: Sequence[int], kinds: Sequence[Kind], logprob: Sequence[float], version: Sequence[int]) -> None:
+        self.token_ids += ids
         self.kind += map(int, kinds)
         self.logprob += logprob
         self.version += version

@@ -91,10 +91,8 @@ def load_attempts(path: Path, tasks: Mapping[str, Task]) -> list[Attempt]:
     """
     try:
         table = pq.read_table(path)
-        optional = _COUNTS.keys() | _CHAIN.keys()
-        rows = table.select(
-            [name for name in _COLUMNS if name in table.column_names or name not in optional]
-        ).to_pylist()
+        kept = [name for name in _COLUMNS if name in table.column_names or name not in _COUNTS | _CHAIN]
+        rows = table.select(kept).to_pylist()
         tensors = load_file(path.with_suffix(".safetensors"))
         traces = _traces([len(row["token_ids"]) for row in rows], tensors)
         unknown = sorted({row["task_id"] for row in rows} - set(tasks))
@@ -109,9 +107,7 @@ def load_attempts(path: Path, tasks: Mapping[str, Task]) -> list[Attempt]:
 def pack_attempt(done: Attempt) -> bytes:
     """Return one attempt as bytes, for a message or a database: safetensors that include the row of the table as JSON."""
     row, segments = _row(done), done.rollout.segments or (Transcript().segment(Trace()),)
-    streams = {
-        name: np.concatenate([getattr(s, name) for s in segments]).astype(kind) for name, (kind, _) in _STREAMS.items()
-    }
+    streams = {n: np.concatenate([getattr(s, n) for s in segments]).astype(kind) for n, (kind, _) in _STREAMS.items()}
     traces = {name: np.concatenate([getattr(s.trace, name) for s in segments]) for name in _TENSORS}
     text = np.frombuffer(json.dumps(row).encode(), np.uint8)  # no metadata: a header may not be large
     return save(streams | traces | {"row": text})

@@ -41,10 +41,8 @@ def lints(text: str) -> list[str]:
             module = symtable.symtable(text, "", "exec")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         return [f"not Python: {error}"]
-    scopes = [
-        ("", module),
-        *((f" in {each.get_name()}", one) for each in module.get_children() for one in _scopes(each)),
-    ]
+    inner = [(f" in {each.get_name()}", one) for each in module.get_children() for one in _scopes(each)]
+    scopes = [("", module), *inner]
     known = {*vars(builtins), "__name__", "__file__", "__doc__"}
     for place, scope in scopes:
         known |= {s.get_name() for s in scope.get_symbols() if s.is_declared_global() or (not place and s.is_local())}

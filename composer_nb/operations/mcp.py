@@ -117,11 +117,8 @@ class Workspace:
         for each in self.tools.schemas:
             yield each["function"]
         empty = {"type": "object", "properties": {}, "additionalProperties": False}
-        yield {
-            "name": "show_changes",
-            "description": "Show the diff of all changes in the workspace.",
-            "parameters": empty,
-        }
+        told = "Show the diff of all changes in the workspace."
+        yield {"name": "show_changes", "description": told, "parameters": empty}
 
     def call(self, name: str, given: Mapping[str, Any]) -> tuple[str, bool]:
         """Execute a tool call. Return its observation, and whether it failed."""

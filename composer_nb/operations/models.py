@@ -25,15 +25,8 @@ def convert(given: argparse.Namespace) -> int:
     from composer_nb.trainer.models.convert import convert as write
     from composer_nb.trainer.models.footprint import plan_memory
 
-    config = write(
-        given.source,
-        given.out,
-        experts=given.experts,
-        chosen=given.experts_per_token,
-        noise=given.noise,
-        format=given.format,
-        seed=given.seed,
-    )
+    options = pick(given, "experts", "noise", "format", "seed")
+    config = write(given.source, given.out, chosen=given.experts_per_token, **options)
     size = plan_memory(config)
     found = {"out": str(given.out), "family": config.family, "weights": size.total, "active": size.active}
     line = f"{given.out}: {config.family}, {size.total / 1e6:.1f} M weights, {size.active / 1e6:.1f} M active per token"

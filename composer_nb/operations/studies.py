@@ -29,11 +29,8 @@ def microscope(given: argparse.Namespace) -> int:
 
     report = examine_run(open_run(given.path), given.engine, step=given.step, rollouts=given.rollouts)
     causes = text_table(list(view.findings(report)), ("cause", "", "first"))
-    return emit(
-        given,
-        report.to_dict(),
-        lambda: Group(view.headline(report), text_table(list(view.rows(report)), view.HEAD), causes),
-    )
+    rows = text_table(list(view.rows(report)), view.HEAD)
+    return emit(given, report.to_dict(), lambda: Group(view.headline(report), rows, causes))
 
 
 @command(

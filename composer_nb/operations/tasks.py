@@ -215,10 +215,7 @@ def attack(given: argparse.Namespace) -> int:
 
     found = run_checks(given.backend, lambda case: log.info(f"{case['kind'] or '':>2}  {case['title']}"))
     cases, kinds = found["cases"], found["kinds"]
-    table = [
-        ("ok" if case["blocked"] else "NOT BLOCKED", str(case["kind"] or ""), case["title"], case["detail"])
-        for case in cases
-    ]
+    table = [("ok" if c["blocked"] else "NOT BLOCKED", str(c["kind"] or ""), c["title"], c["detail"]) for c in cases]
     blocked, right = (sum(one["blocked"] for one in each) for each in (kinds, cases))
     line = f"{blocked} of {len(kinds)} kinds of attack blocked on {given.backend}; {right} of {len(cases)} cases in all"
     status = int(blocked < len(kinds) or right < len(cases))

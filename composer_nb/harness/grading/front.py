@@ -30,12 +30,11 @@ from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import Task
 
 KEPT = 4096
+Files = Mapping[str, str | bytes]
 _known: OrderedDict[bytes, Grade] = OrderedDict()
 
 
-def grade(
-    task: Task, files: Mapping[str, str | bytes], sandbox: Executor | Backend | None = None, *, anew: bool = False
-) -> Grade:
+def grade(task: Task, files: Files, sandbox: Executor | Backend | None = None, *, anew: bool = False) -> Grade:
     """Grade `files`, a whole workspace, by the task's own grader, or look up the clean grade by `pytest` of the same tree.
 
     Args:
@@ -50,9 +49,7 @@ def grade(
         raise TypeError(f"task {task.id}: its grader {task.grader!r} needs sandbox to be of type {wanted}")
     with ExitStack() as stack:
         if task.grader == "functions":
-            texts = {
-                path: data if isinstance(data, str) else data.decode("utf-8", "replace") for path, data in files.items()
-            }
+            texts = {path: _text(data) for path, data in files.items()}
             made = grade_functions(task, texts, cast(Executor, sandbox or stack.enter_context(SandboxExecutor())))
             return _strictly(task, files, made)
         backend = cast(Backend, sandbox or stack.enter_context(open_backend("bwrap")))
@@ -61,14 +58,18 @@ def grade(
         return _strictly(task, files, run(task, held, backend))
 
 
-def _strictly(task: Task, files: Mapping[str, str | bytes], made: Grade) -> Grade:
+def _text(data: str | bytes) -> str:
+    return data if isinstance(data, str) else data.decode("utf-8", "replace")
+
+
+def _strictly(task: Task, files: Files, made: Grade) -> Grade:
     """Return the grade with what the task's strictness asks for besides its tests, as tests of their own."""
     if made.status != "graded" or task.strictness in ("tests", "twins"):
         return made
     more = {"no flag": not made.flags}
     for path, data in sorted(files.items()) if task.strictness == "lints" else ():
         if path.endswith(".py") and not is_test_module(path) and in_scope(path, task.source_scope):
-            more[f"{path}: no lint"] = not lints(data if isinstance(data, str) else data.decode("utf-8", "replace"))
+            more[f"{path}: no lint"] = not lints(_text(data))
     return replace(made, tests={**made.tests, **more})
 
 

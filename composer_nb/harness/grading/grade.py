@@ -112,17 +112,14 @@ def _grade_written(task: Task, text: str, flags: tuple[str, ...], executor: Exec
         written = ()
     calls = [(test.module, test.function, test.arguments, test.expected) for test in written]
     kept = {(test.module, test.function, test.arguments, test.expected) for test in before}
-    fit = (
-        len(calls) <= MOST_WRITTEN and kept <= {*calls} and {call[:2] for call in calls} == {call[:2] for call in kept}
-    )
+    same = {call[:2] for call in calls} == {call[:2] for call in kept}
     names = ["passes as it is", *(f"refuses mutant {number}" for number in range(len(task.mutants)))]
-    if not fit:
+    if len(calls) > MOST_WRITTEN or not (kept <= {*calls} and same):
         return Grade(status="graded", tests=dict.fromkeys(names, False), flags=flags)
     try:
         ran = executor.run([request_tests(task.files | mutant, written) for mutant in ({}, *task.mutants)])
     except SandboxFailure:
         return Grade(status="infra_error")
     passed = [all(map(passes, written, outcomes)) and len(outcomes) == len(written) for outcomes in ran]
-    return Grade(
-        status="graded", tests=dict(zip(names, [passed[0], *(not one for one in passed[1:])], strict=True)), flags=flags
-    )
+    found = dict(zip(names, [passed[0], *(not one for one in passed[1:])], strict=True))
+    return Grade(status="graded", tests=found, flags=flags)

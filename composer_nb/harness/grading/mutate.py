@@ -10,12 +10,12 @@ from __future__ import annotations
 import ast
 import builtins
 import math
-import random
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 from composer_nb.harness.grading.source import Value, values
 
@@ -94,7 +94,7 @@ class Suite:
         return total / (len(padded) - 2)
 
 
-def others(value: object, rng: random.Random, suite: Suite, place: Place = Place(), count: int = 1) -> list[str]:
+def others(value: object, rng: Random, suite: Suite, place: Place = Place(), count: int = 1) -> list[str]:
     """Return the texts of at most `count` other literals of the same form, the most fitting first."""
     match value:
         case bool():
@@ -124,7 +124,7 @@ def _best(
     value: Value,
     proposed: Iterable[Value],
     away: Callable[[Value], float],
-    rng: random.Random,
+    rng: Random,
     suite: Suite,
     place: Place,
     count: int,
@@ -155,7 +155,7 @@ def _same(one: Value, two: Value) -> bool:
 # Numbers.
 
 
-def _numbers(value: float, rng: random.Random, suite: Suite, place: Place, count: int) -> list[Value]:
+def _numbers(value: float, rng: Random, suite: Suite, place: Place, count: int) -> list[Value]:
     form = _number_form(value)
     if not form:
         return []
@@ -187,7 +187,7 @@ def _zeros(value: Value) -> int:
     return len(digits) - len(digits.rstrip("0.")) if value else 0
 
 
-def _other_digit(text: str, rng: random.Random) -> str:
+def _other_digit(text: str, rng: Random) -> str:
     """Return a number with its first digit other than 0 changed, so that it differs by more than any usual tolerance."""
     places = [place for place, digit in enumerate(text.partition("e")[0]) if digit.isdigit()]
     place = next((place for place in places if text[place] != "0"), rng.choice(places))
@@ -197,7 +197,7 @@ def _other_digit(text: str, rng: random.Random) -> str:
 # Texts.
 
 
-def _texts(text: str, rng: random.Random, suite: Suite, place: Place, count: int) -> list[Value]:
+def _texts(text: str, rng: Random, suite: Suite, place: Place, count: int) -> list[Value]:
     inputs = [each for each in place.inputs if isinstance(each, str)]
     own = _grams(text) if suite.count(text) else Counter[str]()
     level = suite.likelihood(text, own)
@@ -213,7 +213,7 @@ def _texts(text: str, rng: random.Random, suite: Suite, place: Place, count: int
     return _best(text, proposed, away, rng, suite, place, count)
 
 
-def _proposed_texts(text: str, rng: random.Random, suite: Suite, inputs: Sequence[str]) -> Iterator[str]:
+def _proposed_texts(text: str, rng: Random, suite: Suite, inputs: Sequence[str]) -> Iterator[str]:
     near = [each for size in range(len(text) - 1, len(text) + 2) for each in suite.texts.get(size, ())]
     near = [n for n in rng.sample(near, min(len(near), 2 * TRIES)) if n and set(_cases(n)) == set(_cases(text))]
     yield from near[:TRIES]
@@ -228,7 +228,7 @@ def _proposed_texts(text: str, rng: random.Random, suite: Suite, inputs: Sequenc
             yield text[:place] + text[place + 1] + text[place] + text[place + 2 :]
 
 
-def _other_letter(letter: str, rng: random.Random) -> str:
+def _other_letter(letter: str, rng: Random) -> str:
     """Return another letter of the same kind; no number begins with 0 because of it."""
     kind = "123456789" if letter.isdigit() else string.ascii_lowercase if letter.islower() else string.ascii_uppercase
     return rng.choice(kind.replace(letter, ""))
@@ -247,9 +247,7 @@ def _cases(text: str) -> str:
 # Exceptions.
 
 
-def other_exceptions(
-    wanted: ast.expr, rng: random.Random, expected: Counter[str], count: int = 2
-) -> list[tuple[str, bool]]:
+def other_exceptions(wanted: ast.expr, rng: Random, expected: Counter[str], count: int = 2) -> list[tuple[str, bool]]:
     """Return exceptions unrelated to the wanted ones, and whether they tell.
 
     They are drawn from those that the suite expects, by how often it does, if they are written like the wanted one. Running them

@@ -17,10 +17,10 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from random import Random
 from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
@@ -210,7 +210,7 @@ Runs = tuple[tuple[Twin, ...], ...]
 """The twins that replace their tests in each run of a grade."""
 
 
-def draw(plan: Plan, rng: random.Random, runs: int) -> Runs:
+def draw(plan: Plan, rng: Random, runs: int) -> Runs:
     """Draw one twin for each test that has some, and the runs that execute it: at least one, and not all.
 
     Without twins, one run is enough. Raises ValueError for fewer than two runs.

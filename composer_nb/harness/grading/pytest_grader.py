@@ -119,14 +119,8 @@ def grade_pytest(
         flags.add("calls_disagree")
     cost = {"wall_s": time.monotonic() - began, "tests_s": sum(run.seconds for run in ran)}
     status: Status = "tampered" if flags & TAMPERING else "graded"
-    return Grade(
-        status=status,
-        tests=tests,
-        flags=tuple(sorted(flags)),
-        calls=len(plan.calls),
-        calls_failed=len(failed),
-        cost=cost,
-    )
+    marks = tuple(sorted(flags))
+    return Grade(status=status, tests=tests, flags=marks, calls=len(plan.calls), calls_failed=len(failed), cost=cost)
 
 
 def judge(plan: Plan, drawn: Runs, ran: Sequence[Ran]) -> tuple[dict[str, bool], set[str]]:

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
+from random import Random
 from typing import Any, Literal, get_args
 
 from composer_nb.harness.grading.box import Boxes, Call, Job, Noted, Ran, RunnerEnded
@@ -55,9 +55,7 @@ Guarding = Literal["calls", "twins", "none"]
 GUARDS: tuple[Guarding, ...] = get_args(Guarding)
 
 
-def replay(
-    files: Mapping[str, bytes], calls: Sequence[Recorded], rng: random.Random
-) -> list[tuple[Job, list[Recorded]]]:
+def replay(files: Mapping[str, bytes], calls: Sequence[Recorded], rng: Random) -> list[tuple[Job, list[Recorded]]]:
     """Return the jobs that ask `files` the calls, each with its calls in random order and batches.
 
     The arguments of one function may hold the answers of another, in a form that nobody foresees. So each function with telling
@@ -82,16 +80,12 @@ def _function(call: Call) -> str:
 
 def wrong(order: Sequence[Recorded], ran: Ran) -> list[Recorded]:
     """Return the calls that were not answered as the gold patch answers them."""
-    return [
-        call
-        for place, call in enumerate(order)
-        if place not in ran.answers or not _agrees(call.said, ran.answers[place])
-    ]
+    return [call for place, call in enumerate(order) if not _agrees(call.said, ran.answers.get(place))]
 
 
-def _agrees(said: str, given: str) -> bool:
+def _agrees(said: str, given: str | None) -> bool:
     try:
-        return same(json.loads(said), json.loads(given))
+        return given is not None and same(json.loads(said), json.loads(given))
     except RecursionError:  # an answer that is nested as deeply as the box's reader could bear, which had more room
         return False
 
@@ -161,11 +155,8 @@ def _answers(call: Recorded) -> set[str]:
 
 
 def _few(value: Any) -> bool:
-    return value is None or isinstance(value, bool) or _empty(value) or value in (-1, 0, 1, "")
-
-
-def _empty(value: Any) -> bool:
-    return isinstance(value, dict) and not any(value.values())
+    empty = isinstance(value, dict) and not any(value.values())
+    return value is None or isinstance(value, bool) or empty or value in (-1, 0, 1, "")
 
 
 def guessable(call: Recorded) -> bool:
@@ -274,8 +265,7 @@ def record(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes) -> tupl
     except (SandboxDied, RunnerEnded):
         return ()
     last = max(started.answers, default=-1) if "timeout" in started.flags else len(asked)
-    telling: list[Recorded] = []
-    others: list[Recorded] = []
+    telling, others = list[Recorded](), list[Recorded]()
     for place, each in enumerate(asked):
         answer = started.answers.get(place)
         if each not in steady or (answer is None and place >= last):  # the latter was never asked
@@ -292,7 +282,7 @@ def record(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes) -> tupl
 
 def _steady(said: Mapping[Noted, str], alone: Job, boxes: Boxes) -> set[Noted]:
     """Return the calls with the same answer in one process with all others, in a random order followed by its reverse."""
-    order = random.Random(0).sample(list(said), len(said))
+    order = Random(0).sample(list(said), len(said))
     asked = [*order, *order[::-1]]
     batch = tuple(each.call for each in asked)
     if not batch:

@@ -20,11 +20,12 @@ from __future__ import annotations
 import ast
 import builtins
 import copy
-import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
 
 from composer_nb.harness import syntax
 from composer_nb.harness.grading.mutate import Place, Suite, other_exceptions, others, telling
@@ -67,6 +68,7 @@ OPERATORS = {
     ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.NotIn: ("not in", "in"),
     ast.Lt: ("<", ">="), ast.LtE: ("<=", ">"), ast.Gt: (">", "<="), ast.GtE: (">=", "<"), ast.In: ("in", "not in"),
 }  # fmt: skip
+Where = ast.expr | tuple[int, int]
 SHORT = 8
 """Letters: shorter texts are in many others."""
 
@@ -137,7 +139,7 @@ class _Test:
 
     def __init__(self, hidden: _Hidden, source: Source, node: Function, base: str) -> None:
         self.hidden, self.source, self.node, self.base = hidden, source, node, base
-        self.rng = random.Random(f"{base}\n{source.text}")
+        self.rng = Random(f"{base}\n{source.text}")
         self.table_name = ""
         self.columns, self.rows = self._table()
         self.used_columns: set[str] = set()
@@ -145,16 +147,13 @@ class _Test:
         self.input_columns: dict[str, tuple[Role, bool]] = {}
         """Columns whose cells decide what no expected value tells -> what they are for, and whether that must raise."""
         self.known = known_in(source.known, node, set(self.columns))
+        nodes = list(ast.walk(node))
         self.bodies = {
-            item.context_expr: each.body for each in ast.walk(node) if isinstance(each, ast.With) for item in each.items
+            item.context_expr: each.body for each in nodes if isinstance(each, ast.With) for item in each.items
         }
-        self.raising = {
-            inside
-            for call, body in self.bodies.items()
-            if isinstance(call, ast.Call) and last_name(call.func) in RAISES
-            for statement in body
-            for inside in ast.walk(statement)
-        } | {each for each in ast.walk(node) if isinstance(each, ast.Call) and last_name(each.func) in RAISES}
+        calls = [each for each in nodes if isinstance(each, ast.Call) and last_name(each.func) in RAISES]
+        inside = [statement for call in calls for statement in self.bodies.get(call, ())]
+        self.raising = {*calls, *(each for statement in inside for each in ast.walk(statement))}
 
     def proposed(self) -> Iterator[Candidate]:
         unsure = self._unsure()
@@ -179,27 +178,13 @@ class _Test:
         return self.source.users.get(self.table_name, [self.base])
 
     def _change(
-        self,
-        where: ast.expr | tuple[int, int],
-        text: str,
-        kind: Kind,
-        *,
-        row: int | None = None,
-        weak: bool = False,
-        telling: bool = False,
+        self, where: Where, text: str, kind: Kind, *, row: int | None = None, weak: bool = False, telling: bool = False
     ) -> Candidate:
         start, end = where if isinstance(where, tuple) else self.source.span(where)
-        return Candidate(
-            path=self.source.path,
-            start=start,
-            end=end,
-            text=text,
-            kind=kind,
-            weak=weak or kind in ("exception", "input"),
-            telling=telling,
-            bases=(self.base,) if row is None else tuple(self.users),
-            row=row,
-        )
+        weak = weak or kind in ("exception", "input")
+        bases = (self.base,) if row is None else tuple(self.users)
+        place: dict[str, Any] = {"path": self.source.path, "start": start, "end": end, "bases": bases, "row": row}
+        return Candidate(**place, text=text, kind=kind, weak=weak, telling=telling)
 
     def _unsure(self) -> set[ast.AST]:
         """Return nodes that correct code may not reach: in a loop over answers, behind a condition, after what raises."""
@@ -209,11 +194,8 @@ class _Test:
             if isinstance(node, ast.While | ast.If | ast.Try | ast.With | ast.For | ast.Lambda | Function) and not (
                 sure or node is self.node or (isinstance(node, ast.With) and not _suppresses(node))
             ):
-                found |= {
-                    each
-                    for body in (node.body if isinstance(node.body, list) else [node.body])
-                    for each in ast.walk(body)
-                }
+                bodies = node.body if isinstance(node.body, list) else [node.body]
+                found |= {each for body in bodies for each in ast.walk(body)}
         return found
 
     # Expressions that must be true.
@@ -370,10 +352,8 @@ class _Test:
 
     def _errors(self, wanted: ast.expr, row: int | None = None, count: int = VALUES // 2) -> list[Candidate]:
         expected = self.hidden.builtin_errors | self.source.raised
-        return [
-            self._change(wanted, text, "exception", row=row, telling=tells)
-            for text, tells in other_exceptions(wanted, self.rng, expected, count)
-        ]
+        found = other_exceptions(wanted, self.rng, expected, count)
+        return [self._change(wanted, text, "exception", row=row, telling=tells) for text, tells in found]
 
     # Tables of parametrised tests.
 
@@ -429,11 +409,8 @@ class _Test:
 
 def _assigned(nodes: Iterable[ast.AST], name: str) -> list[ast.expr]:
     """Return the values that are assigned to a name, and to nothing else."""
-    return [
-        node.value
-        for node in nodes
-        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]
-    ]
+    assigned = [node for node in nodes if isinstance(node, ast.Assign)]
+    return [node.value for node in assigned if [*map(ast.unparse, node.targets)] == [name]]
 
 
 def _suppresses(node: ast.With) -> bool:

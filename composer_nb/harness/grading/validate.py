@@ -8,9 +8,9 @@ twin is valid, but do not train on it.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
+from random import Random
 from typing import Any
 
 from composer_nb.harness.grading.box import Boxes, Ran, Result, RunnerEnded
@@ -127,9 +127,7 @@ def with_twins(task: Task, plan: Plan, boxes: Boxes, *, repeats: int = 3) -> tup
     plan = replace(plan, twins=tuple(seen_to_fail(task, plan, proposed, boxes)))
     limits: dict[str, Any] = {"timeout_s": boxes.timeout_s, "spec": boxes.spec}
     for last in (False, False, False, True):
-        grades = [
-            grade_pytest(task, gold, boxes.backend, plan, rng=random.Random(seed), **limits) for seed in range(repeats)
-        ]
+        grades = [grade_pytest(task, gold, boxes.backend, plan, rng=Random(n), **limits) for n in range(repeats)]
         places = {name.partition("::")[0] for grade in grades for name in grade.failed}
         if not places:
             break
@@ -185,10 +183,8 @@ def seen_to_fail(task: Task, plan: Plan, proposed: Sequence[Candidate], boxes: B
                 rounds.append((changes, taken))
             changes.append(candidate)
             taken |= {(base, row) for base in candidate.bases for row in (candidate.row, ANY)}
-    keys = [
-        [key for base in sorted({base for base, _ in taken}) for key in by_function.get(base, ())]
-        for _, taken in rounds
-    ]
+    bases = [sorted({base for base, _ in taken}) for _, taken in rounds]
+    keys = [[key for base in some for key in by_function.get(base, ())] for some in bases]
     gold = gold_files(task)
     jobs = [
         replace(job(task, gold, [_twin(each) for each in changes], frozenset(some)), test_s=TEST_S)

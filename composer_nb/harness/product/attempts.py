@@ -23,16 +23,14 @@ Cast = Callable[[Task, int], TurnPolicy]
 def check_fit(tasks: Sequence[Task]) -> bool:
     """Return whether the tasks are of the grader `functions`, at which agents have the tiny tools. Raises ValueError where only
     some are, and for tasks that lack a plan of their tests."""
+    tiny = tasks[0].grader == "functions"
     for task in tasks:
-        if (task.grader == "functions") != (tasks[0].grader == "functions"):
-            raise ValueError(
-                f"task {task.id}: the grader `functions` needs other tools; do not mix such tasks with others"
-            )
+        at = f"task {task.id}"
+        if (task.grader == "functions") != tiny:
+            raise ValueError(f"{at}: the grader `functions` needs other tools; do not mix such tasks with others")
         if task.grader == "pytest" and PLAN not in task.metadata:
-            raise ValueError(
-                f"task {task.id}: has no plan of its tests; composer-nb tasks make, or grading.validate, makes one"
-            )
-    return tasks[0].grader == "functions"
+            raise ValueError(f"{at}: has no plan of its tests; composer-nb tasks make, or grading.validate, makes one")
+    return tiny
 
 
 def attempt_all(

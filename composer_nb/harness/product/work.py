@@ -177,9 +177,8 @@ def keep(work: Work, instruction: str, segments: tuple[Segment, ...], policy: st
     done, name = work.conversation, shown(work.source.root.name)
     work.path.mkdir(parents=True)
     if work.path.resolve().is_relative_to(work.source.root.resolve()):
-        (work.path / ".gitignore").write_text(
-            "*\n", encoding="utf-8"
-        )  # the folder lies in the repository but is not part of it
+        # The folder lies in the repository but is not part of it.
+        (work.path / ".gitignore").write_text("*\n", encoding="utf-8")
     before = {path: data.decode("utf-8", "surrogateescape") for path, data in work.source.files.items()}
     after = dict(before)
     for path, blob in work.changes.items():

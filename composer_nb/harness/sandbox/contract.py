@@ -181,6 +181,7 @@ class Ran(NamedTuple):
 
 CallEnd = Literal["finished", "died", "cpu", "asleep", "flood", "starved", "slow start"]
 T = TypeVar("T")
+Variables = Mapping[str, str] | None
 # Forms of answers. Any code in a sandbox can write an answer; an answer of another form ends the sandbox.
 _DONE: TypeAdapter[None] = TypeAdapter(None)
 _COUNT: TypeAdapter[int] = TypeAdapter(Count)
@@ -271,7 +272,7 @@ class Sandbox:
         *,
         timeout_s: float = 60.0,
         cwd: str = ".",
-        env: Mapping[str, str] | None = None,
+        env: Variables = None,
         stdin: bytes = b"",
         output_bytes: int = 1 << 20,
         stop: threading.Event | None = None,
@@ -297,9 +298,7 @@ class Sandbox:
         cut = facts.pop("stdout_bytes")
         return ExecResult(stdout=output[:cut], stderr=output[cut:], oom=self._kills() > kills, **facts)
 
-    def exec_background(
-        self, command: Sequence[str], *, log: str, cwd: str = ".", env: Mapping[str, str] | None = None
-    ) -> int:
+    def exec_background(self, command: Sequence[str], *, log: str, cwd: str = ".", env: Variables = None) -> int:
         """Start a command and return its pid in the sandbox. Both of its streams go to the file `log`."""
         return self._ask("background", _COUNT, _command(command, cwd, env) | {"log": log})[0]
 
@@ -458,7 +457,7 @@ class Sandbox:
         return SandboxFailure(f"sandbox {self.id} ended unexpectedly: {error}")
 
 
-def _command(command: Sequence[str], cwd: str, env: Mapping[str, str] | None) -> dict[str, Any]:
+def _command(command: Sequence[str], cwd: str, env: Variables) -> dict[str, Any]:
     if isinstance(command, str) or not command:
         raise ValueError(f"command={command!r}: give a list of words, as ['bash', '-c', …]")
     words = [*command, *(f"{name}{value}" for name, value in (env or {}).items())]

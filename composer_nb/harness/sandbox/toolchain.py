@@ -133,9 +133,8 @@ def made_programs() -> dict[str, bytes]:
 def _compiled(text: str, path: str) -> bytes:
     """Return a module as Python keeps it compiled (PEP 552): not to be compared with its source."""
     code = compile(text, path, "exec", dont_inherit=True)
-    return (
-        MAGIC_NUMBER + b"\1\0\0\0" + source_hash(text.encode()) + marshal.dumps(code, 2)
-    )  # 2: the same bytes each time
+    # 2: the same bytes each time
+    return MAGIC_NUMBER + b"\1\0\0\0" + source_hash(text.encode()) + marshal.dumps(code, 2)
 
 
 def pytest_modules() -> dict[str, tuple[str, bool, str]]:

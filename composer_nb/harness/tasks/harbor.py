@@ -265,11 +265,8 @@ def values(directory: Directory, path: Path) -> dict[str, Any]:
 
 def layout(task: Fields) -> Directory:
     """Return the directory of a task: the one that was read, with later changes, or a new one."""
-    files = {
-        f"{folder}/{name}": text.encode()
-        for field, folder in FIELDS.items()
-        for name, text in getattr(task, field).items()
-    }
+    held: list[tuple[str, dict[str, str]]] = [(folder, getattr(task, field)) for field, folder in FIELDS.items()]
+    files = {f"{folder}/{name}": text.encode() for folder, texts in held for name, text in texts.items()}
     files["instruction.md"] = f"{task.instruction}\n".encode()
     if task.kept is not None:
         rest = dict(task.kept.rest)

@@ -135,11 +135,9 @@ def _deal(
     mutants, source, tried = [candidate.buggy], candidate.program.source, (first, *weak)
     near = [] if "while" in source else [text for _, text in neighbours(source, ENUMERABLE) if text != candidate.buggy]
     given = tuple(candidate.inputs[i] for i in tried)
+    wanted = [False, *[True] * OTHERS]
     for text, found in zip(near, run_programs(near, [given] * len(near), executor), strict=True):
-        if found and [each == candidate.right[i] for each, i in zip(found, tried, strict=True)] == [
-            False,
-            *[True] * OTHERS,
-        ]:
+        if found and [each == candidate.right[i] for each, i in zip(found, tried, strict=True)] == wanted:
             mutants.append(text)
     return weak, hidden, mutants[:MUTANTS]
 

@@ -37,20 +37,15 @@ def apply_patch(files: Mapping[str, str], patch: str) -> dict[str, str | None]:
             place = beneath(root, path)
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(text.encode())
-        command = ["git", "-c", "core.quotePath=off", "apply", "--whitespace=nowarn", "-"]
+        words = ["git", "-c", "core.quotePath=off", "apply", "--whitespace=nowarn", "-"]
         known = {"PATH": os.environ.get("PATH", os.defpath), "HOME": folder, "GIT_CEILING_DIRECTORIES": folder}
         known |= {"GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
-        done = subprocess.run(
-            command, cwd=root, env=known, input=patch.encode(), capture_output=True, timeout=TIMEOUT_S, check=False
-        )
+        done = subprocess.run(words, cwd=root, env=known, input=patch.encode(), capture_output=True, timeout=TIMEOUT_S)
         if done.returncode:
             why = done.stderr.decode("utf-8", "replace").strip().splitlines()[0][:200]
             raise ValueError(f"the patch cannot be applied: {visible(why)}")
-        after = {
-            path.relative_to(root).as_posix(): _read(path)
-            for path in root.rglob("*")
-            if not path.is_dir() or path.is_symlink()
-        }
+        entries = [path for path in root.rglob("*") if not path.is_dir() or path.is_symlink()]
+        after = {path.relative_to(root).as_posix(): _read(path) for path in entries}
     changed: dict[str, str | None] = {checked(path): text for path, text in after.items() if before.get(path) != text}
     changed |= dict.fromkeys(set(before) - set(after))
     if not changed:

@@ -128,9 +128,8 @@ def spec_of(task: Task, backend: Backend) -> SandboxSpec:
         raise ValueError(f"task {task.id}: the backend process isolates nothing and has no /tests: use bwrap or docker")
     named = task.metadata.get("image", "")
     if named and backend.name != "docker":
-        raise ValueError(
-            f"task {task.id}: its tests run in the image {named}, which {backend.name} does not have: use docker"
-        )
+        why = f"its tests run in the image {named}, which {backend.name} does not have: use docker"
+        raise ValueError(f"task {task.id}: {why}")
     if task.image and backend.name != "docker":
         raise ValueError(
             f"task {task.id}: needs an image (environment/Dockerfile or docker_image), which {backend.name} cannot build: use "

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from composer_nb.harness import syntax
 from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.grading.source import Function
 from composer_nb.harness.rewards import term
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.toolchain import host_programs
@@ -57,9 +58,7 @@ def findings(text: str) -> tuple[int, int]:
 def _changed(rollout: Rollout) -> list[tuple[str, str, str]]:
     """Return path, text before and text after of each Python file that differs."""
     paths = sorted({*rollout.before, *rollout.files})
-    pairs = [
-        (path, rollout.before.get(path, ""), rollout.files.get(path, "")) for path in paths if path.endswith(".py")
-    ]
+    pairs = [(p, rollout.before.get(p, ""), rollout.files.get(p, "")) for p in paths if p.endswith(".py")]
     return [each for each in pairs if each[1] != each[2]]
 
 
@@ -110,7 +109,7 @@ def defined(text: str) -> Names:
 
 def _names(tree: ast.AST) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, Function):
             yield "function", node.name
         elif isinstance(node, ast.ClassDef):
             yield "class", node.name
@@ -153,15 +152,13 @@ def odd_names(rollout: Rollout, grade: Grade) -> float:
 
 def _functions(node: ast.AST, top: bool = True) -> Iterator[Defined]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(child, Function):
             count = sum(isinstance(each, ast.arg) for each in ast.walk(child.args))
             yield Defined(child.name, top, count, _shape(child))
-        yield from _functions(
-            child, top and not isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        )
+        yield from _functions(child, top and not isinstance(child, ast.ClassDef | Function))
 
 
-def _shape(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+def _shape(function: Function) -> str:
     body: Sequence[ast.stmt] = function.body[1:] if ast.get_docstring(function, clean=False) else function.body
     nodes = [node for part in (function.args, *body) for node in ast.walk(part)]
     if len(nodes) < SMALL:

@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from composer_nb.harness.tools.edits import Lines, places
 from composer_nb.harness.tools.tool_call import invalid
@@ -39,11 +39,14 @@ class Hunk:
         return [text for sign, text in self.lines if sign != "+"]
 
 
+Kind = Literal["add", "delete", "update"]
+
+
 @dataclass(slots=True)
 class Change:
     """The change of one file."""
 
-    kind: Literal["add", "delete", "update"]
+    kind: Kind
     path: str
     to: str | None = None
     """New path, if the file moves."""
@@ -83,10 +86,8 @@ def _changes(lines: Sequence[str]) -> list[Change]:
                 raise invalid(f"line {number}: `{END}` is not the last line")
             break
         if found := HEADER.fullmatch(line.rstrip()):
-            kind = found[1].lower()
-            changes.append(
-                Change("add" if kind == "add" else "delete" if kind == "delete" else "update", found[2].strip())
-            )
+            kind = cast(Kind, found[1].lower())
+            changes.append(Change(kind, found[2].strip()))
             if kind == "add":
                 changes[-1].hunks.append(Hunk())
         elif change is None:

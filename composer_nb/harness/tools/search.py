@@ -10,7 +10,7 @@ from pydantic import Field
 from composer_nb.harness.sandbox.contract import ExecResult
 from composer_nb.harness.tools.arguments import Count, Lines, Path, Text, tool
 from composer_nb.harness.tools.session import Session, below, clean
-from composer_nb.harness.tools.tool_call import ToolError
+from composer_nb.harness.tools.tool_call import ErrorKind, ToolError
 
 Pattern = Annotated[Text, Field(min_length=1, max_length=20_000)]
 RIPGREP = ("rg", "--no-config", "--color=never", "--hidden", "--no-require-git", "--glob=!.git")
@@ -31,6 +31,8 @@ for path in sorted(filter(None, done.stdout.split(b"\\0")), key=lambda path: (ag
 sys.exit(done.returncode)
 """
 """Runs ripgrep and sorts the files that it lists. Its own sort by time fails where its program has no path."""
+USAGE = ("regex", "file type", "glob", "PCRE", "literal", "unclosed", "size limit")
+"""Words in ripgrep's complaints about an invalid search."""
 SHOWN_LINES = 200
 """Lines shown of an answer, unless the call sets a limit."""
 HITS = 10
@@ -104,12 +106,8 @@ def _lines(done: ExecResult) -> tuple[list[str], bool]:
     if done.exit_code > 1 and not done.stdout:
         told = [line.strip() for line in clean(done.stderr).splitlines() if line.strip()]
         text = " ".join(told)[:500].removeprefix("rg: ")
-        usage = any(
-            word in text for word in ("regex", "file type", "glob", "PCRE", "literal", "unclosed", "size limit")
-        )
-        raise ToolError(
-            "InvalidArguments" if usage else "UnexpectedEnvironment", text or f"ripgrep ended with {done.exit_code}"
-        )
+        kind: ErrorKind = "InvalidArguments" if any(word in text for word in USAGE) else "UnexpectedEnvironment"
+        raise ToolError(kind, text or f"ripgrep ended with {done.exit_code}")
     data = done.stdout
     if done.truncated:
         data = data[: len(data) // 2]  # what is kept of a stream is a head and a tail

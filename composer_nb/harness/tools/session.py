@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from composer_nb.harness.sandbox.contract import ExecResult, Sandbox
 from composer_nb.harness.tools.arguments import CONTROLS, Todo, printable
@@ -122,19 +122,10 @@ class Session:
         self.seen.discard(path)
         self.touched.add(path)
 
-    def run(
-        self,
-        command: Sequence[str],
-        *,
-        timeout_s: float = QUICK_S,
-        output_bytes: int = 1 << 20,
-        env: Mapping[str, str] | None = None,
-        warm: bool = False,
-    ) -> ExecResult:
-        """Run a command in the workspace. Raises ToolError (UserAborted) if it was stopped; a timeout is part of the result."""
-        done = self.sandbox.exec(
-            command, timeout_s=timeout_s, output_bytes=output_bytes, env=env, stop=self.stop, warm=warm
-        )
+    def run(self, command: Sequence[str], *, timeout_s: float = QUICK_S, **given: Any) -> ExecResult:
+        """Run a command in the workspace. `given`: as for `Sandbox.exec`. Raises ToolError (UserAborted) if it was stopped; a
+        timeout is part of the result."""
+        done = self.sandbox.exec(command, timeout_s=timeout_s, stop=self.stop, **given)
         if done.stopped:
             raise ToolError("UserAborted", f"stopped\n{self.fit(clean(done.stdout), 'stopped')}".rstrip())
         return done

@@ -161,12 +161,8 @@ class Plugin:
             entries = [entry for entry in call.excinfo.traceback if entry.path == item.path]
             message = str(call.excinfo.value).strip().split("\n")[0][:200]
             line, values = (entries[-1].lineno + 1, plain(entries[-1].locals)) if entries else (0, {})
-            self.failures[item] = (
-                line,
-                message,
-                values,
-                self.compared if call.excinfo.typename == "AssertionError" else [],
-            )
+            compared = self.compared if call.excinfo.typename == "AssertionError" else []
+            self.failures[item] = line, message, values, compared
         if report.when == "setup":
             self.compared = []
         if report.when == "teardown":

@@ -16,7 +16,7 @@ import time
 import typing
 
 from composer_nb.harness.sandbox.guest.files import Files, Header, open_beneath
-from composer_nb.harness.sandbox.guest.warm import Become, suits
+from composer_nb.harness.sandbox.guest.warm import Become, Words, suits
 from composer_nb.harness.sandbox.system.linux import ended_children, processes, read_exactly
 
 DRAIN_S = 0.1  # how long output is awaited from processes that a command left behind
@@ -107,9 +107,7 @@ class Commands:
         self.running.add(pid)
         return pid
 
-    def spawn(
-        self, command: typing.Sequence[str], environment: typing.Mapping[str, str], streams: typing.Sequence[int]
-    ) -> int:
+    def spawn(self, command: Words, environment: typing.Mapping[str, str], streams: typing.Sequence[int]) -> int:
         """Start a program by vfork, which does not copy this large process as a fork does, and return its pid.
 
         It inherits the niceness of the thread that starts it, and gets the usual SIGINT because here that has a handler. Raises

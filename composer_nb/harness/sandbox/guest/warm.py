@@ -39,6 +39,9 @@ HARMLESS = {"PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED"}
 STARTING = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "GLIBC_")  # variables that an interpreter reads when it starts
 
 
+Words = typing.Sequence[str]
+
+
 class Become(BaseException):
     """Leads out of the resident program, in a copy of it that is to run a command. `args`: those of `run`."""
 
@@ -81,7 +84,7 @@ def make_ahead(config: typing.Any) -> None:
     config.get_config = get_config
 
 
-def suits(command: typing.Sequence[str], own: typing.Mapping[str, str], usual: typing.Mapping[str, str]) -> bool:
+def suits(command: Words, own: typing.Mapping[str, str], usual: typing.Mapping[str, str]) -> bool:
     """Return whether a copy runs a command as a new interpreter would. `own`: its variables. `usual`: those of all commands."""
     environment = {**usual, **own}
     changed = {name for name, value in environment.items() if value != usual.get(name)} - HARMLESS
@@ -95,9 +98,7 @@ def suits(command: typing.Sequence[str], own: typing.Mapping[str, str], usual: t
     return names.isdisjoint(there)
 
 
-def run(
-    command: typing.Sequence[str], environment: typing.Mapping[str, str], streams: typing.Sequence[int]
-) -> typing.NoReturn:
+def run(command: Words, environment: typing.Mapping[str, str], streams: typing.Sequence[int]) -> typing.NoReturn:
     """Become a command with these variables and streams, and end as it ends."""
     for number, fd in enumerate(streams):
         os.dup2(fd, number)

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,9 @@ class State:
     tried: int = 0
 
 
+Told = Callable[[State], None]
+
+
 def make(
     path: Path,
     out: Path,
@@ -61,7 +65,7 @@ def make(
     spec: SandboxSpec | None = None,
     running: Running | None = None,
     require: Guarding = "none",
-    told: Callable[[State], None] = lambda state: None,
+    told: Told = lambda state: None,
 ) -> dict[str, Any]:
     """Make up to `limit` tasks of the repository at `path` and write them into `out`. Return what was made, as in `SUMMARY`.
 
@@ -93,8 +97,7 @@ def make(
         maker = Maker(Subject(repository, baseline, backend, spec, seed), store, told, limit, require)
         tasks: list[Task] = []
         try:
-            for task in maker.tasks():
-                tasks.append(task)
+            tasks.extend(maker.tasks())
         finally:
             if tasks:
                 save_tasks(tasks, out / TASKS)
@@ -131,9 +134,7 @@ def _claim(store: Store, repository: Repository, seed: str, out: Path, ways: lis
 class Maker:
     """One run: draws candidates, tries them side by side, and keeps those that make tasks."""
 
-    def __init__(
-        self, subject: Subject, store: Store, told: Callable[[State], None], limit: int, require: Guarding
-    ) -> None:
+    def __init__(self, subject: Subject, store: Store, told: Told, limit: int, require: Guarding) -> None:
         reached = {place for reach in subject.baseline.reach.values() for place in reach.depths}
         self.units = [unit for unit in subject.units if unit.place in reached]
         self.subject, self.store, self.told, self.limit, self.require = subject, store, told, limit, require
@@ -166,7 +167,9 @@ class Maker:
         """Yield the tasks of the first `wanted` candidates that make one, in the candidates' order."""
         stream = iter(candidates)
         while wanted > 0 and (window := list(islice(stream, min(AHEAD, 2 * wanted)))):
-            for outcome in self._try(pool, [each for each in window if each.key not in self.store.outcomes]):
+            fresh = [each for each in window if each.key not in self.store.outcomes]
+            parts = [[self.found[key] for key in each.parts] for each in fresh]
+            for outcome in pool.map(partial(settle, self.subject), fresh, parts):
                 self.store.keep(outcome)
                 self.tried += 1
                 self._tell(doing)
@@ -178,10 +181,6 @@ class Maker:
                     self.found[change.key] = change, task
                     self._tell(doing)
                     yield task
-
-    def _try(self, pool: ThreadPoolExecutor, fresh: Sequence[Change]) -> Iterator[Outcome]:
-        """Yield the outcomes of changes."""
-        yield from pool.map(lambda change: settle(self.subject, change, [self.found[k] for k in change.parts]), fresh)
 
     def _tell(self, doing: str) -> None:
         self.told(State(doing=doing, kept=len(self.found), wanted=self.limit, tried=self.tried))

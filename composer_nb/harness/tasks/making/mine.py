@@ -20,7 +20,7 @@ import stat
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -38,15 +38,9 @@ from composer_nb.harness.syntax import nodes_of
 from composer_nb.harness.tasks.making.changes import changed_lines
 from composer_nb.harness.tasks.making.instructions import without_tests
 from composer_nb.harness.tasks.making.logs import Asked, asked, request_behind
-from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, State, prepared
+from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, State, Told, prepared
 from composer_nb.harness.tasks.making.options import Running, read_options
-from composer_nb.harness.tasks.making.repository import (
-    Repository,
-    of_files,
-    read_repository,
-    supports_tests,
-    unwanted,
-)
+from composer_nb.harness.tasks.making.repository import Repository, of_files, read_repository, supports_tests, unwanted
 from composer_nb.harness.tasks.making.store import Store
 from composer_nb.harness.tasks.making.trial import Outcome, needed
 from composer_nb.harness.tasks.runtime import usual_spec, workspace
@@ -100,7 +94,7 @@ def mine(
     most_lines: int = 400,
     requests: Sequence[Path] = (),
     running: Running | None = None,
-    told: Callable[[State], None] = lambda state: None,
+    told: Told = lambda state: None,
 ) -> dict[str, Any]:
     """Make up to `limit` tasks and write them into `out`. Return what was made: `tasks`, `tried`, `verdicts` with their counts,
     `candidates` with a verdict each, `slow` (tests that do not count because they take too long), `from_logs` (tasks with a
@@ -249,11 +243,8 @@ def draft(candidate: Candidate, most_lines: int, running: Running) -> Task | str
     support = {path for path in changed if supports_tests(path) and not is_test_module(path)}
     hidden = {path: after.files[path] for path in {*needed(after.hidden, modules), *support}} if modules else {}
     scope = tuple(sorted({*before.scope, *after.scope}))
-    solution = {
-        path: after.files[path]
-        for path in changed - hidden.keys()
-        if in_scope(path, scope) and not supports_tests(path)
-    }
+    own = [path for path in changed - hidden.keys() if in_scope(path, scope)]
+    solution = {path: after.files[path] for path in own if not supports_tests(path)}
     if not any(path in after.sources for path in solution):
         return "no source"
     if not modules:
