@@ -59,6 +59,8 @@ class Remote(ABC):
     kind = ""
     pauses = resumes = tells = generates = checks = ""
     """Paths of its calls."""
+    pausing: Mapping[str, Any] = {}
+    """Body of the call that pauses."""
 
     def __init__(
         self, url: str, *, stop: frozenset[int], temperature: float = 1.0, timeouts: Timeouts | None = None
@@ -121,7 +123,7 @@ class Remote(ABC):
         return Trace()
 
     def pause(self) -> None:
-        self._call(self.pauses, self._paused(), self.timeouts.pause_s)
+        self._call(self.pauses, self.pausing, self.timeouts.pause_s)
 
     def resume(self) -> None:
         self._call(self.resumes, {}, self.timeouts.pause_s)
@@ -209,9 +211,6 @@ class Remote(ABC):
             raise ProviderFailure(f"{self._where}: drawn from version {', '.join(sorted(other))}, not {label}")
 
     @abstractmethod
-    def _paused(self) -> Mapping[str, Any]: ...
-
-    @abstractmethod
     def _load(self, folder: Path, label: str) -> None: ...
 
     @abstractmethod
@@ -227,9 +226,6 @@ class VLLM(Remote):
     kind = "vllm"
     pauses, resumes, tells, checks = "pause?mode=keep", "resume", "weight_info", "weight_checker"
     generates = "inference/v1/generate"
-
-    def _paused(self) -> Mapping[str, Any]:
-        return {}
 
     def _load(self, folder: Path, label: str) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
@@ -253,10 +249,7 @@ class SGLang(Remote):
 
     kind = "sglang"
     pauses, resumes, tells, checks = "pause_generation", "continue_generation", "model_info", "weights_checker"
-    generates = "generate"
-
-    def _paused(self) -> Mapping[str, Any]:
-        return {"mode": "retract"}
+    generates, pausing = "generate", {"mode": "retract"}
 
     def _load(self, folder: Path, label: str) -> None:
         body = {"model_path": str(folder), "weight_version": label, "flush_cache": True, "keep_pause": True}

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from composer_nb.harness.files import write_json
 from composer_nb.trainer.recipe.reader import ReadOnly
@@ -32,102 +32,70 @@ EVERY_S, LATEST_S = 3.0, 300.0
 """Seconds between two reads; after a failure, the wait doubles up to the second number."""
 
 
-class Tracker(Protocol):
-    """A destination for figures. It may raise any exception of its library."""
-
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Log the figures of a step, whose names begin with its stage."""
-
-    def close(self) -> None:
-        """Send the remaining figures."""
+Log = Callable[[Mapping[str, float], int], object]
+"""Logs the figures of a step, whose names begin with its stage. It may raise any exception of its library."""
+Tracker = tuple[Log, Callable[[], object]]
+"""A destination for figures: logs them, and sends the remaining ones at the end."""
 
 
-class TensorBoard:
-    def __init__(self, run: ReadOnly, settings: Mapping[str, Any]) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+def tensorboard(run: ReadOnly, settings: Mapping[str, Any]) -> Tracker:
+    from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(run.path / "tensorboard"))
+    writer = SummaryWriter(str(run.path / "tensorboard"))
 
-    def log(self, figures: Mapping[str, float], step: int) -> None:
+    def log(figures: Mapping[str, float], step: int) -> None:
         for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
+    return log, writer.close
 
 
-class Wandb:
-    def __init__(self, run: ReadOnly, settings: Mapping[str, Any]) -> None:
-        import wandb
+def wandb(run: ReadOnly, settings: Mapping[str, Any]) -> Tracker:
+    import wandb
 
-        name = run.path.name
-        self._run = wandb.init(
-            project=PROJECT,
-            name=name,
-            id=re.sub(r"[^\w.-]", "-", name),
-            resume="allow",
-            dir=str(run.path / "trackers"),
-            config=dict(settings),
-        )
+    name, there = run.path.name, str(run.path / "trackers")
+    key = re.sub(r"[^\w.-]", "-", name)
+    made = wandb.init(project=PROJECT, name=name, id=key, resume="allow", dir=there, config=dict(settings))
 
-    def log(self, figures: Mapping[str, float], step: int) -> None:
+    def log(figures: Mapping[str, float], step: int) -> None:
         stage = next(iter(figures)).partition("/")[0]
-        self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
-        self._run.log({**figures, f"{stage}/step": step})
+        made.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
+        made.log({**figures, f"{stage}/step": step})
 
-    def close(self) -> None:
-        self._run.finish()
-
-
-class Trackio:
-    def __init__(self, run: ReadOnly, settings: Mapping[str, Any]) -> None:
-        import trackio
-
-        self._run = trackio.init(
-            project=PROJECT, name=run.path.name, resume="allow", config=dict(settings), embed=False
-        )
-
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(figures), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    return log, made.finish
 
 
-class Mlflow:
-    def __init__(self, run: ReadOnly, settings: Mapping[str, Any]) -> None:
-        from mlflow import MlflowClient
-        from mlflow.entities import Param
+def trackio(run: ReadOnly, settings: Mapping[str, Any]) -> Tracker:
+    import trackio
 
-        name = run.path.name
-        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.path.parent}/mlflow.db")
-        found = self._client.get_experiment_by_name(PROJECT)
-        place = found.experiment_id if found else self._client.create_experiment(PROJECT)
-        quote = '"' if "'" in name else "'"
-        there = self._client.search_runs([place], f"tags.mlflow.runName = {quote}{name}{quote}")
-        made = there[0] if there else self._client.create_run(place, run_name=name)
-        self._id = made.info.run_id
-        if not there:
-            params = [Param(each, str(value)[:500]) for each, value in settings.items()]
-            for at in range(0, len(params), 100):  # the server refuses more
-                self._client.log_batch(self._id, params=params[at : at + 100])
+    made = trackio.init(project=PROJECT, name=run.path.name, resume="allow", config=dict(settings), embed=False)
+    return lambda figures, step: made.log(dict(figures), step=step), made.finish
 
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        from mlflow.entities import Metric
 
+def mlflow(run: ReadOnly, settings: Mapping[str, Any]) -> Tracker:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Param
+
+    name = run.path.name
+    client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.path.parent}/mlflow.db")
+    found = client.get_experiment_by_name(PROJECT)
+    place = found.experiment_id if found else client.create_experiment(PROJECT)
+    quote = '"' if "'" in name else "'"
+    there = client.search_runs([place], f"tags.mlflow.runName = {quote}{name}{quote}")
+    key = (there[0] if there else client.create_run(place, run_name=name)).info.run_id
+    if not there:
+        params = [Param(each, str(value)[:500]) for each, value in settings.items()]
+        for at in range(0, len(params), 100):  # the server refuses more
+            client.log_batch(key, params=params[at : at + 100])
+
+    def log(figures: Mapping[str, float], step: int) -> None:
         now = int(1000 * time.time())
-        self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in figures.items()])
+        client.log_batch(key, metrics=[Metric(each, value, now, step) for each, value in figures.items()])
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    return log, lambda: client.set_terminated(key)
 
 
-TRACKERS: Mapping[str, Callable[[ReadOnly, Mapping[str, Any]], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
-    "trackio": Trackio,
-    "mlflow": Mlflow,
-}
+TRACKERS = {each.__name__: each for each in (tensorboard, wandb, trackio, mlflow)}
 
 
 def parse(names: str) -> list[str]:
@@ -189,7 +157,7 @@ def follow(path: Path, name: str, until: Callable[[], bool]) -> None:
             ended = until()
             try:
                 tracker = tracker or TRACKERS[name](run, dict(_dotted(run.settings())))
-                _send(run.path / "metrics.jsonl", sent, tracker)
+                _send(run.path / "metrics.jsonl", sent, tracker[0])
                 rest = EVERY_S
             except Exception as error:  # of any of the four libraries
                 if ended:
@@ -205,15 +173,15 @@ def follow(path: Path, name: str, until: Callable[[], bool]) -> None:
                 time.sleep(0.2)
     finally:
         if tracker is not None:
-            tracker.close()
+            tracker[1]()
 
 
-def _send(metrics: Path, sent: Sent, tracker: Tracker) -> None:
+def _send(metrics: Path, sent: Sent, log: Log) -> None:
     if metrics.is_file():
         with metrics.open("rb") as file:
             file.seek(sent.offset)
             for step, figures in sent.rows(file.read()):
-                tracker.log(figures, step)
+                log(figures, step)
 
 
 class Tracking:

@@ -19,19 +19,18 @@ from composer_nb.harness.policy import Completion, Request, Trace, first_segment
 from composer_nb.harness.tasks.miniatures import ENUMERABLE
 from composer_nb.harness.tasks.repairs import bugs, home_of, neighbours, split_at
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.harness.tools.tool_call import ToolCall, call
 
 Script = Generator[Said, str, None]
 """Yields turns, and is sent the text of the last observation of each."""
 
 
-def one(call: ToolCall) -> Said:
+def one(each: ToolCall) -> Said:
     """Return a turn of one call."""
-    return turn([call])
+    return turn([each])
 
 
-_TEST_CALL, _UNDO = ToolCall(name="run_tests", arguments={}), ToolCall(name="undo", arguments={})
-_LINT = ToolCall(name="read_lints", arguments={})
+_TEST_CALL, _UNDO, _LINT = call("run_tests"), call("undo"), call("read_lints")
 _TEST = one(_TEST_CALL)
 
 
@@ -47,21 +46,21 @@ def expert(task: Task, rng: Random, mistake_rate: float) -> Script:
     now, wanted = task.files.get(path, "").rstrip("\n"), task.solution.get(path, "").rstrip("\n")
     if not changes_lines(task):
         raise ValueError(f"task {task.id}: the expert changes lines of one file; the solution changes something else")
-    yield one(ToolCall(name="read_file", arguments={"path": path}))
+    yield one(call("read_file", path=path))
     tried: list[int] = []
     passed = gives_up = False
     while not passed and not gives_up and len(tried) < 3 and rng.random() < mistake_rate:
-        call, now = _mistake(path, now, wanted, rng, tried)
-        tried.append(call.arguments["line"] - 1)
-        if (yield one(call)) == "same":
+        edit, now = _mistake(path, now, wanted, rng, tried)
+        tried.append(edit.arguments["line"] - 1)
+        if (yield one(edit)) == "same":
             continue
         passed = (yield _TEST).startswith("pass")
         gives_up = not passed and rng.random() < 0.25
     if not passed and not gives_up:
         while now != wanted:
             place = _first_difference(now, wanted)
-            call, now = _edit(path, now, place, wanted.split("\n")[place])
-            yield one(call)
+            edit, now = _edit(path, now, place, wanted.split("\n")[place])
+            yield one(edit)
         if tried or rng.random() < 0.7:
             yield _TEST
     yield TINY.finish
@@ -89,25 +88,23 @@ class Verbs:
 
 TINY = Verbs(
     test=_TEST_CALL,
-    find=lambda name: ToolCall(name="grep", arguments={"pattern": f"def {name}"}),
-    read=lambda path: ToolCall(name="read_file", arguments={"path": path}),
-    change=lambda path, old, new: ToolCall(name="substitute", arguments={"path": path, "old": old, "new": new}),
+    find=lambda name: call("grep", pattern=f"def {name}"),
+    read=lambda path: call("read_file", path=path),
+    change=lambda path, old, new: call("substitute", path=path, old=old, new=new),
     undo=lambda path: _UNDO,
-    finish=one(ToolCall(name="finish", arguments={})),
+    finish=one(call("finish")),
 )
 
 
 def _in_terminal(command: str) -> ToolCall:
-    return ToolCall(name="run_terminal_cmd", arguments={"command": command, "is_background": False, "timeout_ms": 5000})
+    return call("run_terminal_cmd", command=command, is_background=False, timeout_ms=5000)
 
 
 PRODUCT = Verbs(
     test=_in_terminal("python -m pytest -q -x --tb=short -rN"),
     find=TINY.find,
-    read=lambda path: ToolCall(name="read_file", arguments={"target_file": path}),
-    change=lambda path, old, new: ToolCall(
-        name="search_replace", arguments={"file_path": path, "old_string": old, "new_string": new}
-    ),
+    read=lambda path: call("read_file", target_file=path),
+    change=lambda path, old, new: call("search_replace", file_path=path, old_string=old, new_string=new),
     undo=lambda path: _in_terminal(f"git checkout -q -- {quote(path)}"),
     finish=turn([], "I made the tests pass."),
 )
@@ -284,8 +281,7 @@ def _edit(path: str, now: str, place: int, line: str) -> tuple[ToolCall, str]:
     """Return the call that writes `line` at `place` (from 0), and the program after it."""
     lines = now.split("\n")
     after = "\n".join([*lines[:place], line, *lines[place + 1 :]])
-    arguments = {"path": path, "line": place + 1, "text": line.strip()}
-    return ToolCall(name="edit_line", arguments=arguments), after
+    return call("edit_line", path=path, line=place + 1, text=line.strip()), after
 
 
 def digest(log: Sequence[tuple[Said, str]]) -> str:
@@ -293,7 +289,7 @@ def digest(log: Sequence[tuple[Said, str]]) -> str:
     failing, lines, left = "", list[str](), "test"
     for said, seen in log:
         calls = [written.call for written in said.calls]
-        edits = [call for call in calls if isinstance(call, ToolCall) and call.name in _EDITS]
+        edits = [each for each in calls if isinstance(each, ToolCall) and each.name in _EDITS]
         if not edits and seen.startswith("fail"):
             failing = seen
         for edit in edits:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter
 
 from composer_nb.harness.agent.chat import Message, Said, Written
 from composer_nb.harness.agent.turns import Script
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.harness.tools.tool_call import ToolCall, call
 
 
 def play(turns: Sequence[Said]) -> Script:
@@ -39,14 +41,14 @@ def expert(task: Task) -> Script:
     if not task.solution or task.grader == "script":
         raise ValueError(f"task {task.id}: has no files as a solution for a scripted expert to write")
     paths = sorted(task.solution)
-    edits = [call for path in paths for call in _edits(path, task.files.get(path, ""), task.solution[path])]
+    edits = [edit for path in paths for edit in _edits(path, task.files.get(path, ""), task.solution[path])]
     looks = [_look(path, task.files[path], task.solution[path]) for path in paths if path in task.files]
     searches, reads = [search for search, _ in looks if search], [read for _, read in looks]
     python = " ".join(f"'{path}'" for path in paths if path.endswith(".py"))
     tries = [_run(f"python -m py_compile {python}")] if python else []
     if task.grader == "functions":
         test, name = _run(TEST), task.metadata.get("function", "")
-        searches += [ToolCall(name="grep", arguments={"pattern": f"def {name}"})] if name else []
+        searches += [call("grep", pattern=f"def {name}")] if name else []
         steps = [[] if f" {name}: " in task.instruction else [test], searches, reads, [*edits, test]]
     else:
         steps = [searches, reads, edits, tries]
@@ -54,7 +56,7 @@ def expert(task: Task) -> Script:
 
 
 def _run(command: str) -> ToolCall:
-    return ToolCall(name="run_terminal_cmd", arguments={"command": command, "is_background": False})
+    return call("run_terminal_cmd", command=command, is_background=False)
 
 
 def lazy(task: Task) -> Script:
@@ -73,20 +75,19 @@ def _look(path: str, before: str, after: str) -> tuple[ToolCall | None, ToolCall
     """Return a search for the function or class around the first difference, if the file is long, and a call that reads it."""
     old, new = before.splitlines(), after.splitlines()
     if len(old) <= SHORT:
-        return None, ToolCall(name="read_file", arguments={"target_file": path})
+        return None, call("read_file", target_file=path)
     first = next((n for n, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]), len(old) - 1)
     heads = [n for n in range(first + 1) if re.match(r"\s*(async def|def|class) \w", old[n])]
     at = heads[-1] if heads else 0
-    read = {"target_file": path, "offset": at + 1, "limit": min(max(40, first - at + 20), SHORT)}
     pattern = re.sub(r"\W", ".", re.split(r"[(:]", old[at].strip())[0]) or "."
-    search = ToolCall(name="grep", arguments={"pattern": pattern, "path": path})
-    return search, ToolCall(name="read_file", arguments=read)
+    read = call("read_file", target_file=path, offset=at + 1, limit=min(max(40, first - at + 20), SHORT))
+    return call("grep", pattern=pattern, path=path), read
 
 
 def _edits(path: str, before: str, after: str) -> Iterator[ToolCall]:
     """Yield a call for each block of different lines, the last block first, so that line numbers above stay valid."""
     if not before:
-        yield ToolCall(name="write", arguments={"file_path": path, "contents": after})
+        yield call("write", file_path=path, contents=after)
         return
     lines, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
     blocks = difflib.SequenceMatcher(None, lines, new, autojunk=False).get_opcodes()
@@ -96,7 +97,20 @@ def _edits(path: str, before: str, after: str) -> Iterator[ToolCall]:
             first, last = max(0, first - 1), min(len(lines), last + 1)
         lines[first:last] = [*lines[first:at], *new[start:stop], *lines[end:last]]
         changed = "".join(lines[first : last + stop - start - (end - at)])
-        yield ToolCall(name="search_replace", arguments={"file_path": path, "old_string": old, "new_string": changed})
+        yield call("search_replace", file_path=path, old_string=old, new_string=changed)
+
+
+class _Call(BaseModel):
+    name: str
+    arguments: dict[str, Any]
+
+
+class _Turn(BaseModel):
+    text: str = ""
+    calls: list[_Call] = []
+
+
+_SCRIPT = TypeAdapter(list[_Turn])
 
 
 def read_script(path: Path) -> Script:
@@ -105,24 +119,11 @@ def read_script(path: Path) -> Script:
     Raises ValueError, which names the fault, or FileNotFoundError.
     """
     try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-        turns = [
-            turn(
-                [ToolCall(name=call["name"], arguments=dict(call["arguments"])) for call in each.get("calls", ())],
-                each.get("text", ""),
-            )
-            for each in held
-        ]
-        told = [
-            text for each in held for text in (each.get("text", ""), *(call["name"] for call in each.get("calls", ())))
-        ]
-        if strange := [text for text in told if not isinstance(text, str)]:
-            raise TypeError(f"{strange[0]!r} is not text")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f'{path}: not a script ({error!r}): give a list of turns, each {{"text": "…", "calls": [{{"name": "…", '
-            '"arguments": {…}}]}'
-        ) from None
+        held = _SCRIPT.validate_json(path.read_bytes())
+    except ValueError as error:
+        form = '{"text": "…", "calls": [{"name": "…", "arguments": {…}}]}'
+        raise ValueError(f"{path}: not a script ({error!r:.200}): give a list of turns, each {form}") from None
+    turns = [turn([call(one.name, **one.arguments) for one in each.calls], each.text) for each in held]
     if not turns or turns[-1].calls:
         raise ValueError(f"{path}: the last turn of a script must have no calls, to end the conversation")
     return play(turns)

@@ -34,7 +34,7 @@ from composer_nb.harness.product.checkout import read_checkout
 from composer_nb.harness.tasks.runtime import packages_of
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.session import Session
-from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.harness.tools.tool_call import ToolCall, call
 from composer_nb.harness.tools.toolset import TINY_NAMES, ToolSet
 from composer_nb.harness.untrusted import beneath
 
@@ -121,9 +121,6 @@ def _name(tools: ToolSet) -> str:
 def probes(files: Mapping[str, str]) -> Iterator[ToolCall]:
     """Yield valid and invalid calls of every tool for a workspace with these files, in the order to make them."""
 
-    def call(name: str, **arguments: object) -> ToolCall:
-        return ToolCall(name=name, arguments=arguments)
-
     def shell(command: str, **more: object) -> ToolCall:
         return call("run_terminal_cmd", **{"command": command, "is_background": False, **more})
 
@@ -161,9 +158,6 @@ def probes(files: Mapping[str, str]) -> Iterator[ToolCall]:
 
 def tiny_probes(files: Mapping[str, str]) -> Iterator[ToolCall]:
     """Yield valid and invalid calls of the tools of tiny models, in the order to make them."""
-
-    def call(name: str, **arguments: object) -> ToolCall:
-        return ToolCall(name=name, arguments=arguments)
 
     paths = sorted(files)[:5]
     yield call("run_tests")

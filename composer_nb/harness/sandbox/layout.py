@@ -136,14 +136,13 @@ class Layout:
         real = [path for path in (*LINKS, *PROGRAMS, *SETTINGS) if os.path.isdir(path) and path not in links]
         return [*real, *(path for path in self.interpreter.directories if not path.startswith((*PROGRAMS, *real)))]
 
-    def masks(self) -> list[str]:
-        """Return the folders in them that are not shown."""
-        return list(packages((*PROGRAMS, *self.interpreter.directories)))
-
     def plans(self) -> dict[str, dict[str, Any]]:
         """Return the plans by which the guest builds roots (`program.furnish`): for commands and for calls."""
         places = {name: f"{KIT}/{name}" for name in ("root", "new", "scratch", "empty", "counters")}
-        trees, masks = self.trees(), self.masks()
+        trees, masks = (
+            self.trees(),
+            [*packages((*PROGRAMS, *self.interpreter.directories))],
+        )  # what is not shown of them
         shared = places | {"crowded": self.crowded(), "nothing": NOTHING, "shown": SHOWN, "stands_in": list(counters())}
         commands = shared | {
             "trees": trees,

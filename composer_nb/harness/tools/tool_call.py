@@ -37,6 +37,10 @@ class ToolCall:
         return json.dumps({"name": self.name, "arguments": dict(self.arguments)}, sort_keys=True)
 
 
+def call(name: str, /, **arguments: Any) -> ToolCall:
+    return ToolCall(name=name, arguments=arguments)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
     """A schema with its implementation."""

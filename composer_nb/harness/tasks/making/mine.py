@@ -273,11 +273,12 @@ def draft(candidate: Candidate, most_lines: int, running: Running) -> Task | str
 def _outcome(candidate: Candidate, backend: Backend, running: Running, most_lines: int) -> tuple[Outcome, int]:
     """Try a candidate. Return its outcome, and how many tests are too slow to count. Raises SandboxFailure."""
     began, task = time.monotonic(), draft(candidate, most_lines, running)
-    counted, slow, why = ({}, 0, task) if isinstance(task, str) else first_look(task, backend, running)
+    boxes = Boxes(backend=backend, spec=None if isinstance(task, str) else usual_spec(task), timeout_s=running.suite_s)
+    counted, slow, why = ({}, 0, task) if isinstance(task, str) else first_look(task, boxes, running)
     if isinstance(task, str) or why:
         verdict, _, why = why.partition(": ")
         return Outcome(key=candidate.key, kind=why, verdict=verdict, seconds=time.monotonic() - began), slow
-    task = task.model_copy(update={"files": task.files | current(task, candidate, backend, running)})
+    task = task.model_copy(update={"files": task.files | current(task, candidate, boxes)})
     task = task.model_copy(update={"metadata": task.metadata | {IDS: json.dumps(sorted(counted.values()))}})
     found = validate_task(task, backend, timeout_s=running.suite_s, keys=frozenset(counted))
     verdict, why = "kept", ""
@@ -289,12 +290,11 @@ def _outcome(candidate: Candidate, backend: Backend, running: Running, most_line
     return Outcome(key=candidate.key, kind=why, verdict=verdict, seconds=seconds, task=kept), slow
 
 
-def first_look(task: Task, backend: Backend, running: Running) -> tuple[dict[str, str], int, str]:
+def first_look(task: Task, boxes: Boxes, running: Running) -> tuple[dict[str, str], int, str]:
     """Return the tests that pass afterwards, key -> node id, how many take too long, and why they make no task.
 
     Others fail for want of a file or a package, as a rule, or are slow. Raises SandboxFailure.
     """
-    boxes = Boxes(backend=backend, spec=usual_spec(task), timeout_s=running.suite_s)
     select = read_options(task.files, running.pytest_args).select
     after = replace(job(task, gold_files(task)), select=select, test_s=running.suite_s / SLOW)
     try:
@@ -313,7 +313,7 @@ def first_look(task: Task, backend: Backend, running: Running) -> tuple[dict[str
     return counted, slow, "" if seen else "unseen: all tests pass without a change"
 
 
-def current(task: Task, candidate: Candidate, backend: Backend, running: Running) -> dict[str, str]:
+def current(task: Task, candidate: Candidate, boxes: Boxes) -> dict[str, str]:
     """Return the visible test modules that the change touches, without the tests that pass before and fail afterwards.
 
     Such tests hold what the request changes, so they would mislead an agent. Raises SandboxFailure.
@@ -322,9 +322,8 @@ def current(task: Task, candidate: Candidate, backend: Backend, running: Running
     shown = {path: text for path, text in task.files.items() if is_test_module(path) and known.get(path) != text}
     if not shown:
         return {}
-    boxes = Boxes(backend=backend, spec=usual_spec(task), timeout_s=running.suite_s)
     twin = task.model_copy(update={"tests": shown})
-    jobs = [replace(job(twin, files), test_s=running.suite_s / SLOW) for files in (workspace(task), gold_files(task))]
+    jobs = [replace(job(twin, files), test_s=boxes.timeout_s / SLOW) for files in (workspace(task), gold_files(task))]
     try:
         before, after = boxes.run(jobs)
     except (SandboxDied, RunnerEnded):
