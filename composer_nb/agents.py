@@ -15,7 +15,7 @@ from typing import Any
 
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.expert import TINY_SCRIPTS, Script, ScriptedPolicy
-from composer_nb.harness.agent.loop import LIMITS, Told, converse, system_text
+from composer_nb.harness.agent.loop import LIMITS, Told, converse, silent, system_text
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits, TokenTurnPolicy
@@ -234,7 +234,7 @@ def run_agent(
     image: str = "",
     packages: Path | None = None,
     limits: Limits | None = None,
-    told: Told = lambda event: None,
+    told: Told = silent,
     temperature: float = 1.0,
 ) -> Work:
     """Let an agent work on a copy of a user's repository, in a sandbox, and keep the result in the new folder `out`: `rollout`

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from subprocess import DEVNULL
 
 from rich.markup import escape
 from rich.table import Table
@@ -144,9 +145,8 @@ def driver_gpus() -> tuple[str, ...]:
 def output_of(*command: str) -> str | None:
     """Return the output of a program; None if it is missing, fails or takes over ten seconds."""
     try:
-        return subprocess.check_output(
-            command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True, timeout=10
-        ).strip()
+        done = subprocess.run(command, stdin=DEVNULL, capture_output=True, check=True, text=True, timeout=10)
+        return done.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -180,13 +180,9 @@ def _play_verifiers(policy: str, name: str, samples: int, s: ForeignSettings) ->
         asked = {**(env.sampling_args or {}), "temperature": s.temperature}
         async with at:
             one = await env.run_rollout(row, connect(api_base_url=url), endpoint.model, asked)
-        used = one.get("token_usage")
-        return _Played(
-            example=row["example_id"],
-            rollout=rollout,
-            reward=None if one.get("error") else float(one["reward"]),
-            tokens=sum(used.values()) if used else None,
-        )
+        reward = None if one.get("error") else float(one["reward"])
+        tokens = sum(one["token_usage"].values()) if one.get("token_usage") else None
+        return _Played(example=row["example_id"], rollout=rollout, reward=reward, tokens=tokens)
 
     async def all_of_them() -> list[_Played]:
         at = Semaphore(AT_ONCE)

@@ -236,12 +236,12 @@ class Replicas:
             if not idle.ready or self._busy(idle):
                 continue
             behind = max(self._replicas, key=lambda replica: len(self._busy(replica)))
-            gains = {
-                talk: self._cost(talk, behind, 0) - self._cost(talk, idle, len(talk.tokens))
-                for talk in self._busy(behind)
-            }
-            talk = max(gains, key=gains.__getitem__, default=None)
-            if talk is not None and gains[talk] > 0:
+
+            def gain(talk: _Talk, idle: _Replica = idle, behind: _Replica = behind) -> float:
+                return self._cost(talk, behind, 0) - self._cost(talk, idle, len(talk.tokens))
+
+            talk = max(self._busy(behind), key=gain, default=None)
+            if talk is not None and gain(talk) > 0:
                 self._settle(talk, idle)
                 self._send(idle, "start", [self._order(talk)])
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from composer_nb.harness.agent.chat import ChatRenderer, User
 from composer_nb.harness.agent.driver import Job, Seat
-from composer_nb.harness.agent.loop import LIMITS, Conversation, Told, conversation, converse
+from composer_nb.harness.agent.loop import LIMITS, Conversation, Told, conversation, converse, silent
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits, TokenTurnPolicy, TurnPolicy
 from composer_nb.harness.carry import Blob, add_history, carry_back
@@ -116,7 +116,7 @@ def tools_of(task: Task, tools: ToolSet) -> ToolSet:
         raise ValueError(f"task {task.id}: tools: {error}") from None
 
 
-def attempt(task: Task, place: Environment, turn_policy: TurnPolicy, told: Told = lambda event: None) -> Attempt:
+def attempt(task: Task, place: Environment, turn_policy: TurnPolicy, told: Told = silent) -> Attempt:
     """Run one rollout and grade it.
 
     The status of the grade is `infra_error` after an infrastructure failure. It is `agent_failed` if the agent broke its sandbox

@@ -21,19 +21,14 @@ from composer_nb.harness.tasks.task import Task
 
 
 def run_eval(
-    policy: Policy,
-    agent: Agent,
-    tasks: Sequence[Task],
-    executor: Executor,
-    samples: int,
-    slots: Sequence[int] | None = None,
+    policy: Policy, agent: Agent, tasks: Sequence[Task], executor: Executor, samples: int, slots: Sequence[int] = ()
 ) -> Iterator[Attempt]:
     """Attempt every task `samples` times. Return the attempts in order of task, then of sample, whichever ended first.
 
     `slots` are the positions of the tasks in a longer list. They number the rollouts and so determine their random draws.
     """
-    places = range(len(tasks)) if slots is None else slots
-    order = [(slot * samples + n, task) for slot, task in zip(places, tasks, strict=True) for n in range(samples)]
+    places = zip(slots or range(len(tasks)), tasks, strict=True)
+    order = [(slot * samples + n, task) for slot, task in places for n in range(samples)]
     runs = (agent.attempt(task, number) for number, task in order)
     done = dict(drive(runs, policy, executor))
     return (done[number] for number in range(len(order)))

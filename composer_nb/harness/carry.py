@@ -88,9 +88,6 @@ def carry_back(box: Sandbox) -> tuple[dict[str, Blob], set[str]]:
     if found.exit_code or found.truncated:
         raise OSError(errno.EFBIG, "its folders cannot be listed")
     others = found.stdout.decode("utf-8", "surrogateescape").split("\0")[:-1]
-    files = {
-        info.name: Blob(data=data, mode=EXECUTABLE if info.mode & 0o100 else PLAIN)
-        for info, data in members(box.snapshot().archive)
-        if info.isreg()
-    }
+    held = [(info, data) for info, data in members(box.snapshot().archive) if info.isreg()]
+    files = {i.name: Blob(data=data, mode=EXECUTABLE if i.mode & 0o100 else PLAIN) for i, data in held}
     return files, {path.removeprefix("./") for path in others}

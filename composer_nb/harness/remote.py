@@ -103,13 +103,10 @@ class Remote(ABC):
                 self._under_way -= 1
                 self._gate.notify_all()
         self._check(reply, request, label)
-        self._held[request.rollout] = ids + reply.token_ids
-        return Completion(
-            rollout=request.rollout,
-            token_ids=reply.token_ids,
-            logprobs=reply.logprobs,
-            policy_versions=[version] * len(reply.token_ids),
-        )
+        drawn = reply.token_ids
+        self._held[request.rollout] = ids + drawn
+        versions = [version] * len(drawn)
+        return Completion(rollout=request.rollout, token_ids=drawn, logprobs=reply.logprobs, policy_versions=versions)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Draw turns in parallel. Raises like `ask`."""

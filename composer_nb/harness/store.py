@@ -76,12 +76,10 @@ def save_packed(path: Path, packed: Sequence[bytes], columns: Mapping[str, Seque
     table = pa.table(own | dict(columns or {}))
     empty = Trace()
     tensors = {name: np.concatenate([each[name] for each in traced] or [getattr(empty, name)]) for name in _TENSORS}
-    for target, write in (
-        (path.with_suffix(".safetensors"), lambda part: save_file(tensors, part)),
-        (path, lambda part: pq.write_table(table, part, compression="zstd")),
-    ):
-        with replacing(target) as part:
-            write(part)
+    with replacing(path.with_suffix(".safetensors")) as part:
+        save_file(tensors, part)
+    with replacing(path) as part:
+        pq.write_table(table, part, compression="zstd")
 
 
 def load_attempts(path: Path, tasks: Mapping[str, Task]) -> list[Attempt]:

@@ -28,6 +28,8 @@ from composer_nb.harness.agent.turns import Limits, News, Silent, Spoken
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError, invalid
 
+Wire = Sequence[Mapping[str, Any]]
+"""Messages in OpenAI's form."""
 MAX_REPLY_BYTES = 16 << 20
 AGAIN = (408, 409, 429, 500, 502, 503, 504)
 FINAL = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active")
@@ -117,12 +119,7 @@ class Endpoint:
             raise ProviderFailure(f"{self.url}/models: no answer within {within_s:g} s") from None
 
     def complete(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any],
-        max_tokens: int,
-        parallel: bool = False,
-        until: float = math.inf,
+        self, messages: Wire, tools: Sequence[Any], max_tokens: int, parallel: bool = False, until: float = math.inf
     ) -> Answer:
         """Return the answer to a conversation. `parallel`: allow several calls in it. `until`: a time of `time.monotonic`.
 

@@ -66,13 +66,17 @@ Told = Callable[[Said | Turn], None]
 """Called with every turn as it happens: the model's message, then each result."""
 
 
+def silent(event: Said | Turn) -> None:
+    """Tell nobody."""
+
+
 def conversation(
     instruction: str,
     turn_policy: TurnPolicy,
     tools: ToolSet,
     place: Session | Workspace,
     limits: Limits,
-    told: Told = lambda event: None,
+    told: Told = silent,
     clock: Callable[[], float] = time.monotonic,
 ) -> Conversation:
     """Run an agent to the end of its conversation. An invalid call is answered with an error and stays in the conversation.
@@ -149,7 +153,7 @@ def converse(
     tools: ToolSet,
     session: Session,
     limits: Limits = LIMITS,
-    told: Told = lambda event: None,
+    told: Told = silent,
 ) -> Conversation:
     """Run a conversation in a sandbox to its end.
 

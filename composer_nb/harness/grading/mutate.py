@@ -122,7 +122,7 @@ def telling(value: object, suite: Suite) -> bool:
 
 def _best(
     value: Value,
-    proposed: Iterable[Value],
+    drawn: Iterable[Value],
     away: Callable[[Value], float],
     rng: Random,
     suite: Suite,
@@ -131,7 +131,7 @@ def _best(
 ) -> list[Value]:
     """Return the proposals that differ least from the original; sometimes, as often as in the suite, the input itself."""
     often = suite.count(value) > 1
-    times = Counter(new for new in proposed if not _same(new, value))
+    times = Counter(new for new in drawn if not _same(new, value))
 
     def distance(new: Value) -> float:
         unlike = often != (suite.count(new) > 0)
@@ -165,15 +165,11 @@ def _numbers(value: float, rng: Random, suite: Suite, place: Place, count: int) 
     if isinstance(value, int):
         proposed += [value + step for step in (-3, -2, -1, 1, 2, 3) if value + step >= 0]
     proposed += [type(value)(_other_digit(repr(value), rng)) for _ in range(TRIES // 2)]
-    least = [
-        new
-        for new in proposed
-        if _number_form(new) == form
-        and abs(new - value) > max(place.apart * max(abs(new), abs(value)), place.apart_by)
-        and not (place.signed and not new)
-    ]
+    alike = [new for new in proposed if _number_form(new) == form and (new or not place.signed)]
+    least = {new: max(place.apart * max(abs(new), abs(value)), place.apart_by) for new in alike}
+    far = [new for new in alike if abs(new - value) > least[new]]
     zeros = _zeros(value)
-    return _best(value, least, lambda new: float(_zeros(new) != zeros), rng, suite, place, count)
+    return _best(value, far, lambda new: float(_zeros(new) != zeros), rng, suite, place, count)
 
 
 def _number_form(value: float) -> Form:

@@ -32,6 +32,8 @@ from composer_nb.harness.tasks.scope import is_conftest, is_test_module
 from composer_nb.harness.tasks.task import Task
 
 Kind = Literal["value", "exception", "input", "negation"]
+Keys = frozenset[str] | None
+"""Keys of tests; None: of all."""
 PLAN = "pytest.plan"
 """Metadata key of a task's plan."""
 
@@ -175,12 +177,7 @@ def plain_lines(text: str) -> str:
 
 
 def job(
-    task: Task,
-    files: Mapping[str, bytes],
-    twins: Sequence[Twin] = (),
-    keys: frozenset[str] | None = None,
-    *,
-    explain: bool = False,
+    task: Task, files: Mapping[str, bytes], twins: Sequence[Twin] = (), keys: Keys = None, *, explain: bool = False
 ) -> Job:
     """Return one run of a task's hidden tests on `files`, with some tests replaced by twins.
 

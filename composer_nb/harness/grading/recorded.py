@@ -132,9 +132,9 @@ def chosen(telling: Sequence[Recorded], others: Sequence[Recorded]) -> tuple[Rec
 
 def _spread(calls: Iterable[Recorded]) -> Iterator[Recorded]:
     """Yield the first call of every function, then the second of each, and so on."""
-    groups: dict[tuple[str, str], list[Recorded]] = {}
+    groups: dict[str, list[Recorded]] = {}
     for call in calls:
-        groups.setdefault((call.module, call.name), []).append(call)
+        groups.setdefault(_function(call), []).append(call)
     return (call for call in chain.from_iterable(zip_longest(*groups.values())) if call is not None)
 
 

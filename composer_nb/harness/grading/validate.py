@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from composer_nb.harness.grading.box import Boxes, Ran, Result, RunnerEnded
-from composer_nb.harness.grading.plan import Plan, Twin, changed_text, conftests, digest, gold_files, job, normal
+from composer_nb.harness.grading.plan import Keys, Plan, Twin, changed_text, conftests, digest, gold_files, job, normal
 from composer_nb.harness.grading.pytest_grader import grade_pytest, same_id
 from composer_nb.harness.grading.recorded import Guard, guard, record
 from composer_nb.harness.grading.twins import Candidate, all_candidates
@@ -80,7 +80,7 @@ def validate_task(
     repeats: int = 3,
     timeout_s: float = 60.0,
     spec: SandboxSpec | None = None,
-    keys: frozenset[str] | None = None,
+    keys: Keys = None,
 ) -> Validation:
     """Validate a task. `keys`: the tests to run; None runs all.
 
@@ -186,11 +186,9 @@ def seen_to_fail(task: Task, plan: Plan, proposed: Sequence[Candidate], boxes: B
     bases = [sorted({base for base, _ in taken}) for _, taken in rounds]
     keys = [[key for base in some for key in by_function.get(base, ())] for some in bases]
     gold = gold_files(task)
-    jobs = [
-        replace(job(task, gold, [_twin(each) for each in changes], frozenset(some)), test_s=TEST_S)
-        for (changes, _), some in zip(rounds, keys, strict=True)
-    ]
-    ran = zip(rounds, keys, boxes.run(jobs), strict=True)
+    twins_of = [[_twin(each) for each in changes] for changes, _ in rounds]
+    jobs = [job(task, gold, made, frozenset(some)) for made, some in zip(twins_of, keys, strict=True)]
+    ran = zip(rounds, keys, boxes.run([replace(each, test_s=TEST_S) for each in jobs]), strict=True)
     twins = [twin for (changes, _), some, run in ran for twin in _made(some, changes, run)]
     covered = {key for twin in twins if not twin.telling for key in twin.keys}
     return [twin for twin in twins if not twin.telling or covered.isdisjoint([*twin.keys, *twin.besides])]

@@ -147,13 +147,8 @@ class MessagesReply:
         text, calls = choice.message["content"], shown(choice.message.get("tool_calls", ()), self.asked)
         before, after = text[: choice.lead], "" if choice.lead is None else text[choice.lead :]
         texts = [[{"type": "text", "text": part}] if part else [] for part in (before, after)]
-        return {
-            **self._head(),
-            "content": [*texts[0], *map(_use, calls), *texts[1]] or [{"type": "text", "text": ""}],
-            **_stopped(choice),
-            "usage": _usage(done),
-            **spoke(choice),
-        }
+        content = [*texts[0], *map(_use, calls), *texts[1]] or [{"type": "text", "text": ""}]
+        return {**self._head(), "content": content, **_stopped(choice), "usage": _usage(done), **spoke(choice)}
 
     def part(self, number: int, text: str, calls: Calls, logprobs: Logprobs) -> Iterator[dict[str, Any]]:
         if text:

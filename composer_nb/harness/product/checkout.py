@@ -49,12 +49,9 @@ class Checkout:
     def spec(self) -> SandboxSpec:
         """The specification of a sandbox with room for three copies."""
         usual, size = SandboxSpec(), sum(map(len, self.files.values()))
-        disk = max(usual.disk_bytes, 3 * size)
-        return SandboxSpec(
-            disk_bytes=disk,
-            memory_bytes=max(usual.memory_bytes, 2 * disk + (384 << 20)),
-            inodes=max(usual.inodes, 4 * len(self.files)),
-        )
+        disk, inodes = max(usual.disk_bytes, 3 * size), max(usual.inodes, 4 * len(self.files))
+        memory = max(usual.memory_bytes, 2 * disk + (384 << 20))
+        return SandboxSpec(disk_bytes=disk, memory_bytes=memory, inodes=inodes)
 
     def start(self, backend: Backend, image: str = "", packages: Mapping[str, bytes] | None = None) -> Sandbox:
         """Return a new sandbox that holds the files, beside them installed packages. Raises SandboxFailure."""

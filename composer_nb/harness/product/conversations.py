@@ -35,6 +35,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.chat import ChatRenderer, Message, Result, Said, User
+from composer_nb.harness.agent.endpoint import Wire
 from composer_nb.harness.agent.endpoint import spoken as spoken_by
 from composer_nb.harness.agent.grammar import Grammar
 from composer_nb.harness.agent.shared import Answering
@@ -61,7 +62,8 @@ GATHER_S = 0.01
 """Tokens that come within so many seconds are told together: each part of an answer costs as much as reading all of it so far."""
 KEPT = 256
 """Conversations that stay known for a `Record`; the one that has been idle longest is stored."""
-Wire = Sequence[Mapping[str, Any]]
+Form = Callable[..., ChatRenderer]
+"""Makes the chat format of a tokenizer."""
 SYSTEM = ("system", "developer")
 """Roles of system texts."""
 
@@ -87,12 +89,7 @@ class Conversations:
     """Answers requests (`serve.Answerer`). Thread-safe."""
 
     def __init__(
-        self,
-        policy: Answering,
-        tokenizer: Tokenizer,
-        form: Callable[..., ChatRenderer],
-        tokens: int,
-        record: Record | None = None,
+        self, policy: Answering, tokenizer: Tokenizer, form: Form, tokens: int, record: Record | None = None
     ) -> None:
         """`tokens`: maximum of one conversation."""
         self.policy, self.tokenizer, self.form, self.tokens, self.record = policy, tokenizer, form, tokens, record
@@ -106,10 +103,7 @@ class Conversations:
         self._numbers, self._seeds = count(-1, -1), count()  # numbers that no rollout of RL has
 
     def __call__(
-        self,
-        asked: AnyAsked,
-        there: Callable[[], bool] = lambda: True,
-        told: Told = lambda *part: None,
+        self, asked: AnyAsked, there: Callable[[], bool] = lambda: True, told: Told = lambda *part: None
     ) -> Answered:
         if not isinstance(asked, Asked):
             return self._generate(asked, there, told)
@@ -129,8 +123,7 @@ class Conversations:
         held = self._held(new, asked.n or 1, asked.seed, digests, there)
         most, work = asked.max_completion_tokens or asked.max_tokens, list[tuple[Request, Turn]]()
         grammars = list[Grammar | None]()
-        drawn = {"temperature": asked.temperature, "top_p": asked.top_p or 1.0, "top": asked.top_logprobs or 0}
-        drawn |= {"top_k": asked.top_k or 0, "min_p": asked.min_p or 0.0}
+        drawn = _drawn(asked, asked.top_logprobs)
         try:
             reads = [self._read(talk, system, spoken, known) for talk, known in held]
             for number, ((talk, _), (read, _)) in enumerate(zip(held, reads, strict=True)):
@@ -202,8 +195,7 @@ class Conversations:
             raise Refused(f"{param}: at least one token, and none above {vocabulary - 1}", param=param)
         new = _Talk(renderer=renderer, digest=b"", row=Row(name="", user=how.user or ""))
         held = self._held(new, given.n or 1, given.seed, [b""], there)
-        drawn = {"top": given.logprobs or 0, "temperature": given.temperature, "top_p": given.top_p or 1.0}
-        drawn |= {"top_k": given.top_k or 0, "min_p": given.min_p or 0.0}
+        drawn = _drawn(given, given.logprobs)
         try:
             turns = [kind(renderer, how, partial(told, number)) for number in range(len(held))]
             requests = [self._request(talk, ids, given.max_tokens, param, drawn) for talk, _ in held]
@@ -381,6 +373,12 @@ def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
         lacking = [name for name, result in waiting.items() if result is None]
         raise ValueError(f"messages: no result of {', '.join(map(repr, lacking))}")
     return found
+
+
+def _drawn(given: Asked | Complete | Sampling, top: int | None) -> dict[str, Any]:
+    """Return how a request wants tokens to be drawn, and how many of the most probable ones it wants to see."""
+    kept = {"top_k": given.top_k or 0, "min_p": given.min_p or 0.0}
+    return {"top": top or 0, "temperature": given.temperature, "top_p": given.top_p or 1.0, **kept}
 
 
 def _digest(before: bytes, what: Any) -> bytes:

@@ -193,11 +193,8 @@ def differences(task: Task, agent: Agent) -> tuple[int, list[Difference]]:
         *((name, None, told[0].get(name, ""), told[1].get(name, "")) for name in {**told[0], **told[1]}),
         *((call.name, call, *both) for call, *both in zip(calls, *replies, strict=True)),
     ]
-    return len(calls), [
-        Difference(what=what, call=call, training=first, product=second)
-        for what, call, first, second in rows
-        if first != second
-    ]
+    unlike = [row for row in rows if row[2] != row[3]]
+    return len(calls), [Difference(what=w, call=call, training=t, product=p) for w, call, t, p in unlike]
 
 
 def observations(place: str, task: Task, agent: Agent, script: Script) -> list[str]:

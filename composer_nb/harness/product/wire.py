@@ -164,8 +164,7 @@ class Complete(_Drawn):
     @property
     def asked(self) -> Asked:
         """Its sampling as that of a conversation."""
-        same = {"model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "n", "stream", "user"}
-        known = self.model_dump(include=same | {"stream_options"})
+        known = self.model_dump(include={"max_tokens", *_Drawn.model_fields})
         return Asked(messages=[{}], logprobs=self.logprobs is not None, top_logprobs=self.logprobs, **known)
 
 
@@ -317,6 +316,8 @@ def generated(done: Answered, model: str) -> dict[str, Any]:
 class Reply:
     """Writes the answer to one request: whole, or as the chunks of a stream."""
 
+    kind = "chat.completion"
+
     def __init__(self, asked: Asked, model: str, body: Complete | None = None) -> None:
         """`body`: what is asked for, where it is no conversation."""
         self.asked, self.body = asked, body or asked
@@ -327,12 +328,9 @@ class Reply:
         """Letters of the arguments of each call sent so far, by the numbers of its choice and its own."""
 
     def whole(self, done: Answered) -> dict[str, Any]:
-        choices = [
-            {**_choice(number, each, self._reason(each)), "message": self._message(each)}
-            for number, each in enumerate(done.choices)
-        ]
+        choices = [self._whole(number, choice) for number, choice in enumerate(done.choices)]
         self._head["system_fingerprint"] = _fingerprint(done)
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": _usage(done)}
+        return {**self._head, "object": self.kind, "choices": choices, "usage": _usage(done)}
 
     def part(self, number: int, text: str, calls: Calls, logprobs: Logprobs) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a part of an answer."""
@@ -370,6 +368,9 @@ class Reply:
         counted = {"usage": None} if self._counted else {}
         return {**self._head, "object": "chat.completion.chunk", "choices": [choice], **counted}
 
+    def _whole(self, number: int, choice: Choice) -> dict[str, Any]:
+        return {**_choice(number, choice, self._reason(choice)), "message": self._message(choice)}
+
     def _message(self, choice: Choice) -> dict[str, Any]:
         calls = shown(choice.message.get("tool_calls", ()), self.asked)
         return {**choice.message, **({"tool_calls": calls} if calls else {})}
@@ -381,18 +382,16 @@ class Reply:
 class CompletionReply(Reply):
     """Writes the answer to a `Complete`."""
 
-    def whole(self, done: Answered) -> dict[str, Any]:
-        self._head["system_fingerprint"] = _fingerprint(done)
-        choices = [
-            self._text(n, each.message["content"], self._reason(each), each.logprobs) | spoke(each)
-            for n, each in enumerate(done.choices)
-        ]
-        return {**self._head, "object": "text_completion", "choices": choices, "usage": _usage(done)}
+    kind = "text_completion"
+
+    def _whole(self, number: int, choice: Choice) -> dict[str, Any]:
+        text = choice.message["content"]
+        return self._text(number, text, self._reason(choice), choice.logprobs) | spoke(choice)
 
     def _chunk(self, number: int, delta: Mapping[str, Any], **more: Any) -> dict[str, Any]:
         told = (more.get("logprobs") or {}).get("content")
         choice = self._text(number, delta.get("content", ""), more.get("finish_reason"), told)
-        return {**self._head, "object": "text_completion", "choices": [choice]}
+        return {**self._head, "object": self.kind, "choices": [choice]}
 
     def _text(self, number: int, text: str, reason: str | None, told: Logprobs | None) -> dict[str, Any]:
         logprobs = told and {

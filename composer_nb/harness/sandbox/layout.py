@@ -139,10 +139,7 @@ class Layout:
     def plans(self) -> dict[str, dict[str, Any]]:
         """Return the plans by which the guest builds roots (`program.furnish`): for commands and for calls."""
         places = {name: f"{KIT}/{name}" for name in ("root", "new", "scratch", "empty", "counters")}
-        trees, masks = (
-            self.trees(),
-            [*packages((*PROGRAMS, *self.interpreter.directories))],
-        )  # what is not shown of them
+        trees, masks = self.trees(), [*packages((*PROGRAMS, *self.interpreter.directories))]
         shared = places | {"crowded": self.crowded(), "nothing": NOTHING, "shown": SHOWN, "stands_in": list(counters())}
         commands = shared | {
             "trees": trees,

@@ -21,6 +21,7 @@ from composer_nb.harness.tasks.patch import apply_patch
 from composer_nb.harness.tasks.runtime import PRISTINE
 from composer_nb.harness.tasks.task import Task
 
+Row = Mapping[str, Any]
 IDS = "pytest.ids"
 """See `grading.validate`."""
 TOML = (
@@ -39,7 +40,7 @@ _HISTORY = (
 )
 
 
-def from_swebench(row: Mapping[str, Any], files: Mapping[str, str] | None = None) -> Task:
+def from_swebench(row: Row, files: Mapping[str, str] | None = None) -> Task:
     """Return the task of a SWE-bench row. `files`: the repository's text files at `base_commit`.
 
     Raises ValueError, which names the missing or unfit part of the row.
@@ -57,7 +58,7 @@ def from_swebench(row: Mapping[str, Any], files: Mapping[str, str] | None = None
     return _from_files(row, kept, gold, after, set(hidden) - gone)
 
 
-def from_swesmith(row: Mapping[str, Any], files: Mapping[str, str] | None = None) -> Task:
+def from_swesmith(row: Row, files: Mapping[str, str] | None = None) -> Task:
     """Return the task of a SWE-smith row. `files`: the repository's text files without the bug; then the modules with tests that
     the bug breaks are hidden. Raises ValueError like `from_swebench`."""
     patch = _text(row, "patch")
@@ -104,11 +105,7 @@ def read_rows(path: Path, form: str, files: Mapping[str, str] | None = None) -> 
 
 
 def _from_files(
-    row: Mapping[str, Any],
-    files: dict[str, str],
-    gold: Mapping[str, str | None],
-    tested: Mapping[str, str],
-    hidden: set[str],
+    row: Row, files: dict[str, str], gold: Mapping[str, str | None], tested: Mapping[str, str], hidden: set[str]
 ) -> Task:
     """Return a task with the workspace `files`, the solution's changes `gold`, and hidden tests from `tested`."""
     names = _names(row, "FAIL_TO_PASS") + _names(row, "PASS_TO_PASS")
@@ -131,12 +128,7 @@ def _from_files(
 
 
 def _in_image(
-    row: Mapping[str, Any],
-    image: str,
-    prepare: str,
-    tests: Mapping[str, str],
-    solution: dict[str, str],
-    rest: Mapping[str, bytes],
+    row: Row, image: str, prepare: str, tests: Mapping[str, str], solution: dict[str, str], rest: Mapping[str, bytes]
 ) -> Task:
     if any(sign.isspace() for sign in image):
         raise _unfit(row, f"image_name: {image!r} is no image's name")
@@ -166,22 +158,22 @@ def _in_image(
     )
 
 
-def _origin(row: Mapping[str, Any]) -> dict[str, str]:
+def _origin(row: Row) -> dict[str, str]:
     return {key: str(row[key]) for key in ("repo", "base_commit", "version") if row.get(key)}
 
 
-def _unfit(row: Mapping[str, Any], why: str) -> ValueError:
+def _unfit(row: Row, why: str) -> ValueError:
     return ValueError(f"{row.get('instance_id', 'row')}: {why}")
 
 
-def _text(row: Mapping[str, Any], key: str) -> str:
+def _text(row: Row, key: str) -> str:
     value = row.get(key)
     if not isinstance(value, str) or not value.strip():
         raise _unfit(row, f"{key} is missing or no text")
     return value
 
 
-def _names(row: Mapping[str, Any], key: str) -> list[str]:
+def _names(row: Row, key: str) -> list[str]:
     """Return a list of node ids, which some editions of the data store as JSON."""
     value = row.get(key, [])
     try:
@@ -202,7 +194,7 @@ def _module(name: str) -> str:
     return name.partition("::")[0]
 
 
-def _fits(row: Mapping[str, Any], key: str, applied: Any) -> dict[str, str | None]:
+def _fits(row: Row, key: str, applied: Any) -> dict[str, str | None]:
     try:
         return dict(applied())
     except ValueError as error:

@@ -25,6 +25,8 @@ from composer_nb.harness.tools.terminal import tested
 from composer_nb.harness.tools.tiny import TINY, Observation, Workspace
 from composer_nb.harness.tools.tool_call import ErrorKind, Reply, Tool, ToolCall, ToolError, invalid
 
+Finder = Callable[[Session], Search]
+"""Makes the code search of a session's workspace."""
 SEARCH = "codebase_search"
 FAN_OUT = 16
 """Calls that run at a time."""
@@ -45,7 +47,7 @@ class ToolSet:
 
     tools: Mapping[str, Tool] = field(default_factory=dict)
     """By the name that the agent knows."""
-    search: Callable[[Session], Search] | None = None
+    search: Finder | None = None
     terse: bool = False
     """Leave the kind of an error out of the observation."""
     described: bool = True
@@ -61,13 +63,7 @@ class ToolSet:
         return cls(tools={tool.name: tool for tool in TINY if tool.name in offer}, terse=True)
 
     @classmethod
-    def cursor(
-        cls,
-        *,
-        search: Callable[[Session], Search] | None = None,
-        offer: Collection[str] = NAMES,
-        described: bool = True,
-    ) -> ToolSet:
+    def cursor(cls, *, search: Finder | None = None, offer: Collection[str] = NAMES, described: bool = True) -> ToolSet:
         """The product's tools, which work in a sandbox.
 
         `search` makes the code search of a session's workspace (`workspace.py`); without it `codebase_search` is not offered.
@@ -79,7 +75,7 @@ class ToolSet:
         return cls(tools={tool.name: tool for tool in tools}, search=search, described=described)
 
     @classmethod
-    def named(cls, name: str, search: Callable[[Session], Search] | None = None) -> ToolSet:
+    def named(cls, name: str, search: Finder | None = None) -> ToolSet:
         """Return `tiny`, `cursor`, or the tools in a comma-separated list: those of `tiny` if `finish` is among them, else the
         product's. A list of the product's has `brief`, undescribed schemas, for a model that is trained with them. Raises
         ValueError for an unknown tool."""

@@ -49,13 +49,9 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Edit:
-    """Lines `start` to `end` of a file become `text`, without a final newline; an empty text removes them."""
+class Edit(Unit):
+    """Lines that become `text`, without a final newline; an empty text removes them."""
 
-    path: str
-    name: str
-    start: int
-    end: int
     text: str
 
 
@@ -186,13 +182,8 @@ def _sites(tree: cst.Module, nested: bool, rng: Random) -> list[tuple[str, cst.C
     seen = _Seen()
     root.visit(seen)
     names = sorted(seen.names)
-    return [
-        (kind, node, new)
-        for node in seen.nodes
-        for kind, (mutate, types) in KINDS.items()
-        if isinstance(node, types)
-        for new in mutate(node, rng, names)
-    ]
+    pairs = [(kind, mutate, node) for node in seen.nodes for kind, (mutate, t) in KINDS.items() if isinstance(node, t)]
+    return [(kind, node, new) for kind, mutate, node in pairs for new in mutate(node, rng, names)]
 
 
 class _Seen(cst.CSTVisitor):

@@ -146,11 +146,8 @@ def find(tree: ast.Module, where: list[str]) -> Function | None:
 
 def _failing(function: ast.AST, line: int) -> ast.stmt | None:
     """Return the smallest statement around a line."""
-    around = [
-        node
-        for node in ast.walk(function)
-        if isinstance(node, ast.stmt) and node is not function and node.lineno <= line <= (node.end_lineno or 0)
-    ]
+    inside = [node for node in ast.walk(function) if isinstance(node, ast.stmt) and node is not function]
+    around = [node for node in inside if node.lineno <= line <= (node.end_lineno or 0)]
     return min(around, key=lambda node: (node.end_lineno or 0) - node.lineno, default=None)
 
 
@@ -286,11 +283,8 @@ def _given(function: Function, values: Mapping[str, str]) -> dict[str, ast.expr]
     given = {arg.arg for arg in [*function.args.args, *function.args.kwonlyargs]}
     given |= {name for node in ast.walk(function) if isinstance(node, ast.For) for name in _stored(node.target)}
     assigned = {n for node in ast.walk(function) if isinstance(node, ast.Assign | ast.AugAssign) for n in _stored(node)}
-    return {
-        name: ast.parse(text, mode="eval").body
-        for name, text in values.items()
-        if name in given - assigned and len(text) <= MAX_QUOTE and _plain(text)
-    }
+    known = {name: text for name, text in values.items() if name in given - assigned and len(text) <= MAX_QUOTE}
+    return {name: ast.parse(text, mode="eval").body for name, text in known.items() if _plain(text)}
 
 
 def _reproduced(

@@ -89,11 +89,8 @@ def needed(hidden: Mapping[str, str], modules: Iterable[str]) -> list[str]:
     kept = list(modules)
     for path in kept:  # grows
         imports = " ".join(re.findall(r"^\s*(?:from|import)\b.*", hidden[path], re.M))
-        kept += [
-            other
-            for other in hidden
-            if other not in kept and re.search(rf"\b{re.escape(other.rpartition('/')[2][:-3])}\b", imports)
-        ]
+        named = [other for other in hidden if re.search(rf"\b{re.escape(other.rpartition('/')[2][:-3])}\b", imports)]
+        kept += [other for other in named if other not in kept]
     return sorted({*kept, *(path for path in hidden if not is_test_module(path))})
 
 
@@ -175,7 +172,7 @@ def _settled(subject: Subject, change: Change, parts: Sequence[Part]) -> tuple[V
 def _draft(subject: Subject, change: Change, changed: Mapping[str, str], keys: Sequence[str]) -> Task:
     """Return the task with these tests, before any is ruled out."""
     repository, plan = subject.repository, subject.baseline.plan
-    modules = modules_of(keys)
+    modules, places = modules_of(keys), json.dumps([f"{edit.path}::{edit.name}" for edit in change.edits])
     task = Task(
         id=f"{repository.name}-{change.kind}-{change.key}",
         instruction="-",
@@ -184,12 +181,7 @@ def _draft(subject: Subject, change: Change, changed: Mapping[str, str], keys: S
         solution={path: repository.files[path] for path in changed},
         source_scope=repository.scope,
         grader="pytest",
-        metadata=repository.settings
-        | {
-            "kind": change.kind,
-            "repository": repository.name,
-            "places": json.dumps([f"{edit.path}::{edit.name}" for edit in change.edits]),
-        },
+        metadata=repository.settings | {"kind": change.kind, "repository": repository.name, "places": places},
     )
     return with_plan(task, restricted(plan, keys, digest(task)))
 
@@ -197,12 +189,9 @@ def _draft(subject: Subject, change: Change, changed: Mapping[str, str], keys: S
 def restricted(plan: Plan, keys: Iterable[str], made_for: str) -> Plan:
     """Return a plan of fewer tests."""
     kept = set(keys)
-    twins = tuple(
-        replace(twin, keys=_common(kept, twin.keys), besides=_common(kept, twin.besides))
-        for twin in plan.twins
-        if not kept.isdisjoint(twin.keys)
-    )
-    return Plan(digest=made_for, tests={key: plan.tests[key] for key in sorted(kept)}, twins=twins)
+    left = [twin for twin in plan.twins if not kept.isdisjoint(twin.keys)]
+    twins = [replace(each, keys=_common(kept, each.keys), besides=_common(kept, each.besides)) for each in left]
+    return Plan(digest=made_for, tests={key: plan.tests[key] for key in sorted(kept)}, twins=tuple(twins))
 
 
 def _common(some: set[str], others: Iterable[str]) -> tuple[str, ...]:
