@@ -34,7 +34,7 @@ from composer_nb.harness.sandbox.backend import ResidentBackend
 from composer_nb.harness.sandbox.contract import LIMITS, WORKSPACE, Capabilities, Machine, Sandbox, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxSlow, SandboxUnavailable
 from composer_nb.harness.sandbox.guest.bundle import BOOT, LIMITS_INSIDE, resident_program, resident_settings
-from composer_nb.harness.sandbox.host import sender, socket_pair
+from composer_nb.harness.sandbox.host import launch, sender, socket_pair
 from composer_nb.harness.sandbox.journal import OWN, Resource
 from composer_nb.harness.sandbox.layout import Layout
 from composer_nb.harness.sandbox.system.cgroups import Cgroups
@@ -249,17 +249,8 @@ class BwrapBackend(ResidentBackend):
         errors = tempfile.TemporaryFile()
         with self._data() as data:
             try:
-                process = subprocess.Popen(
-                    self._command(data),
-                    stdin=end.fileno(),
-                    stdout=end.fileno(),
-                    stderr=errors,
-                    pass_fds=[fd for fd, _ in data.values()],
-                    cwd="/",
-                    env={},
-                    start_new_session=True,  # Ctrl-C is for this process
-                    **user,
-                )
+                passed = [fd for fd, _ in data.values()]
+                process = launch(self._command(data), end, stderr=errors, pass_fds=passed, cwd="/", **user)
             except OSError as error:
                 errors.close()
                 raise SandboxFailure(f"cannot start {self._bwrap}: {error}") from error

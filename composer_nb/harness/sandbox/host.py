@@ -8,16 +8,23 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from composer_nb.harness.untrusted import json_of
 
 STOP_S = 0.02
 """Seconds between two checks for a request to stop."""
+
+
+def launch(command: Sequence[str], end: socket.socket, **more: Any) -> subprocess.Popen[bytes]:
+    """Start a program that is spoken to over a socket, in a session of its own: Ctrl-C is for this process."""
+    fd = end.fileno()
+    return subprocess.Popen(command, stdin=fd, stdout=fd, env={}, start_new_session=True, **more)
 
 
 class Channel:

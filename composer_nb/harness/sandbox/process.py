@@ -18,7 +18,7 @@ from composer_nb.harness.sandbox.backend import ResidentBackend
 from composer_nb.harness.sandbox.contract import LIMITS, Capabilities, Machine, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.guest.bundle import BOOT, resident_program, resident_settings
-from composer_nb.harness.sandbox.host import socket_pair
+from composer_nb.harness.sandbox.host import launch, socket_pair
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.sandbox.toolchain import Interpreter, host_programs, made_programs
 
@@ -77,15 +77,8 @@ class ProcessBackend(ResidentBackend):
         channel, there = socket_pair()
         try:
             with there:
-                process = subprocess.Popen(
-                    [self._interpreter.path, "-I", "-S", "-c", BOOT],
-                    stdin=there.fileno(),
-                    stdout=there.fileno(),
-                    stderr=subprocess.DEVNULL,
-                    cwd=outer,
-                    env={},
-                    start_new_session=True,
-                )
+                command = [self._interpreter.path, "-I", "-S", "-c", BOOT]
+                process = launch(command, there, stderr=subprocess.DEVNULL, cwd=outer)
             channel.send(resident_program(settings), patience(END_S))
         except OSError as error:
             shutil.rmtree(outer, ignore_errors=True)
