@@ -396,7 +396,7 @@ def override(settings: Tree, values: Mapping[str, Any]) -> Tree:
     An int may stand for a float. Text from a command line may stand for a number, a Boolean or a dictionary. Raises ValueError,
     which names the setting, for an unknown name, a wrong type or a value out of range.
     """
-    known = _types(settings)
+    known = types_of(settings)
     found = {}
     for name, value in values.items():
         if name in known:
@@ -411,13 +411,8 @@ def override(settings: Tree, values: Mapping[str, Any]) -> Tree:
 
 def changed(first: Tree, second: Tree) -> dict[str, Any]:
     """Return by dotted name the values of `second` that differ from those of `first`, as `override` takes them."""
-    pairs = {name: [reduce(getattr, name.split("."), tree) for tree in (first, second)] for name in _types(first)}
+    pairs = {name: [reduce(getattr, name.split("."), tree) for tree in (first, second)] for name in types_of(first)}
     return {name: list(new) if isinstance(new, tuple) else new for name, (old, new) in pairs.items() if old != new}
-
-
-def names(settings: Any) -> list[str]:
-    """Return all dotted names of a tree."""
-    return list(_types(settings))
 
 
 def to_dict(settings: Any) -> dict[str, Any]:
@@ -440,12 +435,12 @@ def _flat(tree: Mapping[str, Any], prefix: str, node: Any) -> dict[str, Any]:
     return found
 
 
-def _types(settings: Any, prefix: str = "") -> dict[str, Any]:
+def types_of(settings: Any, prefix: str = "") -> dict[str, Any]:
     """Return the type of every setting of a tree by dotted name, with its range."""
     found: dict[str, Any] = {}
     for name, wanted in typing.get_type_hints(type(settings), include_extras=True).items():
         value, full = getattr(settings, name), prefix + name
-        found |= _types(value, f"{full}.") if dataclasses.is_dataclass(value) else {full: wanted}
+        found |= types_of(value, f"{full}.") if dataclasses.is_dataclass(value) else {full: wanted}
     return found
 
 

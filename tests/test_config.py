@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.rewards import TERMS
-from composer_nb.settings import RlSettings, Settings, from_dict, names, override, to_dict
+from composer_nb.settings import RlSettings, Settings, from_dict, override, to_dict, types_of
 
 
 def leaf(settings: Any, name: str) -> Any:
@@ -28,7 +28,7 @@ def kind(name: str) -> Any:
     return typing.get_type_hints(type(leaf(Settings(), ".".join(path)) if path else Settings()))[last]
 
 
-NAMES = names(Settings())
+NAMES = [*types_of(Settings())]
 BESIDE: dict[str, dict[str, Any]] = {
     "trainer": {"replay.level": "ids"},
     **{dense: {"model.intermediate_size": 64} for dense in ("llama", "qwen2", "qwen3")},

@@ -21,15 +21,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.untrusted import beneath, checked, visible
-
-if TYPE_CHECKING:
-    from composer_nb.harness.tasks.task import Task  # which imports this module
 
 WORKSPACE = "environment/workspace"
 RUNTIME = "host-python"
@@ -154,6 +151,22 @@ class Kept(BaseModel):
     executable: tuple[Name, ...] = ()
 
 
+class Fields(Protocol):
+    """The fields of a Task that a directory contains. (`task.py` imports this module.)"""
+
+    id: str
+    instruction: str
+    files: dict[str, str]
+    tests: dict[str, str]
+    solution: dict[str, str]
+    source_scope: tuple[str, ...]
+    grader: Grader
+    tools: tuple[str, ...]
+    strictness: Strictness
+    metadata: dict[str, str]
+    kept: Kept | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directory:
     """A task directory in memory."""
@@ -247,7 +260,7 @@ def values(directory: Directory, path: Path) -> dict[str, Any]:
     }
 
 
-def layout(task: Task) -> Directory:
+def layout(task: Fields) -> Directory:
     """Return the directory of a task: the one that was read, with later changes, or a new one."""
     held: list[tuple[str, dict[str, str]]] = [(folder, getattr(task, field)) for field, folder in FIELDS.items()]
     files = {f"{folder}/{name}": text.encode() for folder, texts in held for name, text in texts.items()}
@@ -305,7 +318,7 @@ def _graded(own: Own) -> tuple[str, tuple[str, ...]]:
     return own.grader or ("functions" if own.source_scope else "script"), tuple(own.source_scope or ("**",))
 
 
-def _kept_toml(task: Task, kept: Kept) -> str:
+def _kept_toml(task: Fields, kept: Kept) -> str:
     """Return the original task.toml; if the task has changed, with this package's table rewritten at its end."""
     table = settings(kept.toml)
     own = table.metadata.composer_nb or Own()
@@ -335,7 +348,7 @@ def _without_own(table: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in table.items() if key != "metadata"} | {"metadata": metadata}
 
 
-def _toml(task: Task) -> str:
+def _toml(task: Fields) -> str:
     return (
         'schema_version = "1.4"\nartifacts = ["/workspace"]\n\n[agent]\ntimeout_sec = 120.0\n\n[verifier]\ntimeout_sec = 60.0\n'
         'environment_mode = "separate"\n\n[environment]\nnetwork_mode = "no-network"\n\n'
@@ -343,7 +356,7 @@ def _toml(task: Task) -> str:
     )
 
 
-def _own_table(task: Task, runtime: str) -> str:
+def _own_table(task: Fields, runtime: str) -> str:
     facts = "".join(f"{_quote(key)} = {_quote(value)}\n" for key, value in sorted(task.metadata.items()))
     tools = f"tools = [{', '.join(map(_quote, task.tools))}]\n" if task.tools else ""
     strictness = f"strictness = {_quote(task.strictness)}\n" if task.strictness != "twins" else ""

@@ -104,12 +104,10 @@ def _change(kind: str, node: Any, rng: Random, names: Sequence[str]) -> None:
     match kind:
         case "compare":
             node.ops = [other(_COMPARE, type(node.ops[0]))()]
-        case "operator":
-            node.op = other(_BINARY, type(node.op))()
+        case "operator" | "augmented":
+            node.op = other(_BINARY if kind == "operator" else _AUGMENTED, type(node.op))()
         case "swap":
             node.left, node.right = node.right, node.left
-        case "augmented":
-            node.op = other(_AUGMENTED, type(node.op))()
         case "constant":
             node.value = max(0, node.value + rng.choice([-1, 1]))
         case "aggregate":
