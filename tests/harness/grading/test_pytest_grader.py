@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Self, get_args
 
 import pytest
 
@@ -79,6 +79,12 @@ class Faulty:
             raise self.fault
         self.made += 1
         return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.destroy()
 
     def exec(self, *arguments: Any, **options: Any) -> ExecResult:
         if isinstance(self.fault, Exception):

@@ -97,7 +97,8 @@ def make(
         maker = Maker(Subject(repository, baseline, backend, spec, seed), store, told, limit, require)
         tasks: list[Task] = []
         try:
-            tasks.extend(maker.tasks())
+            for task in maker.tasks():
+                tasks.append(task)
         finally:
             if tasks:
                 save_tasks(tasks, out / TASKS)

@@ -7,9 +7,10 @@ import re
 import shutil
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -155,7 +156,9 @@ def test_what_a_task_holds(tasks: list[Task], files: dict[str, str], leaks: dict
         assert "_largest" not in task.instruction and 10 < len(task.instruction) < 1200
 
 
-def test_progress_counts_the_tasks_that_are_taken(checkout: Path, tmp_path: Path) -> None:
+def test_progress_counts_the_tasks_that_are_taken(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More candidates hold than are wanted, as they are tried some at a time."""
     repository = read_repository(checkout)
     empty = Baseline(plan=Plan(digest="", tests={}), reach={}, left_out={}, suite_s=0.0)
@@ -166,10 +169,10 @@ def test_progress_counts_the_tasks_that_are_taken(checkout: Path, tmp_path: Path
     with making.Store(tmp_path / RECORD) as store:
         subject = Subject(repository, empty, cast(Backend, None), SandboxSpec(), "0")
         maker = making.Maker(subject, store, told.append, 3, "none")
-        maker._try = lambda pool, some: [  # type: ignore[method-assign,assignment,return-value]
-            Outcome(key=each.key, kind="k", verdict="kept", seconds=0.0, task=task) for each in some
-        ]
-        found = list(maker._kept(cast(Any, None), "-", changes, 3))
+        kept = Outcome(key="", kind="k", verdict="kept", seconds=0.0, task=task)
+        monkeypatch.setattr(making, "settle", lambda subject, change, parts: replace(kept, key=change.key))
+        with ThreadPoolExecutor() as pool:
+            found = list(maker._kept(pool, "-", changes, 3))
     assert len(found) == 3 == told[-1].kept
     assert all(state.kept <= state.wanted for state in told)
 
