@@ -35,6 +35,7 @@ from composer_nb.kernels.attention.cached import cached_attention
 from composer_nb.kernels.decode import DecodeWeights, LayerWeights, NewTokens, decode, project
 from composer_nb.kernels.linear import linear
 from composer_nb.kernels.tiles import Matrix, matrix, panels
+from composer_nb.trainer.graphs import MOST_TOKENS, Graphs, capturable
 from composer_nb.trainer.models.transformer import Layer, Model, stacked
 
 Forwarded = tuple[Tensor, NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]
@@ -112,9 +113,12 @@ class Engine:
         self.seed = seed
         device = model.embed.device
         wide = torch.promote_types(model.embed.dtype, torch.float32)
-        shape = (c.num_hidden_layers, slots, c.num_key_value_heads, max_length)
+        self.capacity = slots
+        graphed = self._packed is None and capturable(model)
+        shape = (c.num_hidden_layers, slots + graphed, c.num_key_value_heads, max_length)
         self._k = torch.zeros((*shape, c.head_dim), device=device, dtype=wide)
         self._v = torch.zeros((*shape, c.value_width), device=device, dtype=wide)
+        self._graphs = Graphs(self._pass, device, spare=slots) if graphed else None
         routed = (slots, max_length, c.moe_layers)
         self._routes = np.zeros((*routed, c.num_experts_per_tok), route_dtype(c.num_experts))
         self._gates = np.zeros((*routed, c.num_experts_per_tok), np.float32)
@@ -127,10 +131,6 @@ class Engine:
         self.forwarded = 0
         """Number of computed tokens, without those copied from an identical rollout."""
         self.sampled = 0
-
-    @property
-    def capacity(self) -> int:
-        return self._k.shape[1]
 
     @property
     def busy(self) -> bool:
@@ -176,6 +176,8 @@ class Engine:
             raise ValueError("the weights are of another model than those that the engine runs")
         self.model, self.version, self._packed = model, version, None  # two packed copies would take twice the memory
         self._packed = pack(model)
+        if self._graphs:
+            self._graphs = Graphs(self._pass, self._k.device, spare=self.capacity)
 
     def _new_slot(self, rollout: int) -> Slot:
         key = [abs(self.seed), int(self.seed < 0), rollout % ATTEMPT_STRIDE]
@@ -314,22 +316,31 @@ class Engine:
     def _trunk(self, new: NewTokens, last: NDArray[np.int64]) -> Forwarded:
         """Forward with the model's own pass, on any device and in any dtype."""
         device = self.model.embed.device
-        ids, at, own, row, position, source = (torch.from_numpy(x).to(device) for x in new)
+        if self._graphs and len(new.row_N) <= MOST_TOKENS:
+            hidden_UD, *routing = self._graphs(new)
+        else:
+            hidden_UD, *routing = self._pass(*(torch.from_numpy(part).to(device) for part in new))
+        experts, gates, margins = (part.cpu().numpy() for part in routing)
+        self._hidden_SD = hidden_UD[torch.from_numpy(last).to(device)]
+        return linear(self._hidden_SD, self.model.output_weight).to(self._k.dtype), experts, gates, margins
 
+    def _pass(
+        self, ids_U: Tensor, position_U: Tensor, slot_U: Tensor, row_N: Tensor, position_N: Tensor, source_N: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Forward the distinct tokens into the cache. Return hidden states [U, D], experts and gates [U, L, K], margins [U, L]."""
         wide = self._k.dtype
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            self._k[layer].transpose(1, 2).index_put_((row, position), k.to(wide).index_select(0, source))
-            self._v[layer].transpose(1, 2).index_put_((row, position), v.to(wide).index_select(0, source))
-            return cached_attention(q.to(wide), self._k[layer], self._v[layer], own, at, scale).to(q.dtype)
+            self._k[layer].transpose(1, 2).index_put_((row_N, position_N), k.to(wide).index_select(0, source_N))
+            self._v[layer].transpose(1, 2).index_put_((row_N, position_N), v.to(wide).index_select(0, source_N))
+            return cached_attention(q.to(wide), self._k[layer], self._v[layer], slot_U, position_U, scale).to(q.dtype)
 
-        hidden_UD, routings = self.model.trunk(ids, at, attend)
-        chosen = len(ids), self.model.config.num_experts_per_tok
-        experts = stacked([r.experts_NK for r in routings], *chosen).cpu().numpy()
-        gates = stacked([r.gates_NK for r in routings], *chosen).float().cpu().numpy()
-        margins = stacked([r.margin_N for r in routings], len(ids)).float().cpu().numpy()
-        self._hidden_SD = hidden_UD[torch.from_numpy(last).to(device)]
-        return linear(self._hidden_SD, self.model.output_weight).to(wide), experts, gates, margins
+        hidden_UD, routings = self.model.trunk(ids_U, position_U, attend)
+        chosen = len(ids_U), self.model.config.num_experts_per_tok
+        experts = stacked([r.experts_NK for r in routings], *chosen)
+        gates = stacked([r.gates_NK for r in routings], *chosen).float()
+        margins = stacked([r.margin_N for r in routings], len(ids_U)).float()
+        return hidden_UD, experts, gates, margins
 
     def _alike(self, slots: list[Slot]) -> tuple[list[int], NDArray[np.int64]]:
         """Return the places of the slots to forward (leaders), and each slot's leader: one with the same cached tokens, from the
