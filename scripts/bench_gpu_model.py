@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ TINY = replace(
 )  # fmt: skip
 EXAMPLE = Path(__file__).parents[1] / "data/example/weights/final"
 Form = Callable[[], float]
+PARTS = ("step", "decoding", "replay")
 
 
 def seconds_of(form: Callable[[], Any], device: str) -> float:
@@ -177,11 +179,18 @@ def decoding(model: Model, made: Any, rollouts: int, read: int, drawn: int, devi
     ids = torch.randint(0, model.config.vocab_size, (rollouts, read), generator=torch.Generator().manual_seed(2))
     model.kernels = Kernels()
 
-    def mine() -> None:
-        engine = Engine(
+    def engine(graphs: bool) -> Callable[[], None]:
+        one = Engine(
             model, stop=frozenset(), slots=rollouts, max_length=read + drawn, temperature=0.0, step_tokens=16_384
         )
-        engine.generate([Request(rollout=n, token_ids=row, max_tokens=drawn) for n, row in enumerate(ids.tolist())])
+        one._graphs = one._graphs if graphs else None
+
+        def run() -> None:
+            requests = [Request(rollout=n, token_ids=row, max_tokens=drawn) for n, row in enumerate(ids.tolist())]
+            for done in one.generate(requests):
+                one.release(done.rollout)
+
+        return run
 
     def theirs() -> None:
         with torch.no_grad():
@@ -195,7 +204,8 @@ def decoding(model: Model, made: Any, rollouts: int, read: int, drawn: int, devi
         "|---|---|---|---|",
     ]
     found = {}
-    for name, form in (("ours", mine), ("transformers, grouped_mm", theirs)):
+    forms = {"ours": engine(True), "ours, kernel by kernel": engine(False), "transformers, grouped_mm": theirs}
+    for name, form in forms.items():
         seconds_of(form, device)
         found[name] = statistics.median(seconds_of(form, device) for _ in range(3))
         lines.append(
@@ -253,6 +263,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("build/bench_gpu/model.md"))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--profile", action="store_true", help="of a step of ours, instead of all else")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     asked = parser.parse_args()
     tiny = asked.device == "cpu"
     if tiny:
@@ -281,25 +292,31 @@ def main() -> int:
         with asked.out.open("a") as out:
             out.write("\n".join(lines) + "\n")
 
-    step_size, decode_size, prompt_sizes = (
-        ((2, 32), (4, 16, 8), ((4, 16), (4, 16))) if tiny else ((4, 4096), (64, 512, 128), ((64, 256), (256, 64)))
+    step_size, decode_sizes, prompt_sizes = (
+        ((2, 32), [(4, 16, 8)], ((4, 16), (4, 16)))
+        if tiny
+        else ((4, 4096), [(1, 512, 128), (8, 512, 128), (64, 512, 128)], ((64, 256), (256, 64)))
     )
     if asked.profile:
         say(lambda: profiled(model, *step_size, asked.device))
         return 0
-    made = their_model(model, "grouped_mm")
-    say(lambda: steps(model, made, *step_size, 1 if tiny else asked.rounds, asked.device))  # noqa: F821
-    say(lambda: decoding(model, made, *decode_size, asked.device))  # noqa: F821
-    del made
-    gc.collect()
-    small = load_pretrained(EXAMPLE).to(asked.device, torch.bfloat16)
-    random = np.random.default_rng(0)
-    models = {"four layers of Qwen3-30B-A3B, random weights": model, "the example's policy, random prompts": small}
-    both = {
-        name: (model, random.integers(0, model.config.vocab_size, size).tolist())
-        for (name, model), size in zip(models.items(), prompt_sizes, strict=True)
-    }
-    say(lambda: replayed(both, 8 if tiny else 128))
+    if {"step", "decoding"} & set(asked.parts):
+        made = their_model(model, "grouped_mm")
+        if "step" in asked.parts:
+            say(partial(steps, model, made, *step_size, 1 if tiny else asked.rounds, asked.device))
+        for size in decode_sizes if "decoding" in asked.parts else ():
+            say(partial(decoding, model, made, *size, asked.device))
+        del made
+        gc.collect()
+    if "replay" in asked.parts:
+        small = load_pretrained(EXAMPLE).to(asked.device, torch.bfloat16)
+        random = np.random.default_rng(0)
+        models = {"four layers of Qwen3-30B-A3B, random weights": model, "the example's policy, random prompts": small}
+        both = {
+            name: (model, random.integers(0, model.config.vocab_size, size).tolist())
+            for (name, model), size in zip(models.items(), prompt_sizes, strict=True)
+        }
+        say(lambda: replayed(both, 8 if tiny else 128))
     return 0
 
 

@@ -1,12 +1,13 @@
 """Log-probabilities and entropies over a vocabulary in Triton, without logits in memory: the twin of `logprob.py` on a GPU.
 
-forward    a program takes BM rows through the whole vocabulary, BV tokens at a time: logits of a tile live in registers, and
-           three numbers a row are carried along (Milakov and Gimelshein, arXiv 1805.02867, with the entropy's sum beside theirs):
-           the largest logit so far, t; s = Σ e^(z − t); r = Σ (z − t) e^(z − t). Then log Σ e^z = t + ln s, entropy = ln s − r
-/ s. backward   logits of PIECE rows are computed once more and turned into their gradient on the spot, g · (one-hot − p); two
+forward    a program takes BM rows through one of SPLITS parts of the vocabulary, BV tokens at a time: logits of a tile live in
+           registers, and three numbers a row are carried along (Milakov and Gimelshein, arXiv 1805.02867, with the entropy's sum
+           beside theirs): the largest logit so far, t; s = Σ e^(z − t); r = Σ (z − t) e^(z − t). The parts are put together, and
+           log Σ e^z = t + ln s, entropy = ln s − r / s.
+backward   logits of PIECE rows are computed once more and turned into their gradient on the spot, g · (one-hot − p); two
            ordinary products finish a piece before the next one is begun.
 
-Dimensions: U rows of hidden states of width D, V vocabulary, S sampled tokens.
+Dimensions: U rows of hidden states of width D, V vocabulary, S sampled tokens, C parts of the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,42 +19,51 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from composer_nb.kernels.moe.grouped_gemm_triton import Tiles
+from composer_nb.kernels.moe.grouped_gemm_triton import Tiles, loads_in_bulk
 from composer_nb.kernels.triton_runtime import interpreting
 
+SPLITS = 8
+"""Most parts of the vocabulary, so that few rows keep a GPU busy. No result depends on the number of rows, so this does not."""
 PIECE = 4096
 """Rows whose logits' gradient is in memory at a time, in the backward pass."""
 
 
 @triton.jit
 def logit_tile(  # type: ignore[no-untyped-def]
-    hidden, weight, u, v, U, D: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr
-):
-    """float32 [BM, BV]."""
+    hidden, weight, u0, v0, U, D: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
+    BULK: tl.constexpr,
+):  # fmt: skip
+    """float32 [BM, BV]; with BULK, hidden states and weights are descriptors."""
     acc = tl.zeros([BM, BV], tl.float32)
+    u, v = u0 + tl.arange(0, BM), v0 + tl.arange(0, BV)
     for d0 in range(0, D, BD):
-        d = d0 + tl.arange(0, BD)
-        mask_h, mask_w = (u < U)[:, None], (v < V)[None, :]
-        if D % BD != 0:
-            mask_h, mask_w = mask_h & (d < D)[None, :], mask_w & (d < D)[:, None]
-        h = tl.load(hidden + u[:, None].to(tl.int64) * D + d[None, :], mask=mask_h, other=0.0)
-        w = tl.load(weight + v[None, :].to(tl.int64) * D + d[:, None], mask=mask_w, other=0.0)
+        if BULK:
+            h, w = hidden.load([u0, d0]), weight.load([v0, d0]).T
+        else:
+            d = d0 + tl.arange(0, BD)
+            mask_h, mask_w = (u < U)[:, None], (v < V)[None, :]
+            if D % BD != 0:
+                mask_h, mask_w = mask_h & (d < D)[None, :], mask_w & (d < D)[:, None]
+            h = tl.load(hidden + u[:, None].to(tl.int64) * D + d[None, :], mask=mask_h, other=0.0)
+            w = tl.load(weight + v[None, :].to(tl.int64) * D + d[:, None], mask=mask_w, other=0.0)
         acc = tl.dot(h, w, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
 def normaliser_kernel(  # type: ignore[no-untyped-def]
-    hidden, weight, total, entropy, U, D: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr
+    hidden, weight, out, U, D: tl.constexpr, V: tl.constexpr, PART: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
+    BD: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
-    u = tl.program_id(0) * BM + tl.arange(0, BM)
+    """t, s and r of one part of the vocabulary, PART tokens wide: out [C, 3, U]."""
+    u0, part = tl.program_id(0) * BM, tl.program_id(1)
     top = tl.full([BM], -float("inf"), tl.float32)
     s, r = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
-    for v0 in range(0, V, BV):
-        v = v0 + tl.arange(0, BV)
-        logit = logit_tile(hidden, weight, u, v, U, D, V, BM, BV, BD)
-        logit = tl.where((v < V)[None, :], logit, -float("inf"))
+    for v0 in range(part * PART, min(part * PART + PART, V), BV):
+        logit = logit_tile(hidden, weight, u0, v0, U, D, V, BM, BV, BD, BULK)
+        logit = tl.where((v0 + tl.arange(0, BV) < V)[None, :], logit, -float("inf"))
         higher = tl.maximum(top, tl.max(logit, 1))
         drop = tl.where(s > 0, top - higher, 0.0)
         z = logit - higher[:, None]
@@ -61,9 +71,11 @@ def normaliser_kernel(  # type: ignore[no-untyped-def]
         r = tl.exp(drop) * (r + drop * s) + tl.sum(tl.where(e > 0, z * e, 0.0), 1)
         s = tl.exp(drop) * s + tl.sum(e, 1)
         top = higher
-    log_s = tl.log(s)
-    tl.store(total + u, top + log_s, mask=u < U)
-    tl.store(entropy + u, log_s - r / s, mask=u < U)
+    u = u0 + tl.arange(0, BM)
+    at = out + part.to(tl.int64) * 3 * U + u
+    tl.store(at, top, mask=u < U)
+    tl.store(at + U, s, mask=u < U)
+    tl.store(at + 2 * U, r, mask=u < U)
 
 
 @triton.jit
@@ -83,20 +95,50 @@ def chosen_kernel(hidden, weight, from_s, token_s, out, S, D: tl.constexpr, BS: 
 
 @triton.jit
 def slope_kernel(  # type: ignore[no-untyped-def]
-    hidden, weight, total, g, slope, U, D: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr
+    hidden, weight, total, g, slope, U, D: tl.constexpr, V: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BD: tl.constexpr,
+    BULK: tl.constexpr,
 ):  # fmt: skip
     """−g · p of a piece of rows, [U, V] in the dtype of `slope`."""
-    u, v = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BV + tl.arange(0, BV)
-    logit = logit_tile(hidden, weight, u, v, U, D, V, BM, BV, BD)
+    u0, v0 = tl.program_id(0) * BM, tl.program_id(1) * BV
+    u, v = u0 + tl.arange(0, BM), v0 + tl.arange(0, BV)
+    logit = logit_tile(hidden, weight, u0, v0, U, D, V, BM, BV, BD, BULK)
     p = tl.exp(logit - tl.load(total + u, mask=u < U, other=0.0)[:, None])
     out = p * -tl.load(g + u, mask=u < U, other=0.0)[:, None]
     at = slope + u[:, None].to(tl.int64) * V + v[None, :]
     tl.store(at, out.to(slope.dtype.element_ty), mask=(u < U)[:, None] & (v < V)[None, :])
 
 
-def logprob_tiles() -> Tiles:
+def logprob_tiles(dtype: torch.dtype) -> Tiles:
     """n is of the vocabulary, k of the width."""
-    return Tiles(m=32, n=64, k=64) if interpreting() else Tiles(n=128)
+    if interpreting():
+        return Tiles(m=32, n=64, k=64)
+    return Tiles(n=128, k=32) if dtype == torch.float32 else Tiles(stages=4)
+
+
+def normalisers(hidden_UD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logarithm of each row's sum of exponentials, and its entropy, both [U]."""
+    rows, vocabulary, shape = len(hidden_UD), len(weight_VD), logprob_tiles(hidden_UD.dtype)
+    hidden, weight, constants = blocks(hidden_UD, weight_VD, shape)
+    part = shape.n * triton.cdiv(triton.cdiv(vocabulary, shape.n), SPLITS)
+    parts = triton.cdiv(vocabulary, part)
+    out_C3U = hidden_UD.new_empty(parts, 3, rows, dtype=torch.float32)
+    normaliser_kernel[(triton.cdiv(rows, shape.m), parts)](hidden, weight, out_C3U, rows, PART=part, **constants)
+    top_CU, s_CU, r_CU = out_C3U.unbind(1)
+    top_U = top_CU.amax(0)
+    drop_CU = top_CU - top_U
+    s_U = (drop_CU.exp() * s_CU).sum(0)
+    r_U = (drop_CU.exp() * (r_CU + drop_CU * s_CU)).sum(0)
+    return top_U + s_U.log(), s_U.log() - r_U / s_U
+
+
+def blocks(hidden_UD: Tensor, weight_VD: Tensor, shape: Tiles) -> tuple[Any, Any, dict[str, Any]]:
+    """Return the operands of `logit_tile`, as descriptors if they load in bulk, and the constants of its kernels."""
+    width = hidden_UD.shape[1]
+    bulk = width % shape.k == 0 and loads_in_bulk(hidden_UD) and loads_in_bulk(weight_VD)
+    hidden = TensorDescriptor.from_tensor(hidden_UD, [shape.m, shape.k]) if bulk else hidden_UD
+    weight = TensorDescriptor.from_tensor(weight_VD, [shape.n, shape.k]) if bulk else weight_VD
+    sizes = {"D": width, "V": len(weight_VD), "BM": shape.m, "BV": shape.n, "BD": shape.k, "BULK": bulk}
+    return hidden, weight, sizes | {"num_warps": shape.warps, "num_stages": shape.stages}
 
 
 def logprob_entropy(hidden_UD: Tensor, weight_VD: Tensor, from_S: Tensor, token_S: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,13 +152,9 @@ class _LogprobEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_UD: Tensor, weight_VD: Tensor, from_S: Tensor, token_S: Tensor
     ) -> tuple[Tensor, Tensor]:
-        (rows, width), vocabulary, shape = hidden_UD.shape, len(weight_VD), logprob_tiles()
-        total_U, entropy_U = (hidden_UD.new_empty(rows, dtype=torch.float32) for _ in range(2))
+        width = hidden_UD.shape[1]
+        total_U, entropy_U = normalisers(hidden_UD, weight_VD)
         logit_S = hidden_UD.new_empty(len(from_S), dtype=torch.float32)
-        normaliser_kernel[(triton.cdiv(rows, shape.m),)](
-            hidden_UD, weight_VD, total_U, entropy_U, rows, D=width, V=vocabulary, BM=shape.m, BV=shape.n, BD=shape.k,
-            num_warps=shape.warps, num_stages=shape.stages,
-        )  # fmt: skip
         chosen_kernel[(triton.cdiv(len(from_S), 16),)](
             hidden_UD, weight_VD, from_S, token_S, logit_S, len(from_S), D=width, BS=16,
             BD=min(256, triton.next_power_of_2(width)),
@@ -132,19 +170,18 @@ class _LogprobEntropy(torch.autograd.Function):
         """d logits = Σ g · (one-hot − p) over the tokens of a row. Where a token was sampled the difference is taken in float32:
         of a likely one little is left, less than what bf16 would round away of either part."""
         hidden_UD, weight_VD, from_S, token_S, total_U, logprob_S = ctx.saved_tensors
-        g_S, shape, vocabulary = gradients[0].float(), logprob_tiles(), len(weight_VD)
+        g_S, shape, vocabulary = gradients[0].float(), logprob_tiles(hidden_UD.dtype), len(weight_VD)
         g_U = torch.zeros_like(total_U).index_add_(0, from_S, g_S)
         at_sampled_S = _sum_of_equals(from_S * vocabulary + token_S, g_S) - g_U[from_S] * logprob_S.exp()
-        rows, width = hidden_UD.shape
         dh_UD, dw_VD = torch.empty_like(hidden_UD), torch.zeros_like(weight_VD, dtype=torch.float32)
-        for start in range(0, rows, PIECE):
-            part = slice(start, min(start + PIECE, rows))
+        for start in range(0, len(hidden_UD), PIECE):
+            part = slice(start, min(start + PIECE, len(hidden_UD)))
             hidden, count = hidden_UD[part], part.stop - start
             slope = hidden.new_empty(count + 1, vocabulary)  # the last row takes what is of other pieces
+            rows, weight, constants = blocks(hidden, weight_VD, shape)
             slope_kernel[(triton.cdiv(count, shape.m), triton.cdiv(vocabulary, shape.n))](
-                hidden, weight_VD, total_U[part], g_U[part], slope, count, D=width, V=vocabulary, BM=shape.m, BV=shape.n,
-                BD=shape.k, num_warps=shape.warps, num_stages=shape.stages,
-            )  # fmt: skip
+                rows, weight, total_U[part], g_U[part], slope, count, **constants
+            )
             here_S = torch.where((from_S >= start) & (from_S < part.stop), from_S - start, count)
             slope[here_S, token_S] = at_sampled_S.to(slope.dtype)
             torch.mm(slope[:count], weight_VD, out=dh_UD[part])

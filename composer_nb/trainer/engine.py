@@ -327,7 +327,7 @@ class Engine:
     def _pass(
         self, ids_U: Tensor, position_U: Tensor, slot_U: Tensor, row_N: Tensor, position_N: Tensor, source_N: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Forward the distinct tokens into the cache. Return hidden states [U, D], experts and gates [U, L, K], margins [U, L]."""
+        """Forward tokens into the cache. Return hidden states [U, D], experts and gates [U, L, K], and margins [U, L]."""
         wide = self._k.dtype
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

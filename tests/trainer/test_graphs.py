@@ -67,7 +67,9 @@ def test_large_steps_are_launched_one_by_one(model: Model, monkeypatch: pytest.M
     assert sizes == [2, 2], "the prompts' six tokens are more than four"
 
 
-@pytest.mark.parametrize(("backend", "dtype"), [("torch", torch.float32), ("auto", torch.float64), ("auto", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("torch", torch.float32), ("auto", torch.float64), ("auto", torch.bfloat16)]
+)
 def test_only_kernels_that_do_not_wait_for_the_gpu_are_captured(make_model, backend, dtype: torch.dtype):
     made: Model = make_model(3)
     made.kernels = Kernels(backend=backend)

@@ -177,19 +177,24 @@ def product(
 
 
 def _tma_fits(a_RA: Tensor, b_EBA: Tensor, shape: Tiles) -> bool:
-    """Return whether rows are multiples of 16 bytes, weights are contiguous, and tiles divide the width of the sum."""
-    depth = a_RA.shape[1]
-    whole = depth % shape.k == 0 and depth * a_RA.itemsize % 16 == 0
-    return whole and a_RA.is_contiguous() and b_EBA.is_contiguous()
+    """Return whether tiles divide the width of the sum, and can be loaded in bulk."""
+    return a_RA.shape[1] % shape.k == 0 and loads_in_bulk(a_RA) and loads_in_bulk(b_EBA)
+
+
+def loads_in_bulk(tensor: Tensor) -> bool:
+    """Return whether the tensor memory accelerator can load tiles of rows: they are contiguous and aligned to 16 bytes."""
+    aligned = tensor.data_ptr() % 16 == 0 and tensor.shape[-1] * tensor.itemsize % 16 == 0
+    return aligned and tensor.is_contiguous() and tensor.numel() > 0
 
 
 @triton.jit
 def outer_kernel(  # type: ignore[no-untyped-def]
     g, x, dw, ends, row_of, stride_g, stride_x, stride_we, stride_wn: tl.constexpr, stride_wk: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, GATHER_G: tl.constexpr, GATHER_X: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, GATHER_G: tl.constexpr, GATHER_X: tl.constexpr, BULK_G: tl.constexpr, BULK_X: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of one expert's gradient. The tiles of an expert are visited in squares, too."""
+    """Compute one tile of one expert's gradient. The tiles of an expert are visited in squares, too. An operand that is BULK is
+    a descriptor: it also loads rows of the next expert, and the other one is 0 there."""
     across_n: tl.constexpr = (N + BN - 1) // BN
     across_k: tl.constexpr = (K + BK - 1) // BK
     tile, expert = tl.program_id(0), tl.program_id(1)
@@ -203,8 +208,14 @@ def outer_kernel(  # type: ignore[no-untyped-def]
         inside = m < end
         row = tl.load(row_of + m, mask=inside, other=0) if GATHER_G or GATHER_X else m
         row_g, row_x = (row if GATHER_G else m).to(tl.int64), (row if GATHER_X else m).to(tl.int64)
-        y = tl.load(g + row_g[:, None] * stride_g + n[None, :], mask=inside[:, None] & (n < N)[None, :], other=0.0)
-        v = tl.load(x + row_x[:, None] * stride_x + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0)
+        if BULK_G:
+            y = g.load([m0, pn * BN])
+        else:
+            y = tl.load(g + row_g[:, None] * stride_g + n[None, :], mask=inside[:, None] & (n < N)[None, :], other=0.0)
+        if BULK_X:
+            v = x.load([m0, pk * BK])
+        else:
+            v = tl.load(x + row_x[:, None] * stride_x + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0)
         acc = tl.dot(y.T, v, acc, input_precision="ieee")
     at = dw + expert.to(tl.int64) * stride_we + n[:, None] * stride_wn + k[None, :] * stride_wk
     tl.store(at, acc.to(dw.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
@@ -216,9 +227,13 @@ def outer(g: Tensor, x: Tensor, plan: Plan, *, gather_g: bool, gather_x: bool, l
     shape = tiles(g.dtype)
     dw_EBA = torch.empty_like(like)
     grid = (triton.cdiv(width, shape.n) * triton.cdiv(depth, shape.m), experts)
+    bulk_g = not gather_g and loads_in_bulk(g)
+    bulk_x = not gather_x and not bulk_g and loads_in_bulk(x)
     outer_kernel[grid](
-        g, x, dw_EBA, plan.ends_E, plan.token_M, g.stride(0), x.stride(0), *dw_EBA.stride(), N=width, K=depth,
-        GATHER_G=gather_g, GATHER_X=gather_x, BM=shape.k, BN=shape.n, BK=shape.m, GROUP=shape.group,
-        num_warps=shape.warps, num_stages=shape.stages,
+        TensorDescriptor.from_tensor(g, [shape.k, shape.n]) if bulk_g else g,
+        TensorDescriptor.from_tensor(x, [shape.k, shape.m]) if bulk_x else x,
+        dw_EBA, plan.ends_E, plan.token_M, g.stride(0), x.stride(0), *dw_EBA.stride(), N=width, K=depth,
+        GATHER_G=gather_g, GATHER_X=gather_x, BULK_G=bulk_g, BULK_X=bulk_x, BM=shape.k, BN=shape.n, BK=shape.m,
+        GROUP=shape.group, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return dw_EBA
