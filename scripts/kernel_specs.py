@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from composer_nb.kernels import logprob_triton
 from composer_nb.kernels.attention import cached_triton
 from composer_nb.kernels.formats import quantize_triton
@@ -59,74 +61,74 @@ def spec(
     )
 
 
+def descriptor(high: int, wide: int) -> str:
+    return f"tensordesc<bf16[{high}, {wide}]>"
+
+
+def bulk(architecture: int) -> str:
+    """What PTX has that loads tiles by the tensor memory accelerator and multiplies on tensor cores."""
+    return rf"cp\.async\.bulk\.tensor[\s\S]*{TENSOR_CORES[architecture]}"
+
+
 def products() -> list[Spec]:
-    g = grouped_gemm_triton
+    g, t, wide = grouped_gemm_triton, TILES, WIDE_TILES
     tensors, strides = "a b c a_scale:fp32 b_scale:fp32 ends:i32 row_of:i32", "stride_am stride_be"
     forward = PRODUCT | BLOCKS | {"stride_bn": 2048, "stride_bk": 1, "GATHER": True, "SCALED": False}
-    transposed = forward | {"stride_bn": 1, "stride_bk": 1536, "GATHER": False}
-    by_tma = {
-        "a": f"tensordesc<bf16[{TILES.m}, {TILES.k}]>",
-        "b": f"tensordesc<bf16[{TILES.n}, {TILES.k}]>",
-        "c": "*bf16",
-        "a_scale": "*fp32",
-        "b_scale": "*fp32",
-        "ends": "*i32",
-    }
-    scaled = {arch: TENSOR_CORES[arch] for arch in ARCHITECTURES if arch < 100}
-    outer = {"stride_wn": 2048, "stride_wk": 1, "N": 1536, "K": 2048, "GATHER_G": False, "GATHER_X": True}
-    outer |= {"BM": TILES.k, "BN": TILES.n, "BK": TILES.m, "GROUP": TILES.group}
-    # narrow: the ends of experts, and rows to gather
-    common: dict[str, Any] = {"tiles": TILES, "ptx": TENSOR_CORES}
-    return [
-        spec("grouped product, gathered rows", g.product_kernel, tensors, strides, forward, narrow=12, **common),
-        spec("grouped product, transposed weights", g.product_kernel, tensors, strides, transposed, narrow=8, **common),
-        spec(
-            "grouped product, by TMA",
-            g.product_tma_kernel,
-            "",
-            constants=PRODUCT | BLOCKS | {"SCALED": False},
-            types=by_tma,
-            tiles=TILES,
-            narrow=8,
-            ptx={arch: rf"cp\.async\.bulk\.tensor[\s\S]*{text}" for arch, text in TENSOR_CORES.items()},
+    forward |= {"BULK_A": False, "BULK_B": False}
+    sorted_rows = forward | {"GATHER": False, "BULK_A": True, "BULK_B": True}
+    rows, columns = {"b": descriptor(t.n, t.k)}, {"b": descriptor(t.k, t.n)}
+    hopper = tuple(arch for arch in ARCHITECTURES if arch < 100)
+    kernels: dict[str, tuple[Mapping[str, Any], Mapping[str, str], int]] = {
+        "unaligned": (forward, {}, 12),
+        "gathered rows": (forward | {"BULK_B": True}, rows, 12),
+        "gathered rows with scales": (forward | {"BULK_B": True, "SCALED": True}, rows, 20),
+        "sorted rows": (sorted_rows, rows | {"a": descriptor(t.m, t.k)}, 8),
+        "sorted rows, transposed weights": (
+            sorted_rows | {"stride_bn": 1, "stride_bk": 1536}, columns | {"a": descriptor(t.m, t.k)}, 8,
         ),
-        spec(
-            "grouped product, by TMA, float32 results",
-            g.product_tma_kernel,
-            "",
-            constants=PRODUCT | WIDE | {"SCALED": True},
-            types={
-                **by_tma,
-                "a": f"tensordesc<bf16[{WIDE_TILES.m}, {WIDE_TILES.k}]>",
-                "b": f"tensordesc<bf16[{WIDE_TILES.n}, {WIDE_TILES.k}]>",
-                "c": "*fp32",
-            },
-            tiles=WIDE_TILES,
-            narrow=24,
-            ptx=scaled,
-            architectures=tuple(scaled),
+        "sorted rows, float32 results": (
+            sorted_rows | WIDE | {"SCALED": True},
+            {"a": descriptor(wide.m, wide.k), "b": descriptor(wide.n, wide.k), "c": "*fp32"},
+            24,
         ),
+    }  # fmt: skip
+    found = [
         spec(
-            "grouped product, gathered rows with scales",
+            f"grouped product, {name}",
             g.product_kernel,
             tensors,
             strides,
-            forward | {"SCALED": True},
-            narrow=20,
-            tiles=TILES,
-            ptx=scaled,
-            architectures=tuple(scaled),
-        ),
-        spec(
-            "gradients of weights",
-            g.outer_kernel,
-            "g x dw ends:i32 row_of:i32",
-            "stride_g stride_x stride_we",
-            outer,
-            narrow=12,
-            **common,
-        ),
+            constants,
+            types=types,
+            tiles=wide if constants["BN"] == wide.n else t,
+            narrow=narrow,
+            ptx={arch: bulk(arch) if types else TENSOR_CORES[arch] for arch in ARCHITECTURES},
+            architectures=hopper if constants["SCALED"] else ARCHITECTURES,
+        )
+        for name, (constants, types, narrow) in kernels.items()
     ]
+    o = grouped_gemm_triton.outer_tiles(torch.bfloat16, gather=True)
+    outer = {"stride_wf": 1, "stride_ws": 2048, "F": 2048, "S": 1536, "GATHER": True, "BULK": True}
+    outer |= {"BM": o.k, "BF": o.m, "BS": o.n, "GROUP": o.group}
+    of_rows = outer | {"stride_wf": 1536, "stride_ws": 1, "GATHER": False, "BULK": False}
+    for name, constants, types in (
+        ("gathered second operand", outer, {"second": descriptor(o.k, o.n)}),
+        ("unaligned", of_rows, {}),
+    ):
+        found.append(
+            spec(
+                f"gradients of weights, {name}",
+                g.outer_kernel,
+                "first second dw ends:i32 row_of:i32",
+                "stride_f stride_s stride_we",
+                constants,
+                types=types,
+                tiles=o if constants["GATHER"] else t,
+                narrow=12,
+                ptx={arch: bulk(arch) if types else TENSOR_CORES[arch] for arch in ARCHITECTURES},
+            )
+        )
+    return found
 
 
 def scaled_product(name: str, format: Format, arch: int) -> Spec:
@@ -210,29 +212,31 @@ def routes() -> list[Spec]:
 
 
 def log_probabilities() -> list[Spec]:
-    m, tensors = logprob_triton, "hidden weight total:fp32"
-    sizes = {"D": 2048, "V": 151_936, "BM": TILES.m, "BV": 128, "BD": TILES.k}
-    common: dict[str, Any] = {"warps": TILES.warps, "ptx": TENSOR_CORES}
-    return [
-        spec(
-            "log-probabilities, normalisers",
-            m.normaliser_kernel,
-            f"{tensors} entropy:fp32",
-            "U",
-            sizes,
-            narrow=4,
-            **common,
-        ),
+    m, t = logprob_triton, logprob_triton.logprob_tiles(torch.bfloat16)
+    sizes = {"D": 2048, "V": 151_936, "BM": t.m, "BV": t.n, "BD": t.k}
+    part = {"PART": t.n * 75}
+    tiles = {"hidden": descriptor(t.m, t.k), "weight": descriptor(t.n, t.k)}
+    sampled = "hidden weight from_s:i64 token_s:i64 out:fp32"
+    found = [
         spec(
             "log-probabilities, sampled tokens",
             m.chosen_kernel,
-            "hidden weight from_s:i64 token_s:i64 out:fp32",
+            sampled,
             "S",
             {"D": 2048, "BS": 16, "BD": 256},
             narrow=2,
-        ),
-        spec("log-probabilities, slopes", m.slope_kernel, f"{tensors} g:fp32 slope", "U", sizes, narrow=8, **common),
+        )
     ]
+    for loads, types in ((" of a vocabulary", tiles), (" of a vocabulary, unaligned", {})):
+        constants = sizes | {"BULK": bool(types)}
+        common: dict[str, Any] = {"types": types, "tiles": t}
+        common["ptx"] = {arch: bulk(arch) if types else TENSOR_CORES[arch] for arch in ARCHITECTURES}
+        names = "hidden weight out:fp32", "hidden weight total:fp32 g:fp32 slope"
+        found += [
+            spec(f"normalisers{loads}", m.normaliser_kernel, names[0], "U", constants | part, narrow=4, **common),
+            spec(f"slopes{loads}", m.slope_kernel, names[1], "U", constants, narrow=8, **common),
+        ]
+    return found
 
 
 def attention() -> list[Spec]:

@@ -14,7 +14,7 @@ Dimensions: M rows sorted by expert, A the width of the sum, B output width, E e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -53,6 +53,12 @@ def tiles(dtype: torch.dtype, out: torch.dtype | None = None) -> Tiles:
     if dtype == torch.float32:
         return Tiles(n=64, k=32)
     return Tiles() if out in (None, dtype) else Tiles(n=128)  # wider results need shared memory of the stages
+
+
+def outer_tiles(dtype: torch.dtype, gather: bool) -> Tiles:
+    """Return the tiles of a gradient. The index of gathered rows is loaded before the rows, so two stages hold one tile."""
+    shape = tiles(dtype)
+    return replace(shape, stages=5) if gather else shape
 
 
 @cache
@@ -94,54 +100,39 @@ def find_tile(  # type: ignore[no-untyped-def]
 @triton.jit
 def product_kernel(  # type: ignore[no-untyped-def]
     a, b, c, a_scale, b_scale, ends, row_of, stride_am, stride_be, stride_bn: tl.constexpr, stride_bk: tl.constexpr,
-    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, SCALED: tl.constexpr, BE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GATHER: tl.constexpr, SCALED: tl.constexpr, BULK_A: tl.constexpr,
+    BULK_B: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
+    """Compute the tiles of one program. An operand that is BULK is a descriptor, from which the tensor memory accelerator loads
+    tiles. One of `a` that crosses the end of an expert contains rows of the next one, whose results are not stored."""
     begin, end, down, through = tile_table(ends, E, BE, N, BM, BN)
-    for t in tl.range(tl.program_id(0), tl.max(through, 0), tl.num_programs(0)):
+    for t in tl.range(tl.program_id(0), tl.max(through, 0), tl.num_programs(0), flatten=BULK_A):
         expert, m0, last, n0 = find_tile(t, begin, end, down, through, N, BM, BN, BE, GROUP)
         m, n = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN)
         inside = m < last
         row = tl.load(row_of + m, mask=inside, other=0) if GATHER else m
-        at_a = a + row[:, None].to(tl.int64) * stride_am
-        at_b = b + expert.to(tl.int64) * stride_be + n[None, :] * stride_bn
         acc = tl.zeros([BM, BN], tl.float32)
         for k0 in range(0, K, BK):
             k = k0 + tl.arange(0, BK)
-            mask_a, mask_b = inside[:, None], (n < N)[None, :]
-            if K % BK != 0:
-                mask_a, mask_b = mask_a & (k < K)[None, :], mask_b & (k < K)[:, None]
-            x = tl.load(at_a + k[None, :], mask=mask_a, other=0.0)
-            w = tl.load(at_b + k[:, None] * stride_bk, mask=mask_b, other=0.0)
+            if BULK_A:
+                x = a.load([m0, k0])
+            else:
+                mask_a = inside[:, None] if K % BK == 0 else inside[:, None] & (k < K)[None, :]
+                x = tl.load(a + row[:, None].to(tl.int64) * stride_am + k[None, :], mask=mask_a, other=0.0)
+            if BULK_B and stride_bk == 1:
+                w = b.load([expert * N + n0, k0]).T
+            elif BULK_B:
+                w = b.load([expert * K + k0, n0])
+            else:
+                mask_b = (n < N)[None, :] if K % BK == 0 else (n < N)[None, :] & (k < K)[:, None]
+                at_b = b + expert.to(tl.int64) * stride_be + n[None, :] * stride_bn
+                w = tl.load(at_b + k[:, None] * stride_bk, mask=mask_b, other=0.0)
             acc = tl.dot(x, w, acc, input_precision="ieee")
         if SCALED:
             acc *= tl.load(a_scale + row, mask=inside, other=0.0)[:, None]
             acc *= tl.load(b_scale + expert.to(tl.int64) * N + n, mask=n < N, other=0.0)[None, :]
         at = c + m[:, None].to(tl.int64) * N + n[None, :]
         tl.store(at, acc.to(c.dtype.element_ty), mask=inside[:, None] & (n < N)[None, :])
-
-
-@triton.jit
-def product_tma_kernel(  # type: ignore[no-untyped-def]
-    a, b, c, a_scale, b_scale, ends, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SCALED: tl.constexpr,
-    BE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Multiply contiguous rows with weights [E · B, A]; the tensor memory accelerator loads the tiles. A tile that crosses the
-    end of an expert contains rows of the next one, whose results are not stored."""
-    begin, end, down, through = tile_table(ends, E, BE, N, BM, BN)
-    for t in tl.range(tl.program_id(0), tl.max(through, 0), tl.num_programs(0)):
-        expert, m0, last, n0 = find_tile(t, begin, end, down, through, N, BM, BN, BE, GROUP)
-        acc = tl.zeros([BM, BN], tl.float32)
-        for k0 in range(0, K, BK):
-            x = a.load([m0, k0])
-            w = b.load([expert * N + n0, k0])
-            acc = tl.dot(x, w.T, acc, input_precision="ieee")
-        m, n = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN)
-        if SCALED:
-            acc *= tl.load(a_scale + m, mask=m < last, other=0.0)[:, None]
-            acc *= tl.load(b_scale + expert.to(tl.int64) * N + n, mask=n < N, other=0.0)[None, :]
-        at = c + m[:, None].to(tl.int64) * N + n[None, :]
-        tl.store(at, acc.to(c.dtype.element_ty), mask=(m < last)[:, None] & (n < N)[None, :])
 
 
 def product(
@@ -158,27 +149,18 @@ def product(
     experts, width, depth = b_EBA.shape
     shape = tiles(a_RA.dtype, dtype)
     c_MB = a_RA.new_empty(len(plan.token_M), width, dtype=dtype)
-    grid = (programs(a_RA.device),)
-    common = {
-        "E": experts, "N": width, "K": depth, "SCALED": scales is not None, "BE": triton.next_power_of_2(experts),
-        "BM": shape.m, "BN": shape.n, "BK": shape.k, "GROUP": shape.group, "num_warps": shape.warps,
-        "num_stages": shape.stages,
-    }  # fmt: skip
-    factors = scales or (a_RA, b_EBA)  # read only if there are scales
-    if not gather and _tma_fits(a_RA, b_EBA, shape):
-        a = TensorDescriptor.from_tensor(a_RA, [shape.m, shape.k])
-        b = TensorDescriptor.from_tensor(b_EBA.reshape(-1, depth), [shape.n, shape.k])
-        product_tma_kernel[grid](a, b, c_MB, *factors, plan.ends_E, **common)
-        return c_MB
-    product_kernel[grid](
-        a_RA, b_EBA, c_MB, *factors, plan.ends_E, plan.token_M, a_RA.stride(0), *b_EBA.stride(), GATHER=gather, **common
-    )
+    whole = depth % shape.k == 0
+    bulk_a = whole and not gather and loads_in_bulk(a_RA)
+    bulk_b = whole and (loads_in_bulk(b_EBA) or loads_in_bulk(b_EBA.mT))
+    flat, block = (b_EBA, [shape.n, shape.k]) if b_EBA.stride(2) == 1 else (b_EBA.mT, [shape.k, shape.n])
+    product_kernel[(programs(a_RA.device),)](
+        TensorDescriptor.from_tensor(a_RA, [shape.m, shape.k]) if bulk_a else a_RA,
+        TensorDescriptor.from_tensor(flat.flatten(0, 1), block) if bulk_b else b_EBA,
+        c_MB, *(scales or (a_RA, b_EBA)), plan.ends_E, plan.token_M, a_RA.stride(0), *b_EBA.stride(), E=experts, N=width, K=depth,
+        GATHER=gather, SCALED=scales is not None, BULK_A=bulk_a, BULK_B=bulk_b, BE=triton.next_power_of_2(experts), BM=shape.m,
+        BN=shape.n, BK=shape.k, GROUP=shape.group, num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
     return c_MB
-
-
-def _tma_fits(a_RA: Tensor, b_EBA: Tensor, shape: Tiles) -> bool:
-    """Return whether tiles divide the width of the sum, and can be loaded in bulk."""
-    return a_RA.shape[1] % shape.k == 0 and loads_in_bulk(a_RA) and loads_in_bulk(b_EBA)
 
 
 def loads_in_bulk(tensor: Tensor) -> bool:
@@ -189,51 +171,49 @@ def loads_in_bulk(tensor: Tensor) -> bool:
 
 @triton.jit
 def outer_kernel(  # type: ignore[no-untyped-def]
-    g, x, dw, ends, row_of, stride_g, stride_x, stride_we, stride_wn: tl.constexpr, stride_wk: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, GATHER_G: tl.constexpr, GATHER_X: tl.constexpr, BULK_G: tl.constexpr, BULK_X: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    first, second, dw, ends, row_of, stride_f, stride_s, stride_we, stride_wf: tl.constexpr, stride_ws: tl.constexpr,
+    F: tl.constexpr, S: tl.constexpr, GATHER: tl.constexpr, BULK: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr,
+    BS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of one expert's gradient. The tiles of an expert are visited in squares, too. An operand that is BULK is
-    a descriptor: it also loads rows of the next expert, and the other one is 0 there."""
-    across_n: tl.constexpr = (N + BN - 1) // BN
-    across_k: tl.constexpr = (K + BK - 1) // BK
+    """Compute one tile of one expert's gradient. The tiles of an expert are visited in squares, too. If `second` is BULK, a
+    descriptor, it also loads rows of the next expert, where `first` is 0."""
+    across_f: tl.constexpr = (F + BF - 1) // BF
+    across_s: tl.constexpr = (S + BS - 1) // BS
     tile, expert = tl.program_id(0), tl.program_id(1)
-    pn, pk = tl.swizzle2d(tile // across_k, tile % across_k, across_n, across_k, GROUP)
+    pf, ps = tl.swizzle2d(tile // across_s, tile % across_s, across_f, across_s, GROUP)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)
-    n, k = pn * BN + tl.arange(0, BN), pk * BK + tl.arange(0, BK)
-    acc = tl.zeros([BN, BK], tl.float32)
+    f, s = pf * BF + tl.arange(0, BF), ps * BS + tl.arange(0, BS)
+    acc = tl.zeros([BF, BS], tl.float32)
     for m0 in tl.range(begin, end, BM):
         m = m0 + tl.arange(0, BM)
         inside = m < end
-        row = tl.load(row_of + m, mask=inside, other=0) if GATHER_G or GATHER_X else m
-        row_g, row_x = (row if GATHER_G else m).to(tl.int64), (row if GATHER_X else m).to(tl.int64)
-        if BULK_G:
-            y = g.load([m0, pn * BN])
+        row = tl.load(row_of + m, mask=inside, other=0) if GATHER else m
+        at_f = first + row[:, None].to(tl.int64) * stride_f + f[None, :]
+        y = tl.load(at_f, mask=inside[:, None] & (f < F)[None, :], other=0.0)
+        if BULK:
+            v = second.load([m0, ps * BS])
         else:
-            y = tl.load(g + row_g[:, None] * stride_g + n[None, :], mask=inside[:, None] & (n < N)[None, :], other=0.0)
-        if BULK_X:
-            v = x.load([m0, pk * BK])
-        else:
-            v = tl.load(x + row_x[:, None] * stride_x + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0)
+            at_s = second + m[:, None].to(tl.int64) * stride_s + s[None, :]
+            v = tl.load(at_s, mask=inside[:, None] & (s < S)[None, :], other=0.0)
         acc = tl.dot(y.T, v, acc, input_precision="ieee")
-    at = dw + expert.to(tl.int64) * stride_we + n[:, None] * stride_wn + k[None, :] * stride_wk
-    tl.store(at, acc.to(dw.dtype.element_ty), mask=(n < N)[:, None] & (k < K)[None, :])
+    out, at = acc.to(dw.dtype.element_ty), dw + expert.to(tl.int64) * stride_we
+    if stride_ws == 1:
+        tl.store(at + f[:, None] * stride_wf + s[None, :], out, mask=(f < F)[:, None] & (s < S)[None, :])
+    else:
+        tl.store(at + s[:, None] * stride_ws + f[None, :] * stride_wf, out.T, mask=(s < S)[:, None] & (f < F)[None, :])
 
 
 def outer(g: Tensor, x: Tensor, plan: Plan, *, gather_g: bool, gather_x: bool, like: Tensor) -> Tensor:
-    """Return [E, B, A] in the layout of `like`; see `plain.PlainSteps.outer`."""
-    experts, width, depth = like.shape
-    shape = tiles(g.dtype)
+    """Return [E, B, A] in the layout of `like`; see `plain.PlainSteps.outer`. At most one operand is gathered: the first."""
+    shape = outer_tiles(g.dtype, gather_g or gather_x)
     dw_EBA = torch.empty_like(like)
-    grid = (triton.cdiv(width, shape.n) * triton.cdiv(depth, shape.m), experts)
-    bulk_g = not gather_g and loads_in_bulk(g)
-    bulk_x = not gather_x and not bulk_g and loads_in_bulk(x)
-    outer_kernel[grid](
-        TensorDescriptor.from_tensor(g, [shape.k, shape.n]) if bulk_g else g,
-        TensorDescriptor.from_tensor(x, [shape.k, shape.m]) if bulk_x else x,
-        dw_EBA, plan.ends_E, plan.token_M, g.stride(0), x.stride(0), *dw_EBA.stride(), N=width, K=depth,
-        GATHER_G=gather_g, GATHER_X=gather_x, BULK_G=bulk_g, BULK_X=bulk_x, BM=shape.k, BN=shape.n, BK=shape.m,
-        GROUP=shape.group, num_warps=shape.warps, num_stages=shape.stages,
+    first, second, dw_EFS = (x, g, dw_EBA.mT) if gather_x else (g, x, dw_EBA)
+    experts, high, wide = dw_EFS.shape
+    bulk = loads_in_bulk(second)
+    outer_kernel[(triton.cdiv(high, shape.m) * triton.cdiv(wide, shape.n), experts)](
+        first, TensorDescriptor.from_tensor(second, [shape.k, shape.n]) if bulk else second, dw_EBA, plan.ends_E, plan.token_M,
+        first.stride(0), second.stride(0), *dw_EFS.stride(), F=high, S=wide, GATHER=gather_g or gather_x, BULK=bulk, BM=shape.k,
+        BF=shape.m, BS=shape.n, GROUP=shape.group, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return dw_EBA
