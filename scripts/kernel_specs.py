@@ -240,18 +240,25 @@ def log_probabilities() -> list[Spec]:
 
 
 def attention() -> list[Spec]:
-    sizes = {"HEADS": 32, "EACH": 8, "C": 128, "V": 128, "BT": cached_triton.BLOCK, "BC": 128, "BV": 128}
+    sizes = {"HEADS": 32, "V": 128, "PARTS": 8, "PART": cached_triton.PART, "BV": 128}
+    scores = {"EACH": 8, "C": 128, "BT": cached_triton.BLOCK, "BE": 16, "BC": 128}
     strides = dict.fromkeys(("k_slot", "k_head", "k_at", "v_slot", "v_head", "v_at"), "i64")
-    return [
+    found = [
         spec(
             f"attention on a cache, {dtype}",
-            cached_triton.attend_kernel,
-            f"q:{dtype} k:{dtype} v:{dtype} out:{dtype} slot:i64 position:i64",
-            constants=sizes,
+            cached_triton.part_kernel,
+            f"q:{dtype} k:{dtype} v:{dtype} slot:i64 position:i64 state:fp32 mix:fp32",
+            constants=sizes | scores,
             types={**strides, "scale": "fp32"},
-            narrow=4,
+            warps=cached_triton.warps(wide),
+            narrow=8,
         )
-        for dtype in ("fp32", "bf16")
+        for dtype, wide in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+    ]
+    joined = "position:i64 state:fp32 mix:fp32 out"
+    return [
+        *found,
+        spec("attention on a cache, parts", cached_triton.join_kernel, joined, constants=sizes, warps=1, narrow=16),
     ]
 
 

@@ -112,12 +112,12 @@ class Engine:
         self.temperature, self.version = temperature, version
         self.seed = seed
         device = model.embed.device
-        wide = torch.promote_types(model.embed.dtype, torch.float32)
         self.capacity = slots
         graphed = self._packed is None and capturable(model)
+        dtype = model.embed.dtype if graphed else torch.promote_types(model.embed.dtype, torch.float32)
         shape = (c.num_hidden_layers, slots + graphed, c.num_key_value_heads, max_length)
-        self._k = torch.zeros((*shape, c.head_dim), device=device, dtype=wide)
-        self._v = torch.zeros((*shape, c.value_width), device=device, dtype=wide)
+        self._k = torch.zeros((*shape, c.head_dim), device=device, dtype=dtype)
+        self._v = torch.zeros((*shape, c.value_width), device=device, dtype=dtype)
         self._graphs = Graphs(self._pass, device, spare=slots) if graphed else None
         routed = (slots, max_length, c.moe_layers)
         self._routes = np.zeros((*routed, c.num_experts_per_tok), route_dtype(c.num_experts))
@@ -322,18 +322,19 @@ class Engine:
             hidden_UD, *routing = self._pass(*(torch.from_numpy(part).to(device) for part in new))
         experts, gates, margins = (part.cpu().numpy() for part in routing)
         self._hidden_SD = hidden_UD[torch.from_numpy(last).to(device)]
-        return linear(self._hidden_SD, self.model.output_weight).to(self._k.dtype), experts, gates, margins
+        logits = linear(self._hidden_SD, self.model.output_weight)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)), experts, gates, margins
 
     def _pass(
         self, ids_U: Tensor, position_U: Tensor, slot_U: Tensor, row_N: Tensor, position_N: Tensor, source_N: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Forward tokens into the cache. Return hidden states [U, D], experts and gates [U, L, K], and margins [U, L]."""
-        wide = self._k.dtype
+        dtype = self._k.dtype
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-            self._k[layer].transpose(1, 2).index_put_((row_N, position_N), k.to(wide).index_select(0, source_N))
-            self._v[layer].transpose(1, 2).index_put_((row_N, position_N), v.to(wide).index_select(0, source_N))
-            return cached_attention(q.to(wide), self._k[layer], self._v[layer], slot_U, position_U, scale).to(q.dtype)
+            self._k[layer].transpose(1, 2).index_put_((row_N, position_N), k.to(dtype).index_select(0, source_N))
+            self._v[layer].transpose(1, 2).index_put_((row_N, position_N), v.to(dtype).index_select(0, source_N))
+            return cached_attention(q.to(dtype), self._k[layer], self._v[layer], slot_U, position_U, scale).to(q.dtype)
 
         hidden_UD, routings = self.model.trunk(ids_U, position_U, attend)
         chosen = len(ids_U), self.model.config.num_experts_per_tok
