@@ -118,7 +118,7 @@ class Engine:
         shape = (c.num_hidden_layers, slots + graphed, c.num_key_value_heads, max_length)
         self._k = torch.zeros((*shape, c.head_dim), device=device, dtype=dtype)
         self._v = torch.zeros((*shape, c.value_width), device=device, dtype=dtype)
-        self._graphs = Graphs(self._pass, device, spare=slots) if graphed else None
+        self._graphs = Graphs(model, self._pass, spare=slots) if graphed else None
         routed = (slots, max_length, c.moe_layers)
         self._routes = np.zeros((*routed, c.num_experts_per_tok), route_dtype(c.num_experts))
         self._gates = np.zeros((*routed, c.num_experts_per_tok), np.float32)
@@ -177,7 +177,7 @@ class Engine:
         self.model, self.version, self._packed = model, version, None  # two packed copies would take twice the memory
         self._packed = pack(model)
         if self._graphs:
-            self._graphs = Graphs(self._pass, self._k.device, spare=self.capacity)
+            self._graphs = Graphs(model, self._pass, spare=self.capacity)
 
     def _new_slot(self, rollout: int) -> Slot:
         key = [abs(self.seed), int(self.seed < 0), rollout % ATTEMPT_STRIDE]

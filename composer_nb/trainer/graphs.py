@@ -37,10 +37,12 @@ class Graphs:
     """Forward passes of at most `MOST_TOKENS` tokens, as graphs that are captured when they are first needed. `spare` is a row of
     the cache for the padding. On a CPU the padded pass runs as it is."""
 
-    def __init__(self, run: Pass, device: torch.device, spare: int) -> None:
-        self._run, self._device, self._spare = run, device, spare
+    def __init__(self, model: Model, run: Pass, spare: int) -> None:
+        self._run, self._device, self._spare = run, model.embed.device, spare
+        for layer in model.layers:  # a capture cannot wait for a copy from the host
+            layer.router_bias = None if layer.router_bias is None else layer.router_bias.to(self._device)
         self._captured: dict[int, tuple[Tensor, Callable[[], tuple[Tensor, ...]]]] = {}
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
 
     def __call__(self, new: NewTokens) -> tuple[Tensor, ...]:
         """Return what the pass returns for these tokens. The tensors are overwritten by the next call."""

@@ -16,10 +16,16 @@ from composer_nb.trainer.models.transformer import Kernels, Model
 NEVER: frozenset[int] = frozenset()
 
 
-@pytest.fixture
-def model(device: str, make_model, monkeypatch: pytest.MonkeyPatch) -> Model:
+LATENT = {
+    "family": "deepseek_v3", "num_key_value_heads": 4, "head_dim": 24, "q_lora_rank": 16, "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_attention_heads": 4, "intermediate_size": 32,
+}  # fmt: skip
+
+
+@pytest.fixture(params=[{}, LATENT], ids=["grouped", "latent"])
+def model(device: str, make_model, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Model:
     monkeypatch.setattr(engine, "capturable", lambda model: True)
-    made: Model = make_model(3)
+    made: Model = make_model(3, **request.param)
     return made.to(device, torch.float32 if device == "cuda" else torch.float64)
 
 
