@@ -211,14 +211,18 @@ def test_the_grouped_product_has_its_gradients(device: str):
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])
-def test_log_probabilities_and_entropies_without_logits(device: str, scale: float, monkeypatch: pytest.MonkeyPatch):
-    """Against float64; rows that predict several tokens, the same one twice, or none; pieces that rows do not fill."""
+@pytest.mark.parametrize("width", [40, 128])
+def test_log_probabilities_and_entropies_without_logits(
+    device: str, scale: float, width: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Against float64; rows that predict several tokens, the same one twice, or none; pieces that rows do not fill; a width that
+    tiles divide, and one that they do not."""
     from composer_nb.kernels import logprob_triton
 
     monkeypatch.setattr(logprob_triton, "PIECE", 16)
     hidden, weight = (
-        (normal(37, 40, device=device) * scale**0.5).requires_grad_(),
-        normal(150, 40, seed=1, device=device) * scale**0.5,
+        (normal(37, width, device=device) * scale**0.5).requires_grad_(),
+        normal(150, width, seed=1, device=device) * scale**0.5,
     )
     weight.requires_grad_()
     rows = torch.tensor([*range(36), 5, 5, 5], device=device)
