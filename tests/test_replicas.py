@@ -184,7 +184,8 @@ def test_what_a_killed_replica_had_under_way_goes_on_elsewhere_with_the_same_tok
         assert [each.result(120) for each in asked] == wanted
     wait_until(lambda: pair.service.states()[0]["restarts_total"] == 1)
     health = pair.client.get("/../health", cast_to=dict[str, Any])
-    assert health["policy_version"] == 4 and [each["restarts_total"] for each in health["replicas"]] == [1, 0]
+    version = pair.service.version  # 4 after the test before, which may run in another process
+    assert health["policy_version"] == version and [each["restarts_total"] for each in health["replicas"]] == [1, 0]
     until = time.monotonic() + 300  # it loads torch again, maybe beside much else
     while not all(state["ready"] for state in pair.service.states()):
         assert time.monotonic() < until
@@ -193,7 +194,7 @@ def test_what_a_killed_replica_had_under_way_goes_on_elsewhere_with_the_same_tok
         lines = reply.read().decode().splitlines()
     assert 'composer_nb_replica_restarts_total{replica="0"} 1' in lines
     assert "# TYPE composer_nb_replica_restarts_total counter" in lines
-    assert 'composer_nb_replica_policy_version{replica="1"} 4' in lines
+    assert f'composer_nb_replica_policy_version{{replica="1"}} {version}' in lines
     with ThreadPoolExecutor(4) as clients:
         answered = [*clients.map(lambda seed: pair.chat(seed=seed, max_tokens=20, logprobs=True), range(4))]
     assert [told(each.choices[0]) for each in answered] == [each[:20] for each in wanted[:4]]
