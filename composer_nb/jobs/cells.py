@@ -207,9 +207,8 @@ class Execution(NotebookClient):
 
     def _save(self) -> None:
         start = time.monotonic()
-        write_atomic(
-            self.path, nbformat.writes(self.nb) + "\n"
-        )  # the record's digest tells whether the last one is whole
+        # The record's digest tells whether the last one is whole.
+        write_atomic(self.path, nbformat.writes(self.nb) + "\n")
         self.saved_at = time.monotonic()
         self.saving_s, self.changed = self.saved_at - start, False
 

@@ -73,6 +73,5 @@ def spawn(attempt: Path, run: str) -> subprocess.Popen[bytes]:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), environment.get("PYTHONPATH", "")]))
     command = [sys.executable, "-m", "composer_nb.jobs", str(attempt)]
     with attempt.with_name("log.txt").open("ab") as log:
-        return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
-        )
+        streams: Any = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
+        return subprocess.Popen(command, **streams, env=environment, start_new_session=True)

@@ -70,9 +70,8 @@ def environment(process: psutil.Process) -> dict[str, str]:
 
 def marked(name: str, value: str) -> list[psutil.Process]:
     """Return every living process but this one that was started with `name=value` in its environment."""
-    return [
-        p for p in psutil.process_iter() if p.pid != os.getpid() and environment(p).get(name) == value and living(p)
-    ]
+    others = (process for process in psutil.process_iter() if process.pid != os.getpid())
+    return [process for process in others if environment(process).get(name) == value and living(process)]
 
 
 def living(process: psutil.Process) -> bool:
@@ -159,11 +158,9 @@ def guarded(kind: str, value: str, folder: Path, scratch: Path | None = None, wa
     """
     clean = {name: text for name, text in os.environ.items() if name not in (RUN, NODE, LEASE)}
     given = kind, value, str(wait_s), str(folder), str(os.getpid()), str(scratch or "")
+    streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     command = [sys.executable, "-P", __file__, *given]
-    quiet = subprocess.DEVNULL
-    watch = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, env=clean, start_new_session=True
-    )
+    watch = subprocess.Popen(command, **streams, env=clean, start_new_session=True)
     try:
         yield
     finally:

@@ -86,9 +86,8 @@ class _LogprobEntropy(torch.autograd.Function):
         total_U, entropy_U = (hidden_UD.new_empty(rows, dtype=dtype) for _ in range(2))
         order_S = from_S.argsort(stable=True)
         bounds = torch.searchsorted(from_S[order_S], torch.arange(0, rows + PIECE, PIECE, device=from_S.device))
-        ctx.pieces = [
-            (slice(PIECE * n, PIECE * (n + 1)), slice(*ends)) for n, ends in enumerate(pairwise(bounds.tolist()))
-        ]
+        parts = (slice(start, start + PIECE) for start in range(0, rows, PIECE))
+        ctx.pieces = [(part, slice(*ends)) for part, ends in zip(parts, pairwise(bounds.tolist()), strict=True)]
         wide_UD, wide_VD = widened(hidden_UD, weight_VD)
         kept = []
         for part, tokens in ctx.pieces:

@@ -129,9 +129,8 @@ def make_questions(texts: Sequence[str], count: int, choices: int, seed: int) ->
     for name in random.sample(sorted(found), min(count, len(found))):
         wrong = random.sample([each for each in answers if each != found[name]], choices - 1)
         place = random.randrange(choices)
-        made.append(
-            Question(prompt=f"def {name}(", choices=(*wrong[:place], found[name], *wrong[place:]), answer=place)
-        )
+        given = (*wrong[:place], found[name], *wrong[place:])
+        made.append(Question(prompt=f"def {name}(", choices=given, answer=place))
     return made
 
 
@@ -141,9 +140,8 @@ def chosen(base: Base, question: Question) -> int:
     losses = []
     for choice in question.choices:
         ids = base.ids(choice)
-        row = Row(
-            np.array([*before, *ids], np.int32), np.repeat([0.0, 1.0], [len(before), len(ids)]).astype(np.float32)
-        )
+        weight = np.repeat(np.array([0.0, 1.0], np.float32), [len(before), len(ids)])
+        row = Row(np.array([*before, *ids], np.int32), weight)
         losses.append(cross_entropy(base.model, [row], Ranks()) * len(ids) / len(choice.encode()))
     return int(np.argmin(losses))
 

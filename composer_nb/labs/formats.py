@@ -102,12 +102,8 @@ def errors(names: Sequence[str], largest: float = 1.0, decades: int = 5) -> Pict
         ax.plot(sizes, error, color=color, linewidth=0.9, label=name)
     ax.set(xscale="log", yscale="log", ylim=(1e-4, 1.5))
     key(ax)
-    title(
-        ax,
-        "what rounding does to a number beside a larger one",
-        f"size (the largest of the block is {largest:g})",
-        "relative error",
-    )
+    across = f"size (the largest of the block is {largest:g})"
+    title(ax, "what rounding does to a number beside a larger one", across, "relative error")
     return picture
 
 

@@ -30,15 +30,13 @@ def policy_gradient(
         require_routes(streams, model.config, replay)
     made = copy.deepcopy(model).requires_grad_()
     weights = list(made.parameters())
-    tokens = float(sum(int(stream.acted[1:].sum()) for stream in streams))
+    tokens = max(1.0, float(sum(int(stream.acted[1:].sum()) for stream in streams)))
     total = torch.zeros(sum(weight.numel() for weight in weights))
     metrics: Counter[str] = Counter()
     for chunk in microbatches(streams, budget):
         batch = flatten(chunk, replay)
         logprob_S, _ = score(made, batch, batch.recorded)
-        loss, found = policy_loss(
-            logprob_S, batch.sampled_S, batch.advantage_S, batch.rollout_S, settings, max(1.0, tokens)
-        )
+        loss, found = policy_loss(logprob_S, batch.sampled_S, batch.advantage_S, batch.rollout_S, settings, tokens)
         total += flat_gradient(loss, weights)
         metrics.update(found)
     return total, dict(metrics)

@@ -26,12 +26,10 @@ from composer_nb.trainer.versions.manifest import (
     check_same_form,
     seal,
 )
-from composer_nb.trainer.versions.payload import SHARD_BYTES, decoded, side_names, write_part, write_side
+from composer_nb.trainer.versions.payload import decoded, side_names, write_part, write_side
 
 
-def encode_delta(
-    base_dir: str | Path, target_dir: str | Path, out_dir: str | Path, *, shard_bytes: int = SHARD_BYTES
-) -> Manifest:
+def encode_delta(base_dir: str | Path, target_dir: str | Path, out_dir: str | Path) -> Manifest:
     """Write the delta from one checkpoint to another. Both may be full versions or plain Hugging Face checkpoints, which count as
     version 0 and as the version after the base. Raises ValueError, without a change, if they are not of one model or `out_dir`
     exists (WeightFault for damage), and StoreError if it cannot be written."""
@@ -45,7 +43,7 @@ def encode_delta(
     except ValueError as error:
         raise ValueError(f"{base_dir} and {target_dir}: {error}") from None
     with new_version(Path(out_dir)) as (store, part):
-        made = write_part(store, part, target, base, shard_bytes=shard_bytes)
+        made = write_part(store, part, target, base)
         side = write_side(store, part, [made], files)
         manifest = seal(target.version, Base(version=base.version, hash=base.hash), [made], side)
         store.write(f"{part}/{MANIFEST}", manifest.dump())

@@ -13,22 +13,7 @@ from composer_nb.harness.rollout import Turn
 from composer_nb.harness.untrusted import as_html
 from composer_nb.views import style
 from composer_nb.views.page import Html, box
-from composer_nb.views.style import (
-    BLUE,
-    GREEN,
-    INK,
-    PURPLE,
-    SKY,
-    VERMILION,
-    Picture,
-    Side,
-    as_share,
-    grouped,
-    interval,
-    key,
-    one_panel,
-    title,
-)
+from composer_nb.views.style import Picture, as_share, key, one_panel, title
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -43,7 +28,7 @@ def conversation(turns: Sequence[Turn]) -> Html:
         if turn.said:
             parts.append(f"<p>{as_html(turn.said)}</p>")
         if turn.call or turn.error:
-            colour = f";color:{VERMILION}" if turn.error else ""
+            colour = f";color:{style.VERMILION}" if turn.error else ""
             head = f'<code style="background:none{colour}">{as_html(call_line(turn))}</code>'
             took = f'<span class="quiet"> {turn.seconds * 1e3:.0f} ms</span>'
             parts.append(f"<details><summary>{head}{took}</summary><pre>{as_html(turn.observation)}</pre></details>")
@@ -52,9 +37,8 @@ def conversation(turns: Sequence[Turn]) -> Html:
 
 def diff(text: str) -> Html:
     """Return a unified diff in colours."""
-    lines = [
-        f'<span style="{_LINES.get(line[:1], "")}">{as_html(line)}</span>' for line in text.rstrip("\n").split("\n")
-    ]
+    plain = text.rstrip("\n").split("\n")
+    lines = [f'<span style="{_LINES.get(line[:1], "")}">{as_html(line)}</span>' for line in plain]
     return box(f"<pre>{chr(10).join(lines)}</pre>")
 
 
@@ -84,13 +68,13 @@ def verdict(work: Work) -> ipywidgets.VBox:
 def times(turns: Sequence[Turn]) -> Picture:
     """Draw one bar per call, in order. Calls of one turn share a shade; failed calls have another colour."""
     calls = [turn for turn in turns if turn.call or turn.error]
-    picture, ax = style.one_panel(8.0, 0.32 * len(calls) + 1.0)
+    picture, ax = one_panel(8.0, 0.32 * len(calls) + 1.0)
     turn_number = 0
     for place, turn in enumerate(calls):
         turn_number += not turn.beside
-        colour = VERMILION if turn.error else (BLUE, SKY)[turn_number % 2]
+        colour = style.VERMILION if turn.error else (style.BLUE, style.SKY)[turn_number % 2]
         ax.barh(place, turn.seconds * 1e3, color=colour, height=0.7)
-        ax.text(turn.seconds * 1e3, place, f"  {call_line(turn)[:60]}", va="center", fontsize=8, color=INK)
+        ax.text(turn.seconds * 1e3, place, f"  {call_line(turn)[:60]}", va="center", fontsize=8, color=style.INK)
     ax.invert_yaxis()
     ax.set(yticks=[], xlim=(0, 1e3 * max([0.001, *(turn.seconds for turn in calls)]) * 2.2))
     title(ax, "what each call took, in the order of calls (one shade a turn)", "milliseconds")
@@ -108,12 +92,14 @@ def arms(report: Mapping[str, Any]) -> Picture:
             solved.text(place, 0.0, "–", ha="center", va="bottom")
             continue
         low, high = row["ci95"]
-        solved.bar(place, row["pass_at_1"], color=BLUE, width=0.6)
-        interval(solved, [place, place], [low, high])
+        solved.bar(place, row["pass_at_1"], color=style.BLUE, width=0.6)
+        style.interval(solved, [place, place], [low, high])
         valid = row["tool_calls_per_task"] * (1 - (row["invalid_call_rate"] or 0.0))  # without calls there is no rate
-        calls.bar(place, valid, color=GREEN, width=0.6, label="answered" if not place else None)
+        calls.bar(place, valid, color=style.GREEN, width=0.6, label="answered" if not place else None)
         invalid = row["tool_calls_per_task"] - valid
-        calls.bar(place, invalid, bottom=valid, color=VERMILION, width=0.6, label="invalid" if not place else None)
+        calls.bar(
+            place, invalid, bottom=valid, color=style.VERMILION, width=0.6, label="invalid" if not place else None
+        )
     for ax in (solved, calls):
         ax.set_xticks(range(len(names)), names)
     title(as_share(solved, 1.05), "solved (pass@1, 95 % over tasks)")
@@ -126,10 +112,9 @@ def arms(report: Mapping[str, Any]) -> Picture:
 def detectable(tasks: Sequence[int], samples: Sequence[int]) -> Picture:
     """Draw the smallest difference that a bench shows, by its number of tasks, one line for each number of attempts a task."""
     picture, ax = one_panel(7.0, 2.8)
-    for count, color in zip(samples, (BLUE, GREEN, VERMILION, PURPLE), strict=False):
-        ax.plot(
-            tasks, [smallest(number, count) for number in tasks], "o-", color=color, label=f"{count} attempts a task"
-        )
+    for count, color in zip(samples, (style.BLUE, style.GREEN, style.VERMILION, style.PURPLE), strict=False):
+        shown = [smallest(number, count) for number in tasks]
+        ax.plot(tasks, shown, "o-", color=color, label=f"{count} attempts a task")
     ax.set_xscale("log")
     ax.set_xticks(tasks, [str(number) for number in tasks])
     title(as_share(ax, 0.3), "smallest difference in pass@1 that shows, by attempts", "tasks")
@@ -141,11 +126,9 @@ def gate(found: Mapping[str, Any]) -> Picture:
     """Draw what the gate of an update compares (`improve.judge`): pass@1 and the share of attempts that edit."""
     picture, ax = one_panel(6.0, 2.6)
     names = {"pass_at_1": "pass@1", "edits": "attempts that edit"}
-    sides = [
-        Side(when, color, [found[when][name] for name in names], [None] * len(names))
-        for when, color in (("before", SKY), ("after", BLUE))
-    ]
-    grouped(ax, list(names.values()), sides, ".2f")
+    colors = {"before": style.SKY, "after": style.BLUE}
+    sides = [style.Side(when, color, [found[when][name] for name in names]) for when, color in colors.items()]
+    style.grouped(ax, list(names.values()), sides, ".2f")
     low, high = found["ci95"]
     title(as_share(ax, 1.2), f"change of pass@1 {found['gain']:+.3f} ({low:+.3f} to {high:+.3f})")
     key(ax, ncols=2)

@@ -49,11 +49,10 @@ def scores(found: Mapping[str, Any]) -> Picture:
         return style.empty("there is no policy yet that both runs have scored")
     picture = Picture(9.5, 3.2)
     bars, gaps = picture.panels(1, 2, width_ratios=(3, 2))
+    scored = zip(*(part["scores"] for part in both.values()), strict=True)
     sides = [
-        style.Side(
-            label, color, *([part["scores"][place][it] for part in both.values()] for it in ("pass_at_1", "ci95"))
-        )
-        for place, (color, label) in enumerate(zip(COLORS, labels(found), strict=True))
+        style.Side(label, color, [s["pass_at_1"] for s in own], [s["ci95"] for s in own])
+        for color, label, own in zip(COLORS, labels(found), scored, strict=True)
     ]
     style.grouped(bars, list(both), sides)
     as_share(bars, min(1.3, 1.3 * max(0.1, *(s["ci95"][1] for part in both.values() for s in part["scores"]))))

@@ -124,9 +124,8 @@ def line(ax: Axes, steps: Sequence[Mapping[str, Any]], name: str, color: str, la
     at, values = (np.array(x, float) for x in zip(*points, strict=True))
     ax.plot(at, values, color=color, linewidth=0.9, alpha=0.3)
     marker = "o" if len(at) < 6 else ""
-    ax.plot(
-        at, style.smooth(values.tolist(), WINDOW), color=color, linewidth=2, marker=marker, markersize=4, label=label
-    )
+    means = style.smooth(values.tolist(), WINDOW)
+    ax.plot(at, means, color=color, linewidth=2, marker=marker, markersize=4, label=label)
 
 
 def known(steps: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
@@ -169,10 +170,10 @@ def _work(ax: Axes, seen: Status) -> None:
         "sampled now" if seen.state == "live" else "to sample again": ([s.running for s in seen.slots], style.SKY),
         "not dispatched": ([s.size - s.done - s.running for s in seen.slots], style.PALE),
     }
-    below = [0] * len(names)
+    below = np.zeros(len(names), int)
     for label, (counts, color) in parts.items():
         ax.bar(names, counts, bottom=below, color=color, label=label)
-        below = [a + b for a, b in zip(below, counts, strict=True)]
+        below += counts
     ax.set_xticks(range(0, len(names), max(1, len(names) // 4)))
     title(ax, "rollouts in flight, by prompt", "", "")
     if seen.slots:
@@ -272,7 +273,7 @@ class Dashboard:
         try:
             while self.seen.state == "live":
                 until = time.perf_counter() + rest
-                while time.perf_counter() < until and self._carried():
+                while time.perf_counter() < until and holder(self.seen.path / LOCK) is not None:
                     if self._closed.wait(min(self.every_s, EVERY_S)):
                         break
                 begin = time.perf_counter()
@@ -284,9 +285,6 @@ class Dashboard:
             self._head.value = box(f"<pre>{html.escape(traceback.format_exc())}</pre>").text
         finally:
             self._end()
-
-    def _carried(self) -> bool:
-        return holder(self.seen.path / LOCK) is not None
 
     def _end(self) -> None:
         self._button.layout.display = "none"

@@ -20,6 +20,7 @@ from composer_nb.views import style
 from composer_nb.views.page import shown, text_table
 from composer_nb.views.style import Picture, key, title
 
+Floats = Sequence[float]
 MOVED = 1e-4
 """Smaller changes of a logit are rounding."""
 _SEEN = LinearSegmentedColormap.from_list("seen", ["#ffffff", style.SKY, style.BLUE])
@@ -29,18 +30,11 @@ def yields(report: Mapping[str, Any]) -> Table:
     """Return what each filter of a corpus (`corpus.build`) dropped and left, as a table for a terminal."""
     head = ("filter", "dropped: files", "MB", "left: files", "MB", "repositories", "of bytes")
     found = report["yields"][0]["bytes"] or 1
-    rows = [
-        (
-            *(row["filter"], f"{row['dropped_files']:,}", f"{row['dropped_bytes'] / 1e6:.2f}"),
-            *(
-                f"{row['files']:,}",
-                f"{row['bytes'] / 1e6:.2f}",
-                f"{row['repositories']:,}",
-                f"{row['bytes'] / found:.1%}",
-            ),
-        )
-        for row in [*report["yields"], report["heldout"]]
-    ]
+    rows = []
+    for row in [*report["yields"], report["heldout"]]:
+        dropped = f"{row['dropped_files']:,}", f"{row['dropped_bytes'] / 1e6:.2f}"
+        left = f"{row['files']:,}", f"{row['bytes'] / 1e6:.2f}", f"{row['repositories']:,}"
+        rows.append((row["filter"], *dropped, *left, f"{row['bytes'] / found:.1%}"))
     return text_table(rows, head, numbers=True)
 
 
@@ -62,10 +56,9 @@ def bases_picture(found: Sequence[Mapping[str, Any]]) -> Picture:
     """Draw the rows of `labs.bases.compare_bases`, a panel for each evaluation."""
     picture = Picture(9.5, 0.8 + 0.35 * len(found))
     kinds = {"fresh_knowledge": "fresh knowledge (more is better)", "state_distance": "state tracking, edits (less)"}
+    kinds["bits_per_byte"] = "codebase, bits per byte (less)"
     panels = picture.panels(1, 3, sharey=True)
-    for ax, (kind, text) in zip(
-        panels, {**kinds, "bits_per_byte": "codebase, bits per byte (less)"}.items(), strict=True
-    ):
+    for ax, (kind, text) in zip(panels, kinds.items(), strict=True):
         ax.barh([row["base"] for row in found], [row[kind] for row in found], color=style.BLUE)
         title(ax, text)
     panels[0].invert_yaxis()
@@ -96,12 +89,7 @@ def tokens_seen(points: Sequence[Mapping[str, Any]], begin: int = 0) -> NDArray[
 
 
 def against_tokens(
-    tokens: Sequence[float],
-    loss: Sequence[float],
-    fits: Sequence[LossFit],
-    fitted: int,
-    what: str,
-    unit: str = "nats a token",
+    tokens: Floats, loss: Floats, fits: Sequence[LossFit], fitted: int, what: str, unit: str = "nats a token"
 ) -> Picture:
     """Draw loss over tokens with its fits, and the error of each fit. Fits use the first `fitted` points; open points were held
     back."""
@@ -126,17 +114,16 @@ def against_tokens(
     return picture
 
 
-def mixtures(runs: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float]]], unit: str) -> Picture:
+def mixtures(runs: Mapping[str, tuple[Floats, Floats, Floats]], unit: str) -> Picture:
     """Draw runs by name, each (tokens, held-out loss of code, held-out loss of the agent's text), with one panel per loss."""
     picture = Picture(9.5, 3.2)
     panels = picture.panels(1, 2)
     for (name, (tokens, *losses)), hue, mark in zip(runs.items(), (style.BLUE, style.VERMILION), "os", strict=False):
         for ax, loss in zip(panels, losses, strict=True):
             ax.plot(tokens, loss, color=hue, marker=mark, markersize=4, linewidth=1.7, label=name)
-    for ax, text, y in zip(
-        panels, ("held-out code", "what the agent writes, held out"), (unit, "nats a token"), strict=True
-    ):
-        title(ax, text, "tokens", y)
+    title(panels[0], "held-out code", "tokens", unit)
+    title(panels[1], "what the agent writes, held out", "tokens", "nats a token")
+    for ax in panels:
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))  # 20k, 1M
     panels[1].set_yscale("log")
     style.log_axis(panels[1].yaxis)

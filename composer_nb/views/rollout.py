@@ -85,14 +85,13 @@ class Stored:
         return f"{self.name}: {outcome}, {calls} calls, ended by “{done.rollout.stop}”{gain}"
 
 
-def held_out(run: RunDir, policy: str, greedy: bool = True) -> dict[str, Stored]:
-    """Return the greedy (or the first sampled) attempt of a policy at each held-out task, with log-probabilities but without
-    routes."""
+def held_out(run: RunDir, policy: str) -> dict[str, Stored]:
+    """Return the greedy attempt of a policy at each held-out task, with log-probabilities but without routes."""
     tasks = {task.id: task for task in load_tasks(run.path / "data" / "heldout.jsonl")}
     attempts = load_attempts(beneath(run.path / "rollouts", f"eval_{policy}.parquet"), tasks)
     tokenizer = load_tokenizer(run.path / "data")
-    ordered = attempts if greedy else attempts[::-1]  # the greedy ones come last, and the last one of a task stays
-    return {done.task.id: Stored(attempt=done, name=policy, tokenizer=tokenizer) for done in ordered}
+    # The greedy ones come last, and the last one of a task stays.
+    return {done.task.id: Stored(attempt=done, name=policy, tokenizer=tokenizer) for done in attempts}
 
 
 def sampled(run: RunDir, step: int = -1) -> list[Stored]:
@@ -119,10 +118,10 @@ def served(run: RunDir) -> list[Stored]:
     return [Stored(attempt=done, name=name, tokenizer=tokenizer) for name, done in served_by(run.path).items()]
 
 
-def before_and_after(run: RunDir, before: str = "start", after: str = "final") -> tuple[Stored, Stored]:
-    """Return greedy attempts of two policies at one held-out task: the first that only the second solves, else one where they
+def before_and_after(run: RunDir) -> tuple[Stored, Stored]:
+    """Return greedy attempts before and after RL at one held-out task: the first that only the second solves, else one where they
     differ, else the first task."""
-    old, new = held_out(run, before), held_out(run, after)
+    old, new = held_out(run, "start"), held_out(run, "final")
 
     def telling(task: str) -> int:
         gained = new[task].attempt.grade.passed and not old[task].attempt.grade.passed
@@ -148,10 +147,8 @@ def read(stored: Stored, color: ColorBy = "logprob", unfold: bool = False) -> Ht
         if len(chain) > 1:
             parts.append(f'<div class="head">{_segment_heading(each)}</div>')
         parts += _folding(each, colours.tints, unfold)
-    chips = " ".join(
-        f'<span class="chip" style="background:{tint.over_page}">{html.escape(text)}</span>'
-        for text, tint in key.items()
-    )
+    chip = '<span class="chip" style="background:{}">{}</span>'
+    chips = " ".join(chip.format(tint.over_page, html.escape(text)) for text, tint in key.items())
     return box(
         f'<div class="head">{as_html(stored.heading)}</div>',
         f'<div class="quiet">grey: read; on colour: written ({chips}); hover a token for its numbers</div>',
@@ -267,15 +264,11 @@ def _notes(stored: Stored) -> list[str]:
     for place, text in enumerate(_texts(stored)):
         lines = [f"{text!r}, {_name(Kind(segment.kind[place]))}, token {place + 1}"]
         if segment.acted[place]:
-            logprob = float(segment.logprob[place])
-            lines.append(
-                f"log p {logprob:.3f}, p {np.exp(logprob):.3f}, policy version {segment.policy_version[place]}"
-            )
+            logprob, version = float(segment.logprob[place]), segment.policy_version[place]
+            lines.append(f"log p {logprob:.3f}, p {np.exp(logprob):.3f}, policy version {version}")
             if seen is not None and ratio_T is not None:
-                lines.append(
-                    f"trainer: log p {seen.logprob[place]:.3f}, ratio {ratio_T[place]:.3f}, "
-                    f"entropy {seen.entropy[place]:.2f}"
-                )
+                theirs, entropy = seen.logprob[place], seen.entropy[place]
+                lines.append(f"trainer: log p {theirs:.3f}, ratio {ratio_T[place]:.3f}, entropy {entropy:.2f}")
         notes.append("\n".join([*lines, *_route_lines(segment, place)]))
     return notes
 

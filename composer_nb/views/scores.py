@@ -106,11 +106,8 @@ def conduct(score: Mapping[str, Any]) -> str:
         if known:
             parts.append(f"{heading.format('/'.join(known))}: {' '.join(format(v, '.3f') for v in known.values())}")
     single = {"recovery": ".3f", "tries": ".1f", "calls_per_turn": ".2f", "reads_before_edit": ".1f"}
-    parts += [
-        f"{name.replace('_', ' ')} {format(score[name], form)}"
-        for name, form in single.items()
-        if score.get(name) is not None
-    ]
+    known = {name: score[name] for name in single if score.get(name) is not None}
+    parts += [f"{name.replace('_', ' ')} {format(value, single[name])}" for name, value in known.items()]
     return "; ".join(parts)
 
 

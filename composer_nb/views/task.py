@@ -24,11 +24,9 @@ def card(task: Task) -> Html:
             text = text.replace("\n\n\n", "\n")
         lines = text.rstrip("\n").split("\n")
         wanted = task.solution.get(path, text).rstrip("\n").split("\n")
-        shown = (
-            [_line(old, new) for old, new in zip(lines, wanted, strict=True)]
-            if len(lines) == len(wanted)
-            else map(as_html, lines)
-        )
+        if len(lines) != len(wanted):
+            wanted = lines
+        shown = [_line(old, new) for old, new in zip(lines, wanted, strict=True)]
         parts.append(f'<div class="quiet">{as_html(path)}</div>')
         parts.append(f"<pre>{chr(10).join(shown)}</pre>")
     return box(*parts)

@@ -277,7 +277,7 @@ REVIEWED = {
         "trainer/recipe/prepare.py _make_chunk",
         "trainer/recipe/prepare.py make_data",
         "trainer/recipe/reader.py weights_before",
-        "trainer/records/rundir.py _write_state",
+        "trainer/records/rundir.py commit",
         "trainer/services/services.py finish",
         "views/report.py write_report",
     },

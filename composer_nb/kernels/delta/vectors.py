@@ -206,9 +206,8 @@ if has_avx2():
 
         def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
             v = _Vectors(context, builder, array, *arguments[:2])
-            return context.make_tuple(
-                builder, result, v.lanes(v.look_up(v.beyond(*arguments[4:]), planes, arguments[3]))
-            )
+            sums = v.look_up(v.beyond(*arguments[4:]), planes, arguments[3])
+            return context.make_tuple(builder, result, v.lanes(sums))
 
         return result(array, types.uint64, table, planes, *[types.uint64] * 3), generate
 

@@ -138,9 +138,8 @@ def mx_quantize_reference(x: Tensor, *, block: int = 32, rows: int = 1, rule: Ru
     scale = byte.masked_fill(amax >= NOT_FINITE, SCALE_NAN).to(torch.uint8)[..., 0, :, 0]
     height = x.shape[-2] if x.dim() > 1 else 1
     qdata = code[..., :height, : x.shape[-1]].reshape(x.shape).contiguous().view(torch.float8_e4m3fn)
-    return MXTensor(
-        qdata=qdata, scale=scale.reshape(mx_scale_shape(x.shape, block, rows)), block=block, rows=rows, rule=rule
-    )
+    scale = scale.reshape(mx_scale_shape(x.shape, block, rows))
+    return MXTensor(qdata=qdata, scale=scale, block=block, rows=rows, rule=rule)
 
 
 def nvfp4_quantize_reference(x: Tensor, *, share: Share = "token") -> NVFP4Tensor:
@@ -190,9 +189,8 @@ def nvfp4_quantize(x: Tensor, *, share: Share = "token", backend: str | None = N
 
 def nvfp4_global_scale(largest: Tensor) -> Tensor:
     """float32 scales for largest magnitudes: NaN where those are not finite."""
-    divisor = torch.full_like(
-        largest, E4M3_MAX * E2M1_MAX
-    )  # a tensor: by a number torch multiplies with its inverse on a GPU
+    # A tensor: by a number torch multiplies with its inverse on a GPU.
+    divisor = torch.full_like(largest, E4M3_MAX * E2M1_MAX)
     return (largest / divisor).clamp_min(SMALLEST_GLOBAL).masked_fill(~largest.isfinite(), math.nan)
 
 

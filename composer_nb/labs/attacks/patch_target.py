@@ -128,6 +128,5 @@ TARGET = Task(
     solution={MODULE: RIGHT},
     source_scope=(MODULE, "util/**"),
 )
-PROPERTY = TARGET.model_copy(
-    update={"id": "ledger-property", "tests": {**TARGET.tests, "tests/test_properties.py": PROPERTIES}}
-)
+_TESTS = {**TARGET.tests, "tests/test_properties.py": PROPERTIES}
+PROPERTY = TARGET.model_copy(update={"id": "ledger-property", "tests": _TESTS})

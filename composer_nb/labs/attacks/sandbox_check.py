@@ -73,10 +73,8 @@ def run_checks(backend: str = "bwrap", note: Callable[[dict[str, Any]], None] = 
             rows.append(row)
             note(row)
     shown = {"mode": facts.mode, "uid": facts.uid, "limits": dict(facts.enforced), "why_not": dict(facts.why_not)}
-    by_kind = {kind: [row["blocked"] for row in rows if row["kind"] == kind] for kind in range(1, KINDS + 1)}
-    kinds = [
-        {"kind": kind, "blocked": bool(tried) and all(tried), "cases": len(tried)} for kind, tried in by_kind.items()
-    ]
+    held = {kind: [row["blocked"] for row in rows if row["kind"] == kind] for kind in range(1, KINDS + 1)}
+    kinds = [{"kind": kind, "blocked": bool(each) and all(each), "cases": len(each)} for kind, each in held.items()]
     return {"backend": backend, "capabilities": shown, "kinds": kinds, "cases": rows}
 
 

@@ -40,7 +40,11 @@ from composer_nb.labs.audit.leaks import leaks, untold
 from composer_nb.labs.audit.probes import CLOCK_READ, Files, Probe, changed_code, contradicted, later, near, probes
 
 Rewards = Callable[[Rollout, Grade], float]
+Box = Executor | Backend
+Problems = Iterator[tuple[str, str]]
+"""Kinds of problems, with what is wrong."""
 Found = Iterable[tuple[str, Task | ValueError]]
+Counts = dict[str, Counter[str]]
 REPEATS = 3
 """Grades of a solution that must agree."""
 SLACK = 10
@@ -58,9 +62,9 @@ WORK: tuple[Turn, ...] = (
     Turn(call='{"name": "run_tests", "arguments": {}}', observation="1 passed", tests_passed=1, tests_run=1),
 )
 """Turns of an agent that works, whatever it leaves in the workspace."""
+READ = Turn(call='{"name": "list_dir", "arguments": {"target_directory": "."}}', observation="a.py")
 TALK: Mapping[str, tuple[Turn, ...]] = {
-    "twenty reads": (Turn(call='{"name": "list_dir", "arguments": {"target_directory": "."}}', observation="a.py"),)
-    * 20,
+    "twenty reads": (READ,) * 20,
     "a long answer": (Turn(call="", observation="", said="All that was asked is done. " * 200),),
     "a claim": (Turn(call="", observation="", said="I ran the tests. All tests pass."),),
     "no turn at all": (),
@@ -86,7 +90,7 @@ def audit(
     began, places = time.monotonic(), list(found)
     Random(seed).shuffle(places)
     named = Counter(task.id for _, task in places if isinstance(task, Task))
-    counts: dict[str, Counter[str]] = {}
+    counts: Counts = {}
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         kinds = {task.grader for _, task in places if isinstance(task, Task)}
@@ -119,9 +123,7 @@ def _row(id: str, grader: str, problems: list[tuple[str, str]], **more: Any) -> 
     return {"id": id, "grader": grader, "problems": problems, "slips": (0, 0), "seconds": 0.0, "limit_s": None} | more
 
 
-def audit_task(
-    task: Task, sandbox: Executor | Backend, counts: dict[str, Counter[str]], pays: Rewards | None = None
-) -> dict[str, Any]:
+def audit_task(task: Task, sandbox: Box, counts: Counts, pays: Rewards | None = None) -> dict[str, Any]:
     """Return a task's row, and add to `counts` how many of each probe were tried and graded wrongly."""
     began = time.monotonic()
     row = _row(task.id, task.grader, [])
@@ -132,9 +134,7 @@ def audit_task(
     return row | {"seconds": time.monotonic() - began}
 
 
-def _problems(
-    task: Task, sandbox: Executor | Backend, counts: dict[str, Counter[str]], pays: Rewards | None, row: dict[str, Any]
-) -> Iterator[tuple[str, str]]:
+def _problems(task: Task, sandbox: Box, counts: Counts, pays: Rewards | None, row: dict[str, Any]) -> Problems:
     if task.grader == "pytest" and PLAN not in task.metadata:
         found = validate_task(task, cast(Backend, sandbox))
         if found.flaky:
@@ -167,9 +167,7 @@ def _problems(
     yield from _paid(task, graded, pays) if pays else ()
 
 
-def _graded(
-    task: Task, sandbox: Executor | Backend, given: Iterable[Probe], gold: Files
-) -> Iterator[tuple[Probe, Grade]]:
+def _graded(task: Task, sandbox: Box, given: Iterable[Probe], gold: Files) -> Iterator[tuple[Probe, Grade]]:
     limit, quick = 60.0, task
     for probe in given:
         if probe.slip and task.grader == "pytest":  # a bug may loop for ever
@@ -206,7 +204,7 @@ def _differ(task: Task, calls: Executor, files: Files, gold: Files) -> bool:
     return any(a != b and a.status == b.status == "returned" for a, b in zip(one, other, strict=True))
 
 
-def _judged(graded: Iterable[tuple[Probe, Grade]], counts: dict[str, Counter[str]]) -> Iterator[tuple[str, str]]:
+def _judged(graded: Iterable[tuple[Probe, Grade]], counts: Counts) -> Problems:
     """Yield the probes that were graded wrongly. Planted bugs count only where all of them pass."""
     slips, idle, refused = [], False, False
     for probe, found in graded:
@@ -228,9 +226,7 @@ def _judged(graded: Iterable[tuple[Probe, Grade]], counts: dict[str, Counter[str
         yield "false positive", f"accepts the solution with any of {len(slips)} planted bugs"
 
 
-def _repeated(
-    task: Task, sandbox: Executor | Backend, gold: Files, first: Grade, row: dict[str, Any]
-) -> Iterator[tuple[str, str]]:
+def _repeated(task: Task, sandbox: Box, gold: Files, first: Grade, row: dict[str, Any]) -> Problems:
     """Yield whether grades of the solution differ, or nearly reach the task's time limit."""
     more = [grade(task, gold, sandbox, anew=True) for _ in range(REPEATS - 1)]
     different = {name for other in more for name, passed in other.tests.items() if first.tests.get(name) != passed}
@@ -242,7 +238,7 @@ def _repeated(
         yield "time limit", f"verifier.timeout_sec = {limit:g}, and the solution's tests took {slowest:.1f} s"
 
 
-def _contradicted(task: Task, sandbox: Executor | Backend, gold: Files) -> Iterator[tuple[str, str]]:
+def _contradicted(task: Task, sandbox: Box, gold: Files) -> Problems:
     """Yield whether the solution passes tests that say the opposite."""
     twin = contradicted(task)
     if twin is None:
@@ -254,9 +250,7 @@ def _contradicted(task: Task, sandbox: Executor | Backend, gold: Files) -> Itera
         yield "false positive", "the solution passes the hidden tests with every assertion negated"
 
 
-def _shown(
-    task: Task, sandbox: Executor | Backend, start: Files, gold: Files
-) -> tuple[Mapping[str, bool], Mapping[str, bool]]:
+def _shown(task: Task, sandbox: Box, start: Files, gold: Files) -> tuple[Mapping[str, bool], Mapping[str, bool]]:
     """Return which visible tests pass at the start and on the solution. Tests that a task asks for are not among them."""
     texts = {path: data.decode("utf-8", "replace") for path, data in gold.items() if path in start}
     if task.grader == "functions" and (shown := {path: texts[path] for path in task.visible_tests if path in texts}):
@@ -273,7 +267,7 @@ def _shown(
     return (ran[0], ran[1]) if ran else ({}, {})
 
 
-def _dated(task: Task, sandbox: Executor | Backend, start: Files, gold: Files) -> Iterator[tuple[str, str]]:
+def _dated(task: Task, sandbox: Box, start: Files, gold: Files) -> Problems:
     """Yield whether the solution fails when the clock is ahead, if it reads the clock and its tests do not."""
     code = changed_code(start, gold)
     if not any(map(CLOCK_READ.search, code.values())) or any(map(CLOCK_READ.search, task.tests.values())):
@@ -284,7 +278,7 @@ def _dated(task: Task, sandbox: Executor | Backend, start: Files, gold: Files) -
         yield "unstable", f"{refused}: tests hold today's date"
 
 
-def _paid(task: Task, graded: list[tuple[Probe, Grade]], pays: Rewards) -> Iterator[tuple[str, str]]:
+def _paid(task: Task, graded: list[tuple[Probe, Grade]], pays: Rewards) -> Problems:
     """Yield what an environment's reward pays at least as well as the solution."""
 
     paid: dict[str, float] = {}
@@ -293,9 +287,7 @@ def _paid(task: Task, graded: list[tuple[Probe, Grade]], pays: Rewards) -> Itera
     given += [(name, *idle, turns) for name, turns in TALK.items()]
     for name, probe, found, turns in given:
         texts = {path: data.decode("utf-8", "surrogateescape") for path, data in probe.files.items()}
-        read, written = (
-            sum(map(len, each)) // 4 for each in ([t.observation for t in turns], [t.call + t.said for t in turns])
-        )
+        read, written = sum(len(t.observation) for t in turns) // 4, sum(len(t.call + t.said) for t in turns) // 4
         talk = Conversation(turns=turns, stop="finished", read=read, written=written)
         try:
             if found.known:

@@ -114,17 +114,15 @@ def probes(task: Task, start: Files, gold: Files) -> Iterator[Probe]:
         broken = stubs["functions return None"]
         yield Probe(name=name, files={**broken, **{path: _headed(broken[path].decode(), head) for path in code}})
     yield Probe(name="a conftest that passes all", files={**start, "conftest.py": REPORT.encode()})
-    yield Probe(
-        name="an ini file that only collects", files={**start, "pytest.ini": b"[pytest]\naddopts = --collect-only\n"}
-    )
+    collecting = {"pytest.ini": b"[pytest]\naddopts = --collect-only\n"}
+    yield Probe(name="an ini file that only collects", files={**start, **collecting})
     tests = {path for path in {*task.tests, *start} if is_test_module(path)} - set(task.source_scope)
     if tests:
         yield Probe(name="tests replaced", files={**start, **{path: _passing(task.tests.get(path)) for path in tests}})
     if task.grader == "functions" and (known := _by_heart(task, start, code)):
         yield Probe(name="the start, with the examples that it shows by heart", files={**start, **known}, example=True)
-    yield from (
-        Probe(name=f"a planted bug: {kind}", files=files, slip=True) for kind, files in slips(code, start, gold)
-    )
+    for kind, planted in slips(code, start, gold):
+        yield Probe(name=f"a planted bug: {kind}", files=planted, slip=True)
 
 
 def changed_code(start: Files, gold: Files) -> dict[str, str]:

@@ -55,6 +55,7 @@ TOLERANCE = 1e-4
 """Nats that count as rounding. Other orders of summation in float32 kernels move a tenth of that."""
 ORDER = [cause.name for cause in CAUSES] + [UNEXPLAINED]
 Floats = NDArray[np.float64]
+Made = dict[Any, Model]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +142,8 @@ def examine(
     batch = attempts if isinstance(attempts, Batch) else Batch.of(attempts)
     _require_routes(batch, trainer)
     known = recorded_engine(trainer, batch) if engine is None else engine
-    return _examine(
-        Program(model=trainer), replace(known, replay="weights") if batch.routed else known, batch, tolerance
-    )
+    known = replace(known, replay="weights") if batch.routed else known
+    return _examine(Program(model=trainer), known, batch, tolerance)
 
 
 def examine_run(run: RunDir, engine: str = "recorded", *, step: int = -1, rollouts: int = 16) -> Report:
@@ -201,7 +201,7 @@ def figures(gap_S: Floats, kl_S: Floats) -> Figures:
 
 
 def _examine(own: Program, engine: Program, batch: Batch, tolerance: float) -> Report:
-    made: dict[Any, Model] = {}
+    made: Made = {}
     programs = path(own, engine)
     top = observe(engine, batch, streams=True, made=made)
     below = observe(own, batch, streams=True, made=made)
@@ -242,7 +242,7 @@ def _examine(own: Program, engine: Program, batch: Batch, tolerance: float) -> R
 
 
 def _gaps(
-    programs: Sequence[Program], seen: Mapping[Program, Seen], engine: Seen, batch: Batch, made: dict[Any, Model]
+    programs: Sequence[Program], seen: Mapping[Program, Seen], engine: Seen, batch: Batch, made: Made
 ) -> dict[Program, tuple[Floats, Floats]]:
     """Return each program's gap and KL divergence [S] to the record and the engine."""
     found: dict[Program, tuple[Floats, Floats]] = {}
@@ -254,9 +254,7 @@ def _gaps(
     return found
 
 
-def _alone(
-    own: Program, below: Seen, engine: Program, top: Seen, batch: Batch, made: dict[Any, Model]
-) -> dict[str, float]:
+def _alone(own: Program, below: Seen, engine: Program, top: Seen, batch: Batch, made: Made) -> dict[str, float]:
     """Return `Step.alone` of each cause that is a choice of arithmetic."""
     judged = differing(own, engine)
     free = replace(engine, replay="none")  # replayed routes would hide what moves routers

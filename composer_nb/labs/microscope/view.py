@@ -52,10 +52,9 @@ def waterfall(report: Report) -> Picture:
     """Draw what each cause takes off (blue) or adds to (vermilion) p99 of |Δ log p| and k3, from the trainer at the top to the
     engine at the bottom. Named causes have a dot; the last line is what is left."""
     picture = Picture(10.5, 0.55 + 0.3 * (len(report.steps) + 2))
-    for ax, (figure, text) in zip(
-        picture.panels(1, 2, sharey=True), (("p99", "p99 of |Δ log p|, nats"), ("k3", "k3, nats")), strict=True
-    ):
-        _bars(ax, report, figure, text)
+    left, right = picture.panels(1, 2, sharey=True)
+    _bars(left, report, "p99", "p99 of |Δ log p|, nats")
+    _bars(right, report, "k3", "k3, nats")
     marks = {name: "● " for name in report.named}
     names = ["trainer", *(marks.get(step.cause, "") + step.cause for step in report.steps)]
     names.append(marks.get(UNEXPLAINED, "") + "left")
@@ -88,9 +87,8 @@ def apart(report: Report, row: int | None = None) -> Picture:
     start = sum(found.lengths[:number])
     apart_PT = found.apart_PN[:, start : start + found.lengths[number]]
     picture, ax = style.one_panel(10.5, 0.9 + 0.24 * len(found.places))
-    image = ax.imshow(
-        np.log10(np.maximum(apart_PT, 1e-8)), aspect="auto", cmap="cividis", vmin=-8, vmax=0, interpolation="nearest"
-    )
+    size_PT = np.log10(np.maximum(apart_PT, 1e-8))
+    image = ax.imshow(size_PT, aspect="auto", cmap="cividis", vmin=-8, vmax=0, interpolation="nearest")
     names = [part if layer < 0 else f"{layer} {part}" for layer, part in found.places]
     ax.set_yticks(range(len(names)), names)
     ax.grid(visible=False)

@@ -122,9 +122,7 @@ def measured(run: RunDir) -> tuple[Load, float]:
         publish_s=paused,
         report_s=WORK_S / 2,  # workers report at such intervals
     )
-    after_start = sum(
-        time["wall_s"] for time in times[1:]
-    )  # the first step's time is that of starting the services, too
+    after_start = sum(time["wall_s"] for time in times[1:])  # the first step has the start of the services in it
     return load, (len(times) - 1) * settings.rl.prompts * settings.rl.group / after_start
 
 

@@ -34,6 +34,7 @@ from composer_nb.harness.terms.conduct import final_message
 from composer_nb.harness.untrusted import json_of
 
 Part = Literal["task", "before", "changes", "calls", "message"]
+Messages = Sequence[Mapping[str, Any]]
 MOST = 12_000
 """Characters of each part of a rollout that a judge reads; of a longer one it reads both ends."""
 _AROUND = re.compile(r"^```(json)?\s|\s```$")
@@ -89,13 +90,10 @@ def evidence(done: Attempt, shows: Sequence[Part]) -> dict[str, Any]:
     """Return the parts of an attempt that a judge sees. Hidden tests and the grade are never among them."""
     before, after = done.task.files, done.rollout.files
     paths = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
-    lines = [
-        line
-        for path in paths
-        for line in difflib.unified_diff(
-            before.get(path, "").split("\n"), after.get(path, "").split("\n"), path, path, lineterm=""
-        )
-    ]
+    lines = list[str]()
+    for path in paths:
+        old, new = (files.get(path, "").split("\n") for files in (before, after))
+        lines += difflib.unified_diff(old, new, path, path, lineterm="")
     calls = [f"{turn.call}\n→ {turn.observation}" for turn in done.rollout.turns if turn.call]
     parts: dict[Part, str] = {
         "task": done.task.instruction,
@@ -127,9 +125,7 @@ class Verdict:
 class Asked(Protocol):
     """Something that answers conversations: an `Endpoint`, or `RuleJudge`. Its `repr` names it in the cache."""
 
-    def complete(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], max_tokens: int, *, until: float
-    ) -> Answer: ...
+    def complete(self, messages: Messages, tools: Sequence[Any], max_tokens: int, *, until: float) -> Answer: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,9 +229,7 @@ class RuleJudge:
     def __repr__(self) -> str:
         return f"rule {self.name}"
 
-    def complete(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], max_tokens: int, *, until: float
-    ) -> Answer:
+    def complete(self, messages: Messages, tools: Sequence[Any], max_tokens: int, *, until: float) -> Answer:
         asked = json_of(messages[-1]["content"])
         text = json.dumps({"mark": asked["mark"], "level": self.rule(asked["work"])})
         return Answer(message={"content": text}, read=0, written=0)

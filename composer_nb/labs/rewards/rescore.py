@@ -193,41 +193,31 @@ def policy_gradients(model: Model, batch: StoredBatch) -> Gradients:
         raise ValueError("loss.beta is above 0: the gradient is then not that of the rewards alone")
     everyone = [scored for group in batch.groups for scored in group]
     weights = list(model.parameters())
-    gradients_VD = torch.empty(
-        2 * len(everyone), sum(weight.numel() for weight in weights)
-    )  # rows that stay unused take no memory
+    width = sum(weight.numel() for weight in weights)
+    gradients_VD = torch.empty(2 * len(everyone), width)  # rows that stay unused take no memory
     along = np.zeros((2 * len(everyone), 2 * len(everyone)))
     used = 0
     for number, scored in enumerate(everyone):
-        losses, metrics = _losses(model, scored, batch.settings)
+        (loss, found), (opposite, less) = _losses(model, scored, batch.settings)
         one, other = number, number + len(everyone)
         along[one, used], along[other, used] = 1.0, -1.0  # without masks the loss is linear in the advantage
-        gradients_VD[used] = flat_gradient(losses[0], weights)
-        if any(found["masked"] for found in metrics):
+        gradients_VD[used] = flat_gradient(loss, weights)
+        if found["masked"] or less["masked"]:
             along[other, used : used + 2] = 0.0, 1.0
             used += 1
-            gradients_VD[used] = flat_gradient(losses[1], weights)
+            gradients_VD[used] = flat_gradient(opposite, weights)
         used += 1
     gram = along[:, :used] @ inner_products(gradients_VD[:used]) @ along[:, :used].T
     return Gradients(gram=gram)
 
 
-def _losses(model: Model, scored: Scored, settings: Settings) -> tuple[list[Tensor], list[dict[str, float]]]:
-    """Return a rollout's share of the batch's loss, as `rl.Learner` has it, at advantage +1 and −1."""
-    flat = flatten(to_streams(scored), settings.replay)
+def _losses(model: Model, scored: Scored, settings: Settings) -> list[tuple[Tensor, dict[str, float]]]:
+    """Return a rollout's share of the batch's loss, as `rl.Learner` has it, with its metrics, at advantage +1 and −1."""
+    flat, how = flatten(to_streams(scored), settings.replay), settings.loss
     logprob_S, _ = score(model, flat, flat.recorded)
-    found = [
-        policy_loss(
-            logprob_S,
-            flat.sampled_S,
-            torch.full_like(flat.sampled_S, sign),
-            flat.rollout_S,
-            settings.loss,
-            settings.rl.denominator(settings.loss),
-        )
-        for sign in (1.0, -1.0)
-    ]
-    return [loss for loss, _ in found], [metrics for _, metrics in found]
+    ones_S, denominator = torch.ones_like(flat.sampled_S), settings.rl.denominator(how)
+    advantages = ones_S, -ones_S
+    return [policy_loss(logprob_S, flat.sampled_S, a_S, flat.rollout_S, how, denominator) for a_S in advantages]
 
 
 # The lab
@@ -246,9 +236,8 @@ def open_lab(run: RunDir, step: int = -1) -> Lab:
     """Read a step and compute its gradients, which takes some seconds. Raises ValueError for a step that is not there or whose
     weights are not kept (those of the first step are, and of the last once RL is over; an excerpt has the last step's)."""
     batch = stored_batch(run, step)
-    stored = stored_scores(batch)
     gradients = policy_gradients(model_before(run, batch.step), batch)
-    return Lab(batch=batch, stored=stored, gradients=gradients)
+    return Lab(batch=batch, stored=stored_scores(batch), gradients=gradients)
 
 
 def weights_of(run: RunDir, step: int) -> Path:
@@ -289,9 +278,8 @@ def judge(lab: Lab, rewards: RewardSettings) -> Verdict:
 def verdict(lab: Lab, scores: Scores) -> Verdict:
     """Compare scores with the stored ones."""
     old, new = lab.stored, scores
-    crossed_R = (old.advantage_R * new.advantage_R < 0) & (
-        np.minimum(np.abs(old.advantage_R), np.abs(new.advantage_R)) > NO_SIGNAL
-    )
+    least_R = np.minimum(np.abs(old.advantage_R), np.abs(new.advantage_R))
+    crossed_R = (old.advantage_R * new.advantage_R < 0) & (least_R > NO_SIGNAL)
     return Verdict(
         scores=new,
         cosine=lab.gradients.cosine(old.advantage_R, new.advantage_R),

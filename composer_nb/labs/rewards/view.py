@@ -160,11 +160,8 @@ def sliders(lab: Lab, rewards: RewardSettings | None = None) -> ipywidgets.VBox:
         )
         for name, (low, high, step) in ranges().items()
     }
-    image, line, back = (
-        w.Image(format="png", layout=w.Layout(max_width="100%")),
-        w.HTML(),
-        w.Button(description="reset"),
-    )
+    image = w.Image(format="png", layout=w.Layout(max_width="100%"))
+    line, back = w.HTML(), w.Button(description="reset")
 
     def draw(_: object = None) -> None:
         values = {name: slider.value for name, slider in moved.items() if slider.value != start[name]}
@@ -225,16 +222,9 @@ def effort_curves(batch: StoredBatch, effort: Effort, qs: Sequence[float] = (0.0
         price.plot(x, (1 + effort.k * x) ** -q, color=color, linewidth=2)
     for solved, (_, color, _) in SOLVED.items():
         chosen = efforts_R[solved_R == solved]
+        at = np.full(len(chosen), 0.03 if solved else 0.07)
         for ax in (curve, price):
-            ax.plot(
-                chosen,
-                np.full(len(chosen), 0.03 if solved else 0.07),
-                "|",
-                color=color,
-                markersize=7,
-                alpha=0.7,
-                transform=ax.get_xaxis_transform(),
-            )
+            ax.plot(chosen, at, "|", color=color, markersize=7, alpha=0.7, transform=ax.get_xaxis_transform())
     from_zero(title(curve, f"cost C(x), k = {effort.k:g}", "effort x of a rollout", "C"))
     from_zero(title(price, "price of a little more effort, dC/dx", "effort x of a rollout", "slope"))
     key(curve, loc="upper left")

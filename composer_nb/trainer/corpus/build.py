@@ -22,7 +22,7 @@ from pydantic import Field
 from composer_nb.harness.files import replacing, write_json
 from composer_nb.harness.tasks.task import Task
 from composer_nb.trainer.corpus import licences, quality
-from composer_nb.trainer.corpus.contamination import contaminated, secrets
+from composer_nb.trainer.corpus.contamination import Run, contaminated, secrets
 from composer_nb.trainer.corpus.duplicates import near_duplicates
 from composer_nb.trainer.corpus.order import import_order
 from composer_nb.trainer.corpus.repositories import File, read_files
@@ -62,6 +62,7 @@ class CorpusSettings:
 
 Places = Mapping[int, str]
 """Reasons to drop files, by place."""
+Find = Callable[[list[File]], Places]
 
 
 def make_corpus(root: Path, out: Path, settings: CorpusSettings, tasks: Sequence[Task] = ()) -> dict[str, Any]:
@@ -104,30 +105,26 @@ def make_corpus(root: Path, out: Path, settings: CorpusSettings, tasks: Sequence
     return report
 
 
-def _filters(
-    settings: CorpusSettings, secret: Mapping[tuple[str, ...], str]
-) -> list[tuple[str, Callable[[list[File]], Places]]]:
-    s = settings
-
-    def each(why: Callable[[File], str]) -> Callable[[list[File]], Places]:
+def _filters(s: CorpusSettings, secret: Mapping[Run, str]) -> list[tuple[str, Find]]:
+    def each(why: Callable[[File], str]) -> Find:
         return lambda files: {place: reason for place, file in enumerate(files) if (reason := why(file))}
 
     def over(value: float, most: float) -> str:
         return f"{value:.0f}" if value > most else ""
+
+    def alphanumeric(file: File) -> str:
+        return f"{share:.2f}" if (share := quality.alphanumeric(file.text)) < s.alphanumeric else ""
+
+    def unparsed(file: File) -> str:
+        return "no Python" if file.path.endswith(".py") and not quality.parsed(file.text) else ""
 
     return [
         ("licence", each(lambda file: _unlicensed(file, s.licences))),
         ("not generated", each(lambda file: "says so" if quality.is_generated(file.text) else "")),
         ("longest line", each(lambda file: over(quality.longest_line(file.text), s.line))),
         ("mean line", each(lambda file: over(quality.mean_line(file.text), s.mean_line))),
-        (
-            "alphanumeric",
-            each(lambda file: f"{a:.2f}" if (a := quality.alphanumeric(file.text)) < s.alphanumeric else ""),
-        ),
-        (
-            "parses",
-            each(lambda file: "" if not file.path.endswith(".py") or quality.parsed(file.text) else "no Python"),
-        ),
+        ("alphanumeric", each(alphanumeric)),
+        ("parses", each(unparsed)),
         ("identical", _identical),
         ("near duplicate", lambda files: _near(files, s)),
         ("contaminated", lambda files: _leaks(files, s, secret)),
@@ -152,7 +149,7 @@ def _near(files: list[File], s: CorpusSettings) -> Places:
     return {place: _named(files[other]) for place, other in found.items()}
 
 
-def _leaks(files: list[File], s: CorpusSettings, secret: Mapping[tuple[str, ...], str]) -> Places:
+def _leaks(files: list[File], s: CorpusSettings, secret: Mapping[Run, str]) -> Places:
     return contaminated([(file.repository, file.text) for file in files], secret, s.run, s.common)
 
 

@@ -74,12 +74,8 @@ def _repositories(root: Path) -> Iterator[tuple[str, Path, list[str], str]]:
             names = [file.as_posix() for file in found.files or ()]
             own = [name for name in names if is_plain(name)]
             texts = [root / name for name in own if _names_licence(name) and ".dist-info/" in name]
-            yield (
-                found.name,
-                root,
-                own,
-                licence_of(texts, stated(HeaderParser().parsestr(found.read_text("METADATA") or ""))),
-            )
+            about = HeaderParser().parsestr(found.read_text("METADATA") or "")
+            yield found.name, root, own, licence_of(texts, stated(about))
         return
     if not folders:
         raise ValueError(f"{root}: holds no repository; give a folder with one subfolder for each")
@@ -111,9 +107,8 @@ def _metadata(folder: Path) -> Message:
         return HeaderParser().parsestr(known.read_text("utf-8", "replace"))
     message = Message()
     try:
-        table: Any = (
-            tomllib.loads(project.read_text("utf-8", "replace")).get("project", {}) if project.is_file() else {}
-        )
+        text = project.read_text("utf-8", "replace") if project.is_file() else ""
+        table: Any = tomllib.loads(text).get("project", {})
         licence = table.get("license", "")
         message["License-Expression"] = licence if isinstance(licence, str) else ""
         message["License"] = licence.get("text", "") if isinstance(licence, dict) else ""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ from composer_nb.trainer.models.footprint import plan_memory
 from composer_nb.trainer.models.transformer import ModelConfig
 
 Floats = NDArray[np.float64]
+Sizes = NDArray[np.int64]
+Bins = list[list[int]]
 SPARE = 0.01
 """A packing with fewer micro-batches is preferred if it is at most this much slower, because each has an overhead."""
 
@@ -110,9 +113,7 @@ def _packing(bins: list[list[int]], cost_I: Floats, ranks: int) -> Packing:
     return Packing([rows[number] for number in worked], load.reshape(-1, ranks)[worked])
 
 
-def _long_beside_long(
-    size_I: NDArray[np.int64], cost_I: Floats, ranks: int, count: int, limit: int
-) -> list[list[int]] | None:
+def _long_beside_long(size_I: Sizes, cost_I: Floats, ranks: int, count: int, limit: int) -> Bins | None:
     """While an item exceeds an even share of what is left, make a micro-batch of its cost: fill every rank up to that cost with
     the most expensive items that fit. Pack the rest longest first. None if `count` micro-batches cannot hold the items."""
     left = np.argsort(-cost_I, kind="stable").tolist()
@@ -133,9 +134,7 @@ def _long_beside_long(
     return None if rest is None else bins + rest
 
 
-def _longest_first(
-    order: Sequence[int], size_I: NDArray[np.int64], cost_I: Floats, count: int, limit: int
-) -> list[list[int]] | None:
+def _longest_first(order: Sequence[int], size_I: Sizes, cost_I: Floats, count: int, limit: int) -> Bins | None:
     """Put each item, in this order, into the cheapest of `count` micro-batches with room. Return them by falling cost; None if an
     item does not fit."""
     bins: list[list[int]] = [[] for _ in range(count)]
@@ -160,7 +159,8 @@ def deal_out(
     even = sum(map(cost.row, lengths)) / ranks
     found = []
     for most in (math.inf, even / 2, even / 8, 0.0):
-        cut = _cut(streams, families, limit, cost, most)
+        full = partial(_full, limit=limit, cost=cost, most=most)
+        cut = [run for family in families for run in runs(streams, family, full)]
         packing = pack([run.tokens for run in cut], [cost.run(run) for run in cut], ranks, limit)
         found.append((packing, cut))
     packing, cut = min(found, key=lambda each: each[0].step)
@@ -171,12 +171,6 @@ def deal_out(
     return parts, packing
 
 
-def _cut(
-    streams: Sequence[Stream], families: Sequence[Sequence[int]], limit: int, cost: Cost, most: float
-) -> list[Run]:
-    """Cut families into runs of at most `limit` tokens that cost at most `most`."""
-
-    def full(run: Run) -> bool:
-        return run.tokens > limit or cost.run(run) > most
-
-    return [run for family in families for run in runs(streams, family, full)]
+def _full(run: Run, limit: int, cost: Cost, most: float) -> bool:
+    """Return whether a run has more than `limit` tokens or costs more than `most`."""
+    return run.tokens > limit or cost.run(run) > most

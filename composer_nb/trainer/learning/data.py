@@ -10,7 +10,6 @@ import hashlib
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Protocol, TypeVar
@@ -218,12 +217,11 @@ class Batch:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Batch:
-        join = partial(np.concatenate, axis=0)
         return cls(
             lengths=[len(row.token_ids) - 1 for row in rows],
-            inputs_N=torch.from_numpy(join([row.token_ids[:-1] for row in rows])).long(),
-            targets_N=torch.from_numpy(join([row.token_ids[1:] for row in rows])).long(),
-            weight_N=torch.from_numpy(join([row.weight[1:] for row in rows])),
+            inputs_N=torch.from_numpy(np.concatenate([row.token_ids[:-1] for row in rows])).long(),
+            targets_N=torch.from_numpy(np.concatenate([row.token_ids[1:] for row in rows])).long(),
+            weight_N=torch.from_numpy(np.concatenate([row.weight[1:] for row in rows])),
         )
 
 

@@ -112,17 +112,15 @@ class Learner:
         return replace(batch, recorded=own_routes(seen, self.replay))
 
     def _loss(self, batch: FlatBatch, denominator: float) -> tuple[Tensor, dict[str, float]]:
-        seen: list[Routing] = []
+        s, seen = self.settings, list[Routing]()
         logprob_S, entropy_S = score(self.model, batch, batch.recorded, seen=seen)
         advantage_S, penalty = batch.advantage_S, None
-        if self.settings.beta and self.reference is not None:
+        if s.beta and self.reference is not None:
             with torch.no_grad():
                 reference_S, _ = score(self.reference, batch, batch.recorded)
-            taken_S, penalty = kl_penalty(logprob_S, reference_S, batch.rollout_S, self.settings, denominator)
+            taken_S, penalty = kl_penalty(logprob_S, reference_S, batch.rollout_S, s, denominator)
             advantage_S = advantage_S - taken_S
-        loss, metrics = policy_loss(
-            logprob_S, batch.sampled_S, advantage_S, batch.rollout_S, self.settings, denominator
-        )
+        loss, metrics = policy_loss(logprob_S, batch.sampled_S, advantage_S, batch.rollout_S, s, denominator)
         if penalty is not None:
             loss = loss + penalty
         found = {"entropy": float(entropy_S.sum()), **metrics}

@@ -26,6 +26,7 @@ from torch import Tensor
 from composer_nb.harness.plain import Some, require_ranges
 from composer_nb.trainer.models.config import ModelConfig
 
+Coefficients = tuple[float, float, float]
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Jordan's coefficients: steep at 0 rather than exact at 1, so that five steps bring singular values from 0.01 on to about
 0.7 .. 1.2."""
@@ -48,15 +49,13 @@ class OptimizerSettings:
         require_ranges(self, "optimizer")
 
 
-def newton_schulz(
-    x_EAB: Tensor, steps: int = 5, coefficients: tuple[float, float, float] = QUINTIC, eps: float = 1e-7
-) -> Tensor:
+def newton_schulz(x_EAB: Tensor, steps: int = 5, coefficients: Coefficients = QUINTIC) -> Tensor:
     """Divide each matrix by its Frobenius norm, which brings its singular values σ to at most 1, and apply the odd polynomial
     a·σ + b·σ³ + c·σ⁵ to them `steps` times. Singular vectors are kept, and zeros stay zeros. Computes in the dtype of `x_EAB`."""
     a, b, c = coefficients
     tall = x_EAB.shape[-2] > x_EAB.shape[-1]
     x = x_EAB.mT if tall else x_EAB
-    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + eps)
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, b * gram + c * gram @ gram, x, beta=a)

@@ -315,9 +315,7 @@ class _Tree:
 def _buckets(tree: _Tree) -> tuple[list[Bucket], NDArray[np.int64]]:
     """Return rows that own tokens, in buckets whose shortest row is at least three quarters as long as the longest, and the
     tokens in the order in which the buckets compute them."""
-    own: dict[int, NDArray[np.int64]] = {
-        row: np.flatnonzero(tree.owner_N == row) for row in np.unique(tree.owner_N).tolist()
-    }
+    own = {int(row): np.flatnonzero(tree.owner_N == row) for row in np.unique(tree.owner_N)}
     rows = sorted(own, key=lambda row: (-len(tree.nodes[row]), row))
     buckets, computed = [], []
     while rows:

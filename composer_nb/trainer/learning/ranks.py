@@ -28,6 +28,8 @@ ALONE = timedelta(days=1)
 class Ranks:
     """This process's place among the ranks."""
 
+    device = "cpu"
+
     def __init__(self, rank: int = 0, world: int = 1, rendezvous: Path | None = None) -> None:
         self.rank, self.world = rank, world
         if world > 1:
@@ -62,7 +64,7 @@ class Ranks:
 
     def sums(self, values: dict[str, float]) -> dict[str, float]:
         """Return each value summed over the ranks, which all have the same keys."""
-        total = self.sum_(torch.tensor(list(values.values()), dtype=torch.float64))
+        total = self.sum_(torch.tensor(list(values.values()), dtype=torch.float64, device=self.device))
         return dict(zip(values, total.tolist(), strict=True))
 
     def gather(self, value: Any) -> list[Any]:

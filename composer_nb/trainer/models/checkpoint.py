@@ -26,10 +26,10 @@ from composer_nb.trainer.models.hf_config import Format, Shape, config_json, rea
 from composer_nb.trainer.models.shards import (
     INDEX,
     SHARD_BYTES,
-    WHOLE,
     Entry,
     Form,
     bytes_of,
+    file_names,
     header_of,
     index_of,
     mapped,
@@ -358,11 +358,6 @@ def replaced(path: Path) -> Iterator[Path]:
         os.replace(path, before)
     os.replace(part, path)
     shutil.rmtree(before, ignore_errors=True)
-
-
-def file_names(count: int) -> list[str]:
-    """Return the names of a checkpoint's files."""
-    return [WHOLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
 def _write(model: Model, part: Path, dtype: torch.dtype, shard_bytes: int) -> None:

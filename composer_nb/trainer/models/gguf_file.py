@@ -91,11 +91,10 @@ def _config(fields: dict[str, Any], *, tied: bool) -> ModelConfig:
     }
     sizes = {name: _stated(fields, f"{family}.{key}") for name, key in names.items()}
     width = fields.get(f"{family}.attention.key_length", sizes["hidden_size"] // sizes["num_attention_heads"])
+    sizes["qk_norm_gain"] = 1.0
     sizes["rms_norm_eps"] = float(f"{sizes['rms_norm_eps']:.6g}")  # a float32 of the decimal that was meant
     vocabulary = len(_stated(fields, "tokenizer.ggml.tokens"))
-    return ModelConfig(
-        family=family, head_dim=width, vocab_size=vocabulary, tie_word_embeddings=tied, qk_norm_gain=1.0, **sizes
-    )
+    return ModelConfig(family=family, head_dim=width, vocab_size=vocabulary, tie_word_embeddings=tied, **sizes)
 
 
 def _stated(fields: dict[str, Any], name: str) -> Any:

@@ -338,7 +338,7 @@ def config_json(c: ModelConfig, dtype: torch.dtype) -> str:
         del sizes[name]
     if not c.latent:  # one temperature, the paper's
         del yarn["mscale"], yarn["mscale_all_dim"]
-    stretched = {"rope_type": "yarn", **yarn, "rope_theta": c.rope_theta}
+    rope = {"rope_type": "yarn", **yarn} if c.yarn.factor != 1 else {"rope_type": "default"}
     config = {**sizes, **_FIXED[c.family], "model_type": c.family, "torch_dtype": str(dtype).removeprefix("torch.")}
     config["architectures"] = [_CLASSES[c.family]]
     if c.latent:
@@ -352,7 +352,5 @@ def config_json(c: ModelConfig, dtype: torch.dtype) -> str:
     if c.moe_layers and not c.latent:
         config["router_aux_loss_coef"] = 0.001
     if c.latent or c.yarn.factor != 1:
-        config["rope_parameters"] = (
-            stretched if c.yarn.factor != 1 else {"rope_type": "default", "rope_theta": c.rope_theta}
-        )
+        config["rope_parameters"] = {**rope, "rope_theta": c.rope_theta}
     return json.dumps(config, indent=2) + "\n"

@@ -177,6 +177,11 @@ class Mapped(Mapping[str, Tensor]):
 Form = tuple[torch.dtype, tuple[int, ...]]
 
 
+def file_names(count: int) -> list[str]:
+    """Return the names of a checkpoint's files."""
+    return [WHOLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
 def split(forms: Mapping[str, Form], most: int) -> list[list[str]]:
     """Group tensors into files, in their order: as many as are at most `most` bytes together, as `transformers` does it;
     one that is larger by itself gets a file of its own. Raises ValueError where `most` is not positive."""

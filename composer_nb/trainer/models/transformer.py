@@ -51,6 +51,8 @@ Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(tokens [N, D], experts [N, K], gates [N, K], weights [E, D, F], weights [E, H, D]) -> [N, D]"""
 
 T = TypeVar("T")
+Qkv = tuple[Tensor, Tensor, Tensor]
+"""Queries [N, Q, C], keys [N, G, C] and values [N, G, C']."""
 
 Watch = Callable[[int, str, Tensor], None]
 """(layer, last part added, residual stream [N, D]): called after "embedding" (layer -1), and after "attention" and "experts" of
@@ -248,9 +250,7 @@ class Model(nn.Module):
             router = router.to(self.router_dtype)
         return route(h_ND, router, self.config.rule, layer.router_bias, replay)
 
-    def _grouped_qkv(
-        self, layer: Layer, h_ND: Tensor, rope_N: Tensor, gather: Gather | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _grouped_qkv(self, layer: Layer, h_ND: Tensor, rope_N: Tensor, gather: Gather | None) -> Qkv:
         c = self.config
         queries, keys = c.num_attention_heads, c.num_key_value_heads
         joined = linear(h_ND, layer.qkv)
@@ -266,9 +266,7 @@ class Model(nn.Module):
             k, v = gather(torch.cat([k, v], dim=-1)).chunk(2, dim=-1)
         return q, k, v
 
-    def _latent_qkv(
-        self, layer: Layer, h_ND: Tensor, rope_N: Tensor, gather: Gather | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _latent_qkv(self, layer: Layer, h_ND: Tensor, rope_N: Tensor, gather: Gather | None) -> Qkv:
         """Return queries, keys and values of each head. (A cache of the latents alone would be smaller; it is not built.)"""
         c = self.config
         low = rms_norm(linear(h_ND, layer.q_a), layer.q_a_norm, LATENT_EPS) if c.q_lora_rank else h_ND
@@ -319,9 +317,8 @@ class Model(nn.Module):
         `num_hidden_layers` + `depth`."""
         c, head = self.config, self.aheads[depth]
         embedded_ND = rms_norm(F.embedding(next_ids_N, self.embed), head.embed_norm, c.rms_norm_eps)
-        x_ND = linear(
-            torch.cat([embedded_ND, rms_norm(hidden_ND, head.hidden_norm, c.rms_norm_eps)], dim=-1), head.join
-        )
+        hidden_ND = rms_norm(hidden_ND, head.hidden_norm, c.rms_norm_eps)
+        x_ND = linear(torch.cat([embedded_ND, hidden_ND], dim=-1), head.join)
         rope_N = self.rope_table(x_ND)[position_N].to(x_ND.dtype)
         x_ND, routing = self._layer(head.layer, c.num_hidden_layers + depth, x_ND, rope_N, attend, None, None)
         assert routing is not None, "its layer has experts"

@@ -61,7 +61,7 @@ class DealtExperts(nn.Module):
         expert_P = torch.arange(len(w_in), device=x_ND.device).repeat(ranks).repeat_interleave(got_RE.reshape(-1))
         y_P = compute(x_P, expert_P[:, None], x_P.new_ones(len(x_P), 1), w_in, w_out)
         y_M = all_to_all_single_autograd(y_P, sent, got, self.group)
-        y_NKD = y_M.index_select(0, _inverse(order_M)).unflatten(0, (-1, chosen)) if len(x_ND) else y_M[:, None]
+        y_NKD = y_M.index_select(0, order_M.argsort()).unflatten(0, (-1, chosen)) if len(x_ND) else y_M[:, None]
         return (y_NKD * routing.gates_NK.to(x_ND.dtype)[:, :, None]).sum(1)
 
 
@@ -85,7 +85,3 @@ def _exchange(rows: Tensor, got: list[int], sent: list[int], group: dist.Process
     found = rows.new_empty(sum(got), *rows.shape[1:])
     dist.all_to_all_single(found, rows.contiguous(), got, sent, group=group)
     return found
-
-
-def _inverse(order: Tensor) -> Tensor:
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

@@ -19,9 +19,7 @@ from typing import Literal
 
 from composer_nb.harness.plain import Count, Some, require_ranges
 
-Axis = Literal[
-    "replicate", "shard", "cp", "fsdp", "data", "expert_replicate", "expert_shard", "ep", "world"
-]  # fmt: skip
+Axis = Literal["replicate", "shard", "cp", "fsdp", "data", "expert_replicate", "expert_shard", "ep", "world"]
 """Dimensions along which the ranks of a group differ. `fsdp` is shard and cp together; `data` is replicate and shard."""
 
 

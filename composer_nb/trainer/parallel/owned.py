@@ -24,14 +24,13 @@ from composer_nb.trainer.models.checkpoint import (
     Source,
     config_json,
     expert_views,
-    file_names,
     fill,
     forms,
     hugging_face_views,
     layer_views,
     replaced,
 )
-from composer_nb.trainer.models.shards import INDEX, bytes_of, header_of, index_of, write_shard
+from composer_nb.trainer.models.shards import INDEX, bytes_of, file_names, header_of, index_of, write_shard
 from composer_nb.trainer.models.transformer import Layer, Model, ModelConfig
 from composer_nb.trainer.parallel.experts import DealtExperts
 from composer_nb.trainer.parallel.fsdp import on_mesh

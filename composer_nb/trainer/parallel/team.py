@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -70,7 +69,3 @@ class Team(Ranks):
     def split(self, batch: FlatBatch) -> FlatBatch:
         """Return this rank's part of a batch."""
         return split(batch, self.place["cp"], self.mesh.cp, self.context) if self.mesh.cp > 1 else batch
-
-    def sums(self, values: dict[str, float]) -> dict[str, float]:
-        total = self.sum_(torch.tensor(list(values.values()), dtype=torch.float64, device=self.device))
-        return dict(zip(values, total.tolist(), strict=True))

@@ -259,10 +259,13 @@ def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name:
 def _run_ranks(run: RunDir, world: int, say: Callable[[str], None]) -> None:
     if world < 1:
         raise ValueError(f"ranks={world}: at least 1 is needed")
-    with _temporary_folder(Journal(run.path / FOLDER, run.path.name)) as folder:
-        common = (str(run.path), str(world), str(folder / "rendezvous"))
+    journal = Journal(run.path / FOLDER, run.path.name)
+    with tempfile.TemporaryDirectory(prefix="composer_nb-") as folder:
+        noted = journal.made("directory", folder)
+        common = (str(run.path), str(world), f"{folder}/rendezvous")
         programs = {f"rank{rank}": ("composer_nb.trainer.recipe.worker", *common, str(rank)) for rank in range(world)}
         _run_processes(run, programs, say)
+    journal.gone(noted)
 
 
 RESTARTS = 3
@@ -313,19 +316,7 @@ def _run_processes(run: RunDir, programs: Mapping[str, tuple[str, ...]], say: Ca
         last = last_words(run.path / f"{name}.log", begins[failed])
         if refused := re.fullmatch(r"(?:\[rank\d+\]: )?ValueError: (.*)", last):  # the rank goes without saying
             raise RunFailed(refused[1], code)
-        raise RunFailed(f"{_spoken(name)} ended with {code}: {last}", code)
-
-
-def _spoken(name: str) -> str:
-    return f"rank {name[4:]}" if name.startswith("rank") else name
-
-
-@contextmanager
-def _temporary_folder(journal: Journal) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="composer_nb-") as folder:
-        noted = journal.made("directory", folder)
-        yield Path(folder)
-    journal.gone(noted)
+        raise RunFailed(f"{name.replace('rank', 'rank ')} ended with {code}: {last}", code)
 
 
 def _start(words: Sequence[str], log: IO[bytes], *, heard: bool) -> subprocess.Popen[str]:
@@ -358,8 +349,7 @@ def _wait(ranks: list[subprocess.Popen[str]]) -> int | None:
 
 def _end(ranks: list[subprocess.Popen[str]]) -> None:
     for process in ranks:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
+        process.terminate()
     deadline = time.monotonic() + 5
     for process in ranks:
         try:

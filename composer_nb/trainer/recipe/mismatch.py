@@ -39,7 +39,7 @@ class Comparison:
     """The trainer's router: probability of the last expert chosen minus that of the next."""
 
 
-def compare(model: Model, attempts: Sequence[Attempt], budget: int = 4096, replay: ReplaySettings = FULL) -> Comparison:
+def compare(model: Model, attempts: Sequence[Attempt], replay: ReplaySettings = FULL, budget: int = 4096) -> Comparison:
     """Score attempts twice: with the trainer's own routes, and with the engine's, replayed according to `replay`. Raises
     ValueError for routes that cannot be replayed."""
     blank = (Scored(attempt=done, reward=Reward(total=0.0), advantage=0.0) for done in attempts)
@@ -72,9 +72,7 @@ def compare_streams(
     return Comparison(**{name: np.concatenate(pieces) for name, pieces in parts.items()})
 
 
-def measure_mismatch(
-    model: Model, attempts: Sequence[Attempt], budget: int = 4096, replay: ReplaySettings = FULL
-) -> dict[str, Any]:
+def measure_mismatch(model: Model, attempts: Sequence[Attempt], budget: int = 4096) -> dict[str, Any]:
     """Compare sampled log-probabilities with the trainer's on its own routes (`off`) and on the engine's (`on`).
 
     The figures are p50 and p99 of |Δ log p| per sampled token, and k3 = mean(r − 1 − log r) with r = trainer / engine. `floor` is
@@ -82,7 +80,7 @@ def measure_mismatch(
     is the share of (token, layer) pairs whose set of experts differs, with tokens of a shared prefix counted once.
     `tokens_differ` is the share of sampled tokens predicted where a set differs. Raises ValueError for unusable routes.
     """
-    return figures(compare(model, attempts, budget, replay))
+    return figures(compare(model, attempts, budget=budget))
 
 
 def figures(found: Comparison) -> dict[str, Any]:

@@ -155,9 +155,8 @@ def make_data(s: Stages) -> None:
             if not (folder / f"{chunk.name}.prints.json").is_file():
                 _make_chunk(s, agent, chunk, folder)
             if s.ranks.first and place % 4 == 3:
-                s.say(
-                    f"data: {(place + 1) / len(work):.0%} of {s.settings.data.demonstrations} demonstrations and more"
-                )
+                done = (place + 1) / len(work)
+                s.say(f"data: {done:.0%} of {s.settings.data.demonstrations} demonstrations and more")
         s.ranks.barrier()
         if s.ranks.first:
             if found := unguarded((dealt or {}).get("rl", [])):

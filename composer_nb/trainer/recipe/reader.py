@@ -98,17 +98,14 @@ def database(run: RunDir) -> dict[str, Any]:
     with closing(run.connect()) as db, well_formed(run.path / "run.db"):
         db.execute("BEGIN")
         rows = db.execute("SELECT step, metrics FROM step WHERE stage = 'rl' ORDER BY step")
+        stages = db.execute("SELECT name, seconds FROM stage ORDER BY rowid")
         scored = db.execute("SELECT name, info FROM stage WHERE name LIKE 'eval\\_%' ESCAPE '\\' ORDER BY rowid")
+        checkpoints = db.execute("SELECT stage, step, seconds FROM checkpoint")
         return {
             "steps": [_step(step, json_of(metrics)) for step, metrics in rows],
-            "stages": {
-                str(name): float(spent) for name, spent in db.execute("SELECT name, seconds FROM stage ORDER BY rowid")
-            },
+            "stages": {str(name): float(spent) for name, spent in stages},
             "scores": {str(name).removeprefix("eval_"): json_of(info) for name, info in scored},
-            "checkpoints": {
-                str(name): (int(step), float(spent))
-                for name, step, spent in db.execute("SELECT stage, step, seconds FROM checkpoint")
-            },
+            "checkpoints": {str(name): (int(step), float(spent)) for name, step, spent in checkpoints},
             "services": _services(db),
         }
 

@@ -23,7 +23,7 @@ import torch
 from composer_nb.harness.agent.chat import User
 from composer_nb.harness.bench import bootstrap
 from composer_nb.harness.policy import Request
-from composer_nb.settings import MidtrainSettings
+from composer_nb.settings import ExtendSettings, MidtrainSettings
 from composer_nb.trainer.drafts import FILE, Joint, add_draft
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.headroom import refusal
@@ -119,7 +119,7 @@ def midtrain(s: Stages) -> None:
             how: dict[str, Any] = {"steps": m.draft_steps, "weight": m.draft_weight, "seed": s.settings.seed}
             begin = min(round(m.constant * m.steps), m.steps - 1)
             plan = replace(plan, beside=Joint(model, ids, s.ranks, begin=begin, **how))
-        _train(s, model, plan, _midtrain_batches(s, own[HELD:]), info)
+        _train(s, model, plan, _mixture(s, s.settings.seed, m, own=own[HELD:]), info)
         s.publish(model, "midtrained")
         if m.draft_steps and s.ranks.first:
             head = plan.beside.head if isinstance(plan.beside, Joint) else None
@@ -174,21 +174,11 @@ def _watched(s: Stages) -> dict[str, list[Row]]:
     return {"heldout_agent_loss": s.rows("tune")[:64], "heldout_code_loss": code}
 
 
-def _midtrain_batches(s: Stages, own: Sequence[Row] = ()) -> Iterator[list[Row]]:
-    m = s.settings.midtrain
-    return _mixture(s, s.settings.seed, m.steps, m.tokens, m.code_first, m.code_share, CODE_ROW, own)
-
-
 def _mixture(
-    s: Stages,
-    seed: int,
-    steps: int,
-    tokens: int,
-    code_first: float,
-    code_share: float,
-    length: int,
-    own: Sequence[Row] = (),
+    s: Stages, seed: int, part: MidtrainSettings | ExtendSettings, length: int = CODE_ROW, own: Sequence[Row] = ()
 ) -> Iterator[list[Row]]:
+    steps, tokens, code_share = part.steps, part.tokens, part.code_share
+    code_first = part.code_first if isinstance(part, MidtrainSettings) else 0.0
     texts = list(read_corpus(s.settings.data.code).train)
     Random(f"code {seed}").shuffle(texts)
     wanted = mixture_code(steps, tokens, code_first, code_share, length)
@@ -232,7 +222,7 @@ def extend(s: Stages) -> None:
             weight_decay=0.0,
             watch={**_watched(s), "heldout_long_loss": heldout},
         )
-        _train(s, model, plan, _mixture(s, s.settings.seed + 1, e.steps, e.tokens, 0.0, e.code_share, length), info)
+        _train(s, model, plan, _mixture(s, s.settings.seed + 1, e, length), info)
         s.publish(model, "extended")
 
 
@@ -244,8 +234,7 @@ def fine_tune(s: Stages) -> None:
         if not s.settings.sft.steps:
             s.publish_again(_taught(s), "start")
             return
-        _supervise_agent(s, "sft", s.rows("mistaken"), s.settings.sft.steps, info)
-        _publish_calibrated(s, info.pop("model"), "start", info)
+        _supervise_agent(s, "sft", s.rows("mistaken"), s.settings.sft.steps, info, "start")
 
 
 def control(s: Stages) -> None:
@@ -253,16 +242,7 @@ def control(s: Stages) -> None:
     with s.stage("control") as info:
         if info is not None:
             rows = [*s.rows("clean"), *s.rows("mistaken")]
-            _supervise_agent(s, "control", rows, s.settings.control_steps, info)
-            _publish_calibrated(s, info.pop("model"), "control", info)
-
-
-def _publish_calibrated(s: Stages, model: Model, name: str, info: dict[str, Any]) -> None:
-    if s.settings.sft.sharpness and s.settings.meshed:  # engines need it whole
-        s.publish(model, name)
-        model = s.load(name)
-    calibrate(s, model, info)
-    s.publish(model, name)
+            _supervise_agent(s, "control", rows, s.settings.control_steps, info, "control")
 
 
 TRIES = 2
@@ -291,9 +271,8 @@ def calibrate(s: Stages, model: Model, info: dict[str, Any]) -> None:
         gain.copy_(before * best)
     info |= {"sharpness": best, "sharpness_solved": {str(factor): share for factor, share in solved.items()}}
     if s.ranks.first:
-        shown = [
-            f"{f:g} solves {share:.3f} ({{:.2f}} to {{:.2f}})".format(*interval[str(f)]) for f, share in solved.items()
-        ]
+        found = ((factor, share, *interval[str(factor)]) for factor, share in solved.items())
+        shown = [f"{factor:g} solves {share:.3f} ({low:.2f} to {high:.2f})" for factor, share, low, high in found]
         s.say(f"sharpness {best:g}: " + ", ".join(shown))
 
 
@@ -301,9 +280,9 @@ def _taught(s: Stages) -> str:
     return "extended" if s.settings.extend.steps else "midtrained"
 
 
-def _supervise_agent(s: Stages, stage: str, rows: list[Row], steps: int, info: dict[str, Any]) -> None:
-    """Train the policy of the mid-training or long-context phase on the tokens that the agent wrote in `rows`. Put the model into
-    `info`."""
+def _supervise_agent(s: Stages, stage: str, rows: list[Row], steps: int, info: dict[str, Any], name: str) -> None:
+    """Train the policy of the mid-training or long-context phase on the tokens that the agent wrote in `rows`. Publish it as
+    `name`, calibrated."""
     t = s.settings.sft
     model = s.trained(s.weights(_taught(s)))
     written = [Row(row.token_ids, np.where(row.weight == 1.0, row.weight, 0.0)) for row in rows]
@@ -318,4 +297,8 @@ def _supervise_agent(s: Stages, stage: str, rows: list[Row], steps: int, info: d
         watch={"heldout_agent_loss": s.rows("tune")[:64]},
     )
     _train(s, model, plan, ([written[number] for number in numbers] for numbers in dealt), info)
-    info["model"] = model
+    if s.settings.sft.sharpness and s.settings.meshed:  # engines need it whole
+        s.publish(model, name)
+        model = s.load(name)
+    calibrate(s, model, info)
+    s.publish(model, name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Policy
 from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.errors import SandboxFailure
-from composer_nb.harness.tasks.task import Task, load_tasks
+from composer_nb.harness.tasks.task import Task
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import release_memory
 from composer_nb.trainer.models.variants import as_engine
@@ -99,14 +98,10 @@ class InProcess:
         mean = {name: total / self.ranks.world for name, total in self.ranks.sums(clock).items()}
         return {**found, "version": self.version, "time": {"wall_s": now - self._begin, **mean}}
 
-    @cached_property
-    def _tune_tasks(self) -> list[Task]:
-        return load_tasks(self.stages.run.path / "data" / "tune.jsonl")
-
     def evaluate(self, batch: Batch, found: dict[str, Any]) -> dict[str, float]:
         scores = {}
         for name, temperature in (("tune_pass_at_1", 1.0), ("tune_greedy", 0.0)):
-            done = evaluate_model(self.stages, self.learner.model, self._tune_tasks, 1, temperature)
+            done = evaluate_model(self.stages, self.learner.model, self.stages.tasks("tune"), 1, temperature)
             scores[name] = float(np.mean([one.grade.passed for one in done]))
         self.say(scores_line(batch.step + 1, scores))
         return scores

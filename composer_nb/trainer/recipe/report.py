@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,8 @@ def _built(run: RunDir) -> dict[str, Any]:
     begun = (run.path / "settings.json").is_file()
     settings = run.settings() if begun else {}
     made = _read(run, "provenance.json")
-    stages = {name: found for name in _stage_names(run) if (found := run.finished(name)) is not None}
+    finished = [name for (name,) in run.query("SELECT name FROM stage ORDER BY rowid")]
+    stages = {name: found for name in _in_order(finished, STAGES) if (found := run.finished(name)) is not None}
     report: dict[str, Any] = {
         "run": run.path.name,
         "complete": all(name in stages for name in stages_of(settings)),
@@ -94,7 +95,7 @@ def _built(run: RunDir) -> dict[str, Any]:
         report["extend"]["before"] = {name: stages["extend"][name] for name in ("plain", "stretched")}
     scores = {name[5:]: _without_seconds(found) for name, found in stages.items() if name.startswith("eval_")}
     if scores:
-        report["eval"] = {name: scores[name] for name in sorted(scores, key=_policy_order)}
+        report["eval"] = {name: scores[name] for name in _in_order(sorted(scores), POLICIES)}
     rooms = {name: room for name, score in scores.items() if (room := score.pop("headroom", None))}
     if "start" in rooms:
         report["headroom"] = rooms["start"]
@@ -107,7 +108,8 @@ def _built(run: RunDir) -> dict[str, Any]:
     if "numerics" in stages:
         report["replay"] = stages["numerics"]["replay"]
         report["fidelity"] = stages["numerics"].get("fidelity")
-        report["weights"] = {**_published(stages), **stages["numerics"]["weights"]}
+        published = {name: stages["rl"][name] for name in ("versions", "store") if name in stages.get("rl", {})}
+        report["weights"] = published | stages["numerics"]["weights"]
     return report
 
 
@@ -216,23 +218,22 @@ def rewards(run: RunDir) -> dict[str, Any]:
     }
 
 
-def gained(run: RunDir, scores: Mapping[str, Mapping[str, Any]], before: str = "midtrained") -> dict[str, Any]:
-    """Return the gain of the final policy over `before` on the held-out tasks of both; {} until both are scored.
+def gained(run: RunDir, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the gain of the final policy over the mid-trained one on the held-out tasks of both; {} until both are scored.
 
-    `ci95` is a paired bootstrap over tasks. `over_stronger` is the gain over the better of `before` and the start of RL, per
+    `ci95` is a paired bootstrap over tasks. `over_stronger` is the gain over the better of that and the start of RL, per
     figure, because a start trained on mistakes may be better at greedy and best-of-k. `within_12` is the gain in tasks solved
     within 12 calls over the better policy before RL, on the held-out tasks and on those of new structures.
     """
-    if not {before, "final"} <= set(scores):
+    if not {"midtrained", "final"} <= set(scores):
         return {}
-    gains = {over: _gains(run, over) for over in (before, "start") if over in scores}
+    gains = {over: _gains(run, over) for over in ("midtrained", "start") if over in scores}
+    means = {over: {figure: float(values.mean()) for figure, values in each.items()} for over, each in gains.items()}
     return {
-        "from": before,
-        **{figure: float(values.mean()) for figure, values in gains[before].items()},
-        "ci95": bootstrap(gains[before]["pass_at_1"], 0),
-        "over_stronger": {
-            figure: min(float(each[figure].mean()) for each in gains.values()) for figure in gains[before]
-        },
+        "from": "midtrained",
+        **means["midtrained"],
+        "ci95": bootstrap(gains["midtrained"]["pass_at_1"], 0),
+        "over_stronger": {figure: min(each[figure] for each in means.values()) for figure in means["midtrained"]},
         "within_12": {kind: found for kind in ("heldout", "structures") if (found := within_12(run, scores, kind))},
     }
 
@@ -249,17 +250,16 @@ def _paired(old: Mapping[str, float], new: Mapping[str, float]) -> NDArray[np.fl
     return np.array([new[task] - old[task] for task in sorted(old.keys() & new.keys())])
 
 
-def within_12(run: RunDir, scores: Mapping[str, Mapping[str, Any]], kind: str, after: str = "final") -> dict[str, Any]:
+def within_12(run: RunDir, scores: Mapping[str, Mapping[str, Any]], kind: str) -> dict[str, Any]:
     """Return the gain in tasks solved within 12 calls over the better policy before RL, with a paired bootstrap over the tasks of
     both; {} if the run has no such tasks."""
     suffix = "" if kind == "heldout" else f"_{kind}"
     found = {name: score.get(kind, {}) if suffix else score for name, score in scores.items()}
     if not all("pass_within" in score for score in found.values()):
         return {}
-    new = solved_by_task(run, after + suffix, 12)
-    gains = {
-        over: _paired(solved_by_task(run, over + suffix, 12), new) for over in ("midtrained", "start") if over in found
-    }
+    befores = [name for name in ("midtrained", "start") if name in found]
+    *old, new = (solved_by_task(run, name + suffix, 12) for name in (*befores, "final"))
+    gains = {name: _paired(before, new) for name, before in zip(befores, old, strict=True)}
     over = min(gains, key=lambda name: gains[name].mean())
     values = gains[over]
     return {"over": over, "gain": float(values.mean()), "ci95": bootstrap(values, 0), "n_tasks": len(values)}
@@ -314,19 +314,9 @@ def last_live(steps: Sequence[Mapping[str, Any]]) -> int | None:
     return max((step["step"] for step in steps if step.get("live_groups")), default=None)
 
 
-def _published(stages: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    rl = stages.get("rl", {})
-    return {name: rl[name] for name in ("versions", "store") if name in rl}
-
-
-def _stage_names(run: RunDir) -> list[str]:
-    """Return the finished stages, those of the recipe first and in its order."""
-    found = [name for (name,) in run.query("SELECT name FROM stage ORDER BY rowid")]
-    return sorted(found, key=lambda name: STAGES.index(name) if name in STAGES else len(STAGES))
-
-
-def _policy_order(name: str) -> tuple[int, str]:
-    return (POLICIES.index(name) if name in POLICIES else len(POLICIES), name)
+def _in_order(names: Iterable[str], known: Sequence[str]) -> list[str]:
+    """Return the known names first and in their order, then the others."""
+    return sorted(names, key=lambda name: known.index(name) if name in known else len(known))
 
 
 def _without_seconds(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -431,17 +421,15 @@ def difference(first: RunDir, second: RunDir, policy: str, shared: set[str]) -> 
     each run are resampled independently.
     """
     old, new = (solved_by_task(run, policy) for run in (first, second))
-    both = sorted(old.keys() & new.keys() & shared)
-    if both:
-        values = np.array([new[task] - old[task] for task in both])
-        means = _resampled(values, 0)
+    values = _paired({task: old[task] for task in old if task in shared}, new)
+    if paired := bool(len(values)):
+        gain, means = values.mean(), _resampled(values, 0)
     else:
-        values_old, values_new = (np.array([solved[task] for task in sorted(solved)]) for solved in (old, new))
-        means = _resampled(values_new, 0) - _resampled(values_old, 1)
-        values = np.array([values_new.mean() - values_old.mean()])
-    low, high = (float(x) for x in np.quantile(means, [0.025, 0.975]))
-    counts = [len(both)] * 2 if both else [len(old), len(new)]
-    return {"pass_at_1": float(values.mean()), "ci95": [low, high], "paired": bool(both), "n_tasks": counts}
+        before, after = (np.array([solved[task] for task in sorted(solved)]) for solved in (old, new))
+        gain, means = after.mean() - before.mean(), _resampled(after, 0) - _resampled(before, 1)
+    counts = [len(values)] * 2 if paired else [len(old), len(new)]
+    interval = np.quantile(means, [0.025, 0.975]).tolist()
+    return {"pass_at_1": float(gain), "ci95": interval, "paired": paired, "n_tasks": counts}
 
 
 def _resampled(values: NDArray[np.float64], seed: int) -> NDArray[np.float64]:

@@ -64,10 +64,8 @@ class Stages:
     def agent(self) -> Agent:
         return make_agent(self.settings.env, self.tokenizer(), self.settings.limits, self.sandboxes)
 
-    def engine(self, model: Model, *, seed: int, temperature: float = 1.0, version: int = 0) -> Engine:
-        return make_engine(
-            model, self.settings, self.agent().renderer.stop, temperature=temperature, seed=seed, version=version
-        )
+    def engine(self, model: Model, **given: Any) -> Engine:
+        return make_engine(model, self.settings, self.agent().renderer.stop, **given)
 
     def load(self, name: str) -> Model:
         return self._load(self.weights(name))

@@ -47,10 +47,6 @@ def load_batch(file: Path, tasks: Mapping[str, Task]) -> list[list[Scored]]:
     groups: dict[int, list[Scored]] = {}
     names = ["group", "reward", "terms", "advantage"]
     for done, c in zip(attempts, pq.read_table(file, columns=names).to_pylist(), strict=True):
-        scored = Scored(
-            attempt=done,
-            reward=Reward(total=c["reward"], terms=json.loads(c["terms"])),
-            advantage=c["advantage"],
-        )
-        groups.setdefault(c["group"], []).append(scored)
+        reward = Reward(total=c["reward"], terms=json.loads(c["terms"]))
+        groups.setdefault(c["group"], []).append(Scored(attempt=done, reward=reward, advantage=c["advantage"]))
     return list(groups.values())

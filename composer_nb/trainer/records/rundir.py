@@ -159,27 +159,21 @@ class RunDir:
         """Write a checkpoint of `stage` after `step` steps and move the pointer to it, with all records since the last one, in
         one transaction. The previous file is removed afterwards. `state` may also name a folder in `checkpoints` that ranks have
         written together (`parallel/checkpoint.py`)."""
-        name = state if isinstance(state, str) else self._write_state(f"{stage}-{step:06d}.safetensors", state)
+        name = state if isinstance(state, str) else f"{stage}-{step:06d}.safetensors"
+        if not isinstance(state, str):
+            # SQLite syncs the pointer, which must not outlive the file in a power failure.
+            with replacing(self.path / "checkpoints" / name, sync=True) as part:
+                save_file({key: value.contiguous() for key, value in state.items()}, part)
         before = self.query("SELECT file FROM checkpoint WHERE stage = ?", stage)
         with closing(self.connect()) as db, db:
-            db.executemany(
-                "INSERT OR REPLACE INTO step VALUES (?, ?, ?)",
-                [(stage, at, to_json(m)) for at, m in metrics],
-            )
-            db.executemany(
-                "INSERT OR REPLACE INTO ledger VALUES (?, ?, ?, ?)",
-                [(stage, at, reason, count) for at, counts in ledger for reason, count in counts.items()],
-            )
+            steps = [(stage, at, to_json(m)) for at, m in metrics]
+            db.executemany("INSERT OR REPLACE INTO step VALUES (?, ?, ?)", steps)
+            uses = [(stage, at, reason, count) for at, counts in ledger for reason, count in counts.items()]
+            db.executemany("INSERT OR REPLACE INTO ledger VALUES (?, ?, ?, ?)", uses)
             db.execute("INSERT OR REPLACE INTO checkpoint VALUES (?, ?, ?, ?)", (stage, step, name, seconds))
         for (old,) in before:
             if old != name:
                 _remove(beneath(self.path / "checkpoints", old))
-
-    def _write_state(self, name: str, state: Mapping[str, Tensor]) -> str:
-        # SQLite syncs the pointer, which must not outlive the file in a power failure.
-        with replacing(self.path / "checkpoints" / name, sync=True) as part:
-            save_file({key: value.contiguous() for key, value in state.items()}, part)
-        return name
 
     def pointer(self, stage: str) -> tuple[int, Path, float] | None:
         """Return (steps done, file or folder, seconds spent) of the newest checkpoint of `stage`, or None."""
@@ -237,10 +231,7 @@ class RunDir:
     def clean(self) -> None:
         """Remove partial files of a killed run and unreferenced checkpoints, and rebuild metrics.jsonl from the durable steps."""
         for part in list(self.path.rglob("*.part*")):
-            if part.is_dir():
-                shutil.rmtree(part)
-            else:
-                part.unlink(missing_ok=True)
+            _remove(part)
         kept = {name for (name,) in self.query("SELECT file FROM checkpoint")}
         for file in (self.path / "checkpoints").iterdir():
             if file.name not in kept:

@@ -44,9 +44,8 @@ class Cluster:
         os.environ.update(RAY_USAGE_STATS_ENABLED="0", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # the default of 15 would let everything else go first
-        os.environ.setdefault(
-            "RAY_worker_register_timeout_seconds", "180"
-        )  # Ray's default of 60 is too short on a busy machine
+        # Ray's default of 60 is too short on a busy machine.
+        os.environ.setdefault("RAY_worker_register_timeout_seconds", "180")
         # A lost control service does not return: its clients need not wait a minute for it.
         os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
         self._journal, self._closed = journal, False

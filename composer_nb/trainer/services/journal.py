@@ -90,9 +90,8 @@ class Journal:
 
     def keep_only(self, slots: Iterable[int]) -> None:
         """Remove the rollouts of all other groups, which are trained, and in the file of their step, or replaced."""
-        self._db.execute(
-            "DELETE FROM rollout WHERE slot NOT IN (SELECT value FROM json_each(?))", (json.dumps([*slots]),)
-        )
+        kept = json.dumps([*slots])
+        self._db.execute("DELETE FROM rollout WHERE slot NOT IN (SELECT value FROM json_each(?))", (kept,))
 
     # The log
 
@@ -126,9 +125,9 @@ class Journal:
 
     def log_version(self, version: int, step: int, hash: str) -> None:
         """Log the hash of a version. Raises ValueError if another hash is logged: a resumed run repeats steps exactly."""
-        known = self._db.execute("SELECT hash FROM version WHERE version = ?", (version,)).fetchone()
-        if known and known[0] != hash:
-            raise ValueError(f"version {version} came out as {hash[:12]}, was {known[0][:12]} before: not reproducible")
+        known = self.hash_of(version) or hash
+        if known != hash:
+            raise ValueError(f"version {version} came out as {hash[:12]}, was {known[:12]} before: not reproducible")
         self._db.execute("INSERT OR IGNORE INTO version VALUES (?, ?, ?, ?)", (version, step, hash, time.time()))
 
     def hash_of(self, version: int) -> str | None:
@@ -143,9 +142,8 @@ class Journal:
 
     def ask(self, name: str, value: Any) -> None:
         """Add a change to the pending ones."""
-        self._db.execute(
-            "INSERT INTO change (at, name, value) VALUES (?, ?, ?)", (time.time(), name, json.dumps(value))
-        )
+        values = time.time(), name, json.dumps(value)
+        self._db.execute("INSERT INTO change (at, name, value) VALUES (?, ?, ?)", values)
 
     def plan(self, changes: Changes) -> None:
         """Plan `services.changes`, without those that an earlier process asked for."""

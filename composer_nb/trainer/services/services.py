@@ -184,21 +184,18 @@ class TrainerService:
             raise ValueError(f"the trainer stands at step {self.step} and was given the batch of step {step}")
         for report in running:
             self._publisher.acknowledge(report.version, report.hash)
-        if step % self._settings.services.full_every == 0:
-            keep, since = 2 * self._settings.services.full_every, saved * self._settings.rl.minibatches
-            self._prune(keep, since)
+        every, minibatches = self._settings.services.full_every, self._settings.rl.minibatches
+        if step % every == 0:
+            self._background.prune(2 * every, since=saved * minibatches)
         start = time.perf_counter()
         if streams:
             self._before = (self.version, self._newest)
         metrics = learn_batch(self._learner, streams, self._ranks, self._settings, step, lr, self._publish)
         self.step += 1
-        self._catch_up()
-        return {
-            **metrics,
-            "version": self.version,
-            "hash": self._hash(),
-            "train_s": time.perf_counter() - start,
-        }
+        while self.version < self.step * minibatches:  # a batch has its fixed number of versions, even without a signal
+            self._publish()
+        train_s = time.perf_counter() - start
+        return {**metrics, "version": self.version, "hash": self._hash(), "train_s": train_s}
 
     def _publish(self) -> None:
         self.version += 1
@@ -211,14 +208,6 @@ class TrainerService:
 
     def _hash(self) -> str:
         return state_hash(self._newest)
-
-    def _prune(self, keep: int, since: int) -> None:
-        self._background.prune(keep, since)
-
-    def _catch_up(self) -> None:
-        """Publish versions until the batch has its fixed number of them, even if it had no signal."""
-        while self.version < self.step * self._settings.rl.minibatches:
-            self._publish()
 
     def tensors(self) -> tuple[int, dict[str, Tensor]]:
         """Return the newest version, for an engine that cannot use the store's."""
@@ -276,10 +265,9 @@ class EvaluationService:
         scores = {}
         with Sandboxes(s.env.backend, self._run.name, self._run / FOLDER) as sandboxes:
             agent = make_agent(s.env, tokenizer, s.limits, sandboxes)
+            make = partial(make_engine, model, s, agent.renderer.stop, seed=s.seed + 17, version=version)
             for name, temperature in (("tune_pass_at_1", 1.0), ("tune_greedy", 0.0)):
-                engine = make_engine(
-                    model, s, agent.renderer.stop, temperature=temperature, seed=s.seed + 17, version=version
-                )
+                engine = make(temperature=temperature)
                 done = list(run_eval(engine, agent, tasks, sandboxes, 1))
                 scores[name] = float(np.mean([one.grade.passed for one in done]))
         return scores

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-
-from composer_nb.trainer.models.shards import INDEX, Mapped, bytes_of, header_of, read_shards, size_of, split
+from composer_nb.trainer.models.shards import (
+    INDEX,
+    Mapped,
+    bytes_of,
+    file_names,
+    header_of,
+    read_shards,
+    size_of,
+    split,
+)
 from composer_nb.trainer.versions.manifest import MANIFEST, Entry, File, ForeignBase, Manifest, MissingVersion, State
 from composer_nb.trainer.versions.payload import SHARD_BYTES, Link, check_chain, decoded, map_link, write_side
 from composer_nb.trainer.versions.store import Store
@@ -28,11 +35,10 @@ def apply_chain(
     groups = groups or split(forms, SHARD_BYTES)
     with new_version(out, sum(map(size_of, forms.values()))) as (store, part):
         files, entries = dict[str, File](), dict[str, Entry]()
-        for number, names in enumerate(groups, 1):
-            file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
+        for file, names in zip(file_names(len(groups)), groups, strict=True):
             header, order = header_of({name: forms[name] for name in names})
-            tensors = decoded(base, links, order)
-            files[file] = store.put(f"{part}/{file}", _pieces(header, tensors))
+            tensors = (bytes_of(tensor) for _, tensor in decoded(base, links, order))
+            files[file] = store.put(f"{part}/{file}", chain([header], tensors))
             raw = {"encoding": "raw", "file": file}
             entries |= {name: last.tensors[name].model_copy(update=raw) for name in names}
         made = Manifest(version=last.version, base=None, hash=last.hash, tensors=entries, files=files)
@@ -40,12 +46,6 @@ def apply_chain(
         manifest = made.model_copy(update={"files": {**files, **write_side(store, part, [made], side)}})
         store.write(f"{part}/{MANIFEST}", manifest.dump())
     return manifest
-
-
-def _pieces(header: bytes, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Any]:
-    yield header
-    for _, tensor in tensors:
-        yield bytes_of(tensor)
 
 
 def open_link(path: Path) -> Link:
@@ -66,7 +66,7 @@ def read_full(path: Path, number: int) -> tuple[State, dict[str, bytes]]:
         raise ForeignBase(f"{path} is a delta against version {m.base.version}; apply it to that one first")
     for _ in decoded(None, [link]):
         pass
-    return State(version=m.version, tensors=link.payload, entries=m.tensors, hash=m.hash), side_files(path)
+    return m.state(link.payload), side_files(path)
 
 
 def layout(path: Path) -> list[list[str]]:

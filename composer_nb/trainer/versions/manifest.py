@@ -130,6 +130,10 @@ class Manifest(Part):
         """Number of bytes of all files except the manifest."""
         return sum(file.bytes for file in self.files.values())
 
+    def state(self, tensors: Mapping[str, Tensor]) -> State:
+        """Return the state of these tensors, which this manifest describes."""
+        return State(version=self.version, tensors=tensors, entries=self.tensors, hash=self.hash)
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         for name in {*self.files, *(entry.file for entry in self.tensors.values() if entry.file)}:
@@ -147,11 +151,8 @@ def seal(
     two writers."""
     tensors, every = dict[str, Entry](), dict(files)
     for part in parts:
-        for kind, twice in (
-            ("tensor", tensors.keys() & part.tensors.keys()),
-            ("file", every.keys() & part.files.keys()),
-        ):
-            if twice:
+        for kind, had, new in (("tensor", tensors, part.tensors), ("file", every, part.files)):
+            if twice := had.keys() & new.keys():
                 raise ValueError(f"version {version}: {kind} {min(twice)} was written by two writers")
         tensors |= part.tensors
         every |= part.files

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from composer_nb.trainer.versions.manifest import (
     Entry,
     File,
     ForeignBase,
+    Form,
     Manifest,
     Part,
     State,
@@ -75,7 +77,7 @@ def write_part(
                 continue
             header, order = header_of({name: (torch.uint8, (len(data),)) for name, data in payload.items()})
             pieces = (payload[name] for name in order)
-        files[file] = store.put(f"{where}/{file}", _after(header, pieces))
+        files[file] = store.put(f"{where}/{file}", chain([header], pieces))
     return Part(tensors=entries, files=files)
 
 
@@ -92,11 +94,6 @@ def _as(entry: Entry, encoding: str, file: str) -> Entry:
 
 def _file_name(kind: str, rank: str, number: int, of: int) -> str:
     return f"{kind}{f'-{rank}' if rank else ''}{f'-{number:05d}-of-{of:05d}' if rank or of > 1 else ''}{_SUFFIX}"
-
-
-def _after(header: bytes, pieces: Iterator[Any]) -> Iterator[Any]:
-    yield header
-    yield from pieces
 
 
 def side_names(files: Mapping[str, bytes]) -> None:
@@ -214,9 +211,7 @@ def decoded(
         yield name, tensor
 
 
-def _resolved(
-    name: str, form: tuple[torch.dtype, tuple[int, ...]], base: State | None, links: Sequence[Link]
-) -> Tensor:
+def _resolved(name: str, form: Form, base: State | None, links: Sequence[Link]) -> Tensor:
     tensor = None if base is None else base.tensors[name]
     now: Bits | None = None if tensor is None else bits(tensor)
     for link in links:

@@ -75,9 +75,7 @@ class Writer:
     """One rank's tensors, and those of the versions that may serve as their base."""
 
     def __init__(self, url: str | Path, *, rank: str = "", shard_bytes: int = SHARD_BYTES) -> None:
-        """`rank` distinguishes the files of several writers, as "rank00002". Raises ValueError for `shard_bytes` below 1."""
-        if shard_bytes < 1:
-            raise ValueError(f"shard_bytes={shard_bytes} must be at least 1")
+        """`rank` distinguishes the files of several writers, as "rank00002"."""
         self._store, self._rank, self._shard_bytes = Store(url), rank, shard_bytes
         self._states: dict[int, State] = {}
 
@@ -122,18 +120,18 @@ class _Ranks:
         return [_value(one) for one in outcomes]
 
 
-def _outcome(act: Callable[[], Any]) -> tuple[bool, Any]:
+def _outcome(act: Callable[[], Any]) -> Any:
+    """Return what `act` returns or raises."""
     try:
-        return True, act()
-    except Exception as error:  # raised again on every rank
-        return False, error
+        return act()
+    except Exception as error:
+        return error
 
 
 def _value(outcome: Any) -> Any:
-    succeeded, value = outcome
-    if not succeeded:
-        raise value
-    return value
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 class Publisher:
@@ -151,16 +149,13 @@ class Publisher:
         owner: str,
         full_every: int = 25,
         takeover: bool = False,
-        shard_bytes: int = SHARD_BYTES,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """Raise SecondWriter if another owner holds the store, and StoreError if it cannot be written."""
         if full_every < 1:
             raise ValueError(f"full_every={full_every} must be at least 1")
         self._ranks = _Ranks(group)
-        self._writer = Writer(
-            url, rank="" if group is None else f"rank{self._ranks.number:05d}", shard_bytes=shard_bytes
-        )
+        self._writer = Writer(url, rank="" if group is None else f"rank{self._ranks.number:05d}")
         self._store, self._owner, self._full_every = Store(url), owner, full_every
         self._publishing, self._lock = threading.Lock(), threading.Lock()
         self._hashes: dict[int, str] = {}
@@ -288,9 +283,10 @@ class Publisher:
             self._begun = self._chain
             return self._baseline
 
-    def _needs(self, version: int) -> list[int]:
+    def _needs(self, *versions: int) -> list[int]:
+        """Return `versions`, the base of the next one, and those that may become it."""
         with self._lock:
-            return [version, *self._pending, *([self._baseline.version] if self._baseline else [])]
+            return [*versions, *self._pending, *([self._baseline.version] if self._baseline else [])]
 
     def _end_chain(self) -> None:
         """Encode no later version against an earlier one."""
@@ -406,9 +402,7 @@ class Publisher:
             return []
         with self._publishing:
             self._check_lease()
-            with self._lock:
-                needed = {*pins, *self._pending, *([self._baseline.version] if self._baseline else [])}
-            return self._store.prune(keep, needed, since, self.last)
+            return self._store.prune(keep, {*pins, *self._needs()}, since, self.last)
 
     def close(self) -> None:
         """Return the lease, if this publisher still holds it; its versions stay valid."""

@@ -147,12 +147,7 @@ class Receiver:
         links = [read_link(self._store, step.where, step.manifest) for step in way.steps]
         check_chain(base, links)
         last = links[-1]
-        state = State(
-            version=last.manifest.version,
-            tensors=dict(decoded(base, links)),
-            entries=last.manifest.tensors,
-            hash=last.manifest.hash,
-        )
+        state = last.manifest.state(dict(decoded(base, links)))
         return Fetched(manifest=last.manifest, state=state, base=base, files=last.files, read_bytes=way.size)
 
     def install(self, fetched: Fetched) -> str:

@@ -114,24 +114,25 @@ class Store:
         except OSError as error:
             raise StoreError(f"{self.url}: {what}: {error}") from None
 
-    def read(self, name: str) -> bytes:
-        """Return a file's bytes. Raises MissingVersion or StoreError."""
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[str]:
+        """Yield the path of a file to read."""
         with self._doing(f"{name} cannot be read"):
             try:
-                data: bytes = self._fs.cat_file(self._at(name))
-                return data
+                yield self._at(name)
             except FileNotFoundError:
                 raise MissingVersion(f"{self.url}/{name} is missing: never finished, lost, or removed") from None
 
+    def read(self, name: str) -> bytes:
+        """Return a file's bytes. Raises MissingVersion or StoreError."""
+        with self._reading(name) as path:
+            return bytes(self._fs.cat_file(path))
+
     def chunks(self, name: str) -> Iterator[bytes]:
         """Yield a file's bytes piece by piece. Raises MissingVersion or StoreError."""
-        with self._doing(f"{name} cannot be read"):
-            try:
-                with self._fs.open(self._at(name), "rb") as stream:
-                    while data := stream.read(CHUNK):
-                        yield data
-            except FileNotFoundError:
-                raise MissingVersion(f"{self.url}/{name} is missing: never finished, lost, or removed") from None
+        with self._reading(name) as path, self._fs.open(path, "rb") as stream:
+            while data := stream.read(CHUNK):
+                yield data
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file. Raises StoreError."""
