@@ -32,6 +32,8 @@ from composer_nb.harness.rollout import Kind
 from composer_nb.harness.tasks.task import LOWERED, Task, load_tasks
 from composer_nb.harness.untrusted import json_of
 
+Known = Mapping[str, Task]
+"""Tasks by id."""
 POWER = 2.0
 """Exponent of effort in the weights with which tasks are drawn."""
 PAIRS = 200
@@ -186,9 +188,7 @@ def outcomes(file: Path) -> list[Tried]:
     ]
 
 
-def chosen(
-    step: int, order: Order, known: Mapping[str, Task], used: Sequence[str], tried: Sequence[Tried]
-) -> list[str]:
+def chosen(step: int, order: Order, known: Known, used: Sequence[str], tried: Sequence[Tried]) -> list[str]:
     """Return the names of a step's tasks. `known` is in the order of prompts. A name `one+two` is a combined task. Raises
     ValueError if no task is left."""
     c, rng = order.curriculum, Random(f"curriculum {order.seed} {step}")
@@ -212,7 +212,7 @@ def chosen(
     return found
 
 
-def effort_of(tried: Sequence[Tried], known: Mapping[str, Task]) -> Callable[[Task], float]:
+def effort_of(tried: Sequence[Tried], known: Known) -> Callable[[Task], float]:
     """Return a function that estimates a task's effort from tasks of its kind: turns and thinking tokens, each as a multiple of
     the mean; 1 for a kind without attempts."""
     count = max(1, len(tried))
@@ -231,7 +231,7 @@ def kind_of(task: Task) -> tuple[str, ...]:
     return (*(task.metadata.get(name, "") for name in marks), str(len(task.source_scope)))
 
 
-def _made(tried: Sequence[Tried], known: Mapping[str, Task], parts: set[str], rng: Random) -> str | None:
+def _made(tried: Sequence[Tried], known: Known, parts: set[str], rng: Random) -> str | None:
     """Return the name of a task that combines two solved tasks that are not yet parts; None if no two fit."""
     solved = [each.task for each in tried if each.solved > 0.5 and each.task in known and each.task not in parts]
     fit = [known[name] for name in solved if _combinable(known[name])]
@@ -254,7 +254,7 @@ def _clash(a: Task, b: Task) -> bool:
     return any(not one.keys().isdisjoint(other) for one, other in pairs)
 
 
-def named(name: str, known: Mapping[str, Task]) -> Task:
+def named(name: str, known: Known) -> Task:
     """Return a task by name: a known one, or `one+two`. Raises KeyError for an unknown name."""
     if name in known:
         return known[name]

@@ -12,6 +12,7 @@ from composer_nb.harness.rollout import Segment
 from composer_nb.labs.retrace import Recomputed
 from composer_nb.views import style
 
+Floats = NDArray[np.float64]
 ColorBy = Literal["logprob", "advantage", "ratio", "written"]
 DOUBT = 3.0
 """Nats of surprise (−log p) with full colour."""
@@ -43,9 +44,7 @@ class Colouring:
     key: tuple[tuple[Tint, str], ...]
 
 
-def colouring(
-    segment: Segment, by: ColorBy, advantage: NDArray[np.float64] | None, trainer: Recomputed | None
-) -> Colouring:
+def colouring(segment: Segment, by: ColorBy, advantage: Floats | None, trainer: Recomputed | None) -> Colouring:
     """Return the tint of each token of a segment, by its `advantage` or other values, float64 [T].
 
     Raise ValueError when `by` needs what is missing: advantages, or the values of a trainer."""

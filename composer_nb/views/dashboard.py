@@ -170,7 +170,7 @@ def _work(ax: Axes, seen: Status) -> None:
         "sampled now" if seen.state == "live" else "to sample again": ([s.running for s in seen.slots], style.SKY),
         "not dispatched": ([s.size - s.done - s.running for s in seen.slots], style.PALE),
     }
-    below = np.zeros(len(names), int)
+    below = np.zeros(len(names))
     for label, (counts, color) in parts.items():
         ax.bar(names, counts, bottom=below, color=color, label=label)
         below += counts

@@ -68,13 +68,11 @@ def bases_picture(found: Sequence[Mapping[str, Any]]) -> Picture:
 def base_table(found: Sequence[Mapping[str, Any]]) -> Table:
     """Return the rows of `labs.bases.compare_bases` as a table for a terminal; arrows point to the better side."""
     head = ("base", "M weights", "knowledge ↑", "state, edits ↓", "code, nats ↓", "bits/byte ↓")
-    rows = [
-        (
-            *(row["base"], f"{row['weights'] / 1e6:.1f}", shown(row["fresh_knowledge"], ".1%")),
-            *(f"{row['state_distance']:.1f}", f"{row['codebase_nats']:,.0f}", f"{row['bits_per_byte']:.3f}"),
-        )
-        for row in found
-    ]
+    forms = {"state_distance": ".1f", "codebase_nats": ",.0f", "bits_per_byte": ".3f"}
+    rows = []
+    for row in found:
+        known = f"{row['weights'] / 1e6:.1f}", shown(row["fresh_knowledge"], ".1%")
+        rows.append((row["base"], *known, *(format(row[name], form) for name, form in forms.items())))
     return text_table(rows, head, numbers=True)
 
 

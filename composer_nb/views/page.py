@@ -17,6 +17,8 @@ from rich.table import Table
 
 from composer_nb.harness.untrusted import visible_lines
 
+Rows = Iterable[Sequence[str]]
+
 
 @dataclass(frozen=True, slots=True)
 class Html:
@@ -62,7 +64,7 @@ def image(name: str, png: bytes) -> str:
     return f"<img alt='{html.escape(name)}' style='max-width:100%' src='data:image/png;base64,{data}'>"
 
 
-def html_table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
+def html_table(rows: Rows, head: Sequence[str] = ()) -> str:
     """Return a table as HTML; cells may hold any text."""
 
     def row(cells: Sequence[str], tag: str) -> str:
@@ -72,13 +74,10 @@ def html_table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
     return "<table>" + "\n".join([*lines, *(row(cells, "td") for cells in rows)]) + "</table>"
 
 
-def text_table(
-    rows: Iterable[Sequence[str]], head: Sequence[str] = (), title: str = "", numbers: bool = False
-) -> Table:
+def text_table(rows: Rows, head: Sequence[str] = (), title: str = "", numbers: bool = False) -> Table:
     """Return a plain table for a terminal; cells may hold any text. With `numbers` all columns but the first align right."""
-    made = Table(
-        title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False, show_header=bool(head)
-    )
+    made = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    made.show_header = bool(head)
     for place, name in enumerate(head):
         made.add_column(name, justify="right" if numbers and place else "left", no_wrap=numbers)
     for row in rows:

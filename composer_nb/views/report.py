@@ -83,18 +83,13 @@ def table(report: Mapping[str, Any]) -> Group:
     """Return the report for a terminal."""
     parts: list[Table | str] = []
     if scores := report.get("eval"):
-        parts.append(score_table(scores))
+        head, *rows = score_rows(scores)
+        parts.append(text_table(rows, head, "held-out tasks", numbers=True))
     parts.append(text_table(fact_rows(report), title="the run"))
     if not report["complete"]:
         missing = [name for name in stages_of(report["settings"]) if name not in report["stages"]]
         parts.append(f"[yellow]not complete: {', '.join(missing)} still to come[/]")
     return Group(*parts)
-
-
-def score_table(scores: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return scores and behaviour by policy for a terminal."""
-    head, *rows = score_rows(scores)
-    return text_table(rows, head, "held-out tasks", numbers=True)
 
 
 def score_rows(scores: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:

@@ -37,8 +37,7 @@ from composer_nb.kernels.delta.block import (
     slower,
 )
 from composer_nb.kernels.delta.header import read_codes, read_states
-from composer_nb.kernels.delta.vector_search import WINDOW, below_goal, step_to
-from composer_nb.kernels.delta.vectors import GROUP, copied, eights, fetched, planes_of
+from composer_nb.kernels.delta.vectors import GROUP, WINDOW, below_goal, copied, eights, fetched, planes_of, step_to
 
 FAULTS = {
     1: "has a change beyond its end",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 
 from composer_nb.harness.grading.source import Function
 from composer_nb.harness.syntax import nodes_of
@@ -19,6 +19,7 @@ from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.audit.probes import Files
 
+Names = Collection[str]
 LETTERS = 12
 """Characters of a line that says something."""
 SHARE = 0.8
@@ -34,9 +35,7 @@ METHODS = {name for kind in (str, bytes, list, dict, set) for name in dir(kind)}
 COPIES = re.compile(r"^\s*(COPY|ADD)\s.*\b(solution|tests)\b", re.I | re.M)
 
 
-def leaks(
-    task: Task, start: Files, gold: Files, failed: Sequence[str] = (), passing: Collection[str] = ()
-) -> Iterator[str]:
+def leaks(task: Task, start: Files, gold: Files, failed: Names = (), passing: Names = ()) -> Iterator[str]:
     """Yield what an agent could read that it must not, in one line each.
 
     Args:
@@ -91,7 +90,7 @@ def readable(task: Task, start: Files) -> Mapping[str, str]:
     return {"the instruction": task.instruction, **texts}
 
 
-def _tested(path: str, text: str, failed: Sequence[str]) -> set[str]:
+def _tested(path: str, text: str, failed: Names) -> set[str]:
     """Return the lines of the tests that failed if any is known by its id, or else of the whole module. Their names do not count,
     because a copy may have others."""
     names = {name.partition("[")[0].rpartition("::")[2] for name in failed if name.startswith(f"{path}::")}

@@ -23,6 +23,7 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.patches import REPORT
 
 Files = Mapping[str, bytes]
+AnyFunction = ast.FunctionDef | ast.AsyncFunctionDef
 SLIPS = 5
 """Bugs that are planted in a solution."""
 EQUAL = "return type('Equal', (), {'__eq__': lambda *_: True, '__ne__': lambda *_: False, '__hash__': lambda _: 0})()"
@@ -188,9 +189,7 @@ def _functions(text: str) -> dict[str, str]:
     return {name: ast.unparse(node) for name, node in _outermost(parse(text).body)}
 
 
-def _outermost(
-    body: Sequence[ast.stmt], base: str = ""
-) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+def _outermost(body: Sequence[ast.stmt], base: str = "") -> Iterator[tuple[str, AnyFunction]]:
     """Yield the functions that are in no other, with their qualified names."""
     for node in body:
         if isinstance(node, ast.ClassDef):

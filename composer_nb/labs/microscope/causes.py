@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from composer_nb.labs.microscope.frozen import Batch
 from composer_nb.labs.microscope.numerics import Program
 from composer_nb.trainer.learning.replay_settings import ReplayLevel
 from composer_nb.trainer.models.transformer import Model
@@ -35,11 +34,6 @@ CAUSES = (
     Cause("weights", ("model",)),
 )
 """Causes, the cheapest to rule out first. `weights` are no arithmetic; they come last because nothing else explains them."""
-
-
-def recorded_engine(model: Model, batch: Batch) -> Program:
-    """Return an engine of which only its record is known."""
-    return Program(model=model, replay="weights" if batch.routed else "none")
 
 
 def engines(model: Model) -> dict[str, Program]:

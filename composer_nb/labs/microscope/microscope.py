@@ -24,15 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from composer_nb.harness.grading.grade import Attempt
-from composer_nb.labs.microscope.causes import (
-    CAUSES,
-    change,
-    differing,
-    engines,
-    path,
-    recorded_engine,
-    with_cause,
-)
+from composer_nb.labs.microscope.causes import CAUSES, change, differing, engines, path, with_cause
 from composer_nb.labs.microscope.evidence import (
     UNEXPLAINED,
     Finding,
@@ -141,7 +133,7 @@ def examine(
     """
     batch = attempts if isinstance(attempts, Batch) else Batch.of(attempts)
     _require_routes(batch, trainer)
-    known = recorded_engine(trainer, batch) if engine is None else engine
+    known = engine or Program(model=trainer)
     known = replace(known, replay="weights") if batch.routed else known
     return _examine(Program(model=trainer), known, batch, tolerance)
 

@@ -84,16 +84,14 @@ class Seen:
 
 
 @torch.no_grad()
-def observe(
-    program: Program, batch: Batch, *, streams: bool = False, made: dict[Any, Model] | None = None, budget: int = BUDGET
-) -> Seen:
-    """Forward the batch, about `budget` tokens at a time; with `streams` keep the residual streams. `made` caches copies of
-    models between calls.
+def observe(program: Program, batch: Batch, *, streams: bool = False, made: dict[Any, Model] | None = None) -> Seen:
+    """Forward the batch, about BUDGET tokens at a time; with `streams` keep the residual streams. `made` caches copies of models
+    between calls.
 
     Raises ValueError for rows that are too long and for routes that do not fit.
     """
     made = {} if made is None else made
-    parts = [_observe(program, part, streams, made) for part in batch.parts(budget)]
+    parts = [_observe(program, part, streams, made) for part in batch.parts(BUDGET)]
     return Seen(
         logprob_S=torch.cat([part.logprob_S for part in parts]),
         logprob_SV=torch.cat([part.logprob_SV for part in parts]),

@@ -231,7 +231,10 @@ def simulate(schedule: Schedule, load: Load) -> dict[str, Any]:
         "of_optimum": best_s / seconds,
         "workers_busy": world.busy_s / (load.workers * load.capacity * seconds),
         "trainer_busy": schedule.steps * load.train_s / seconds,
-        **{f"staleness_{name}": _mean(counts) for name, counts in books.staleness.items()},
+        **{
+            f"staleness_{what}": sum(age * n for age, n in ages.items()) / ages.total()
+            for what, ages in books.staleness.items()
+        },
         "staleness_max": max(books.staleness["total"]),
         "not_trained": 1 - books.ledger["trained"] / books.counts["received_tokens"],
         "half_mean_ratio": float(np.mean(trained[:half]) / np.mean(asked[:half])),
@@ -239,10 +242,6 @@ def simulate(schedule: Schedule, load: Load) -> dict[str, Any]:
         "mean_ratio": float(np.mean(trained) / np.mean(asked)),
         "ks": ks(trained, asked),
     }
-
-
-def _mean(counts: dict[int, int]) -> float:
-    return sum(value * count for value, count in counts.items()) / sum(counts.values())
 
 
 def ks(a: ArrayLike, b: ArrayLike) -> float:

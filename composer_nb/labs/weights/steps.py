@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -71,11 +72,8 @@ class Walk:
 
 def by_group(stepped: Stepped, group: Callable[[str], str]) -> dict[str, float]:
     """Return the share of changed weights by the name that `group` gives a tensor, in order of that name."""
-    names: dict[str, list[str]] = {}
-    for name in stepped.before:
-        names.setdefault(group(name), []).append(name)
-    return {
-        key: sum(int((stepped.before[n] != stepped.after[n]).sum()) for n in names[key])
-        / max(1, sum(stepped.before[n].numel() for n in names[key]))
-        for key in sorted(names)
-    }
+    changed, sizes = Counter[str](), Counter[str]()
+    for name, before in stepped.before.items():
+        changed[group(name)] += int((before != stepped.after[name]).sum())
+        sizes[group(name)] += before.numel()
+    return {key: changed[key] / max(1, sizes[key]) for key in sorted(sizes)}

@@ -77,9 +77,7 @@ def _with_gap(row: Row, tokenizer: Tokenizer, marks: tuple[int, int, int], rando
     if not 0 <= left <= len(after):
         return row
     prefix, suffix, middle = marks
-    known = (
-        [prefix, suffix, *after[:left], middle, *before]
-        if suffix_first
-        else [prefix, *before, suffix, *after[:left], middle]
-    )
+    known = [prefix, *before, suffix, *after[:left], middle]
+    if suffix_first:
+        known = [prefix, suffix, *after[:left], middle, *before]
     return replace(row, token_ids=np.array([*head, *known, *gap], np.int32))

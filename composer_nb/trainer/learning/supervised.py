@@ -49,11 +49,11 @@ class Plan:
     stage: str
     steps: int
     lr: Callable[[int], float]
-    balance: float
     clip: float
-    weight_decay: float
     watch: Mapping[str, Sequence[Row]]
     """Rows by the name of their reported loss."""
+    balance: float = 0.0
+    weight_decay: float = 0.0
     beside: Beside | None = None
 
 

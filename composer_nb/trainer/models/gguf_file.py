@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face
 from composer_nb.trainer.models.config import DENSE, ModelConfig
+from composer_nb.trainer.models.tokenizer import cut_by
 from composer_nb.trainer.models.transformer import Model
 
 NAMES = {
@@ -31,20 +32,14 @@ NAMES = {
 """Hugging Face's names of tensors, within a layer those after `model.layers.N.`."""
 _CONTROL = 3
 """Type of a token that no text is encoded to."""
+_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPLITS: dict[str, pre_tokenizers.PreTokenizer] = {
-    "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
-    "smollm": pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    ),
-    "qwen2": pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    ),
+    "gpt-2": _BYTES,
+    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _BYTES]),
+    "qwen2": cut_by(_WORDS),
 }
 """How text is cut before byte pairs are merged, by `tokenizer.ggml.pre`."""
 

@@ -26,6 +26,12 @@ class TokenizerSettings:
     vocab_size: Annotated[int, Field(ge=264)] = 1024
 
 
+def cut_by(words: str) -> pre_tokenizers.PreTokenizer:
+    """Return what cuts text into matches of a pattern, as bytes, before byte pairs are merged."""
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(words), behavior="isolated"), plain])
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int, more: Sequence[str] = ()) -> Tokenizer:
     """Trains on `texts`. Every byte is in the alphabet, so any text round-trips; digits are tokens of their own. The special
     tokens are those of the compact format, and `more`.
@@ -37,12 +43,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, more: Sequence[str] =
     if vocab_size < len(special) + len(alphabet):
         raise ValueError(f"tokenizer.vocab_size={vocab_size}: at least {len(special) + len(alphabet)} are needed")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = cut_by(_WORDS)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False

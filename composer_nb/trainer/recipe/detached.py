@@ -18,15 +18,7 @@ from subprocess import Popen
 from typing import Literal
 
 from composer_nb.settings import Settings
-from composer_nb.trainer.recipe.launch import (
-    COMPLETE,
-    LOCK,
-    SAID,
-    RunFailed,
-    new_run,
-    settle,
-    start_or_resume,
-)
+from composer_nb.trainer.recipe.launch import COMPLETE, LOCK, SAID, RunFailed, new_run, settle, start_or_resume
 from composer_nb.trainer.records.rundir import RunDir, open_run
 from composer_nb.trainer.services.head import begin, end, holder
 

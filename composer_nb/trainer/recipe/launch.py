@@ -296,10 +296,8 @@ def _run_processes(run: RunDir, programs: Mapping[str, tuple[str, ...]], say: Ca
     with ExitStack() as stack:
         logs = [stack.enter_context((run.path / f"{name}.log").open("ab")) for name in programs]
         begins = [log.tell() for log in logs]
-        processes = [
-            _start(words, log, heard=place == 0)
-            for place, (words, log) in enumerate(zip(programs.values(), logs, strict=True))
-        ]
+        pairs = zip(programs.values(), logs, strict=True)
+        processes = [_start(words, log, heard=log is logs[0]) for words, log in pairs]
         noted = [journal.made("process", process.pid) for process in processes]
         listener = threading.Thread(target=_relay, args=(processes[0], say), daemon=True)
         try:

@@ -219,7 +219,6 @@ def extend(s: Stages) -> None:
             lr=lambda step: e.lr * trapezoid(step, e.steps, 0.05, 0.5, 0.1),
             balance=s.settings.midtrain.balance,
             clip=e.clip,
-            weight_decay=0.0,
             watch={**_watched(s), "heldout_long_loss": heldout},
         )
         _train(s, model, plan, _mixture(s, s.settings.seed + 1, e, length), info)
@@ -291,9 +290,7 @@ def _supervise_agent(s: Stages, stage: str, rows: list[Row], steps: int, info: d
         stage=stage,
         steps=steps,
         lr=lambda step: t.lr * trapezoid(step, steps, 0.05, 0.05, 0.1),
-        balance=0.0,
         clip=t.clip,
-        weight_decay=0.0,
         watch={"heldout_agent_loss": s.rows("tune")[:64]},
     )
     _train(s, model, plan, ([written[number] for number in numbers] for numbers in dealt), info)

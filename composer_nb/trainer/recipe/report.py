@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from composer_nb.harness.bench import bootstrap
-from composer_nb.harness.tasks.task import Task, load_tasks
+from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.untrusted import beneath, json_of
 from composer_nb.settings import from_dict, to_dict
 from composer_nb.trainer.recipe.reader import rl_tables, solved_by_task
@@ -406,10 +406,8 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def shared_tasks(first: RunDir, second: RunDir) -> set[str]:
     """Return the names of the held-out tasks that both runs have; none if these are less than half of the smaller set. Whole
     tasks are compared, not names. Runs of different seeds leave out different tasks of one set, so most are shared."""
-    tasks: list[dict[str, Task]] = [
-        {task.id: task for task in load_tasks(run.path / "data" / "heldout.jsonl")} for run in (first, second)
-    ]
-    fewer, more = sorted(tasks, key=len)
+    tasks = (load_tasks(run.path / "data" / "heldout.jsonl") for run in (first, second))
+    fewer, more = sorted(({task.id: task for task in each} for each in tasks), key=len)
     same = {name for name, task in fewer.items() if more.get(name) == task}
     return same if 2 * len(same) >= len(fewer) else set()
 

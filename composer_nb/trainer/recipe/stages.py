@@ -34,6 +34,8 @@ from composer_nb.trainer.parallel.team import Team
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.services import make_engine
 
+AnyOptimizer = FlatOptimizer | ShardedOptimizer
+
 
 @dataclass(slots=True)
 class Stages:
@@ -109,13 +111,13 @@ class Stages:
         model.kernels = self.settings.kernels
         return model
 
-    def optimizer(self, model: Model, weight_decay: float) -> FlatOptimizer | ShardedOptimizer:
+    def optimizer(self, model: Model, weight_decay: float) -> AnyOptimizer:
         model.recompute = self.settings.midtrain.recompute
         if isinstance(self.ranks, Team):
             return ShardedOptimizer(model, self.ranks, self.settings.optimizer, weight_decay=weight_decay)
         return FlatOptimizer(model, self.settings.optimizer, weight_decay=weight_decay)
 
-    def resume(self, plan: Plan, optimizer: FlatOptimizer | ShardedOptimizer) -> tuple[int, float]:
+    def resume(self, plan: Plan, optimizer: AnyOptimizer) -> tuple[int, float]:
         """Restore the newest checkpoint of a supervised stage. Return the number of its steps and their seconds."""
         if (found := self.run.pointer(plan.stage)) is None:
             return 0, 0.0
@@ -127,9 +129,7 @@ class Stages:
                 plan.beside.load(saved[1])
         return found[0], found[2]
 
-    def commit(
-        self, plan: Plan, optimizer: FlatOptimizer | ShardedOptimizer, step: int, point: dict[str, Any], seconds: float
-    ) -> None:
+    def commit(self, plan: Plan, optimizer: AnyOptimizer, step: int, point: dict[str, Any], seconds: float) -> None:
         """Write a checkpoint of a supervised stage, with its metrics."""
         state: dict[str, Any] | str
         if isinstance(optimizer, ShardedOptimizer):

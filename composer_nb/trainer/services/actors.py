@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ from composer_nb.harness.sandbox.journal import Journal
 from composer_nb.trainer.services.cluster import Cluster
 
 RANK_CPU = 0.1
-"""CPUs that a rank occupies in Ray's accounting."""
+"""CPUs that a service occupies in Ray's accounting."""
 PLACE_S = 60.0
 
 
@@ -106,11 +106,15 @@ class RayActors:
     def make(self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1, gpus: int = 0) -> RayRemote:
         """Return a new service `kind(*values)` with so many GPUs, on the next of the cluster's nodes. Up to `threads` calls run
         at a time; others wait."""
+        return self._make(kind, values, name, threads, gpus, "SPREAD")
+
+    def _make(
+        self, kind: Callable[..., Any], values: Sequence[Any], name: str, threads: int, gpus: int, where: Any
+    ) -> RayRemote:
         import ray
 
-        actor = ray.remote(kind).options(
-            num_cpus=0.1, num_gpus=gpus, max_concurrency=threads, max_restarts=0, scheduling_strategy="SPREAD"
-        )
+        needs = {"num_cpus": RANK_CPU, "num_gpus": gpus, "scheduling_strategy": where}
+        actor = ray.remote(kind).options(max_concurrency=threads, max_restarts=0, **needs)
         remote = RayRemote(actor.remote(*values), name)
         self._made.append(remote)
         return remote
@@ -120,7 +124,6 @@ class RayActors:
     ) -> list[RayRemote]:
         """Return `count` services `kind(rank, *values)`, with `gpus` each, which are placed together or not at all. Raises
         RuntimeError if the cluster has no room for all of them."""
-        import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -133,11 +136,7 @@ class RayActors:
         made = []
         for rank in range(count):
             where = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=rank)
-            actor = ray.remote(kind).options(
-                num_cpus=RANK_CPU, num_gpus=gpus, max_concurrency=threads, max_restarts=0, scheduling_strategy=where
-            )
-            made.append(RayRemote(actor.remote(rank, *values), f"{name}-{rank}"))
-        self._made += made
+            made.append(self._make(kind, (rank, *values), f"{name}-{rank}", threads, gpus, where))
         return made
 
     def _release(self, name: str) -> None:

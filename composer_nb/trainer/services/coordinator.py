@@ -133,8 +133,7 @@ class Coordinator:
 
     def _restore(self) -> None:
         schedule = self.settings.schedule()
-        found = self.run.pointer("rl")
-        self.saved, _, self.before = found if found else (0, None, 0.0)
+        self.saved, _, self.before = self.run.pointer("rl") or (0, None, 0.0)
         self.live = max(0, self.run.last_live_step() - 1)
         snapshot = self.journal.snapshot()
         if snapshot is None:
@@ -148,11 +147,10 @@ class Coordinator:
 
     def _make_trainer(self) -> None:
         run, s = self.run.path, self.started_with
-        self.trainer = (
-            TrainerGroup(self.actors, run, s)
-            if s.meshed
-            else self.actors.make(TrainerService, run, s, name="trainer", gpus=s.mesh.gpus)
-        )
+        if s.meshed:
+            self.trainer = TrainerGroup(self.actors, run, s)
+        else:
+            self.trainer = self.actors.make(TrainerService, run, s, name="trainer", gpus=s.mesh.gpus)
 
     def _make_pair(self) -> None:
         self.made += 1
@@ -160,13 +158,9 @@ class Coordinator:
         s = self.settings
         given = self.run.path, s, version, s.sampling_seed, name
         engine = self.actors.make(EngineService, *given, name=name, threads=4, gpus=s.mesh.gpus)
-        worker = self.actors.make(
-            EnvironmentService,
-            *(self.run.path, s.env, s.limits, Order.of(self.started_with), s.rl.group),
-            (engine, name, s.slots),
-            s.services.lockstep,
-            name=f"environment-{self.made}",
-        )
+        what = self.run.path, s.env, s.limits, Order.of(self.started_with), s.rl.group
+        how = (engine, name, s.slots), s.services.lockstep
+        worker = self.actors.make(EnvironmentService, *what, *how, name=f"environment-{self.made}")
         pair = self.pairs[name] = Pair(name, engine, worker, version)
         self._ask(pair.worker.call("work", [], [], 0.0), "join", pair)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -21,15 +21,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from torch import Tensor
-
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.policy import Completion, Request
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face, published
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.models.variants import EngineName, as_engine
-from composer_nb.trainer.versions.manifest import state_hash
+from composer_nb.trainer.versions.manifest import Weights, state_hash
 from composer_nb.trainer.versions.receiver import Fetched, Receiver
 from composer_nb.trainer.versions.rule import Rule
 from composer_nb.trainer.versions.store import StoreError
@@ -97,7 +95,7 @@ class Updates:
             found = int(rule.most)
         return None if found in self.left_out else found
 
-    def model(self, tensors: Mapping[str, Tensor]) -> Model:
+    def model(self, tensors: Weights) -> Model:
         model = empty_model(self.config)
         model.kernels = self.kernels or model.kernels
         from_hugging_face(model, tensors)
@@ -110,9 +108,7 @@ class Updates:
         self.receiver.install(fetched)
         return model
 
-    def update(
-        self, engine: Engine, version: int, between: Between, full: Mapping[str, Tensor] | None = None
-    ) -> Running:
+    def update(self, engine: Engine, version: int, between: Between, full: Weights | None = None) -> Running:
         """Fetch a version, swap it in between two steps, and say what runs now. `full` are the version's tensors, for when the
         store's copy cannot be used.
 
@@ -176,7 +172,7 @@ class Inference(Shared):
                 found.append(ended.result())
         return found
 
-    def update(self, version: int, full: Mapping[str, Tensor] | None = None) -> Running:
+    def update(self, version: int, full: Weights | None = None) -> Running:
         """Take a version, from the store or as its tensors, and say what runs now. Raises like `Updates.update`."""
         assert self.updates is not None
         report = self.updates.update(self.policy, version, self.between, full)

@@ -130,11 +130,8 @@ class Books:
 
     def trained(self, done: Done, step: int) -> None:
         self.settle(done, "trained")
-        passed = {
-            "in_flight": done.finished - done.oldest,
-            "in_queue": step - done.finished,
-            "total": step - done.oldest,
-        }
+        sampled, waited = done.finished - done.oldest, step - done.finished
+        passed = {"in_flight": sampled, "in_queue": waited, "total": sampled + waited}
         for name, versions in passed.items():
             self.staleness.setdefault(name, Counter())[versions] += 1
 

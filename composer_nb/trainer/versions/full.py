@@ -20,13 +20,11 @@ from composer_nb.trainer.models.shards import (
     split,
 )
 from composer_nb.trainer.versions.manifest import MANIFEST, Entry, File, ForeignBase, Manifest, MissingVersion, State
-from composer_nb.trainer.versions.payload import SHARD_BYTES, Link, check_chain, decoded, map_link, write_side
+from composer_nb.trainer.versions.payload import SHARD_BYTES, Link, Links, check_chain, decoded, map_link, write_side
 from composer_nb.trainer.versions.store import Store
 
 
-def apply_chain(
-    base: State | None, links: Sequence[Link], out: Path, groups: Sequence[Sequence[str]] | None = None
-) -> Manifest:
+def apply_chain(base: State | None, links: Links, out: Path, groups: Sequence[Sequence[str]] | None = None) -> Manifest:
     """Write the version at the end of a chain as a full one, a tensor at a time. `groups` are the tensors of its files. Raises
     like `apply_delta`."""
     check_chain(base, links)

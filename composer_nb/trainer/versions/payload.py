@@ -172,7 +172,10 @@ def _linked(manifest: Manifest, payload: Mapping[str, Tensor], side: Mapping[str
     return Link(manifest=manifest, payload=payload, files=side, what=what)
 
 
-def check_chain(base: State | None, links: Sequence[Link]) -> None:
+Links = Sequence[Link]
+
+
+def check_chain(base: State | None, links: Links) -> None:
     """Raise ForeignBase if a delta is not against the version before it, and DamagedVersion if forms differ along the chain."""
     having = None if base is None else Base(version=base.version, hash=base.hash)
     entries = None if base is None else base.entries
@@ -191,9 +194,7 @@ def check_chain(base: State | None, links: Sequence[Link]) -> None:
         having, entries = Base(version=m.version, hash=m.hash), m.tensors
 
 
-def decoded(
-    base: State | None, links: Sequence[Link], names: Iterable[str] | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def decoded(base: State | None, links: Links, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of the last of `links`, which have passed `check_chain`: all or the named ones, each checked against its
     manifest. Raises DamagedVersion, which names the tensor; tensors yielded before are correct."""
     last = links[-1]
@@ -211,7 +212,7 @@ def decoded(
         yield name, tensor
 
 
-def _resolved(name: str, form: Form, base: State | None, links: Sequence[Link]) -> Tensor:
+def _resolved(name: str, form: Form, base: State | None, links: Links) -> Tensor:
     tensor = None if base is None else base.tensors[name]
     now: Bits | None = None if tensor is None else bits(tensor)
     for link in links:

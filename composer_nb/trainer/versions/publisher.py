@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import Tensor
 
 from composer_nb.trainer.models.shards import size_of
 from composer_nb.trainer.versions.manifest import (
@@ -39,8 +38,10 @@ from composer_nb.trainer.versions.manifest import (
     MissingVersion,
     Part,
     Record,
+    SideFiles,
     State,
     WeightFault,
+    Weights,
     check_same_form,
     hash_of,
     seal,
@@ -50,6 +51,7 @@ from composer_nb.trainer.versions.receiver import HELD, SecondWriter, check_vers
 from composer_nb.trainer.versions.store import LEASE, Lease, Published, Store, StoreError, anchor, folder
 
 T = TypeVar("T")
+Group = dist.ProcessGroup
 
 
 class VersionReused(WeightFault):
@@ -79,7 +81,7 @@ class Writer:
         self._store, self._rank, self._shard_bytes = Store(url), rank, shard_bytes
         self._states: dict[int, State] = {}
 
-    def survey(self, version: int, tensors: Mapping[str, Tensor]) -> Mapping[str, Entry]:
+    def survey(self, version: int, tensors: Weights) -> Mapping[str, Entry]:
         """Hash CPU tensors, under Hugging Face's names, which must not change from now on. They may be memory-mapped
         (`shards.Mapped`). Raises ValueError for one that cannot be published."""
         state = self._states[version] = State.of(version, tensors)
@@ -99,7 +101,7 @@ class Writer:
 class _Ranks:
     """The ranks that publish together: those of a process group, or one alone."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: Group | None) -> None:
         self._group = group
         self.number = 0 if group is None else dist.get_rank(group)
 
@@ -143,13 +145,7 @@ class Publisher:
     """
 
     def __init__(
-        self,
-        url: str | Path,
-        *,
-        owner: str,
-        full_every: int = 25,
-        takeover: bool = False,
-        group: dist.ProcessGroup | None = None,
+        self, url: str | Path, *, owner: str, full_every: int = 25, takeover: bool = False, group: Group | None = None
     ) -> None:
         """Raise SecondWriter if another owner holds the store, and StoreError if it cannot be written."""
         if full_every < 1:
@@ -199,11 +195,7 @@ class Publisher:
     # A version
 
     def publish(
-        self,
-        version: int,
-        tensors: Mapping[str, Tensor],
-        files: Mapping[str, bytes],
-        hashed: Callable[[str], None] = lambda hash: None,
+        self, version: int, tensors: Weights, files: SideFiles, hashed: Callable[[str], None] = lambda hash: None
     ) -> Manifest:
         """Publish CPU tensors, under Hugging Face's names, which never change afterwards, with their side files. Publishing
         the same weights under the same number again (after a crash) is no error and repairs damage. An anchor that cannot be
@@ -225,7 +217,7 @@ class Publisher:
                     self._write(due, files)
             return manifest
 
-    def _write(self, plan: Plan, files: Mapping[str, bytes]) -> Manifest:
+    def _write(self, plan: Plan, files: SideFiles) -> Manifest:
         try:
             parts = self._ranks.on_all(lambda: self._writer.write(plan))
             return self._ranks.on_first(lambda: self.finish(plan, parts, files))
@@ -234,7 +226,7 @@ class Publisher:
                 self.abandon(plan)
             raise
 
-    def begin(self, version: int, surveys: Sequence[Mapping[str, Entry]], files: Mapping[str, bytes]) -> Plan:
+    def begin(self, version: int, surveys: Sequence[Mapping[str, Entry]], files: SideFiles) -> Plan:
         """Decide how a version is written, from the surveys of its writers. Raises like `publish`."""
         entries = {name: entry for survey in surveys for name, entry in survey.items()}
         if len(entries) < sum(map(len, surveys)):
@@ -251,9 +243,8 @@ class Publisher:
         base = None if version <= self.last else self._base()
         if base is None and not there:
             self._store.check_room(sum(size_of(entry.torch_form) for entry in entries.values()))
-        return Plan(
-            version=version, base=base, where=folder(version), hash=hash, needs=self._needs(version), there=there
-        )
+        needs = self._needs(version)
+        return Plan(version=version, base=base, where=folder(version), hash=hash, needs=needs, there=there)
 
     def _again(self, version: int, hash: str) -> bool:
         """Return whether a version that was published before is readable. Otherwise it is written again, in full."""
@@ -294,7 +285,7 @@ class Publisher:
         self._pending.clear()
         self._chain += 1
 
-    def finish(self, plan: Plan, parts: Sequence[Part], files: Mapping[str, bytes]) -> Manifest:
+    def finish(self, plan: Plan, parts: Sequence[Part], files: SideFiles) -> Manifest:
         """Write the manifest of a version. Raises ValueError for a missing or duplicate part; SecondWriter, StoreError."""
         side = write_side(self._store, plan.where, parts, files)
         manifest = seal(plan.version, plan.base, parts, side, self._lease.token)
@@ -423,16 +414,14 @@ class BackgroundPublisher:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._under_way: deque[Future[Any]] = deque()
 
-    def publish(self, version: int, tensors: Mapping[str, Tensor], files: Mapping[str, bytes]) -> Future[str]:
+    def publish(self, version: int, tensors: Weights, files: SideFiles) -> Future[str]:
         """Queue a version. The future is the hash of all ranks' tensors together. Raises the error of an earlier version."""
         self._settle(self._depth - 1)
         hash: Future[str] = Future()
         self._under_way.append(self._pool.submit(self._publish, version, tensors, files, hash))
         return hash
 
-    def _publish(
-        self, version: int, tensors: Mapping[str, Tensor], files: Mapping[str, bytes], hash: Future[str]
-    ) -> None:
+    def _publish(self, version: int, tensors: Weights, files: SideFiles, hash: Future[str]) -> None:
         try:
             self._publisher.publish(version, tensors, files, hash.set_result)
         except BaseException as error:

@@ -123,7 +123,8 @@ class Receiver:
         """Read a version and its bases, back to an available state or to a full version, and check all of them. The running
         weights are not changed. Raises WeightFault, after leaving a note that asks for a full version, or StoreError."""
         try:
-            ways = routes(self._store, version, self._has)
+            held = self._held
+            ways = routes(self._store, version, lambda v, hash: v in held and held[v].hash == hash)
             for way in ways[:-1]:
                 try:
                     return self._fetch(way)
@@ -138,9 +139,6 @@ class Receiver:
             except StoreError as error:
                 fault.add_note(f"and no full version could be asked for: {error}")
             raise
-
-    def _has(self, version: int, hash: str) -> bool:
-        return version in self._held and self._held[version].hash == hash
 
     def _fetch(self, way: Route) -> Fetched:
         base = None if way.base is None else self._held[way.base]

@@ -6,7 +6,7 @@ import numba
 import numpy as np
 import pytest
 
-from composer_nb.kernels.delta import vector_search, vectors
+from composer_nb.kernels.delta import vectors
 from composer_nb.kernels.delta.block import by_bits
 from composer_nb.kernels.delta.conditioned import LAYOUTS
 from tests.kernels.delta import any_processor
@@ -17,19 +17,19 @@ SHAPES = [("bfloat16", np.uint16), ("float32", np.uint32), ("float8_e4m3fn", np.
 
 @numba.njit
 def below_goal(numbers, i, goal):
-    return vector_search.below_goal(numbers, i, goal)
+    return vectors.below_goal(numbers, i, goal)
 
 
 @numba.njit
 def step_to(array, i, so_far, goal, table, planes, shift, mask, first):
-    return vector_search.step_to(array, i, so_far, goal, table, planes, shift, mask, first)
+    return vectors.step_to(array, i, so_far, goal, table, planes, shift, mask, first)
 
 
 def test_how_many_numbers_are_below_a_goal() -> None:
     random = np.random.default_rng(5)
     for i, limit in ((0, 1 << 25), (3, 1 << 4), (17, 1 << 31)):
         numbers = np.sort(random.integers(-limit, limit, 100)).astype(np.int32)
-        window = numbers[i : i + vector_search.WINDOW].astype(np.int64)
+        window = numbers[i : i + vectors.WINDOW].astype(np.int64)
         for goal in {0, 1, *(int(x) + d for x in window[::7] for d in (0, 1)), (1 << 31) - 1}:
             if 0 <= goal < 1 << 31:
                 assert below_goal(numbers, U(i), U(goal)) == (window < goal).sum()
