@@ -25,7 +25,7 @@ from composer_nb.harness.bench import bootstrap
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.monitors import flags_of
 from composer_nb.harness.rewards import CHANGES, EDITS, called
-from composer_nb.harness.rollout import Rollout, Turn
+from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.syntax import literal_eval
 from composer_nb.harness.tasks.functions import literal, parse_tests
@@ -71,14 +71,6 @@ def _asks(done: Attempt) -> str:
     return PASSED if asked_back(done.rollout, done.grade) else "did not ask"
 
 
-def _edits(turns: Sequence[Turn]) -> list[int]:
-    return [n for n, turn in enumerate(turns) if called(turn)[0] in EDITS and turn.error is None]
-
-
-def _tests(turns: Sequence[Turn]) -> list[int]:
-    return [n for n, turn in enumerate(turns) if turn.tests_run]
-
-
 RULES: Mapping[str, Callable[[list[int], list[int], set[str]], bool]] = {
     "Run the tests before your first edit.": lambda tests, edits, _: (
         min(tests, default=1 << 30) < min(edits, default=-1)
@@ -97,7 +89,10 @@ def _instructions(task: Task, random: Random) -> Task:
 
 def _keeps_to_it(done: Attempt) -> str:
     turns = done.rollout.turns
-    kept = RULES[done.task.metadata["rule"]](_tests(turns), _edits(turns), {called(turn)[0] for turn in turns})
+    calls = [called(turn)[0] for turn in turns]
+    tests = [n for n, turn in enumerate(turns) if turn.tests_run]
+    edits = [n for n, turn in enumerate(turns) if calls[n] in EDITS and turn.error is None]
+    kept = RULES[done.task.metadata["rule"]](tests, edits, {*calls})
     return _solved(done) if kept else "broke the rule"
 
 

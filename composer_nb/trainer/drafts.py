@@ -18,6 +18,7 @@ Dimensions: N tokens, S slots, D width, H inner width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -89,45 +90,40 @@ def train_draft(model: Model, rows: Sequence[Sequence[int]], steps: int, *, lr: 
     return head.requires_grad_(False)
 
 
+@dataclass(eq=False)
 class Joint:
     """A head that learns beside its model in supervised training (`supervised.Beside`): first on the model of step `begin`, which
     is frozen meanwhile, then jointly with it (Composer 2, arXiv 2603.24477, §3.1). `weight` times the mean of KL(model ‖ head) is
     added to the loss. The model's distribution is a constant target. The gradient reaches the model through the head's input and
     through the model's embedding and output (as in DeepSeek-V3, whose targets are tokens)."""
 
-    def __init__(
-        self,
-        model: Model,
-        rows: Sequence[Sequence[int]],
-        ranks: Ranks,
-        *,
-        begin: int,
-        steps: int,
-        weight: float,
-        seed: int,
-    ) -> None:
-        self.model, self._rows, self._ranks = model, rows, ranks
-        self.begin, self._steps, self._weight, self._seed = begin, steps, weight, seed
-        self.head: Draft | None = None
-        self._optimizer: FlatOptimizer
+    model: Model
+    rows: Sequence[Sequence[int]]
+    ranks: Ranks
+    begin: int
+    steps: int
+    weight: float
+    seed: int
+    head: Draft | None = None
+    _optimizer: FlatOptimizer = field(init=False)
 
     def at(self, step: int) -> Self | None:
         if step < self.begin:
             return None
         if self.head is None:
-            self._take(train_draft(self.model, self._rows, self._steps, seed=self._seed))
+            self._take(train_draft(self.model, self.rows, self.steps, seed=self.seed))
             self.model.requires_grad_(True)
-            if not self._ranks.first:
+            if not self.ranks.first:
                 self._optimizer.weights.zero_()
-            self._ranks.sum_(self._optimizer.weights)  # the first rank's
+            self.ranks.sum_(self._optimizer.weights)  # the first rank's
         return self
 
     def loss(self, rows: Sequence[Row]) -> Tensor:
         assert self.head is not None
-        return self._weight * divergence(self.model, self.head, [row.token_ids.tolist() for row in rows])[0]
+        return self.weight * divergence(self.model, self.head, [row.token_ids.tolist() for row in rows])[0]
 
     def update(self, lr: float) -> None:
-        self._optimizer.sum_(self._ranks)
+        self._optimizer.sum_(self.ranks)
         self._optimizer.step(lr, 1.0)
         self._optimizer.zero_()
 

@@ -21,11 +21,9 @@ class Codec(Protocol):
 
     def encode(self, base: Bits, target: Bits, dtype: str) -> bytes | None:
         """The payload, or None where this codec does not apply. `dtype` is torch's name of it ("bfloat16")."""
-        ...
 
     def decode(self, base: Bits, payload: bytes, dtype: str) -> Bits:
         """Return the target's bits, in the form of `base`. Raises ValueError for a payload that cannot belong to this base."""
-        ...
 
 
 class Same:

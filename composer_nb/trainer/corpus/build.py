@@ -127,7 +127,7 @@ def _filters(s: CorpusSettings, secret: Mapping[Run, str]) -> list[tuple[str, Fi
         ("parses", each(unparsed)),
         ("identical", _identical),
         ("near duplicate", lambda files: _near(files, s)),
-        ("contaminated", lambda files: _leaks(files, s, secret)),
+        ("contaminated", lambda files: contaminated([(f.repository, f.text) for f in files], secret, s.run, s.common)),
     ]
 
 
@@ -147,10 +147,6 @@ def _identical(files: list[File]) -> Places:
 def _near(files: list[File], s: CorpusSettings) -> Places:
     found = near_duplicates([file.text for file in files], s.similar, s.seed)
     return {place: _named(files[other]) for place, other in found.items()}
-
-
-def _leaks(files: list[File], s: CorpusSettings, secret: Mapping[Run, str]) -> Places:
-    return contaminated([(file.repository, file.text) for file in files], secret, s.run, s.common)
 
 
 def _named(file: File) -> str:
