@@ -7,6 +7,7 @@ leaving out those that its context says it has tried. What a summary or a cut ha
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from composer_nb.harness.agent.chat import ChatRenderer, Said
 from composer_nb.harness.agent.expert import TINY, WithoutModel, substitution
@@ -21,9 +22,11 @@ _TEST, _UNDO, _FINISH = (ToolCall(name=name, arguments={}) for name in ("run_tes
 _DONE = "left: finish"
 _FAILS, _TRIED = re.compile(r"fail \d+/\d+: (\w+)\(.*"), re.compile(r"sub \S+<\|to\|>(.*?)<\|to\|>(.*?)<\|", re.S)
 
+Order = Callable[[tuple[str, str]], float]
 
-def seek(context: str) -> Said:
-    """Return the next turn, which depends on nothing but the text of the context."""
+
+def seek(context: str, order: Order = lambda change: 0) -> Said:
+    """Return the next turn, which depends on nothing but the text of the context. `order`: key by which changes are tried."""
     seen = re.findall(r"<\|out\|>(.*?)<\|end\|>", context, re.S)
     if (seen and seen[-1].startswith("pass")) or f"\n{_DONE}" in context:
         return turn([_FINISH])
@@ -35,7 +38,7 @@ def seek(context: str) -> Said:
         return turn([_UNDO, ToolCall(name="read_file", arguments={"path": home[1]})])
     module = "\n".join(line[len(str(n)) :] for n, line in enumerate(shown[-1].split("\n"), 1))
     before, function, after = split_at(module, failed[1])
-    for _, changed in neighbours(function, ENUMERABLE):
+    for _, changed in sorted(neighbours(function, ENUMERABLE), key=order):
         old, new = substitution(module, before + changed + after)
         if _line(old, new) not in tried(context):
             return turn([_UNDO, TINY.change(home[1], old, new), _TEST])
@@ -75,9 +78,9 @@ def summarise(context: str, long: bool) -> str:
 class Seeker(WithoutModel):
     """The policy: `seek` as tokens of a chat format, and `summarise` where it is asked for a summary."""
 
-    def __init__(self, renderer: ChatRenderer) -> None:
+    def __init__(self, renderer: ChatRenderer, order: Order = lambda change: 0) -> None:
         super().__init__(renderer)
-        self._contexts: dict[int, list[int]] = {}
+        self._contexts, self.order = dict[int, list[int]](), order
         self._queries = {kind: self.renderer.ask(text) for kind, text in renderer.queries.items()}
 
     def release(self, rollout: int) -> Trace:
@@ -90,6 +93,6 @@ class Seeker(WithoutModel):
         context = self.renderer.tokenizer.decode(read, skip_special_tokens=False)
         kind = next((kind for kind, query in self._queries.items() if read[-len(query) :] == query), "")
         summary = self.renderer.encoded([summarise(context, kind == "prompted"), self.renderer.end]) if kind else None
-        token_ids = (summary or self.renderer.turn(seek(context)))[: request.max_tokens]
+        token_ids = (summary or self.renderer.turn(seek(context, self.order)))[: request.max_tokens]
         read += token_ids
         return token_ids
