@@ -16,13 +16,15 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 import torch
-from compare_behaviour import TOKENIZER, Figures, table
+from compare_behaviour import TOKENIZER, table
 
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.summary import PROMPTED, Compaction, SummarySettings
@@ -32,11 +34,12 @@ from composer_nb.harness.bench import run_eval
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.files import write_json
 from composer_nb.harness.rewards import RewardSettings
+from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tasks.miniatures import ENUMERABLE, make_miniatures
 from composer_nb.harness.tasks.repairs import neighbours, split_at
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.horizons.compaction import figures
-from composer_nb.labs.horizons.seeker import Seeker
+from composer_nb.labs.horizons.seeker import Seeker, tried
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.data import Row, deal, demonstration_rows
 from composer_nb.trainer.learning.learner import Learner
@@ -52,7 +55,9 @@ from composer_nb.trainer.rl import score_groups, streams_of
 TRIGGERS = (250, 180)
 LONG = "\n".join(re.findall(r"^\d+\. [\w ]+", PROMPTED, re.M))
 """The long instruction of the study: the titles of its sections, because the policy reads few tokens."""
-LIMITS = Limits(turns=16, turn_tokens=64, tokens=1024)
+LIMITS = Limits(turns=12, turn_tokens=64, tokens=1024)
+SHOWN = replace(LIMITS, turns=16)
+"""Limits of demonstrations."""
 ONE = SummarySettings()
 WAYS: dict[str, SummarySettings] = {"one segment": ONE}
 KINDS: Sequence[Compaction] = ("self", "prompted", "truncate")
@@ -63,18 +68,18 @@ WAYS |= {f"{kind}, {t}": SummarySettings(kind=kind, trigger=t, tokens=320) for t
 class Size:
     """How much a seed computes."""
 
-    demonstrations: int = 1400
-    sft: int = 1500
-    sft_lr: float = 1e-3
-    rl: int = 40
-    prompts: int = 8
+    demonstrations: int = 600
+    """Tasks, each shown in three ways."""
+    sft: int = 1200
+    rl: int = 20
+    prompts: int = 6
     group: int = 8
     scored: int = 64
-    samples: int = 4
+    samples: int = 2
 
 
-def agent_of(way: SummarySettings, sandboxes: Sandboxes) -> Agent:
-    agent = make_agent(EnvSettings(summary=way), TOKENIZER, LIMITS, sandboxes)
+def agent_of(way: SummarySettings, sandboxes: Sandboxes, limits: Limits = LIMITS) -> Agent:
+    agent = make_agent(EnvSettings(summary=way), TOKENIZER, limits, sandboxes)
     agent.renderer.queries = {**agent.renderer.queries, "prompted": LONG}
     return agent
 
@@ -82,8 +87,8 @@ def agent_of(way: SummarySettings, sandboxes: Sandboxes) -> Agent:
 def tasks_of(name: str, count: int, sandboxes: Sandboxes) -> list[Task]:
     """Return tasks whose bug is one of few changes, and whose request does not describe it."""
     found: dict[str, Task] = {}
-    for number in range(count):
-        for task in make_miniatures(f"{name} {number}", 64, executor=sandboxes.functions, **DRAWN):
+    for number in range(count + 8):
+        for task in make_miniatures(f"{name} {number}", min(64, 4 * count), executor=sandboxes.functions, **DRAWN):
             [path] = task.solution
             _, function, _ = split_at(task.files[path].rstrip("\n"), task.metadata["function"])
             if len(neighbours(function, ENUMERABLE)) <= MOST:
@@ -98,48 +103,68 @@ MOST = 9
 """Changes that a function has, at most."""
 
 
+def drawn(seed: str, change: tuple[str, str]) -> float:
+    """Return the place of a change in a random order."""
+    return Random(f"{seed} {change[1]}").random()
+
+
 def demonstrations(seed: int, count: int, sandboxes: Sandboxes) -> list[Row]:
     """Return examples of the seeker: two in five in one segment, and each way to end segments at both triggers."""
-    tasks, rows = tasks_of(f"summaries sft {seed}", count, sandboxes), list[Row]()
-    ways = [ONE] * 3 + [w for w in WAYS.values() if w.trigger for _ in range(1 if w.kind == 'truncate' else 2)]
+    tasks, rows = tasks_of("x", count, sandboxes), list[Row]()
+    ways = [ONE] * 3 + [w for w in WAYS.values() if w.trigger for _ in range(1 if w.kind == "truncate" else 2)]
     for place, way in enumerate(ways):
-        agent = agent_of(way, sandboxes)
+        agent = agent_of(way, sandboxes, SHOWN)
         mine = [task for n, task in enumerate(tasks) if (n + place) % len(ways) < 3]
-        policy = Seeker(agent.renderer, lambda change, place=place: Random(f"{seed} {place} {change[1]}").random())
+        policy = Seeker(agent.renderer, partial(drawn, f"{seed} {place}"))
         for _, done in drive([agent.attempt(task, n) for n, task in enumerate(mine)], policy, sandboxes.functions):
             rows += demonstration_rows(done.rollout, 0.1)
     return rows
 
 
-def fine_tuned(seed: int, size: Size, sandboxes: Sandboxes) -> Model:
+def fine_tuned(size: Size, sandboxes: Sandboxes, seed: int = 0) -> Model:
     torch.manual_seed(seed)
     model = load_pretrained(example_run().path / "weights" / "final")
     model = model.on_positions(replace(model.config, max_position_embeddings=LIMITS.tokens)).requires_grad_()
-    rows, optimizer = demonstrations(seed, size.demonstrations, sandboxes), FlatOptimizer(model, published=torch.bfloat16)
+    rows, optimizer = (
+        demonstrations(seed, size.demonstrations, sandboxes),
+        FlatOptimizer(model, published=torch.bfloat16),
+    )
     batches = deal(rows, 2048, Random(seed))
     for step in range(size.sft):
-        lr = size.sft_lr * min(1.0, (step + 1) / 20, (size.sft - step) / (size.sft / 2))
+        lr = 2.5e-3 * min(1.0, (step + 1) / 20, (size.sft - step) / (size.sft / 2))
         found = train_step(model, [rows[n] for n in next(batches)], optimizer, Ranks(), lr=lr, balance=1e-3, clip=1.0)
         if step % 50 == 49:
             print(f"sft {step + 1}: {found['agent_loss']:.3f}", flush=True)
+    with torch.no_grad():
+        model.final_norm.mul_(SHARPNESS)
     return model
 
 
-def reinforced(start: Model, way: SummarySettings, seed: int, size: Size, sandboxes: Sandboxes) -> Model:
-    """Return the policy after RL in one way to end segments."""
-    agent, model, loss = agent_of(way, sandboxes), copy.deepcopy(start), LossSettings()
+SHARPNESS = 1.4
+"""Factor of the logits: a policy that imitates an expert who tries at random is as unsure."""
+
+
+def reinforced(start: Model, kind: Compaction, seed: int, size: Size, sandboxes: Sandboxes) -> Model:
+    """Return the policy after RL with one kind of summaries, at both triggers in turn."""
+    agents = [agent_of(WAYS[f"{kind}, {trigger}"], sandboxes) for trigger in TRIGGERS]
+    model, loss = copy.deepcopy(start), LossSettings()
     learner = Learner(model, FlatOptimizer(model, published=torch.bfloat16), loss)
     each = size.prompts * size.group
     tasks = tasks_of(f"summaries rl {seed}", size.rl * size.prompts, sandboxes)
     for step in range(size.rl):
+        agent = agents[step % len(agents)]
         engine = engine_of(model, agent, seed, step)
         jobs = [agent.attempt(tasks[n // size.group], n) for n in range(step * each, (step + 1) * each)]
         done = dict(drive(jobs, engine, sandboxes.functions))
         groups = [[done[at + n] for n in range(size.group)] for at in range(0, each, size.group)]
         if step % 5 == 4:
-            print(f"rl {step + 1}: solved {np.mean([d.grade.passed for d in done.values()]):.2f}", time.process_time(), flush=True)
+            print(
+                f"rl {step + 1}: solved {np.mean([d.grade.passed for d in done.values()]):.2f}",
+                time.process_time(),
+                flush=True,
+            )
         if streams := streams_of(score_groups(groups, RewardSettings(), loss), loss):
-            lr = 2.5e-4 * min(1.0, (step + 1) / 6)
+            lr = 5e-4 * min(1.0, (step + 1) / 4)
             how: dict[str, Any] = {"minibatches": 1, "denominator": each * 128.0, "lr": lr, "clip": 1.0, "budget": 4096}
             learner.learn(streams, Ranks(), Random(step), **how)
     return model
@@ -149,56 +174,82 @@ def engine_of(model: Model, agent: Agent, seed: int, version: int = 0) -> Engine
     return Engine(model, stop=agent.renderer.stop, slots=64, max_length=LIMITS.tokens, seed=seed, version=version)
 
 
-def scored(model: Model, tasks: Sequence[Task], samples: int, sandboxes: Sandboxes, seed: int) -> dict[str, Figures]:
+def known(rollout: Rollout) -> tuple[list[int], list[int]]:
+    """Return, for each segment after the first, how many tries were made before it and how many its beginning tells of; and how
+    many it tells of at all, and how many of these were never made."""
+    made, kept, told = set[str](), [0, 0], [0, 0]
+    for before, after in pairwise(rollout.segments):
+        text = TOKENIZER.decode(before.token_ids.tolist(), skip_special_tokens=False)
+        made |= {*tried(re.sub(r"(?m)^tried .*$", "", text))}
+        begun = after.token_ids[: int(after.acted.argmax())].tolist()
+        here = {*tried(TOKENIZER.decode(begun, skip_special_tokens=False))}
+        kept = [kept[0] + len(made & here), kept[1] + len(made)]
+        told = [told[0] + len(here - made), told[1] + len(here)]
+    return kept, told
+
+
+def scored(model: Model, size: Size, sandboxes: Sandboxes, seed: int) -> dict[str, dict[str, float]]:
+    """Return the figures of a policy in each way, on the same tasks."""
     found: dict[str, dict[str, float]] = {}
+    tasks = tasks_of(f"summaries scored {seed}", size.scored, sandboxes)
     for name, way in WAYS.items():
         agent = agent_of(way, sandboxes)
-        done = list(run_eval(engine_of(model, agent, 999 + seed), agent, tasks, sandboxes, samples))
-        found[name] = {**figures(done, TOKENIZER), "calls": float(np.mean([d.rollout.messages for d in done]))}
+        done = list(run_eval(engine_of(model, agent, 999 + seed), agent, tasks, sandboxes, size.samples))
+        kept, told = (np.sum(counts, axis=0) for counts in zip(*(known(d.rollout) for d in done), strict=True))
+        found[name] = {
+            **figures(done, TOKENIZER),
+            "kept": float(kept[0] / max(1, kept[1])),
+            "invented": float(told[0] / max(1, told[1])),
+            "calls": float(np.mean([d.rollout.messages for d in done])),
+        }
         found[name]["error"] = found["one segment"]["solved"] - found[name]["solved"]
-        print(name, {k: round(v, 2) for k, v in found[name].items()}, flush=True)
+        print(name, {key: round(value, 2) for key, value in found[name].items()}, flush=True)
     return found
 
 
-TRAINED = {"self": "self, 180", "prompted": "prompted, 180"}
-"""Ways in which RL trains, by name of the arm. Both triggers are scored."""
+ARMS: dict[str, Compaction | None] = {"before RL": None, "RL, self": "self", "RL, prompted": "prompted"}
 
 
-def study(seed: int, folder: Path, size: Size) -> None:
-    """Score the fine-tuned policy, and what each way of RL makes of it; write each result as soon as it is there."""
-    found: dict[str, Any] = {"seed": seed, "size": asdict(size)}
+def study(seed: int, arm: str, folder: Path, size: Size) -> None:
+    """Score what an arm makes of the fine-tuned policy, which is made first if the folder lacks it."""
+    begun, file = time.process_time(), folder / "start.pt"
     with Sandboxes() as sandboxes:
-        tasks = tasks_of(f"summaries scored {seed}", size.scored, sandboxes)
-        start = fine_tuned(seed, size, sandboxes)
-        found["before RL"] = scored(start, tasks, size.samples, sandboxes, seed)
-        for name, way in TRAINED.items():
-            model = reinforced(start, WAYS[way], seed, size, sandboxes)
-            found[f"after RL, {name}"] = scored(model, tasks, size.samples, sandboxes, seed)
-            found["seconds"] = time.process_time()
-            write_json(folder / f"{seed}.json", found)
+        if not file.exists():
+            torch.save(fine_tuned(size, sandboxes), file)
+        model = torch.load(file, weights_only=False)
+        if kind := ARMS[arm]:
+            model = reinforced(model, kind, seed, size, sandboxes)
+        found = scored(model, size, sandboxes, seed)
+    write_json(
+        folder / f"{arm} {seed}.json", {"ways": found, "seconds": time.process_time() - begun, "size": asdict(size)}
+    )
 
 
 def report(folder: Path) -> str:
-    """Return a table for each policy, over the files of a folder."""
-    seeds = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    columns = ("solved", "error", "summary tokens", "reused", "forgotten", "calls")
-    parts = [f"{len(seeds)} seeds, {sum(each['seconds'] for each in seeds):.0f} CPU-seconds"]
-    for policy in [name for name in seeds[0] if " RL" in name]:
-        parts.append(f"{policy}:\n\n{table({way: [each[policy][way] for each in seeds] for way in WAYS}, columns)}")
+    """Return a table for each arm, over the files of a folder."""
+    parts = []
+    for arm in ARMS:
+        runs = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{arm} *.json"))]
+        ways = {way: [run["ways"][way] for run in runs] for way in WAYS if runs}
+        spent = sum(run["seconds"] for run in runs)
+        parts += [f"{arm}, {len(runs)} seeds, {spent:.0f} CPU-seconds", table(ways, COLUMNS)]
     return "\n\n".join(parts)
+
+
+COLUMNS = ("solved", "error", "summary tokens", "reused", "kept", "invented", "calls")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--arm", choices=tuple(ARMS))
     given = parser.parse_args()
     torch.set_num_threads(1)
     given.folder.mkdir(parents=True, exist_ok=True)
-    if given.seed is None:
-        print(report(given.folder))
-    else:
-        study(given.seed, given.folder, Size())
+    if given.arm:
+        study(given.seed, given.arm, given.folder, Size())
+    print(report(given.folder))
 
 
 if __name__ == "__main__":

@@ -63,14 +63,8 @@ def summarise(context: str, long: bool) -> str:
     left = _DONE if last == ["pass"] else "left: try another change"
     if not long:
         return "\n".join(part for part in (fails, where, attempts, left) if part)
-    told = {
-        1: context.partition("<|user|>")[2].partition("\n")[0].partition("<|")[0],
-        4: where,
-        7: fails,
-        8: attempts,
-        9: fails,
-        11: left,
-    }
+    asked = context.partition("<|user|>")[2].partition("\n")[0].partition("<|")[0]
+    told = {1: asked, 4: where, 7: fails, 8: attempts, 9: fails, 11: left}
     titles = re.findall(r"^\d+\. [\w ]+", PROMPTED, re.M)
     return "\n".join(f"{title}\n{told.get(n) or 'none'}" for n, title in enumerate(titles, 1))
 
