@@ -71,7 +71,7 @@ class Size:
     demonstrations: int = 600
     """Tasks, each shown in three ways."""
     sft: int = 1200
-    rl: int = 20
+    rl: int = 16
     prompts: int = 6
     group: int = 8
     scored: int = 64
@@ -164,7 +164,7 @@ def reinforced(start: Model, kind: Compaction, seed: int, size: Size, sandboxes:
                 flush=True,
             )
         if streams := streams_of(score_groups(groups, RewardSettings(), loss), loss):
-            lr = 5e-4 * min(1.0, (step + 1) / 4)
+            lr = 2e-4 * min(1.0, (step + 1) / 4)
             how: dict[str, Any] = {"minibatches": 1, "denominator": each * 128.0, "lr": lr, "clip": 1.0, "budget": 4096}
             learner.learn(streams, Ranks(), Random(step), **how)
     return model
@@ -188,11 +188,13 @@ def known(rollout: Rollout) -> tuple[list[int], list[int]]:
     return kept, told
 
 
-def scored(model: Model, size: Size, sandboxes: Sandboxes, seed: int) -> dict[str, dict[str, float]]:
-    """Return the figures of a policy in each way, on the same tasks."""
+def scored(model: Model, size: Size, sandboxes: Sandboxes, seed: int, cuts: bool) -> dict[str, dict[str, float]]:
+    """Return the figures of a policy in each way, on the same tasks; `cuts`: without summaries, too."""
     found: dict[str, dict[str, float]] = {}
     tasks = tasks_of(f"summaries scored {seed}", size.scored, sandboxes)
     for name, way in WAYS.items():
+        if way.kind == "truncate" and not cuts:
+            continue
         agent = agent_of(way, sandboxes)
         done = list(run_eval(engine_of(model, agent, 999 + seed), agent, tasks, sandboxes, size.samples))
         kept, told = (np.sum(counts, axis=0) for counts in zip(*(known(d.rollout) for d in done), strict=True))
@@ -219,7 +221,7 @@ def study(seed: int, arm: str, folder: Path, size: Size) -> None:
         model = torch.load(file, weights_only=False)
         if kind := ARMS[arm]:
             model = reinforced(model, kind, seed, size, sandboxes)
-        found = scored(model, size, sandboxes, seed)
+        found = scored(model, size, sandboxes, seed, cuts=kind is None)
     write_json(
         folder / f"{arm} {seed}.json", {"ways": found, "seconds": time.process_time() - begun, "size": asdict(size)}
     )
@@ -230,7 +232,7 @@ def report(folder: Path) -> str:
     parts = []
     for arm in ARMS:
         runs = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{arm} *.json"))]
-        ways = {way: [run["ways"][way] for run in runs] for way in WAYS if runs}
+        ways = {way: [run["ways"][way] for run in runs] for way in (runs[0]["ways"] if runs else ())}
         spent = sum(run["seconds"] for run in runs)
         parts += [f"{arm}, {len(runs)} seeds, {spent:.0f} CPU-seconds", table(ways, COLUMNS)]
     return "\n\n".join(parts)
