@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""compare_summaries.py FOLDER [--seed N]: what summaries that a trained policy writes lose, before and after RL.
+"""compare_summaries.py FOLDER [--arm ARM] [--seed N]: what the summaries of a trained policy lose, before and after RL.
 
 The example's policy is fine-tuned on demonstrations of `labs/horizons/seeker.py`: in one segment, with short summaries, with
-summaries of twelve sections, and with cuts. Then RL trains it with short summaries, where the final reward reaches their tokens;
-and, as controls, from the same start with long summaries, or in one segment. Each of these is scored on the same tasks in every
-way. A seed writes FOLDER/SEED.json; without `--seed`, a table of the files is printed.
+summaries of twelve sections, and with cuts. RL then trains it with short summaries, where the final reward reaches their tokens,
+or with long ones. The policy before RL, and what an arm of RL makes of it, are scored on the same tasks in every way to end a
+segment. An arm of a seed writes FOLDER/ARM SEED.json; then the files so far are printed as tables, medians with the least and the
+most of the seeds. The fine-tuned policy, FOLDER/start.pt, is made once for all seeds. One thread.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from composer_nb.trainer.rl import score_groups, streams_of
 
 TRIGGERS = (250, 180)
 LONG = "\n".join(re.findall(r"^\d+\. [\w ]+", PROMPTED, re.M))
-"""The long instruction of the study: the titles of its sections, because the policy reads few tokens."""
+"""The long instruction of the study: the titles of its sections, 104 tokens. The whole text has 678, too many for this policy."""
 LIMITS = Limits(turns=12, turn_tokens=64, tokens=1024)
 SHOWN = replace(LIMITS, turns=16)
 """Limits of demonstrations."""
@@ -99,6 +100,8 @@ def tasks_of(name: str, count: int, sandboxes: Sandboxes) -> list[Task]:
 
 
 DRAWN: dict[str, Any] = {"heldout": False, "told": 0.0, "families": frozenset({"comp", "loop", "slice"})}
+TAUGHT = "x"
+"""Seed of the tasks of demonstrations."""
 MOST = 9
 """Changes that a function has, at most."""
 
@@ -109,8 +112,9 @@ def drawn(seed: str, change: tuple[str, str]) -> float:
 
 
 def demonstrations(seed: int, count: int, sandboxes: Sandboxes) -> list[Row]:
-    """Return examples of the seeker: two in five in one segment, and each way to end segments at both triggers."""
-    tasks, rows = tasks_of("x", count, sandboxes), list[Row]()
+    """Return examples of the seeker. Of 13 ways to show a task, 3 are in one segment, 2 for each summary and trigger, 1 for each
+    cut and trigger."""
+    tasks, rows = tasks_of(TAUGHT, count, sandboxes), list[Row]()
     ways = [ONE] * 3 + [w for w in WAYS.values() if w.trigger for _ in range(1 if w.kind == "truncate" else 2)]
     for place, way in enumerate(ways):
         agent = agent_of(way, sandboxes, SHOWN)
@@ -125,10 +129,8 @@ def fine_tuned(size: Size, sandboxes: Sandboxes, seed: int = 0) -> Model:
     torch.manual_seed(seed)
     model = load_pretrained(example_run().path / "weights" / "final")
     model = model.on_positions(replace(model.config, max_position_embeddings=LIMITS.tokens)).requires_grad_()
-    rows, optimizer = (
-        demonstrations(seed, size.demonstrations, sandboxes),
-        FlatOptimizer(model, published=torch.bfloat16),
-    )
+    rows = demonstrations(seed, size.demonstrations, sandboxes)
+    optimizer = FlatOptimizer(model, published=torch.bfloat16)
     batches = deal(rows, 2048, Random(seed))
     for step in range(size.sft):
         lr = 2.5e-3 * min(1.0, (step + 1) / 20, (size.sft - step) / (size.sft / 2))
@@ -231,10 +233,10 @@ def report(folder: Path) -> str:
     """Return a table for each arm, over the files of a folder."""
     parts = []
     for arm in ARMS:
-        runs = [json.loads(path.read_text()) for path in sorted(folder.glob(f"{arm} *.json"))]
-        ways = {way: [run["ways"][way] for run in runs] for way in (runs[0]["ways"] if runs else ())}
-        spent = sum(run["seconds"] for run in runs)
-        parts += [f"{arm}, {len(runs)} seeds, {spent:.0f} CPU-seconds", table(ways, COLUMNS)]
+        if runs := [json.loads(path.read_text()) for path in sorted(folder.glob(f"{arm} *.json"))]:
+            spent = sum(run["seconds"] for run in runs)
+            ways = {way: [run["ways"][way] for run in runs] for way in runs[0]["ways"]}
+            parts += [f"{arm}, {len(runs)} seeds, {spent:.0f} CPU-seconds", table(ways, COLUMNS)]
     return "\n\n".join(parts)
 
 
