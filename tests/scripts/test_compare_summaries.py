@@ -36,10 +36,10 @@ def test_what_a_summary_keeps_and_invents() -> None:
 
 
 def test_the_study_at_a_tiny_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = script.Size(demonstrations=14, sft=2, rl=1, prompts=1, group=2, scored=1, samples=1)
+    size = script.Size(demonstrations=14, sft=2, rl=1, prompts=1, group=2, scored=4, samples=1)
     for arm in script.ARMS:
         script.study(1, arm, tmp_path, size)
-    stored = json.loads((tmp_path / "RL, self 1.json").read_text())["ways"]
+    stored = json.loads((tmp_path / "before RL 1.json").read_text())["ways"]
     assert list(stored) == list(script.WAYS) and all(np.isfinite(list(each.values())).all() for each in stored.values())
     assert stored["one segment"]["error"] == stored["one segment"]["summary tokens"] == 0
     assert script.report(tmp_path).count("| one segment |") == len(script.ARMS)
