@@ -248,11 +248,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--arm", choices=tuple(ARMS))
+    parser.add_argument("--steps", type=int, default=Size().rl, help="of RL")
     given = parser.parse_args()
     torch.set_num_threads(1)
     given.folder.mkdir(parents=True, exist_ok=True)
     if given.arm:
-        study(given.seed, given.arm, given.folder, Size())
+        study(given.seed, given.arm, given.folder, Size(rl=given.steps))
     print(report(given.folder))
 
 
