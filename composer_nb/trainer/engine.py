@@ -118,7 +118,7 @@ class Engine:
         shape = (c.num_hidden_layers, slots + graphed, c.num_key_value_heads, max_length)
         self._k = torch.zeros((*shape, c.head_dim), device=device, dtype=dtype)
         self._v = torch.zeros((*shape, c.value_width), device=device, dtype=dtype)
-        self._graphs = Graphs(model, self._pass, spare=slots) if graphed else None
+        self._graphs = Graphs(model, spare=slots) if graphed else None
         routed = (slots, max_length, c.moe_layers)
         self._routes = np.zeros((*routed, c.num_experts_per_tok), route_dtype(c.num_experts))
         self._gates = np.zeros((*routed, c.num_experts_per_tok), np.float32)
@@ -177,7 +177,7 @@ class Engine:
         self.model, self.version, self._packed = model, version, None  # two packed copies would take twice the memory
         self._packed = pack(model)
         if self._graphs:
-            self._graphs = Graphs(model, self._pass, spare=self.capacity)
+            self._graphs = Graphs(model, spare=self.capacity)
 
     def _new_slot(self, rollout: int) -> Slot:
         key = [abs(self.seed), int(self.seed < 0), rollout % ATTEMPT_STRIDE]
@@ -316,8 +316,8 @@ class Engine:
     def _trunk(self, new: NewTokens, last: NDArray[np.int64]) -> Forwarded:
         """Forward with the model's own pass, on any device and in any dtype."""
         device = self.model.embed.device
-        if self._graphs and len(new.row_N) <= MOST_TOKENS:
-            hidden_UD, *routing = self._graphs(new)
+        if self._graphs and len(new.row_N) <= MOST_TOKENS and capturable(self.model):
+            hidden_UD, *routing = self._graphs(self._pass, new)
         else:
             hidden_UD, *routing = self._pass(*(torch.from_numpy(part).to(device) for part in new))
         experts, gates, margins = (part.cpu().numpy() for part in routing)

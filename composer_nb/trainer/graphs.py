@@ -16,7 +16,7 @@ from torch import Tensor
 
 from composer_nb.kernels.decode import NewTokens
 from composer_nb.kernels.triton_runtime import choose
-from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.models.transformer import Kernels, Model
 
 Pass = Callable[..., tuple[Tensor, ...]]
 """(the parts of `NewTokens`, int64 [N] or [U]) -> tensors [U, …]"""
@@ -27,34 +27,39 @@ MOST_TOKENS = 256
 
 
 def capturable(model: Model) -> bool:
-    """Return whether no step of the model's pass waits for the GPU, as the references in torch do."""
+    """Return whether no step of the model's pass waits for the GPU, as the references in torch and observers do."""
     device = model.embed.device
-    kernels = model.embed.dtype != torch.float64 and model.kernels.backend != "torch"
+    kernels = model.embed.dtype != torch.float64 and model.kernels.backend != "torch" and model.watch is None
     return device.type == "cuda" and kernels and choose(device)[0] == "triton"
 
 
 class Graphs:
-    """Forward passes of at most `MOST_TOKENS` tokens, as graphs that are captured when they are first needed. `spare` is a row of
-    the cache for the padding. On a CPU the padded pass runs as it is."""
+    """Forward passes of at most `MOST_TOKENS` tokens, as graphs that are captured when they are first needed with the model's
+    kernels. `spare` is a row of the cache for the padding. On a CPU the padded pass runs as it is."""
 
-    def __init__(self, model: Model, run: Pass, spare: int) -> None:
-        self._run, self._device, self._spare = run, model.embed.device, spare
+    def __init__(self, model: Model, spare: int) -> None:
+        self._model, self._device, self._spare = model, model.embed.device, spare
         for layer in model.layers:  # a capture cannot wait for a copy from the host
             layer.router_bias = None if layer.router_bias is None else layer.router_bias.to(self._device)
-        self._captured: dict[int, tuple[Tensor, Callable[[], tuple[Tensor, ...]]]] = {}
+        self._captured: dict[tuple[int, Kernels], tuple[Tensor, torch.cuda.CUDAGraph, tuple[Tensor, ...]]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
 
-    def __call__(self, new: NewTokens) -> tuple[Tensor, ...]:
-        """Return what the pass returns for these tokens. The tensors are overwritten by the next call."""
+    def __call__(self, run: Pass, new: NewTokens) -> tuple[Tensor, ...]:
+        """Return what `run` returns for these tokens. The tensors are overwritten by the next call."""
         size = 1 << (len(new.row_N) - 1).bit_length()
         padded = self._blank(size)
         for row, part in zip(padded, new, strict=True):
             row[: len(part)] = torch.from_numpy(part)
-        if size not in self._captured:
-            self._captured[size] = self._capture(size)
-        inputs, replay = self._captured[size]
-        inputs.copy_(padded)
-        return tuple(part[: len(new.ids_U)] for part in replay())
+        if self._pool is None:
+            outputs = run(*padded)
+        else:
+            wanted = size, self._model.kernels
+            if wanted not in self._captured:
+                self._captured[wanted] = self._capture(run, size)
+            inputs, graph, outputs = self._captured[wanted]
+            inputs.copy_(padded)
+            graph.replay()
+        return tuple(part[: len(new.ids_U)] for part in outputs)
 
     def _blank(self, size: int) -> Tensor:
         """Return the parts of `NewTokens` [6, size] if all tokens are padding."""
@@ -62,21 +67,15 @@ class Graphs:
         blank[CACHE_ROWS] = self._spare
         return blank
 
-    def _capture(self, size: int) -> tuple[Tensor, Callable[[], tuple[Tensor, ...]]]:
+    def _capture(self, run: Pass, size: int) -> tuple[Tensor, torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+        """Return the tensor for tokens, the graph, and the tensors that it fills. `run` is not kept: it holds the engine."""
         inputs = self._blank(size).to(self._device)
-        if self._pool is None:
-            return inputs, lambda: self._run(*inputs)
         stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            self._run(*inputs)  # kernels are compiled, and libraries allocate, before the capture
+            run(*inputs)  # kernels are compiled, and libraries allocate, before the capture
         current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            outputs = self._run(*inputs)
-
-        def replay() -> tuple[Tensor, ...]:
-            graph.replay()
-            return outputs
-
-        return inputs, replay
+            outputs = run(*inputs)
+        return inputs, graph, outputs
