@@ -240,22 +240,26 @@ def log_probabilities() -> list[Spec]:
 
 
 def attention() -> list[Spec]:
-    sizes = {"HEADS": 32, "V": 128, "PARTS": 8, "PART": cached_triton.PART, "BV": 128}
-    scores = {"EACH": 8, "C": 128, "BT": cached_triton.BLOCK, "BE": 16, "BC": 128}
-    strides = dict.fromkeys(("k_slot", "k_head", "k_at", "v_slot", "v_head", "v_at"), "i64")
-    found = [
-        spec(
-            f"attention on a cache, {dtype}",
-            cached_triton.part_kernel,
-            f"q:{dtype} k:{dtype} v:{dtype} slot:i64 position:i64 state:fp32 mix:fp32",
-            constants=sizes | scores,
-            types={**strides, "scale": "fp32"},
-            warps=cached_triton.warps(wide),
-            narrow=8,
-        )
-        for dtype, wide in (("fp32", torch.float32), ("bf16", torch.bfloat16))
-    ]
+    """Of Qwen3-30B-A3B, and wider: heads of 256, and of DeepSeek-V3."""
+    found, strides = [], dict.fromkeys(("k_slot", "k_head", "k_at", "v_slot", "v_head", "v_at"), "i64")
+    for kind, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        for heads, each, width, values in ((32, 8, 128, 128), (16, 8, 256, 256), (128, 1, 192, 128)):
+            tiles = cached_triton.shape(dtype, each, width, values)
+            warps = tiles.pop("num_warps")
+            sizes = {"HEADS": heads, "EACH": each, "C": width, "V": values, "PARTS": 8, "PART": cached_triton.PART}
+            found.append(
+                spec(
+                    f"attention on a cache, {kind}, width {width}",
+                    cached_triton.part_kernel,
+                    f"q:{kind} k:{kind} v:{kind} slot:i64 position:i64 state:fp32 mix:fp32",
+                    constants=sizes | tiles,
+                    types={**strides, "scale": "fp32"},
+                    warps=warps,
+                    narrow=8,
+                )
+            )
     joined = "position:i64 state:fp32 mix:fp32 out"
+    sizes = {"HEADS": 32, "V": 128, "PARTS": 8, "PART": cached_triton.PART, "BV": 128}
     return [
         *found,
         spec("attention on a cache, parts", cached_triton.join_kernel, joined, constants=sizes, warps=1, narrow=16),

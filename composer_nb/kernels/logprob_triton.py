@@ -19,9 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from composer_nb.kernels.moe.grouped_gemm_triton import Tiles, loads_in_bulk
+from composer_nb.kernels.moe.grouped_gemm_triton import Tiles, in_bulk, loads_in_bulk
 from composer_nb.kernels.triton_runtime import interpreting
 
 SPLITS = 8
@@ -135,8 +134,8 @@ def blocks(hidden_UD: Tensor, weight_VD: Tensor, shape: Tiles) -> tuple[Any, Any
     """Return the operands of `logit_tile`, as descriptors if they load in bulk, and the constants of its kernels."""
     width = hidden_UD.shape[1]
     bulk = width % shape.k == 0 and loads_in_bulk(hidden_UD) and loads_in_bulk(weight_VD)
-    hidden = TensorDescriptor.from_tensor(hidden_UD, [shape.m, shape.k]) if bulk else hidden_UD
-    weight = TensorDescriptor.from_tensor(weight_VD, [shape.n, shape.k]) if bulk else weight_VD
+    hidden = in_bulk(hidden_UD, [shape.m, shape.k]) if bulk else hidden_UD
+    weight = in_bulk(weight_VD, [shape.n, shape.k]) if bulk else weight_VD
     sizes = {"D": width, "V": len(weight_VD), "BM": shape.m, "BV": shape.n, "BD": shape.k, "BULK": bulk}
     return hidden, weight, sizes | {"num_warps": shape.warps, "num_stages": shape.stages}
 

@@ -94,7 +94,7 @@ def test_arguments_are_checked(capsys: pytest.CaptureFixture[str]):
 def test_names_that_no_kernel_has_are_refused_with_those_there_are_for_the_architecture():
     with pytest.raises(
         ValueError,
-        match=r"^nothing to compile for sm_100: only='tuples' must be in one of\n  attention on a cache, fp32\n",
+        match=r"^nothing to compile for sm_100: only='tuples' must be in one of\n  attention on a cache, fp32, width 128\n",
     ):
         gate([100], only="tuples", processes=1)
 

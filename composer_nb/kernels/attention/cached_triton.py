@@ -19,11 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 64
-"""Positions at a time. Part of what a result is: sums are taken in this order."""
+"""Positions at a time, or half of them for wide float32. Part of what a result is: sums are taken in this order."""
 PART = 512
 """Positions of a part; of what a result is, too."""
-PIECE = 1024
-"""Tokens whose parts are in memory at a time."""
+PIECE = 8192
+"""Parts of all tokens in memory at a time."""
 
 
 @triton.jit
@@ -95,21 +95,27 @@ def attend(
     (tokens, heads, width), groups, values = q_NQC.shape, k_SGTC.shape[1], v_SGTV.shape[-1]
     parts = triton.cdiv(k_SGTC.shape[2], PART)
     q_NQC, out = q_NQC.contiguous(), q_NQC.new_empty(tokens, heads, values)
-    state, mix = (q_NQC.new_empty(min(tokens, PIECE), parts, heads, each, dtype=torch.float32) for each in (2, values))
-    sizes = {"HEADS": heads, "V": values, "PARTS": parts, "PART": PART, "BV": max(16, triton.next_power_of_2(values))}
-    scores = {"EACH": heads // groups, "C": width, "BT": BLOCK, "BC": max(16, triton.next_power_of_2(width))}
-    scores |= {"BE": max(16, triton.next_power_of_2(heads // groups)), "num_warps": warps(q_NQC.dtype)}
+    piece = min(tokens, max(1, PIECE // parts))
+    state, mix = (q_NQC.new_empty(piece, parts, heads, each, dtype=torch.float32) for each in (2, values))
+    sizes = {"HEADS": heads, "V": values, "PARTS": parts, "PART": PART}
+    scores = {"EACH": heads // groups, "C": width} | shape(q_NQC.dtype, heads // groups, width, values)
     factor = math.log2(math.e) * (scale or 1 / math.sqrt(width))
-    for n in range(0, tokens, PIECE):
-        part = slice(n, min(n + PIECE, tokens))
+    for n in range(0, tokens, piece or 1):
+        part = slice(n, min(n + piece, tokens))
         part_kernel[(part.stop - n, groups, parts)](
             q_NQC[part], k_SGTC, v_SGTV, slot_N[part], position_N[part], state, mix, *k_SGTC.stride()[:3], *v_SGTV.stride()[:3],
             factor, **sizes, **scores,
         )  # fmt: skip
-        join_kernel[(part.stop - n, heads)](position_N[part], state, mix, out[part], num_warps=1, **sizes)
+        join_kernel[(part.stop - n, heads)](
+            position_N[part], state, mix, out[part], BV=scores["BV"], num_warps=1, **sizes
+        )
     return out
 
 
-def warps(dtype: torch.dtype) -> int:
-    """Return the number of warps of a program: without tensor cores a product needs more registers."""
-    return 8 if dtype == torch.float32 else 4
+def shape(dtype: torch.dtype, each: int, width: int, values: int) -> dict[str, int]:
+    """Return the sizes of a program's tiles, and its warps. Without tensor cores a product needs more registers, and float32
+    twice the shared memory."""
+    heads, keys, mix = (max(16, triton.next_power_of_2(size)) for size in (each, width, values))
+    narrow = dtype != torch.float32
+    block = BLOCK if narrow or heads * max(keys, mix) <= 16 * 128 else BLOCK // 2
+    return {"BE": heads, "BC": keys, "BV": mix, "BT": block, "num_warps": 4 if narrow else 8}

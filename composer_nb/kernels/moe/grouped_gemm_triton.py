@@ -154,8 +154,8 @@ def product(
     bulk_b = whole and (loads_in_bulk(b_EBA) or loads_in_bulk(b_EBA.mT))
     flat, block = (b_EBA, [shape.n, shape.k]) if b_EBA.stride(2) == 1 else (b_EBA.mT, [shape.k, shape.n])
     product_kernel[(programs(a_RA.device),)](
-        TensorDescriptor.from_tensor(a_RA, [shape.m, shape.k]) if bulk_a else a_RA,
-        TensorDescriptor.from_tensor(flat.flatten(0, 1), block) if bulk_b else b_EBA,
+        in_bulk(a_RA, [shape.m, shape.k]) if bulk_a else a_RA,
+        in_bulk(flat, block) if bulk_b else b_EBA,
         c_MB, *(scales or (a_RA, b_EBA)), plan.ends_E, plan.token_M, a_RA.stride(0), *b_EBA.stride(), E=experts, N=width, K=depth,
         GATHER=gather, SCALED=scales is not None, BULK_A=bulk_a, BULK_B=bulk_b, BE=triton.next_power_of_2(experts), BM=shape.m,
         BN=shape.n, BK=shape.k, GROUP=shape.group, num_warps=shape.warps, num_stages=shape.stages,
@@ -169,6 +169,11 @@ def loads_in_bulk(tensor: Tensor) -> bool:
     return aligned and tensor.is_contiguous() and tensor.numel() > 0
 
 
+def in_bulk(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+    """Return a descriptor of all rows. A single row may have any stride, which a descriptor would refuse; views set it."""
+    return TensorDescriptor.from_tensor(tensor.view(-1).view(-1, tensor.shape[-1]), block)
+
+
 @triton.jit
 def outer_kernel(  # type: ignore[no-untyped-def]
     first, second, dw, ends, row_of, stride_f, stride_s, stride_we, stride_wf: tl.constexpr, stride_ws: tl.constexpr,
@@ -176,7 +181,8 @@ def outer_kernel(  # type: ignore[no-untyped-def]
     BS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of one expert's gradient. The tiles of an expert are visited in squares, too. If `second` is BULK, a
-    descriptor, it also loads rows of the next expert, where `first` is 0."""
+    descriptor, it also loads rows of the next experts, where `first` is 0. NaN or an infinity in these makes this gradient NaN,
+    too: to mask the last tile would take `second` through registers."""
     across_f: tl.constexpr = (F + BF - 1) // BF
     across_s: tl.constexpr = (S + BS - 1) // BS
     tile, expert = tl.program_id(0), tl.program_id(1)
@@ -212,7 +218,7 @@ def outer(g: Tensor, x: Tensor, plan: Plan, *, gather_g: bool, gather_x: bool, l
     experts, high, wide = dw_EFS.shape
     bulk = loads_in_bulk(second)
     outer_kernel[(triton.cdiv(high, shape.m) * triton.cdiv(wide, shape.n), experts)](
-        first, TensorDescriptor.from_tensor(second, [shape.k, shape.n]) if bulk else second, dw_EBA, plan.ends_E, plan.token_M,
+        first, in_bulk(second, [shape.k, shape.n]) if bulk else second, dw_EBA, plan.ends_E, plan.token_M,
         first.stride(0), second.stride(0), *dw_EFS.stride(), F=high, S=wide, GATHER=gather_g or gather_x, BULK=bulk, BM=shape.k,
         BF=shape.m, BS=shape.n, GROUP=shape.group, num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip

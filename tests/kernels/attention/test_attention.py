@@ -119,8 +119,40 @@ def test_the_gpu_kernel_gives_a_token_the_same_bits_whatever_is_beside_it(
 
 
 def test_many_tokens_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch):
+    """A long cache has many parts, so fewer tokens at a time: memory for parts does not grow with it."""
     q, k, v = torch.randn(7, 2, 16), torch.randn(2, 1, 9, 16), torch.randn(2, 1, 9, 16)
     slot, position = torch.tensor([0, 1, 0, 1, 0, 1, 0]), torch.tensor([8, 0, 3, 5, 2, 7, 1])
     whole = attend(q, k, v, slot, position)
-    monkeypatch.setattr(cached_triton, "PIECE", 3)
-    assert torch.equal(attend(q, k, v, slot, position), whole)
+    pieces: list[int] = []
+
+    class Counted:
+        kernel = cached_triton.join_kernel
+
+        def __getitem__(self, grid: tuple[int, int]) -> object:
+            pieces.append(grid[0])
+            return self.kernel[grid]
+
+    monkeypatch.setattr(cached_triton, "join_kernel", Counted())
+    monkeypatch.setattr(cached_triton, "PIECE", 6)
+    for length, most in ((cached_triton.PART, [6, 1]), (2 * cached_triton.PART, [3, 3, 1]), (4000, [1] * 7)):
+        pieces.clear()
+        longer = [torch.nn.functional.pad(x, (0, 0, 0, length - 9)) for x in (k, v)]
+        assert torch.equal(attend(q, *longer, slot, position), whole) and pieces == most
+
+
+@pytest.mark.parametrize(("heads", "groups", "width", "values"), [(12, 1, 24, 7), (3, 3, 192, 128), (17, 1, 256, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gpu_kernel_has_heads_of_any_number_and_width_and_reads_only_its_own_positions(
+    device: str, heads: int, groups: int, width: int, values: int, dtype: torch.dtype
+):
+    generator, part = torch.Generator().manual_seed(0), cached_triton.PART
+    q = torch.randn(4, heads, width, generator=generator).to(device, dtype)
+    k, v = (torch.randn(1, groups, part + 9, size, generator=generator).to(device, dtype) for size in (width, values))
+    slot, position = (
+        torch.zeros(4, dtype=torch.int64, device=device),
+        torch.tensor([0, part - 1, part, 3], device=device),
+    )
+    exact = cached_attention_reference(q.double(), k.double(), v.double(), slot, position)
+    k[:, :, part + 1 :], v[:, :, part + 1 :] = math.nan, math.inf
+    found = attend(q, k, v, slot, position).double()
+    assert float((found - exact).norm() / exact.norm()) < {torch.float32: 2e-6, torch.bfloat16: 2**-8}[dtype]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -103,6 +105,36 @@ def test_gradients_of_weights_in_the_layout_of_the_weights(device, steps: PlainS
         assert found.stride() == like.stride()
         close(found, exact.float(), 1e-6)
     assert not found[4].any() or int(plan.ends_E[4] - plan.ends_E[3]) > 0, "an expert without rows has no gradient"
+
+
+def shifted(tensor: Tensor) -> Tensor:
+    """The same numbers at an address that no descriptor may have: a view of a flat buffer."""
+    return tensor.new_empty(tensor.numel() + 1)[1:].view_as(tensor).copy_(tensor)
+
+
+def one_row(tensor: Tensor) -> Tensor:
+    """The same row with a stride between rows that no descriptor may have."""
+    return tensor.as_strided(tensor.shape, (1, 1))
+
+
+@pytest.mark.parametrize("other", [shifted, one_row])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operands_need_no_alignment(
+    device: str, steps: PlainSteps, dtype: torch.dtype, other: Callable[[Tensor], Tensor]
+):
+    from composer_nb.kernels import logprob_triton
+
+    limit, none = {torch.float32: 1e-6, torch.bfloat16: 3e-3}[dtype], torch.zeros(1, dtype=torch.int64, device=device)
+    plan = PLAIN.plan(none[:, None], 1)
+    a, g, w = (normal(*size, seed=sum(size), device=device, dtype=dtype) for size in ((1, 64), (1, 128), (1, 128, 64)))
+    for weight in (w, w.mT.contiguous().mT):
+        wanted = PLAIN.product(a, weight, plan, gather=False, dtype=dtype)
+        close(steps.product(other(a), weight, plan, gather=False, dtype=dtype), wanted, limit)
+        close(steps.product(a, shifted(w), plan, gather=False, dtype=dtype), wanted, limit)
+    wanted = PLAIN.outer(g, a, plan, gather_g=False, gather_x=False, like=w)
+    close(steps.outer(g, other(a), plan, gather_g=False, gather_x=False, like=w), wanted, limit)
+    found, wanted = (torch.stack(logprob_triton.logprob_entropy(x, w[0], none, none)) for x in (other(a), a))
+    close(found, wanted, 1e-6)
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "fp8_block128", "nvfp4", "nvfp4_tensor"])
