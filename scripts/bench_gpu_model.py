@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Whole models on a GPU: `scripts/bench_gpu_model.py [--out FILE] [--device cuda|cpu]`. Prints three Markdown tables.
+"""Whole models on a GPU: `scripts/bench_gpu_model.py [--out FILE] [--device cuda|cpu]`. Prints Markdown tables.
 
 step      forward and backward of four layers of Qwen3-30B-A3B against `transformers` with the same weights. Forms take turns.
 decoding  rollouts that read a prompt and draw tokens in the engine, against `generate`, greedy.

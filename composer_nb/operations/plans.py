@@ -139,7 +139,7 @@ def _footprint(found: Footprint) -> str:
         ("optimiser: masters and two moments", _gib(found.optimizer_bytes)),
         ("training in all, but activations", _gib(found.training_bytes)),
         ("cache a token, at best in bfloat16", f"{found.cache_bytes / 1024:,.1f} KiB"),
-        ("cache a token, in this project's engine", f"{found.engine_cache_bytes / 1024:,.1f} KiB"),
+        ("cache a token, in this project's engine, float32", f"{found.engine_cache_bytes / 1024:,.1f} KiB"),
     ]
     return "\n".join(["| | |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows)])
 

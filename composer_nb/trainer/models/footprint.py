@@ -29,7 +29,7 @@ class Footprint:
     cache_bytes: int
     """Cache of a token in bf16, as small as the architecture allows: keys and values, or latents and the turned part of keys."""
     engine_cache_bytes: int
-    """Cache of a token in this project's engine: keys and values of each head, float32."""
+    """Cache of a token in this project's engine: keys and values of each head, in float32. A bf16 model on a GPU needs half."""
 
 
 def plan_memory(config: ModelConfig) -> Footprint:
