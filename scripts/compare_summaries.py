@@ -33,7 +33,7 @@ from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.bench import run_eval
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
-from composer_nb.harness.files import write_json
+from composer_nb.harness.files import replacing, write_json
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tasks.miniatures import ENUMERABLE, make_miniatures
@@ -63,6 +63,12 @@ ONE = SummarySettings()
 WAYS: dict[str, SummarySettings] = {"one segment": ONE}
 KINDS: Sequence[Compaction] = ("self", "prompted", "truncate")
 WAYS |= {f"{kind}, {t}": SummarySettings(kind=kind, trigger=t, tokens=320) for t in TRIGGERS for kind in KINDS}
+
+DRAWN: dict[str, Any] = {"heldout": False, "told": 0.0, "families": frozenset({"comp", "loop", "slice"})}
+TAUGHT = "x"
+"""Seed of the tasks of demonstrations."""
+MOST = 9
+"""Changes that a function has, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +103,6 @@ def tasks_of(name: str, count: int, sandboxes: Sandboxes) -> list[Task]:
         if len(found) >= count:
             return list(found.values())[:count]
     raise ValueError(f"{name}: too few tasks")
-
-
-DRAWN: dict[str, Any] = {"heldout": False, "told": 0.0, "families": frozenset({"comp", "loop", "slice"})}
-TAUGHT = "x"
-"""Seed of the tasks of demonstrations."""
-MOST = 9
-"""Changes that a function has, at most."""
 
 
 def drawn(seed: str, change: tuple[str, str]) -> float:
@@ -160,11 +159,7 @@ def reinforced(start: Model, kind: Compaction, seed: int, size: Size, sandboxes:
         done = dict(drive(jobs, engine, sandboxes.functions))
         groups = [[done[at + n] for n in range(size.group)] for at in range(0, each, size.group)]
         if step % 5 == 4:
-            print(
-                f"rl {step + 1}: solved {np.mean([d.grade.passed for d in done.values()]):.2f}",
-                time.process_time(),
-                flush=True,
-            )
+            print(f"rl {step + 1}: solved {np.mean([d.grade.passed for d in done.values()]):.2f}", flush=True)
         if streams := streams_of(score_groups(groups, RewardSettings(), loss), loss):
             lr = 2e-4 * min(1.0, (step + 1) / 4)
             how: dict[str, Any] = {"minibatches": 1, "denominator": each * 128.0, "lr": lr, "clip": 1.0, "budget": 4096}
@@ -219,7 +214,9 @@ def study(seed: int, arm: str, folder: Path, size: Size) -> None:
     begun, file = time.process_time(), folder / "start.pt"
     with Sandboxes() as sandboxes:
         if not file.exists():
-            torch.save(fine_tuned(size, sandboxes), file)
+            made = fine_tuned(size, sandboxes)
+            with replacing(file) as part:
+                torch.save(made, part)
         model = torch.load(file, weights_only=False)
         if kind := ARMS[arm]:
             model = reinforced(model, kind, seed, size, sandboxes)
@@ -234,6 +231,8 @@ def report(folder: Path) -> str:
     parts = []
     for arm in ARMS:
         if runs := [json.loads(path.read_text()) for path in sorted(folder.glob(f"{arm} *.json"))]:
+            if any(run["size"] != runs[0]["size"] for run in runs):
+                raise SystemExit(f"{folder}: its runs of {arm!r} are of different sizes; give each size a folder")
             spent = sum(run["seconds"] for run in runs)
             ways = {way: [run["ways"][way] for run in runs] for way in runs[0]["ways"]}
             parts += [f"{arm}, {len(runs)} seeds, {spent:.0f} CPU-seconds", table(ways, COLUMNS)]
@@ -250,11 +249,13 @@ def main() -> None:
     parser.add_argument("--arm", choices=tuple(ARMS))
     parser.add_argument("--steps", type=int, default=Size().rl, help="of RL")
     given = parser.parse_args()
+    if given.steps < 1 or given.seed < 0:
+        parser.error(f"--steps {given.steps}, --seed {given.seed}: at least 1, at least 0")
     torch.set_num_threads(1)
     given.folder.mkdir(parents=True, exist_ok=True)
     if given.arm:
         study(given.seed, given.arm, given.folder, Size(rl=given.steps))
-    print(report(given.folder))
+    print(report(given.folder) or f"{given.folder}: no results; --arm makes them, one of: {' | '.join(ARMS)}")
 
 
 if __name__ == "__main__":

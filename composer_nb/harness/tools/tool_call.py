@@ -21,6 +21,7 @@ class ToolError(Exception):
 
 
 def invalid(message: str) -> ToolError:
+    """Return the error of a call that cannot be read, or whose arguments are wrong."""
     return ToolError("InvalidArguments", message)
 
 
@@ -38,6 +39,7 @@ class ToolCall:
 
 
 def call(name: str, /, **arguments: Any) -> ToolCall:
+    """Return the call of a tool with these arguments."""
     return ToolCall(name=name, arguments=arguments)
 
 
