@@ -4,8 +4,8 @@
 The example's policy is fine-tuned on demonstrations of `labs/horizons/seeker.py`: in one segment, with short summaries, with
 summaries of twelve sections, and with cuts. RL then trains it with short summaries, where the final reward reaches their tokens,
 or with long ones. The policy before RL, and what an arm of RL makes of it, are scored on the same tasks in every way to end a
-segment. An arm of a seed writes FOLDER/ARM SEED.json; then the files so far are printed as tables, medians with the least and the
-most of the seeds. The fine-tuned policy, FOLDER/start.pt, is made once for all seeds. One thread.
+segment; cuts before RL alone. An arm of a seed writes FOLDER/ARM SEED.json; then the files so far are printed as tables, medians
+with the least and the most of the seeds. The fine-tuned policy, FOLDER/start.pt, is made once for all seeds. One thread.
 """
 
 from __future__ import annotations
