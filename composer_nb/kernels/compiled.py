@@ -101,13 +101,3 @@ def exp2(x):  # type: ignore[no-untyped-def]
     p = p * f + np.float32(6.9314718e-1)
     p = p * f + np.float32(1.0)
     return p * float_of((whole + np.int32(127)) << np.int32(23))
-
-
-@intrinsic
-def either(typing, one, a, b):  # type: ignore[no-untyped-def]
-    """`a` where `one` is true, otherwise `b`, without a branch that no processor could foresee."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.select(arguments[0], *arguments[1:])
-
-    return types.uint64(types.boolean, types.uint64, types.uint64), generate

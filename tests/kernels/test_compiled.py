@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_nb.kernels.compiled import dot, dot3, either, exp2, largest, total, zeros
+from composer_nb.kernels.compiled import dot, dot3, exp2, largest, total, zeros
 
 
 @given(st.integers(1, 70), st.integers(0, 1000))
@@ -31,13 +30,3 @@ def test_sums_are_those_of_float64(count: int, seed: int):
     for got, terms in ((total(x), (x,)), (dot(x, y), (x, y)), (dot3(x, y, z), (x, y, z))):
         wanted = np.prod([each.astype(np.float64) for each in terms], axis=0)
         np.testing.assert_allclose(got, wanted.sum(), atol=1e-6 * (1 + np.abs(wanted).sum()))
-
-
-@numba.njit
-def chosen(one, a, b):
-    return either(one, a, b)
-
-
-def test_one_of_two():
-    a, b = np.uint64(2**64 - 1), np.uint64(3)
-    assert (chosen(True, a, b), chosen(False, a, b)) == (a, b)

@@ -6,9 +6,8 @@ symbol with the distribution 1 − exp(−T), whatever classes lie on the way, a
 A clock that runs faster where changes have lately come sooner than expected (rows, experts) scales T. A change is then a sign and
 a number of steps between adjacent numbers, in binary decisions whose probabilities adapt to the class. All goes through a rANS
 coder (Duda, arXiv 1311.2540) of 64 bits. To decode a change is one long chain, each instruction waiting for the one before; so a
-block with many has four quarters with coders of their own, and a decoder does the same step for all four before the next (as
-Giesen, arXiv 1402.3392, does with symbols). docs/weight_codec.md has the format. Here is what both directions share;
-`delta_header`, `delta_encoder` and `delta_decoder` have the rest.
+block with many has four quarters with coders of their own, which a processor can work on at once (Giesen, arXiv 1402.3392).
+docs/weight_codec.md has the format. Here is what both directions share; `header`, `encoder` and `decoder` have the rest.
 
 Integers only, but where an encoder picks rates: every machine decodes the same. They are uint64 where they are not said to be
 something else, since numba makes float64 of a signed and an unsigned one.
@@ -47,6 +46,10 @@ MODELS = 2 + 2 * LONGEST
 digit for each length. Some to spare."""
 ANY, AWAY, LONGER = U(0), U(14), U(2)
 """Adaptive bits begin as if so many decisions had been seen: whether away from zero is mostly as likely as not."""
+CLASSES = 16
+"""Classes that can have rates of their own, from the first on. Those below have the first one's, those above none."""
+RUN = U(16)
+"""Elements whose hazards are added up before they are compared with a goal."""
 APART = U(16)
 """Number of classes with the first one's rate that have adaptive bits of their own; those below share them."""
 
@@ -62,7 +65,7 @@ def _distribution() -> npt.NDArray[np.uint64]:
 
 KNOTS = _distribution()
 GIVEN_UP = KNOTS[-1]
-KNOTS_AND_GAPS = np.stack((KNOTS, np.diff(KNOTS, append=GIVEN_UP)), 1).reshape(-1)
+GAPS = np.diff(KNOTS, append=GIVEN_UP)
 RECIPROCALS = np.array([0, *(-(-(1 << 40) // n) for n in range(1, 257))], np.int64)
 """2^40 / n, rounded up."""
 
@@ -104,8 +107,8 @@ def patience(speed):  # type: ignore[no-untyped-def]
 def cumulative(hazard, speed):  # type: ignore[no-untyped-def]
     """Return how often, of 2^30, the next change has come by then; linear between the knots."""
     time = min((hazard * speed) >> U(16), PATIENCE)
-    k = (time >> U(16)) << U(1)
-    return KNOTS_AND_GAPS[k] + (((time & U(65535)) * KNOTS_AND_GAPS[k + U(1)]) >> U(16))
+    k = time >> U(16)
+    return KNOTS[k] + (((time & U(65535)) * GAPS[k]) >> U(16))
 
 
 @coder
@@ -162,6 +165,15 @@ def by_bits(rates, width, shift):  # type: ignore[no-untyped-def]
     for bits in range(len(table)):
         table[bits] = rates[bits % len(rates)]
     return table
+
+
+@coder
+def hazard_of(block, begin, end, table, shift):  # type: ignore[no-untyped-def]
+    """Return the hazard of the elements from `begin` to `end`."""
+    hazard = U(0)
+    for i in range(begin, end):
+        hazard += U(table[U(block[i]) >> shift])
+    return hazard
 
 
 @coder

@@ -65,21 +65,18 @@ class Conditioned:
         if dtype not in LAYOUTS:
             raise ValueError(f"{dtype} has no exponents to be conditioned on")
         layout = LAYOUTS[dtype]
-        known = _elements(base, layout)
-        made = np.empty_like(known)
-        count = max(-(-len(made) // BLOCK), 1)
+        target = _elements(base, layout).copy()
+        count = max(-(-len(target) // BLOCK), 1)
         if len(payload) < 4 * (count - 1):
             raise ValueError("the payload ends within the lengths of its blocks")
         *ends, last = accumulate(struct.unpack_from(f"<{count - 1}I", payload), initial=4 * (count - 1))
         if last > len(payload):
             raise ValueError("the payload ends within its blocks")
         for number, (begin, end) in enumerate(pairwise([*ends, last, len(payload)])):
-            block = slice(number * BLOCK, (number + 1) * BLOCK)
-            if begin == end:
-                made[block] = known[block]
-            else:
-                decode_block(known[block], made[block], np.frombuffer(payload, np.uint8, end - begin, begin), layout)
-        return made if layout.width >= 8 else (made[0::2] | made[1::2] << 4).view(base.dtype)
+            if begin < end:
+                block = target[number * BLOCK : (number + 1) * BLOCK]
+                decode_block(block, np.frombuffer(payload, np.uint8, end - begin, begin), layout)
+        return target if layout.width >= 8 else (target[0::2] | target[1::2] << 4).view(base.dtype)
 
 
 def _elements(bits: Bits, layout: Layout) -> Bits:
@@ -97,11 +94,14 @@ def _elements(bits: Bits, layout: Layout) -> Bits:
 
 def encode_block(base: Bits, target: Bits, layout: Layout) -> bytes:
     """Return the body of a block, empty where nothing changed."""
-    body: Bits = delta_encoder.encode(base, target, *layout.numbers)
+    elements = np.flatnonzero(base != target).astype(np.uint32)
+    if not len(elements):
+        return b""
+    body: Bits = delta_encoder.encode(base, target, elements, *layout.numbers)
     return body.tobytes()
 
 
-def decode_block(base: Bits, made: Bits, body: Bits, layout: Layout) -> None:
-    """Make the target from the base. Raises ValueError."""
-    if fault := delta_decoder.decode(base, made, body, *layout.numbers):
+def decode_block(block: Bits, body: Bits, layout: Layout) -> None:
+    """Apply a body to a block of the base, in place. Raises ValueError, after which the block is useless."""
+    if fault := delta_decoder.decode(block, body, *layout.numbers):
         raise ValueError(f"a block {delta_decoder.FAULTS[fault]}")

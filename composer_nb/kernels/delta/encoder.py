@@ -1,4 +1,4 @@
-"""The encoder of `delta`: what changed between two arrays, to the bytes of a block. Compiled."""
+"""The encoder of `conditioned`: what changed between two arrays, to the body of a block. Compiled."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from composer_nb.kernels.compiled import coder, either, inlined
+from composer_nb.kernels.compiled import coder, inlined
 from composer_nb.kernels.delta.block import (
+    CLASSES,
     GIVEN_UP,
     LONGEST,
     NAT,
@@ -24,6 +25,7 @@ from composer_nb.kernels.delta.block import (
     after_change,
     by_bits,
     cumulative,
+    hazard_of,
     learn,
     learn_step,
     models_of,
@@ -36,17 +38,6 @@ from composer_nb.kernels.delta.block import (
     slower,
 )
 from composer_nb.kernels.delta.header import LARGEST, write_codes, write_states
-from composer_nb.kernels.delta.vectors import (
-    CLASSES,
-    GROUP,
-    below,
-    differing,
-    one_by_one,
-    part,
-    planes_of,
-    total,
-    trailing_zeros,
-)
 
 BETWEEN = (RATES[1:-1].astype(np.float64) + RATES[2:]) / 2
 """Hazards that are as near to one rate as to the next."""
@@ -55,95 +46,69 @@ SAMPLE, MOST = U(13), U(127)
 
 
 @coder
-def encode(base, target, shift, mask, width):  # type: ignore[no-untyped-def]
-    """The body of a block, empty where nothing changed."""
-    found = np.empty(len(base) + 1, np.uint32)
-    at = found[: differences(base, target, found)]
-    if len(at) == 0:
-        return np.empty(0, np.uint8)
+def encode(base, target, elements, shift, mask, width):  # type: ignore[no-untyped-def]
+    """Return the body of a block. `elements` uint32[≥ 1]: those in which base and target differ, ascending."""
     changed = np.zeros(mask + U(1), np.int64)
-    for i in at:
+    for i in elements:
         changed[(U(base[i]) >> shift) & mask] += 1
     first, last, codes = rate_codes(histogram(base, changed, shift, mask), changed)
     rates = RATES[codes]
-    table, planes = by_bits(rates, width, shift), planes_of(rates, first)
-    count, parts = U(len(at)), QUARTERS if len(at) >= TOGETHER else U(1)
-    cuts, ends = np.full(QUARTERS + U(1), U(len(at))), np.full(QUARTERS, U(len(base)))
+    table, models = by_bits(rates, width, shift), new_models(rates, first, last - first)
+    count, parts = U(len(elements)), QUARTERS if len(elements) >= TOGETHER else U(1)
+    cuts, ends = np.full(QUARTERS + U(1), count), np.full(QUARTERS, U(len(base)))
     cuts[0] = U(0)
     for q in range(U(1), parts):
         cuts[q] = cuts[q - U(1)] + (count + QUARTERS - U(q)) // QUARTERS
-        ends[q - U(1)] = U(at[cuts[q]])
-    places, offsets = place_symbols(base, at, cuts, table, planes, shift, mask, first)
-    steps, rests, rest_offsets = step_symbols(base, target, at, cuts, rates, shift, mask, width, first, last)
-    states, words, counts = rans(places, offsets, steps, cuts, rests, rest_offsets)
+        ends[q - U(1)] = U(elements[cuts[q]])
+    places, waits = np.empty(count, np.uint64), np.empty(count, np.uint32)
+    for q in range(QUARTERS):
+        place_symbols(base, elements, cuts[q], cuts[q + 1], table, shift, places, waits)
+    steps = step_symbols(base, target, elements, cuts, models, shift, mask, width, first)
+    rests, rest_cuts = rest_symbols(base, target, elements, cuts, models, shift, mask, width, first)
+    words = np.empty(np.int64(waits.sum()) + 2 * len(elements) + len(rests), np.uint32)
+    begin, states, word_counts = U(len(words)), np.full(QUARTERS, NONE), np.zeros(QUARTERS, np.uint64)
+    for q in range(QUARTERS - U(1), U(0) - U(1), U(0) - U(1)):
+        state, end = NONE, begin
+        for k in range(rest_cuts[q + U(1)], rest_cuts[q], -1):
+            state, begin = coded(state, words, begin, rests[k - 1])
+        for k in range(cuts[q + U(1)], cuts[q], -1):
+            state, begin = coded(state, words, begin, steps[k - 1])
+            state, begin = coded(state, words, begin, places[k - 1])
+            for _ in range(waits[k - 1]):
+                state, begin = coded(state, words, begin, symbol(GIVEN_UP, WHOLE - GIVEN_UP))
+        states[q], word_counts[q] = state, end - begin
     header = np.empty(LARGEST, np.uint8)
     header[0], header[1] = first, last - first
-    end = write_codes(codes, first, last, header, U(2))
-    end = write_states(count, ends, counts, states, header, end)
-    return np.concatenate((header[: np.int64(end)], words.view(np.uint8)))
-
-
-@coder
-def differences(a, b, at):  # type: ignore[no-untyped-def]
-    """Write the places where `a` and `b` differ into `at`, ascending, and return their number. `at` has room for one more."""
-    count, i, n = U(0), U(0), U(len(a))
-    while i + GROUP <= n:
-        here = differing(a, b, i)
-        at[count] = i + trailing_zeros(here)  # whether there is one nobody can foresee; two are rare
-        count += U(here != U(0))
-        here &= here - U(1)
-        while here:
-            at[count] = i + trailing_zeros(here)
-            here &= here - U(1)
-            count += U(1)
-        i += GROUP
-    while i < n:
-        at[count] = i
-        count += U(a[i] != b[i])
-        i += U(1)
-    return count
+    header_end = write_codes(codes, first, last, header, U(2))
+    header_end = write_states(count, ends, word_counts, states, header, header_end)
+    return np.concatenate((header[: np.int64(header_end)], words[np.int64(begin) :].view(np.uint8)))
 
 
 @coder
 def histogram(base, changed, shift, mask):  # type: ignore[no-untyped-def]
-    """About how many elements of each class there are: a sample says it of classes that have many, of which few changed; those of
-    small numbers, of which much changed and a rate has to be exact, are counted. They are as many in all as changed."""
-    counts = np.zeros((4, mask + U(1)), np.int64)  # four counters each: one just written is slow to read
-    n = U(len(base))
+    """Return about how many elements of each class there are, and no fewer than changed: a sample says it of classes that have
+    many, of which few changed; those of small numbers, of which much changed and a rate has to be exact, are counted."""
+    n, sizes = U(len(base)), np.zeros(mask + U(1), np.int64)
     one_in = min(n >> SAMPLE, MOST) | U(1)  # odd, so that rows of a matrix are not looked at in the same columns
     for begin in range(U(0), n - n % U(64), U(64) * one_in):
-        for i in range(begin, begin + U(64), U(4)):
-            for j in range(4):
-                counts[j, (U(base[i + U(j)]) >> shift) & mask] += 1
+        for i in range(begin, begin + U(64)):
+            sizes[(U(base[i]) >> shift) & mask] += 1
     for i in range(n - n % U(64), n):
-        counts[0, (U(base[i]) >> shift) & mask] += 1
-    there = counts[0] + counts[1] + counts[2] + counts[3]
+        sizes[(U(base[i]) >> shift) & mask] += 1
     if one_in > U(1):
-        there *= np.int64(one_in)
+        sizes *= np.int64(one_in)
         few, limit = changed.sum(), U(0)
-        while limit < mask and there[limit] <= few:
-            few -= there[limit]
+        while limit < mask and sizes[limit] <= few:
+            few -= sizes[limit]
             limit += U(1)
-        there[: np.int64(limit)] = 0
-        count_below(base, there, shift, mask, limit)
+        sizes[: np.int64(limit)] = 0
+        for i in range(n - n % U(32)):
+            c = (U(base[i]) >> shift) & mask
+            if c < limit:
+                sizes[c] += 1
         # A class that the sample has nothing of may still have many, in one row say.
-        there[np.int64(limit) :] = np.maximum(there[np.int64(limit) :], np.int64(one_in))
-    return np.maximum(there, changed)
-
-
-@coder
-def count_below(base, there, shift, mask, limit):  # type: ignore[no-untyped-def]
-    """Count elements of classes below the limit, except the last few of the array."""
-    i = U(0)
-    while i + GROUP <= U(len(base)):
-        here = below(base, i, shift, mask, limit)
-        one = i + (trailing_zeros(here) & U(31))
-        there[(U(base[one]) >> shift) & mask] += np.int64(here != U(0))
-        here &= here - U(1)
-        while here:
-            there[(U(base[i + trailing_zeros(here)]) >> shift) & mask] += 1
-            here &= here - U(1)
-        i += GROUP
+        sizes[np.int64(limit) :] = np.maximum(sizes[np.int64(limit) :], np.int64(one_in))
+    return np.maximum(sizes, changed)
 
 
 @coder
@@ -192,168 +157,117 @@ def rate_codes(there, changed):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def put(symbols, count, start, frequency):  # type: ignore[no-untyped-def]
-    symbols[count] = (start << U(32)) | frequency
+def symbol(start, frequency):  # type: ignore[no-untyped-def]
+    """Pack a symbol's share of 2^30: where it starts in the upper 32 bits, its frequency in the lower."""
+    return (start << U(32)) | frequency
+
+
+@coder
+def place_symbols(base, elements, begin, end, table, shift, places, waits):  # type: ignore[no-untyped-def]
+    """Fill in the symbols of the places of a quarter's changes, from the begin-th to the end-th, and how often each was waited
+    for in vain before. The hazard of the elements before a quarter's first change counts for the quarter before, except in the
+    first quarter."""
+    slow = NORMAL
+    for k in range(begin, end):
+        i = U(elements[k])
+        since = i if k == begin else U(elements[k - U(1)]) + U(1)
+        before = hazard_of(base, U(0) if k == U(0) else since, i, table, shift)
+        own, speed = U(table[U(base[i]) >> shift]), pace(slow)
+        waits[k] = 0
+        while (before * speed) >> U(16) >= PATIENCE:
+            wait = patience(speed)
+            waits[k] += 1
+            before, slow = before - wait, slower(slow, wait)
+            speed = pace(slow)
+        start = cumulative(before, speed)
+        places[k] = symbol(start, cumulative(before + own, speed) - start)
+        slow = after_change(slow, before, own)
+
+
+@coder
+def step_of(base, target, i, width):  # type: ignore[no-untyped-def]
+    """Return whether a change leads away from zero, and its steps beyond the first."""
+    place = ordinal(U(base[i]), width)
+    step = ordinal(U(target[i]), width) - place
+    return (step > 0) == (place >= 0), U(abs(step) - 1)
+
+
+@coder
+def step_symbols(base, target, elements, cuts, models, shift, mask, width, first):  # type: ignore[no-untyped-def]
+    """Return the symbol of each change: away from zero or not, longer than one step or not. The models learn after one change
+    of each quarter."""
+    symbols = np.empty(len(elements), np.uint64)
+    for j in range(cuts[1]):
+        turn = U(0)
+        while turn < QUARTERS and cuts[turn] + U(j) < cuts[turn + U(1)]:
+            k = cuts[turn] + U(j)
+            away, rest = step_of(base, target, elements[k], width)
+            which = models_of(U(base[elements[k]]), shift, mask, first)
+            split, longer = share(U(models[which + U(1)])) << U(SCALE - 16), rest > U(0)
+            start, whole = (U(0), split) if longer else (split, WHOLE - split)
+            part = (whole * share(U(models[which]))) >> U(16)
+            symbols[k] = symbol(start, part) if away else symbol(start + part, whole - part)
+            turn += U(1)
+        for q in range(turn):
+            k = cuts[q] + U(j)
+            away, rest = step_of(base, target, elements[k], width)
+            which = models_of(U(base[elements[k]]), shift, mask, first)
+            learn_step(models, which, U(away) << U(1) | U(rest > U(0)))
+    return symbols
+
+
+@coder
+def rest_symbols(base, target, elements, cuts, models, shift, mask, width, first):  # type: ignore[no-untyped-def]
+    """Return the symbols of the steps beyond the first, quarter by quarter, and where those of a quarter end."""
+    symbols, count, ends = np.empty(64, np.uint64), U(0), np.zeros(QUARTERS + U(1), np.uint64)
+    for q in range(QUARTERS):
+        for k in range(cuts[q], cuts[q + 1]):
+            _, rest = step_of(base, target, elements[k], width)
+            if rest:
+                if count + U(64) > U(len(symbols)):
+                    symbols = np.concatenate((symbols, symbols))
+                which = models_of(U(base[elements[k]]), shift, mask, first)
+                count = put_rest(symbols, count, models, which, rest, width)
+        ends[q + 1] = count
+    return symbols[: np.int64(count)], ends
+
+
+@coder
+def put_bit(symbols, count, models, which, bit):  # type: ignore[no-untyped-def]
+    """Append a decision and let its model learn. Return the new number of symbols."""
+    one = probability(U(models[which]))
+    models[which] = learn(U(models[which]), bit)
+    symbols[count] = symbol(U(0), one) if bit else symbol(one, WHOLE - one)
     return count + U(1)
 
 
-@inlined
-def put_bit(symbols, count, models, which, bit):  # type: ignore[no-untyped-def]
-    """Appends a decision and learns from it; the new number of symbols."""
-    model = U(models[which])
-    p = probability(model)
-    models[which] = learn(model, bit)
-    return put(symbols, count, U(0) if bit else p, p if bit else WHOLE - p)
-
-
-@inlined
-def step_symbol(models, which, away, longer):  # type: ignore[no-untyped-def]
-    """Return the symbol of a change: away from zero or not, longer than one step or not. Its models begin at `which`."""
-    sign, model = U(models[which]), U(models[which + U(1)])
-    split = share(model) << U(SCALE - 16)
-    begin, whole = either(longer, U(0), split), either(longer, split, WHOLE - split)
-    inner = (whole * share(sign)) >> U(16)
-    return (either(away, begin, begin + inner) << U(32)) | either(away, inner, whole - inner)
-
-
 @coder
-def put_more(symbols, count, models, which, m, width):  # type: ignore[no-untyped-def]
-    """Appends the rest of a number m above 0: its length in bits (a one for each after the first, then a zero), its second digit,
-    and the others as they are."""
+def put_rest(symbols, count, models, which, rest, width):  # type: ignore[no-untyped-def]
+    """Append a number above 0: its length in bits (a one for each after the first, then a zero), its second digit, and the
+    others as they are."""
     length, more = U(1), True
     while more and length < width:
-        more = m >> length != U(0)
+        more = rest >> length != U(0)
         count = put_bit(symbols, count, models, which + U(1) + length, more)
         length += U(more)
     if length > U(1):
-        low = length - U(2)
-        count = put_bit(symbols, count, models, which + U(1 + LONGEST) + low, (m >> low) & U(1) != U(0))
-        while low:
-            digits = min(low, U(16))
-            low -= digits
-            value = (m >> low) & ((U(1) << digits) - U(1))
-            count = put(symbols, count, value << (U(SCALE) - digits), U(1) << (U(SCALE) - digits))
+        left = length - U(2)
+        count = put_bit(symbols, count, models, which + U(1 + LONGEST) + left, (rest >> left) & U(1) != U(0))
+        while left:
+            digits = min(left, U(16))
+            left -= digits
+            value = (rest >> left) & ((U(1) << digits) - U(1))
+            symbols[count] = symbol(value << (U(SCALE) - digits), U(1) << (U(SCALE) - digits))
+            count += U(1)
     return count
 
 
-@coder
-def group_sums(base, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
-    """The hazard before each group of 32 elements."""
-    sums, i, k, so_far = np.empty(len(base) // 32 + 1, np.uint64), U(0), U(0), U(0)
-    while i + GROUP <= U(len(base)):
-        sums[k] = so_far
-        so_far += total(base, i, table, planes, shift, mask, first)
-        i, k = i + GROUP, k + U(1)
-    sums[k] = so_far
-    return sums
-
-
-@coder
-def place_symbols(base, at, cuts, table, planes, shift, mask, first):  # type: ignore[no-untyped-def]
-    """The symbols that say where changes are, quarter by quarter: the frequency of each, and what lies below it in the 32 bits
-    above; and where those of a quarter end."""
-    sums = group_sums(base, table, planes, shift, mask, first)
-    symbols, offsets, count = np.empty(2 * len(at) + 64, np.uint64), np.zeros(QUARTERS + U(1), np.uint64), U(0)
-    whole = U(len(base)) & ~U(31)
-    for q in range(QUARTERS):
-        slow, done = NORMAL, U(0)
-        for k in range(cuts[q], cuts[q + 1]):
-            if count + U(2) > U(len(symbols)):
-                symbols = np.concatenate((symbols, symbols))
-            i = U(at[k])
-            group, own = i >> U(5), U(table[U(base[i]) >> shift])
-            if i < whole:
-                before = sums[group] + part(base, group << U(5), i & U(31), table, planes, shift, mask, first)
-            else:
-                before = sums[group] + one_by_one(base, whole, i - whole, table, shift)
-            if q and U(k) == cuts[q]:  # where the quarter begins
-                done = before
-            gone, speed, done = before - done, pace(slow), before + own
-            while gone * speed >> U(16) >= PATIENCE:
-                count = put(symbols, count, GIVEN_UP, WHOLE - GIVEN_UP)
-                wait = patience(speed)
-                gone -= wait
-                slow = slower(slow, wait)
-                speed = pace(slow)
-                if count + U(2) > U(len(symbols)):
-                    symbols = np.concatenate((symbols, symbols))
-            start = cumulative(gone, speed)
-            count = put(symbols, count, start, cumulative(gone + own, speed) - start)
-            slow = after_change(slow, gone, own)
-        offsets[q + 1] = count
-    return symbols[: np.int64(count)], offsets
-
-
-@coder
-def step_symbols(base, target, at, cuts, rates, shift, mask, width, first, last):  # type: ignore[no-untyped-def]
-    """Return for each change its symbol; quarter by quarter the symbols of the lengths of longer ones; and where those of a
-    quarter end. The models learn after one change of each quarter."""
-    models, symbols = new_models(rates, first, last - first), np.empty(len(at), np.uint64)
-    long, longs, learnt = np.empty(len(at) + 1, np.uint32), cuts.copy(), np.empty(QUARTERS, np.uint64)
-    for j in range(cuts[1]):
-        there = U(0)
-        while there < QUARTERS and cuts[there] + U(j) < cuts[there + U(1)]:
-            k = cuts[there] + U(j)
-            old, new = U(base[at[k]]), U(target[at[k]])
-            place = ordinal(old, width)
-            step = ordinal(new, width) - place
-            which, away, longer = models_of(old, shift, mask, first), (step > 0) == (place >= 0), abs(step) > 1
-            symbols[k] = step_symbol(models, which, away, longer)
-            learnt[there] = which << U(2) | U(away) << U(1) | U(longer)
-            long[longs[there]] = k
-            longs[there] += U(longer)
-            there += U(1)
-        for q in range(there):
-            learn_step(models, learnt[q] >> U(2), learnt[q] & U(3))
-    rests, count, offsets = np.empty(64, np.uint64), U(0), np.zeros(QUARTERS + U(1), np.uint64)
-    for q in range(QUARTERS):
-        for n in range(cuts[q], longs[q]):
-            if count + U(64) > U(len(rests)):
-                rests = np.concatenate((rests, rests))
-            i = at[long[n]]
-            old, new = U(base[i]), U(target[i])
-            m = U(abs(ordinal(new, width) - ordinal(old, width)) - 1)
-            count = put_more(rests, count, models, models_of(old, shift, mask, first), m, width)
-        offsets[q + 1] = count
-    return symbols, rests, offsets
-
-
-@coder
-def rans(places, offsets, steps, cuts, rests, rest_offsets):  # type: ignore[no-untyped-def]
-    """The coders' final states; their words in the order in which a decoder reads them (of each change the place and the step,
-    and behind all of them the rests), quarter by quarter; and how many words each has."""
-    words, states = np.empty(len(places) + len(steps) + len(rests) + 4, np.uint32), np.full(QUARTERS, NONE)
-    first, up = np.empty(QUARTERS, np.uint64), offsets.copy()
-    ends = offsets + cuts + rest_offsets + np.arange(len(offsets)).astype(np.uint64)
-    for q in range(QUARTERS):
-        first[q] = ends[q + 1]
-        for k in range(rest_offsets[q + 1] - rest_offsets[q]):
-            states[q], first[q] = coded(states[q], words, first[q], rests[rest_offsets[q + 1] - U(1) - U(k)])
-    for j in range(np.int64(cuts[1]) - 1, -1, -1):  # the four in turns: each waits for a division
-        for q in range(QUARTERS):
-            k = cuts[q] + U(j)
-            if k < cuts[q + 1]:
-                states[q], first[q] = coded(states[q], words, first[q], steps[k])
-                k = up[q + 1] - U(1)
-                states[q], first[q] = coded(states[q], words, first[q], places[k])
-                while k > offsets[q] and places[k - U(1)] >> U(32) == GIVEN_UP:
-                    k -= U(1)
-                    states[q], first[q] = coded(states[q], words, first[q], places[k])
-                up[q + 1] = k
-    count = U(0)
-    for q in range(QUARTERS):
-        for k in range(first[q], ends[q + 1]):
-            words[count] = words[k]
-            count += U(1)
-    return states, words[: np.int64(count)], ends[1:] - first
-
-
 @inlined
-def coded(state, words, first, symbol):  # type: ignore[no-untyped-def]
-    """The coder's state with a symbol more, and where its words begin."""
-    frequency, start = symbol & U(0xFFFFFFFF), symbol >> U(32)
-    full = state >= frequency << U(64 - SCALE)
-    words[first - U(1)] = np.uint32(state & U(0xFFFFFFFF))
-    state, first = either(full, state >> U(32), state), first - U(full)
-    quotient = state // frequency
-    return (quotient << U(SCALE)) + (state - quotient * frequency) + start, first
+def coded(state, words, begin, packed):  # type: ignore[no-untyped-def]
+    """Return the coder's state with one symbol more, and where its words begin: they are written backwards."""
+    frequency, start = packed & U(0xFFFFFFFF), packed >> U(32)
+    if state >= frequency << U(64 - SCALE):
+        begin -= U(1)
+        words[begin] = np.uint32(state & U(0xFFFFFFFF))
+        state >>= U(32)
+    return ((state // frequency) << U(SCALE)) + state % frequency + start, begin

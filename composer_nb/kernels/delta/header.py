@@ -6,8 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from composer_nb.kernels.compiled import coder
-from composer_nb.kernels.delta.block import NONE, QUARTERS, RATES, TOGETHER, U
-from composer_nb.kernels.delta.vectors import CLASSES
+from composer_nb.kernels.delta.block import CLASSES, NONE, QUARTERS, RATES, TOGETHER, U
 
 LARGEST = 2 + 24 + 35 + 34
 """Bytes that a header has at most: classes, rates, numbers (of five each), states and their sizes."""
