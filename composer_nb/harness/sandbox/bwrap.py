@@ -36,6 +36,7 @@ from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxSlow, Sand
 from composer_nb.harness.sandbox.guest.bundle import BOOT, LIMITS_INSIDE, resident_program, resident_settings
 from composer_nb.harness.sandbox.host import launch, sender, socket_pair
 from composer_nb.harness.sandbox.journal import OWN, Resource
+from composer_nb.harness.sandbox.kit import MEMORY, STAGE
 from composer_nb.harness.sandbox.layout import Layout
 from composer_nb.harness.sandbox.system.cgroups import Cgroups
 from composer_nb.harness.sandbox.system.linux import machine, patience
@@ -149,6 +150,7 @@ class BwrapBackend(ResidentBackend):
             limits=limits,
             nice=0 if isinstance(self._cgroups, str) else NICE,
             copies=True,
+            basic=spec.basic,
             warm=self._layout.warm() if spec.warm and spec.calls is None else [],
         )
         channel, there = socket_pair()
@@ -250,7 +252,10 @@ class BwrapBackend(ResidentBackend):
         with self._data() as data:
             try:
                 passed = [fd for fd, _ in data.values()]
-                process = launch(self._command(data), end, stderr=errors, pass_fds=passed, cwd="/", **user)
+                plan = data.pop(MEMORY)[0]
+                stage = [self._interpreter.path, "-I", "-S", "-c", STAGE, str(plan)]
+                command = [*stage, *self._command(data)]
+                process = launch(command, end, stderr=errors, pass_fds=passed, cwd="/", **user)
             except OSError as error:
                 errors.close()
                 raise SandboxFailure(f"cannot start {self._bwrap}: {error}") from error
@@ -265,10 +270,11 @@ class BwrapBackend(ResidentBackend):
 
     @contextlib.contextmanager
     def _data(self) -> Iterator[dict[str, tuple[int, str]]]:
-        """Open the files that are copied into a sandbox: place -> descriptor and permissions."""
+        """Open the files that are copied into a sandbox, and the plan of copies: place -> descriptor and permissions."""
         with contextlib.ExitStack() as stack:
             data: dict[str, tuple[int, str]] = {}
-            for place, (content, permissions) in self._layout.contents().items():
+            contents = self._layout.contents() | {MEMORY: (self._layout.copies(), "")}
+            for place, (content, permissions) in contents.items():
                 file = stack.enter_context(open(os.memfd_create("data"), "w+b"))
                 file.write(content)
                 file.seek(0)
