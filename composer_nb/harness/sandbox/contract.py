@@ -32,8 +32,12 @@ WORKSPACE = "/workspace"
 PLACES = {f"/{name}": f"/tmp/{name}" for name in ("tests", "logs", "solution")}
 """Links in every isolated sandbox, through which scripts of Harbor tasks find their files, since its root is read-only."""
 
-LIMITS = ("memory_bytes", "disk_bytes", "inodes", "processes", "cpus", "open_files", "network", "system_calls", "locks")
-"""Names in `Capabilities.enforced`. `locks`: locks that one sandbox takes on files are hidden from all others."""
+LIMITS = (
+    "memory_bytes", "disk_bytes", "inodes", "processes", "cpus", "open_files", "network", "system_calls", "locks",
+    "core_dumps",
+)  # fmt: skip
+"""Names in `Capabilities.enforced`. `locks`: locks that one sandbox takes on files and devices are hidden from all others.
+`core_dumps`: a crash starts no program of the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -295,8 +295,8 @@ class DockerBackend(ResidentBackend):
     def _fetch(self, image: str) -> None:
         """Read all files of an image once, in a container of its own.
 
-        Sandboxes share their pages. What is in memory before the first sandbox tells none who read it, and does not count for one,
-        which could have it evicted by using up its memory.
+        Sandboxes share their pages. Those that are in memory before the first sandbox tell none who read them, and do not count
+        for one, which could have them evicted by using up its memory.
         """
         with self._image_lock:
             if image in self._fetched:

@@ -1,10 +1,10 @@
 """Copies in memory of the programs that sandboxes of the backend `bwrap` use: Python, a shell, the usual small tools, git.
 
-Sandboxes share the page cache of the files that they see. One that evicts pages of a file of this machine, or is the first to read
-others, could tell a later one something: major faults are counted. Pages of a tmpfs stay in memory whatever a sandbox does.
+Sandboxes share the page cache of the files that they see. One that evicts pages of a file of this machine, or is the first to
+read others, could tell a later one something: major faults are counted. Pages of a tmpfs stay in memory whatever a sandbox does.
 
-A first program (STAGE) makes a namespace of its own, fills a tmpfs there, and becomes bubblewrap. Nothing outside sees the copies,
-and they go with the last process of that namespace.
+A first program (STAGE) makes a namespace of its own, fills a tmpfs there, and becomes bubblewrap. Nothing outside sees the
+copies, and they go with the last process of that namespace.
 """
 
 from __future__ import annotations

@@ -110,6 +110,14 @@ def counters() -> dict[str, str]:
     }
 
 
+def make_devices(folder: Path) -> None:
+    """Make a folder with devices like those of /dev. Raises OSError where this user may not."""
+    folder.mkdir(mode=0o755)
+    for device in DEVICES:
+        os.mknod(folder / Path(device).name, 0o20666, os.stat(device).st_rdev)
+        (folder / Path(device).name).chmod(0o666)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The view of this machine that sandboxes get. `uid`: the user that they run as, where that is not this user."""

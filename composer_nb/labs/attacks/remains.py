@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
 
 from composer_nb.harness.sandbox.contract import SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxDied
+from composer_nb.harness.sandbox.system.linux import machine
+from composer_nb.harness.sandbox.system.seccomp import RULED
 from composer_nb.labs.attacks.case import SPEC, Cell, Site, Verdict, nothing, python, register, register_both
 
 BITS = 64
@@ -96,10 +99,9 @@ def counters_of_the_kernel(site: Site) -> Verdict:
     source = """
 import socket
 def f():
-    found, times = [], {}
+    found, times = [], []
     for name in ("null", "zero", "full", "random", "urandom", "tty"):
-        attempt([], name, lambda: os.utime("/dev/" + name))
-        attempt([], name, lambda: times.update({name: os.stat("/dev/" + name).st_mtime_ns}))
+        attempt(times, "time of /dev/" + name, lambda: os.utime("/dev/" + name))
     with socket.create_server(("127.0.0.1", 5000)) as server:
         with socket.create_connection(server.getsockname()) as connection:
             attempt(found, "SO_COOKIE", lambda: connection.getsockopt(1, 57, 8) and None)
@@ -109,11 +111,10 @@ def f():
     for _ in range(6):  # one after another
         with site.backend.create(SPEC) as box:
             reports.append(python(box, source))
-    found = set(sum((report[0] for report in reports), []))
-    if site.backend.name == "bwrap":  # a container has devices of its own
-        moved = [name for name in reports[0][1] if len({report[1][name] for report in reports}) > 1]
-        found |= {f"time of /dev/{name}" for name in moved}
-    steps = [later[2] - earlier[2] for earlier, later in zip(reports, reports[1:], strict=False)]
+    found = {name for report in reports for name in report[0]}
+    if site.backend.name != "docker":  # a container has devices of its own
+        found |= {name for report in reports for name in report[1]}
+    steps = [later[2] - earlier[2] for earlier, later in itertools.pairwise(reports)]
     if sum(0 < step <= 64 for step in steps) >= 3:
         found.add(f"ports, which advanced by {steps}")
     return nothing(sorted(found))
@@ -135,9 +136,6 @@ def f(prlimit):
     attempt(found, "prlimit64 of itself", lambda: syscall(prlimit, os.getpid(), 4, ctypes.addressof(zero), 0))
     return found
 """
-    from composer_nb.harness.sandbox.system.linux import machine
-    from composer_nb.harness.sandbox.system.seccomp import RULED
-
     return nothing(cell.run(source, RULED["prlimit64"][machine()["column"]]))
 
 
@@ -153,7 +151,7 @@ def pipe():
 kinds = {"tcp": tcp, "unix": socket.socketpair, "pipe": pipe}
 def fill(ends):
     size = 0
-    for end in ends if len(ends[0].__class__.__mro__) and hasattr(ends[0], "send") else ends[:1]:
+    for end in ends if hasattr(ends[0], "send") else ends[:1]:
         os.set_blocking(end.fileno(), False)
         for _ in range(3):
             try:
@@ -211,10 +209,10 @@ def terminals(site: Site) -> Verdict:
 def f():
     kept = []
     attempt([], "terminals", lambda: [kept.append(os.openpty()) for _ in range(200)])
-    return [len(kept), sorted(os.listdir("/dev/pts"))[:3]]
+    return len(kept)
 """
     with site.backend.create(SandboxSpec(open_files=1024)) as box:
-        count, names = python(box, source)
+        count = python(box, source)
     with site.backend.create(SPEC) as box:
         others = python(box, "def f():\n    return [name for name in os.listdir('/dev/pts') if name != 'ptmx']")
     return Verdict(blocked=count <= 64 and not others, detail=f"{count} opened; another sandbox sees {others}")

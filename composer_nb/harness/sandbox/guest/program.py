@@ -186,7 +186,7 @@ def furnish(settings: Header, layout: Header) -> None:
     for place in layout["masks"]:
         mount(new + layout["nothing"], new + place, "", bind)
     for place in layout["devices"]:
-        mount(place, new + place, "", bind)
+        mount(settings["devices"] + place.removeprefix("/dev"), new + place, "", bind)
         mount(
             place, new + place, "", bind | remount | read_only | nosuid | noexec
         )  # writing is fine, but not setting times

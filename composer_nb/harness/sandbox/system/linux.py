@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import random
+import resource
 import signal
 import struct
 import typing
@@ -123,6 +124,17 @@ def network_settings() -> dict[str, str]:
     """
     ports = f"{16_384 + random.randrange(8192)} {49_152 + random.randrange(8192)}"
     return {"ip_local_port_range": ports, "tcp_rmem": BUFFERS, "tcp_wmem": BUFFERS}
+
+
+def unstoppable_dumps() -> str:
+    """Return why a crash in a sandbox may start a program of this machine; "" where it starts none."""
+    with open("/proc/sys/kernel/core_pattern") as file:
+        pattern = file.read().strip()
+    if pattern.startswith("@"):
+        return f"core_pattern is a socket ({pattern}), to which each crash is told: set another one"
+    if pattern.startswith("|") and resource.getrlimit(resource.RLIMIT_CORE)[1] == 0:
+        return f"core_pattern starts a program ({pattern}), which only a limit of 1 stops: `ulimit -Hc unlimited` first"
+    return ""
 
 
 def umount(target: str) -> None:

@@ -2,8 +2,8 @@
 
 It refuses what opens up the kernel (namespaces, mounts, tracing, keys, io_uring, bpf), sockets of all but three families, and
 changes of limits and priorities of other processes. It also refuses what tells or changes which pages of a file are in memory,
-what counts for the whole machine, and a soft limit on core dumps. For a *function call*, which is one process, it refuses besides whatever
-makes another process or reaches one: only threads may be started.
+what counts for the whole machine, and other limits on core dumps. For a *function call*, which is one process, it refuses
+besides whatever makes another process or reaches one: only threads may be started.
 
 Classic BPF over `struct seccomp_data`. Covers x86_64 and aarch64.
 """
