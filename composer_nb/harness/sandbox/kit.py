@@ -56,11 +56,12 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 @functools.cache
-def kit_files() -> Files:
-    """Return the files to copy. Raises SandboxUnavailable."""
+def kit_files(by_another: bool) -> Files:
+    """Return the files to copy; without programs that another user, who copies, may not read. Raises SandboxUnavailable."""
     files = host_files()
-    for name in [name for name, path in files.regular.items() if name.startswith(PLACE) and not open_to_all(path)]:
-        del files.regular[name]
+    for name, path in list(files.regular.items()):
+        if by_another and name.startswith(PLACE) and not open_to_all(path):
+            del files.regular[name]
     files.add_libraries()
     for folder in BESIDE:
         files.add_tree(os.path.realpath(folder))
@@ -72,17 +73,17 @@ def kit_files() -> Files:
     return files
 
 
-def kit_plan(folders: list[str], links: dict[str, str]) -> bytes:
+def kit_plan(folders: list[str], links: dict[str, str], by_another: bool) -> bytes:
     """Return what STAGE reads, with more folders and links than those of the files."""
-    files = kit_files()
+    files = kit_files(by_another)
     needed = {*folders, *files.folders, *map(os.path.dirname, [*links, *files.links, *files.regular])}
     plan: dict[str, Any] = {"at": MEMORY, "links": files.links | links, "files": files.regular}
     inside = {folder for folder in needed if not any(f"{folder}/".startswith(f"{link}/") for link in plan["links"])}
     return json.dumps(plan | {"folders": sorted(inside)}).encode()
 
 
-def top_level(folders: list[str], links: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Return the folders and the links of the copies that lie in `/`."""
-    plan = json.loads(kit_plan(folders, links))
+def top_level(text: bytes) -> tuple[list[str], dict[str, str]]:
+    """Return the folders and the links of a plan that lie in `/`."""
+    plan = json.loads(text)
     tops = {"/" + path.split("/")[1] for path in (*plan["folders"], *plan["files"])} - {"/"}
     return sorted(tops - {*plan["links"]}), {place: to for place, to in plan["links"].items() if place.count("/") == 1}

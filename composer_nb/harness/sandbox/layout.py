@@ -153,15 +153,14 @@ class Layout:
         shared = places | {"nothing": NOTHING, "shown": SHOWN, "stands_in": list(counters())}
         crowded = self.crowded()
         host = shared | {
-            "root": [ROOT],
+            "root": [ROOT, COPY],
             "trees": {tree: [HOST + tree] if tree in crowded else [COPY + tree, HOST + tree] for tree in self.trees()},
             "crowded": crowded,
             "masks": [*packages((*PROGRAMS, *self.interpreter.directories))],
-            "files": {f"{KIT}/programs{place}": {place: Path(path).name} for place, path in self._shown().items()},
             "devices": DEVICES,
             "writable": {WORKSPACE: 1.0, "/tmp": 1.0, "/dev/shm": 0.25},
         }
-        basic = host | {"root": [ROOT, COPY], "trees": {}, "crowded": [], "masks": [], "files": {}}
+        basic = host | {"trees": {}, "crowded": [], "masks": []}
         return {"host": host, "basic": basic, "calls": basic | {"devices": DEVICES[:1], "writable": {}}}
 
     def contents(self) -> dict[str, Content]:
@@ -177,13 +176,13 @@ class Layout:
             "/etc/group": (f"root:x:0:\nagent:x:{uid}:\n".encode(), "0444"),
         }
         copies |= {f"{PLACE}/{name}": (content, "0555") for name, content in made_programs().items()}
-        hidden = {place: (path, "0555") for place, path in self.programs.items() if place not in self._shown()}
+        private = self.uid is not None
+        hidden = {place: (path, "0555") for place, path in self.programs.items() if private and not open_to_all(path)}
         hidden |= {path: (path, "0444") for path in LOADER if os.path.isfile(path)}
         copies |= {place: (Path(path).read_bytes(), permissions) for place, (path, permissions) in hidden.items()}
         counted = f"{KIT}/counters"
         known: dict[str, Content] = {f"{counted}/{name}": (text.encode(), "0444") for name, text in counters().items()}
-        mounted = (*DEVICES, *(place for place in self._shown() if not place.startswith("/tmp/")))
-        copies |= dict.fromkeys(mounted, (b"", "0444"))
+        copies |= dict.fromkeys(DEVICES, (b"", "0444"))
         known[f"{counted}/empty"] = b"", "0444"
         known[f"{KIT}/{TRIAL}.py"] = TRIAL_TEXT, "0444"
         return {f"{ROOT}{place}": entry for place, entry in copies.items()} | known
@@ -195,7 +194,7 @@ class Layout:
     def zygote(self, data: Mapping[str, tuple[int, str]]) -> list[str]:
         """Return the arguments for a bubblewrap whose program builds the roots."""
         command = ["--ro-bind", MEMORY, COPY, "--dev", "/dev", "--bind", "/proc", "/proc"]
-        folders, links = top_level(self.trees(), self._places())
+        folders, links = top_level(self.copies())
         command += [word for folder in folders for word in ("--ro-bind", MEMORY + folder, folder)]
         command += [word for place, target in links.items() for word in ("--symlink", target, place)]
         command += [word for tree in self.trees() for word in ("--ro-bind", tree, HOST + tree)]
@@ -210,25 +209,18 @@ class Layout:
                 command += ["--symlink", target, ROOT + place]
         for name, target in (STREAMS | {"ptmx": "pts/ptmx"}).items():
             command += ["--symlink", target, f"{ROOT}/dev/{name}"]
-        for place, path in self._shown().items():
-            command += ["--ro-bind", os.path.dirname(path), f"{KIT}/programs{place}"]
         for place, (fd, permissions) in data.items():
             command += ["--perms", permissions, "--file", str(fd), place]
         return command
 
     def copies(self) -> bytes:
         """Return the plan of the copies of programs (`kit.STAGE`)."""
-        return kit_plan(self.trees(), self._places())
+        return kit_plan(self.trees(), self._places(), self.uid is not None)
 
     def _places(self) -> dict[str, str]:
         """Return the links among the copies of programs besides their own."""
         usual = {path: os.readlink(path) for path in LINKS if os.path.islink(path)}
         return usual | {f"{PLACE}/{TESTING}": f"{ROOT}{PLACE}/{TESTING}"}  # where sandboxes have it
-
-    def _shown(self) -> dict[str, str]:
-        """Return the programs that are shown where they lie: those that the user of the sandboxes can read there."""
-        read = {place: path for place, path in self.programs.items() if self.uid is None or open_to_all(path)}
-        return {place: path for place, path in read.items() if not self._holds_mounts(os.path.dirname(path))}
 
     def _holds_mounts(self, folder: str) -> bool:
         return any(point.startswith(folder + "/") for point in self.points)

@@ -175,14 +175,6 @@ def furnish(settings: Header, layout: Header) -> None:
             mount(lower[0], new + place, "", bind | recursive)
         else:
             overlay(new + place, *lower)
-    for folder, names in layout["files"].items():
-        overlay(scratch, folder)
-        for place, name in names.items():
-            if not os.path.exists(new + place):
-                os.makedirs(os.path.dirname(new + place), exist_ok=True)
-                os.close(os.open(new + place, os.O_CREAT | os.O_WRONLY))
-            mount(scratch + "/" + name, new + place, "", bind)
-        umount(scratch)
     for place in layout["masks"]:
         mount(new + layout["nothing"], new + place, "", bind)
     for place in layout["devices"]:
