@@ -36,7 +36,7 @@ from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxSlow, Sand
 from composer_nb.harness.sandbox.guest.bundle import BOOT, LIMITS_INSIDE, resident_program, resident_settings
 from composer_nb.harness.sandbox.host import launch, sender, socket_pair
 from composer_nb.harness.sandbox.journal import OWN, Resource
-from composer_nb.harness.sandbox.kit import MEMORY, STAGE
+from composer_nb.harness.sandbox.kit import MEMORY, STAGE, namespaces, own_copies
 from composer_nb.harness.sandbox.layout import KIT, Layout, make_devices
 from composer_nb.harness.sandbox.system.cgroups import Cgroups
 from composer_nb.harness.sandbox.system.linux import machine, patience, unstoppable_dumps
@@ -227,6 +227,7 @@ class BwrapBackend(ResidentBackend):
                 raise OSError("it ended at once")
             made.pid = sender(ancillary)
             made.noted.append(self._note("process", made.pid))
+            own_copies(self._layout.copies(), made.process)
         except BaseException as error:
             complaint = self._complaint(made.process)
             self._end_zygote(made)
@@ -280,11 +281,11 @@ class BwrapBackend(ResidentBackend):
     def _popen(self, end: socket.socket) -> subprocess.Popen[bytes]:
         user: dict[str, Any] = {} if self._uid is None else {"user": self._uid, "group": self._uid, "extra_groups": []}
         errors = tempfile.TemporaryFile()
-        with self._data() as data:
+        with self._data() as data, namespaces(self._layout.copies()) as known:
             try:
-                passed = [fd for fd, _ in data.values()]
-                plan = data.pop(MEMORY)[0]
-                stage = [self._interpreter.path, "-I", "-S", "-c", STAGE, str(plan)]
+                passed = [*known, *(fd for fd, _ in data.values())]
+                plan, where = str(data.pop(MEMORY)[0]), ",".join(map(str, known)) or "-"
+                stage = [self._interpreter.path, "-I", "-S", "-c", STAGE, plan, where]
                 command = [*stage, *self._command(data)]
                 process = launch(command, end, stderr=errors, pass_fds=passed, cwd="/", **user)
             except OSError as error:

@@ -34,9 +34,10 @@ PLACES = {f"/{name}": f"/tmp/{name}" for name in ("tests", "logs", "solution")}
 
 LIMITS = (
     "memory_bytes", "disk_bytes", "inodes", "processes", "cpus", "open_files", "network", "system_calls", "locks",
-    "core_dumps",
+    "page_cache", "core_dumps",
 )  # fmt: skip
 """Names in `Capabilities.enforced`. `locks`: locks that one sandbox takes on files and devices are hidden from all others.
+`page_cache`: no sandbox with `SandboxSpec.basic`, or of an image, changes which pages of common files are in memory.
 `core_dumps`: a crash starts no program of the host."""
 
 

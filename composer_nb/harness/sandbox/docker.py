@@ -220,6 +220,8 @@ class DockerBackend(ResidentBackend):
         self._check_engine()
         self._filter = base64.b64encode(system_call_filter(MACHINES[self._facts["Architecture"]])).decode()
         self._image, self._fetched, self._image_lock = "", set[str](), threading.Lock()
+        self._large = set[str]()
+        """Images of more than half the engine's memory."""
         super().__init__(run_id, journal)
 
     def _check_engine(self) -> None:
@@ -234,6 +236,9 @@ class DockerBackend(ResidentBackend):
         enforced = dict.fromkeys(LIMITS, True) | {name: bool(self._facts.get(fact)) for name, fact in COUNTED.items()}
         warnings = "; ".join(self._facts.get("Warnings") or ()) or "the Docker Engine does not say why"
         why = {name: f"no control group for it: {warnings}" for name, held in enforced.items() if not held}
+        if self._large:
+            enforced["page_cache"] = False
+            why["page_cache"] = f"not all files stay in memory of {', '.join(sorted(self._large))}: use smaller images"
         return Capabilities(
             backend=self.name, mode=self._runtime, uid=USER[1], isolated=True, enforced=enforced, why_not=why
         )
@@ -314,6 +319,8 @@ class DockerBackend(ResidentBackend):
                 remove_container(self._client, name)
                 self._strike(noted)
             self._fetched.add(image)
+            if self._client.api.inspect_image(image)["Size"] > self._facts["MemTotal"] // 2:
+                self._large.add(image)
 
     def _host_image(self) -> str:
         with self._image_lock:

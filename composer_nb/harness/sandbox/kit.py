@@ -4,14 +4,17 @@ Sandboxes share the page cache of the files that they see. One that evicts pages
 read others, could tell a later one something: major faults are counted. Pages of a tmpfs stay in memory whatever a sandbox does.
 
 A first program (STAGE) makes a namespace of its own, fills a tmpfs there, and becomes bubblewrap. Nothing outside sees the
-copies, and they go with the last process of that namespace.
+copies, and they go with the last process of that namespace. Later zygotes of the same process enter it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,11 @@ libc, uid, gid = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
 def check(result, what):
     if result:
         raise SystemExit(what + ": " + os.strerror(ctypes.get_errno()))
+if len(sys.argv[2]) > 1:  # of another such process, which has made the copies
+    for fd in sys.argv[2].split(","):
+        check(libc.setns(int(fd), 0), "the copies of programs")
+        os.close(int(fd))
+    os.execv(sys.argv[3], sys.argv[3:])
 check(libc.unshare(0x10020000), "a user namespace for copies of programs")  # and a mount namespace
 for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
     with open("/proc/self/" + name, "w") as file:
@@ -51,8 +59,34 @@ for place, source in plan["files"].items():
     shutil.copyfile(source, plan["at"] + place)
     os.chmod(plan["at"] + place, 0o555 if status.st_mode & 0o111 else 0o444)
     os.utime(plan["at"] + place, ns=(0, status.st_mtime_ns))  # by which Python knows what it has compiled
-os.execv(sys.argv[2], sys.argv[2:])
+os.execv(sys.argv[3], sys.argv[3:])
 """
+"""Its arguments: the descriptor of a plan; descriptors of a user and a mount namespace to enter instead, or -; a command."""
+
+
+_OWNERS: dict[bytes, list[subprocess.Popen[bytes]]] = {}
+"""Plan -> processes in a namespace with its copies."""
+
+
+def own_copies(plan: bytes, process: subprocess.Popen[bytes]) -> None:
+    """Note that a process, which has become bubblewrap, is where the copies of a plan are."""
+    _OWNERS.setdefault(plan, []).append(process)
+
+
+@contextlib.contextmanager
+def namespaces(plan: bytes) -> Iterator[list[int]]:
+    """Open the user and the mount namespace where a plan has been carried out; none if there is none that can be opened."""
+    owners = _OWNERS[plan] = [process for process in _OWNERS.get(plan, ()) if process.poll() is None]
+    with contextlib.ExitStack() as stack:
+        fds: list[int] = []
+        for process in owners[:1]:
+            try:
+                for name in ("user", "mnt"):
+                    fds.append(os.open(f"/proc/{process.pid}/ns/{name}", os.O_RDONLY))
+                    stack.callback(os.close, fds[-1])
+            except OSError:  # it ended, or this user may not
+                fds = []
+        yield fds
 
 
 @functools.cache
@@ -67,9 +101,9 @@ def kit_files(by_another: bool) -> Files:
         files.add_tree(os.path.realpath(folder))
     if os.path.isdir(ZONES):
         files.add(ZONES)
-        for path in Path(ZONES).glob("*"):
-            if path.name not in ("posix", "right"):
-                files.add_tree(str(path)) if path.is_dir() else files.add(str(path))
+        for zone in Path(ZONES).glob("*"):
+            if zone.name not in ("posix", "right"):
+                files.add_tree(str(zone)) if zone.is_dir() else files.add(str(zone))
     return files
 
 
