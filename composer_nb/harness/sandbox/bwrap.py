@@ -46,6 +46,8 @@ from composer_nb.harness.sandbox.toolchain import Interpreter, install_hint
 BOX_UID = 47_811
 """User that starts bubblewrap when the harness is root: a number no account uses."""
 NICE = 10
+SIGNALS = 1024
+"""Signals and timers that wait in a sandbox."""
 START_S, END_S = 10.0, 10.0
 """Seconds that the zygote may take to be ready, and a sandbox to end: more on a busy machine."""
 
@@ -168,7 +170,8 @@ class BwrapBackend(ResidentBackend):
 
     def _start(self, spec: SandboxSpec) -> _Machine:
         id = uuid.uuid4().hex
-        limits = LIMITS_INSIDE | {"RLIMIT_NPROC": spec.processes + 1}  # counted in the sandbox's own user namespace
+        # Counted in the sandbox's own user namespace, and of what all sandboxes' user may have.
+        limits = LIMITS_INSIDE | {"RLIMIT_NPROC": spec.processes + 1, "RLIMIT_SIGPENDING": SIGNALS}
         if isinstance(self._cgroups, str):
             limits["RLIMIT_DATA"] = spec.memory_bytes  # of each process
         settings = resident_settings(

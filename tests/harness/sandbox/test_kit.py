@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -80,3 +81,12 @@ def test_libraries_are_those_that_ldd_names() -> None:
     done = subprocess.run(["ldd", *sample], capture_output=True, text=True, env={"LC_ALL": "C"}, check=True)
     named = {os.path.realpath(path) for path in re.findall(r"^\t(?:\S+ => )?(/\S+) \(0x", done.stdout, re.M)}
     assert named and named <= {os.path.realpath(path) for path in libraries}
+
+
+def test_one_sandbox_does_not_use_up_what_their_user_may_have(backend: BwrapBackend) -> None:
+    take = "import ctypes\nlibc = ctypes.CDLL(None)\nprint(sum(libc.inotify_init1(0) >= 0 for _ in range(200)), flush=True)"
+    with backend.create() as box, backend.create() as other:
+        box.exec_background(["python3", "-c", f"{take}\nimport time\ntime.sleep(60)"], log="log")
+        while not (taken := box.read("log")).endswith(b"\n"):
+            time.sleep(0.01)
+        assert int(taken) == int(other.exec(["python3", "-c", take]).stdout) == 8

@@ -63,6 +63,7 @@ from composer_nb.harness.sandbox.system.linux import (
 )
 
 PR_SET_CHILD_SUBREAPER = 36
+SHARES = {"user/max_inotify_instances": "8", "user/max_inotify_watches": "4096"}  # of what all sandboxes' user may have
 TERMINALS = 32  # pseudo-terminals of a sandbox: the machine has a fixed number, and no limit counts their memory
 
 
@@ -186,8 +187,9 @@ def furnish(settings: Header, layout: Header) -> None:
     if not settings["calls"]:
         terminals = f"newinstance,ptmxmode=0666,mode=620,max={TERMINALS}"
         mount("sandbox", new + "/dev/pts", "devpts", nosuid | noexec, terminals)
-        for name, text in network_settings().items():
-            with open(new + "/proc/sys/net/ipv4/" + name, "w") as setting:
+        settings_here = {"net/ipv4/" + name: text for name, text in network_settings().items()}
+        for name, text in {**settings_here, **SHARES}.items():
+            with contextlib.suppress(FileNotFoundError), open(new + "/proc/sys/" + name, "w") as setting:
                 setting.write(text)
         overlay(scratch, layout["counters"])
         hide_counters(new, scratch, layout)
