@@ -6,8 +6,8 @@ less isolation: a machine that forbids nested namespaces is an error, and `capab
 here.
 
 A sandbox sees, read-only, the programs and libraries of this machine's /usr, but no installed Python packages, nothing of /etc
-but what the loader needs, no home, no /sys, no other sandbox; besides these, the few programs of `toolchain.py`. Its workspace
-and its temporary files are in memory.
+but what the loader needs, no home, no /sys, no other sandbox; besides these, the few programs of `toolchain.py`. With
+`SandboxSpec(basic=True)` it sees copies of the basic ones alone (`kit.py`). Its workspace and its temporary files are in memory.
 
 Covers Linux with user namespaces, as root or as an ordinary user. Does not cover images: `docker` does.
 """

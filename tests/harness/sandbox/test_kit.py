@@ -56,6 +56,33 @@ def test_a_basic_sandbox_runs_from_memory(backend: BwrapBackend, warm: bool) -> 
         assert box.exec(["git", "--version"]).exit_code == 0
 
 
+CHANGE = """
+import os
+fd = os.open("/proc/self/exe", os.O_RDONLY)
+ways = {
+    "chmod": lambda: os.fchmod(fd, 0o777),
+    "times": lambda: os.utime("/proc/self/exe"),
+    "attribute": lambda: os.setxattr("/proc/self/exe", "user.x", b"x"),
+    "write": lambda: os.open("/proc/self/exe", os.O_RDWR),
+    "times of a library": lambda: os.utime(os.__file__),
+    "write of a library": lambda: os.open(os.__file__, os.O_RDWR),
+}
+for name, way in ways.items():
+    try:
+        way()
+        print(name)
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_copies_cannot_be_changed_by_their_owner(backend: BwrapBackend, warm: bool) -> None:
+    with backend.create(SandboxSpec(basic=True, warm=warm)) as box:
+        done = box.exec(["python3", "-s", "-S", "-c", CHANGE], env={"PYTHONHASHSEED": "0"}, warm=warm)
+    assert (done.exit_code, done.stdout, done.stderr) == (0, b"", b"")
+
+
 def test_other_sandboxes_see_the_copies_first(backend: BwrapBackend) -> None:
     with backend.create() as box:
         mounts = box.exec(["grep", "lowerdir=", "/proc/self/mounts"]).stdout.decode()
