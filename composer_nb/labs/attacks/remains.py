@@ -105,6 +105,8 @@ def f():
     with socket.create_server(("127.0.0.1", 5000)) as server:
         with socket.create_connection(server.getsockname()) as connection:
             attempt(found, "SO_COOKIE", lambda: connection.getsockopt(1, 57, 8) and None)
+            attempt(found, "pidfd", lambda: os.fstat(os.pidfd_open(os.getpid())).st_ino > 0)
+            attempt(found, "SO_PASSPIDFD", lambda: connection.setsockopt(1, 76, 1))
             return [found, times, connection.getsockname()[1]]
 """
     reports: list[Any] = []

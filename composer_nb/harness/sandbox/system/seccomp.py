@@ -40,7 +40,7 @@ KERNEL = {
 PROCESS = {
     "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
-    "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424), "memfd_create": (319, 279),
+    "pidfd_send_signal": (424, 424), "memfd_create": (319, 279),
     "shmget": (29, 194), "shmat": (30, 196), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
     "prlimit64": (302, 261), "setrlimit": (160, 164),
     # What would let a program wait for the machine on purpose, and so look starved: low priority, the disks of the host.
@@ -52,7 +52,8 @@ PROCESS = {
 }  # fmt: skip
 """Refused to function calls too."""
 ABSENT = {
-    "io_setup": (206, 0)  # takes of a small number of contexts that the whole machine has
+    "io_setup": (206, 0),  # takes of a small number of contexts that the whole machine has
+    "pidfd_open": (434, 434),  # its inode's number counts all processes of the machine
 }
 """Answered ENOSYS, as by a kernel without them, so that programs do without."""
 RULED = {
@@ -60,6 +61,7 @@ RULED = {
     "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
     "sched_setattr": (314, 274), "setpriority": (141, 140), "ioprio_set": (251, 30), "fcntl": (72, 25),
     "setrlimit": (160, 164), "fadvise64": (221, 223), "madvise": (28, 233), "preadv2": (327, 286), "getsockopt": (55, 209),
+    "setsockopt": (54, 208),
 }  # fmt: skip
 """Allowed in part."""
 # For network, ipc, uts, cgroup and time too: nobody may ask for any of them.
@@ -76,7 +78,9 @@ KILL, ALLOW, DENY, MISSING = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026  # e
 HINTS = (0, 1, 2)  # POSIX_FADV_NORMAL, _RANDOM, _SEQUENTIAL: others evict pages of a file or fetch them
 PAGES = (12, 14, 20, 21, 25)  # MADV_MERGEABLE, _HUGEPAGE, _COLD, _PAGEOUT, _COLLAPSE: of shared pages, others notice
 CORE = 4  # RLIMIT_CORE
-COOKIE = (1, 57)  # SOL_SOCKET, SO_COOKIE: counts all sockets of the machine
+SOCKET_LEVEL = 1
+COUNTING = (57, 76, 77)  # SO_COOKIE, SO_PASSPIDFD, SO_PEERPIDFD: numbers that count sockets or processes of the machine
+CLONE_PIDFD = 0x1000
 NUMBER, ARCHITECTURE, FIRST, SECOND, THIRD, FOURTH, SIXTH = (
     0,
     4,
@@ -93,8 +97,15 @@ def system_call_filter(table: Mapping[str, int], *, calls: bool = False) -> byte
     thread = [_op(BITS, CLONE_VFORK, 1, 0), _op(BITS, CLONE_THREAD, 1, 0), _op(RET, DENY)] if calls else []
     # Both words of the address of a new limit are 0: jump to where the rule after these allows the call.
     reads = [_op(LOAD, THIRD), _op(EQUAL, 0, 0, 2), _op(LOAD, THIRD + 4), _op(EQUAL, 0, 2, 0)]
+    counting = [_op(LOAD, SECOND), _op(EQUAL, SOCKET_LEVEL, 0, 4), *_without(COUNTING, THIRD)]
     rules = {
-        "clone": [_op(LOAD, FIRST), _op(BITS, ANY_NAMESPACE, 0, 1), _op(RET, DENY), *thread, _op(RET, ALLOW)],
+        "clone": [
+            _op(LOAD, FIRST),
+            _op(BITS, ANY_NAMESPACE | CLONE_PIDFD, 0, 1),
+            _op(RET, DENY),
+            *thread,
+            _op(RET, ALLOW),
+        ],
         "socket": _only(FIRST, FAMILIES),
         "socketpair": _only(FIRST, FAMILIES),
         "ioctl": _without(TERMINAL_INPUT),
@@ -109,7 +120,8 @@ def system_call_filter(table: Mapping[str, int], *, calls: bool = False) -> byte
         "fadvise64": _only(FOURTH, HINTS),
         "madvise": _without(PAGES, THIRD),
         "preadv2": _only(SIXTH, (0,)),
-        "getsockopt": [_op(LOAD, SECOND), _op(EQUAL, COOKIE[0], 0, 2), *_without(COOKIE[1:], THIRD)],
+        "getsockopt": counting,
+        "setsockopt": counting,
         "setpriority": [*_only(FIRST, (0,))[:-1], *_only(SECOND, (0,))],
         "ioprio_set": [*_only(FIRST, (1,))[:-1], *_only(SECOND, (0,))],
     }

@@ -94,7 +94,10 @@ def test_shared_pages_and_core_dumps_are_left_alone(table: dict[str, int]) -> No
         (0, 9, n) for n in range(30) if n not in refused
     ]
     assert allowed((327, 286), [(3, 9, 1, 0, 0, flags) for flags in (0, 1, 8, 0x80)]) == [(3, 9, 1, 0, 0, 0)]
-    assert allowed((55, 209), [(3, 1, 57), (3, 1, 3), (3, 6, 57)]) == [(3, 1, 3), (3, 6, 57)]
+    for options in ((55, 209), (54, 208)):
+        asked = [(3, 1, 57), (3, 1, 76), (3, 1, 77), (3, 1, 3), (3, 6, 57)]
+        assert allowed(options, asked) == [(3, 1, 3), (3, 6, 57)]
+    assert verdict(table["clone"], 0x1011) == DENY
     new, high = 0x7FFF12345678, 0x7F0000000000  # addresses; the second one's low word is 0
     assert allowed((302, 261), [(0, 4, 0, 9), (0, 4, new), (0, 4, high), (0, 7, new)]) == [(0, 4, 0, 9), (0, 7, new)]
     if column == 0:
