@@ -234,7 +234,7 @@ class Boxes:
     def _run(self, job: Job) -> Ran:
         nonce = secrets.token_hex(16)
         spec = self.spec or SandboxSpec()
-        with self.backend.create(replace(spec, warm=not job.calls)) as box:
+        with self.backend.create(replace(spec, warm=not job.calls, basic=True)) as box:
             whole = not (job.calls or (box.warm and job.hash_seed == 0))
             kit = framed(compiled_kit(self.backend, self.spec, whole))
             done = box.exec(

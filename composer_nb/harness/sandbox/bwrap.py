@@ -6,8 +6,8 @@ less isolation: a machine that forbids nested namespaces is an error, and `capab
 here.
 
 A sandbox sees, read-only, the programs and libraries of this machine's /usr, but no installed Python packages, nothing of /etc
-but what the loader needs, no home, no /sys, no other sandbox; besides these, the few programs of `toolchain.py`. Its workspace
-and its temporary files are in memory.
+but what the loader needs, no home, no /sys, no other sandbox; besides these, the few programs of `toolchain.py`. With
+`SandboxSpec(basic=True)` it sees copies of the basic ones alone (`kit.py`). Its workspace and its temporary files are in memory.
 
 Covers Linux with user namespaces, as root or as an ordinary user. Does not cover images: `docker` does.
 """
@@ -36,15 +36,18 @@ from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxSlow, Sand
 from composer_nb.harness.sandbox.guest.bundle import BOOT, LIMITS_INSIDE, resident_program, resident_settings
 from composer_nb.harness.sandbox.host import launch, sender, socket_pair
 from composer_nb.harness.sandbox.journal import OWN, Resource
-from composer_nb.harness.sandbox.layout import Layout
+from composer_nb.harness.sandbox.kit import MEMORY, STAGE, namespaces, own_copies
+from composer_nb.harness.sandbox.layout import KIT, Layout, make_devices
 from composer_nb.harness.sandbox.system.cgroups import Cgroups
-from composer_nb.harness.sandbox.system.linux import machine, patience
+from composer_nb.harness.sandbox.system.linux import machine, patience, unstoppable_dumps
 from composer_nb.harness.sandbox.system.seccomp import system_call_filter
 from composer_nb.harness.sandbox.toolchain import Interpreter, install_hint
 
 BOX_UID = 47_811
 """User that starts bubblewrap when the harness is root: a number no account uses."""
 NICE = 10
+SIGNALS = 1024
+"""Signals and timers that wait in a sandbox."""
 START_S, END_S = 10.0, 10.0
 """Seconds that the zygote may take to be ready, and a sandbox to end: more on a busy machine."""
 
@@ -69,6 +72,7 @@ class _Machine(Machine):
         except OSError as error:
             raise SandboxFailure(f"sandbox {self.id}: its cgroup cannot be removed: {error.strerror}") from error
         finally:
+            self.backend.remove_devices(self.id)
             gone = self.group is None or not any(folder.is_dir() for folder in self.group.folders)
             self.backend.forget(self.id, self.noted if gone else ())
 
@@ -107,14 +111,20 @@ class BwrapBackend(ResidentBackend):
         self._zygotes: dict[bool, _Zygote] = {}
         """By whether pytest is imported in it: copies of a large process cost more."""
         super().__init__(run_id, journal)
+        self._devices = self._device_folder()
         self._probe()
 
     def capabilities(self) -> Capabilities:
-        grouped, crowded = not isinstance(self._cgroups, str), self._layout.crowded()
-        enforced = dict.fromkeys(LIMITS, True) | {"memory_bytes": grouped, "cpus": grouped, "locks": not crowded}
-        why = {name: str(self._cgroups) for name, held in enforced.items() if not held}
+        grouped, crowded, dumps = not isinstance(self._cgroups, str), self._layout.crowded(), unstoppable_dumps()
+        own = bool(self._devices) and not crowded
+        enforced = dict.fromkeys(LIMITS, True) | {"memory_bytes": grouped, "cpus": grouped, "locks": own}
+        enforced["core_dumps"] = not dumps
+        why = {name: str(self._cgroups) for name, held in enforced.items() if not held} | {"core_dumps": dumps}
         if crowded:
             why["locks"] = f"something is mounted in {', '.join(crowded)}: their files are shared"
+        elif not own:
+            why["locks"] = "only root can give each sandbox devices of its own: locks on /dev/null are everybody's"
+        why = {name: reason for name, reason in why.items() if not enforced[name]}
         uid = os.getuid() if self._uid is None else self._uid
         return Capabilities(backend=self.name, mode="forked", uid=uid, isolated=True, enforced=enforced, why_not=why)
 
@@ -137,9 +147,31 @@ class BwrapBackend(ResidentBackend):
     def close(self) -> None:
         super().close()
         self._stop_zygotes()
+        if self._devices is not None:
+            folder, noted = self._devices
+            shutil.rmtree(folder, ignore_errors=True)
+            self._strike(noted)
+
+    def _device_folder(self) -> tuple[Path, Resource | None] | None:
+        """Make a folder for devices of each sandbox's own, which nobody else can lock; None where this user may not."""
+        if self._uid is None:
+            return None
+        folder = Path(tempfile.mkdtemp(prefix="composer_nb-"))
+        noted = self._note("directory", folder)
+        try:
+            folder.chmod(0o755)
+            make_devices(folder / "probe")
+            (folder / "probe/null").write_bytes(b"x")  # fails where the file system has no devices
+        except OSError:
+            shutil.rmtree(folder)
+            self._strike(noted)
+            return None
+        return folder, noted
 
     def _start(self, spec: SandboxSpec) -> _Machine:
-        limits = LIMITS_INSIDE | {"RLIMIT_NPROC": spec.processes + 1}  # counted in the sandbox's own user namespace
+        id = uuid.uuid4().hex
+        # Counted in the sandbox's own user namespace, and of what all sandboxes' user may have.
+        limits = LIMITS_INSIDE | {"RLIMIT_NPROC": spec.processes + 1, "RLIMIT_SIGPENDING": SIGNALS}
         if isinstance(self._cgroups, str):
             limits["RLIMIT_DATA"] = spec.memory_bytes  # of each process
         settings = resident_settings(
@@ -149,11 +181,15 @@ class BwrapBackend(ResidentBackend):
             limits=limits,
             nice=0 if isinstance(self._cgroups, str) else NICE,
             copies=True,
+            basic=spec.basic,
+            devices=f"{KIT}/devices/{id}" if self._devices else "/dev",
             warm=self._layout.warm() if spec.warm and spec.calls is None else [],
         )
         channel, there = socket_pair()
-        made = _Machine(id=uuid.uuid4().hex, channel=channel, backend=self)
+        made = _Machine(id=id, channel=channel, backend=self)
         try:
+            if self._devices:
+                make_devices(self._devices[0] / id)
             with there, self._lock:
                 self._check_open()
                 made.lifeline = self._request(settings, there, spec.warm)
@@ -194,6 +230,7 @@ class BwrapBackend(ResidentBackend):
                 raise OSError("it ended at once")
             made.pid = sender(ancillary)
             made.noted.append(self._note("process", made.pid))
+            own_copies(self._layout.copies(), made.process)
         except BaseException as error:
             complaint = self._complaint(made.process)
             self._end_zygote(made)
@@ -247,10 +284,13 @@ class BwrapBackend(ResidentBackend):
     def _popen(self, end: socket.socket) -> subprocess.Popen[bytes]:
         user: dict[str, Any] = {} if self._uid is None else {"user": self._uid, "group": self._uid, "extra_groups": []}
         errors = tempfile.TemporaryFile()
-        with self._data() as data:
+        with self._data() as data, namespaces(self._layout.copies()) as known:
             try:
-                passed = [fd for fd, _ in data.values()]
-                process = launch(self._command(data), end, stderr=errors, pass_fds=passed, cwd="/", **user)
+                passed = [*known, *(fd for fd, _ in data.values())]
+                plan, where = str(data.pop(MEMORY)[0]), ",".join(map(str, known)) or "-"
+                stage = [self._interpreter.path, "-I", "-S", "-c", STAGE, plan, where]
+                command = [*stage, *self._command(data)]
+                process = launch(command, end, stderr=errors, pass_fds=passed, cwd="/", **user)
             except OSError as error:
                 errors.close()
                 raise SandboxFailure(f"cannot start {self._bwrap}: {error}") from error
@@ -265,10 +305,11 @@ class BwrapBackend(ResidentBackend):
 
     @contextlib.contextmanager
     def _data(self) -> Iterator[dict[str, tuple[int, str]]]:
-        """Open the files that are copied into a sandbox: place -> descriptor and permissions."""
+        """Open the files that are copied into a sandbox, and the plan of copies: place -> descriptor and permissions."""
         with contextlib.ExitStack() as stack:
             data: dict[str, tuple[int, str]] = {}
-            for place, (content, permissions) in self._layout.contents().items():
+            contents = self._layout.contents() | {MEMORY: (self._layout.copies(), "")}
+            for place, (content, permissions) in contents.items():
                 file = stack.enter_context(open(os.memfd_create("data"), "w+b"))
                 file.write(content)
                 file.seek(0)
@@ -279,6 +320,7 @@ class BwrapBackend(ResidentBackend):
         command = [self._bwrap, "--unshare-all", "--new-session", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
         command += ["--hostname", "sandbox", "--setenv", "PYTHONHASHSEED", "0"]  # so that calls see sets in one order
         command += self._layout.zygote(data)
+        command += ["--dev-bind", str(self._devices[0]), f"{KIT}/devices"] if self._devices else []
         command += ["--chdir", "/", "--remount-ro", "/", "--"]
         return [*command, self._interpreter.path, "-s", "-S", "-c", BOOT]  # -I would ignore the seed
 
@@ -297,6 +339,10 @@ class BwrapBackend(ResidentBackend):
             made.group.attach(made.channel.peer)
         except OSError as error:
             raise SandboxFailure(f"sandbox {made.id}: its cgroup cannot be made: {error}") from error
+
+    def remove_devices(self, id: str) -> None:
+        if self._devices:
+            shutil.rmtree(self._devices[0] / id, ignore_errors=True)
 
     def _probe(self) -> None:
         """Make a sandbox, to see that it works here. Raises SandboxUnavailable, and SandboxSlow on a busy machine."""

@@ -32,8 +32,13 @@ WORKSPACE = "/workspace"
 PLACES = {f"/{name}": f"/tmp/{name}" for name in ("tests", "logs", "solution")}
 """Links in every isolated sandbox, through which scripts of Harbor tasks find their files, since its root is read-only."""
 
-LIMITS = ("memory_bytes", "disk_bytes", "inodes", "processes", "cpus", "open_files", "network", "system_calls", "locks")
-"""Names in `Capabilities.enforced`. `locks`: locks that one sandbox takes on files are hidden from all others."""
+LIMITS = (
+    "memory_bytes", "disk_bytes", "inodes", "processes", "cpus", "open_files", "network", "system_calls", "locks",
+    "page_cache", "core_dumps",
+)  # fmt: skip
+"""Names in `Capabilities.enforced`. `locks`: locks that one sandbox takes on files and devices are hidden from all others.
+`page_cache`: no sandbox with `SandboxSpec.basic`, or of an image, changes which pages of common files are in memory.
+`core_dumps`: a crash starts no program of the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +90,9 @@ class SandboxSpec:
     """Declares the code harmless, which the backend `process` requires."""
     warm: bool = False
     """Import pytest in advance, if the backend can (`bwrap`), so that its runs begin at once (`Sandbox.exec`)."""
+    basic: bool = False
+    """Show the basic programs alone (`kit.py`), as copies in memory that no sandbox can change for another. Backend `bwrap`; what
+    `docker` shows is the image. For code that has something to tell: grades run this way."""
     calls: CallLimits | None = None
     """Limits of each request of function calls, for a sandbox that serves only these (backend `bwrap`)."""
 

@@ -34,7 +34,7 @@ from composer_nb.harness.sandbox.host import Channel
 from composer_nb.harness.sandbox.image import USER, host_image
 from composer_nb.harness.sandbox.journal import this_process
 from composer_nb.harness.sandbox.system.cgroups import Group
-from composer_nb.harness.sandbox.system.linux import MACHINES, patience
+from composer_nb.harness.sandbox.system.linux import MACHINES, network_settings, patience
 from composer_nb.harness.sandbox.system.seccomp import system_call_filter
 
 MARK = "composer_nb.mark"
@@ -55,6 +55,21 @@ HIDDEN = """
 """.split()
 """Files of /proc about the whole machine, by which two sandboxes could signal to each other. `meminfo` and `stat` stay, for `ps`:
 an engine can hide files of /proc but put nothing in their place."""
+FETCH = """
+import os
+for top, below, names in os.walk("/"):
+    if top == "/":
+        below[:] = [name for name in below if name not in ("proc", "sys", "dev")]
+    for path in (os.path.join(top, name) for name in names):
+        try:
+            if os.path.isfile(path):
+                with open(path, "rb", buffering=0) as file:
+                    while file.read(1 << 20):
+                        pass
+        except OSError:
+            pass
+"""
+"""Reads all files of an image."""
 COUNTED = {"memory_bytes": "MemoryLimit", "processes": "PidsLimit", "cpus": "CpuCfsQuota"}
 """Facts of the engine about limits that it cannot set everywhere."""
 
@@ -204,7 +219,9 @@ class DockerBackend(ResidentBackend):
         self._runtime = runtime or str(self._facts["DefaultRuntime"])
         self._check_engine()
         self._filter = base64.b64encode(system_call_filter(MACHINES[self._facts["Architecture"]])).decode()
-        self._image, self._image_lock = "", threading.Lock()
+        self._image, self._fetched, self._image_lock = "", set[str](), threading.Lock()
+        self._large = set[str]()
+        """Images of more than half the engine's memory."""
         super().__init__(run_id, journal)
 
     def _check_engine(self) -> None:
@@ -219,6 +236,9 @@ class DockerBackend(ResidentBackend):
         enforced = dict.fromkeys(LIMITS, True) | {name: bool(self._facts.get(fact)) for name, fact in COUNTED.items()}
         warnings = "; ".join(self._facts.get("Warnings") or ()) or "the Docker Engine does not say why"
         why = {name: f"no control group for it: {warnings}" for name, held in enforced.items() if not held}
+        if self._large:
+            enforced["page_cache"] = False
+            why["page_cache"] = f"not all files stay in memory of {', '.join(sorted(self._large))}: use smaller images"
         return Capabilities(
             backend=self.name, mode=self._runtime, uid=USER[1], isolated=True, enforced=enforced, why_not=why
         )
@@ -257,11 +277,14 @@ class DockerBackend(ResidentBackend):
                 raise SandboxUnavailable(
                     f"the image {image} keeps {', '.join(volumes)} on the engine's disk, without a limit: build it without VOLUME"
                 )
+            self._fetch(image)
             self._client.api.create_container_from_config(self._configuration(spec, image, mark), name)
             streams = dict.fromkeys(("stdin", "stdout", "stderr", "stream"), 1)
             made.channel = DockerChannel(self._client.api.attach_socket(name, params=streams))
             self._client.api.start(name)
             made.group = _group(self._client.api.inspect_container(name))
+            if made.group is not None:
+                made.group.limit_sockets(spec.memory_bytes)  # no engine does
         except BaseException as error:
             with contextlib.suppress(SandboxFailure):  # the container is in the journal, if there is one
                 made.end()
@@ -274,6 +297,31 @@ class DockerBackend(ResidentBackend):
             made.channel.send(resident_program(settings), patience(SEND_S))
         return made
 
+    def _fetch(self, image: str) -> None:
+        """Read all files of an image once, in a container of its own.
+
+        Sandboxes share their pages. Those that are in memory before the first sandbox tell none who read them, and do not count
+        for one, which could have them evicted by using up its memory.
+        """
+        with self._image_lock:
+            if image in self._fetched:
+                return
+            name, mark = f"composer_nb-{uuid.uuid4().hex[:12]}", uuid.uuid4().hex
+            noted = self._note("container", name, mark)
+            configuration = self._configuration(SandboxSpec(), image, mark)
+            host = configuration["HostConfig"] | dict.fromkeys(("Memory", "MemorySwap", "NanoCpus"), 0)
+            configuration |= {"Cmd": [FETCH], "HostConfig": host}
+            try:
+                self._client.api.create_container_from_config(configuration, name)
+                self._client.api.start(name)
+                self._client.api.wait(name, timeout=patience(TIMEOUT_S))
+            finally:
+                remove_container(self._client, name)
+                self._strike(noted)
+            self._fetched.add(image)
+            if self._client.api.inspect_image(image)["Size"] > self._facts["MemTotal"] // 2:
+                self._large.add(image)
+
     def _host_image(self) -> str:
         with self._image_lock:
             if not self._image:
@@ -283,7 +331,7 @@ class DockerBackend(ResidentBackend):
     def _configuration(self, spec: SandboxSpec, image: str, mark: str) -> dict[str, Any]:
         """Return the configuration of a container, in the words of the engine's API."""
         owner = this_process()
-        most = {"nofile": spec.open_files, "core": 0, "fsize": spec.disk_bytes}
+        most = {"nofile": spec.open_files, "core": 1, "fsize": spec.disk_bytes}
         return {
             "Image": image,
             "Entrypoint": ["python3", "-I", "-S", "-c"],
@@ -304,10 +352,11 @@ class DockerBackend(ResidentBackend):
                 "Runtime": self._runtime,
                 "NetworkMode": "none",
                 "IpcMode": "private",
+                "Sysctls": {f"net.ipv4.{name}": text for name, text in network_settings().items()},
                 "CapDrop": ["ALL"],
                 "SecurityOpt": ["no-new-privileges"],
                 "ReadonlyRootfs": True,
-                "MaskedPaths": [*(f"/proc/{name}" for name in HIDDEN), "/sys"],
+                "MaskedPaths": [*(f"/proc/{name}" for name in HIDDEN), "/sys", "/dev/pts"],
                 "Tmpfs": {
                     place: f"rw,{exec},nosuid,nodev,size={int(spec.disk_bytes * share)},nr_inodes={spec.inodes},"
                     f"uid={USER[1]},gid={USER[1]},mode=755"

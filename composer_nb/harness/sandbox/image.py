@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import io
+import mmap
 import os
 import re
 import shutil
+import struct
 import subprocess
 import tarfile
 import tempfile
@@ -115,16 +117,62 @@ class Files:
 
     def add_libraries(self) -> None:
         """Add the shared libraries of the programs and libraries so far. Raises SandboxUnavailable."""
-        programs = sorted(filter(is_elf, {*self.regular.values()}))
+        programs = set(filter(is_elf, self.regular.values()))
+        libraries, odd = _linked(programs)
         try:
-            done = subprocess.run(["ldd", *programs], capture_output=True, text=True, env={"LC_ALL": "C"}, check=False)
+            done = subprocess.run(
+                ["ldd", *sorted(odd)], capture_output=True, text=True, env={"LC_ALL": "C"}, check=False
+            )
         except OSError as error:
             raise SandboxUnavailable(f"ldd, which comes with the C library, cannot be run: {error}") from error
-        libraries = set(re.findall(r"^\t(?:\S+ => )?(/\S+) \(0x", done.stdout, re.M))
+        libraries |= set(re.findall(r"^\t(?:\S+ => )?(/\S+) \(0x", done.stdout, re.M))
         beside = {os.path.dirname(path) for path in libraries if os.path.basename(path) == "libc.so.6"}
         libraries |= {f"{folder}/{name}" for folder in beside for name in BY_NAME}
         for path in filter(os.path.exists, sorted({*libraries, CACHE})):
             self.add(path)
+
+
+def _linked(programs: set[str]) -> tuple[set[str], set[str]]:
+    """Return the libraries that programs and their libraries name, and what only `ldd` can tell about."""
+    command = [shutil.which("ldconfig", path=f"{WHERE}:/sbin") or "ldconfig", "-p"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return set(), programs
+    kind = {"x86_64": "x86-64", "aarch64": "AArch64"}.get(os.uname().machine)
+    known = dict(reversed(re.findall(rf"^\t(\S+) \(libc6,{kind}[^)]*\) => (\S+)$", listed, re.M)))
+    libraries, odd, todo = set[str](), set[str](), set(programs)
+    while todo:
+        path = todo.pop()
+        names = _needed(path)
+        if names is None or not all(name in known or name.startswith("/") for name in names):
+            odd.add(path)
+            continue
+        new = {known.get(name, name) for name in names} - libraries
+        libraries |= new
+        todo |= new
+    return libraries, odd
+
+
+def _needed(path: str) -> list[str] | None:
+    """Return the names of libraries in an ELF file, and the path of its loader; None if it says itself where to look."""
+    load, dynamic, loader, needed, table, rpath, runpath = 1, 2, 3, 1, 5, 15, 29
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        if data[4:6] != b"\2\1":
+            return None
+        start, (size, count) = struct.unpack_from("<Q", data, 32)[0], struct.unpack_from("<HH", data, 54)
+        segments = [struct.unpack_from("<IIQQQQ", data, start + size * number) for number in range(count)]
+        names = [data[s[2] : s[2] + s[5] - 1].decode() for s in segments if s[0] == loader]
+        tags = [
+            struct.unpack_from("<qQ", data, s[2] + at) for s in segments if s[0] == dynamic for at in range(0, s[5], 16)
+        ]
+        if any(tag in (rpath, runpath) for tag, _ in tags):
+            return None
+        for place in [value for tag, value in tags if tag == table]:
+            [text] = [s[2] + place - s[3] for s in segments if s[0] == load and s[3] <= place < s[3] + s[5]]
+            starts = [text + value for tag, value in tags if tag == needed]
+            names += [data[at : data.find(b"\0", at)].decode() for at in starts]
+        return names
 
 
 def host_files() -> Files:

@@ -19,6 +19,7 @@ from composer_nb.harness.sandbox.contract import PLACES, WORKSPACE
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.sandbox.guest.warm import TRIAL
 from composer_nb.harness.sandbox.journal import mounts
+from composer_nb.harness.sandbox.kit import MEMORY, kit_plan, top_level
 from composer_nb.harness.sandbox.toolchain import (
     PLACE,
     TESTING,
@@ -37,7 +38,8 @@ DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "u
 STREAMS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
 KIT = "/kit"
 """Folder of the zygote with the parts of roots. No sandbox sees it."""
-ROOT = f"{KIT}/root"
+ROOT, COPY, HOST = f"{KIT}/root", f"{KIT}/copy", f"{KIT}/host"
+"""Files of each root, the copies of programs (`kit.py`), and this machine's folders of programs."""
 TRIAL_TEXT = b"""
 import pytest, unittest
 @pytest.fixture
@@ -108,6 +110,14 @@ def counters() -> dict[str, str]:
     }
 
 
+def make_devices(folder: Path) -> None:
+    """Make a folder with devices like those of /dev. Raises OSError where this user may not."""
+    folder.mkdir(mode=0o755)
+    for device in DEVICES:
+        os.mknod(folder / Path(device).name, 0o20666, os.stat(device).st_rdev)
+        (folder / Path(device).name).chmod(0o666)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The view of this machine that sandboxes get. `uid`: the user that they run as, where that is not this user."""
@@ -137,22 +147,21 @@ class Layout:
         return [*real, *(path for path in self.interpreter.directories if not path.startswith((*PROGRAMS, *real)))]
 
     def plans(self) -> dict[str, dict[str, Any]]:
-        """Return the plans by which the guest builds roots (`program.furnish`): for commands and for calls."""
-        places = {name: f"{KIT}/{name}" for name in ("root", "new", "scratch", "empty", "counters")}
-        trees, masks = self.trees(), [*packages((*PROGRAMS, *self.interpreter.directories))]
-        shared = places | {"crowded": self.crowded(), "nothing": NOTHING, "shown": SHOWN, "stands_in": list(counters())}
-        commands = shared | {
-            "trees": trees,
-            "masks": masks,
-            "files": {f"{KIT}/programs{place}": {place: Path(path).name} for place, path in self._shown().items()},
+        """Return the plans by which the guest builds roots (`program.furnish`): with this machine's programs, with the basic
+        ones alone, which are copies, and for calls."""
+        places = {name: f"{KIT}/{name}" for name in ("new", "scratch", "empty", "counters")}
+        shared = places | {"nothing": NOTHING, "shown": SHOWN, "stands_in": list(counters())}
+        crowded = self.crowded()
+        host = shared | {
+            "root": [ROOT, COPY],
+            "trees": {tree: [HOST + tree] if tree in crowded else [COPY + tree, HOST + tree] for tree in self.trees()},
+            "crowded": crowded,
+            "masks": [*packages((*PROGRAMS, *self.interpreter.directories))],
             "devices": DEVICES,
             "writable": {WORKSPACE: 1.0, "/tmp": 1.0, "/dev/shm": 0.25},
         }
-        python = self.interpreter.directories
-        library = [tree for tree in trees if any(f"{folder}/".startswith(f"{tree}/") for folder in python)]
-        hidden = [mask for mask in masks if any(mask.startswith(f"{tree}/") for tree in library)]
-        less = {"trees": library, "masks": hidden, "files": {}, "devices": DEVICES[:1], "writable": {}}
-        return {"commands": commands, "calls": commands | less}
+        basic = host | {"trees": {}, "crowded": [], "masks": []}
+        return {"host": host, "basic": basic, "calls": basic | {"devices": DEVICES[:1], "writable": {}}}
 
     def contents(self) -> dict[str, Content]:
         """Return the files that are copied into a sandbox: place -> content and permissions.
@@ -167,13 +176,13 @@ class Layout:
             "/etc/group": (f"root:x:0:\nagent:x:{uid}:\n".encode(), "0444"),
         }
         copies |= {f"{PLACE}/{name}": (content, "0555") for name, content in made_programs().items()}
-        hidden = {place: (path, "0555") for place, path in self.programs.items() if place not in self._shown()}
+        private = self.uid is not None
+        hidden = {place: (path, "0555") for place, path in self.programs.items() if private and not open_to_all(path)}
         hidden |= {path: (path, "0444") for path in LOADER if os.path.isfile(path)}
         copies |= {place: (Path(path).read_bytes(), permissions) for place, (path, permissions) in hidden.items()}
         counted = f"{KIT}/counters"
         known: dict[str, Content] = {f"{counted}/{name}": (text.encode(), "0444") for name, text in counters().items()}
-        mounted = (*DEVICES, *(place for place in self._shown() if not place.startswith("/tmp/")))
-        copies |= dict.fromkeys(mounted, (b"", "0444"))
+        copies |= dict.fromkeys(DEVICES, (b"", "0444"))
         known[f"{counted}/empty"] = b"", "0444"
         known[f"{KIT}/{TRIAL}.py"] = TRIAL_TEXT, "0444"
         return {f"{ROOT}{place}": entry for place, entry in copies.items()} | known
@@ -184,37 +193,34 @@ class Layout:
 
     def zygote(self, data: Mapping[str, tuple[int, str]]) -> list[str]:
         """Return the arguments for a bubblewrap whose program builds the roots."""
-        command = [*self._links(""), *self._binds(), "--dev", "/dev", "--bind", "/proc", "/proc"]
-        for path in filter(os.path.isfile, LOADER):
-            command += ["--ro-bind", path, path]
+        command = ["--ro-bind", MEMORY, COPY, "--dev", "/dev", "--bind", "/proc", "/proc"]
+        folders, links = top_level(self.copies())
+        command += [word for folder in folders for word in ("--ro-bind", MEMORY + folder, folder)]
+        command += [word for place, target in links.items() for word in ("--symlink", target, place)]
+        command += [word for tree in self.trees() for word in ("--ro-bind", tree, HOST + tree)]
         for place in ("root", "new", "scratch", "empty", "counters"):
             command += ["--dir", f"{KIT}/{place}"]
-        command += ["--symlink", f"{ROOT}{PLACE}/{TESTING}", f"{PLACE}/{TESTING}"]  # where sandboxes have it
         folders = [*self.trees(), WORKSPACE, "/tmp", "/proc", "/dev/pts", "/dev/shm", "/etc", PLACE, NOTHING]
         for folder in sorted(folders, key=len):
             if not folder.startswith("/tmp/"):
                 command += ["--dir", f"{ROOT}{folder}"]
-        command += self._links(ROOT)
+        for place, target in (self._places() | dict(PLACES)).items():
+            if not place.startswith(PLACE):
+                command += ["--symlink", target, ROOT + place]
         for name, target in (STREAMS | {"ptmx": "pts/ptmx"}).items():
             command += ["--symlink", target, f"{ROOT}/dev/{name}"]
-        for place, path in self._shown().items():
-            command += ["--ro-bind", os.path.dirname(path), f"{KIT}/programs{place}"]
         for place, (fd, permissions) in data.items():
             command += ["--perms", permissions, "--file", str(fd), place]
         return command
 
-    def _links(self, root: str) -> list[str]:
-        links = dict(PLACES) | {path: os.readlink(path) for path in LINKS if os.path.islink(path)}
-        return [word for place, target in links.items() for word in ("--symlink", target, root + place)]
+    def copies(self) -> bytes:
+        """Return the plan of the copies of programs (`kit.STAGE`)."""
+        return kit_plan(self.trees(), self._places(), self.uid is not None)
 
-    def _binds(self) -> list[str]:
-        files = [self.interpreter.path] * (not self.interpreter.path.startswith(PROGRAMS))
-        return [word for path in (*self.trees(), *files) for word in ("--ro-bind", path, path)]
-
-    def _shown(self) -> dict[str, str]:
-        """Return the programs that are shown where they lie: those that the user of the sandboxes can read there."""
-        read = {place: path for place, path in self.programs.items() if self.uid is None or open_to_all(path)}
-        return {place: path for place, path in read.items() if not self._holds_mounts(os.path.dirname(path))}
+    def _places(self) -> dict[str, str]:
+        """Return the links among the copies of programs besides their own."""
+        usual = {path: os.readlink(path) for path in LINKS if os.path.islink(path)}
+        return usual | {f"{PLACE}/{TESTING}": f"{ROOT}{PLACE}/{TESTING}"}  # where sandboxes have it
 
     def _holds_mounts(self, folder: str) -> bool:
         return any(point.startswith(folder + "/") for point in self.points)

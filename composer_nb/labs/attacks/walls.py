@@ -284,7 +284,7 @@ ways = {
     "dnotify": lambda fd: fcntl.fcntl(fd, fcntl.F_NOTIFY, 1),
 }
 def files():
-    seen = {"/", "/usr", "/usr/bin", "/usr/lib", "/etc", "/usr/local/bin", "/mnt", "/proc", "/dev"}
+    seen = {"/", "/usr", "/usr/bin", "/usr/lib", "/etc", "/usr/local/bin", "/mnt", "/proc", "/dev", "/dev/null", "/dev/zero"}
     for top in ("/etc", "/usr/bin", "/usr/local/bin", os.path.dirname(os.__file__)):
         seen |= {os.path.join(top, name) for name in sorted(os.listdir(top))[:60]}
     opened = set()

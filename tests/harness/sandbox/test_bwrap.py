@@ -76,7 +76,7 @@ def test_an_ordinary_user_is_told_what_is_not_enforced(tmp_path: Path) -> None:
     mode, enforced, why_not, bomb_ended, memory_code, who = json.loads(done.stdout)
     assert mode == "forked" and who == "65534" and bomb_ended and memory_code == 1
     assert enforced["processes"] and enforced["inodes"] and enforced["disk_bytes"] and enforced["network"]
-    assert set(why_not) == {name for name, held in enforced.items() if not held} <= {"memory_bytes", "cpus"}
+    assert set(why_not) == {name for name, held in enforced.items() if not held} <= {"memory_bytes", "cpus", "locks"}
 
 
 @pytest.mark.parametrize("place", ["below the folder for temporary files", "in a private folder", "on another mount"])

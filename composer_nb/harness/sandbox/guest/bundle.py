@@ -42,10 +42,11 @@ LIMITS_INSIDE = {"RLIMIT_MSGQUEUE": 0, "RLIMIT_MEMLOCK": 1 << 16}
 """Limits of every process in a sandbox that isolates."""
 USUAL = {
     "role": "resident", "workspace": WORKSPACE, "drop": True, "programs": "", "environment": {},
-    "copies": False, "warm": [],
+    "copies": False, "warm": [], "basic": False, "devices": "/dev",
 }  # fmt: skip
 """Settings of a resident program: whether it drops capabilities, a folder of more programs for commands to find, variables that
-an image sets, whether commands may run in copies of it (`warm.py`), and what `warm.load` is called with, if it is. Besides
+an image sets, whether commands may run in copies of it (`warm.py`), what `warm.load` is called with, if it is, whether there are
+the basic programs alone, and the folder of its devices. Besides
 these, `filter` and `nice`: by how much commands stand back behind the resident program; 0 where they have no CPU group of their
 own, in which it counts."""
 
@@ -53,9 +54,10 @@ own, in which it counts."""
 def resident_settings(spec: SandboxSpec, *, limits: Mapping[str, int] | None = None, **own: Any) -> str:
     """Return a resident program's settings as JSON: the argument of `program.main`, and what a zygote is sent.
 
-    `limits` come on top of those that every backend sets. `own`: instead of USUAL.
+    `limits` come on top of those that every backend sets. With a limit of 1 on core dumps the kernel writes none and starts no
+    program for them; with 0 it starts that of a piped core_pattern. `own`: instead of USUAL.
     """
-    common = {"RLIMIT_NOFILE": spec.open_files, "RLIMIT_CORE": 0, "RLIMIT_FSIZE": spec.disk_bytes}
+    common = {"RLIMIT_NOFILE": spec.open_files, "RLIMIT_CORE": 1, "RLIMIT_FSIZE": spec.disk_bytes}
     sizes = {"disk_bytes": spec.disk_bytes, "inodes": spec.inodes, "calls": spec.calls and asdict(spec.calls)}
     return json.dumps({**USUAL, **sizes, "rlimits": common | dict(limits or {}), **own})
 

@@ -112,7 +112,7 @@ def set_limits(limits: Settings) -> None:
         (resource.RLIMIT_FSIZE, limits["disk_bytes"]),
         (resource.RLIMIT_NOFILE, limits["files"]),
         (resource.RLIMIT_NPROC, limits["threads"]),
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CORE, 1),  # 0 would start the program of a piped core_pattern
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_CPU, int(limits["cpu_s"]) + 2),

@@ -29,6 +29,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -54,6 +55,7 @@ from composer_nb.harness.sandbox.system.linux import (
     machine,
     map_ids,
     mount,
+    network_settings,
     read_exactly,
     send_frame,
     umount,
@@ -61,6 +63,8 @@ from composer_nb.harness.sandbox.system.linux import (
 )
 
 PR_SET_CHILD_SUBREAPER = 36
+SHARES = {"user/max_inotify_instances": "8", "user/max_inotify_watches": "4096"}  # of what all sandboxes' user may have
+TERMINALS = 32  # pseudo-terminals of a sandbox: the machine has a fixed number, and no limit counts their memory
 
 
 class Resident:
@@ -155,40 +159,39 @@ def furnish(settings: Header, layout: Header) -> None:
     Locks and watches belong to a file, so two sandboxes with one file in common could signal to each other by them, and keep
     each other waiting. An overlay gives every sandbox files of its own over the same contents. Devices cannot be overlaid.
     """
-    read_only, nosuid, nodev, noexec, bind, recursive = 1, 2, 4, 8, 4096, 16384
+    read_only, nosuid, nodev, noexec, remount, bind, recursive = 1, 2, 4, 8, 32, 4096, 16384
     new, scratch, empty = layout["new"], layout["scratch"], layout["empty"]
 
-    def overlay(lower: str, place: str) -> None:
-        for special in "\\:,":
-            lower = lower.replace(special, "\\" + special)
-        mount("sandbox", place, "overlay", read_only | nosuid | nodev, "lowerdir=" + lower + ":" + empty)
+    def overlay(place: str, *lower: str) -> None:
+        folders = [re.sub(r"([\\:,])", r"\\\1", folder) for folder in (*lower, empty)]
+        mount("sandbox", place, "overlay", read_only | nosuid | nodev, "lowerdir=" + ":".join(folders))
 
-    overlay(layout["root"], new)
+    overlay(new, *layout["root"])
     for place, share in layout["writable"].items():
         options = f"size={int(settings['disk_bytes'] * share)},nr_inodes={int(settings['inodes'])},mode=0755"
         mount("sandbox", new + place, "tmpfs", nosuid | nodev, options)
-    for place in layout["trees"]:
+    for place, lower in layout["trees"].items():
         os.makedirs(new + place, exist_ok=True)  # in the folder for temporary files; elsewhere it is there
         if place in layout["crowded"]:
-            mount(place, new + place, "", bind | recursive)
+            mount(lower[0], new + place, "", bind | recursive)
         else:
-            overlay(place, new + place)
-    for folder, names in layout["files"].items():
-        overlay(folder, scratch)
-        for place, name in names.items():
-            if not os.path.exists(new + place):
-                os.makedirs(os.path.dirname(new + place), exist_ok=True)
-                os.close(os.open(new + place, os.O_CREAT | os.O_WRONLY))
-            mount(scratch + "/" + name, new + place, "", bind)
-        umount(scratch)
+            overlay(new + place, *lower)
     for place in layout["masks"]:
         mount(new + layout["nothing"], new + place, "", bind)
     for place in layout["devices"]:
-        mount(place, new + place, "", bind)
+        mount(settings["devices"] + place.removeprefix("/dev"), new + place, "", bind)
+        mount(
+            place, new + place, "", bind | remount | read_only | nosuid | noexec
+        )  # writing is fine, but not setting times
     mount("proc", new + "/proc", "proc", nosuid | nodev | noexec)
     if not settings["calls"]:
-        mount("sandbox", new + "/dev/pts", "devpts", nosuid | noexec, "newinstance,ptmxmode=0666,mode=620")
-        overlay(layout["counters"], scratch)
+        terminals = f"newinstance,ptmxmode=0666,mode=620,max={TERMINALS}"
+        mount("sandbox", new + "/dev/pts", "devpts", nosuid | noexec, terminals)
+        settings_here = {"net/ipv4/" + name: text for name, text in network_settings().items()}
+        for name, text in {**settings_here, **SHARES}.items():
+            with contextlib.suppress(FileNotFoundError), open(new + "/proc/sys/" + name, "w") as setting:
+                setting.write(text)
+        overlay(scratch, layout["counters"])
         hide_counters(new, scratch, layout)
         umount(scratch)
     os.chdir(new)
@@ -282,7 +285,7 @@ def _hatch(settings: Header, layouts: Header, channel: int, maps: typing.Any, mo
         os.dup2(channel, 1)
         os.closerange(3, most + 1)
         write_ids(maps)
-        resident(settings, layouts["calls" if settings["calls"] else "commands"])
+        resident(settings, layouts["calls" if settings["calls"] else "basic" if settings["basic"] else "host"])
     except Become:
         raise
     except BaseException as error:  # process boundary: the host gets the reason

@@ -45,6 +45,11 @@ class Group:
         """Return the number of processes that were killed for memory."""
         return self._fields("memory.oom_control" if self.version == 1 else "memory.events").get("oom_kill", 0)
 
+    def limit_sockets(self, memory_bytes: int) -> None:
+        """Limit the buffers of sockets to an eighth more: version 1 counts them apart, and not at all without a limit."""
+        with contextlib.suppress(OSError):  # not this user's group, or a kernel that does not count them
+            self.file("memory.kmem.tcp.limit_in_bytes").write_text(str(memory_bytes // 8))
+
     def remove(self) -> None:
         """Remove the empty group. Raises OSError when something is still in it after REMOVE_S."""
         deadline = time.monotonic() + REMOVE_S
@@ -124,6 +129,7 @@ class Cgroups:
                 except FileNotFoundError:
                     if name not in SWAP:
                         raise
+            group.limit_sockets(memory_bytes)
         except OSError:
             group.remove()
             raise

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
+import resource
 import signal
 import struct
 import typing
@@ -26,6 +28,8 @@ MACHINES = {
 PR_CAPBSET_DROP, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_SET_DUMPABLE = 24, 22, 38, 47, 4
 
 LOAD = "/proc/loadavg"
+BUFFERS = "4096 16384 65536"
+"""Bytes of a connection's buffer: the least, at first, at most."""
 
 # PyDLL: calls keep the interpreter's lock, which a raw clone needs.
 libc = ctypes.PyDLL(None, use_errno=True)
@@ -110,6 +114,27 @@ def patience(seconds: float) -> float:
         return seconds
     wanted = max(float(average), float(running.partition("/")[0]))  # the average follows a minute later
     return seconds * max(1.0, wanted / len(os.sched_getaffinity(0)))
+
+
+def network_settings() -> dict[str, str]:
+    """Return the settings (`net.ipv4`) of a sandbox's own network: small buffers, and ports of its own.
+
+    The kernel chooses the port of a connection by going on where the last one of any network was, so with equal bounds a sandbox
+    could tell from its ports how many connections another one had made.
+    """
+    ports = f"{16_384 + random.randrange(8192)} {49_152 + random.randrange(8192)}"
+    return {"ip_local_port_range": ports, "tcp_rmem": BUFFERS, "tcp_wmem": BUFFERS}
+
+
+def unstoppable_dumps() -> str:
+    """Return why a crash in a sandbox may start a program of this machine; "" where it starts none."""
+    with open("/proc/sys/kernel/core_pattern") as file:
+        pattern = file.read().strip()
+    if pattern.startswith("@"):
+        return f"core_pattern is a socket ({pattern}), to which each crash is told: set another one"
+    if pattern.startswith("|") and resource.getrlimit(resource.RLIMIT_CORE)[1] == 0:
+        return f"core_pattern starts a program ({pattern}), which only a limit of 1 stops: `ulimit -Hc unlimited` first"
+    return ""
 
 
 def umount(target: str) -> None:

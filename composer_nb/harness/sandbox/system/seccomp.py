@@ -1,8 +1,9 @@
 """The system call filter of every sandbox, compiled here and installed inside.
 
 It refuses what opens up the kernel (namespaces, mounts, tracing, keys, io_uring, bpf), sockets of all but three families, and
-changes of limits and priorities of other processes. For a *function call*, which is one process, it refuses besides whatever
-makes another process or reaches one: only threads may be started.
+changes of limits and priorities of other processes. It also refuses what tells or changes which pages of a file are in memory,
+what counts for the whole machine, and other limits on core dumps. For a *function call*, which is one process, it refuses
+besides whatever makes another process or reaches one: only threads may be started.
 
 Classic BPF over `struct seccomp_data`. Covers x86_64 and aarch64.
 """
@@ -32,12 +33,14 @@ KERNEL = {
     "swapon": (167, 224), "swapoff": (168, 225), "quotactl": (179, 60), "quotactl_fd": (443, 443),
     "syslog": (103, 116), "personality": (135, 92), "fanotify_init": (300, 262), "vmsplice": (278, 75),
     "move_pages": (279, 239), "migrate_pages": (256, 238), "mbind": (237, 235), "set_mempolicy": (238, 237),
+    # The page cache belongs to files that sandboxes share; memory and load of the machine to all.
+    "mincore": (27, 232), "cachestat": (451, 451), "readahead": (187, 213), "sysinfo": (99, 179),
 }  # fmt: skip
 """Always refused."""
 PROCESS = {
     "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
-    "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424), "memfd_create": (319, 279),
+    "pidfd_send_signal": (424, 424), "memfd_create": (319, 279),
     "shmget": (29, 194), "shmat": (30, 196), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
     "prlimit64": (302, 261), "setrlimit": (160, 164),
     # What would let a program wait for the machine on purpose, and so look starved: low priority, the disks of the host.
@@ -49,13 +52,16 @@ PROCESS = {
 }  # fmt: skip
 """Refused to function calls too."""
 ABSENT = {
-    "io_setup": (206, 0)  # takes of a small number of contexts that the whole machine has
+    "io_setup": (206, 0),  # takes of a small number of contexts that the whole machine has
+    "pidfd_open": (434, 434),  # its inode's number counts all processes of the machine
 }
 """Answered ENOSYS, as by a kernel without them, so that programs do without."""
 RULED = {
     "socket": (41, 198), "socketpair": (53, 199), "ioctl": (16, 29), "prlimit64": (302, 261),
     "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
     "sched_setattr": (314, 274), "setpriority": (141, 140), "ioprio_set": (251, 30), "fcntl": (72, 25),
+    "setrlimit": (160, 164), "fadvise64": (221, 223), "madvise": (28, 233), "preadv2": (327, 286), "getsockopt": (55, 209),
+    "setsockopt": (54, 208),
 }  # fmt: skip
 """Allowed in part."""
 # For network, ipc, uts, cgroup and time too: nobody may ask for any of them.
@@ -69,23 +75,53 @@ TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: type on somebody else's
 
 LOAD, EQUAL, GREATER, BITS, RET = 0x20, 0x15, 0x25, 0x45, 0x06
 KILL, ALLOW, DENY, MISSING = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026  # errno 1 EPERM, 38 ENOSYS
-NUMBER, ARCHITECTURE, FIRST, SECOND = 0, 4, 16, 24  # offsets; of arguments, the low word
+HINTS = (0, 1, 2)  # POSIX_FADV_NORMAL, _RANDOM, _SEQUENTIAL: others evict pages of a file or fetch them
+PAGES = (12, 14, 20, 21, 25)  # MADV_MERGEABLE, _HUGEPAGE, _COLD, _PAGEOUT, _COLLAPSE: of shared pages, others notice
+CORE = 4  # RLIMIT_CORE
+SOCKET_LEVEL = 1
+COUNTING = (57, 76, 77)  # SO_COOKIE, SO_PASSPIDFD, SO_PEERPIDFD: numbers that count sockets or processes of the machine
+CLONE_PIDFD = 0x1000
+NUMBER, ARCHITECTURE, FIRST, SECOND, THIRD, FOURTH, SIXTH = (
+    0,
+    4,
+    16,
+    24,
+    32,
+    40,
+    56,
+)  # offsets; of arguments, the low word
 
 
 def system_call_filter(table: Mapping[str, int], *, calls: bool = False) -> bytes:
     """Compile the filter for `table`, a machine of `linux.MACHINES`. `calls`: for function calls instead of commands."""
     thread = [_op(BITS, CLONE_VFORK, 1, 0), _op(BITS, CLONE_THREAD, 1, 0), _op(RET, DENY)] if calls else []
+    # Both words of the address of a new limit are 0: jump to where the rule after these allows the call.
+    reads = [_op(LOAD, THIRD), _op(EQUAL, 0, 0, 2), _op(LOAD, THIRD + 4), _op(EQUAL, 0, 2, 0)]
+    counting = [_op(LOAD, SECOND), _op(EQUAL, SOCKET_LEVEL, 0, 4), *_without(COUNTING, THIRD)]
     rules = {
-        "clone": [_op(LOAD, FIRST), _op(BITS, ANY_NAMESPACE, 0, 1), _op(RET, DENY), *thread, _op(RET, ALLOW)],
+        "clone": [
+            _op(LOAD, FIRST),
+            _op(BITS, ANY_NAMESPACE | CLONE_PIDFD, 0, 1),
+            _op(RET, DENY),
+            *thread,
+            _op(RET, ALLOW),
+        ],
         "socket": _only(FIRST, FAMILIES),
         "socketpair": _only(FIRST, FAMILIES),
         "ioctl": _without(TERMINAL_INPUT),
         "fcntl": _without(LEASES + LOCKS if calls else LEASES),
         # Of the caller's own process alone.
         **dict.fromkeys(
-            ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"),
-            _only(FIRST, (0,)),
+            ("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"), _only(FIRST, (0,))
         ),
+        # Below 1 a crash would start the program of a piped core_pattern (core(5)), as root of the host. Reading is fine.
+        "prlimit64": [*_only(FIRST, (0,))[:-1], *reads, *_without((CORE,))],
+        "setrlimit": _without((CORE,), FIRST),
+        "fadvise64": _only(FOURTH, HINTS),
+        "madvise": _without(PAGES, THIRD),
+        "preadv2": _only(SIXTH, (0,)),
+        "getsockopt": counting,
+        "setsockopt": counting,
         "setpriority": [*_only(FIRST, (0,))[:-1], *_only(SECOND, (0,))],
         "ioprio_set": [*_only(FIRST, (1,))[:-1], *_only(SECOND, (0,))],
     }
@@ -109,10 +145,10 @@ def _only(argument: int, values: tuple[int, ...]) -> list[bytes]:
     return [_op(LOAD, argument), *checks, _op(RET, DENY), _op(RET, ALLOW)]
 
 
-def _without(values: tuple[int, ...]) -> list[bytes]:
-    """Refuse calls with one of these as their second argument."""
+def _without(values: tuple[int, ...], argument: int = SECOND) -> list[bytes]:
+    """Refuse calls with one of these as this argument."""
     checks = [_op(EQUAL, value, len(values) - place, 0) for place, value in enumerate(values)]
-    return [_op(LOAD, SECOND), *checks, _op(RET, ALLOW), _op(RET, DENY)]
+    return [_op(LOAD, argument), *checks, _op(RET, ALLOW), _op(RET, DENY)]
 
 
 def _op(code: int, k: int, yes: int = 0, no: int = 0) -> bytes:

@@ -17,8 +17,10 @@ Verdict = Callable[..., int]
 
 
 def reader(program: bytes, arch: int) -> Verdict:
-    def verdict(number: int, first: int = 0, second: int = 0, arch: int = arch) -> int:
-        data, accumulator, at = {0: number, 4: arch, 16: first, 24: second}, 0, 0
+    def verdict(number: int, *arguments: int, arch: int = arch) -> int:
+        data, accumulator, at = {0: number, 4: arch}, 0, 0
+        for place, value in enumerate((*arguments, *6 * (0,))):
+            data |= {16 + 8 * place: value & 0xFFFFFFFF, 20 + 8 * place: value >> 32}
         while True:
             code, yes, no, k = struct.unpack_from("=HBBI", program, 8 * at)
             at += 1
@@ -78,3 +80,25 @@ def test_commands_start_processes_and_talk_to_themselves(table: dict[str, int]) 
     for number, kind in (((141, 140)[column], 0), ((251, 30)[column], 1)):  # setpriority, ioprio_set
         asked = [verdict(number, who, process) for who in (0, 1, 2) for process in (0, 1)]
         assert asked == [ALLOW if (who, process) == (kind, 0) else DENY for who in (0, 1, 2) for process in (0, 1)]
+
+
+def test_shared_pages_and_core_dumps_are_left_alone(table: dict[str, int]) -> None:
+    verdict, column = reader(system_call_filter(table), table["arch"]), table["column"]
+
+    def allowed(numbers: tuple[int, int], arguments: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return [each for each in arguments if verdict(numbers[column], *each) == ALLOW]
+
+    assert allowed((221, 223), [(3, 0, 0, advice) for advice in range(8)]) == [(3, 0, 0, n) for n in range(3)]
+    refused = {12, 14, 20, 21, 25}
+    assert allowed((28, 233), [(0, 9, advice) for advice in range(30)]) == [
+        (0, 9, n) for n in range(30) if n not in refused
+    ]
+    assert allowed((327, 286), [(3, 9, 1, 0, 0, flags) for flags in (0, 1, 8, 0x80)]) == [(3, 9, 1, 0, 0, 0)]
+    for options in ((55, 209), (54, 208)):
+        asked = [(3, 1, 57), (3, 1, 76), (3, 1, 77), (3, 1, 3), (3, 6, 57)]
+        assert allowed(options, asked) == [(3, 1, 3), (3, 6, 57)]
+    assert verdict(table["clone"], 0x1011) == DENY
+    new, high = 0x7FFF12345678, 0x7F0000000000  # addresses; the second one's low word is 0
+    assert allowed((302, 261), [(0, 4, 0, 9), (0, 4, new), (0, 4, high), (0, 7, new)]) == [(0, 4, 0, 9), (0, 7, new)]
+    if column == 0:
+        assert allowed((160, 164), [(4, new), (7, new)]) == [(7, new)]

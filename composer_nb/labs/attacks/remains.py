@@ -1,0 +1,220 @@
+"""Attacks by what the kernel keeps: what a sandbox leaves for a later one, and memory that no limit may count. Cases 22 to 24."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+from typing import Any
+
+from composer_nb.harness.sandbox.contract import SandboxSpec
+from composer_nb.harness.sandbox.errors import SandboxDied
+from composer_nb.harness.sandbox.system.linux import machine
+from composer_nb.harness.sandbox.system.seccomp import RULED
+from composer_nb.labs.attacks.case import SPEC, Cell, Site, Verdict, nothing, python, register, register_both
+
+BITS = 64
+FILES = """
+import mmap, resource
+def library():
+    top = os.path.dirname(os.__file__)
+    paths = [os.path.join(top, name) for name in sorted(os.listdir(top)) if name.endswith(".py")]
+    return [path for path in paths if os.path.isfile(path) and os.path.getsize(path)]
+def faults(path, every):
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        for at in range(0, len(pages), 4096) if every else [0]:
+            pages[at]
+        after = resource.getrusage(resource.RUSAGE_SELF)
+    return after.ru_majflt - before.ru_majflt + after.ru_inblock - before.ru_inblock
+"""
+WRITE = f"""{FILES}
+def f(bits):
+    evicted = 0
+    for path, bit in zip(library(), bits):
+        fd = os.open(path, os.O_RDONLY)
+        faults(path, True)
+        if bit:
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                evicted += 1
+            except OSError:
+                pass
+            with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as pages:
+                try:
+                    pages.madvise(21)  # MADV_PAGEOUT
+                except OSError:
+                    pass
+    return evicted
+"""
+READ = f"""{FILES}
+def f(count):
+    return [faults(path, False) for path in library()[:count]]
+"""
+PRESS = "x = []\nwhile True: x.append(bytearray(b'x') * (4 << 20))"
+"""Uses up the memory of a sandbox, at which the kernel takes the pages of files that count for it."""
+
+
+@register(22, "leave a message for a later sandbox in which pages of common files are in memory")
+def page_cache(site: Site) -> Verdict:
+    found = []
+    for spec in (SPEC, replace(SPEC, basic=True)):
+        bits = [random.randrange(2) for _ in range(BITS)]
+        with site.backend.create(spec) as box:
+            evicted = python(box, WRITE, bits)
+            try:
+                box.exec(["python3", "-c", PRESS], timeout_s=20)
+            except SandboxDied:
+                pass
+        with site.backend.create(spec) as box:
+            heard = [int(count > 0) for count in python(box, READ, BITS)]
+        right = sum(one == other for one, other in zip(bits, heard, strict=True))
+        found += [f"{right} of {BITS} bits, {evicted} files evicted"] if any(heard) else []
+    return nothing(found)
+
+
+@register(22, "be the first to read a file, which a later sandbox notices")
+def unread_files(site: Site) -> Verdict:
+    source = f"""{FILES}
+def f():
+    cold, count = [], 0
+    for top, below, names in os.walk("/"):
+        if top == "/":
+            below[:] = [name for name in below if name not in ("proc", "sys", "dev")]
+        for path in (os.path.join(top, name) for name in names):
+            try:
+                cold += [path] if os.path.isfile(path) and os.path.getsize(path) and faults(path, True) else []
+                count += 1
+            except OSError:
+                pass
+    return [count, len(cold), cold[:3]]
+"""
+    with site.backend.create(replace(SPEC, basic=True)) as box:
+        count, cold, paths = python(box, source)
+    return Verdict(blocked=count > 500 and not cold, detail=f"{cold} of {count} files came from a disk {paths}")
+
+
+@register(22, "leave a message in times of devices, ports, or counters of the whole machine")
+def counters_of_the_kernel(site: Site) -> Verdict:
+    source = """
+import socket
+def f():
+    found, times = [], []
+    for name in ("null", "zero", "full", "random", "urandom", "tty"):
+        attempt(times, "time of /dev/" + name, lambda: os.utime("/dev/" + name))
+    with socket.create_server(("127.0.0.1", 5000)) as server:
+        with socket.create_connection(server.getsockname()) as connection:
+            attempt(found, "SO_COOKIE", lambda: connection.getsockopt(1, 57, 8) and None)
+            attempt(found, "pidfd", lambda: os.fstat(os.pidfd_open(os.getpid())).st_ino > 0)
+            attempt(found, "SO_PASSPIDFD", lambda: connection.setsockopt(1, 76, 1))
+            return [found, times, connection.getsockname()[1]]
+"""
+    reports: list[Any] = []
+    for _ in range(6):  # one after another
+        with site.backend.create(SPEC) as box:
+            reports.append(python(box, source))
+    found = {name for report in reports for name in report[0]}
+    if site.backend.name != "docker":  # a container has devices of its own
+        found |= {name for report in reports for name in report[1]}
+    steps = [later[2] - earlier[2] for earlier, later in itertools.pairwise(reports)]
+    if sum(0 < step <= 64 for step in steps) >= 3:
+        found.add(f"ports, which advanced by {steps}")
+    return nothing(sorted(found))
+
+
+@register_both(22, "have a crash start a program of the host, which a piped core_pattern does unless the limit is 1")
+def crash(cell: Cell) -> Verdict:
+    source = """
+import resource
+def f(prlimit):
+    found, limits = [], []
+    attempt([], "", lambda: limits.extend(resource.getrlimit(resource.RLIMIT_CORE)))  # a function call cannot ask
+    if limits not in ([], [1, 1]):
+        found.append(f"RLIMIT_CORE={limits}")
+    zero = ctypes.create_string_buffer(16)
+    zero[8] = 1  # the hard limit stays
+    attempt(found, "setrlimit", lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 1)))
+    attempt(found, "prlimit64", lambda: syscall(prlimit, 0, 4, ctypes.addressof(zero), 0))
+    attempt(found, "prlimit64 of itself", lambda: syscall(prlimit, os.getpid(), 4, ctypes.addressof(zero), 0))
+    return found
+"""
+    return nothing(cell.run(source, RULED["prlimit64"][machine()["column"]]))
+
+
+FILL = """
+import resource, select, socket, struct, time
+def tcp():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        return one, server.accept()[0]
+def pipe():
+    ends = os.pipe()
+    return os.fdopen(ends[1], "wb", 0), os.fdopen(ends[0], "rb", 0)
+kinds = {"tcp": tcp, "unix": socket.socketpair, "pipe": pipe}
+def fill(ends):
+    size = 0
+    for end in ends if hasattr(ends[0], "send") else ends[:1]:
+        os.set_blocking(end.fileno(), False)
+        for _ in range(3):
+            try:
+                while True:
+                    size += os.write(end.fileno(), bytes(1 << 16))
+            except OSError:
+                time.sleep(0.002)  # in which the other end takes more
+    return size
+def child(kind, report):
+    kept = []
+    try:
+        while True:
+            kept.append(kinds[kind]())
+            report(fill(kept[-1]))
+    except OSError:
+        report(-1)
+        time.sleep(60)
+def f(kind, children):
+    source, target = os.pipe()
+    started = total = 0
+    for _ in range(children):
+        try:
+            if os.fork() == 0:
+                child(kind, lambda size: os.write(target, struct.pack("q", size)))
+            started += 1
+        except OSError:
+            break
+    while started and select.select([source], [], [], 10)[0]:
+        size, = struct.unpack("q", os.read(source, 8))
+        started, total = (started - 1, total) if size < 0 else (started, total + size)
+    return total
+"""
+
+
+@register(24, "use up memory of the kernel: buffers of sockets and pipes")
+def kernel_memory(site: Site) -> Verdict:
+    details, blocked = [], True
+    for kind in ("tcp", "unix", "pipe"):
+        with site.backend.create(SPEC) as box:
+            try:
+                size = python(box, FILL, kind, 20, timeout_s=60)
+            except (SandboxDied, ValueError):
+                details.append(f"{kind}: ended")
+                continue
+        blocked &= size <= SPEC.memory_bytes
+        details.append(f"{kind}: {size >> 20} MiB")
+    if not site.backend.capabilities().enforced["memory_bytes"]:
+        blocked = True  # which the capabilities say
+    return Verdict(blocked=blocked, detail=f"{', '.join(details)}; the limit is {SPEC.memory_bytes >> 20} MiB")
+
+
+@register(23, "use up the pseudo-terminals of the machine")
+def terminals(site: Site) -> Verdict:
+    source = """
+def f():
+    kept = []
+    attempt([], "terminals", lambda: [kept.append(os.openpty()) for _ in range(200)])
+    return len(kept)
+"""
+    with site.backend.create(SandboxSpec(open_files=1024)) as box:
+        count = python(box, source)
+    with site.backend.create(SPEC) as box:
+        others = python(box, "def f():\n    return [name for name in os.listdir('/dev/pts') if name != 'ptmx']")
+    return Verdict(blocked=count <= 64 and not others, detail=f"{count} opened; another sandbox sees {others}")
