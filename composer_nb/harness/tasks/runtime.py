@@ -18,6 +18,7 @@ import shlex
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -109,18 +110,29 @@ def variables(table: Mapping[str, str]) -> dict[str, str]:
     return {name: match[2] or "" if (match := found[name]) else value for name, value in table.items()}
 
 
-def usual_spec(task: Task) -> SandboxSpec:
-    """Return the sandbox of a task's tests where the task asks for nothing else. The packages of an image take more memory than
-    the standard library."""
-    named = task.metadata.get("image", "")
-    return SandboxSpec(image=named, memory_bytes=2 << 30) if named else SandboxSpec()
+def limits_spec(task: Task) -> SandboxSpec:
+    """Return the sandbox of a task's agent and of its tests, with the limits that the task states, else usual ones. The packages
+    of an image take more memory than the standard library.
+
+    A workspace is in memory, so `storage_mb` counts only within `memory_mb`.
+    """
+    named, usual = task.metadata.get("image", ""), SandboxSpec()
+    asked = task.settings.environment if task.kept else harbor.Environment()
+    memory = 2 << 30 if named else usual.memory_bytes
+    memory = memory if asked.memory_mb is None else max(asked.memory_mb, 128) * MIB
+    disk = usual.disk_bytes if asked.storage_mb is None else asked.storage_mb * MIB
+    return SandboxSpec(
+        image=named,
+        memory_bytes=memory,
+        disk_bytes=min(disk, (memory - 64 * MIB) // 2),
+        cpus=max(asked.cpus or usual.cpus, 0.01),
+    )
 
 
 def spec_of(task: Task, backend: Backend) -> SandboxSpec:
     """Return the specification of a task's sandbox; on `docker`, build a missing image.
 
-    A workspace is in memory, so `storage_mb` counts only within `memory_mb`. Raises ValueError for requests that no sandbox here
-    can meet, and SandboxUnavailable for an image that cannot be built.
+    Raises ValueError for requests that no sandbox here can meet, and SandboxUnavailable for an image that cannot be built.
     """
     if found := obstacles(task):
         raise ValueError(f"task {task.id}: {found[0]}")
@@ -136,16 +148,7 @@ def spec_of(task: Task, backend: Backend) -> SandboxSpec:
             f"docker, or say runtime = {harbor.RUNTIME!r} in [metadata.composer_nb] if this machine's Python with pytest is "
             "enough"
         )
-    asked, usual = task.settings.environment, usual_spec(task)
-    memory = usual.memory_bytes if asked.memory_mb is None else max(asked.memory_mb, 128) * MIB
-    disk = usual.disk_bytes if asked.storage_mb is None else asked.storage_mb * MIB
-    return SandboxSpec(
-        memory_bytes=memory,
-        disk_bytes=min(disk, (memory - 64 * MIB) // 2),
-        cpus=max(asked.cpus or usual.cpus, 0.01),
-        image=_image(task) if task.image else named,
-        warm=task.grader == "pytest",
-    )
+    return replace(limits_spec(task), image=_image(task) if task.image else named, warm=task.grader == "pytest")
 
 
 def start(task: Task, backend: Backend) -> Sandbox:
