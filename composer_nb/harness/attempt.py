@@ -26,7 +26,7 @@ from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.tasks.functions import is_test
-from composer_nb.harness.tasks.runtime import start, workspace
+from composer_nb.harness.tasks.runtime import artifacts_left, start, workspace
 from composer_nb.harness.tasks.task import LOWERED, Task
 from composer_nb.harness.tools.session import FOLDER, Session
 from composer_nb.harness.tools.tiny import Workspace
@@ -161,7 +161,7 @@ def _attempt_in_sandbox(task: Task, place: Environment, turn_policy: TurnPolicy,
             try:
                 done = converse(task.instruction, turn_policy, place.tools, session, place.limits, told)
                 if done.stop not in ("infrastructure", "interrupted"):
-                    left = _left(task, carry_back(session.sandbox)[0])
+                    left = _left(task, carry_back(session.sandbox)[0]) | artifacts_left(task, session.sandbox)
             except (SandboxDied, OSError):
                 found = Grade(status="agent_failed")
     except (SandboxDied, SandboxFailure):
