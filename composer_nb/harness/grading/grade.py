@@ -19,6 +19,7 @@ from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.calls import CallOutcome, Executor
 from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.tasks.functions import parse_test_files, parse_tests, passes, request_tests
+from composer_nb.harness.tasks.runtime import call_limits
 from composer_nb.harness.tasks.task import Task
 
 Status = Literal["graded", "tampered", "agent_failed", "infra_error", "invalid_task", "ungraded"]
@@ -92,7 +93,7 @@ def grade_functions(task: Task, files: Mapping[str, str], executor: Executor) ->
             graded[path] = files[path]
     tests = parse_test_files(task.tests)
     try:
-        [outcomes] = executor.run([request_tests(graded, tests)])
+        [outcomes] = executor.run([request_tests(graded, tests, call_limits(task))])
     except SandboxFailure as error:
         return Grade(status="infra_error", output=str(error))
     results = {test.id: False for test in tests}
@@ -120,7 +121,8 @@ def _grade_written(task: Task, text: str, flags: tuple[str, ...], executor: Exec
     if len(calls) > MOST_WRITTEN or not (kept <= {*calls} and same):
         return Grade(status="graded", tests=dict.fromkeys(names, False), flags=flags)
     try:
-        ran = executor.run([request_tests(task.files | mutant, written) for mutant in ({}, *task.mutants)])
+        limits = call_limits(task)
+        ran = executor.run([request_tests(task.files | mutant, written, limits) for mutant in ({}, *task.mutants)])
     except SandboxFailure as error:
         return Grade(status="infra_error", output=str(error))
     passed = [all(map(passes, written, outcomes)) and len(outcomes) == len(written) for outcomes in ran]

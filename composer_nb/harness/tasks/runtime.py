@@ -5,7 +5,8 @@ alone, in an image derived from its own. There, the files of the working directo
 which is in memory, and a link replaces the directory, so that scripts find their files. The rest of the image is read-only.
 
 If no sandbox here can meet a task's requests, ValueError is raised before anything starts (`obstacles`). Some defaults are
-stricter than Harbor's: no network, one user, and the agent's workspace is carried into a new sandbox for grading.
+stricter than Harbor's: no network, one user, and the agent's workspace and artifacts are carried into a new sandbox
+for grading.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from composer_nb.harness.sandbox.contract import PLACES, WORKSPACE, Backend, Sandbox, SandboxSpec, archive_of, members
+from composer_nb.harness.sandbox.contract import (
+    PLACES,
+    WORKSPACE,
+    Backend,
+    CallLimits,
+    Sandbox,
+    SandboxSpec,
+    archive_of,
+    members,
+)
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.tasks import harbor
 from composer_nb.harness.tasks.task import Task
@@ -105,7 +115,7 @@ def obstacles(task: Task) -> list[str]:
         (place.mcp_servers, "environment.mcp_servers: tools of a task's own are not supported"),
         (place.healthcheck, "environment.healthcheck: services are not supported"),
         (asked.verifier.environment, "verifier.environment: a task has one image, which grading uses too"),
-        (asked.verifier.collect, "verifier.collect: only the workspace is carried into grading"),
+        (asked.verifier.collect, "verifier.collect: only the workspace and artifacts are carried into grading"),
         *(
             (table.user not in (None, "agent"), f"{name}.user = {table.user!r}: a sandbox has one user, who is not root")
             for name, table in users
@@ -163,6 +173,25 @@ def limits_spec(task: Task) -> SandboxSpec:
         disk_bytes=min(disk, (memory - 64 * MIB) // 2),
         cpus=max(asked.cpus or usual.cpus, 0.01),
     )
+
+
+WRITTEN_S = 60.0
+"""`verifier.timeout_sec` of the directories that this package writes, which states no limit of calls."""
+
+
+def call_limits(task: Task) -> CallLimits | None:
+    """Return the limits of calls, for a task of the grader `functions` whose task.toml states more than the usual ones."""
+    if task.kept is None:
+        return None
+    usual, verifier, place = CallLimits(), task.settings.verifier, task.settings.environment
+    stated = "timeout_sec" in verifier.model_fields_set and verifier.timeout_sec != WRITTEN_S
+    limits = CallLimits(
+        cpu_s=max(usual.cpu_s, verifier.timeout_sec * stated),
+        wall_s=max(usual.wall_s, verifier.timeout_sec * stated),
+        memory_bytes=max(usual.memory_bytes, (place.memory_mb or 0) * MIB),
+        disk_bytes=max(usual.disk_bytes, (place.storage_mb or 0) * MIB),
+    )
+    return None if limits == usual else limits
 
 
 def spec_of(task: Task, backend: Backend) -> SandboxSpec:

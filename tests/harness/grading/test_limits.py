@@ -20,7 +20,9 @@ from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec, Snapshot
 from composer_nb.harness.store import pack_attempt, unpack_attempt
 from composer_nb.harness.tasks.harbor import Kept
+from composer_nb.harness.tasks.runtime import call_limits
 from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.tiny import Workspace
 from tests.harness.starving import hogs, starve
 
 TEST = "from f import f\n\n\ndef test_one():\n    assert f(1) == 2\n\n\ndef test_two():\n    assert f(2) == 3\n"
@@ -104,9 +106,9 @@ def test_a_busy_machine_is_no_failure_of_the_agent(
     grader: str, make_task: Callable[..., Task], backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contract, "PATIENCE", 60.0)
-    task = planned(make_task({"test_f.py": TEST}, metadata={"pytest.seconds": "1"}))
-    task = task if grader == "pytest" else scripted(3.0)
-    files = {"f.py": (BUSY.format(2.4) + RIGHT).encode()}
+    task = planned(make_task({"test_f.py": TEST}, metadata={"pytest.seconds": "0.2"}))
+    task = task if grader == "pytest" else scripted(2.2)
+    files = {"f.py": (BUSY.format(1.8) + RIGHT).encode()}
     with hogs():
         found = grade(task, files, Recording(backend, 0.4, grader == "pytest"))
     assert found.passed and not found.timeouts, (found.status, found.flags)
@@ -117,10 +119,10 @@ def test_a_machine_that_grants_no_time_gives_no_grade(
     grader: str, make_task: Callable[..., Task], backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contract, "PATIENCE", 1.5)
-    task = planned(make_task({"test_f.py": TEST}, metadata={"pytest.seconds": "1"}))
-    task = task if grader == "pytest" else scripted(3.0)
+    task = planned(make_task({"test_f.py": TEST}, metadata={"pytest.seconds": "0.2"}))
+    task = task if grader == "pytest" else scripted(2.2)
     with hogs():
-        found = grade(task, {"f.py": (BUSY.format(2.8) + RIGHT).encode()}, Recording(backend, 0.1, grader == "pytest"))
+        found = grade(task, {"f.py": (BUSY.format(2.0) + RIGHT).encode()}, Recording(backend, 0.1, grader == "pytest"))
     assert found.status == "infra_error" and not found.known and "waited for a CPU" in found.output
 
 
@@ -143,3 +145,25 @@ def test_slow_work_fails_and_is_counted_apart(
 def test_calls_that_time_out_are_counted(task: Task, sandboxes: Executor) -> None:
     found = grade(task, task.files | {"f.py": "def f(xs, k):\n    while True:\n        pass\n"}, sandboxes)
     assert found.status == "graded" and not found.passed and found.timeouts == 1
+
+
+def test_calls_have_the_limits_that_a_task_states(task: Task, sandboxes: Executor, tmp_path: Path) -> None:
+    """Half a second of CPU time and 400 MiB: more than the usual limits of calls."""
+    path = task.to_harbor(tmp_path / "t")
+    heavy = BUSY.format(0.5) + f"held = bytearray(400 << 20)\n{task.solution['f.py']}"
+    toml = (path / "task.toml").read_text()
+    plain = Task.from_harbor(path)
+    assert call_limits(plain) is None and not grade(plain, plain.files | {"f.py": heavy}, sandboxes).passed
+    toml = toml.replace("timeout_sec = 60.0", "timeout_sec = 5.0")
+    (path / "task.toml").write_text(toml.replace("[environment]\n", "[environment]\nmemory_mb = 2048\n"))
+    stated = Task.from_harbor(path)
+    found = grade(stated, stated.files | {"f.py": heavy}, sandboxes)
+    assert found.passed and not found.timeouts
+    own = Workspace(
+        files=stated.files | {"f.py": heavy},
+        visible_tests=stated.visible_tests,
+        sandboxes=sandboxes,
+        limits=call_limits(stated),
+    )
+    seen = own.run_visible_tests()
+    assert seen.tests_passed == seen.tests_run == 2
