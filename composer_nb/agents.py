@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from composer_nb.harness.agent.compact import CompactRenderer
-from composer_nb.harness.agent.expert import TINY_SCRIPTS, Script, ScriptedPolicy
+from composer_nb.harness.agent.expert import GREPPING, TINY_SCRIPTS, Script, ScriptedPolicy
 from composer_nb.harness.agent.loop import LIMITS, Told, converse, silent, system_text
 from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
@@ -24,7 +24,7 @@ from composer_nb.harness.carry import Blob, carry_back
 from composer_nb.harness.files import write_atomic, write_json
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.product import checkout
-from composer_nb.harness.product.arms import TINY_ARMS, arms_of, detectable, difference, figures
+from composer_nb.harness.product.arms import ARMS, TINY_ARMS, arms_of, detectable, difference, figures
 from composer_nb.harness.product.attempts import attempt_all, check_fit
 from composer_nb.harness.product.diff import require_git
 from composer_nb.harness.product.work import Work, keep, open_session
@@ -94,15 +94,15 @@ def evaluate(
     its gain over the first. Raises ValueError for unknown tasks, arms or policies and for an `out` of another policy;
     SandboxUnavailable, ProviderFailure.
     """
-    tiny, chosen, (own, _), (kind, script) = check_fit(tasks), arms_of(arms), equipment(policy), parse_policy(policy)
+    tiny, (own, _), (kind, script) = check_fit(tasks), equipment(policy), parse_policy(policy)
     settings = settings or bench_settings(policy, tasks, {})
-    if tiny and ({*chosen} - {*TINY_ARMS} or (kind == "checkpoint" and not own.terse)):
+    usable = (TINY_ARMS[:1] if script in GREPPING else TINY_ARMS) if tiny else tuple(ARMS)
+    chosen = {name: arm for name, arm in arms_of(arms).items() if name in usable or arms != "every"}
+    if {*chosen} - {*usable} or (tiny and kind == "checkpoint" and not own.terse):
         raise ValueError(
             f"--policy {policy} --arms {arms}: at tasks of the grader `functions` agents have the tiny tools, with the arms "
-            f"{', '.join(TINY_ARMS)}"
+            f"{', '.join(TINY_ARMS)}; scripts that call grep have {TINY_ARMS[0]!r} alone"
         )
-    if tiny and script in TINY_SCRIPTS and [*chosen] != ["all"]:
-        raise ValueError(f"--policy {policy} --arms {arms}: this script calls grep; give --arms all")
     if tiny and kind == "scripted" and not script.endswith(".json") and script not in TINY_SCRIPTS:
         raise ValueError(f"--policy {policy}: there is scripted:{', scripted:'.join(TINY_SCRIPTS)}")
     _claim(out, {"policy": policy, "is": identity(policy), "backend": backend, "settings": asdict(settings)})

@@ -513,6 +513,12 @@ def test_scripts_at_miniature_repositories(tmp_path: Path) -> None:
         out = tmp_path / f"{name}-{workers}"
         return evaluate(f"scripted:{name}", made, out, samples=1, settings=settings, workers=workers)
 
+    idle = evaluate("scripted:lazy", made[:2], tmp_path / "lazy", samples=1, arms="every")
+    assert idle["pass_at_1"] == 0 and list(idle["arms"]) == ["all", "no-search"]
+    assert idle["tool_calls_per_task"] == 1 and idle["timeouts"] == 0
+    assert list(evaluate("scripted:blind", made[:1], tmp_path / "some", samples=1, arms="every")["arms"]) == ["all"]
+    with pytest.raises(ValueError, match="with the arms all, no-search; scripts that call grep have 'all' alone"):
+        evaluate("scripted:blind", made[:1], tmp_path / "none", samples=1, arms="all,no-search")
     found = {name: scored(name) for name in ("expert", "searcher", "blind")}
     assert {**scored("blind", 3), "arms": 0} == {**found["blind"], "arms": 0}, "who works on what changes nothing"
     assert found["expert"]["pass_at_1"] == 1 and found["expert"]["tool_calls_per_task"] <= 4

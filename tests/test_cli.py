@@ -76,7 +76,7 @@ def test_heavy_libraries_are_not_imported_before_they_are_needed():
         ),
         (
             ["eval", "--policy", "scripted:genius", "--tasks", "TASKS"],
-            "there is scripted:expert, scripted:searcher, scripted:blind",
+            "there is scripted:expert, scripted:lazy, scripted:searcher, scripted:blind",
         ),
         (["eval", "--policy", "gone", "--tasks", "TASKS"], "gone: no such checkpoint directory"),
         (["eval", "--policy", "scripted:expert", "--tasks", "gone"], "gone: no task file or folder here"),

@@ -26,7 +26,7 @@ from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.tasks.functions import is_test
-from composer_nb.harness.tasks.runtime import start, workspace
+from composer_nb.harness.tasks.runtime import artifacts_left, call_limits, start, workspace
 from composer_nb.harness.tasks.task import LOWERED, Task
 from composer_nb.harness.tools.session import FOLDER, Session
 from composer_nb.harness.tools.tiny import Workspace
@@ -128,7 +128,8 @@ def attempt(task: Task, place: Environment, turn_policy: TurnPolicy, told: Told 
         return _attempt_in_sandbox(task, place, turn_policy, told)
     assert place.functions is not None
     own = frozenset(filter(is_test, task.source_scope))
-    work = Workspace(files=dict(task.files), visible_tests=task.visible_tests, sandboxes=place.functions, own_tests=own)
+    given = {"visible_tests": task.visible_tests, "own_tests": own, "limits": call_limits(task)}
+    work = Workspace(files=dict(task.files), sandboxes=place.functions, **given)
     try:
         done = conversation(task.instruction, turn_policy, place.tools, work, place.limits, told, place.clock)
     finally:  # also if the driver drops the agent: the policy must not keep a rollout that will not continue
@@ -161,7 +162,7 @@ def _attempt_in_sandbox(task: Task, place: Environment, turn_policy: TurnPolicy,
             try:
                 done = converse(task.instruction, turn_policy, place.tools, session, place.limits, told)
                 if done.stop not in ("infrastructure", "interrupted"):
-                    left = _left(task, carry_back(session.sandbox)[0])
+                    left = _left(task, carry_back(session.sandbox)[0]) | artifacts_left(task, session.sandbox)
             except (SandboxDied, OSError):
                 found = Grade(status="agent_failed")
     except (SandboxDied, SandboxFailure):

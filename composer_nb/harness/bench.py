@@ -55,6 +55,7 @@ def summarise(sampled: Sequence[Attempt], greedy: Sequence[Attempt] | None = Non
         "k": max(len(each) for each in by_task.values()),
         "n_tasks": len(by_task),
         "infra_errors": sum(not done.grade.known for done in (*sampled, *(greedy or ()))),
+        "timeouts": sum(done.grade.timeouts > 0 for done in (*graded, *(greedy or ()))),
         **behaviour(graded),
         "by_family": _shares(scores(graded, lambda done: done.task.metadata.get("family", "all"))),
         "by_kind": _shares(scores(graded, lambda done: done.task.metadata.get("kind", "bug"))),

@@ -132,7 +132,7 @@ class Rollout:
     """Segments, which form a tree: each comes after its parent."""
     turns: tuple[Turn, ...]
     files: dict[str, str]
-    """The workspace at the end."""
+    """The workspace at the end, and the artifacts outside it by absolute path."""
     stop: str
     """Reason of the end: `finished`, a limit (`turns`, `tokens`, `time`), `interrupted` by the user, or `infrastructure`, which
     is no fault of the agent."""

@@ -39,6 +39,7 @@ _COUNTS = {
     "seconds": pa.float64(),
     "calls": pa.int64(),
     "calls_failed": pa.int64(),
+    "timeouts": pa.int64(),
     "rewards": pa.string(),
 }
 """Columns that older files lack, with 0 in their place. The tokens are an endpoint's counts; the rewards are JSON."""
@@ -147,6 +148,7 @@ def _row(done: Attempt) -> dict[str, Any]:
         "seconds": done.rollout.seconds,
         "calls": done.grade.calls,
         "calls_failed": done.grade.calls_failed,
+        "timeouts": done.grade.timeouts,
         "segments": [len(segment.token_ids) for segment in done.rollout.segments],
         "parents": [segment.parent for segment in done.rollout.segments],
         "rewards": json.dumps(dict(done.grade.rewards)),
@@ -193,6 +195,7 @@ def _attempt(row: Mapping[str, Any], trace: Trace, tasks: Mapping[str, Task]) ->
         flags=tuple(row["flags"]),
         calls=row["calls"],
         calls_failed=row["calls_failed"],
+        timeouts=row["timeouts"],
         rewards=json.loads(row["rewards"] or "{}"),
     )
     return Attempt(task=tasks[row["task_id"]], rollout=rollout, grade=grade)

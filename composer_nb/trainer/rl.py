@@ -279,6 +279,7 @@ def batch_metrics(groups: Sequence[Sequence[Scored]]) -> dict[str, float]:
         "sampled": float(sum(r.sampled for r in rollouts)),
         "invalid": float(sum(r.invalid_calls for r in rollouts)),
         "flagged": float(sum(bool(s.attempt.grade.flags) for s in everyone)),
+        "timeouts": float(sum(s.attempt.grade.timeouts > 0 for s in everyone)),
         **{name: float(sum(s.attempt.grade.status == name for s in everyone)) for name in FAILED},
         "finished": float(sum(r.stop == "finished" for r in rollouts)),
     }
@@ -292,6 +293,6 @@ def step_point(sums: dict[str, float]) -> dict[str, Any]:
         "best_of_group": sums["any_solved"] / sums["groups"],
         "live_groups": sums["live_groups"] / sums["groups"],
         "samples": count,
-        **{name: sums[name] for name in ("tokens", "sampled", "flagged", *FAILED)},
+        **{name: sums[name] for name in ("tokens", "sampled", "flagged", "timeouts", *FAILED)},
         "invalid_call_rate": share(sums["invalid"], sums["turns"]),
     }

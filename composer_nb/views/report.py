@@ -148,7 +148,11 @@ def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "staleness in batches", f"{shown(average, '.2f')} on average, {shown(most)} at most, bound {bound}"
     if reward := report.get("rewards"):
         failed = "".join(f"; {count} {name}" for name, count in reward.get("failed", {}).items() if count)
-        yield "lost to the infrastructure", f"{reward['infra_errors']} attempts; {reward['flagged']} flagged{failed}"
+        late = f"; {reward['timeouts']} with tests that timed out" if reward.get("timeouts") else ""
+        yield (
+            "lost to the infrastructure",
+            f"{reward['infra_errors']} attempts; {reward['flagged']} flagged{failed}{late}",
+        )
         if (share := reward.get("flagged_share")) is not None:
             yield "flagged by monitors", f"{share:.1%} of the newest rollouts at most"
     if replay := report.get("replay"):

@@ -39,7 +39,7 @@ FOREIGN: dict[str, tuple[str, dict[str, str | bytes]]] = {
         "",
         {
             "tests/test.sh": "#!/bin/bash\nx=0; [ -f hello.txt ] && x=1\n"
-            'echo "{\\"correct\\": $x, \\"style\\": 1.0}" > /logs/verifier/reward.json\necho 0 > /logs/verifier/reward.txt\n',
+            'echo "{\\"correct\\": $x, \\"style\\": 1.0}" > /logs/verifier/reward.json\necho $x > /logs/verifier/reward.txt\n',
             "solution/solve.sh": "#!/bin/sh\ntouch hello.txt\n",
         },
     ),

@@ -412,9 +412,17 @@ class ScriptedPolicy(WithoutModel):
         return str(self.renderer.tokenizer.decode(read[last : read.index(end, last)], skip_special_tokens=False))
 
 
+def lazy(task: Task, rng: Random) -> Script:
+    """Finish at once."""
+    yield TINY.finish
+
+
 TINY_SCRIPTS: Mapping[str, Callable[[Task, Random], Script]] = {
     "expert": lambda task, random: expert(task, random, 0.0),
+    "lazy": lazy,
     "searcher": searcher,
     "blind": blind,
 }
-"""Policies without a model at tasks of the grader `functions`. `blind` alone does not know the answer."""
+"""Policies without a model at tasks of the grader `functions`. `blind` and `lazy` do not know the answer."""
+GREPPING = ("searcher", "blind")
+"""Those that need the tool `grep`."""

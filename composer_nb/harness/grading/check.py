@@ -21,7 +21,7 @@ from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import Executor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxUnavailable
-from composer_nb.harness.tasks.runtime import start, workspace
+from composer_nb.harness.tasks.runtime import artifacts_left, start, workspace
 from composer_nb.harness.tasks.task import SOLVE, Task
 
 NOT_GUARDED = "code that only claims to be right could pass it"
@@ -118,7 +118,7 @@ def _left(task: Task, backend: Backend, solve: bool) -> dict[str, bytes]:
                 why = "did not end in time" if done.timed_out else f"ends with {done.exit_code}: {''.join(last)}"
                 raise ValueError(f"solution/{SOLVE} {why}")
         try:
-            return box.download()
+            return box.download() | artifacts_left(task, box)
         except OSError as error:
             raise ValueError(f"its workspace cannot be carried into grading: {error}") from None
 

@@ -10,15 +10,16 @@ which runs in a fresh sandbox. A test without a result is a failure. An infrastr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from composer_nb.harness.grading.diff import CACHE_FOLDERS
 from composer_nb.harness.rollout import Rollout
-from composer_nb.harness.sandbox.calls import Executor
+from composer_nb.harness.sandbox.calls import CallOutcome, Executor
 from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.tasks.functions import parse_test_files, parse_tests, passes, request_tests
+from composer_nb.harness.tasks.runtime import call_limits
 from composer_nb.harness.tasks.task import Task
 
 Status = Literal["graded", "tampered", "agent_failed", "infra_error", "invalid_task", "ungraded"]
@@ -40,6 +41,9 @@ class Grade:
     calls: int = 0
     """Recorded calls that were replayed (grader `pytest`), and how many of them gave another value than the gold patch."""
     calls_failed: int = 0
+    timeouts: int = field(default=0, compare=False)
+    """Runs of tests, or calls of the grader `functions`, that used up their time limit. They failed. What a busy machine delays
+    is none of them (`sandbox/granted.py`)."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Rewards that the script of the grader `script` wrote, by name."""
     output: str = field(default="", compare=False)
@@ -89,12 +93,12 @@ def grade_functions(task: Task, files: Mapping[str, str], executor: Executor) ->
             graded[path] = files[path]
     tests = parse_test_files(task.tests)
     try:
-        [outcomes] = executor.run([request_tests(graded, tests)])
-    except SandboxFailure:
-        return Grade(status="infra_error")
+        [outcomes] = executor.run([request_tests(graded, tests, call_limits(task))])
+    except SandboxFailure as error:
+        return Grade(status="infra_error", output=str(error))
     results = {test.id: False for test in tests}
     results |= {test.id: passes(test, outcome) for test, outcome in zip(tests, outcomes, strict=False)}
-    return Grade(status="graded", tests=results, flags=flags)
+    return Grade(status="graded", tests=results, flags=flags, timeouts=_timeouts(outcomes))
 
 
 MOST_WRITTEN = 100
@@ -117,9 +121,14 @@ def _grade_written(task: Task, text: str, flags: tuple[str, ...], executor: Exec
     if len(calls) > MOST_WRITTEN or not (kept <= {*calls} and same):
         return Grade(status="graded", tests=dict.fromkeys(names, False), flags=flags)
     try:
-        ran = executor.run([request_tests(task.files | mutant, written) for mutant in ({}, *task.mutants)])
-    except SandboxFailure:
-        return Grade(status="infra_error")
+        limits = call_limits(task)
+        ran = executor.run([request_tests(task.files | mutant, written, limits) for mutant in ({}, *task.mutants)])
+    except SandboxFailure as error:
+        return Grade(status="infra_error", output=str(error))
     passed = [all(map(passes, written, outcomes)) and len(outcomes) == len(written) for outcomes in ran]
     found = dict(zip(names, [passed[0], *(not one for one in passed[1:])], strict=True))
-    return Grade(status="graded", tests=found, flags=flags)
+    return Grade(status="graded", tests=found, flags=flags, timeouts=_timeouts(ran[0]))
+
+
+def _timeouts(outcomes: Sequence[CallOutcome]) -> int:
+    return sum(outcome.status == "timeout" for outcome in outcomes)

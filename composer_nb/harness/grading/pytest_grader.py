@@ -33,7 +33,8 @@ from composer_nb.harness.grading.plan import Plan, Runs, draw, job, plan_of
 from composer_nb.harness.grading.recorded import replay, wrong
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
-from composer_nb.harness.tasks.runtime import usual_spec
+from composer_nb.harness.tasks import harbor
+from composer_nb.harness.tasks.runtime import limits_spec
 from composer_nb.harness.tasks.task import Task
 
 TAMPERING = {"twin_passed", "forged_events", "forged_report"}
@@ -62,9 +63,16 @@ RUNS = 3
 decides by the test's text is right at best once in two, whatever the number of runs."""
 
 
+RUN_S = 60.0
+"""Time limit of one run, in seconds, of a task that states none."""
+
+
 def limit_of(task: Task) -> float:
-    """Return the time limit in seconds of one run of a task's tests. Raises ValueError if the task names none that is above 0."""
-    if not 0 < (seconds := float(task.metadata.get(SECONDS, 60.0))) < float("inf"):
+    """Return the time limit in seconds of one run of a task's tests: its metadata's, else that of its task.toml. Raises
+    ValueError if it is not above 0."""
+    verifier = task.settings.verifier if task.kept else harbor.Verifier()
+    stated = verifier.timeout_sec if "timeout_sec" in verifier.model_fields_set else RUN_S
+    if not 0 < (seconds := float(task.metadata.get(SECONDS, stated))) < float("inf"):
         raise ValueError(f"task {task.id}: {SECONDS} {seconds}: must be above 0")
     return seconds
 
@@ -97,7 +105,7 @@ def grade_pytest(
         plan, timeout_s = plan or plan_of(task), timeout_s or limit_of(task)
     except ValueError:
         return Grade(status="invalid_task", flags=found.flags)
-    boxes = Boxes(backend=backend, spec=spec or usual_spec(task), timeout_s=timeout_s)
+    boxes = Boxes(backend=backend, spec=spec or limits_spec(task), timeout_s=timeout_s)
     rng = rng or random.SystemRandom()
     drawn = draw(plan, rng, runs)
     jobs = [job(task, found.files, twins, frozenset(plan.tests)) for twins in drawn]
@@ -105,8 +113,9 @@ def grade_pytest(
     jobs += [each for each, _ in asking]
     try:
         ran = boxes.run(jobs)
-    except SandboxFailure:
-        return Grade(status="infra_error", flags=found.flags, cost={"wall_s": time.monotonic() - began})
+    except SandboxFailure as error:
+        cost = {"wall_s": time.monotonic() - began}
+        return Grade(status="infra_error", flags=found.flags, cost=cost, output=str(error))
     except (SandboxDied, RunnerEnded):
         early = tuple(sorted({*found.flags, "ended_early"}))
         nothing = dict.fromkeys(plan.tests.values(), False)
@@ -119,8 +128,9 @@ def grade_pytest(
         flags.add("calls_disagree")
     cost = {"wall_s": time.monotonic() - began, "tests_s": sum(run.seconds for run in ran)}
     status: Status = "tampered" if flags & TAMPERING else "graded"
-    marks = tuple(sorted(flags))
-    return Grade(status=status, tests=tests, flags=marks, calls=len(plan.calls), calls_failed=len(failed), cost=cost)
+    counts = {"calls": len(plan.calls), "calls_failed": len(failed)}
+    counts["timeouts"] = sum("timeout" in run.flags for run in ran)
+    return Grade(status=status, tests=tests, flags=tuple(sorted(flags)), cost=cost, **counts)
 
 
 def judge(plan: Plan, drawn: Runs, ran: Sequence[Ran]) -> tuple[dict[str, bool], set[str]]:

@@ -6,8 +6,9 @@ in a small regular file.
 
 Weak: the script runs the agent's code as the same user, who can write the reward. No twins and no exact ids would show it. Every
 grade is flagged `weak`, and none is trained on: `grade.grading`, which the trainer asks, refuses this grader. Other flags besides
-those of `diff.py`: `no_reward` (none was left, or one that is none), `timeout` (of the script), `ended_early` (the sandbox ended
-before the script had).
+those of `diff.py`: `no_reward` (none was left, or one that is none), `rewards_disagree` (one of `reward.json` and `reward.txt`
+passes and the other does not: the script did not write both, so the grade is `tampered`), `timeout` (of the script),
+`ended_early` (the sandbox ended before the script had).
 
 References: Harbor's `Verifier` (paths, order of the two files, numbers only); Harbor #1779 for why this stays weak.
 """
@@ -18,6 +19,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from composer_nb.harness.grading.diff import Changes, changes
 from composer_nb.harness.grading.grade import Grade, Status
@@ -25,7 +27,7 @@ from composer_nb.harness.sandbox.contract import Backend, ExecResult, Sandbox
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.sandbox.toolchain import PLACE, TESTING
 from composer_nb.harness.tasks import harbor
-from composer_nb.harness.tasks.runtime import bring, start, variables
+from composer_nb.harness.tasks.runtime import bring, lay_artifacts, start, variables
 from composer_nb.harness.tasks.task import ENTRY, SOLVE, Task
 
 MAX_REWARD_BYTES = 64 << 10
@@ -37,15 +39,14 @@ LOGS = "/tmp/logs/verifier"
 
 _REWARD = """\
 import sys, os, stat
-for name in ("reward.json", "reward.txt"):
-    try:
-        fd = os.open(sys.argv[1] + "/" + name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        continue
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        sys.exit("no regular file")
-    sys.stdout.buffer.write(name.encode() + b"\\n" + os.read(fd, int(sys.argv[2]) + 1))
-    break
+place, name, most = sys.argv[1:]
+try:
+    fd = os.open(place + "/" + name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+except FileNotFoundError:
+    sys.exit()
+if not stat.S_ISREG(os.fstat(fd).st_mode):
+    sys.exit("no regular file")
+sys.stdout.buffer.write(name.encode() + b"\\n" + os.read(fd, int(most) + 1))
 """
 
 
@@ -66,7 +67,7 @@ def grade_script(task: Task, files: Mapping[str, bytes], backend: Backend) -> Gr
             try:
                 done = run_script(box, task, "tests", asked.verifier.timeout_sec, asked.verifier.env)
                 flags |= {"timeout"} if done.timed_out else set()
-                rewards = _rewards(box)
+                rewards, other = _rewards(box)
             except SandboxDied:
                 flags.add("ended_early")
                 return _grade("agent_failed", flags, {}, began, shown(done) if done else "")
@@ -74,7 +75,13 @@ def grade_script(task: Task, files: Mapping[str, bytes], backend: Backend) -> Gr
         return _grade("infra_error", flags, {}, began, str(error))
     except SandboxDied:  # before anything of the task ran
         return _grade("infra_error", flags, {}, began)
+    if rewards and other is not None and _passes(rewards) != _passes(other):
+        return _grade("tampered", flags | {"rewards_disagree"}, other, began, shown(done))
     return _grade("graded", flags | (set() if rewards else {"no_reward"}), rewards, began, shown(done))
+
+
+def _passes(rewards: Mapping[str, float]) -> bool:
+    return bool(rewards) and all(value >= 1 for value in rewards.values())
 
 
 def run_script(box: Sandbox, task: Task, folder: str, timeout_s: float, env: Mapping[str, str]) -> ExecResult:
@@ -90,7 +97,7 @@ def run_script(box: Sandbox, task: Task, folder: str, timeout_s: float, env: Map
         raise SandboxFailure(f"task {task.id}: {folder} do not fit into a sandbox: {error}") from None
     usual = {} if task.image else {"PYTHONPATH": f"{PLACE}/{TESTING}"}
     given = usual | variables(task.settings.environment.env) | variables(env)
-    return box.exec([f"/{folder}/{name}"], timeout_s=min(timeout_s, 1e6), env=given)
+    return box.exec([f"/{folder}/{name}"], timeout_s=min(timeout_s, 1e6), env=given, granted=True)
 
 
 def shown(done: ExecResult) -> str:
@@ -106,7 +113,8 @@ def _lay(task: Task, box: Sandbox, files: Mapping[str, bytes]) -> Changes:
     """Apply the agent's changes to a new sandbox. File modes are unknown: what begins with `#!` becomes executable."""
     try:
         pristine = box.download()
-        found = changes(task, files, pristine)
+        all_laid = lay_artifacts(box, files)
+        found = changes(task, {path: data for path, data in files.items() if not path.startswith("/")}, pristine)
         new = {path: data for path, data in found.files.items() if pristine.get(path) != data}
         for path in sorted(set(pristine) - set(found.files)):
             box.remove(path)
@@ -116,18 +124,23 @@ def _lay(task: Task, box: Sandbox, files: Mapping[str, bytes]) -> Changes:
             box.write(path, new[path], mode=0o755)
     except OSError as error:
         raise SandboxFailure(f"task {task.id}: the workspace does not fit into a sandbox: {error}") from error
-    return found
+    return found if all_laid else replace(found, dropped={**found.dropped, "/": "unsafe_path"})
 
 
-def _rewards(box: Sandbox) -> dict[str, float]:
-    """Return the script's rewards, after ending every process in its sandbox."""
+def _rewards(box: Sandbox) -> tuple[dict[str, float], dict[str, float] | None]:
+    """Return the script's rewards, after ending every process in its sandbox: those of `reward.json` or else of `reward.txt`, and
+    those of `reward.txt` if both are there."""
     try:
         box.end_all()
     except OSError as error:
         raise SandboxDied(f"sandbox {box.id}: {error}") from error
-    program = ["python3", "-I", "-S", "-c", _REWARD, LOGS, str(MAX_REWARD_BYTES)]
-    done = box.exec(program, output_bytes=4 * MAX_REWARD_BYTES)
-    return parse_rewards(done.stdout) if done.exit_code == 0 else {}
+    found = []
+    for name in ("reward.json", "reward.txt"):
+        program = ["python3", "-I", "-S", "-c", _REWARD, LOGS, name, str(MAX_REWARD_BYTES)]
+        done = box.exec(program, output_bytes=4 * MAX_REWARD_BYTES)
+        if done.stdout or done.exit_code:
+            found.append(parse_rewards(done.stdout) if done.exit_code == 0 else {})
+    return (found or [{}])[0], found[1] if len(found) > 1 else None
 
 
 def parse_rewards(said: bytes) -> dict[str, float]:
@@ -154,5 +167,5 @@ def _grade(status: Status, flags: set[str], rewards: Mapping[str, float], began:
     tests = {f"{ENTRY}::{name}": value >= 1 for name, value in rewards.items()}
     if not tests and status != "infra_error":
         tests = {f"{ENTRY}::reward": False}
-    cost = {"wall_s": time.monotonic() - began}
-    return Grade(status=status, tests=tests, flags=tuple(sorted(flags)), rewards={**rewards}, cost=cost, output=output)
+    common = {"tests": tests, "rewards": {**rewards}, "cost": {"wall_s": time.monotonic() - began}, "output": output}
+    return Grade(status=status, flags=tuple(sorted(flags)), timeouts=int("timeout" in flags), **common)

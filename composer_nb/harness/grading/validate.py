@@ -15,12 +15,12 @@ from typing import Any
 
 from composer_nb.harness.grading.box import Boxes, Ran, Result, RunnerEnded
 from composer_nb.harness.grading.plan import Keys, Plan, Twin, changed_text, conftests, digest, gold_files, job, normal
-from composer_nb.harness.grading.pytest_grader import grade_pytest, same_id
+from composer_nb.harness.grading.pytest_grader import grade_pytest, limit_of, same_id
 from composer_nb.harness.grading.recorded import Guard, guard, record
 from composer_nb.harness.grading.twins import Candidate, all_candidates
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxDied
-from composer_nb.harness.tasks.runtime import usual_spec, workspace
+from composer_nb.harness.tasks.runtime import limits_spec, workspace
 from composer_nb.harness.tasks.task import Task
 
 IDS = "pytest.ids"
@@ -78,17 +78,18 @@ def validate_task(
     backend: Backend,
     *,
     repeats: int = 3,
-    timeout_s: float = 60.0,
+    timeout_s: float = 0.0,
     spec: SandboxSpec | None = None,
     keys: Keys = None,
 ) -> Validation:
-    """Validate a task. `keys`: the tests to run; None runs all.
+    """Validate a task. `keys`: the tests to run; None runs all. `timeout_s`: of one run; 0 takes the task's own.
 
     Raises SandboxFailure, from which nothing follows, and ValueError for a task of another grader.
     """
     if task.grader != "pytest":
         raise ValueError(f"task {task.id}: its grader is {task.grader!r}, not 'pytest'")
-    boxes = Boxes(backend=backend, spec=spec or usual_spec(task), timeout_s=timeout_s)
+    timeout_s = timeout_s or limit_of(task)
+    boxes = Boxes(backend=backend, spec=spec or limits_spec(task), timeout_s=timeout_s)
     gold = gold_files(task)
     try:
         for path, text in {**task.tests, **conftests(task)}.items():

@@ -145,6 +145,7 @@ COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "s p95": lambda row: f"{row['seconds_p95']:.1f}",
     "flagged": lambda row: f"{row['flagged']:.1%}",
     "$": lambda row: "–" if row["dollars_per_task"] is None else f"{row['dollars_per_task']:.4f}",
+    "timeouts": lambda row: str(row["timeouts"]),
     "lost": lambda row: str(row["infra_errors"]),
     "gain": lambda row: "{:+.3f} ({:+.3f} to {:+.3f})".format(*row["gain"]) if "gain" in row else "",
 }

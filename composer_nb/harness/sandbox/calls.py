@@ -19,7 +19,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Protocol, Self
 
@@ -54,6 +54,8 @@ class CallRequest:
     function: str
     arguments: tuple[str, ...]
     """Literals such as "([3, 1], 4)"."""
+    limits: CallLimits | None = None
+    """None: those of the executor."""
 
     def __post_init__(self) -> None:
         for name in self.files:
@@ -145,15 +147,16 @@ class CachedExecutor:
 
 
 def _key(request: CallRequest) -> bytes:
-    parts = [request.module, request.function, sorted(request.files.items()), request.arguments]
+    limits = request.limits and asdict(request.limits)
+    parts = [request.module, request.function, sorted(request.files.items()), request.arguments, limits]
     return hashlib.sha256(json.dumps(parts).encode()).digest()
 
 
 class SandboxExecutor:
     """Answers function calls, each request in a fresh process of its own. A context manager; `run` may be called from threads.
 
-    One sandbox serves all requests. Raises SandboxUnavailable when no sandbox can be made here, SandboxSlow when none is ready in
-    time.
+    One sandbox serves all requests with the same limits. Raises SandboxUnavailable when no sandbox can be made here, SandboxSlow
+    when none is ready in time.
     """
 
     def __init__(
@@ -161,12 +164,9 @@ class SandboxExecutor:
     ) -> None:
         """`journal`: folder of the run's journal (`reap.py`)."""
         self.limits = limits or CallLimits()
-        # Second locks: a worker reaches its own limits first, and must not wait for CPUs that the resident uses beside it.
-        memory = 2 * (self.limits.memory_bytes + self.limits.disk_bytes) + (64 << 20)
-        self._spec = SandboxSpec(memory_bytes=memory, disk_bytes=self.limits.disk_bytes, cpus=64.0, calls=self.limits)
         self._lock = threading.Lock()
         self._closed, self._failures, self._rest_until, self._refusal = False, 0, 0.0, ""
-        self._sandbox: Sandbox | None = None
+        self._sandboxes: dict[CallLimits, Sandbox] = {}
         self.backend = BwrapBackend(run_id, journal)
         try:
             self._attempt([IDENTITY], [None])
@@ -187,7 +187,7 @@ class SandboxExecutor:
         """Kill whatever runs. May be called again."""
         with self._lock:
             self._closed = True
-            self._sandbox = None
+            self._sandboxes = {}
             self.backend.close()
 
     def capabilities(self) -> Capabilities:
@@ -227,24 +227,34 @@ class SandboxExecutor:
 
     def _attempt(self, requests: Sequence[CallRequest], answers: list[tuple[CallOutcome, ...] | None]) -> None:
         """Answer what is unanswered, in place. Raises SandboxFailure and SandboxDied; the next attempt has a new sandbox."""
+        groups: dict[CallLimits, list[int]] = {}
         for index, request in enumerate(requests):
+            limits = request.limits or self.limits
             size = sum(len(text.encode("utf-8", "surrogatepass")) for text in request.files.values())
-            if size > self.limits.disk_bytes:  # the same as writing it in a sandbox, without the traffic
+            if size > limits.disk_bytes:  # the same as writing it in a sandbox, without the traffic
                 answers[index] = (CallOutcome(status="raised", text="OSError"),) * len(request.arguments)
-        todo = [index for index, answer in enumerate(answers) if answer is None]
-        try:
-            self._sandbox = self._sandbox or self.backend.create(self._spec)
-            within_s = patience(guest.SETUP_S) + guest.PATIENCE * self.limits.wall_s
-            texts = [_encoded(requests[index]) for index in todo]
-            called = self._sandbox.call(texts, within_s=within_s, most=self.limits.answer_bytes)
-            with contextlib.closing(called):
-                for index, (end, report) in zip(todo, called, strict=True):
-                    answers[index] = _outcomes(end, report, len(requests[index].arguments), self.limits)
-        except BaseException:
-            gone, self._sandbox = self._sandbox, None
-            if gone is not None:
-                gone.destroy()
-            raise
+            if answers[index] is None:
+                groups.setdefault(limits, []).append(index)
+        for limits, todo in groups.items():
+            try:
+                sandbox = self._sandboxes.get(limits) or self.backend.create(_spec(limits))
+                self._sandboxes[limits] = sandbox
+                within_s = patience(guest.SETUP_S) + guest.PATIENCE * limits.wall_s
+                texts = [_encoded(requests[index]) for index in todo]
+                called = sandbox.call(texts, within_s=within_s, most=limits.answer_bytes)
+                with contextlib.closing(called):
+                    for index, (end, report) in zip(todo, called, strict=True):
+                        answers[index] = _outcomes(end, report, len(requests[index].arguments), limits)
+            except BaseException:
+                if gone := self._sandboxes.pop(limits, None):
+                    gone.destroy()
+                raise
+
+
+def _spec(limits: CallLimits) -> SandboxSpec:
+    # Second locks: a worker reaches its own limits first, and must not wait for CPUs that the resident uses beside it.
+    memory = 2 * (limits.memory_bytes + limits.disk_bytes) + (64 << 20)
+    return SandboxSpec(memory_bytes=memory, disk_bytes=limits.disk_bytes, cpus=64.0, calls=limits)
 
 
 def _encoded(request: CallRequest) -> bytes:

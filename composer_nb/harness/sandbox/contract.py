@@ -20,6 +20,7 @@ from pydantic import Field, FiniteFloat, TypeAdapter
 
 from composer_nb.harness.plain import Positive, Some, require_ranges
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxSlow
+from composer_nb.harness.sandbox.granted import PATIENCE, GrantedTime
 from composer_nb.harness.sandbox.host import Channel, frame_of
 from composer_nb.harness.sandbox.journal import Resource
 from composer_nb.harness.sandbox.system.cgroups import Group
@@ -285,8 +286,12 @@ class Sandbox:
         output_bytes: int = 1 << 20,
         stop: threading.Event | None = None,
         warm: bool = False,
+        granted: bool = False,
     ) -> ExecResult:
         """Run a command to its end or its time limit; at the limit, end everything that it started.
+
+        `granted`: the limit does not count what the command waited for a CPU that others used (`granted.py`), where the sandbox
+        has a control group. Raises SandboxSlow if the machine grants it less than its limit in PATIENCE times as long.
 
         `warm`: run a Python command that uses pytest in a process with pytest imported, if the result is the same.
 
@@ -300,10 +305,18 @@ class Sandbox:
         if type(output_bytes) is not int or output_bytes < 2:
             raise ValueError(f"output_bytes={output_bytes!r}: must be a whole number, at least 2, a head and a tail")
         asked = _command(command, cwd, env) | {"timeout_s": timeout_s, "output_bytes": output_bytes, "warm": warm}
-        kills = self._kills()
-        ran, output = self._ask("exec", _RAN, asked, stdin, timeout_s, 2 * output_bytes, stop)
+        clock, kills = None, self._kills()
+        if granted and self._machine.group is not None:
+            clock = GrantedTime(self._machine.group, timeout_s, stop)
+            asked["timeout_s"] = min(PATIENCE * timeout_s, LONGEST_S)
+        ran, output = self._ask("exec", _RAN, asked, stdin, asked["timeout_s"], 2 * output_bytes, clock or stop)
         facts = ran._asdict()
         cut = facts.pop("stdout_bytes")
+        if clock is not None and clock.over and ran.stopped:
+            facts |= {"timed_out": True, "stopped": False}
+        elif clock is not None and ran.timed_out:
+            waited = f"{clock.starved_s:.1f} of {asked['timeout_s']:g} s"
+            raise SandboxSlow(f"a command with {timeout_s:g} s waited for a CPU {waited}: run less beside it")
         return ExecResult(stdout=output[:cut], stderr=output[cut:], oom=self._kills() > kills, **facts)
 
     def exec_background(self, command: Sequence[str], *, log: str, cwd: str = ".", env: Variables = None) -> int:
@@ -415,7 +428,7 @@ class Sandbox:
         payload: bytes = b"",
         within_s: float = 60.0,
         most: int = 0,
-        stop: threading.Event | None = None,
+        stop: threading.Event | GrantedTime | None = None,
     ) -> tuple[T, bytes]:
         """Return the answer to a request, of the type `form`, and its data, at most `most` bytes. `stop` ends the command."""
         frame, channel = frame_of({"do": do, **(header or {})}, payload), self._machine.channel

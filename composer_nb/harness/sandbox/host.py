@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from composer_nb.harness.sandbox.granted import GrantedTime
 from composer_nb.harness.untrusted import json_of
 
 STOP_S = 0.02
@@ -85,7 +86,7 @@ class Channel:
             raise ValueError("an answer without a header")
         return facts, data
 
-    def wait(self, deadline: float, stop: threading.Event) -> None:
+    def wait(self, deadline: float, stop: threading.Event | GrantedTime) -> None:
         """Wait until an answer begins. Once `stop` is set, ask the resident program to end the command."""
         asked = False
         while not self._pending:

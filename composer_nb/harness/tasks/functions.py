@@ -19,6 +19,7 @@ from functools import lru_cache
 from pathlib import PurePosixPath
 
 from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, value_text
+from composer_nb.harness.sandbox.contract import CallLimits
 from composer_nb.harness.syntax import literal_eval, parse
 
 LONGEST_ARGUMENTS = 1 << 20
@@ -136,16 +137,20 @@ def parse_test_files(files: Mapping[str, str]) -> tuple[FunctionTest, ...]:
     return tests
 
 
-def request_tests(files: Mapping[str, str], tests: Sequence[FunctionTest]) -> CallRequest:
+def request_tests(
+    files: Mapping[str, str], tests: Sequence[FunctionTest], limits: CallLimits | None = None
+) -> CallRequest:
     """Return the request for the calls of `tests`: the code under test and the arguments, but no expected values. Tests of
     several functions are called through a generated module, in one process."""
     sources = {path: text for path, text in files.items() if not is_test(path)}
     targets = {(test.module, test.function) for test in tests}
     if len(targets) == 1:
         [(module, function)] = targets
-        return CallRequest(files=sources, module=module, function=function, arguments=tuple(t.arguments for t in tests))
+        arguments = tuple(test.arguments for test in tests)
+        return CallRequest(files=sources, module=module, function=function, arguments=arguments, limits=limits)
     arguments = tuple(f"({test.module!r}, {test.function!r}, {test.arguments})" for test in tests)
-    return CallRequest(files=sources | {f"{CALLER}.py": _CALLER}, module=CALLER, function="call", arguments=arguments)
+    sources[f"{CALLER}.py"] = _CALLER
+    return CallRequest(files=sources, module=CALLER, function="call", arguments=arguments, limits=limits)
 
 
 def passes(test: FunctionTest, outcome: CallOutcome) -> bool:

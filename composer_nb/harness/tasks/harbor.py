@@ -122,6 +122,8 @@ class Solution(_Table):
 
 class Artifact(_Table):
     source: Place
+    exclude: list[str] = []
+    service: str | None = None
 
 
 class Settings(_Table):
@@ -136,6 +138,12 @@ class Settings(_Table):
     solution: Solution = Solution()
     steps: list[dict[str, Any]] = []
     artifacts: list[Artifact | Place] = []
+
+    @property
+    def carried(self) -> list[Artifact]:
+        """What an agent leaves for its grade outside a workspace: the folder of Harbor's convention, then `artifacts`."""
+        named = [each if isinstance(each, Artifact) else Artifact(source=each) for each in self.artifacts]
+        return [Artifact(source="/logs/artifacts"), *named]
 
 
 class Kept(BaseModel):

@@ -5,27 +5,40 @@ alone, in an image derived from its own. There, the files of the working directo
 which is in memory, and a link replaces the directory, so that scripts find their files. The rest of the image is read-only.
 
 If no sandbox here can meet a task's requests, ValueError is raised before anything starts (`obstacles`). Some defaults are
-stricter than Harbor's: no network, one user, and the agent's workspace is carried into a new sandbox for grading.
+stricter than Harbor's: no network, one user, and the agent's workspace and artifacts are carried into a new sandbox
+for grading.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import json
 import os
 import re
 import shlex
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from composer_nb.harness.sandbox.contract import PLACES, WORKSPACE, Backend, Sandbox, SandboxSpec, archive_of
+from composer_nb.harness.sandbox.contract import (
+    PLACES,
+    WORKSPACE,
+    Backend,
+    CallLimits,
+    Sandbox,
+    SandboxSpec,
+    archive_of,
+    members,
+)
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.tasks import harbor
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.untrusted import visible
+from composer_nb.harness.untrusted import is_plain, visible
 
 MIB = 1 << 20
 PRISTINE = "/composer_nb/workspace"
@@ -44,6 +57,39 @@ for member in (archive := tarfile.open(fileobj=sys.stdin.buffer, mode="r|")):
     member.mode = int(sys.argv[2])
     archive.extract(member, sys.argv[1])
 """
+PACK_BYTES = 16 << 20
+"""Maximum size of an archive of artifacts."""
+_PACK = """\
+import fnmatch, json, os, sys, tarfile
+asked, writable, reserved = json.loads(sys.argv[1])
+def inside(path, folders):
+    return any((path + "/").startswith(folder + "/") for folder in folders)
+def pack(archive, path, exclude):
+    real = os.path.realpath(path)
+    place = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+    names = (os.path.basename(path), path, path[1:])
+    if not inside(real, writable) or inside(place, reserved) or any(fnmatch.fnmatch(n, e) for n in names for e in exclude):
+        return
+    if os.path.isdir(path) and not os.path.islink(path):
+        for name in sorted(os.listdir(path)):
+            pack(archive, os.path.join(path, name), exclude)
+    elif os.path.isfile(real):
+        info = tarfile.TarInfo(place)
+        try:
+            file = open(real, "rb")
+        except OSError:
+            return
+        with file:
+            info.size = os.fstat(file.fileno()).st_size
+            archive.addfile(info, file)
+with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as archive:
+    for source, exclude in asked:
+        pack(archive, source, exclude)
+"""
+_REAL = "import os, sys; print(*map(os.path.realpath, sys.argv[1:]), sep='\\0', end='\\0')"
+_WRITABLE = ("/tmp", "/dev/shm")
+_RESERVED = ("/tmp/tests", "/tmp/solution", "/tmp/logs/verifier")
+"""Places of the verifier's own files. Nothing that an agent left there reaches its grade."""
 _NO_EFFECT = re.compile(
     r"((FROM|CMD|ENTRYPOINT|LABEL|EXPOSE|MAINTAINER|STOPSIGNAL|HEALTHCHECK)( .*)?"
     r"|WORKDIR (/|/workspace/?)|COPY workspace/? (\.|/workspace)/?"
@@ -69,7 +115,7 @@ def obstacles(task: Task) -> list[str]:
         (place.mcp_servers, "environment.mcp_servers: tools of a task's own are not supported"),
         (place.healthcheck, "environment.healthcheck: services are not supported"),
         (asked.verifier.environment, "verifier.environment: a task has one image, which grading uses too"),
-        (asked.verifier.collect, "verifier.collect: only the workspace is carried into grading"),
+        (asked.verifier.collect, "verifier.collect: only the workspace and artifacts are carried into grading"),
         *(
             (table.user not in (None, "agent"), f"{name}.user = {table.user!r}: a sandbox has one user, who is not root")
             for name, table in users
@@ -79,7 +125,8 @@ def obstacles(task: Task) -> list[str]:
             f"environment.workdir = {place.workdir!r}: without an image it is {WORKSPACE}",
         ),
     ]  # fmt: skip
-    return [*(text for wrong, text in found if wrong), *_image_lines(task), *_unknown_variables(task)]
+    texts = [text for wrong, text in found if wrong]
+    return [*texts, *_unwritable(task), *_image_lines(task), *_unknown_variables(task)]
 
 
 def _image_lines(task: Task) -> Iterator[str]:
@@ -109,18 +156,48 @@ def variables(table: Mapping[str, str]) -> dict[str, str]:
     return {name: match[2] or "" if (match := found[name]) else value for name, value in table.items()}
 
 
-def usual_spec(task: Task) -> SandboxSpec:
-    """Return the sandbox of a task's tests where the task asks for nothing else. The packages of an image take more memory than
-    the standard library."""
-    named = task.metadata.get("image", "")
-    return SandboxSpec(image=named, memory_bytes=2 << 30) if named else SandboxSpec()
+def limits_spec(task: Task) -> SandboxSpec:
+    """Return the sandbox of a task's agent and of its tests, with the limits that the task states, else usual ones. The packages
+    of an image take more memory than the standard library.
+
+    A workspace is in memory, so `storage_mb` counts only within `memory_mb`.
+    """
+    named, usual = task.metadata.get("image", ""), SandboxSpec()
+    asked = task.settings.environment if task.kept else harbor.Environment()
+    memory = 2 << 30 if named else usual.memory_bytes
+    memory = memory if asked.memory_mb is None else max(asked.memory_mb, 128) * MIB
+    disk = usual.disk_bytes if asked.storage_mb is None else asked.storage_mb * MIB
+    return SandboxSpec(
+        image=named,
+        memory_bytes=memory,
+        disk_bytes=min(disk, (memory - 64 * MIB) // 2),
+        cpus=max(asked.cpus or usual.cpus, 0.01),
+    )
+
+
+WRITTEN_S = 60.0
+"""`verifier.timeout_sec` of the directories that this package writes, which states no limit of calls."""
+
+
+def call_limits(task: Task) -> CallLimits | None:
+    """Return the limits of calls, for a task of the grader `functions` whose task.toml states more than the usual ones."""
+    if task.kept is None:
+        return None
+    usual, verifier, place = CallLimits(), task.settings.verifier, task.settings.environment
+    stated = "timeout_sec" in verifier.model_fields_set and verifier.timeout_sec != WRITTEN_S
+    limits = CallLimits(
+        cpu_s=max(usual.cpu_s, verifier.timeout_sec * stated),
+        wall_s=max(usual.wall_s, verifier.timeout_sec * stated),
+        memory_bytes=max(usual.memory_bytes, (place.memory_mb or 0) * MIB),
+        disk_bytes=max(usual.disk_bytes, (place.storage_mb or 0) * MIB),
+    )
+    return None if limits == usual else limits
 
 
 def spec_of(task: Task, backend: Backend) -> SandboxSpec:
     """Return the specification of a task's sandbox; on `docker`, build a missing image.
 
-    A workspace is in memory, so `storage_mb` counts only within `memory_mb`. Raises ValueError for requests that no sandbox here
-    can meet, and SandboxUnavailable for an image that cannot be built.
+    Raises ValueError for requests that no sandbox here can meet, and SandboxUnavailable for an image that cannot be built.
     """
     if found := obstacles(task):
         raise ValueError(f"task {task.id}: {found[0]}")
@@ -136,16 +213,7 @@ def spec_of(task: Task, backend: Backend) -> SandboxSpec:
             f"docker, or say runtime = {harbor.RUNTIME!r} in [metadata.composer_nb] if this machine's Python with pytest is "
             "enough"
         )
-    asked, usual = task.settings.environment, usual_spec(task)
-    memory = usual.memory_bytes if asked.memory_mb is None else max(asked.memory_mb, 128) * MIB
-    disk = usual.disk_bytes if asked.storage_mb is None else asked.storage_mb * MIB
-    return SandboxSpec(
-        memory_bytes=memory,
-        disk_bytes=min(disk, (memory - 64 * MIB) // 2),
-        cpus=max(asked.cpus or usual.cpus, 0.01),
-        image=_image(task) if task.image else named,
-        warm=task.grader == "pytest",
-    )
+    return replace(limits_spec(task), image=_image(task) if task.image else named, warm=task.grader == "pytest")
 
 
 def start(task: Task, backend: Backend) -> Sandbox:
@@ -158,6 +226,7 @@ def start(task: Task, backend: Backend) -> Sandbox:
                 raise SandboxFailure(
                     f"task {task.id}: its image's files: {done.stderr[-300:].decode('utf-8', 'replace')}"
                 )
+            _check_artifacts(task, made)
         made.upload(workspace(task))
         if packages := packages_of(task):
             bring(made, packages, PACKAGES_AT)
@@ -233,6 +302,59 @@ def bring(box: Sandbox, files: Mapping[str, bytes], at: str, mode: int = 0o644) 
     done = box.exec(["python3", "-I", "-S", "-c", _UNPACK, at, str(mode)], stdin=archive_of(files))
     if done.exit_code:
         raise OSError(done.stderr[-300:].decode("utf-8", "replace"))
+
+
+def artifacts_left(task: Task, box: Sandbox) -> dict[str, bytes]:
+    """Return what an agent left outside its workspace for its grade, by absolute path. Raises OSError for more than can be
+    carried, and SandboxFailure for what no sandbox sends."""
+    if task.grader != "script":
+        return {}
+    asked = [(each.source, each.exclude) for each in task.settings.carried]
+    program = ["python3", "-I", "-S", "-c", _PACK, json.dumps([asked, _WRITABLE, _RESERVED])]
+    done = box.exec(program, output_bytes=PACK_BYTES)
+    if done.exit_code or done.truncated:
+        last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        raise OSError(errno.EFBIG, f"artifacts: {visible(last[:200]) or 'too large'}")
+    return {f"/{info.name.lstrip('/')}": data for info, data in members(done.stdout) if info.isreg()}
+
+
+def lay_artifacts(box: Sandbox, files: Mapping[str, bytes]) -> bool:
+    """Write what `artifacts_left` returned into a sandbox, and return whether all of it has a place there. What begins with `#!`
+    becomes executable. Raises OSError if it does not fit."""
+    outside = {path[1:]: data for path, data in files.items() if path.startswith("/")}
+    fit = {path: data for path, data in outside.items() if is_plain(path) and _within(f"/{path}", _WRITABLE)}
+    fit = {path: data for path, data in fit.items() if not _within(f"/{path}", _RESERVED)}
+    for mode, script in ((0o644, False), (0o755, True)):
+        if some := {path: data for path, data in fit.items() if data.startswith(b"#!") == script}:
+            bring(box, some, "/", mode)
+    return len(fit) == len(outside)
+
+
+def _within(path: str, folders: Iterable[str]) -> bool:
+    return any(f"{path}/".startswith(f"{folder}/") for folder in folders)
+
+
+def _unwritable(task: Task) -> Iterator[str]:
+    """Name the artifacts that no agent here can write, or that no grader reads."""
+    folders = (WORKSPACE, "/logs", *_WRITABLE, *filter(None, [task.settings.environment.workdir]))
+    for each in task.settings.carried[1:]:
+        if each.service not in (None, "main"):
+            yield f"artifacts: service = {each.service!r}: a sandbox is one container"
+        elif each.source.startswith("/") and not _within(each.source, folders) and not task.image:
+            yield f"artifacts: {each.source!r}: a sandbox can write {', '.join(folders)} alone"
+        elif task.grader != "script" and _within(each.source, folders[1:]):
+            yield f"artifacts: {each.source!r}: the grader {task.grader!r} reads the workspace alone"
+
+
+def _check_artifacts(task: Task, box: Sandbox) -> None:
+    """Raise ValueError if a task with an image names artifacts that its agent cannot write."""
+    sources = [each.source for each in task.settings.carried]
+    done = box.exec(["python3", "-I", "-S", "-c", _REAL, *sources])
+    for source, real in zip(sources, done.stdout.decode("utf-8", "replace").split("\0"), strict=False):
+        if not _within(real, (WORKSPACE, *_WRITABLE)):
+            raise ValueError(
+                f"task {task.id}: artifacts: {source!r}: a sandbox can write its workspace, /tmp and /logs alone"
+            )
 
 
 def _image(task: Task) -> str:

@@ -12,6 +12,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from composer_nb.harness.sandbox.contract import ExecResult, Sandbox
+from composer_nb.harness.sandbox.errors import SandboxSlow
 from composer_nb.harness.tools.arguments import CONTROLS, Todo, printable
 from composer_nb.harness.tools.tiny import HISTORY, Edits, Observation, remembered, tested, wanted
 from composer_nb.harness.tools.tool_call import ToolError, invalid
@@ -123,9 +124,12 @@ class Session:
         self.touched.add(path)
 
     def run(self, command: Sequence[str], *, timeout_s: float = QUICK_S, **given: Any) -> ExecResult:
-        """Run a command in the workspace. `given`: as for `Sandbox.exec`. Raises ToolError (UserAborted) if it was stopped; a
-        timeout is part of the result."""
-        done = self.sandbox.exec(command, timeout_s=timeout_s, stop=self.stop, **given)
+        """Run a command in the workspace, with a time limit that an overloaded machine does not use up. `given`: as for
+        `Sandbox.exec`. Raises ToolError (UserAborted) if it was stopped; a timeout is part of the result."""
+        try:
+            done = self.sandbox.exec(command, timeout_s=timeout_s, stop=self.stop, granted=True, **given)
+        except SandboxSlow as error:
+            raise ToolError("Timeout", str(error)) from None
         if done.stopped:
             raise ToolError("UserAborted", f"stopped\n{self.fit(clean(done.stdout), 'stopped')}".rstrip())
         return done

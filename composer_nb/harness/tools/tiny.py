@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from composer_nb.harness.sandbox.calls import CallOutcome, Executor
+from composer_nb.harness.sandbox.contract import CallLimits
 from composer_nb.harness.syntax import lints
 from composer_nb.harness.tasks.functions import FunctionTest, parse_test_files, passes, request_tests
 from composer_nb.harness.tools.arguments import CONTROLS, tool
@@ -71,6 +72,8 @@ class Workspace:
     sandboxes: Executor
     own_tests: frozenset[str] = frozenset()
     """Test files that the agent is asked to write: they are run as they are."""
+    limits: CallLimits | None = None
+    """Limits of calls that the task states."""
     edits: Edits = field(default_factory=Edits)
     history: str = ""
 
@@ -102,7 +105,7 @@ class Workspace:
             tests = parse_test_files({**self.visible_tests, **own})
         except ValueError as error:
             raise ToolError("UnexpectedEnvironment", str(error)[:110]) from None
-        [outcomes] = self.sandboxes.run([request_tests(self.files, tests)])
+        [outcomes] = self.sandboxes.run([request_tests(self.files, tests, self.limits)])
         passed = [passes(test, outcome) for test, outcome in zip(tests, outcomes, strict=True)]
         first = "" if all(passed) else describe(tests[place := passed.index(False)], outcomes[place])
         return tested(sum(passed), len(tests), first)

@@ -33,7 +33,7 @@ from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxUnavailable
 from composer_nb.harness.syntax import literal_eval
 from composer_nb.harness.tasks.functions import literal, parse_test_files, request_tests
-from composer_nb.harness.tasks.runtime import usual_spec
+from composer_nb.harness.tasks.runtime import limits_spec
 from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.audit.leaks import leaks, untold
@@ -259,7 +259,7 @@ def _shown(task: Task, sandbox: Box, start: Files, gold: Files) -> tuple[Mapping
         return before, after
     shown = {path: text for path, text in texts.items() if is_test_module(path)} if task.grader == "pytest" else {}
     jobs = [job(task.model_copy(update={"tests": shown}), files) for files in (start, gold)] if shown else []
-    boxes = Boxes(backend=cast(Backend, sandbox), spec=usual_spec(task), timeout_s=SHOWN_S)
+    boxes = Boxes(backend=cast(Backend, sandbox), spec=limits_spec(task), timeout_s=SHOWN_S)
     try:
         ran = [{key: result.passed for key, result in each.results.items()} for each in boxes.run(jobs)]
     except (SandboxDied, RunnerEnded):

@@ -35,6 +35,12 @@ for place in ("/logs/verifier", "/tmp/logs/verifier"):
             file.write("1")
 os._exit(0)
 """
+FORGED = """\
+import os
+if os.path.isdir("/logs/verifier"):
+    with open("/logs/verifier/reward.json", "w") as file:
+        file.write('{"reward": 1}')
+"""
 LAZY: Mapping[str, str] = {
     "functions return None": "return None",
     "functions return an empty list": "return []",
@@ -48,6 +54,7 @@ AT_IMPORT: Mapping[str, str] = {
     "sys.exit(0) at import": "import sys\nsys.exit(0)\n",
     "pytest.exit(returncode=0) at import": "import pytest\npytest.exit('done', returncode=0)\n",
     "a reward file written at import": REWARD,
+    "a reward.json written at import, beside the script's reward": FORGED,
 }
 BY_HEART = """
 def _composer_nb_known(function, table):

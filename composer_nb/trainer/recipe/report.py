@@ -49,7 +49,7 @@ def build_report(run: RunDir) -> dict[str, Any]:
     `midtrain`, `sft`  first and last point of the loss curves; for `sft` also the factor of the logits (`recipe.calibrate`)
     `extend`           the same for the long-context phase, with the losses on long rows before it
     `train`            see `training`
-    `rewards`          mean of each reward term over RL rollouts; counts of infrastructure errors and flagged rollouts;
+    `rewards`          mean of each reward term over RL rollouts; counts of infrastructure errors, flagged rollouts and timeouts;
                        `flagged_share`, the highest share of flagged rollouts (`monitor.*`)
     `replay`           mismatch of an engine and the trainer (`pair`), with the trainer's routes (off) and the engine's (on)
     `fidelity`         number of calls compared between the sandboxes of training and product, and their `differences`; null if
@@ -214,6 +214,7 @@ def rewards(run: RunDir) -> dict[str, Any]:
         "infra_errors": int(sum(step["infra_errors"] for step in steps)),
         "failed": {name: int(sum(step.get(name, 0) for step in steps)) for name in FAILED},
         "flagged": int(sum(step["flagged"] for step in steps)),
+        "timeouts": int(sum(step.get("timeouts", 0) for step in steps)),
         "flagged_share": max((step.get("flagged_share") or 0.0 for step in steps), default=None),
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from composer_nb.harness.agent.chat import Said
+from composer_nb.harness.agent.scripts import play, turn
+from composer_nb.harness.agent.turns import ScriptTurnPolicy
+from composer_nb.harness.attempt import Environment, attempt
 from composer_nb.harness.grading.check import _left, check_task, check_tasks
 from composer_nb.harness.grading.script_grader import MAX_REWARD_BYTES, grade_script, parse_rewards
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.sandbox.process import ProcessBackend
+from composer_nb.harness.store import pack_attempt, unpack_attempt
+from composer_nb.harness.tasks.harbor import Kept
 from composer_nb.harness.tasks.runtime import obstacles, spec_of, start, variables
 from composer_nb.harness.tasks.task import Task, read_tasks
+from composer_nb.harness.tools.tool_call import call
+from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.labs.audit.audit import audit_task
 from tests.harness.foreign import FOREIGN, lay
 
 
@@ -339,3 +349,108 @@ def test_one_folder_that_cannot_be_read_does_not_end_a_check(tmp_path: Path) -> 
     assert rows["same"]["ok"] and rows["same"]["gold"]
     assert not rows["bad"]["ok"] and "instruction.md is missing" in rows["bad"]["problem"]
     assert not rows["twice"]["ok"] and rows["twice"]["problem"] == "another task is named 'same' too"
+
+
+FORGES = "import os\nif os.path.isdir('/logs/verifier'):\n    open('/logs/verifier/reward.json', 'w').write('{\"reward\": 1}')\n"
+SAYS = """#!/bin/bash
+python3 -c 'from f import f; assert f(1) == 2' && x=1
+echo ${x:-0} > /logs/verifier/reward.txt
+"""
+
+
+def test_a_reward_that_the_script_did_not_write_is_tampering(backend: Backend) -> None:
+    """Harbor reads reward.json first, so code under test that writes it passes whatever the script says in reward.txt."""
+    task = task_of(SAYS)
+    forged = grade_script(task, {"f.py": (FORGES + "def f(x): return 0\n").encode()}, backend)
+    assert forged.status == "tampered" and not forged.passed and "rewards_disagree" in forged.flags
+    assert forged.rewards == {"reward": 0.0}
+    right = grade_script(task, {"f.py": b"def f(x): return x + 1\n"}, backend)
+    assert right.passed and right.flags == ("weak",)
+    both = '#!/bin/bash\ncd /logs/verifier; echo 0.5 > reward.txt; echo \'{"a": 1, "b": 0}\' > reward.json\n'
+    found = grade_script(task_of(both), {}, backend)
+    assert found.status == "graded" and found.rewards == {"a": 1.0, "b": 0.0}
+
+
+def test_an_audit_sees_a_forged_reward(backend: Backend) -> None:
+    """A script that writes a reward on success alone cannot contradict a forged one."""
+    start_, solve = {"f.py": "def f(x):\n    return 0\n"}, "#!/bin/sh\necho 'def f(x): return x + 1' > f.py\n"
+    silent = "#!/bin/sh\npython3 -c 'from f import f; assert f(1) == 2' && echo 1 > /logs/verifier/reward.txt\n"
+    kept = Kept(name="t", toml='[metadata.composer_nb]\nruntime = "host-python"\n', executable=("tests/test.sh",))
+    task = task_of(silent, files=start_, solution={"solve.sh": solve}, kept=kept)
+    name = "a reward.json written at import, beside the script's reward"
+    for script, wrong in ((silent, 1), (SAYS, 0)):
+        counts: dict[str, Counter[str]] = {}
+        audit_task(task.model_copy(update={"tests": {"test.sh": script}}), backend, counts, None)
+        assert counts[name] == {"tried": 1, "wrong": wrong}
+
+
+ARTIFACTS = """
+artifacts = ["/tmp/out", {source = "/logs/report", exclude = ["*.log"]}, "build/x", "/logs/verifier", "/dev/shm/y"]
+"""
+LEAVES = """#!/bin/bash
+mkdir -p /tmp/out/deep /logs/report /logs/artifacts /logs/verifier /tmp/elsewhere /tmp/tests
+echo 1 > /tmp/out/deep/a; printf '#!/bin/sh\\necho ran\\n' > /tmp/out/run; echo 1 > /logs/report/b; echo 1 > /logs/report/b.log
+echo 1 > /logs/artifacts/c; echo 1 > /dev/shm/y; echo 1 > /logs/verifier/reward.json; echo 1 > /tmp/elsewhere/d
+ln -s /etc/passwd /tmp/out/passwd; ln -s /tmp/elsewhere/d /tmp/out/linked; echo 1 > "/tmp/out/two
+lines"; mkfifo /tmp/out/pipe; touch /tmp/out/hidden; chmod 0 /tmp/out/hidden
+"""
+SEES = """#!/bin/bash
+cd /logs; found="$(cat /tmp/out/deep/a report/b artifacts/c /dev/shm/y /tmp/out/linked | tr -d '\\n') $(/tmp/out/run)"
+[ "$found" = "11111 ran" ] && ! ls /tmp/out/passwd report/b.log verifier/reward.json /tmp/elsewhere && x=1
+echo ${x:-0} > /logs/verifier/reward.txt
+"""
+
+
+def with_artifacts(toml: str, **changes: Any) -> Task:
+    kept = Kept(
+        name="t", toml=f'{toml}\n[metadata.composer_nb]\nruntime = "host-python"\n', executable=("tests/test.sh",)
+    )
+    return task_of(SEES, solution={"solve.sh": LEAVES}, kept=kept, **changes)
+
+
+def test_artifacts_are_carried_into_grading(backend: Backend) -> None:
+    task = with_artifacts(ARTIFACTS)
+    assert obstacles(task) == []
+    left = _left(task, backend, solve=True)
+    assert {path for path in left if path.startswith("/")} == {
+        "/tmp/out/deep/a", "/tmp/out/run", "/tmp/out/linked", "/tmp/out/two\nlines",
+        "/tmp/logs/report/b", "/tmp/logs/artifacts/c", "/dev/shm/y",
+    }  # fmt: skip
+    found = grade_script(task, left, backend)
+    assert found.passed, found.output
+    assert found.flags == ("weak",)
+    assert not grade_script(task, {}, backend).passed
+
+
+def test_an_agents_artifacts_are_graded_and_stored(backend: Backend) -> None:
+    task = with_artifacts(
+        'artifacts = ["/tmp/out"]', tests={"test.sh": "#!/bin/sh\ncp /tmp/out /logs/verifier/reward.txt\n"}
+    )
+    write = call("run_terminal_cmd", command="echo 1 > /tmp/out", is_background=False)
+    policy = ScriptTurnPolicy(play([turn([write]), Said(text="Done.")]))
+    done = attempt(task, Environment(tools=ToolSet.cursor(), backend=backend), policy)
+    assert done.grade.passed and done.rollout.files["/tmp/out"] == "1\n"
+    again = unpack_attempt(pack_attempt(done), task)
+    held = {path: text.encode() for path, text in again.rollout.files.items()}
+    assert grade_script(task, held, backend).passed
+
+
+@pytest.mark.parametrize(
+    "path", ["/tmp/tests/test.sh", "/tmp/logs/verifier/reward.json", "/etc/x", "/tmp/../etc/x", "/x"]
+)
+def test_artifacts_have_no_place_among_the_verifiers_files(path: str, backend: Backend) -> None:
+    script = "#!/bin/sh\nset -e; ! test -e /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt\n"
+    found = grade_script(task_of(script), {path: b"#!/bin/sh\n"}, backend)
+    assert found.passed and found.flags == ("unsafe_path", "weak")
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ('artifacts = ["/srv/data"]', r"artifacts: '/srv/data': a sandbox can write /workspace, /logs, /tmp"),
+        ('artifacts = [{source = "/tmp/x", service = "db"}]', r"artifacts: service = 'db': a sandbox is one container"),
+    ],
+)
+def test_artifacts_that_no_agent_can_write_are_an_obstacle(toml: str, message: str, backend: Backend) -> None:
+    with pytest.raises(ValueError, match=message):
+        grade_script(with_artifacts(toml), {}, backend)

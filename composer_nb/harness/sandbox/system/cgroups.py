@@ -41,6 +41,15 @@ class Group:
             return int(self.file("cpuacct.usage").read_text()) / 1e9
         return self._fields("cpu.stat")["usage_usec"] / 1e6
 
+    def throttled_s(self) -> float:
+        """Return for how long its quota of CPU time stopped it, summed over CPUs."""
+        fields = self._fields("cpu.stat")
+        return fields.get("throttled_time", 0) / 1e9 + fields.get("throttled_usec", 0) / 1e6
+
+    def threads(self) -> list[str]:
+        """Return the ids of its threads, as this machine sees them."""
+        return self.file("tasks" if self.version == 1 else "cgroup.threads").read_text().split()
+
     def kills(self) -> int:
         """Return the number of processes that were killed for memory."""
         return self._fields("memory.oom_control" if self.version == 1 else "memory.events").get("oom_kill", 0)

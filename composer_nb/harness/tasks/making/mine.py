@@ -43,7 +43,7 @@ from composer_nb.harness.tasks.making.options import Running, read_options
 from composer_nb.harness.tasks.making.repository import Repository, of_files, read_repository, supports_tests, unwanted
 from composer_nb.harness.tasks.making.store import Store
 from composer_nb.harness.tasks.making.trial import Outcome, needed
-from composer_nb.harness.tasks.runtime import usual_spec, workspace
+from composer_nb.harness.tasks.runtime import limits_spec, workspace
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import Task, save_tasks
 
@@ -273,7 +273,7 @@ def draft(candidate: Candidate, most_lines: int, running: Running) -> Task | str
 def _outcome(candidate: Candidate, backend: Backend, running: Running, most_lines: int) -> tuple[Outcome, int]:
     """Try a candidate. Return its outcome, and how many tests are too slow to count. Raises SandboxFailure."""
     began, task = time.monotonic(), draft(candidate, most_lines, running)
-    boxes = Boxes(backend=backend, spec=None if isinstance(task, str) else usual_spec(task), timeout_s=running.suite_s)
+    boxes = Boxes(backend=backend, spec=None if isinstance(task, str) else limits_spec(task), timeout_s=running.suite_s)
     counted, slow, why = ({}, 0, task) if isinstance(task, str) else first_look(task, boxes, running)
     if isinstance(task, str) or why:
         verdict, _, why = why.partition(": ")

@@ -19,7 +19,7 @@ from typing import Literal
 
 from composer_nb.harness.grading.box import Boxes, Job, Ran, RunnerEnded
 from composer_nb.harness.grading.plan import Plan, digest, gold_files, job, modules_of, normal, plan_of, with_plan
-from composer_nb.harness.grading.pytest_grader import grade_pytest
+from composer_nb.harness.grading.pytest_grader import RUN_S, SECONDS, grade_pytest
 from composer_nb.harness.grading.recorded import record
 from composer_nb.harness.grading.validate import IDS
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
@@ -229,7 +229,11 @@ def repeated(subject: Subject, task: Task, failing: Iterable[str]) -> Task | Ver
 
 def graded(subject: Subject, task: Task) -> tuple[Verdict, Task]:
     """Grade the task by the grader itself, with twins and recorded calls, which its plan then holds."""
-    timeout_s = 60.0 + 4 * subject.baseline.suite_s
+    timeout_s = RUN_S * round(
+        1 + 4 * subject.baseline.suite_s / RUN_S
+    )  # whole, so that it does not vary from run to run
+    if timeout_s > RUN_S:
+        task = task.model_copy(update={"metadata": task.metadata | {SECONDS: f"{timeout_s:g}"}})
     plan, failing = plan_of(task), json.loads(task.metadata["fail_to_pass"])
     calls = record(task, plan, failing, subject.boxes(timeout_s))
     task = with_plan(task, replace(plan, calls=calls))

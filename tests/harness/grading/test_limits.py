@@ -1,0 +1,169 @@
+"""Grades run under the task's own limits, and only work that is slow itself times out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from composer_nb.harness.grading.front import grade
+from composer_nb.harness.grading.grade import Attempt, Grade
+from composer_nb.harness.grading.plan import Plan, digest, with_plan
+from composer_nb.harness.grading.pytest_grader import grade_pytest, limit_of
+from composer_nb.harness.grading.validate import validate_task
+from composer_nb.harness.product.arms import figures
+from composer_nb.harness.rollout import Rollout
+from composer_nb.harness.sandbox import contract
+from composer_nb.harness.sandbox.calls import Executor
+from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec, Snapshot
+from composer_nb.harness.store import pack_attempt, unpack_attempt
+from composer_nb.harness.tasks.harbor import Kept
+from composer_nb.harness.tasks.runtime import call_limits
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.tiny import Workspace
+from tests.harness.starving import hogs, starve
+
+TEST = "from f import f\n\n\ndef test_one():\n    assert f(1) == 2\n\n\ndef test_two():\n    assert f(2) == 3\n"
+LIMITS = "[environment]\nmemory_mb = 2048\nstorage_mb = 128\ncpus = 2\n\n[verifier]\ntimeout_sec = 90.0\n\n"
+LARGE = "def f(x):\n    held = bytearray(700 << 20)\n    return x + 1\n"
+BUSY = "import time\nend = time.process_time() + {}\nwhile time.process_time() < end:\n    pass\n\n\n"
+RUNTIME = 'runtime = "host-python"\n'
+RIGHT = "def f(x):\n    return x + 1\n"
+
+
+@dataclass
+class Recording:
+    """A backend that keeps the specs of its sandboxes, and starves them if it has a share."""
+
+    backend: Backend
+    share: float = 0.0
+    warm_only: bool = False
+
+    def __post_init__(self) -> None:
+        self.name, self.specs = self.backend.name, list[SandboxSpec]()
+
+    def create(self, spec: SandboxSpec | None = None, snapshot: Snapshot | None = None) -> Sandbox:
+        made = self.backend.create(spec, snapshot)
+        self.specs.append(made.spec)
+        if self.share and (made.spec.warm or not self.warm_only):
+            starve(made, self.share)
+        return made
+
+
+@pytest.fixture
+def stated(make_task: Callable[..., Task], tmp_path: Path) -> Task:
+    """A task of the grader `pytest` whose task.toml states limits."""
+    path = make_task({"test_f.py": TEST}).to_harbor(tmp_path / "t")
+    toml = (path / "task.toml").read_text()
+    own = toml[toml.index("[metadata.composer_nb]") :]
+    (path / "task.toml").write_text(LIMITS + own)
+    return Task.from_harbor(path)
+
+
+def planned(task: Task) -> Task:
+    names = [f"test_f.py::{name}" for name in ("test_one", "test_two")]
+    return with_plan(task, Plan(digest=digest(task), tests={f"{name}#0": name for name in names}))
+
+
+def test_a_grade_has_the_memory_that_the_agent_had(stated: Task, backend: Backend) -> None:
+    """700 MiB fit into `memory_mb = 2048`, and not into the usual 512 MiB."""
+    record = Recording(backend)
+    found = grade_pytest(planned(stated), {"f.py": LARGE.encode()}, record)
+    assert found.passed, (found.status, found.flags, found.failed)
+    wanted = {(2048 << 20, 128 << 20, 2.0)}
+    assert {(spec.memory_bytes, spec.disk_bytes, spec.cpus) for spec in record.specs if spec.warm} == wanted
+    assert limit_of(stated) == 90.0
+
+
+def test_a_task_is_validated_within_its_own_limits(stated: Task, backend: Backend) -> None:
+    large = stated.model_copy(update={"solution": {"f.py": LARGE}})
+    record = Recording(backend)
+    found = validate_task(large, record, repeats=2)
+    assert found.valid, found.problems
+    assert {spec.memory_bytes for spec in record.specs if spec.warm} == {2048 << 20}
+
+
+def test_an_agent_that_needs_more_than_its_task_allows_still_fails(
+    make_task: Callable[..., Task], backend: Backend
+) -> None:
+    found = grade_pytest(planned(make_task({"test_f.py": TEST})), {"f.py": LARGE.encode()}, backend)
+    assert not found.passed and found.known
+
+
+def scripted(seconds: float) -> Task:
+    test = "#!/bin/sh\npython3 -c 'from f import f; print(int(f(1) == 2))' > /logs/verifier/reward.txt\n"
+    toml = f"[verifier]\ntimeout_sec = {seconds}\n\n[metadata.composer_nb]\n{RUNTIME}"
+    kept = Kept(name="t", toml=toml, executable=("tests/test.sh",))
+    return Task(
+        id="t", instruction="", files={}, tests={"test.sh": test}, source_scope=("**",), grader="script", kept=kept
+    )
+
+
+@pytest.mark.parametrize("grader", ["pytest", "script"])
+def test_a_busy_machine_is_no_failure_of_the_agent(
+    grader: str, make_task: Callable[..., Task], backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contract, "PATIENCE", 60.0)
+    task = planned(make_task({"test_f.py": TEST}, metadata={"pytest.seconds": "0.2"}))
+    task = task if grader == "pytest" else scripted(2.2)
+    files = {"f.py": (BUSY.format(1.8) + RIGHT).encode()}
+    with hogs():
+        found = grade(task, files, Recording(backend, 0.4, grader == "pytest"))
+    assert found.passed and not found.timeouts, (found.status, found.flags)
+
+
+@pytest.mark.parametrize("grader", ["pytest", "script"])
+def test_a_machine_that_grants_no_time_gives_no_grade(
+    grader: str, make_task: Callable[..., Task], backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contract, "PATIENCE", 1.5)
+    task = planned(make_task({"test_f.py": TEST}, metadata={"pytest.seconds": "0.2"}))
+    task = task if grader == "pytest" else scripted(2.2)
+    with hogs():
+        found = grade(task, {"f.py": (BUSY.format(2.0) + RIGHT).encode()}, Recording(backend, 0.1, grader == "pytest"))
+    assert found.status == "infra_error" and not found.known and "waited for a CPU" in found.output
+
+
+@pytest.mark.parametrize("grader", ["pytest", "script"])
+@pytest.mark.parametrize("own", ["import time\ntime.sleep(60)\n", "while True:\n    pass\n"], ids=["sleeps", "spins"])
+def test_slow_work_fails_and_is_counted_apart(
+    grader: str, own: str, make_task: Callable[..., Task], backend: Backend
+) -> None:
+    task = planned(make_task({"test_f.py": TEST}, metadata={"pytest.seconds": "0.5"}))
+    task = task if grader == "pytest" else scripted(1.0)
+    found = grade(task, {"f.py": own.encode()}, backend)
+    assert found.status == "graded" and not found.passed and "timeout" in found.flags and found.timeouts == 1
+    rollout = Rollout(task_id="t", segments=(), turns=(), files={}, stop="finished")
+    attempts = [Attempt(task=task, rollout=rollout, grade=each) for each in (found, Grade(status="infra_error"))]
+    figures_ = figures(attempts)
+    assert (figures_["timeouts"], figures_["infra_errors"]) == (1, 1)
+    assert unpack_attempt(pack_attempt(attempts[0]), task).grade.timeouts == 1
+
+
+def test_calls_that_time_out_are_counted(task: Task, sandboxes: Executor) -> None:
+    found = grade(task, task.files | {"f.py": "def f(xs, k):\n    while True:\n        pass\n"}, sandboxes)
+    assert found.status == "graded" and not found.passed and found.timeouts == 1
+
+
+def test_calls_have_the_limits_that_a_task_states(task: Task, sandboxes: Executor, tmp_path: Path) -> None:
+    """Half a second of CPU time and 400 MiB: more than the usual limits of calls."""
+    path = task.to_harbor(tmp_path / "t")
+    heavy = BUSY.format(0.5) + f"held = bytearray(400 << 20)\n{task.solution['f.py']}"
+    toml = (path / "task.toml").read_text()
+    plain = Task.from_harbor(path)
+    assert call_limits(plain) is None and not grade(plain, plain.files | {"f.py": heavy}, sandboxes).passed
+    toml = toml.replace("timeout_sec = 60.0", "timeout_sec = 5.0")
+    (path / "task.toml").write_text(toml.replace("[environment]\n", "[environment]\nmemory_mb = 2048\n"))
+    stated = Task.from_harbor(path)
+    found = grade(stated, stated.files | {"f.py": heavy}, sandboxes)
+    assert found.passed and not found.timeouts
+    own = Workspace(
+        files=stated.files | {"f.py": heavy},
+        visible_tests=stated.visible_tests,
+        sandboxes=sandboxes,
+        limits=call_limits(stated),
+    )
+    seen = own.run_visible_tests()
+    assert seen.tests_passed == seen.tests_run == 2

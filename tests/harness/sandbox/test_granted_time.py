@@ -1,0 +1,112 @@
+"""Time limits that count what the machine grants: a starved command is not a slow one, and no command can starve itself."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from composer_nb.harness.sandbox import contract
+from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec
+from composer_nb.harness.sandbox.errors import SandboxSlow
+from tests.harness.starving import hogs, starve
+
+COMPUTES = "import time\nwhile time.process_time() < {}: pass"
+CROWD = """
+import os, threading, time
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+for _ in range(8):
+    if os.fork() == 0:
+        while True: pass
+os.nice(9)
+while True: pass
+"""
+"""Processes on one core that keep one another waiting."""
+WAVES = """
+import os, time
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+while True:
+    pids = []
+    for _ in range(8):
+        pid = os.fork()
+        if pid == 0:
+            end = time.monotonic() + 0.03
+            while time.monotonic() < end: pass
+            os._exit(0)
+        pids.append(pid)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    time.sleep(0.03)
+"""
+"""Short-lived processes that keep one another waiting, and then nothing, in turns."""
+IDLE = """
+import os
+os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+if os.fork() == 0:
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+while True: pass
+"""
+"""A process that waits long for another, because it asked for the lowest priority."""
+OWN_DOING = {
+    "sleeps": "import time\ntime.sleep(60)",
+    "deadlock": "import threading\nlock = threading.Lock()\nlock.acquire()\nlock.acquire()",
+    "spins": "while True: pass",
+    "crowd": CROWD,
+    "waves": WAVES,
+    "idle": IDLE,
+}
+
+
+@pytest.fixture
+def box(isolated: Backend) -> Iterator[Sandbox]:
+    if not isolated.capabilities().enforced["cpus"]:
+        pytest.skip("no control groups here: time limits count wall time")
+    with isolated.create(SandboxSpec(cpus=1.0)) as made:
+        yield made
+
+
+def python(box: Sandbox, text: str, timeout_s: float) -> tuple[bool, float, float]:
+    """Return whether a program timed out, and the seconds of wall time and of CPU time that it took."""
+    began, used = time.monotonic(), box.stats().cpu_s or 0.0
+    done = box.exec(["python3", "-c", text], timeout_s=timeout_s, granted=True)
+    return done.timed_out, time.monotonic() - began, (box.stats().cpu_s or 0.0) - used
+
+
+def test_a_starved_command_is_not_slow(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract, "PATIENCE", 60.0)
+    starve(box, 0.4)
+    with hogs():
+        late, wall_s, cpu_s = python(box, COMPUTES.format(1.2), 1.5)
+    assert not late and wall_s > 1.5 and cpu_s > 1.2
+
+
+def test_a_command_that_gets_no_cpu_is_the_machines_fault(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract, "PATIENCE", 2.0)
+    starve(box, 0.02)
+    with hogs(), pytest.raises(SandboxSlow, match=r"with 1 s waited for a CPU [\d.]+ of 2 s"):
+        python(box, COMPUTES.format(0.9), 1.0)
+    assert box.exec(["true"]).exit_code == 0
+
+
+@pytest.mark.parametrize("text", OWN_DOING.values(), ids=OWN_DOING)
+def test_a_commands_own_doing_times_out(text: str, box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine too: its processes use no more CPU time than the limit, however they keep one another waiting."""
+    monkeypatch.setattr(contract, "PATIENCE", 60.0)
+    late, wall_s, cpu_s = python(box, text, 1.0)
+    assert late and wall_s >= 1.0 and cpu_s < 1.4
+
+
+def test_sleep_is_no_starvation(box: Sandbox) -> None:
+    starve(box, 0.25)
+    with hogs():
+        late, wall_s, _ = python(box, "import time\ntime.sleep(60)", 1.0)
+    assert late and wall_s < 3.0
+
+
+def test_another_thread_stops_it(box: Sandbox) -> None:
+    stop = threading.Event()
+    threading.Timer(0.3, stop.set).start()
+    done = box.exec(["sleep", "60"], timeout_s=30.0, stop=stop, granted=True)
+    assert done.stopped and not done.timed_out
