@@ -42,7 +42,8 @@ ENOUGH = 6
 """Points that make calls a guard. A telling call with an answer that is hard to guess counts 2, any other 1: three such values,
 or six yes-or-no answers, which blind guesses get right once in 64."""
 INDEPENDENT = 3
-"""Strong twins without a common test. Code that tells two versions of a test apart, but not which is true, passes once in 8."""
+"""Tests that stand alone, of which a grade runs so many (`alone.py`). Code that cannot know whether it sees one of them or its
+twin passes all once in 8."""
 CLOSE = 1e-9
 """Relative tolerance of floats, which covers a sum in another order."""
 ELSEWHERE = "XYZ-12:45"
@@ -185,6 +186,8 @@ class Guard:
     """Tests that fail without a change and have a strong twin. `weak` and `none` count those with a weak twin, and with none."""
     weak: int
     none: int
+    alone: int
+    """Tests that fail without a change and stand alone."""
 
 
 def meets(found: Guarding, required: Guarding) -> bool:
@@ -211,11 +214,8 @@ def guard(plan: Plan, failing: Iterable[str]) -> Guard:
     solid = [set(twin.keys) & keys for twin in plan.twins if not (twin.weak or twin.telling)]
     strong = set[str]().union(*solid)
     weak = (plan.covered & keys) - strong
-    apart, taken = 0, set[str]()
-    for touched in sorted(solid, key=len):
-        if touched and taken.isdisjoint(touched):
-            apart, taken = apart + 1, taken | touched
-    twins = bool(keys) and strong == keys and apart >= INDEPENDENT
+    lone = {key for twin in plan.twins if twin.alone for key in twin.keys} & keys
+    twins = strong == keys and len(lone) >= INDEPENDENT
     return Guard(
         by="calls" if enough(plan.calls) else "twins" if twins else "none",
         calls=len(plan.calls),
@@ -223,6 +223,7 @@ def guard(plan: Plan, failing: Iterable[str]) -> Guard:
         strong=len(strong),
         weak=len(weak),
         none=len(keys - strong - weak),
+        alone=len(lone),
     )
 
 

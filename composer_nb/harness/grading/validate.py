@@ -13,10 +13,11 @@ from dataclasses import dataclass, field, fields, replace
 from random import Random
 from typing import Any
 
-from composer_nb.harness.grading.box import Boxes, Ran, Result, RunnerEnded
+from composer_nb.harness.grading.alone import lone_job
+from composer_nb.harness.grading.box import MISSING, Boxes, Ran, Result, RunnerEnded
 from composer_nb.harness.grading.plan import Keys, Plan, Twin, changed_text, conftests, digest, gold_files, job, normal
 from composer_nb.harness.grading.pytest_grader import grade_pytest, same_id
-from composer_nb.harness.grading.recorded import Guard, guard, record
+from composer_nb.harness.grading.recorded import INDEPENDENT, Guard, enough, guard, record
 from composer_nb.harness.grading.twins import Candidate, all_candidates
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxDied
@@ -32,6 +33,8 @@ ANY = -1
 ON_ASSERTION = {"AssertionError", "Failed", "failureException"}
 TEST_S = 5.0
 """Time limit of a changed test, in seconds. A test that fails inside a `with` may leave it waiting forever."""
+TESTS_ALONE, TWINS_ALONE = 8, 2
+"""Tests of a task that may run alone, and the twins of each."""
 NEVER_A_TWIN = {"Endless", "NameError", "SyntaxError", "ImportError", "ModuleNotFoundError", "Skipped"}
 
 
@@ -113,8 +116,53 @@ def validate_task(
     if bare.passed:
         problems.append("all tests pass without a change")
     if not problems:
-        plan = replace(plan, calls=record(task, plan, bare.failed, boxes))
+        plan = guarded(task, plan, bare.failed, boxes)
     return replace(found, problems=tuple(problems), plan=plan, fail_to_pass=bare.failed, proposed=proposed)
+
+
+def guarded(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes) -> Plan:
+    """Return the plan with recorded calls and, where these are too few, with tests that stand alone. Raises SandboxFailure.
+
+    Args:
+        failing: node ids of the tests that fail without a change.
+    """
+    failing = list(failing)
+    plan = replace(plan, calls=record(task, plan, failing, boxes))
+    return plan if enough(plan.calls) else standing_alone(task, plan, failing, boxes)
+
+
+def standing_alone(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes) -> Plan:
+    """Return the plan with its twins marked whose tests stand alone: in a process that holds nothing else, the gold patch passes
+    the test and fails the twin, and the start fails both, the latter because a twin that expects what the start returns shows
+    itself. Raises SandboxFailure."""
+    names, gold, pristine = set(failing), gold_files(task), workspace(task)
+    tried: dict[str, list[Twin]] = {}
+    for twin in plan.twins:
+        [*_, key] = twin.keys or ("",)
+        some = tried.get(key, [])
+        fits = plan.tests.get(key) in names and len(some) < TWINS_ALONE and (some or len(tried) < TESTS_ALONE)
+        if fits and lone_job(task, gold, twin, False) and lone_job(task, gold, twin, True):
+            tried.setdefault(key, []).append(twin)
+    if len(tried) < INDEPENDENT:
+        return plan
+    twins = [twin for some in tried.values() for twin in some]
+    made = [
+        lone_job(task, files, twin, changed)
+        for twin in twins
+        for files in (gold, pristine)
+        for changed in (False, True)
+    ]
+    try:
+        ran = boxes.run([replace(each, test_s=TEST_S) for each in made if each is not None])
+    except (SandboxDied, RunnerEnded):
+        return plan
+    seen = [next(iter(run.results.values()), MISSING) for run in ran]
+    lone = set[Twin]()
+    for twin, (right, twin_right, wrong, twin_wrong) in zip(twins, zip(*[iter(seen)] * 4, strict=True), strict=True):
+        steady = right.passed and twin_right.outcome == "failed" and twin_right.why in ON_ASSERTION
+        if steady and not (wrong.passed or twin_wrong.passed):
+            lone.add(twin)
+    return replace(plan, twins=tuple(replace(twin, alone=twin in lone) for twin in plan.twins))
 
 
 def with_twins(task: Task, plan: Plan, boxes: Boxes, *, repeats: int = 3) -> tuple[Plan, tuple[str, ...], int]:

@@ -13,7 +13,8 @@ because `repr(True) != repr(1)`, the order of a dictionary, and the sign of a ze
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePosixPath
@@ -146,6 +147,80 @@ def request_tests(files: Mapping[str, str], tests: Sequence[FunctionTest]) -> Ca
         return CallRequest(files=sources, module=module, function=function, arguments=tuple(t.arguments for t in tests))
     arguments = tuple(f"({test.module!r}, {test.function!r}, {test.arguments})" for test in tests)
     return CallRequest(files=sources | {f"{CALLER}.py": _CALLER}, module=CALLER, function="call", arguments=arguments)
+
+
+def separated(
+    files: Mapping[str, str], changed: Collection[str], tests: Sequence[FunctionTest]
+) -> list[tuple[FunctionTest, ...]]:
+    """Return the tests in groups for one process each, so that no code of the agent can look an answer up.
+
+    Code under test can read all arguments that its process receives, and one call's answer may stand among another's, as where
+    two functions undo each other. Each function that the agent's code can reach therefore has processes of its own, and so have
+    its calls of which one gives away the other (`_gives_away`). All other functions share a process: no code of the agent runs
+    in it.
+
+    Args:
+        changed: paths of the files that the agent wrote.
+    """
+    agent = _reached(files, changed)
+    groups: dict[tuple[str, str], list[list[FunctionTest]]] = {}
+    for test in tests:
+        own = groups.setdefault((test.module, test.function) if test.module in agent else ("", ""), [])
+        for group in own:
+            if test.module not in agent or not any(
+                _gives_away(test, each) or _gives_away(each, test) for each in group
+            ):
+                group.append(test)
+                break
+        else:
+            own.append([test])
+    return [tuple(group) for own in groups.values() for group in own]
+
+
+def _reached(files: Mapping[str, str], changed: Collection[str]) -> set[str]:
+    """Return the modules in which the agent's code may run: its own, and those that name one of these or import by a text."""
+    words = {_module(path): {*re.findall(r"\w+", text)} for path, text in files.items() if path.endswith(".py")}
+    found = {_module(path) for path in changed}
+    found |= {name for name, named in words.items() if named & {"importlib", "__import__", "exec", "eval", "sys"}}
+    while True:
+        last = {name.rpartition(".")[2] for name in found}
+        more = {name for name, named in words.items() if named & last} - found
+        if not more:
+            return found
+        found |= more
+
+
+def _module(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+FEW = {"", "None", "True", "False", "0", "1", "-1"}
+"""Answers that are guessed as easily as looked up."""
+
+
+def _gives_away(one: FunctionTest, other: FunctionTest) -> bool:
+    """Return whether the arguments of a call hold the answer of another one of the same function: the same characters but for
+    quotes and brackets, or a text of it that its own arguments lack. Numbers of one or two digits are everywhere."""
+    answers = {_bare(one.expected)} | {
+        word for word in _WORDS.findall(_bare(one.expected)) if word not in one.arguments
+    }
+    arguments = _bare(other.arguments)
+    return any(
+        re.search(rf"(?<![\w.-]){re.escape(text)}(?![\w.])", arguments) if len(text) < LONG else text in arguments
+        for text in answers
+        if text not in FEW and not re.fullmatch(r"-?\d{1,2}", text)
+    )
+
+
+LONG = 4
+"""Characters of a text that does not stand in another by chance."""
+_WORDS = re.compile(rf"[^\s,:]{{{LONG},}}")
+
+
+@lru_cache(maxsize=8192)
+def _bare(text: str) -> str:
+    """Return a literal without what distinguishes 7 from "7", [7], (7,) and 7.0."""
+    return re.sub(r"set\(\)|\bb(?=['\"])|[][(){}'\"]|,(?=\))|(?<=\d)\.0\b", "", text)
 
 
 def passes(test: FunctionTest, outcome: CallOutcome) -> bool:

@@ -24,7 +24,7 @@ from unittest import mock
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import Executor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
-from composer_nb.labs.attacks import burdens, calls, conduct, walls  # noqa: F401  (each adds its cases)
+from composer_nb.labs.attacks import burdens, calls, conduct, joint, walls  # noqa: F401  (each adds its cases)
 from composer_nb.labs.attacks.case import CALL_CASES, SANDBOX_CASES, SECRET, SECRET_NAME, Site, Verdict, row
 from composer_nb.labs.attacks.patch_check import check_patches
 from composer_nb.labs.attacks.patches import patches
