@@ -46,9 +46,9 @@ def lone_job(task: Task, files: Mapping[str, bytes], twin: Twin, changed: bool) 
     kept |= conftests(task)
     try:
         cut = _Cut(changed_text(task.tests[twin.path], [twin] if changed else []), twin)
-        cut.refuse_repeated(kept.values())
         modules = kept | {twin.path: ast.unparse(cut.source.tree)}
         hidden = {path: silent(text) for path, text in modules.items()}
+        cut.refuse_repeated(hidden.values())
     except (_Unfit, SyntaxError, ValueError, RecursionError):
         return None
     return Job(
@@ -175,16 +175,14 @@ class _Cut:
         imports = any(isinstance(each, ast.Import | ast.ImportFrom) for each in ast.walk(node))
         return imports or not bound.isdisjoint(self.names | {"pytestmark", "pytest_plugins"})
 
-    def refuse_repeated(self, others: Iterable[str]) -> None:
-        """Raise _Unfit if another literal, here or in the other modules, is or contains the expected value."""
+    def refuse_repeated(self, modules: Iterable[str]) -> None:
+        """Raise _Unfit if more than one literal of the modules is or contains the expected value."""
         value = str(self.literal.value)
         long = len(value) >= PLAIN_TEXT
-        trees: list[ast.AST] = [self.source.tree, *map(parse, others)] if long else [self.test]
-        for each in [node for tree in trees for node in ast.walk(tree)]:
-            if isinstance(each, ast.Constant) and each is not self.literal:
-                text = str(each.value)
-                if text == value or (long and value in text):
-                    raise _Unfit
+        trees = map(parse, modules if long else [silent(ast.unparse(self.test))])
+        texts = [str(each.value) for tree in trees for each in ast.walk(tree) if isinstance(each, ast.Constant)]
+        if sum(text == value or (long and value in text) for text in texts) > 1:
+            raise _Unfit
 
 
 def _one(found: Sequence[T]) -> T:

@@ -23,8 +23,10 @@ from random import Random
 from typing import Any, Literal, get_args
 
 from composer_nb.harness.grading.box import Boxes, Call, Job, Noted, Ran, RunnerEnded
+from composer_nb.harness.grading.guest.calls import decode
 from composer_nb.harness.grading.plan import Plan, Recorded, gold_files, job, plan_of
 from composer_nb.harness.sandbox.errors import SandboxDied
+from composer_nb.harness.tasks.functions import reveals
 from composer_nb.harness.tasks.runtime import workspace
 from composer_nb.harness.tasks.task import Task
 
@@ -112,19 +114,22 @@ def chosen(telling: Sequence[Recorded], others: Sequence[Recorded]) -> tuple[Rec
     """Return the calls that a task keeps: telling ones first, of every function some, and none that gives another away.
 
     One call of a function gives another away if the other's answer is among its arguments, as where two values are mapped to one
-    another. Functions are asked apart (`replay`); those with the most telling calls are kept. Without a telling call, none is.
+    another, also in another form: `"12"` or `[12]` for 12. Functions are asked apart (`replay`); those with the most telling
+    calls are kept. Without a telling call, none is.
     """
     apart = {name for name, _ in Counter(map(_function, telling)).most_common(APART)}
     kept: list[Recorded] = []
     answers, arguments, room = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set), ROOM
+    texts = defaultdict[str, list[tuple[str, str]]](list)
     told = [each for each in sorted(telling, key=guessable) if _function(each) in apart]
     for most, pool in ((MOST_TELLING, told), (MOST if told else 0, others)):
         for call in _spread(pool):
             size, name = len(call.given) + len(call.said), _function(call)
             said, given = _answers(call), set(parts(json.loads(call.given)))
             secret = said.isdisjoint(arguments[name]) and given.isdisjoint(answers[name])
-            if len(kept) < most and size <= room and secret:
+            if len(kept) < most and size <= room and secret and not reveals(_texts(call), texts[name]):
                 kept.append(call)
+                texts[name].append(_texts(call))
                 answers[name] |= said
                 arguments[name] |= given
                 room -= size
@@ -153,6 +158,15 @@ def _answers(call: Recorded) -> set[str]:
     changed = set(parts(after)) - set(parts(json.loads(call.given)))
     few = {text for text in changed if _few(json.loads(text))}
     return changed - few | ({json.dumps(value)} if kind == "returned" and not _few(value) else set())
+
+
+def _texts(call: Recorded) -> tuple[str, str]:
+    """Return the answer and the arguments as Python writes them."""
+    [kind, value, _] = json.loads(call.said)
+    if isinstance(value, dict) and "iterator" in value:
+        value = {"list": value["iterator"]}
+    answer = repr(decode(value)) if kind == "returned" else ""
+    return answer, repr([*map(decode, json.loads(call.given))])
 
 
 def _few(value: Any) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePosixPath
@@ -156,7 +156,7 @@ def separated(
 
     Code under test can read all arguments that its process receives, and one call's answer may stand among another's, as where
     two functions undo each other. Each function that the agent's code can reach therefore has processes of its own, and so have
-    its calls of which one gives away the other (`_gives_away`). All other functions share a process: no code of the agent runs
+    its calls of which one reveals the other (`reveals`). All other functions share a process: no code of the agent runs
     in it.
 
     Args:
@@ -167,9 +167,8 @@ def separated(
     for test in tests:
         own = groups.setdefault((test.module, test.function) if test.module in agent else ("", ""), [])
         for group in own:
-            if test.module not in agent or not any(
-                _gives_away(test, each) or _gives_away(each, test) for each in group
-            ):
+            calls = [(each.expected, each.arguments) for each in group]
+            if test.module not in agent or not reveals((test.expected, test.arguments), calls):
                 group.append(test)
                 break
         else:
@@ -178,13 +177,15 @@ def separated(
 
 
 def _reached(files: Mapping[str, str], changed: Collection[str]) -> set[str]:
-    """Return the modules in which the agent's code may run: its own, and those that name one of these or import by a text."""
+    """Return the modules whose import may run the agent's code: its own, those that name one of these or import by a text, and
+    all of a package of such."""
     words = {_module(path): {*re.findall(r"\w+", text)} for path, text in files.items() if path.endswith(".py")}
     found = {_module(path) for path in changed}
     found |= {name for name, named in words.items() if named & {"importlib", "__import__", "exec", "eval", "sys"}}
     while True:
         last = {name.rpartition(".")[2] for name in found}
-        more = {name for name, named in words.items() if named & last} - found
+        inside = tuple(f"{name}." for name in found)
+        more = {name for name, named in words.items() if named & last or name.startswith(inside)} - found
         if not more:
             return found
         found |= more
@@ -198,16 +199,22 @@ FEW = {"", "None", "True", "False", "0", "1", "-1"}
 """Answers that are guessed as easily as looked up."""
 
 
-def _gives_away(one: FunctionTest, other: FunctionTest) -> bool:
-    """Return whether the arguments of a call hold the answer of another one of the same function: the same characters but for
-    quotes and brackets, or a text of it that its own arguments lack. Numbers of one or two digits are everywhere."""
-    answers = {_bare(one.expected)} | {
-        word for word in _WORDS.findall(_bare(one.expected)) if word not in one.arguments
-    }
-    arguments = _bare(other.arguments)
+def reveals(call: tuple[str, str], others: Iterable[tuple[str, str]]) -> bool:
+    """Return whether the arguments of a call hold the answer of another one of the same function, or the other way round.
+
+    A call is the texts of its answer and of its arguments. An answer is held by the same characters but for quotes and brackets,
+    or by a word of it that its own arguments lack. Numbers of one or two digits are everywhere and do not count.
+    """
+    return any(_held(call, other[1]) or _held(other, call[1]) for other in others)
+
+
+def _held(call: tuple[str, str], arguments: str) -> bool:
+    answer, own = map(_bare, call)
+    arguments = _bare(arguments)
+    texts = {answer, *(word for word in _WORDS.findall(answer) if word not in own)}
     return any(
-        re.search(rf"(?<![\w.-]){re.escape(text)}(?![\w.])", arguments) if len(text) < LONG else text in arguments
-        for text in answers
+        text in arguments if len(text) >= LONG else re.search(rf"(?<![\w.-]){re.escape(text)}(?![\w.])", arguments)
+        for text in texts
         if text not in FEW and not re.fullmatch(r"-?\d{1,2}", text)
     )
 

@@ -119,9 +119,10 @@ def turned(x): return guess("turned", x)
 """
 CODEC = "def enc(x):\n    return x[::-1].upper()\ndef dec(x):\n    return x[::-1].lower()\ndef turned(x):\n    return x[::-1]\n"
 WORDS = ("house", "garden", "river", "window", "candle")
+_CODES = [word[::-1].upper() for word in WORDS]
 _ROUND = "from codec import enc, dec\n" + "".join(
-    f"def test_e{n}():\n    assert enc({w!r}) == {w[::-1].upper()!r}\ndef test_d{n}():\n    assert dec({w[::-1].upper()!r}) == {w!r}\n"
-    for n, w in enumerate(WORDS)
+    f"def test_e{n}():\n    assert enc({word!r}) == {code!r}\ndef test_d{n}():\n    assert dec({code!r}) == {word!r}\n"
+    for n, (word, code) in enumerate(zip(WORDS, _CODES, strict=True))
 )
 _TURNED = "from codec import turned\n" + "".join(
     f"def test_{n}{m}():\n    assert turned({w!r}) == {w[::-1]!r}\n"
