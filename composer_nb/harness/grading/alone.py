@@ -48,7 +48,7 @@ def lone_job(task: Task, files: Mapping[str, bytes], twin: Twin, changed: bool) 
         cut = _Cut(changed_text(task.tests[twin.path], [twin] if changed else []), twin)
         modules = kept | {twin.path: ast.unparse(cut.source.tree)}
         hidden = {path: silent(text) for path, text in modules.items()}
-        cut.refuse_repeated(hidden.values())
+        cut.refuse_repeated(hidden.values(), task.instruction)
     except (_Unfit, SyntaxError, ValueError, RecursionError):
         return None
     return Job(
@@ -175,13 +175,14 @@ class _Cut:
         imports = any(isinstance(each, ast.Import | ast.ImportFrom) for each in ast.walk(node))
         return imports or not bound.isdisjoint(self.names | {"pytestmark", "pytest_plugins"})
 
-    def refuse_repeated(self, modules: Iterable[str]) -> None:
-        """Raise _Unfit if more than one literal of the modules is or contains the expected value."""
+    def refuse_repeated(self, modules: Iterable[str], instruction: str) -> None:
+        """Raise _Unfit if the instruction, or more than one literal of the modules, is or contains the expected value."""
         value = str(self.literal.value)
         long = len(value) >= PLAIN_TEXT
         trees = map(parse, modules if long else [silent(ast.unparse(self.test))])
         texts = [str(each.value) for tree in trees for each in ast.walk(tree) if isinstance(each, ast.Constant)]
-        if sum(text == value or (long and value in text) for text in texts) > 1:
+        quoted = value in instruction if long else re.search(rf"(?<!\w){re.escape(value)}(?!\w)", instruction)
+        if quoted or sum(text == value or (long and value in text) for text in texts) > 1:
             raise _Unfit
 
 

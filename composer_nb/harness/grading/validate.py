@@ -8,6 +8,7 @@ twin is valid, but do not train on it.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from random import Random
@@ -72,7 +73,7 @@ class Validation:
 
     @property
     def trainable(self) -> bool:
-        """Return whether it can support a reward: enough recorded calls, or strong twins, guard what an answer has to repair."""
+        """Return whether it can support a reward: enough recorded calls, or tests that run alone, guard what an answer has to repair."""
         return self.valid and self.guard is not None and self.guard.by != "none"
 
 
@@ -137,7 +138,14 @@ def standing_alone(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes)
     itself. Raises SandboxFailure."""
     names, gold, pristine = set(failing), gold_files(task), workspace(task)
     tried: dict[str, list[Twin]] = {}
-    for twin in plan.twins:
+    seen_places = Counter[tuple[str, int]]()
+    turns = list[tuple[int, int, Twin]]()
+    for number, twin in enumerate(plan.twins):
+        turns.append((seen_places[twin.path, twin.start], number, twin))
+        seen_places[twin.path, twin.start] += 1
+    for _, _, twin in sorted(
+        turns, key=lambda turn: turn[:2]
+    ):  # other expectations of a test before other values of one
         [*_, key] = twin.keys or ("",)
         some = tried.get(key, [])
         fits = plan.tests.get(key) in names and len(some) < TWINS_ALONE and (some or len(tried) < TESTS_ALONE)

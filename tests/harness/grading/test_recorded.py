@@ -202,6 +202,7 @@ def twin(*tests: int, weak: bool = False, telling: bool = False, alone: bool = T
         (plan_with(0, twin(0), twin(1), twin(2, telling=True)), "none", (2, 0, 1)),
         (plan_with(0, twin(0, 1), twin(1, 2), twin(0, 2)), "none", (3, 0, 0)),
         (plan_with(0, twin(0), twin(1), twin(2, alone=False)), "none", (3, 0, 0)),
+        (plan_with(0, twin(0), twin(0), twin(1)), "none", (2, 0, 1)),
     ],
 )
 def test_what_guards_a_task(plan: Plan, by: Guarding, tests: tuple[int, int, int]) -> None:
