@@ -213,7 +213,7 @@ def guards_line(counts: Mapping[str, int]) -> str:
     """Return one line that counts the tasks by guard."""
     calls, twins, none = (counts.get(each, 0) for each in GUARDS)
     warning = ", so nothing should be trained on them" if none else ""
-    return f"guarded by recorded calls: {calls}; by twins alone: {twins}; by neither: {none}{warning}"
+    return f"guarded by recorded calls: {calls}; by tests run alone: {twins}; by neither: {none}{warning}"
 
 
 def guard_of(task: Task) -> Guard:
