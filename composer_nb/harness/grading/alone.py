@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
 from composer_nb.harness.grading.box import Job
@@ -42,12 +43,11 @@ def lone_job(task: Task, files: Mapping[str, bytes], twin: Twin, changed: bool) 
     """Return the run of the one test that a twin changes, as itself or `changed`; None if the test cannot stand alone."""
     if len(twin.keys) != 1 or twin.besides or twin.weak or twin.telling or twin.kind != "value":
         return None
-    kept = {path: text for path, text in task.tests.items() if path.endswith(".py") and not is_test_module(path)}
-    kept |= conftests(task)
     try:
         cut = _Cut(changed_text(task.tests[twin.path], [twin] if changed else []), twin)
-        modules = kept | {twin.path: ast.unparse(cut.source.tree)}
-        hidden = {path: silent(text) for path, text in modules.items()}
+        hidden = {
+            path: silent(text) for path, text in _with_helpers(task, twin.path, ast.unparse(cut.source.tree)).items()
+        }
         cut.refuse_repeated(hidden.values(), task.instruction)
     except (_Unfit, SyntaxError, ValueError, RecursionError):
         return None
@@ -59,6 +59,18 @@ def lone_job(task: Task, files: Mapping[str, bytes], twin: Twin, changed: bool) 
         packages=packages_of(task),
         ini=task.metadata.get("pytest.ini", ""),
     )
+
+
+def _with_helpers(task: Task, path: str, text: str) -> dict[str, str]:
+    """Return a test module with the conftests and with the modules beside the tests that these name, but no other tests."""
+    kept = {path: text} | conftests(task)
+    rest = {path: text for path, text in task.tests.items() if path.endswith(".py") and not is_test_module(path)}
+    while True:
+        words = {word for text in kept.values() for word in re.findall(r"\w+", text)}
+        named = [path for path in rest if PurePosixPath(path).stem in words | {"__init__"}]
+        if not named:
+            return kept
+        kept |= {path: rest.pop(path) for path in named}
 
 
 class _Cut:
@@ -149,12 +161,10 @@ class _Cut:
     def _needed(self, body: Sequence[ast.stmt], inner: ast.AST) -> list[ast.stmt]:
         """Return the statements of a module or class that its one test may need. Raises _Unfit if another test is among them."""
         kept: list[ast.stmt] = []
-        fresh = [inner]
-        while fresh:
-            for each in fresh:
-                self.names |= _mentioned(each)
-            fresh = [each for each in body if each not in kept and each is not inner and self._wanted(each)]
+        self.names |= _mentioned(inner)
+        while fresh := [each for each in body if each not in kept and each is not inner and self._wanted(each)]:
             kept += fresh
+            self.names |= set().union(*map(_mentioned, fresh))
         for each in kept:
             if isinstance(each, Function) and each.name.startswith("test"):
                 raise _Unfit
@@ -179,10 +189,10 @@ class _Cut:
         """Raise _Unfit if the instruction, or more than one literal of the modules, is or contains the expected value."""
         value = str(self.literal.value)
         long = len(value) >= PLAIN_TEXT
+        holds = re.compile(re.escape(value) if long else rf"(?<![\w.]){re.escape(value)}(?![\w.])")
         trees = map(parse, modules if long else [silent(ast.unparse(self.test))])
-        texts = [str(each.value) for tree in trees for each in ast.walk(tree) if isinstance(each, ast.Constant)]
-        quoted = value in instruction if long else re.search(rf"(?<!\w){re.escape(value)}(?!\w)", instruction)
-        if quoted or sum(text == value or (long and value in text) for text in texts) > 1:
+        literals = [each for tree in trees for each in ast.walk(tree) if isinstance(each, ast.Constant)]
+        if holds.search(instruction) or sum(bool(holds.search(str(each.value))) for each in literals) > 1:
             raise _Unfit
 
 

@@ -73,7 +73,7 @@ class Validation:
 
     @property
     def trainable(self) -> bool:
-        """Return whether it can support a reward: enough recorded calls, or tests that run alone, guard what an answer has to repair."""
+        """Return whether it can support a reward: recorded calls, or tests that run alone, guard what an answer has to repair."""
         return self.valid and self.guard is not None and self.guard.by != "none"
 
 
