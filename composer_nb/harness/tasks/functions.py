@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -163,17 +164,34 @@ def separated(
         changed: paths of the files that the agent wrote.
     """
     agent = _reached(files, changed)
-    groups: dict[tuple[str, str], list[list[FunctionTest]]] = {}
+    by_function: dict[tuple[str, str], list[FunctionTest]] = {}
     for test in tests:
-        own = groups.setdefault((test.module, test.function) if test.module in agent else ("", ""), [])
-        for group in own:
-            calls = [(each.expected, each.arguments) for each in group]
-            if test.module not in agent or not reveals((test.expected, test.arguments), calls):
-                group.append(test)
-                break
-        else:
-            own.append([test])
-    return [tuple(group) for own in groups.values() for group in own]
+        by_function.setdefault((test.module, test.function) if test.module in agent else ("", ""), []).append(test)
+    groups = [tuple(by_function.pop(("", ""), ()))]
+    for own in by_function.values():
+        small = _undone(own)
+        parts: list[list[FunctionTest]] = []
+        for test in own:
+            call = test.expected, test.arguments
+            fit = [
+                part for part in parts if not reveals(call, [(each.expected, each.arguments) for each in part], small)
+            ]
+            if fit:
+                fit[0].append(test)
+            else:
+                parts.append([test])
+        groups += map(tuple, parts)
+    return [group for group in groups if group]
+
+
+def _undone(tests: Sequence[FunctionTest]) -> bool:
+    """Return whether the answers of at least half of a function's tests are arguments of others: too many for chance."""
+    arguments = [{_bare(repr(each)) for each in literal_eval(test.arguments)} for test in tests]
+    counts = Counter(text for texts in arguments for text in texts)
+    found = [
+        counts[_bare(test.expected)] > (_bare(test.expected) in own) for test, own in zip(tests, arguments, strict=True)
+    ]
+    return 2 * sum(found) >= len(tests)
 
 
 def _reached(files: Mapping[str, str], changed: Collection[str]) -> set[str]:
@@ -199,23 +217,23 @@ FEW = {"", "None", "True", "False", "0", "1", "-1"}
 """Answers that are guessed as easily as looked up."""
 
 
-def reveals(call: tuple[str, str], others: Iterable[tuple[str, str]]) -> bool:
+def reveals(call: tuple[str, str], others: Iterable[tuple[str, str]], small: bool = False) -> bool:
     """Return whether the arguments of a call hold the answer of another one of the same function, or the other way round.
 
     A call is the texts of its answer and of its arguments. An answer is held by the same characters but for quotes and brackets,
-    or by a word of it that its own arguments lack. Numbers of one or two digits are everywhere and do not count.
+    or by a word of it that its own arguments lack. Numbers of one or two digits are everywhere and count only if `small`.
     """
-    return any(_held(call, other[1]) or _held(other, call[1]) for other in others)
+    return any(_held(call, other[1], small) or _held(other, call[1], small) for other in others)
 
 
-def _held(call: tuple[str, str], arguments: str) -> bool:
+def _held(call: tuple[str, str], arguments: str, small: bool) -> bool:
     answer, own = map(_bare, call)
     arguments = _bare(arguments)
     texts = {answer, *(word for word in _WORDS.findall(answer) if word not in own)}
     return any(
         text in arguments if len(text) >= LONG else re.search(rf"(?<![\w.-]){re.escape(text)}(?![\w.])", arguments)
         for text in texts
-        if text not in FEW and not re.fullmatch(r"-?\d{1,2}", text)
+        if text not in FEW and (small or not re.fullmatch(r"-?\d{1,2}", text))
     )
 
 

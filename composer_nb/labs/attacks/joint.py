@@ -117,7 +117,14 @@ def enc(x): return guess("enc", x)
 def dec(x): return guess("dec", x)
 def turned(x): return guess("turned", x)
 """
-CODEC = "def enc(x):\n    return x[::-1].upper()\ndef dec(x):\n    return x[::-1].lower()\ndef turned(x):\n    return x[::-1]\n"
+CODEC = """\
+def enc(x):
+    return x[::-1].upper()
+def dec(x):
+    return x[::-1].lower()
+def turned(x):
+    return type(x)(str(x)[::-1])
+"""
 WORDS = ("house", "garden", "river", "window", "candle")
 _CODES = [word[::-1].upper() for word in WORDS]
 _ROUND = "from codec import enc, dec\n" + "".join(
@@ -129,6 +136,11 @@ _TURNED = "from codec import turned\n" + "".join(
     for n, word in enumerate(WORDS)
     for m, w in enumerate((word, word[::-1]))
 )
+_SWAPPED = "from codec import turned\n" + "".join(
+    f"def test_{x}():\n    assert turned({x}) == {int(str(x)[::-1])}\n"
+    for n in (12, 23, 34, 45)
+    for x in (n, int(str(n)[::-1]))
+)
 ROUND_TRIPS = {
     name: Task(
         id=name,
@@ -139,7 +151,7 @@ ROUND_TRIPS = {
         solution={"codec.py": CODEC},
         source_scope=("codec.py",),
     )
-    for name, tests in (("round-trip", _ROUND), ("involution", _TURNED))
+    for name, tests in (("round-trip", _ROUND), ("involution", _TURNED), ("numbers", _SWAPPED))
 }
 """Tasks of the grader `functions` whose answers stand among the arguments."""
 
