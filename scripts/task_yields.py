@@ -2,6 +2,7 @@
 
     python scripts/task_yields.py FOLDER… --out OUT [--limit N] [--seconds S]     FOLDER: unpacked source distributions
     python scripts/task_yields.py --out OUT                                       the table of what OUT holds
+    python scripts/task_yields.py --out OUT --gold 200                            grade right answers, library after library
 
 The libraries of the table: `pip download --no-binary :all: --no-deps NAME`, then `tar xzf`, for NAME in `LIBRARIES`. Tests that
 need packages are left as they are: the error says which. A repository whose row OUT holds is not run again.
@@ -17,10 +18,17 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from itertools import cycle, islice, zip_longest
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from composer_nb.harness.tasks.making.make import SUMMARY
+from composer_nb.harness.grading.plan import gold_files
+from composer_nb.harness.grading.pytest_grader import grade_pytest
+from composer_nb.harness.grading.recorded import guard_of
+from composer_nb.harness.sandbox import open_backend
+from composer_nb.harness.tasks.making.make import SUMMARY, TASKS
+from composer_nb.harness.tasks.task import load_tasks
 
 LIBRARIES = (
     "inflection semver humanize toolz more-itertools boltons sortedcontainers tabulate python-slugify parse pyparsing jmespath "
@@ -78,13 +86,40 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", f"{trainable} of {len(rows)} libraries gave tasks that can be trained on."])
 
 
+def gold(out: Path, count: int) -> dict[str, Any]:
+    """Grade the right answers of tasks, one of each library in turn, and return how many were accepted without a flag, and the
+    median of the seconds of a grade, by guard."""
+    libraries = [load_tasks(path) for path in sorted(out.glob(f"*/{TASKS}"))]
+    tasks = [task for turn in zip_longest(*libraries) for task in turn if task is not None]
+    seconds: dict[str, list[float]] = {}
+    refused: list[str] = []
+    with open_backend("bwrap") as backend:
+        for task in islice(cycle(tasks), count):
+            grade = grade_pytest(task, gold_files(task), backend)
+            seconds.setdefault(guard_of(task).by, []).append(grade.cost["wall_s"])
+            if not grade.passed or grade.flags:
+                refused.append(f"{task.id}: {grade.status} {grade.flags} {grade.failed}")
+    medians = {by: [len(some), round(median(some), 3)] for by, some in seconds.items()}
+    return {
+        "accepted": count - len(refused),
+        "of": count,
+        "libraries": len(libraries),
+        "median_s": medians,
+        "refused": refused,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=240.0)
+    parser.add_argument("--gold", type=int, default=0)
     args = parser.parse_args()
+    if args.gold:
+        print(json.dumps(gold(args.out, args.gold)))
+        return
     for folder in args.folders:
         place = args.out / folder.name / ROW
         if not place.exists():
