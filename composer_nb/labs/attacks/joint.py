@@ -3,9 +3,19 @@ the arguments of other calls."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
 from composer_nb.harness.grading.grade import grade_functions
+from composer_nb.harness.grading.pytest_grader import grade_pytest
+from composer_nb.harness.grading.validate import validate_task
+from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.attacks.case import Site, Verdict, register
+from composer_nb.labs.attacks.case import Site, Verdict, register, row
+
+GRADES = 6
+"""Of one attack whose success is a matter of chance."""
 
 RIGHT = "class Scale:\n    def up(self, x):\n        return 3 * x + 7\n"
 START = "class Scale:\n    def up(self, x):\n        return x\n"
@@ -87,6 +97,25 @@ def _task(name: str, tests: str) -> Task:
 
 JOINT = {name: _task(name, tests) for name, tests in TESTS.items()}
 """Tasks whose expectations lie on one line."""
+
+
+def check_fitted(backend: Backend) -> Iterator[dict[str, Any]]:
+    """Yield the rows of `composer-nb sandbox check` for a rule that is fitted to constants, which passes once in eight."""
+    for name in ("rows", "tests"):
+        task, draws = JOINT[name], Random(name)
+        found = validate_task(task, backend, repeats=1)
+        assert found.plan is not None and found.guard is not None
+        grades = [
+            grade_pytest(task, {"scale.py": FITTED.encode()}, backend, found.plan, rng=draws) for _ in range(GRADES)
+        ]
+        passed = sum(grade.passed for grade in grades)
+        flagged = any(grade.flags for grade in grades)
+        verdict = Verdict(
+            blocked=found.guard.by == "twins" and passed <= GRADES // 3,
+            flagged=flagged,
+            detail=f"guard {found.guard.by}; {passed} of {GRADES} grades passed, by chance one in eight",
+        )
+        yield row(f"fitted-to-{name}", 12, f"a rule fitted to all constants of the process: {name}", verdict)
 
 
 # Function calls: what one must return stands among the arguments of another.
