@@ -7,6 +7,7 @@ do not. `joint` grades without the tests that run alone, to show that the attack
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.functions import parse_test_files, passes, request_tests
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.attacks.joint import CODEC, FITTED, JOINT, LOOKED_UP, RIGHT, ROUND_TRIPS
+from composer_nb.labs.attacks.joint import CODEC, FITTED, JOINT, LOOKED_UP, PAIRS, RIGHT, ROUND_TRIPS
 
 GRADES = 8
 
@@ -80,3 +81,15 @@ def test_answers_are_not_looked_up_among_the_arguments_of_other_calls(name: str)
         assert all(map(passes, tests, outcomes)), "the attack works in one process"
         assert not any(grade_functions(task, {"codec.py": LOOKED_UP}, calls).tests.values())
         assert grade_functions(task, {"codec.py": CODEC}, calls).passed
+
+
+def test_a_twin_is_not_much_farther_from_what_the_start_returns(judged: tuple[Task, Plan]) -> None:
+    """Code that has the unfixed code would believe what is near to its answer: here, to the argument."""
+    task, plan = judged
+    for twin in [twin for twin in plan.twins if twin.alone]:
+        true, changed = (lone_job(task, {}, twin, flag) for flag in (False, True))
+        assert true is not None and changed is not None
+        numbers = [[int(each) for each in re.findall(r"\b\d+\b", *job.hidden.values())] for job in (true, changed)]
+        [(wanted, other)] = [pair for pair in zip(*numbers, strict=True) if pair[0] != pair[1]]
+        [asked] = [x for x, y in PAIRS.items() if y == wanted]
+        assert 0 < abs(other - asked) <= 2 * abs(wanted - asked)

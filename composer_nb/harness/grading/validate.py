@@ -11,11 +11,12 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
+from difflib import SequenceMatcher
 from random import Random
 from typing import Any
 
 from composer_nb.harness.grading.alone import lone_job
-from composer_nb.harness.grading.box import MISSING, Boxes, Ran, Result, RunnerEnded
+from composer_nb.harness.grading.box import MISSING, Boxes, Failure, Ran, Result, RunnerEnded
 from composer_nb.harness.grading.plan import Keys, Plan, Twin, changed_text, conftests, digest, gold_files, job, normal
 from composer_nb.harness.grading.pytest_grader import grade_pytest, same_id
 from composer_nb.harness.grading.recorded import INDEPENDENT, Guard, enough, guard, record
@@ -36,6 +37,8 @@ TEST_S = 5.0
 """Time limit of a changed test, in seconds. A test that fails inside a `with` may leave it waiting forever."""
 TESTS_ALONE, TWINS_ALONE = 8, 2
 """Tests of a task that may run alone, and the twins of each."""
+FARTHER = 2.0
+NO_FAILURE = Failure(line=0, message="")
 NEVER_A_TWIN = {"Endless", "NameError", "SyntaxError", "ImportError", "ModuleNotFoundError", "Skipped"}
 
 
@@ -134,8 +137,9 @@ def guarded(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes) -> Pla
 
 def standing_alone(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes) -> Plan:
     """Return the plan with its twins marked whose tests stand alone: in a process that holds nothing else, the gold patch passes
-    the test and fails the twin, and the start fails both, the latter because a twin that expects what the start returns shows
-    itself. Raises SandboxFailure."""
+    the test and fails the twin, and the start fails both and is about as far from both (`_shows_itself`).
+
+    Raises SandboxFailure."""
     names, gold, pristine = set(failing), gold_files(task), workspace(task)
     tried: dict[str, list[Twin]] = {}
     seen_places = Counter[tuple[str, int]]()
@@ -161,16 +165,34 @@ def standing_alone(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes)
         for changed in (False, True)
     ]
     try:
-        ran = boxes.run([replace(each, test_s=TEST_S) for each in made if each is not None])
+        ran = boxes.run([replace(each, test_s=TEST_S, explain=True) for each in made if each is not None])
     except (SandboxDied, RunnerEnded):
         return plan
-    seen = [next(iter(run.results.values()), MISSING) for run in ran]
     lone = set[Twin]()
-    for twin, (right, twin_right, wrong, twin_wrong) in zip(twins, zip(*[iter(seen)] * 4, strict=True), strict=True):
+    for twin, runs in zip(twins, zip(*[iter(ran)] * 4, strict=True), strict=True):
+        right, twin_right, wrong, twin_wrong = (next(iter(run.results.values()), MISSING) for run in runs)
         steady = right.passed and twin_right.outcome == "failed" and twin_right.why in ON_ASSERTION
-        if steady and not (wrong.passed or twin_wrong.passed):
+        if steady and not (wrong.passed or twin_wrong.passed or _shows_itself(*runs[2:])):
             lone.add(twin)
     return replace(plan, twins=tuple(replace(twin, alone=twin in lone) for twin in plan.twins))
+
+
+def _shows_itself(wrong: Ran, twin_wrong: Ran) -> bool:
+    """Return whether a twin is much farther than its test from what the start answers: code that has the start would see it."""
+    one, other = (
+        {*failure.compared[1:]} for run in (wrong, twin_wrong) for failure in [*run.failures.values(), NO_FAILURE][:1]
+    )
+    if not (len(one) == len(other) == 2 and len(one & other) == 1):
+        return False
+    [said], [wanted], [twin] = one & other, one - other, other - one
+    return _distance(said, twin) > FARTHER * _distance(said, wanted)
+
+
+def _distance(one: str, other: str) -> float:
+    try:
+        return abs(float(one) - float(other))
+    except ValueError:
+        return 1 - SequenceMatcher(None, one, other, autojunk=False).ratio()
 
 
 def with_twins(task: Task, plan: Plan, boxes: Boxes, *, repeats: int = 3) -> tuple[Plan, tuple[str, ...], int]:
