@@ -116,12 +116,7 @@ def measure(
     say("running the suite as it is")
     everything = job(task, gold, (), None)
     chosen = replace(everything, select=options.select, tests=options.chosen(everything.tests))
-    [first] = run(chosen)
-    names, left_out, passing = _passing(repository, first, running)
-    if "timeout" in first.flags:
-        say(
-            f"its suite takes longer than {running.suite_s:g} s (--suite-seconds): the {len(names)} tests that ran by then count"
-        )
+    names, left_out, passing = _passing(repository, run(chosen)[0], running, say)
     say("finding out what each test calls")
     reach: dict[str, Reach] = {}
     groups = [frozenset(key for key in passing if key.partition("::")[0] == module) for module in modules_of(passing)]
@@ -161,7 +156,9 @@ def measure(
     return Baseline(plan=plan, reach=reach, left_out=left_out, suite_s=min(ran.seconds for ran in again))
 
 
-def _passing(repository: Repository, ran: Ran, running: Running) -> tuple[dict[str, str], dict[str, str], set[str]]:
+def _passing(
+    repository: Repository, ran: Ran, running: Running, say: Say
+) -> tuple[dict[str, str], dict[str, str], set[str]]:
     """Return node ids by key, the reasons of those left out, and the keys that pass. Raises ValueError if too few pass."""
     names = {key: result.id for key, result in ran.results.items()}
     why = {"failed": "failing", "skipped": "skipped"}
@@ -186,6 +183,10 @@ def _passing(repository: Repository, ran: Ran, running: Running) -> tuple[dict[s
         raise ValueError(
             f"{repository.name}: only {len(passing)} of {asked} tests pass before anything is changed, and more than "
             f"{KEPT_SHARE:.0%} must{': ' + errors[-1] if errors else ''}{remedy}"
+        )
+    if "timeout" in ran.flags:
+        say(
+            f"its suite takes longer than {running.suite_s:g} s (--suite-seconds): the {len(names)} tests that ran by then count"
         )
     return names, left_out, passing
 
