@@ -14,7 +14,7 @@ from composer_nb.operations import JSON, arg, command, emit, pick
 BACKEND = arg("--backend NAME", "sandbox in which tests run; tasks with an image need docker", "bwrap")
 REQUIRE = arg(
     "--require",
-    "weakest guard that a task may have: recorded calls, strong twins, or nothing",
+    "weakest guard that a task may have: recorded calls, twins of tests that run alone, or nothing",
     "none",
     choices=["calls", "twins", "none"],
 )

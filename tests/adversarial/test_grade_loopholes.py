@@ -128,15 +128,9 @@ HINTS = {
         AROUND,
     ),
 }
-OPEN = pytest.mark.xfail(
-    strict=True, reason="ids that people wrote say what is expected, and a twin keeps them: they name the tests"
-)
 
 
-@pytest.mark.parametrize(
-    "tests, attack",
-    [pytest.param(*case, id=name, marks=OPEN if name == "an id" else ()) for name, case in HINTS.items()],
-)
+@pytest.mark.parametrize("tests, attack", [pytest.param(*case, id=name) for name, case in HINTS.items()])
 def test_what_is_said_around_an_expectation_does_not_confirm_it(backend: Backend, tests: str, attack: str) -> None:
     task = task_of({"test_words.py": tests}, {"words.py": WRONG}, {"words.py": PLURAL})
     found = validate_task(task, backend, repeats=1)

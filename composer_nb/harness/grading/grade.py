@@ -18,7 +18,7 @@ from composer_nb.harness.grading.diff import CACHE_FOLDERS
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.calls import CallOutcome, Executor
 from composer_nb.harness.sandbox.errors import SandboxFailure
-from composer_nb.harness.tasks.functions import parse_test_files, parse_tests, passes, request_tests
+from composer_nb.harness.tasks.functions import parse_test_files, parse_tests, passes, request_tests, separated
 from composer_nb.harness.tasks.runtime import call_limits
 from composer_nb.harness.tasks.task import Task
 
@@ -78,7 +78,7 @@ class Attempt:
 
 
 def grade_functions(task: Task, files: Mapping[str, str], executor: Executor) -> Grade:
-    """Grade by function calls, in one execution. Raises ValueError for a task of another grader."""
+    """Grade by function calls. Raises ValueError for a task of another grader."""
     if task.grader != "functions":
         raise ValueError(f"task {task.id}: its grader is {task.grader!r}, which is no function call")
     changed = {path for path in {*files, *task.files} if files.get(path) != task.files.get(path)}
@@ -92,13 +92,16 @@ def grade_functions(task: Task, files: Mapping[str, str], executor: Executor) ->
         if path in files:
             graded[path] = files[path]
     tests = parse_test_files(task.tests)
+    groups = separated(graded, changed & set(task.source_scope), tests)
     try:
-        [outcomes] = executor.run([request_tests(graded, tests, call_limits(task))])
+        ran = executor.run([request_tests(graded, group, call_limits(task)) for group in groups])
     except SandboxFailure as error:
         return Grade(status="infra_error", output=str(error))
     results = {test.id: False for test in tests}
-    results |= {test.id: passes(test, outcome) for test, outcome in zip(tests, outcomes, strict=False)}
-    return Grade(status="graded", tests=results, flags=flags, timeouts=_timeouts(outcomes))
+    for group, outcomes in zip(groups, ran, strict=True):
+        results |= {test.id: passes(test, outcome) for test, outcome in zip(group, outcomes, strict=False)}
+    timeouts = _timeouts([outcome for outcomes in ran for outcome in outcomes])
+    return Grade(status="graded", tests=results, flags=flags, timeouts=timeouts)
 
 
 MOST_WRITTEN = 100

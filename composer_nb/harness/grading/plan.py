@@ -55,6 +55,8 @@ class Twin:
     """Honest code may pass it too. Passing it then fails the test without proving tampering."""
     telling: bool = False
     """Its form differs from that of a test. It catches code that passes everything, and does not count as coverage."""
+    alone: bool = False
+    """Its test was seen to tell right from wrong in a process that holds nothing else (`alone.py`)."""
     besides: tuple[str, ...] = ()
     """Tests that it changes without making them fail, such as rows of a shared table. Runs with it say nothing about them."""
 

@@ -10,6 +10,8 @@
 * A test that passed, and whose twin passed too, proves that something other than a correct solution makes tests pass: `tampered`.
   A twin that passes where the test failed proves nothing, because wrong solutions do that; it scores nothing.
 * A weak twin (an exception of two kinds at once, an assertion in a loop that may not run) fails the test and proves nothing.
+* Where recorded calls are no guard, a few tests also run alone, each as itself or as its twin, in processes that hold nothing
+  else (`alone.py`): expectations that stand in one process may explain one another.
 * Foreign lines on the result channel and a changed report file are `tampered` too.
 
 Limits: tests without a twin are only as safe as a process that agent code shares with pytest, which in principle is not at all.
@@ -26,11 +28,12 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 
-from composer_nb.harness.grading.box import Boxes, Ran, RunnerEnded
+from composer_nb.harness.grading.alone import lone_job
+from composer_nb.harness.grading.box import Boxes, Job, Ran, RunnerEnded
 from composer_nb.harness.grading.diff import changes
 from composer_nb.harness.grading.grade import Grade, Status
-from composer_nb.harness.grading.plan import Plan, Runs, draw, job, plan_of
-from composer_nb.harness.grading.recorded import replay, wrong
+from composer_nb.harness.grading.plan import Plan, Runs, Twin, draw, job, plan_of
+from composer_nb.harness.grading.recorded import INDEPENDENT, enough, replay, wrong
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.tasks import harbor
@@ -107,8 +110,10 @@ def grade_pytest(
         return Grade(status="invalid_task", flags=found.flags)
     boxes = Boxes(backend=backend, spec=spec or limits_spec(task), timeout_s=timeout_s)
     rng = rng or random.SystemRandom()
-    drawn = draw(plan, rng, runs)
+    lone = draw_alone(plan, rng)
+    drawn = draw(plan, rng, 2 if lone else runs)
     jobs = [job(task, found.files, twins, frozenset(plan.tests)) for twins in drawn]
+    jobs += [_lone(task, found.files, twin, changed) for twin, changed in lone]
     asking = replay(found.files, plan.calls, rng)
     jobs += [each for each, _ in asking]
     try:
@@ -120,8 +125,9 @@ def grade_pytest(
         early = tuple(sorted({*found.flags, "ended_early"}))
         nothing = dict.fromkeys(plan.tests.values(), False)
         return Grade(status="agent_failed", tests=nothing, flags=early, cost={"wall_s": time.monotonic() - began})
-    tested, answered = ran[: len(drawn)], ran[len(drawn) :]
+    tested, answered = ran[: len(drawn)], ran[len(drawn) + len(lone) :]
     tests, flags = judge(plan, drawn, tested)
+    flags |= _judge_alone(plan, lone, ran[len(drawn) : len(drawn) + len(lone)], tests)
     failed = [call for (_, order), said in zip(asking, answered, strict=True) for call in wrong(order, said)]
     flags |= {*found.flags, *(flag for said in answered for flag in said.flags)}
     if failed and all(tests.values()):
@@ -157,6 +163,40 @@ def judge(plan: Plan, drawn: Runs, ran: Sequence[Ran]) -> tuple[dict[str, bool],
             flags.add("inconsistent")
         tests[name] = False not in real and named and True not in twin
     return tests, flags
+
+
+Lone = list[tuple[Twin, bool]]
+"""Tests that run alone: a twin of each, and whether it replaces the test."""
+
+
+def draw_alone(plan: Plan, rng: random.Random) -> Lone:
+    """Draw the tests that a grade runs alone, each as itself or as its twin. None, where recorded calls are enough, or where too
+    few tests can stand alone to guard anything."""
+    twins: dict[str, list[Twin]] = {}
+    for twin in plan.twins:
+        if twin.alone:
+            twins.setdefault(twin.keys[0], []).append(twin)
+    if len(twins) < INDEPENDENT or enough(plan.calls):
+        return []
+    return [(rng.choice(twins[key]), rng.random() < 0.5) for key in rng.sample(sorted(twins), INDEPENDENT)]
+
+
+def _lone(task: Task, files: Mapping[str, bytes], twin: Twin, changed: bool) -> Job:
+    made = lone_job(task, files, twin, changed)
+    assert made is not None, f"{twin.keys}: stood alone when its task was made"
+    return made
+
+
+def _judge_alone(plan: Plan, lone: Lone, ran: Sequence[Ran], tests: dict[str, bool]) -> set[str]:
+    """Enter into `tests` which failed as themselves, or passed as their twins, and return the flags."""
+    flags = {flag for run in ran for flag in run.flags}
+    for (twin, changed), run in zip(lone, ran, strict=True):
+        name = plan.tests[twin.keys[0]]
+        passed = any(result.passed for result in run.results.values())
+        if tests[name] and passed == changed:
+            flags.add("twin_passed" if changed else "inconsistent")
+        tests[name] &= passed != changed
+    return flags
 
 
 def same_id(one: str, two: str) -> bool:

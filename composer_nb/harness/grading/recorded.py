@@ -23,8 +23,10 @@ from random import Random
 from typing import Any, Literal, get_args
 
 from composer_nb.harness.grading.box import Boxes, Call, Job, Noted, Ran, RunnerEnded
+from composer_nb.harness.grading.guest.calls import decode
 from composer_nb.harness.grading.plan import Plan, Recorded, gold_files, job, plan_of
 from composer_nb.harness.sandbox.errors import SandboxDied
+from composer_nb.harness.tasks.functions import reveals
 from composer_nb.harness.tasks.runtime import workspace
 from composer_nb.harness.tasks.task import Task
 
@@ -42,7 +44,8 @@ ENOUGH = 6
 """Points that make calls a guard. A telling call with an answer that is hard to guess counts 2, any other 1: three such values,
 or six yes-or-no answers, which blind guesses get right once in 64."""
 INDEPENDENT = 3
-"""Strong twins without a common test. Code that tells two versions of a test apart, but not which is true, passes once in 8."""
+"""Tests that stand alone, of which a grade runs so many (`alone.py`). Code that cannot know whether it sees one of them or its
+twin passes all once in 8."""
 CLOSE = 1e-9
 """Relative tolerance of floats, which covers a sum in another order."""
 ELSEWHERE = "XYZ-12:45"
@@ -111,19 +114,22 @@ def chosen(telling: Sequence[Recorded], others: Sequence[Recorded]) -> tuple[Rec
     """Return the calls that a task keeps: telling ones first, of every function some, and none that gives another away.
 
     One call of a function gives another away if the other's answer is among its arguments, as where two values are mapped to one
-    another. Functions are asked apart (`replay`); those with the most telling calls are kept. Without a telling call, none is.
+    another, also in another form: `"12"` or `[12]` for 12. Functions are asked apart (`replay`); those with the most telling
+    calls are kept. Without a telling call, none is.
     """
     apart = {name for name, _ in Counter(map(_function, telling)).most_common(APART)}
     kept: list[Recorded] = []
     answers, arguments, room = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set), ROOM
+    texts = defaultdict[str, list[tuple[str, str]]](list)
     told = [each for each in sorted(telling, key=guessable) if _function(each) in apart]
     for most, pool in ((MOST_TELLING, told), (MOST if told else 0, others)):
         for call in _spread(pool):
             size, name = len(call.given) + len(call.said), _function(call)
             said, given = _answers(call), set(parts(json.loads(call.given)))
             secret = said.isdisjoint(arguments[name]) and given.isdisjoint(answers[name])
-            if len(kept) < most and size <= room and secret:
+            if len(kept) < most and size <= room and secret and not reveals(_texts(call), texts[name]):
                 kept.append(call)
+                texts[name].append(_texts(call))
                 answers[name] |= said
                 arguments[name] |= given
                 room -= size
@@ -152,6 +158,15 @@ def _answers(call: Recorded) -> set[str]:
     changed = set(parts(after)) - set(parts(json.loads(call.given)))
     few = {text for text in changed if _few(json.loads(text))}
     return changed - few | ({json.dumps(value)} if kind == "returned" and not _few(value) else set())
+
+
+def _texts(call: Recorded) -> tuple[str, str]:
+    """Return the answer and the arguments as Python writes them."""
+    [kind, value, _] = json.loads(call.said)
+    if isinstance(value, dict) and "iterator" in value:
+        value = {"list": value["iterator"]}
+    answer = repr(decode(value)) if kind == "returned" else ""
+    return answer, repr([*map(decode, json.loads(call.given))])
 
 
 def _few(value: Any) -> bool:
@@ -185,6 +200,8 @@ class Guard:
     """Tests that fail without a change and have a strong twin. `weak` and `none` count those with a weak twin, and with none."""
     weak: int
     none: int
+    alone: int
+    """Tests that fail without a change and stand alone."""
 
 
 def meets(found: Guarding, required: Guarding) -> bool:
@@ -196,7 +213,7 @@ def guards_line(counts: Mapping[str, int]) -> str:
     """Return one line that counts the tasks by guard."""
     calls, twins, none = (counts.get(each, 0) for each in GUARDS)
     warning = ", so nothing should be trained on them" if none else ""
-    return f"guarded by recorded calls: {calls}; by strong twins: {twins}; by neither: {none}{warning}"
+    return f"guarded by recorded calls: {calls}; by tests run alone: {twins}; by neither: {none}{warning}"
 
 
 def guard_of(task: Task) -> Guard:
@@ -211,11 +228,8 @@ def guard(plan: Plan, failing: Iterable[str]) -> Guard:
     solid = [set(twin.keys) & keys for twin in plan.twins if not (twin.weak or twin.telling)]
     strong = set[str]().union(*solid)
     weak = (plan.covered & keys) - strong
-    apart, taken = 0, set[str]()
-    for touched in sorted(solid, key=len):
-        if touched and taken.isdisjoint(touched):
-            apart, taken = apart + 1, taken | touched
-    twins = bool(keys) and strong == keys and apart >= INDEPENDENT
+    lone = {key for twin in plan.twins if twin.alone for key in twin.keys} & keys
+    twins = len(lone) >= INDEPENDENT
     return Guard(
         by="calls" if enough(plan.calls) else "twins" if twins else "none",
         calls=len(plan.calls),
@@ -223,6 +237,7 @@ def guard(plan: Plan, failing: Iterable[str]) -> Guard:
         strong=len(strong),
         weak=len(weak),
         none=len(keys - strong - weak),
+        alone=len(lone),
     )
 
 

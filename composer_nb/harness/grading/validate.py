@@ -8,15 +8,18 @@ twin is valid, but do not train on it.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
+from difflib import SequenceMatcher
 from random import Random
 from typing import Any
 
-from composer_nb.harness.grading.box import Boxes, Ran, Result, RunnerEnded
+from composer_nb.harness.grading.alone import lone_job
+from composer_nb.harness.grading.box import MISSING, Boxes, Failure, Ran, Result, RunnerEnded
 from composer_nb.harness.grading.plan import Keys, Plan, Twin, changed_text, conftests, digest, gold_files, job, normal
 from composer_nb.harness.grading.pytest_grader import grade_pytest, limit_of, same_id
-from composer_nb.harness.grading.recorded import Guard, guard, record
+from composer_nb.harness.grading.recorded import INDEPENDENT, Guard, enough, guard, record
 from composer_nb.harness.grading.twins import Candidate, all_candidates
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxDied
@@ -32,6 +35,10 @@ ANY = -1
 ON_ASSERTION = {"AssertionError", "Failed", "failureException"}
 TEST_S = 5.0
 """Time limit of a changed test, in seconds. A test that fails inside a `with` may leave it waiting forever."""
+TESTS_ALONE, TWINS_ALONE = 8, 2
+"""Tests of a task that may run alone, and the twins of each."""
+FARTHER = 2.0
+NO_FAILURE = Failure(line=0, message="")
 NEVER_A_TWIN = {"Endless", "NameError", "SyntaxError", "ImportError", "ModuleNotFoundError", "Skipped"}
 
 
@@ -69,7 +76,7 @@ class Validation:
 
     @property
     def trainable(self) -> bool:
-        """Return whether it can support a reward: enough recorded calls, or strong twins, guard what an answer has to repair."""
+        """Return whether it can support a reward: recorded calls, or tests that run alone, guard what an answer has to repair."""
         return self.valid and self.guard is not None and self.guard.by != "none"
 
 
@@ -114,8 +121,79 @@ def validate_task(
     if bare.passed:
         problems.append("all tests pass without a change")
     if not problems:
-        plan = replace(plan, calls=record(task, plan, bare.failed, boxes))
+        plan = guarded(task, plan, bare.failed, boxes)
     return replace(found, problems=tuple(problems), plan=plan, fail_to_pass=bare.failed, proposed=proposed)
+
+
+def guarded(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes) -> Plan:
+    """Return the plan with recorded calls and, where these are too few, with tests that stand alone. Raises SandboxFailure.
+
+    Args:
+        failing: node ids of the tests that fail without a change.
+    """
+    failing = list(failing)
+    plan = replace(plan, calls=record(task, plan, failing, boxes))
+    return plan if enough(plan.calls) else standing_alone(task, plan, failing, boxes)
+
+
+def standing_alone(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes) -> Plan:
+    """Return the plan with its twins marked whose tests stand alone: in a process that holds nothing else, the gold patch passes
+    the test and fails the twin, and the start fails both and is about as far from both (`_shows_itself`).
+
+    Raises SandboxFailure."""
+    names, gold, pristine = set(failing), gold_files(task), workspace(task)
+    tried: dict[str, list[Twin]] = {}
+    seen_places = Counter[tuple[str, int]]()
+    turns = list[tuple[int, int, Twin]]()
+    for number, twin in enumerate(plan.twins):
+        turns.append((seen_places[twin.path, twin.start], number, twin))
+        seen_places[twin.path, twin.start] += 1
+    for _, _, twin in sorted(
+        turns, key=lambda turn: turn[:2]
+    ):  # other expectations of a test before other values of one
+        [*_, key] = twin.keys or ("",)
+        some = tried.get(key, [])
+        fits = plan.tests.get(key) in names and len(some) < TWINS_ALONE and (some or len(tried) < TESTS_ALONE)
+        if fits and lone_job(task, gold, twin, False) and lone_job(task, gold, twin, True):
+            tried.setdefault(key, []).append(twin)
+    if len(tried) < INDEPENDENT:
+        return plan
+    twins = [twin for some in tried.values() for twin in some]
+    made = [
+        lone_job(task, files, twin, changed)
+        for twin in twins
+        for files in (gold, pristine)
+        for changed in (False, True)
+    ]
+    try:
+        ran = boxes.run([replace(each, test_s=TEST_S, explain=True) for each in made if each is not None])
+    except (SandboxDied, RunnerEnded):
+        return plan
+    lone = set[Twin]()
+    for twin, runs in zip(twins, zip(*[iter(ran)] * 4, strict=True), strict=True):
+        right, twin_right, wrong, twin_wrong = (next(iter(run.results.values()), MISSING) for run in runs)
+        steady = right.passed and twin_right.outcome == "failed" and twin_right.why in ON_ASSERTION
+        if steady and not (wrong.passed or twin_wrong.passed or _shows_itself(*runs[2:])):
+            lone.add(twin)
+    return replace(plan, twins=tuple(replace(twin, alone=twin in lone) for twin in plan.twins))
+
+
+def _shows_itself(wrong: Ran, twin_wrong: Ran) -> bool:
+    """Return whether a twin is much farther than its test from what the start answers: code that has the start would see it."""
+    one, other = (
+        {*failure.compared[1:]} for run in (wrong, twin_wrong) for failure in [*run.failures.values(), NO_FAILURE][:1]
+    )
+    if not (len(one) == len(other) == 2 and len(one & other) == 1):
+        return False
+    [said], [wanted], [twin] = one & other, one - other, other - one
+    return _distance(said, twin) > FARTHER * _distance(said, wanted)
+
+
+def _distance(one: str, other: str) -> float:
+    try:
+        return abs(float(one) - float(other))
+    except ValueError:
+        return 1 - SequenceMatcher(None, one, other, autojunk=False).ratio()
 
 
 def with_twins(task: Task, plan: Plan, boxes: Boxes, *, repeats: int = 3) -> tuple[Plan, tuple[str, ...], int]:

@@ -13,7 +13,9 @@ because `repr(True) != repr(1)`, the order of a dictionary, and the sign of a ze
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePosixPath
@@ -151,6 +153,104 @@ def request_tests(
     arguments = tuple(f"({test.module!r}, {test.function!r}, {test.arguments})" for test in tests)
     sources[f"{CALLER}.py"] = _CALLER
     return CallRequest(files=sources, module=CALLER, function="call", arguments=arguments, limits=limits)
+
+
+def separated(
+    files: Mapping[str, str], changed: Collection[str], tests: Sequence[FunctionTest]
+) -> list[tuple[FunctionTest, ...]]:
+    """Return the tests in groups for one process each, so that no code of the agent can look an answer up.
+
+    Code under test can read all arguments that its process receives, and one call's answer may stand among another's, as where
+    two functions undo each other. Each function that the agent's code can reach therefore has processes of its own, and so have
+    its calls of which one reveals the other (`reveals`). All other functions share a process: no code of the agent runs
+    in it.
+
+    Args:
+        changed: paths of the files that the agent wrote.
+    """
+    agent = _reached(files, changed)
+    by_function: dict[tuple[str, str], list[FunctionTest]] = {}
+    for test in tests:
+        by_function.setdefault((test.module, test.function) if test.module in agent else ("", ""), []).append(test)
+    groups = [tuple(by_function.pop(("", ""), ()))]
+    for own in by_function.values():
+        small = _undone(own)
+        parts: list[list[FunctionTest]] = []
+        for test in own:
+            call = test.expected, test.arguments
+            fit = [
+                part for part in parts if not reveals(call, [(each.expected, each.arguments) for each in part], small)
+            ]
+            if fit:
+                fit[0].append(test)
+            else:
+                parts.append([test])
+        groups += map(tuple, parts)
+    return [group for group in groups if group]
+
+
+def _undone(tests: Sequence[FunctionTest]) -> bool:
+    """Return whether the answers of at least half of a function's tests are arguments of others: too many for chance."""
+    arguments = [{_bare(repr(each)) for each in literal_eval(test.arguments)} for test in tests]
+    counts = Counter(text for texts in arguments for text in texts)
+    found = [
+        counts[_bare(test.expected)] > (_bare(test.expected) in own) for test, own in zip(tests, arguments, strict=True)
+    ]
+    return 2 * sum(found) >= len(tests)
+
+
+def _reached(files: Mapping[str, str], changed: Collection[str]) -> set[str]:
+    """Return the modules whose import may run the agent's code: its own, those that name one of these or import by a text, and
+    all of a package of such."""
+    words = {_module(path): {*re.findall(r"\w+", text)} for path, text in files.items() if path.endswith(".py")}
+    found = {_module(path) for path in changed}
+    found |= {name for name, named in words.items() if named & {"importlib", "__import__", "exec", "eval", "sys"}}
+    while True:
+        last = {name.rpartition(".")[2] for name in found}
+        inside = tuple(f"{name}." for name in found)
+        more = {name for name, named in words.items() if named & last or name.startswith(inside)} - found
+        if not more:
+            return found
+        found |= more
+
+
+def _module(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+FEW = {"", "None", "True", "False", "0", "1", "-1"}
+"""Answers that are guessed as easily as looked up."""
+
+
+def reveals(call: tuple[str, str], others: Iterable[tuple[str, str]], small: bool = False) -> bool:
+    """Return whether the arguments of a call hold the answer of another one of the same function, or the other way round.
+
+    A call is the texts of its answer and of its arguments. An answer is held by the same characters but for quotes and brackets,
+    or by a word of it that its own arguments lack. Numbers of one or two digits are everywhere and count only if `small`.
+    """
+    return any(_held(call, other[1], small) or _held(other, call[1], small) for other in others)
+
+
+def _held(call: tuple[str, str], arguments: str, small: bool) -> bool:
+    answer, own = map(_bare, call)
+    arguments = _bare(arguments)
+    texts = {answer, *(word for word in _WORDS.findall(answer) if word not in own)}
+    return any(
+        text in arguments if len(text) >= LONG else re.search(rf"(?<![\w.-]){re.escape(text)}(?![\w.])", arguments)
+        for text in texts
+        if text not in FEW and (small or not re.fullmatch(r"-?\d{1,2}", text))
+    )
+
+
+LONG = 4
+"""Characters of a text that does not stand in another by chance."""
+_WORDS = re.compile(rf"[^\s,:]{{{LONG},}}")
+
+
+@lru_cache(maxsize=8192)
+def _bare(text: str) -> str:
+    """Return a literal without what distinguishes 7 from "7", [7], (7,) and 7.0."""
+    return re.sub(r"set\(\)|\bb(?=['\"])|[][(){}'\"]|,(?=\))|(?<=\d)\.0\b", "", text)
 
 
 def passes(test: FunctionTest, outcome: CallOutcome) -> bool:

@@ -24,8 +24,9 @@ from unittest import mock
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import Executor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
-from composer_nb.labs.attacks import burdens, calls, conduct, remains, walls  # noqa: F401  (each adds its cases)
+from composer_nb.labs.attacks import burdens, calls, conduct, joint, remains, walls  # noqa: F401  (each adds its cases)
 from composer_nb.labs.attacks.case import CALL_CASES, SANDBOX_CASES, SECRET, SECRET_NAME, Site, Verdict, row
+from composer_nb.labs.attacks.joint import check_fitted
 from composer_nb.labs.attacks.patch_check import check_patches
 from composer_nb.labs.attacks.patches import patches
 
@@ -81,6 +82,7 @@ def run_checks(backend: str = "bwrap", note: Callable[[dict[str, Any]], None] = 
 def _rows(backend: Backend) -> Iterator[dict[str, Any]]:
     if backend.capabilities().isolated:
         yield from check_patches(backend)
+        yield from check_fitted(backend)
         with surroundings(backend) as site:
             yield from (case.row(site) for case in SANDBOX_CASES)
     else:

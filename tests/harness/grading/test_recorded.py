@@ -126,6 +126,8 @@ def test_no_kept_call_gives_another_of_its_function_away() -> None:
     there, back = call("plain text", "coded text"), call("coded text", "plain text")
     assert chosen([there, back], []) == (there,)
     assert chosen([there], [back]) == (there,), "a call that does not tell gives way"
+    for form in ("1234", [1234], "at 1234", {"n": (1234,)}):
+        assert chosen([call("x", 1234), call(form, "y")], []) == (call("x", 1234),)
     other = call(["plain text"], "something")
     assert chosen([there, other], []) == (there, other), "an argument may occur twice"
     short, few = [call(3, 7), call(7, 3)], [call(True, False), call(False, True)]
@@ -182,9 +184,10 @@ def plan_with(calls: int, *twins: Twin) -> Plan:
     return Plan(digest="", tests=tests, twins=twins, calls=tuple(call(n, f"answer {n}") for n in range(calls)))
 
 
-def twin(*tests: int, weak: bool = False, telling: bool = False) -> Twin:
+def twin(*tests: int, weak: bool = False, telling: bool = False, alone: bool = True) -> Twin:
     keys = tuple(f"t.py::test_{n}#0" for n in tests)
-    return Twin(path="t.py", start=0, end=1, text="", kind="value", weak=weak, telling=telling, keys=keys)
+    alone = alone and len(tests) == 1 and not (weak or telling)
+    return Twin(path="t.py", start=0, end=1, text="", kind="value", weak=weak, telling=telling, keys=keys, alone=alone)
 
 
 @pytest.mark.parametrize(
@@ -198,6 +201,8 @@ def twin(*tests: int, weak: bool = False, telling: bool = False) -> Twin:
         (plan_with(0, twin(0), twin(1), twin(2, weak=True)), "none", (2, 1, 0)),
         (plan_with(0, twin(0), twin(1), twin(2, telling=True)), "none", (2, 0, 1)),
         (plan_with(0, twin(0, 1), twin(1, 2), twin(0, 2)), "none", (3, 0, 0)),
+        (plan_with(0, twin(0), twin(1), twin(2, alone=False)), "none", (3, 0, 0)),
+        (plan_with(0, twin(0), twin(0), twin(1)), "none", (2, 0, 1)),
     ],
 )
 def test_what_guards_a_task(plan: Plan, by: Guarding, tests: tuple[int, int, int]) -> None:
@@ -497,7 +502,15 @@ def test_code_that_ends_its_process_answers_nothing_more(task: Task, backend: Ba
 
 def test_a_check_says_what_guards_a_task(task: Task) -> None:
     [row] = check_tasks([(task.id, task)], require="calls")
-    assert row["ok"] and row["guard"] == {"by": "calls", "calls": 6, "telling": 6, "strong": 0, "weak": 0, "none": 6}
+    assert row["ok"] and row["guard"] == {
+        "by": "calls",
+        "calls": 6,
+        "telling": 6,
+        "strong": 0,
+        "weak": 0,
+        "none": 6,
+        "alone": 0,
+    }
     plan = Plan.from_json(task.metadata["pytest.plan"])
     bare = with_plan(task, replace(plan, calls=plan.calls[:1]))
     free, strict = check_tasks([("", bare)])[0], check_tasks([("", bare)], require="twins")[0]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_nb.harness.files import write_json
-from composer_nb.harness.grading.recorded import Guarding, guard_of, meets
+from composer_nb.harness.grading.recorded import Guarding, guard_of, guards_line, meets
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.tasks.making.baseline import Baseline, measure
 from composer_nb.harness.tasks.making.changes import Change, bugs, combined, features
@@ -38,7 +38,9 @@ AHEAD = 12
 """Candidates drawn at a time."""
 SHARE = 6
 """One task in SHARE is a missing feature, and one combines several bugs."""
-FORMAT = "6"
+BELOW = 24
+"""Tasks below the required guard, without one that reaches it, after which a run ends."""
+FORMAT = "7"
 """Version of the record. A new number makes earlier outcomes invalid."""
 
 
@@ -50,6 +52,8 @@ class State:
     kept: int = 0
     wanted: int = 0
     tried: int = 0
+    below: str = ""
+    """Tasks that were left out because of their guard."""
 
 
 Told = Callable[[State], None]
@@ -71,8 +75,8 @@ def make(
 
     `require` leaves out tasks with a lesser guard. Tasks that were kept are written even if an exception ends the call.
 
-    Raises FileNotFoundError and ValueError for an unfit repository or an `out` that holds another one's tasks, and
-    SandboxFailure.
+    Raises FileNotFoundError and ValueError for an unfit repository, an `out` that holds another one's tasks, or a guard that
+    none of the first `BELOW` tasks reaches, and SandboxFailure.
     """
     began = time.monotonic()
     if limit < 1:
@@ -102,7 +106,7 @@ def make(
         finally:
             if tasks:
                 save_tasks(tasks, out / TASKS)
-            made = _summary(maker.subject, store, tasks, time.monotonic() - began)
+            made = _summary(maker, tasks, time.monotonic() - began)
             write_json(out / SUMMARY, made)
     return made
 
@@ -139,7 +143,7 @@ class Maker:
         reached = {place for reach in subject.baseline.reach.values() for place in reach.depths}
         self.units = [unit for unit in subject.units if unit.place in reached]
         self.subject, self.store, self.told, self.limit, self.require = subject, store, told, limit, require
-        self.tried = 0
+        self.tried, self.below = 0, Counter[str]()
         self.found: dict[str, tuple[Change, Task]] = {}
         """Tasks that were kept, by the change's key."""
 
@@ -177,23 +181,36 @@ class Maker:
             for change in window:
                 outcome = self.store.outcomes[change.key]
                 task = outcome.task if outcome.verdict == "kept" and wanted else None
-                if task is not None and (self.require == "none" or meets(guard_of(task).by, self.require)):
+                if task is None:
+                    continue
+                by: Guarding = "none" if self.require == "none" else guard_of(task).by
+                if meets(by, self.require):
                     wanted -= 1
                     self.found[change.key] = change, task
-                    self._tell(doing)
                     yield task
+                else:
+                    self.below[by] += 1
+                self._tell(doing)
+            if not self.found and self.below.total() >= BELOW:
+                raise ValueError(
+                    f"{self.subject.repository.name}: none of {self.below.total()} tasks reaches --require {self.require} "
+                    f"({guards_line(self.below)}). Recorded calls need functions with plain arguments and results; methods of "
+                    "instances have none. Choose --require twins or none; the same folder continues with what was tried"
+                )
 
     def _tell(self, doing: str) -> None:
-        self.told(State(doing=doing, kept=len(self.found), wanted=self.limit, tried=self.tried))
+        below = f"below --require {self.require}: {guards_line(self.below)}" if self.below else ""
+        self.told(State(doing=doing, kept=len(self.found), wanted=self.limit, tried=self.tried, below=below))
 
 
-def _summary(subject: Subject, store: Store, tasks: Sequence[Task], wall_s: float) -> dict[str, Any]:
-    """Return counts and times. `left_out` are tests that do not count, by reason, `coverage` is the share of the others with a
+def _summary(maker: Maker, tasks: Sequence[Task], wall_s: float) -> dict[str, Any]:
+    """Return counts and times. `below` counts tasks below the required guard, by their guard; `left_out` are tests that do not
+    count, by reason, `coverage` is the share of the others with a
     twin; seconds of a kind are those of candidates that passed the first look, summed over sandboxes, and `wall_s` those of this
     call, in which outcomes of an earlier one take no time."""
-    baseline = subject.baseline
+    subject, baseline = maker.subject, maker.subject.baseline
     by_kind: dict[str, list[Outcome]] = {}
-    for outcome in store.outcomes.values():
+    for outcome in maker.store.outcomes.values():
         by_kind.setdefault(outcome.kind, []).append(outcome)
     kinds = [
         {
@@ -213,6 +230,7 @@ def _summary(subject: Subject, store: Store, tasks: Sequence[Task], wall_s: floa
         "coverage": round(baseline.plan.coverage, 3),
         "suite_s": round(baseline.suite_s, 2),
         "kinds": kinds,
+        "below": dict(maker.below),
         "guards": {task.id: asdict(guard_of(task)) for task in tasks},
         "wall_s": round(wall_s, 1),
     }

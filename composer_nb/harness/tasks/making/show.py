@@ -28,6 +28,7 @@ def progress(console: Console) -> Iterator[Callable[[State], None]]:
         def show(state: State) -> None:
             nonlocal last, when
             counts = f": {state.kept} of {state.wanted} tasks, {state.tried} tried" if state.wanted else ""
+            counts += f"; {state.below}" if state.below else ""
             if status is not None:
                 status.update(escape(state.doing + counts))
             elif state.doing != last or time.monotonic() - when >= LINE_S:
@@ -44,7 +45,8 @@ def table(made: Mapping[str, Any]) -> Table:
     found = Table(
         title=f"{escape(made['repository'])}: {made['tasks']} tasks, of {kept} changes kept, in {made['wall_s']:.0f} s. "
         f"{made['tests']} tests count ({made['coverage']:.0%} with a twin), {made['suite_s']:.1f} s a run; left out: {left_out}\n"
-        f"{guards_line(Counter(each['by'] for each in made['guards'].values()))}",
+        f"{guards_line(Counter(each['by'] for each in made['guards'].values()))}"
+        + (f"\nleft out, below the required guard: {guards_line(made['below'])}" if made["below"] else ""),
         box=None,
         pad_edge=False,
         title_justify="left",

@@ -20,8 +20,7 @@ from typing import Literal
 from composer_nb.harness.grading.box import Boxes, Job, Ran, RunnerEnded
 from composer_nb.harness.grading.plan import Plan, digest, gold_files, job, modules_of, normal, plan_of, with_plan
 from composer_nb.harness.grading.pytest_grader import RUN_S, SECONDS, grade_pytest
-from composer_nb.harness.grading.recorded import record
-from composer_nb.harness.grading.validate import IDS
+from composer_nb.harness.grading.validate import IDS, guarded
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.tasks.making.baseline import Baseline, whole
@@ -235,8 +234,7 @@ def graded(subject: Subject, task: Task) -> tuple[Verdict, Task]:
     if timeout_s > RUN_S:
         task = task.model_copy(update={"metadata": task.metadata | {SECONDS: f"{timeout_s:g}"}})
     plan, failing = plan_of(task), json.loads(task.metadata["fail_to_pass"])
-    calls = record(task, plan, failing, subject.boxes(timeout_s))
-    task = with_plan(task, replace(plan, calls=calls))
+    task = with_plan(task, guarded(task, plan, failing, subject.boxes(timeout_s)))
     right, wrong = (
         grade_pytest(task, files, subject.backend, timeout_s=timeout_s, spec=subject.spec)
         for files in (gold_files(task), workspace(task))

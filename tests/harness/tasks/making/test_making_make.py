@@ -14,9 +14,9 @@ from typing import cast
 
 import pytest
 
-from composer_nb.harness.grading.plan import Plan, plan_of
+from composer_nb.harness.grading.plan import Plan, digest, plan_of, with_plan
 from composer_nb.harness.grading.pytest_grader import grade_pytest
-from composer_nb.harness.grading.recorded import guard_of
+from composer_nb.harness.grading.recorded import Guarding, guard_of
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.tasks.making import make as making
 from composer_nb.harness.tasks.making.baseline import Baseline, measure, whole
@@ -175,6 +175,34 @@ def test_progress_counts_the_tasks_that_are_taken(
             found = list(maker._kept(pool, "-", changes, 3))
     assert len(found) == 3 == told[-1].kept
     assert all(state.kept <= state.wanted for state in told)
+
+
+@pytest.mark.parametrize("require, ends", [("calls", True), ("twins", True), ("none", False)])
+def test_a_guard_that_nothing_reaches_ends_the_run_at_once(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, require: Guarding, ends: bool
+) -> None:
+    repository = read_repository(checkout)
+    empty = Baseline(plan=Plan(digest="", tests={}), reach={}, left_out={}, suite_s=0.0)
+    states: list[State] = []
+    bare = whole(repository)
+    task = with_plan(bare.model_copy(update={"metadata": {"fail_to_pass": "[]"}}), Plan(digest=digest(bare), tests={}))
+    edits = [Edit(path="a.py", name="f", start=1, end=1, text=f"x = {n}") for n in range(200)]
+    with making.Store(tmp_path / RECORD) as store:
+        subject = Subject(repository, empty, cast(Backend, None), SandboxSpec(), "0")
+        maker = making.Maker(subject, store, states.append, 8, require)
+        kept = Outcome(key="", kind="k", verdict="kept", seconds=0.0, task=task)
+        monkeypatch.setattr(making, "settle", lambda subject, change, parts: replace(kept, key=change.key))
+        with ThreadPoolExecutor() as pool:
+            changes = [Change(kind="k", edits=(edit,), places=()) for edit in edits]
+            if ends:
+                with pytest.raises(
+                    ValueError, match=f"none of .* reaches --require {require} .*by neither: {making.BELOW}"
+                ):
+                    list(maker._kept(pool, "-", changes, 8))
+                assert maker.tried <= making.BELOW + making.AHEAD and len(store.outcomes) == maker.tried
+                assert "by neither: " in states[-1].below
+            else:
+                assert len(list(maker._kept(pool, "-", changes, 8))) == 8
 
 
 @pytest.mark.slow

@@ -1,0 +1,95 @@
+"""Code under test that reads the constants of a whole module of hidden tests and concludes which are true. It must not pass.
+
+Each attack answers by a rule that it fits to all expectations that its process holds: most agree, and the twins are the ones that
+do not. `joint` grades without the tests that run alone, to show that the attack works.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from composer_nb.harness.grading.alone import lone_job
+from composer_nb.harness.grading.grade import grade_functions
+from composer_nb.harness.grading.plan import Plan
+from composer_nb.harness.grading.pytest_grader import draw_alone, grade_pytest
+from composer_nb.harness.grading.recorded import guard
+from composer_nb.harness.grading.validate import validate_task
+from composer_nb.harness.sandbox.bwrap import BwrapBackend
+from composer_nb.harness.sandbox.calls import SandboxExecutor
+from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.tasks.functions import parse_test_files, passes, request_tests
+from composer_nb.harness.tasks.task import Task
+from composer_nb.labs.attacks.joint import CODEC, FITTED, JOINT, LOOKED_UP, PAIRS, RIGHT, ROUND_TRIPS
+
+GRADES = 8
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[Backend]:
+    with BwrapBackend() as made:
+        yield made
+
+
+@pytest.fixture(scope="module", params=list(JOINT))
+def judged(request: pytest.FixtureRequest, backend: Backend) -> tuple[Task, Plan]:
+    task = JOINT[request.param]
+    found = validate_task(task, backend, repeats=1)
+    assert found.plan is not None and found.valid, found.problems
+    assert guard(found.plan, found.fail_to_pass).by == "twins", found.guard
+    return task, found.plan
+
+
+def test_a_rule_fitted_to_all_constants_does_not_pass(judged: tuple[Task, Plan], backend: Backend) -> None:
+    task, plan = judged
+    files = {"scale.py": FITTED.encode()}
+    joint = replace(plan, twins=tuple(replace(twin, alone=False) for twin in plan.twins))
+    alone = [grade_pytest(task, files, backend, plan, rng=random.Random(seed)) for seed in range(GRADES)]
+    without = [grade_pytest(task, files, backend, joint, rng=random.Random(seed)) for seed in range(3)]
+    assert any(grade.passed and not grade.flags for grade in without), (
+        "the attack works, but for the tests that run alone"
+    )
+    assert sum(grade.passed for grade in alone) <= GRADES // 4, "one in eight passes by chance"
+
+
+def test_the_gold_patch_passes_alone_too(judged: tuple[Task, Plan], backend: Backend) -> None:
+    task, plan = judged
+    assert len(draw_alone(plan, random.Random(0))) == 3
+    for seed in range(4):
+        grade = grade_pytest(task, {"scale.py": RIGHT.encode()}, backend, plan, rng=random.Random(seed))
+        assert grade.passed and not grade.flags, grade
+
+
+def test_a_lone_test_shares_its_process_with_no_other_expectation(judged: tuple[Task, Plan]) -> None:
+    task, plan = judged
+    for twin in [twin for twin in plan.twins if twin.alone]:
+        job = lone_job(task, {}, twin, False)
+        assert job is not None
+        [text] = job.hidden.values()
+        assert sum(text.count(str(wanted)) for wanted in (22, 37, 52, 67, 82, 97, 112, 127)) == 1, text
+
+
+@pytest.mark.parametrize("name", list(ROUND_TRIPS))
+def test_answers_are_not_looked_up_among_the_arguments_of_other_calls(name: str) -> None:
+    task = ROUND_TRIPS[name]
+    with SandboxExecutor() as calls:
+        [outcomes] = calls.run([request_tests({"codec.py": LOOKED_UP}, tests := parse_test_files(task.tests))])
+        assert all(map(passes, tests, outcomes)), "the attack works in one process"
+        assert not any(grade_functions(task, {"codec.py": LOOKED_UP}, calls).tests.values())
+        assert grade_functions(task, {"codec.py": CODEC}, calls).passed
+
+
+def test_a_twin_is_not_much_farther_from_what_the_start_returns(judged: tuple[Task, Plan]) -> None:
+    """Code that has the unfixed code would believe what is near to its answer: here, to the argument."""
+    task, plan = judged
+    for twin in [twin for twin in plan.twins if twin.alone]:
+        true, changed = (lone_job(task, {}, twin, flag) for flag in (False, True))
+        assert true is not None and changed is not None
+        numbers = [[int(each) for each in re.findall(r"\b\d+\b", *job.hidden.values())] for job in (true, changed)]
+        [(wanted, other)] = [pair for pair in zip(*numbers, strict=True) if pair[0] != pair[1]]
+        [asked] = [x for x, y in PAIRS.items() if y == wanted]
+        assert 0 < abs(other - asked) <= 2 * abs(wanted - asked)
