@@ -382,7 +382,8 @@ class Settings:
         v = self.services
         return Schedule(
             **{name: getattr(self.rl, name) for name in ("prompts", "group", "steps")},
-            **{name: getattr(v, name) for name in ("ahead", "bound", "window", "order", "retries", "deaths", "hang_s")},
+            **{name: getattr(v, name) for name in ("ahead", "bound", "window", "order", "retries", "deaths")},
+            hang_s=v.hang_s + self.limits.seconds,  # longer than any turn or call of a rollout
             refill=round(self.rl.refill * self.rl.steps * self.rl.prompts),
         )
 

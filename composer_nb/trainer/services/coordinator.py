@@ -20,6 +20,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial, reduce
 from typing import Any
 
+from composer_nb.harness.blocking import TooManyBlocked
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.store import unpack_attempt
@@ -178,7 +179,7 @@ class Coordinator:
             return []  # from a pair that was given up
         try:
             result = future.result()
-        except ActorDied as died:
+        except (ActorDied, TooManyBlocked) as died:
             if kind == "look":
                 self.say(f"evaluation: {died}")
                 return []
@@ -194,7 +195,7 @@ class Coordinator:
                 self.stillborn, what.joined = 0, True
                 return [Joined(at=time.monotonic(), worker=what.name, capacity=self.settings.slots)]
             case "work":
-                return self._worked(what, result)
+                return self._worked(what, *result)
             case "learn":
                 self._learnt(what, result)
             case "update":
@@ -208,7 +209,7 @@ class Coordinator:
                 self._looked(what[0], what[1], result)
         return []
 
-    def _worked(self, pair: Pair, outcomes: Sequence[Outcome]) -> list[Event]:
+    def _worked(self, pair: Pair, outcomes: Sequence[Outcome], alive: set[tuple[int, int]]) -> list[Event]:
         pair.working = False
         events: list[Event] = []
         for o in outcomes:
@@ -225,9 +226,9 @@ class Coordinator:
             oldest, s, value = o.oldest_version // self.per_step, self.settings, None
             if s.rl.refill:
                 done = unpack_attempt(o.packed, self.tasks[o.slot])
-                value = reward_of(done, s.reward, getattr(s.env.own, "reward", None)).total
+                value = reward_of(done, s.reward, s.env.reward_function(s.limits.seconds)).total
             events.append(Finished(at=time.monotonic(), **name, oldest_version=oldest, sampled=o.sampled, reward=value))
-        return events + [Alive(at=time.monotonic(), slot=slot, attempt=number) for slot, number in pair.assigned]
+        return events + [Alive(at=time.monotonic(), slot=slot, attempt=number) for slot, number in alive]
 
     def _pair_died(self, pair: Pair, died: Exception) -> list[Event]:
         self.stillborn += not pair.joined

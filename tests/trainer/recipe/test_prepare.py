@@ -460,7 +460,7 @@ def test_an_own_reward_that_is_no_finite_number_is_named_before_it_trains(mine: 
     [task, *_] = own_tasks(mine)
     rollout = Rollout(task_id=task.id, segments=(), turns=(), files={}, stop="finished")
     done = Attempt(task=task, rollout=rollout, grade=Grade(status="graded"))
-    with pytest.raises(ValueError, match=f"must return a finite number; {task.id} got "):
+    with pytest.raises(ValueError, match=f"of {task.id} returned .* it must return a finite number"):
         score_groups([[done]], RewardSettings(), LossSettings(), lambda rollout, grade: value)
     [[scored]] = score_groups([[done]], RewardSettings(), LossSettings(), lambda rollout, grade: np.float32(0.5))
     assert scored.reward.total == 0.5
