@@ -336,6 +336,18 @@ class Settings:
                 f"least one row of {most} tokens, the positions after stretching"
             )
 
+    def require_used(self) -> None:
+        """Raise ValueError for a changed setting that a class in `env.tasks` replaces, so that it would have no effect."""
+        own, names = self.env.own, list[str]()
+        if hasattr(own, "reward"):
+            names += [f"reward.{name}" for name in changed(RewardSettings(), self.reward)]
+        if hasattr(own, "tools") and self.env.tools != EnvSettings().tools:
+            names.append("env.tools")
+        if names:
+            part = "tools" if names[0] == "env.tools" else "a reward"
+            why = f"has no effect, because env.tasks={self.env.tasks!r} has {part} of its own"
+            raise ValueError(f"{names[0]}: {why}; leave it out, or change the class")
+
     @property
     def agent_model(self) -> ModelConfig:
         """Model configuration of the agent, after the long-context phase if there is one. Raises like `architecture`."""

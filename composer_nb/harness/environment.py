@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, update_wrapper
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
@@ -147,7 +147,7 @@ class EnvSettings:
             until, name = time.monotonic() + seconds, f"the reward of {self.tasks} at {rollout.task_id}"
             return within(lambda: until - time.monotonic(), name, lambda: own(rollout, grade))
 
-        return reward
+        return update_wrapper(reward, own)
 
     @property
     def boxed(self) -> bool:

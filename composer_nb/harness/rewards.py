@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import traceback
+from bdb import BdbQuit
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -178,15 +179,26 @@ def fault(what: str, error: BaseException) -> ValueError:
     """Return the exception to raise after a user's code raised `error` or exited: one line with the place in that code."""
     ours = str(Path(__file__).parents[1])
     places = [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(ours)]
-    where = f" ({places[-1].filename}:{places[-1].lineno})" if places else ""
+    quits = isinstance(error, BdbQuit)
+    place = places[0 if quits else -1] if places else None
+    where = f" ({place.filename}:{place.lineno})" if place else ""
+    if quits:
+        return ValueError(f"{what}: {NO_TERMINAL}{where}")
     text = "; ".join(each["msg"] for each in error.errors()) if isinstance(error, ValidationError) else str(error)
     return ValueError(f"{what} ended in {type(error).__name__}: {text.partition(chr(10))[0]}{where}")
+
+
+NO_TERMINAL = (
+    "breakpoint() has no terminal in the processes of a run. A reward stops there when `composer-nb rl`, in a terminal, tries it "
+    "before the run; docs/rl.md (An environment of your own) runs a whole attempt in one process. Take it out for the run"
+)
 
 
 def own_reward(own: Term, done: Attempt) -> float:
     """Return the reward of an attempt by an environment of the user's own. Raises ValueError if `own` fails or does not return a
     finite number, and CallTimeout and TooManyBlocked if it blocks (`EnvSettings.reward_function`)."""
-    what = f"env.tasks: reward(rollout, grade) of {done.task.id}"
+    class_name = getattr(own, "__qualname__", "").removesuffix("reward")
+    what = f"env.tasks: {class_name if class_name.endswith('.') else ''}reward(rollout, grade) of {done.task.id}"
     try:
         total = own(done.rollout, done.grade)
     except (CallTimeout, TooManyBlocked):
