@@ -180,8 +180,8 @@ def fault(what: str, error: BaseException) -> ValueError:
     ours = str(Path(__file__).parents[1])
     places = [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(ours)]
     quits = isinstance(error, BdbQuit)
-    place = places[0 if quits else -1] if places else None
-    where = f" ({place.filename}:{place.lineno})" if place else ""
+    places = [at for at in places if not (quits and Path(at.filename).name in ("_base.py", "bdb.py", "pdb.py"))]
+    where = f" ({places[-1].filename}:{places[-1].lineno})" if places else ""
     if quits:
         return ValueError(f"{what}: {NO_TERMINAL}{where}")
     text = "; ".join(each["msg"] for each in error.errors()) if isinstance(error, ValidationError) else str(error)

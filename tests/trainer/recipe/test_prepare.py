@@ -444,7 +444,7 @@ TRIED = {
     "Nothing": ("def reward(self, rollout, grade): pass", r"Nothing.reward.* returned None \(NoneType\)"),
     "Stops": (
         "def reward(self, rollout, grade): breakpoint()",
-        r"Stops.reward.*: breakpoint\(\) has no terminal .*tried_env.py",
+        r"Stops.reward.*: breakpoint\(\) has no terminal ",
     ),
     "Blocks": ("def reward(self, rollout, grade): time.sleep(1e9)", r"did not return within \d s \(limits.seconds\)"),
     "Other": ("def reward(self, rollout): return 1.0", r"reward must be called as reward\(rollout, grade\)"),
