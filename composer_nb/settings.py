@@ -206,8 +206,8 @@ class RlSettings:
     shuffle_rewards: bool = False
     """Control: permute the rewards of each batch at random, so that nothing can be learned."""
     max_seconds: NotNegative = 330.0
-    """Time limit of RL in seconds; 0: none. No step begins after it, as the report says. A limit lowers the learning rate with
-    time, because a policy that is cut off at a high rate scores lower. Such a run is not reproducible."""
+    """Time limit of RL in seconds, from the first rollout; 0: none. No step begins after it, as the report says. A limit lowers
+    the learning rate with time, because a policy that is cut off at a high rate scores lower. Such a run is not reproducible."""
 
     def rate(self, step: int, seconds: float = 0.0) -> float:
         """Return the learning rate of a step that begins after `seconds` of RL."""

@@ -269,12 +269,12 @@ def follow(given: argparse.Namespace) -> int:
     return int(follow(given.path.resolve(), log.info) != "complete")
 
 
-@command("stop", TOUR, JSON)
+@command("stop", TOUR, JSON, lines=True)
 def stop(given: argparse.Namespace) -> int:
-    """End a live run, wherever it was started; it can be resumed."""
+    """End a live run, wherever it was started; it can be resumed. It is killed if it has not ended after a minute."""
     from composer_nb.trainer.recipe.detached import stop
 
-    stopped = stop(given.path.resolve())
+    stopped = stop(given.path.resolve(), log.info)
     return emit(given, {"stopped": stopped}, lambda: "stopped" if stopped else "it is not live")
 
 

@@ -110,7 +110,7 @@ class Services(Protocol):
 
 def reinforce(services: Services) -> None:
     """Train until no batch is left. Raises GamedError, before the batch is learned, if the monitors stop the run."""
-    watch = Watch.of(services.past())
+    watch, asked = Watch.of(services.past()), services.settings.rl.steps
     while (batch := services.take()) is not None:
         s = services.settings
         groups = batch.scored
@@ -136,11 +136,16 @@ def reinforce(services: Services) -> None:
         if step % SAID_EVERY == 0 or step in (1, steps):
             entropy = f"entropy {point['entropy']:.2f}" if point["entropy"] == point["entropy"] else "no signal"
             services.say(
-                f"rl {step}/{steps}: solved {point['solved']:.3f}, {point['turns']:.1f} calls, "
+                f"rl {step}/{asked}: solved {point['solved']:.3f}, {point['turns']:.1f} calls, "
                 f"staleness {point['staleness']:.2f}, {entropy}, {services.seconds:.0f} s"
             )
         if step % s.rl.checkpoint_every == 0 or step == steps:
             services.save(step)
+
+
+def time_is_up(limit: float, steps: int, asked: int) -> str:
+    """Return the log line of a stage that ends at its time limit, in seconds."""
+    return f"rl: stopped by rl.max_seconds={limit:g} after {steps} of {asked} steps"
 
 
 def scores_line(step: int, scores: Mapping[str, float]) -> str:

@@ -23,7 +23,7 @@ from composer_nb.trainer.prompts import Order, prompt_order
 from composer_nb.trainer.recipe.evaluate import evaluate_model
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.batches import batch_file, save_batch
-from composer_nb.trainer.rl import Batch, Scored, reinforce, scores_line
+from composer_nb.trainer.rl import Batch, Scored, reinforce, scores_line, time_is_up
 from composer_nb.trainer.services.services import hinter_of, learn_batch, make_learner
 
 
@@ -71,6 +71,7 @@ class InProcess:
         seconds = max(self.ranks.gather(self.seconds))
         if self.step < rl.steps and rl.max_seconds and seconds > rl.max_seconds:
             self.stopped_early = True
+            self.say(time_is_up(rl.max_seconds, self.step, rl.steps))
         if self.step >= rl.steps or self.stopped_early:
             return None
         self._begin, self._lr = time.perf_counter(), rl.rate(self.step, seconds)
