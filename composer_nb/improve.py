@@ -3,10 +3,11 @@
     composer-nb serve --model DIR --follow STORE --record RUN     people use it; their verdicts come by POST
     composer-nb improve RUN --model DIR --gate TASKS --out NEW --store STORE
 
-The update is on policy: a rollout that other weights sampled is counted and left out. A user's request has one rollout, so the
-baseline of its reward is the mean of all such, and large batches make up for its noise. Rollouts whose verdicts name one task are
-a group, as in RL. A broken call stays in its rollout as a negative example: Composer learnt to break calls at hard requests while
-such rollouts were dropped. It also learnt to ask instead of to edit, so the gate looks at edits too
+The update is on policy: a rollout that other weights sampled is counted and left out, as is one with a turn that its request had
+drawn from another distribution (a temperature other than 1, top-p, top-k, min-p, schemas). A user's request has one rollout, so
+the baseline of its reward is the mean of all such, and large batches make up for its noise. Rollouts whose verdicts name one task
+are a group, as in RL. A broken call stays in its rollout as a negative example: Composer learnt to break calls at hard requests
+while such rollouts were dropped. It also learnt to ask instead of to edit, so the gate looks at edits too
 (https://cursor.com/blog/real-time-rl-for-composer).
 """
 
@@ -78,8 +79,8 @@ def improve(
     """Make one update of the checkpoint `start` from the judged rollouts of `records`, write it to `out/candidate`, and score
     both on the tasks of `gate`. If the gate lets it pass, publish it to `store`, if one is given, and point `out/weights` at it.
 
-    Returns what `out/improve.json` holds: `rollouts` (`judged`, `stale`, `trained`), `reward`, `train`, `gate` (`before`,
-    `after`, `gain` with its 95 % interval over tasks, `stopped`: why, `tasks`, a hash of the gate's, and `first`, the
+    Returns what `out/improve.json` holds: `rollouts` (`judged`, `stale`, `drawn_otherwise`, `trained`), `reward`, `train`, `gate`
+    (`before`, `after`, `gain` with its 95 % interval over tasks, `stopped`: why, `tasks`, a hash of the gate's, and `first`, the
     figures of the checkpoint that a chain of updates with this gate began with), `version`.
 
     Raises FileNotFoundError and ValueError before anything is learnt for records without verdicts or of other weights only, for
@@ -99,10 +100,13 @@ def improve(
         Publisher(store, owner=OWNER).close()
     model = load_pretrained(start)
     replay = settings.replay if model.config.moe_layers else NO_REPLAY
-    fresh = [told for told in judged if gap(model, told[1], replay) <= STALE]
+    plain = [told for told in judged if not any(turn.drawn for turn in told[1].rollout.turns)]
+    fresh = [told for told in plain if gap(model, told[1], replay) <= STALE]
     if len(fresh) < 2:
-        fit = f"{len(fresh)} of {len(judged)} have its log-probabilities"
-        raise ValueError(f"--model {start}: did not sample these rollouts; {fit}")
+        fit = f"{len(fresh)} of {len(plain)} have its log-probabilities"
+        others = {turn.drawn for _, done in judged for turn in done.rollout.turns if turn.drawn}
+        left = f"; {len(judged) - len(plain)} were drawn otherwise ({'; '.join(sorted(others)[:3])})" if others else ""
+        raise ValueError(f"--model {start}: did not sample these rollouts at temperature 1; {fit}{left}")
     groups = score_groups(grouped(fresh), settings.reward, settings.loss)
     LOG.info(f"scoring {start} on {len(tasks)} tasks")
     before = attempts_of(model, known, start, tasks, samples, settings)
@@ -117,7 +121,8 @@ def improve(
     if not found["stopped"]:
         (out / "weights").symlink_to("candidate")
     report = {
-        "rollouts": {"judged": len(judged), "stale": len(judged) - len(fresh), "trained": len(fresh)},
+        "rollouts": {"judged": len(judged), "stale": len(plain) - len(fresh), "trained": len(fresh)}
+        | {"drawn_otherwise": len(judged) - len(plain)},
         "reward": float(np.mean([float(each.reward.total or 0.0) for group in groups for each in group])),
         "invalid_call_rate": behaviour([done for _, done in fresh])["invalid_call_rate"],
         "train": trained,

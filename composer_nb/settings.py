@@ -206,8 +206,8 @@ class RlSettings:
     shuffle_rewards: bool = False
     """Control: permute the rewards of each batch at random, so that nothing can be learned."""
     max_seconds: NotNegative = 330.0
-    """Time limit of RL in seconds; 0: none. No step begins after it, as the report says. A limit lowers the learning rate with
-    time, because a policy that is cut off at a high rate scores lower. Such a run is not reproducible."""
+    """Time limit of RL in seconds, from the first rollout; 0: none. No step begins after it, as the report says. A limit lowers
+    the learning rate with time, because a policy that is cut off at a high rate scores lower. Such a run is not reproducible."""
 
     def rate(self, step: int, seconds: float = 0.0) -> float:
         """Return the learning rate of a step that begins after `seconds` of RL."""
@@ -336,6 +336,18 @@ class Settings:
                 f"least one row of {most} tokens, the positions after stretching"
             )
 
+    def require_used(self) -> None:
+        """Raise ValueError for a changed setting that a class in `env.tasks` replaces, so that it would have no effect."""
+        own, names = self.env.own, list[str]()
+        if hasattr(own, "reward"):
+            names += [f"reward.{name}" for name in changed(RewardSettings(), self.reward)]
+        if hasattr(own, "tools") and self.env.tools != EnvSettings().tools:
+            names.append("env.tools")
+        if names:
+            part = "tools" if names[0] == "env.tools" else "a reward"
+            why = f"has no effect, because env.tasks={self.env.tasks!r} has {part} of its own"
+            raise ValueError(f"{names[0]}: {why}; leave it out, or change the class")
+
     @property
     def agent_model(self) -> ModelConfig:
         """Model configuration of the agent, after the long-context phase if there is one. Raises like `architecture`."""
@@ -382,7 +394,8 @@ class Settings:
         v = self.services
         return Schedule(
             **{name: getattr(self.rl, name) for name in ("prompts", "group", "steps")},
-            **{name: getattr(v, name) for name in ("ahead", "bound", "window", "order", "retries", "deaths", "hang_s")},
+            **{name: getattr(v, name) for name in ("ahead", "bound", "window", "order", "retries", "deaths")},
+            hang_s=v.hang_s + self.limits.seconds,  # longer than any turn or call of a rollout
             refill=round(self.rl.refill * self.rl.steps * self.rl.prompts),
         )
 

@@ -8,17 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
 
 from composer_nb.cli import main
 from composer_nb.harness.grading.grade import Attempt, Grade
-from composer_nb.harness.product.record import keep_judged, served
+from composer_nb.harness.product.conversations import Conversations
+from composer_nb.harness.product.record import Record, Verdict, keep_judged, served
+from composer_nb.harness.product.serve import ChatServer
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
 from composer_nb.improve import FEWER_EDITS, attempts_of, conversations, first_of, gap, grouped, improve, judge, publish
-from composer_nb.policies import trained_with
+from composer_nb.policies import open_engine, trained_with
 from composer_nb.settings import Settings
 from composer_nb.trainer.model import load_pretrained, save_pretrained
 from composer_nb.trainer.recipe.reader import EXAMPLES
@@ -81,7 +84,10 @@ def test_one_update_ships_and_can_be_taken_back(record: Path, gate: Path, tmp_pa
     assert main([*words(record, gate, out, **{"rl.lr": 1e-6}), "--store", store]) == 0
     assert "passed" in capsys.readouterr().out
     found = json.loads((out / "improve.json").read_text())
-    assert found["rollouts"] == {"judged": 8, "stale": 0, "trained": 8} and found["gate"]["stopped"] == ""
+    assert (
+        found["rollouts"] == {"judged": 8, "drawn_otherwise": 0, "stale": 0, "trained": 8}
+        and found["gate"]["stopped"] == ""
+    )
     judged = [done.grade.rewards["reward"] for done in served(record).values() if done.grade.known]
     assert -0.25 <= found["reward"] <= sum(judged) / 8 + 1e-6, "invalid calls cost something"
     newest = Receiver(store).fetch(found["version"]).tensors
@@ -116,8 +122,43 @@ def test_rollouts_of_other_weights_are_left_out(record: Path, gate: Path, tmp_pa
             weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
     assert gap(model, done, SETTINGS.replay) > 0.05
     save_pretrained(model, tmp_path / "other", tokenizer=START / "tokenizer.json")
-    with pytest.raises(ValueError, match=r"did not sample these rollouts; 0 of 8"):
+    with pytest.raises(ValueError, match=r"did not sample these rollouts at temperature 1; 0 of 8"):
         improve([record], tmp_path / "other", tmp_path / "out", gate, SETTINGS)
+
+
+OTHERWISE = {
+    "temperature": {"temperature": 0.9},
+    "top_p": {"top_p": 0.95},
+    "top_k": {"extra_body": {"top_k": 40}},
+    "min_p": {"extra_body": {"min_p": 0.01}},
+    "greedy": {"temperature": 0},
+}
+
+
+def test_turns_that_a_request_had_drawn_from_another_distribution_are_left_out(gate: Path, tmp_path: Path) -> None:
+    """However near its log-probabilities are."""
+    run, asked = tmp_path / "record", [{"role": "user", "content": "fix f.py"}]
+    with open_engine(START, slots=2, tokens=512) as engine:
+        record = Record(run, engine.tokenizer)
+        answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens, record)
+        with ChatServer(answer, grade=answer.grade) as server:
+            client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+            for name, given in ({"plain": {}, "same": {"temperature": 1, "top_p": 1}} | OTHERWISE).items():
+                body = {**given.pop("extra_body", {}), "rollout": name}
+                client.chat.completions.create(model="model", messages=asked, max_tokens=12, extra_body=body, **given)
+                answer.grade(name, Verdict(reward=1.0))
+    turns = {name: {turn.drawn for turn in done.rollout.turns} for name, done in served(run).items()}
+    assert turns.pop("plain") == turns.pop("same") == {""}
+    assert turns == {
+        **{"temperature": {"temperature=0.9"}, "top_p": {"top_p=0.95"}, "top_k": {"top_k=40"}},
+        **{"min_p": {"min_p=0.01"}, "greedy": {"temperature=0"}},
+    }
+    found = improve([run], START, tmp_path / "out", gate, SETTINGS, samples=1)
+    assert found["rollouts"] == {"judged": 7, "drawn_otherwise": 5, "stale": 0, "trained": 2}
+    for name in ("plain", "same"):
+        (run / "rollouts" / f"served_{name}.parquet").unlink()
+    with pytest.raises(ValueError, match=r"at temperature 1; 0 of 0 have .*; 5 were drawn otherwise \(min_p=0.01; "):
+        improve([run], START, tmp_path / "other", gate, SETTINGS)
 
 
 def test_a_store_of_another_writer_is_refused_before_anything_is_learnt(

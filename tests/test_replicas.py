@@ -240,7 +240,7 @@ def test_the_end_of_a_server_answers_what_is_under_way_and_leaves_no_process(pat
             wait_until(running)
             os.killpg(front.pid, signal.SIGTERM)
             assert all(each.result(60).usage.completion_tokens for each in asked)
-        assert front.wait(30) == 130
+        assert front.wait(120) == 130
         assert not psutil.wait_procs(processes, 10)[1]
     finally:
         front.kill()

@@ -19,9 +19,11 @@ from composer_nb.harness.agent.driver import Job, Seat
 from composer_nb.harness.agent.loop import LIMITS, Conversation, Told, conversation, converse, silent
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits, TokenTurnPolicy, TurnPolicy
+from composer_nb.harness.blocking import CallTimeout
 from composer_nb.harness.carry import Blob, add_history, carry_back
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Attempt, Grade
+from composer_nb.harness.rewards import OWN, Term, own_reward
 from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
@@ -47,8 +49,9 @@ class Environment:
     backend: Backend | None = None
     """Makes the sandboxes of all other tasks."""
     clock: Callable[[], float] = time.monotonic
-    opened: Callable[[Session], None] = lambda session: None
-    """Called with the session of an agent that has its own sandbox. The session may be aborted from another thread."""
+    """Seconds of which an attempt may take `limits.seconds`."""
+    opened: Callable[[Session | Workspace], None] = lambda place: None
+    """Called with what the agent's tools work in, which may be aborted from another thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,6 @@ class Agent:
     renderer: ChatRenderer
     tools: ToolSet = field(default_factory=ToolSet.tiny)
     limits: Limits = field(default_factory=Limits)
-    clock: Callable[[], float] = time.monotonic
     backend: Backend | None = None
     system: str = ""
     summary: SummarySettings = NO_SUMMARIES
@@ -75,7 +77,7 @@ class Agent:
 
     def place(self, functions: Executor | None = None) -> Environment:
         """Return the tools, limits and sandboxes of the agent's attempts."""
-        own = {name: getattr(self, name) for name in ("tools", "limits", "backend", "clock")}
+        own = {name: getattr(self, name) for name in ("tools", "limits", "backend")}
         return Environment(functions=functions, **own)
 
     def begin(self, task: Task) -> tuple[Limits, ChatRenderer]:
@@ -96,10 +98,28 @@ class Agent:
         def job(seat: Seat[Any]) -> Attempt:
             limits, renderer = self.begin(task)
             turn_policy = speaks(renderer, rollout, limits, seat.ask, seat.release, self.system, self.summary)
-            opened = replace(self.place(seat), opened=lambda session: seat.at_drop.append(session.abort))
-            return attempt(task, opened, turn_policy)
+            place = self.place(seat)
+            place = replace(place, clock=seat.clock, opened=lambda opened: seat.at_drop.append(opened.abort))
+            return attempt(task, place, turn_policy)
 
         return job
+
+
+def rewarded(job: Job[Attempt], own: Term | None) -> Job[Attempt]:
+    """Return a job that also stores the reward of the user's own environment, if it has one, in the grade. If the reward blocks,
+    nothing is known of the attempt: its status is `infra_error`. Raises like `own_reward`."""
+
+    def with_reward(seat: Seat[Any]) -> Attempt:
+        done = job(seat)
+        if own is None or not done.grade.known:
+            return done
+        try:
+            rewards = {**done.grade.rewards, OWN: own_reward(own, done)}
+        except CallTimeout as late:
+            return replace(done, grade=Grade(status="infra_error", output=str(late)))
+        return replace(done, grade=replace(done.grade, rewards=rewards))
+
+    return with_reward
 
 
 def limits_of(task: Task, limits: Limits) -> Limits:
@@ -128,16 +148,18 @@ def attempt(task: Task, place: Environment, turn_policy: TurnPolicy, told: Told 
         return _attempt_in_sandbox(task, place, turn_policy, told)
     assert place.functions is not None
     own = frozenset(filter(is_test, task.source_scope))
-    given = {"visible_tests": task.visible_tests, "own_tests": own, "limits": call_limits(task)}
-    work = Workspace(files=dict(task.files), sandboxes=place.functions, **given)
+    limits = {"visible_tests": task.visible_tests, "own_tests": own, "limits": call_limits(task)}
+    work = Workspace(files=dict(task.files), sandboxes=place.functions, **limits)
+    place.opened(work)
     try:
         done = conversation(task.instruction, turn_policy, place.tools, work, place.limits, told, place.clock)
     finally:  # also if the driver drops the agent: the policy must not keep a rollout that will not continue
         segments = turn_policy.close()
     counted = (0, 0) if any(len(segment.token_ids) for segment in segments) else (done.read, done.written)
-    rollout = replace(done.rollout(task.id, segments, work.files, task.files), counted=counted, seconds=0.0)
+    files = dict(work.files)  # a tool of the user's own that was given up may go on to write
+    rollout = replace(done.rollout(task.id, segments, files, task.files), counted=counted, seconds=0.0)
     known = done.stop not in ("infrastructure", "interrupted")
-    grade_ = grade(task, work.files, place.functions) if known else Grade(status="infra_error")
+    grade_ = grade(task, files, place.functions) if known else Grade(status="infra_error")
     return Attempt(task=task, rollout=rollout, grade=grade_)
 
 
@@ -160,7 +182,7 @@ def _attempt_in_sandbox(task: Task, place: Environment, turn_policy: TurnPolicy,
         with open_session(task, place) as session:
             place.opened(session)
             try:
-                done = converse(task.instruction, turn_policy, place.tools, session, place.limits, told)
+                done = converse(task.instruction, turn_policy, place.tools, session, place.limits, told, place.clock)
                 if done.stop not in ("infrastructure", "interrupted"):
                     left = _left(task, carry_back(session.sandbox)[0]) | artifacts_left(task, session.sandbox)
             except (SandboxDied, OSError):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, update_wrapper
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
@@ -26,8 +27,11 @@ from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent
+from composer_nb.harness.blocking import within
 from composer_nb.harness.files import write_json
-from composer_nb.harness.rewards import fault
+from composer_nb.harness.grading.grade import Grade
+from composer_nb.harness.rewards import OWN, Term, fault
+from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, SandboxExecutor
 from composer_nb.harness.sandbox.contract import WORKSPACE, Backend
@@ -129,6 +133,21 @@ class EnvSettings:
         if tools := getattr(self.own, "tools", None):
             return cast(ToolSet, tools)
         return ToolSet.named(self.tools, Indexes())
+
+    def reward_function(self, seconds: float) -> Term | None:
+        """Return the reward of a custom environment that has one. A reward that is in the grade already is taken as it is. A call
+        that does not return within `seconds` raises CallTimeout, and one too many TooManyBlocked."""
+        own: Term | None = getattr(self.own, "reward", None)
+        if own is None:
+            return None
+
+        def reward(rollout: Rollout, grade: Grade) -> float:
+            if OWN in grade.rewards:
+                return grade.rewards[OWN]
+            until, name = time.monotonic() + seconds, f"the reward of {self.tasks} at {rollout.task_id}"
+            return within(lambda: until - time.monotonic(), name, lambda: own(rollout, grade))
+
+        return update_wrapper(reward, own)
 
     @property
     def boxed(self) -> bool:

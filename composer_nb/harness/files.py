@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from composer_nb.harness.plain import to_json
+
+SOCKET_PATH = 107
+"""Bytes that the path of a Unix socket may have."""
+
+
+def socket_folder(below: int) -> str:
+    """Return a folder for temporary files in which sockets can have paths of `below` more bytes: the usual one, or /tmp where
+    TMPDIR is too long for that."""
+    usual = tempfile.gettempdir()
+    return usual if len(os.fsencode(usual)) + below <= SOCKET_PATH else "/tmp"
 
 
 @contextmanager

@@ -13,18 +13,25 @@ from __future__ import annotations
 
 import math
 import traceback
+from bdb import BdbQuit
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from composer_nb.harness.grading.grade import Grade
+import numpy as np
+from pydantic import ValidationError
+
+from composer_nb.harness.blocking import CallTimeout, TooManyBlocked
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.plain import NotNegative, Positive, require_ranges
 from composer_nb.harness.rollout import Kind, Rollout, Turn
 from composer_nb.harness.untrusted import json_of
 
 Term = Callable[[Rollout, Grade], float]
+OWN = "own"
+"""Name of the reward that an environment of the user's own gives, in a grade's `rewards` once it is known."""
 TERMS: dict[str, Term] = {}
 
 
@@ -172,8 +179,35 @@ def fault(what: str, error: BaseException) -> ValueError:
     """Return the exception to raise after a user's code raised `error` or exited: one line with the place in that code."""
     ours = str(Path(__file__).parents[1])
     places = [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(ours)]
+    quits = isinstance(error, BdbQuit)
+    places = [at for at in places if not (quits and Path(at.filename).name in ("_base.py", "bdb.py", "pdb.py"))]
     where = f" ({places[-1].filename}:{places[-1].lineno})" if places else ""
-    return ValueError(f"{what} ended in {type(error).__name__}: {str(error).partition(chr(10))[0]}{where}")
+    if quits:
+        return ValueError(f"{what}: {NO_TERMINAL}{where}")
+    text = "; ".join(each["msg"] for each in error.errors()) if isinstance(error, ValidationError) else str(error)
+    return ValueError(f"{what} ended in {type(error).__name__}: {text.partition(chr(10))[0]}{where}")
+
+
+NO_TERMINAL = (
+    "breakpoint() has no terminal in the processes of a run. A reward stops there when `composer-nb rl`, in a terminal, tries it "
+    "before the run; docs/rl.md (An environment of your own) runs a whole attempt in one process. Take it out for the run"
+)
+
+
+def own_reward(own: Term, done: Attempt) -> float:
+    """Return the reward of an attempt by an environment of the user's own. Raises ValueError if `own` fails or does not return a
+    finite number, and CallTimeout and TooManyBlocked if it blocks (`EnvSettings.reward_function`)."""
+    class_name = getattr(own, "__qualname__", "").removesuffix("reward")
+    what = f"env.tasks: {class_name if class_name.endswith('.') else ''}reward(rollout, grade) of {done.task.id}"
+    try:
+        total = own(done.rollout, done.grade)
+    except (CallTimeout, TooManyBlocked):
+        raise
+    except (Exception, SystemExit) as error:
+        raise fault(what, error) from error
+    if not isinstance(total, int | float | np.number) or not np.isfinite(total):
+        raise ValueError(f"{what} returned {total!r:.80} ({type(total).__name__}); it must return a finite number")
+    return float(total)
 
 
 def _weighted(name: str, weight: float, rollout: Rollout, grade: Grade) -> float:

@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 
 from composer_nb import __version__
+from composer_nb.harness.files import socket_folder
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.jobs import processes
 from composer_nb.jobs.check import check_outputs, check_parameters, notebook_digest, outputs_cell
@@ -204,8 +205,7 @@ def _swept(mark: str, record: dict[str, Any]) -> Iterator[None]:
 @contextmanager
 def _sockets() -> Iterator[Path]:
     """Yield a private directory for the kernel's sockets. Kernels that start at once take each other's TCP ports and hang."""
-    longest = 80  # of the 108 bytes that the path of a socket may have
-    folder = None if len(tempfile.gettempdir()) < longest else "/tmp"
+    folder = socket_folder(len("/nb-12345678/k-12345"))
     with tempfile.TemporaryDirectory(prefix="nb-", dir=folder, ignore_cleanup_errors=True) as made:
         yield Path(made)
 

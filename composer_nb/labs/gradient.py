@@ -33,10 +33,11 @@ def policy_gradient(
     tokens = max(1.0, float(sum(int(stream.acted[1:].sum()) for stream in streams)))
     total = torch.zeros(sum(weight.numel() for weight in weights))
     metrics: Counter[str] = Counter()
-    for chunk in microbatches(streams, budget):
+    for chunk in microbatches(streams, budget, settings.together):
         batch = flatten(chunk, replay)
         logprob_S, _ = score(made, batch, batch.recorded)
-        loss, found = policy_loss(logprob_S, batch.sampled_S, batch.advantage_S, batch.rollout_S, settings, tokens)
+        sampled = logprob_S, batch.sampled_S, batch.advantage_S, batch.rollout_S
+        loss, found = policy_loss(*sampled, settings, tokens, batch.length_S)
         total += flat_gradient(loss, weights)
         metrics.update(found)
     return total, dict(metrics)

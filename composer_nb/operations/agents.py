@@ -255,7 +255,9 @@ def serve(given: argparse.Namespace) -> int:
         ) as engine:
             judged = {"judged": engine.shared.judged} if isinstance(engine.shared, Canary) else {}
             record = Record(given.record, engine.tokenizer, **judged) if given.record else None
-            answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens, record)
+            answer = Conversations(
+                engine.shared, engine.tokenizer, engine.format, engine.tokens, record, given.temperature
+            )
             address |= {"version": lambda: engine.shared.version, "grade": answer.grade, "trained": engine.known}
             if isinstance(engine.shared, Replicas | Canary):
                 address["replicas"] = engine.shared.states

@@ -122,7 +122,8 @@ def improve(given: argparse.Namespace) -> int:
     found = run(given.records, given.model, given.out, given.gate, settings, **pick(given, "store", "samples"))
     rollouts, gate = found["rollouts"], found["gate"]
     lines = [
-        f"{rollouts['trained']} of {rollouts['judged']} judged rollouts trained, {rollouts['stale']} of other weights; "
+        f"{rollouts['trained']} of {rollouts['judged']} judged rollouts trained, {rollouts['stale']} of other weights, "
+        f"{rollouts['drawn_otherwise']} drawn with other settings than temperature 1; "
         f"mean reward {found['reward']:.3f}",
         f"stopped: {gate['stopped']}; {given.out}/candidate is not published"
         if gate["stopped"]

@@ -89,7 +89,7 @@ def rl(given: argparse.Namespace) -> int:
     A fifth of the tasks is held out for the scores before and after. rl.max_seconds limits the time.
     """
     from composer_nb.harness.agent.loop import LIMITS
-    from composer_nb.harness.environment import require_sandboxes
+    from composer_nb.harness.environment import EnvSettings, require_sandboxes
     from composer_nb.jobs.notebook import terminate_as_interrupt
     from composer_nb.operations.track import Tracking, parse
     from composer_nb.settings import Settings, override
@@ -102,9 +102,12 @@ def rl(given: argparse.Namespace) -> int:
     values |= overrides(given.set)
     if "env.renderer" not in values and given.model.is_dir():  # the recipe refuses any other
         values["env.renderer"] = format_of(given.model)
-    values = {"env.tools": "tiny" if values.get("env.renderer", "compact") == "compact" else "cursor"} | values
+    own_tools = hasattr(EnvSettings(tasks=values["env.tasks"]).own, "tools")
+    if values.get("env.renderer", "compact") != "compact" and not own_tools:
+        values = {"env.tools": "cursor"} | values
     chosen = override(Settings(), values)
-    if chosen.env.tools == "cursor" and not any(name.startswith("limits.") for name in values):  # as in the product
+    of_product = chosen.env.tools == "cursor" or (own_tools and chosen.env.renderer != "compact")
+    if of_product and not any(name.startswith("limits.") for name in values):
         most = min(LIMITS.tokens, chosen.agent_model.max_position_embeddings)
         chosen = replace(chosen, limits=replace(LIMITS, tokens=most))
     require_sandboxes(chosen.env)  # now, not after minutes
@@ -266,12 +269,12 @@ def follow(given: argparse.Namespace) -> int:
     return int(follow(given.path.resolve(), log.info) != "complete")
 
 
-@command("stop", TOUR, JSON)
+@command("stop", TOUR, JSON, lines=True)
 def stop(given: argparse.Namespace) -> int:
-    """End a live run, wherever it was started; it can be resumed."""
+    """End a live run, wherever it was started; it can be resumed. It is killed if it has not ended after a minute."""
     from composer_nb.trainer.recipe.detached import stop
 
-    stopped = stop(given.path.resolve())
+    stopped = stop(given.path.resolve(), log.info)
     return emit(given, {"stopped": stopped}, lambda: "stopped" if stopped else "it is not live")
 
 

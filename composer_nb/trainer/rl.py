@@ -14,6 +14,7 @@ and with no batch ahead, both make the same run, bit for bit.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,14 +24,15 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from composer_nb.harness.blocking import CallTimeout
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.monitors import Watch, counts, forms
-from composer_nb.harness.rewards import Reward, RewardSettings, fault, reward
+from composer_nb.harness.rewards import OWN, Reward, RewardSettings, own_reward, reward
 from composer_nb.harness.rollout import Hint, Rollout
 from composer_nb.trainer.learning.feedback import with_hints
 from composer_nb.trainer.learning.learner import share
 from composer_nb.trainer.learning.loss import LossSettings, advantages
-from composer_nb.trainer.learning.packing import Stream
+from composer_nb.trainer.learning.packing import Stream, Whole
 from composer_nb.trainer.learning.ranks import Ranks
 
 Hinter = Callable[[Rollout], list[list[Hint]]]
@@ -40,6 +42,7 @@ FAILED = ("tampered", "agent_failed")
 """Statuses of attempts that failed regardless of the tests; they train like other failures (`rewards.py`)."""
 SAID_EVERY = 5
 """Steps between progress lines of RL."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +74,7 @@ class Services(Protocol):
 
     ranks: Ranks
     settings: Any
-    """The tree of settings (`settings.py`). The loop reads `rl`, `reward`, `loss`, `monitor` and `env` anew for every batch: some
-    may change during a run."""
+    """The tree of settings (`settings.py`). The loop reads them anew for every batch: some may change during a run."""
     hinter: Hinter | None
     """Returns hints if `loss.feedback` is above 0."""
 
@@ -108,12 +110,12 @@ class Services(Protocol):
 
 def reinforce(services: Services) -> None:
     """Train until no batch is left. Raises GamedError, before the batch is learned, if the monitors stop the run."""
-    watch = Watch.of(services.past())
+    watch, asked = Watch.of(services.past()), services.settings.rl.steps
     while (batch := services.take()) is not None:
         s = services.settings
         groups = batch.scored
         if groups is None:
-            groups = score_groups(batch.groups, s.reward, s.loss, getattr(s.env.own, "reward", None))
+            groups = score_groups(batch.groups, s.reward, s.loss, s.env.reward_function(s.limits.seconds))
             if s.rl.shuffle_rewards:
                 groups = shuffle_rewards(groups, s.loss, Random(f"shuffle {batch.step} {services.ranks.rank}"))
             services.keep(batch, groups)
@@ -134,11 +136,16 @@ def reinforce(services: Services) -> None:
         if step % SAID_EVERY == 0 or step in (1, steps):
             entropy = f"entropy {point['entropy']:.2f}" if point["entropy"] == point["entropy"] else "no signal"
             services.say(
-                f"rl {step}/{steps}: solved {point['solved']:.3f}, {point['turns']:.1f} calls, "
+                f"rl {step}/{asked}: solved {point['solved']:.3f}, {point['turns']:.1f} calls, "
                 f"staleness {point['staleness']:.2f}, {entropy}, {services.seconds:.0f} s"
             )
         if step % s.rl.checkpoint_every == 0 or step == steps:
             services.save(step)
+
+
+def time_is_up(limit: float, steps: int, asked: int) -> str:
+    """Return the log line of a stage that ends at its time limit, in seconds."""
+    return f"rl: stopped by rl.max_seconds={limit:g} after {steps} of {asked} steps"
 
 
 def scores_line(step: int, scores: Mapping[str, float]) -> str:
@@ -152,24 +159,23 @@ def scores_line(step: int, scores: Mapping[str, float]) -> str:
 def score_groups(
     groups: Sequence[Sequence[Attempt]], rewards: RewardSettings, loss: LossSettings, own: OwnReward | None = None
 ) -> list[list[Scored]]:
-    """Return the groups with rewards and advantages. `own`: reward function of an environment, replacing the weighted terms."""
-    totals = [[reward_of(done, rewards, own) for done in group] for group in groups]
-    return [_scored(g, given, loss) for g, given in zip(groups, totals, strict=True)]
+    """Return the groups with rewards and advantages, without attempts whose reward is unknown. `own`: reward function of an
+    environment, replacing the weighted terms."""
+    totals = [[(done, reward_of(done, rewards, own)) for done in group] for group in groups]
+    known = [[(done, given) for done, given in group if given.total is not None] for group in totals]
+    return [_scored([done for done, _ in group], [given for _, given in group], loss) for group in known]
 
 
 def reward_of(done: Attempt, rewards: RewardSettings, own: OwnReward | None) -> Reward:
-    """Return the reward of an attempt. Raises ValueError if `own` fails or does not return a finite number."""
+    """Return the reward of an attempt; without a total if its own reward blocks. Raises like `own_reward`."""
     if own is None:
         return reward(done.rollout, done.grade, rewards)
     try:
-        total = own(done.rollout, done.grade)
-    except (Exception, SystemExit) as error:
-        raise fault(f"env.tasks: reward(rollout, grade) of {done.task.id}", error) from error
-    if not isinstance(total, int | float | np.number) or not np.isfinite(total):
-        raise ValueError(
-            f"env.tasks: reward(rollout, grade) must return a finite number; {done.task.id} got {total!r:.80}"
-        )
-    return Reward(total=float(total), terms={"own": float(total)})
+        total = own_reward(own, done)
+    except CallTimeout as late:
+        log.warning("%s; the attempt is left out", late)
+        return Reward(total=None)
+    return Reward(total=total, terms={OWN: total})
 
 
 def shuffle_rewards(groups: list[list[Scored]], loss: LossSettings, rng: Random) -> list[list[Scored]]:
@@ -190,6 +196,7 @@ def to_streams(scored: Scored) -> list[Stream]:
     """Return the trainer's view of a scored attempt, one stream per segment. Every token that the policy wrote has the attempt's
     advantage, in summaries too."""
     segments = scored.attempt.rollout.segments
+    whole = Whole(sum(int(segment.acted[1:].sum()) for segment in segments))
     prompt = segments[0].token_ids[: int(segments[0].acted.argmax())].tobytes() if segments else b""
     return [
         Stream(
@@ -201,6 +208,7 @@ def to_streams(scored: Scored) -> list[Stream]:
             gates=segment.trace.gates,
             route_valid=segment.trace.route_valid,
             checks=segment.trace.checks,
+            whole=whole,
             family=scored.attempt.task.id.encode() + prompt,  # other tasks may have the same words
         )
         for segment in segments

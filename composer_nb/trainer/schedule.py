@@ -52,7 +52,8 @@ class ServicesSettings:
     deaths: Count = 20
     """Maximum number of times that a group may lose its worker, or a batch its trainer."""
     hang_s: Positive = 120.0
-    """Seconds of silence after which a worker counts as hung and is stopped."""
+    """Seconds of silence after which a worker counts as hung and is stopped. A dispatch is given up when none of its rollouts has
+    made progress for `limits.seconds` and this, which must suffice for the grading of one."""
     lockstep: bool = False
     """Step engines only while an environment worker waits for them. With ahead=0 and one engine, runs are bit-reproducible."""
     changes: Changes = field(default_factory=dict)
@@ -88,7 +89,7 @@ class Schedule:
     deaths: Count = 20
     """Maximum number of times that a group may lose its worker, or a batch its trainer."""
     hang_s: Positive = 1800.0
-    """Seconds without an event after which a dispatch counts as hung."""
+    """Seconds without progress after which a dispatch counts as hung."""
     steps: Count = 0
     """Total number of batches; 0: until `Drain`."""
     refill: Count = 0

@@ -36,7 +36,7 @@ from composer_nb.harness.tasks.swe import from_swebench, read_rows
 from composer_nb.harness.tasks.task import Task
 from composer_nb.trainer.models.shards import read_shard
 
-ENDS_S = 60
+ENDS_S = 300
 """After which a reading counts as one that never ends."""
 
 

@@ -211,7 +211,7 @@ def test_no_turn_is_drawn_from_two_versions(kind: str, server: Server, tmp_path:
     server.before = slow
     with ThreadPoolExecutor(1) as pool:
         turn = pool.submit(policy.ask, ask(0, [1]))
-        assert begun.wait(10)
+        assert begun.wait(120)
         with pytest.raises(ProviderFailure, match="timeouts.drain_s=0.2"):
             policy.commit_update(1)
         assert server.weights == "first" and not server.paused, "nothing was begun"

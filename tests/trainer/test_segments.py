@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -28,7 +30,7 @@ from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.packing import families, flatten, microbatches
+from composer_nb.trainer.learning.packing import Stream, families, flatten, microbatches, score
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.replay_settings import FULL
 from composer_nb.trainer.models.transformer import Model
@@ -182,3 +184,66 @@ def test_a_tiny_model_over_a_trigger_trains_on_all_segments_and_replays_bit_for_
     now = learnt(done)
     assert torch.equal(now, learnt(load_attempts(tmp_path / "step.parquet", {task.id: task})))
     assert not torch.equal(now, learnt(done[::-1]))
+
+
+def split_in_three(model: Model, converse) -> tuple[list[Stream], list[Stream]]:
+    """Streams of two rollouts, each as one segment, and as three that read what the earlier ones wrote."""
+    attempts = converse(Engine(model, stop=frozenset({7, 8, 9}), slots=2, max_length=96), 2)
+    whole, parts = list[Stream](), list[Stream]()
+    for done, advantage in zip(attempts, (0.7, -0.4), strict=True):
+        [segment] = done.rollout.segments
+        noise = 0.3 * np.random.default_rng(len(whole)).standard_normal(len(segment.logprob)).astype(np.float32)
+        segment = replace(segment, logprob=np.where(segment.acted, segment.logprob + noise, 0).astype(np.float32))
+        cuts = [0, *(int(message[-1]) + 1 for message in segment.messages[:2]), len(segment.token_ids)]
+        assert len(segment.messages) >= 3
+        chain = []
+        for start, stop in pairwise(cuts):
+            kind = np.where(np.arange(stop) < start, Kind.PROMPT, segment.kind[:stop]).astype(np.uint8)
+            streams = {name: getattr(segment, name)[:stop] for name in ("token_ids", "logprob", "policy_version")}
+            chain.append(replace(segment, kind=kind, trace=segment.trace.head(stop), **streams))
+        for segments, found in (((segment,), whole), (tuple(chain), parts)):
+            cut = replace(done, rollout=replace(done.rollout, segments=segments))
+            found += to_streams(Scored(attempt=cut, reward=Reward(total=1.0), advantage=advantage))
+    return whole, parts
+
+
+LOSSES = {
+    "gspo": {"ratio": "gspo", "clip_low": 0.9, "clip_high": 9.0},
+    "gspo, length norm": {"ratio": "gspo", "clip_low": 0.9, "clip_high": 9.0, "length_norm": True},
+    "gspo, clipped": {"ratio": "gspo", "clip_low": 1e-4, "clip_high": 1e-4},
+    "length norm": {"ratio": "none", "length_norm": True},
+    "k3, length norm": {"ratio": "none", "length_norm": True, "beta": 0.1, "kl": "k3"},
+}
+
+
+@pytest.mark.parametrize("budget", [16, 4096])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_rollout_in_three_segments_is_learnt_as_the_same_tokens_in_one(
+    make_model, converse, name: str, budget: int
+) -> None:
+    """Against the formula too, in float64."""
+    model, settings = make_model(3), LossSettings(**LOSSES[name])
+    whole, parts = split_in_three(model, converse)
+    model = model.double()
+
+    def gradient(streams: list[Stream]) -> torch.Tensor:
+        optimizer = FlatOptimizer(model)
+        learner = Learner(model, optimizer, settings, copy.deepcopy(model) if settings.beta else None)
+        learner.learn(streams, Ranks(), Random(0), minibatches=1, denominator=2.0, lr=0.0, clip=1e9, budget=budget)
+        return optimizer.gradients.clone()
+
+    one, three = gradient(whole), gradient(parts)
+    assert one.dtype == torch.float64 and (one.norm() > 1e-4) == (name != "gspo, clipped")
+    torch.testing.assert_close(three, one, rtol=1e-10, atol=1e-12)
+    total = torch.zeros((), dtype=torch.float64)
+    for stream in whole:
+        batch = flatten([stream])
+        logprob_S, _ = score(model, batch)
+        length, gap_S = len(logprob_S), logprob_S - batch.sampled_S.double()
+        weight_S = gap_S.mean().exp() if settings.ratio == "gspo" else logprob_S
+        slope = 0.0 if "clipped" in name else -float(stream.advantage[stream.acted][0])
+        total = total + slope * (weight_S * torch.ones(length)).sum() / (length if settings.length_norm else 1) / 2.0
+    if not settings.beta:  # at the reference, k3 has no slope, but rounding has
+        slopes = torch.autograd.grad(total, list(model.parameters()), allow_unused=True)
+        wanted = [slope.flatten() for slope in slopes if slope is not None]
+        torch.testing.assert_close(one[one != 0].sort().values, torch.cat(wanted)[torch.cat(wanted) != 0].sort().values)

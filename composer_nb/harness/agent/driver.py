@@ -41,13 +41,25 @@ Answer = Completion | tuple[CallOutcome, ...] | Trace | Future[Trace] | BaseExce
 class Seat(Generic[Result]):
     """One agent in its thread, with access to the shared policy and sandboxes."""
 
-    def __init__(self, position: int, asked: SimpleQueue[tuple[int, Asked]]) -> None:
-        self.position = position
+    def __init__(self, position: int, asked: SimpleQueue[tuple[int, Asked]], lockstep: bool = False) -> None:
+        self.position, self.lockstep = position, lockstep
         self.at_drop: list[Callable[[], None]] = []
         """Called from another thread when the agent is dropped."""
-        self.dropped = False
+        self.dropped = self.ended = False
         self._asked = asked
         self._answers: SimpleQueue[Answer] = SimpleQueue()
+        self._waits: tuple[float | None, float] = None, 0.0
+        """Since when the agent waits for an answer, and the seconds that it waited before."""
+        self._one = threading.Lock()
+        """One request at a time: a tool of the user's own that was given up may still make some."""
+
+    def clock(self) -> float:
+        """Return the seconds that count for this agent's time limit: in lockstep, where agents wait for each other, only those in
+        which it did not wait for an answer."""
+        if not self.lockstep:
+            return time.monotonic()
+        since, waited = self._waits
+        return (time.monotonic() if since is None else since) - waited
 
     def ask(self, request: Request, until: float = math.inf) -> Completion:
         """Return the next turn of a rollout. Raises ProviderFailure if the provider fails."""
@@ -74,13 +86,19 @@ class Seat(Generic[Result]):
             ended.set_result(job(self))
         except BaseException as error:  # raised again where the driver runs
             ended.set_exception(error)
-        self._asked.put((self.position, ended))
+        with self._one:
+            self.ended = True
+            self._asked.put((self.position, ended))
 
     def _answer(self, request: Request | CallRequest | Release) -> Any:
-        if self.dropped and not isinstance(request, Release):
-            raise Dropped
-        self._asked.put((self.position, request))
-        answer = self._answers.get()
+        with self._one:
+            if self.ended or (self.dropped and not isinstance(request, Release)):
+                raise Dropped
+            began, waited = time.monotonic(), self._waits[1]
+            self._waits = began, waited
+            self._asked.put((self.position, request))
+            answer = self._answers.get()
+            self._waits = None, waited + time.monotonic() - began
         if isinstance(answer, BaseException):
             raise answer
         return answer
@@ -106,6 +124,8 @@ class Driver(Generic[Result]):
         self._names: dict[int, int] = {}  # rollout -> position of its agent
         self._waiting: dict[int, Request | CallRequest | Release] = {}
         self._results: list[tuple[int, Future[Result]]] = []
+        self.moved = set[int]()
+        """Positions of agents that asked for something or ended. The caller clears it."""
         self._stepped = False
         """Whether the policy has made its step in the unfinished round."""
         self._beside = None if lockstep else ThreadPoolExecutor(1, thread_name_prefix="calls")
@@ -125,7 +145,7 @@ class Driver(Generic[Result]):
 
     def add(self, position: int, job: Job[Result]) -> None:
         """Start an agent under a number of the caller's, which is returned with its result."""
-        seat = self._alive[position] = Seat[Result](position, self._asked)
+        seat = self._alive[position] = Seat[Result](position, self._asked, self.lockstep)
         self._working.add(position)
         threading.Thread(target=seat.work, args=(job,), name="agent", daemon=True).start()
 
@@ -200,6 +220,7 @@ class Driver(Generic[Result]):
 
     def _take(self, position: int, asked: Asked) -> None:
         self._working.discard(position)
+        self.moved.add(position)
         if isinstance(asked, Future):
             del self._alive[position]
             self._results.append((position, asked))

@@ -89,6 +89,7 @@ def conversation(
     began, read, written, used, summaries = clock(), 0, 0, 0, 0
     news: News = [User(text=instruction)]
     stop, why = "turns", ""
+    place.left = lambda: limits.seconds - (clock() - began)
     try:
         for _ in range(limits.turns):
             if turns and (brief := turn_policy.condense(news, began + limits.seconds)):
@@ -112,7 +113,7 @@ def conversation(
             if not replies or replies[-1].ends:
                 stop = "finished"
                 break
-            if clock() - began > limits.seconds:
+            if place.left() < 0:
                 stop = "time"
                 break
             news = [Result(id=call.id, text=turn.observation) for call, turn in zip(calls, answered, strict=True)]
@@ -154,19 +155,26 @@ def converse(
     session: Session,
     limits: Limits = LIMITS,
     told: Told = silent,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Conversation:
     """Run a conversation in a sandbox to its end.
 
     At the time limit, running calls are stopped, waiting ones are not started, and the loop does not wait for the next turn,
     except for the engine step under way. Ctrl-C stops running calls and ends the conversation as `interrupted`.
     """
-    bell = threading.Timer(min(limits.seconds, threading.TIMEOUT_MAX), session.abort)
-    bell.daemon = True
-    bell.start()
+    began, over = clock(), threading.Event()
+
+    def bell() -> None:
+        while (left := limits.seconds - (clock() - began)) > 0:
+            if over.wait(min(left, threading.TIMEOUT_MAX)):
+                return
+        session.abort()
+
+    threading.Thread(target=bell, name="bell", daemon=True).start()
     try:
-        return conversation(instruction, turn_policy, tools, session, limits, told)
+        return conversation(instruction, turn_policy, tools, session, limits, told, clock)
     finally:
-        bell.cancel()
+        over.set()
 
 
 def system_text(root: str) -> str:

@@ -33,7 +33,7 @@ class Limits:
     rollout_tokens: Some = 1 << 24
     """Maximum tokens per rollout, over all its segments."""
     seconds: Positive = 300.0
-    """Wall-clock time per rollout."""
+    """Time per rollout: by the clock or, in lockstep, where rollouts wait for each other, of its own calls alone."""
 
     def __post_init__(self) -> None:
         require_ranges(self, "limits")

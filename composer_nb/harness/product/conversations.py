@@ -89,10 +89,18 @@ class Conversations:
     """Answers requests (`serve.Answerer`). Thread-safe."""
 
     def __init__(
-        self, policy: Answering, tokenizer: Tokenizer, form: Form, tokens: int, record: Record | None = None
+        self,
+        policy: Answering,
+        tokenizer: Tokenizer,
+        form: Form,
+        tokens: int,
+        record: Record | None = None,
+        temperature: float = 1.0,
     ) -> None:
         """`tokens`: maximum of one conversation."""
         self.policy, self.tokenizer, self.form, self.tokens, self.record = policy, tokenizer, form, tokens, record
+        self.temperature = temperature
+        """Of requests that name none."""
         self._letters = tokens * max(map(len, tokenizer.get_vocab()))
         """No longer text fits into a conversation."""
         self._talks: list[_Talk] = []
@@ -140,9 +148,9 @@ class Conversations:
             for talk, _ in held:
                 self._end(talk, drop=True)
             raise
-        answers = []
+        answers, how = [], _own_distribution(drawn, self.temperature, bool(grammar))
         for (talk, _), (read, news), (_, turn), (choice, whole) in zip(held, reads, work, choices, strict=True):
-            talk.row.add(read, news, turn.completion, talk.renderer)
+            talk.row.add(read, news, turn.completion, talk.renderer, how)
             if whole:  # otherwise the policy holds more than the client is shown
                 talk.marks[_digest(digests[-1], _plain(choice.message))] = len(talk.row.transcript.token_ids)
             self._end(talk, drop=not whole)
@@ -379,6 +387,14 @@ def _drawn(given: Asked | Complete | Sampling, top: int | None) -> dict[str, Any
     """Return how a request wants tokens to be drawn, and how many of the most probable ones it wants to see."""
     kept = {"top_k": given.top_k or 0, "min_p": given.min_p or 0.0}
     return {"top": top or 0, "temperature": given.temperature, "top_p": given.top_p or 1.0, **kept}
+
+
+def _own_distribution(drawn: Mapping[str, Any], temperature: float, held: bool) -> str:
+    """Return how tokens were drawn if not from the policy's own distribution, whose log-probabilities a learner can compute."""
+    given = {**drawn, "temperature": temperature if drawn["temperature"] is None else drawn["temperature"]}
+    usual = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    parts = [f"{name}={given[name]:g}" for name, value in usual.items() if given[name] != value]
+    return ", ".join(parts + ["held to the schemas of tools"] * held)
 
 
 def _digest(before: bytes, what: Any) -> bytes:

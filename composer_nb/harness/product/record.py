@@ -73,8 +73,10 @@ class Row:
     turns: list[Turn] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
 
-    def add(self, read: Sequence[int], news: Sequence[Message], done: Completion, renderer: ChatRenderer) -> None:
-        """Add a turn, and what was read before it."""
+    def add(
+        self, read: Sequence[int], news: Sequence[Message], done: Completion, renderer: ChatRenderer, drawn: str = ""
+    ) -> None:
+        """Add a turn, and what was read before it. `drawn`: as for `Turn`."""
         texts = {each.id: each.text for each in news if isinstance(each, Result)}
         user = "\n\n".join(each.text for each in news if isinstance(each, User))
         last = max((place for place, turn in enumerate(self.turns) if not turn.beside), default=0)
@@ -90,9 +92,10 @@ class Row:
                 error=None if isinstance(written.call, ToolCall) else "InvalidArguments",
                 said="" if number else said.text,
                 beside=number > 0,
+                drawn=drawn,
             )
             for number, written in enumerate(said.calls)
-        ] or [Turn(call="", observation="", said=said.text)]
+        ] or [Turn(call="", observation="", said=said.text, drawn=drawn)]
 
     def branch(self, at: int, number: int) -> Row:
         """Return a branch that begins after `at` tokens."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import math
 import posixpath
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
@@ -70,6 +71,8 @@ class Session:
     search: Search | None = None
     history: str = ""
     """The conversation before the last summary, as the file HISTORY was written."""
+    left: Callable[[], float] = lambda: math.inf
+    """Seconds that are left of the rollout's time, after which a call of a tool of the user's own is given up."""
     stop: threading.Event = field(default_factory=threading.Event)
     numbers: count[int] = field(default_factory=lambda: count(1))
     """Numbers for the names of files in FOLDER."""

@@ -5,8 +5,10 @@ They work in any `Place`. In a workspace of plain files, code is executed on cop
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -76,6 +78,13 @@ class Workspace:
     """Limits of calls that the task states."""
     edits: Edits = field(default_factory=Edits)
     history: str = ""
+    left: Callable[[], float] = lambda: math.inf
+    """Seconds that are left of the rollout's time, after which a call of a tool of the user's own is given up."""
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def abort(self) -> None:
+        """End a call of a tool of the user's own. For another thread."""
+        self.stop.set()
 
     def remember(self, text: str) -> str:
         """Keep the conversation as a file beside those that are graded. Returns its path."""

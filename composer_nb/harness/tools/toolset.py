@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from composer_nb.harness.blocking import CallTimeout, GivenUp, within
 from composer_nb.harness.sandbox.contract import Sandbox
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.toolchain import PACKAGES, TESTING, install_hint
@@ -139,7 +140,7 @@ class ToolSet:
     def _step(self, workspace: Workspace, call: ToolCall) -> Reply:
         try:
             tool, arguments = self.find(call)
-            return _told(call, tool, tool(workspace, arguments))
+            return _told(call, tool, _called(tool, workspace, arguments))
         except ToolError as error:
             return Reply(call=call, text=str(error), error=error.kind)
 
@@ -195,7 +196,7 @@ class ToolSet:
             tool, arguments = self.find(call)
             if session.stop.is_set():
                 raise ToolError("UserAborted", "not begun")
-            got = tool(session, arguments)
+            got = _called(tool, session, arguments)
             if isinstance(got, str):
                 got = Observation(text=got, **(tested(got) if tool.needs == "bash" else {}))
             else:
@@ -207,6 +208,20 @@ class ToolSet:
             error, text = _failure(failed)
             reply = Reply(call=call, text=text, error=error)
         return replace(reply, seconds=time.monotonic() - began)
+
+
+def _called(tool: Tool, place: Session | Workspace, arguments: BaseModel) -> Any:
+    """Return what a tool answers. A tool of the user's own has until the end of the rollout's time, since it may block for ever;
+    ours set limits themselves. Raises ToolError (Timeout, UserAborted), and what the tool raises."""
+    if tool in TOOLS or tool in TINY:
+        return tool(place, arguments)
+    try:
+        return within(place.left, f"the tool {tool.name}", functools.partial(tool, place, arguments), place.stop)
+    except CallTimeout as late:
+        log.warning("%s; its thread is left behind", late)
+        raise ToolError("Timeout", str(late)) from None
+    except GivenUp:
+        raise ToolError("UserAborted", "not ended") from None
 
 
 def _told(call: ToolCall, tool: Tool, seen: Observation) -> Reply:

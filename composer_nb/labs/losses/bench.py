@@ -218,7 +218,7 @@ def bench(
         raise ValueError(f"{EXACT!r} is the name of what losses are compared with: give the loss another")
     made = copy.deepcopy(model).requires_grad_()
     weights = list(made.parameters())
-    rollouts = float(sum(map(len, groups)))
+    rollouts = float(len({id(stream.whole or stream) for group in groups for stream in group}))
     sampled = float(sum(int(stream.acted[1:].sum()) for group in groups for stream in group))
     names = (*losses, EXACT)
     gradients_LW = torch.zeros(len(names), sum(w.numel() for w in weights), dtype=weights[0].dtype)

@@ -150,17 +150,22 @@ def _longest_first(order: Sequence[int], size_I: Sizes, cost_I: Floats, count: i
 
 
 def deal_out(
-    streams: Sequence[Stream], families: Sequence[Sequence[int]], ranks: int, limit: int, cost: Cost
+    streams: Sequence[Stream],
+    families: Sequence[Sequence[int]],
+    ranks: int,
+    limit: int,
+    cost: Cost,
+    together: bool = False,
 ) -> tuple[list[list[list[Stream]]], Packing]:
     """Return [R][M] micro-batches of streams, some possibly empty, and their packing. `families` are indices of streams from
     `packing.families`; `limit` counts tokens of the tree. Streams of a family stay together to share prefixes, unless ranks would
-    wait for them: then they are cut into smaller runs, which share less."""
+    wait for them: then they are cut into smaller runs, which share less. `together`: as for `microbatches`."""
     lengths = [len(streams[number].token_ids) - 1 for family in families for number in family]
     even = sum(map(cost.row, lengths)) / ranks
     found = []
     for most in (math.inf, even / 2, even / 8, 0.0):
         full = partial(_full, limit=limit, cost=cost, most=most)
-        cut = [run for family in families for run in runs(streams, family, full)]
+        cut = [run for family in families for run in runs(streams, family, full, together)]
         packing = pack([run.tokens for run in cut], [cost.run(run) for run in cut], ranks, limit)
         found.append((packing, cut))
     packing, cut = min(found, key=lambda each: each[0].step)

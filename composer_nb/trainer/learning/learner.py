@@ -69,7 +69,8 @@ class Learner:
         norms = []
         parts = [order[part::minibatches] for part in range(minibatches)]
         # Without streams there is no step: momentum would move the weights even without a gradient.
-        shares = [_share(streams, numbers, ranks, budget, Cost.of(self.model.config)) for numbers in parts if numbers]
+        cost, together = Cost.of(self.model.config), self.settings.together
+        shares = [_share(streams, numbers, ranks, budget, cost, together) for numbers in parts if numbers]
         rates = np.linspace(lr, lr * fall, len(shares))
         batches = [[(c, self._batch(c, ranks)) for c in chunks if c or ranks.lockstep] for chunks, _ in shares]
         for step, rate in zip(batches, rates, strict=True):
@@ -118,9 +119,10 @@ class Learner:
         if s.beta and self.reference is not None:
             with torch.no_grad():
                 reference_S, _ = score(self.reference, batch, batch.recorded)
-            taken_S, penalty = kl_penalty(logprob_S, reference_S, batch.rollout_S, s, denominator)
+            taken_S, penalty = kl_penalty(logprob_S, reference_S, batch.rollout_S, s, denominator, batch.length_S)
             advantage_S = advantage_S - taken_S
-        loss, metrics = policy_loss(logprob_S, batch.sampled_S, advantage_S, batch.rollout_S, s, denominator)
+        tokens = logprob_S, batch.sampled_S, advantage_S, batch.rollout_S
+        loss, metrics = policy_loss(*tokens, s, denominator, batch.length_S)
         if penalty is not None:
             loss = loss + penalty
         found = {"entropy": float(entropy_S.sum()), **metrics}
@@ -130,13 +132,13 @@ class Learner:
 
 
 def _share(
-    streams: Sequence[Stream], families: Sequence[Sequence[int]], ranks: Ranks, budget: int, cost: Cost
+    streams: Sequence[Stream], families: Sequence[Sequence[int]], ranks: Ranks, budget: int, cost: Cost, together: bool
 ) -> tuple[list[list[Stream]], dict[str, float]]:
     """Return this rank's micro-batches, equal in number on all ranks, and the imbalance of ranks here and with `first_fit`."""
     share, count = ranks.share
     if count == 1:
-        return microbatches([streams[number] for family in families for number in family], budget), {}
-    parts, packing = deal_out(streams, families, count, budget, cost)
+        return microbatches([streams[number] for family in families for number in family], budget, together), {}
+    parts, packing = deal_out(streams, families, count, budget, cost, together)
     lengths = [len(streams[number].token_ids) - 1 for family in families for number in family]
     plain = first_fit(lengths, [cost.row(length) for length in lengths], count, budget)
     return parts[share], {"imbalance": packing.imbalance, "imbalance_first_fit": plain.imbalance}

@@ -58,6 +58,11 @@ class LossSettings:
     kl: Kl = "k1"
     """Estimator of the KL penalty, which also determines where it enters; see `kl_penalty`."""
 
+    @property
+    def together(self) -> bool:
+        """Whether the loss of a token depends on all segments of its rollout, which must then share a micro-batch."""
+        return self.ratio == "gspo"
+
     def __post_init__(self) -> None:
         require_ranges(self, "loss")
         if self.std_norm and self.baseline != "group":
@@ -89,7 +94,12 @@ def kl_estimate(logprob: Tensor, reference: Tensor, kind: str) -> Tensor:
 
 
 def kl_penalty(
-    logprob_N: Tensor, reference_N: Tensor, rollout_N: Tensor, settings: LossSettings, denominator: float
+    logprob_N: Tensor,
+    reference_N: Tensor,
+    rollout_N: Tensor,
+    settings: LossSettings,
+    denominator: float,
+    length_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the KL penalty to subtract from each token's advantage [N], and the KL penalty to add to the loss.
 
@@ -105,7 +115,7 @@ def kl_penalty(
     if settings.kl == "k1":
         return settings.beta * estimate_N.detach(), logprob_N.new_zeros(())
     if settings.length_norm:
-        estimate_N = estimate_N / torch.bincount(rollout_N)[rollout_N]
+        estimate_N = estimate_N / (torch.bincount(rollout_N)[rollout_N] if length_N is None else length_N)
     return torch.zeros_like(logprob_N).detach(), settings.beta * estimate_N.sum() / denominator
 
 
@@ -120,11 +130,13 @@ def policy_loss(
     rollout_N: Tensor,
     settings: LossSettings,
     denominator: float,
+    length_N: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """Return the loss of N sampled tokens, their sum divided by `denominator` (a constant of the batch), and metrics.
 
     `logprob_N` carries gradients. `sampled_N` (float32) is the sampler's log-probability. `advantage_N` already includes the KL
-    penalty. `rollout_N` (int64, from 0) is the index of each token's rollout. The choices of `ratio`:
+    penalty. `rollout_N` (int64, from 0) is the index of each token's rollout, and `length_N` the number of its tokens, where some
+    segments of it are in other calls (None: all are here; `gspo` needs all). The choices of `ratio`:
 
     ppo     −min(r A, clip(r) A)                         arXiv 1707.06347, asymmetric as in DAPO, arXiv 2503.14476
     none    −A ℓ                                         plain REINFORCE
@@ -158,19 +170,17 @@ def policy_loss(
         keep_N = (moved_N <= settings.dppo).float()
         term_N = -keep_N * ratio_N * advantage_N
     else:
-        weight_N = ratio_N.detach()
-        if settings.ratio == "none":
-            weight_N = torch.ones_like(weight_N)
-        elif settings.ratio == "cispo":
+        weight_N = torch.ones_like(ratio_N) if settings.ratio == "none" else ratio_N.detach()
+        if settings.ratio == "cispo":
             weight_N = weight_N.clamp(low, high)
         elif settings.ratio == "tis":
             weight_N = weight_N.clamp(max=settings.tis_cap)
-        else:
+        elif settings.ratio == "icepop":
             keep_N = ((weight_N >= settings.icepop_low) & (weight_N <= settings.icepop)).float()
             weight_N = weight_N * keep_N
         term_N = -weight_N * advantage_N * logprob_N
     if settings.length_norm:
-        term_N = term_N / torch.bincount(rollout_N)[rollout_N]
+        term_N = term_N / (torch.bincount(rollout_N)[rollout_N] if length_N is None else length_N)
     raw_N = log_ratio_N.detach()
     metrics = {
         "masked": float((1 - keep_N).sum()),

@@ -28,6 +28,14 @@ from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY, Replay
 from composer_nb.trainer.models.transformer import Gather, Model
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Whole:
+    """The rollout of a stream. Only its own segments share it: another rollout may have the same tokens."""
+
+    sampled: int
+    """Sampled tokens of all segments."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
     """The trainer's view of a segment of T tokens."""
@@ -46,6 +54,8 @@ class Stream:
     """[T]: checks that bind each row of routes to its token (`route_checks`)."""
     family: bytes = b""
     """The rollout's task and prompt, which identify its family. Empty: the token ids before the first sampled one do."""
+    whole: Whole | None = None
+    """The rollout that this segment belongs to. None: the stream is all of it."""
     hints: tuple[Hint, ...] = ()
     """Hints for some of its turns (`feedback.py`)."""
 
@@ -103,6 +113,8 @@ class FlatBatch:
     sampled_S: Tensor
     advantage_S: Tensor
     rollout_S: Tensor
+    length_S: Tensor
+    """Number of sampled tokens of each token's rollout, also of segments in other batches."""
     counts: bool
     """Whether this rank counts the tokens; of ranks that share a batch, one does."""
 
@@ -153,6 +165,9 @@ def flatten(streams: Sequence[Stream], replay: ReplaySettings = NO_REPLAY) -> Fl
             raise ValueError(f"stream {number} of {len(streams)} cannot be replayed: {fault}")
     tree = _Tree([_signature(stream, replay) for stream in streams])
     acted = [stream.acted[1:] for stream in streams]
+    places: dict[int, int] = {}
+    rollouts = [places.setdefault(id(stream.whole or stream), len(places)) for stream in streams]
+    lengths = [stream.whole.sampled if stream.whole else a.sum() for stream, a in zip(streams, acted, strict=True)]
     owner_N, at_N = tree.owner_N, tree.position_N
     place_S = np.concatenate([nodes[a] for nodes, a in zip(tree.nodes, acted, strict=True)])
     place_U, from_S = np.unique(place_S, return_inverse=True)
@@ -179,7 +194,8 @@ def flatten(streams: Sequence[Stream], replay: ReplaySettings = NO_REPLAY) -> Fl
         token_S=of_sampled([stream.token_ids for stream in streams]).long(),
         sampled_S=of_sampled([stream.logprob for stream in streams]),
         advantage_S=of_sampled([stream.advantage for stream in streams]),
-        rollout_S=torch.from_numpy(np.concatenate([np.full(a.sum(), i) for i, a in enumerate(acted)])),
+        rollout_S=torch.from_numpy(np.repeat(rollouts, [a.sum() for a in acted])),
+        length_S=torch.from_numpy(np.repeat(lengths, [a.sum() for a in acted])),
         counts=True,
     )
 
@@ -187,7 +203,8 @@ def flatten(streams: Sequence[Stream], replay: ReplaySettings = NO_REPLAY) -> Fl
 def _nothing() -> FlatBatch:
     """Return an empty batch, which ranks without streams compute while others compute theirs."""
     ids, numbers = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
-    tokens = {name: ids for name in ("inputs_N", "position_N", "order_N", "place_U", "from_S", "token_S", "rollout_S")}
+    names = ("inputs_N", "position_N", "order_N", "place_U", "from_S", "token_S", "rollout_S", "length_S")
+    tokens = dict.fromkeys(names, ids)
     return FlatBatch(**tokens, recorded=None, rows=0, buckets=[], sampled_S=numbers, advantage_S=numbers, counts=True)
 
 
@@ -228,21 +245,24 @@ def families(streams: Sequence[Stream]) -> list[list[int]]:
     return list(found.values())
 
 
-def microbatches(streams: Sequence[Stream], budget: int) -> list[list[Stream]]:
-    """Return streams in lists of about `budget` tokens of the tree, sorted by prefix within families, longest families first."""
+def microbatches(streams: Sequence[Stream], budget: int, together: bool = False) -> list[list[Stream]]:
+    """Return streams in lists of about `budget` tokens of the tree, sorted by prefix within families, longest families first.
+    `together`: all segments of a rollout in one list, however long."""
     longest_first = sorted(families(streams), key=lambda family: -max(len(streams[n].token_ids) for n in family))
     chunks: list[list[Stream]] = []
-    room, before = 0, np.zeros((0, 1), np.int32)
-    for number in (number for family in longest_first for number in _in_order(streams, family)):
-        stream = streams[number]
-        signature = _signature(stream)
-        cost = len(signature) - _shared(before, signature)
-        if cost > room:
+    room, before = 0, NOTHING
+    for unit in (unit for family in longest_first for unit in _units(streams, family, together)):
+        added, last = _added(streams, unit, before)
+        if added.tokens > room:
             chunks.append([])
-            room, cost = budget, len(signature)
-        chunks[-1].append(stream)
-        room, before = room - cost, signature
+            room, (added, _) = budget, _added(streams, unit, NOTHING)
+        chunks[-1] += [streams[number] for number in unit]
+        room, before = room - added.tokens, last
     return chunks
+
+
+NOTHING = np.zeros((0, 1), np.int32)
+"""The signature of no stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,24 +276,41 @@ class Run:
     """Number of pairs of a token and one that it attends to, over all rows that own a token: these are computed whole."""
 
 
-def runs(streams: Sequence[Stream], family: Sequence[int], full: Callable[[Run], bool]) -> list[Run]:
-    """Cut a family, in the order of its tree, into the longest runs that are not `full`, of at least one stream each."""
+def runs(
+    streams: Sequence[Stream], family: Sequence[int], full: Callable[[Run], bool], together: bool = False
+) -> list[Run]:
+    """Cut a family, in the order of its tree, into the longest runs that are not `full`, of at least one stream each. `together`:
+    as for `microbatches`."""
     found: list[Run] = []
-    run, before = Run([], 0, 0), np.zeros((0, 1), np.int32)
-    for number in _in_order(streams, family):
-        signature = _signature(streams[number])
-        length = len(signature)
-        own, pairs = length - _shared(before, signature), length * (length + 1) // 2
-        grown = Run([*run.numbers, number], run.tokens + own, run.pairs + (pairs if own else 0))
+    run, before = Run([], 0, 0), NOTHING
+    for unit in _units(streams, family, together):
+        added, last = _added(streams, unit, before)
+        grown = Run([*run.numbers, *unit], run.tokens + added.tokens, run.pairs + added.pairs)
         if run.numbers and full(grown):
             found.append(run)
-            grown = Run([number], length, pairs)
-        run, before = grown, signature
+            grown, _ = _added(streams, unit, NOTHING)
+        run, before = grown, last
     return [*found, run]
 
 
-def _in_order(streams: Sequence[Stream], family: Sequence[int]) -> list[int]:
-    return sorted(family, key=lambda number: _signature(streams[number]).tobytes())
+def _units(streams: Sequence[Stream], family: Sequence[int], together: bool) -> list[list[int]]:
+    """Return the streams of a family in the order of its tree, one by one or, `together`, rollout by rollout."""
+    order = sorted(family, key=lambda number: _signature(streams[number]).tobytes())
+    units: dict[int, list[int]] = {}
+    for number in order:
+        units.setdefault(id(streams[number].whole or streams[number]) if together else number, []).append(number)
+    return list(units.values())
+
+
+def _added(streams: Sequence[Stream], unit: Sequence[int], before: NDArray[np.int32]) -> tuple[Run, NDArray[np.int32]]:
+    """Return what these streams add to a tree that ends with the signature `before`, and the last signature."""
+    tokens = pairs = 0
+    for number in unit:
+        signature = _signature(streams[number])
+        length = len(signature)
+        own = length - _shared(before, signature)
+        tokens, pairs, before = tokens + own, pairs + (length * (length + 1) // 2 if own else 0), signature
+    return Run(list(unit), tokens, pairs), before
 
 
 def _signature(stream: Stream, replay: ReplaySettings = NO_REPLAY) -> NDArray[np.int32]:

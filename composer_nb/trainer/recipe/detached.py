@@ -17,6 +17,7 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Literal
 
+from composer_nb.harness.sandbox.reap import reap
 from composer_nb.settings import Settings
 from composer_nb.trainer.recipe.launch import COMPLETE, LOCK, SAID, RunFailed, new_run, settle, start_or_resume
 from composer_nb.trainer.records.rundir import RunDir, open_run
@@ -69,12 +70,14 @@ def follow(run_dir: Path, say: Callable[[str], None] = print, *, lines: int = 20
         time.sleep(POLL_S)
 
 
-def stop(run_dir: Path) -> bool:
-    """End a live run as Ctrl-C does, or kill it if that takes longer than END_S; it can be resumed. Return whether it was
-    live."""
-    lock = open_run(run_dir).path / LOCK
-    if pid := holder(lock):
-        end(lock, pid, signal.SIGINT, END_S)
+def stop(run_dir: Path, say: Callable[[str], None] = lambda line: None) -> bool:
+    """End a live run as Ctrl-C does, or kill it, and what it leaves, if that takes longer than END_S; it can be resumed. Say what
+    is waited for. Return whether it was live. Raises TimeoutError if it cannot be killed."""
+    run = open_run(run_dir)
+    if pid := holder(run.path / LOCK):
+        say(f"{run.path.name}: process {pid} is asked to end its ranks, services and sandboxes")
+        end(run.path / LOCK, pid, signal.SIGINT, END_S, say)
+        reap(run.path)
     return bool(pid)
 
 

@@ -42,7 +42,7 @@ def evaluate(s: Stages, name: str) -> None:
         found = {kind: _score(s, name, kind) for kind in ("heldout", "structures") if s.tasks(kind)}
         if s.ranks.first:
             sampled, greedy = found["heldout"]
-            own = getattr(s.settings.env.own, "reward", None)
+            own = s.settings.env.reward_function(s.settings.limits.seconds)
             info |= summarise(sampled, greedy) | {"headroom": headroom(sampled, greedy, s.settings.reward, own)}
             if "structures" in found:
                 info["structures"] = summarise(*found["structures"])

@@ -9,25 +9,34 @@ import hashlib
 import json
 import re
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from composer_nb.harness.agent.compact import SPECIALS
 from composer_nb.harness.agent.expert import changes_lines
 from composer_nb.harness.attempt import Agent, tools_of
+from composer_nb.harness.blocking import CallTimeout
 from composer_nb.harness.environment import TO_CONVERT, EnvSettings, Sandboxes, make_agent, tasks_of
 from composer_nb.harness.files import write_json
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.grading.plan import PLAN, plan_of
 from composer_nb.harness.grading.recorded import guard_of
+from composer_nb.harness.policy import Completion, Trace
+from composer_nb.harness.rewards import own_reward
+from composer_nb.harness.rollout import Kind, Rollout, Transcript, Turn
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
+from composer_nb.harness.tasks.functions import parse_test_files
 from composer_nb.harness.tasks.miniatures import make_miniatures
 from composer_nb.harness.tasks.repairs import buggy, buggy_prints, fingerprints, make_tasks
 from composer_nb.harness.tasks.runtime import PACKAGES, PACKAGES_DIGEST, start
 from composer_nb.harness.tasks.task import LOWERED, Task, load_tasks, save_tasks
-from composer_nb.settings import DataSettings, Settings
+from composer_nb.harness.tools.tool_call import call
+from composer_nb.settings import DataSettings, Settings, override
 from composer_nb.trainer.learning.data import demonstrate, demonstration_rows, read_corpus, save_rows
 from composer_nb.trainer.learning.infill import GAP_TOKENS, gap_tokens
 from composer_nb.trainer.models.checkpoint import Source
@@ -49,6 +58,7 @@ def check_inputs(settings: Settings) -> None:
     if settings.data.code != "stdlib":
         read_corpus(settings.data.code)
     settings.reward.tried()
+    reduce(override, settings.services.changes.values(), settings).require_used()
     model, renderer = settings.model, settings.env.renderer
     if not model.start and renderer != "compact":
         raise ValueError(f"env.renderer={renderer!r}: only a checkpoint's tokenizer can have it; set model.start")
@@ -65,6 +75,7 @@ def check_inputs(settings: Settings) -> None:
             raise ValueError(f"model.start={model.start!r} with env.renderer={renderer!r}: {error}") from None
     if settings.env.path:
         deal_tasks(tasks := own_tasks(settings.env), settings.data)
+        try_reward(settings, tasks[0])
         if model.start:
             agent = make_agent(settings.env, tokenizer, settings.limits)
             for task in tasks:
@@ -256,6 +267,35 @@ def own_tasks(env: EnvSettings) -> list[Task]:
             except ValueError as error:
                 raise ValueError(f"env.tasks: task {task.id}: {error}") from None
     return tasks
+
+
+def try_reward(settings: Settings, task: Task) -> None:
+    """Score two made-up attempts at a task with the reward of a custom environment: one that solves it in one turn, and one that
+    does nothing. In a terminal, the reward may stop in a debugger. Raises ValueError if it fails, or takes `limits.seconds`."""
+    bounded = settings.env.reward_function(settings.limits.seconds)
+    if bounded is None:
+        return
+    own = cast(Any, settings.env.own).reward if sys.stdin is not None and sys.stdin.isatty() else bounded
+    transcript = Transcript()
+    transcript.read([0, 1], Kind.PROMPT)
+    transcript.wrote(Completion(rollout=0, token_ids=[2], logprobs=[-1.0], policy_versions=[0]), [Kind.TOOL_CALL])
+    segments, turns = (transcript.segment(Trace()),), (Turn(call=call("finish").json, observation=""),)
+    names = [test.id for test in parse_test_files(task.tests)] if task.grader == "functions" else [*task.tests]
+    for files, solved in ((task.files | task.solution, True), (task.files, False)):
+        rollout = Rollout(
+            task_id=task.id,
+            segments=segments,
+            turns=turns,
+            files=files,
+            before=task.files,
+            stop="finished",
+            seconds=1.0,
+        )
+        grade = Grade(status="graded", tests=dict.fromkeys(names, solved))
+        try:
+            own_reward(own, Attempt(task=task, rollout=rollout, grade=grade))
+        except (ValueError, CallTimeout) as error:
+            raise ValueError(f"{error} (on a made-up attempt, before the run)") from None
 
 
 def try_places(tasks: Iterable[Task], env: EnvSettings) -> None:

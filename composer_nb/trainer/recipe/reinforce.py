@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.attempt import Agent
+from composer_nb.harness.attempt import Agent, rewarded
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Policy
+from composer_nb.harness.rewards import Term
 from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.tasks.task import Task
@@ -22,7 +23,7 @@ from composer_nb.trainer.prompts import Order, prompt_order
 from composer_nb.trainer.recipe.evaluate import evaluate_model
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.batches import batch_file, save_batch
-from composer_nb.trainer.rl import Batch, Scored, reinforce, scores_line
+from composer_nb.trainer.rl import Batch, Scored, reinforce, scores_line, time_is_up
 from composer_nb.trainer.services.services import hinter_of, learn_batch, make_learner
 
 
@@ -70,6 +71,7 @@ class InProcess:
         seconds = max(self.ranks.gather(self.seconds))
         if self.step < rl.steps and rl.max_seconds and seconds > rl.max_seconds:
             self.stopped_early = True
+            self.say(time_is_up(rl.max_seconds, self.step, rl.steps))
         if self.step >= rl.steps or self.stopped_early:
             return None
         self._begin, self._lr = time.perf_counter(), rl.rate(self.step, seconds)
@@ -78,7 +80,8 @@ class InProcess:
         sampler = as_engine(self.learner.model, self.settings.engine.numerics)
         engine = s.engine(sampler, seed=self.settings.sampling_seed, version=self.version)
         tasks = {slot: self.tasks[slot] for slot in slots}
-        groups, lost = sample_groups(engine, s.agent(), tasks, rl.group, s.sandboxes)
+        own = self.settings.env.reward_function(self.settings.limits.seconds)
+        groups, lost = sample_groups(engine, s.agent(), tasks, rl.group, s.sandboxes, own)
         return Batch(step=self.step, groups=groups, lost=lost)
 
     def keep(self, batch: Batch, groups: list[list[Scored]]) -> None:
@@ -125,7 +128,13 @@ class InProcess:
 
 
 def sample_groups(
-    policy: Policy, agent: Agent, tasks: Mapping[int, Task], group: int, executor: Executor, tries: int = 3
+    policy: Policy,
+    agent: Agent,
+    tasks: Mapping[int, Task],
+    group: int,
+    executor: Executor,
+    own: Term | None = None,
+    tries: int = 3,
 ) -> tuple[Sequence[Sequence[Attempt]], int]:
     """Return `group` attempts at each task, and the number of attempts lost to infrastructure faults.
 
@@ -138,10 +147,13 @@ def sample_groups(
     lost = 0
     for _ in range(tries):
         missing = [number for number in range(len(order)) if number not in done]
-        runs = (agent.attempt(order[number][1], order[number][0]) for number in missing)
+        runs = (rewarded(agent.attempt(order[number][1], order[number][0]), own) for number in missing)
         results = [(missing[place], result) for place, result in drive(runs, policy, executor)]
         done |= {number: result for number, result in results if result.grade.known}
-        lost += len(missing) - sum(result.grade.known for _, result in results)
+        faults = [result.grade.output or result.grade.status for _, result in results if not result.grade.known]
+        lost += len(faults)
         if len(done) == len(order):
             return [[done[i] for i in range(at, at + group)] for at in range(0, len(order), group)], lost
-    raise SandboxFailure(f"{len(order) - len(done)} attempts got no grade in {tries} tries; run `composer-nb doctor`")
+    raise SandboxFailure(
+        f"{len(order) - len(done)} attempts got no grade in {tries} tries, the last one {faults[-1]!r}; run `composer-nb doctor`"
+    )

@@ -113,11 +113,27 @@ def read_status(path: Path) -> Status:
     )
 
 
-def wait_until(path: Path, done: Callable[[Status], bool], seconds: float, poll_s: float = 0.5) -> Status:
-    """Poll the run until `done` returns true or the run has ended, and return its status. Raises TimeoutError after `seconds`."""
-    deadline = time.monotonic() + seconds
+def wait_until(
+    path: Path,
+    done: Callable[[Status], bool],
+    seconds: float,
+    poll_s: float = 0.5,
+    say: Callable[[str], None] | None = None,
+) -> Status:
+    """Poll the run until `done` returns true or the run has ended, and return its status. Raises TimeoutError after `seconds`.
+
+    With `say`, say what the run does whenever that changes, and after `seconds` return the status as it is: ask again later."""
+    deadline, told = time.monotonic() + seconds, ""
     while not done(status := read_status(path)) and status.state == "live":
+        steps = f" {status.done} of {status.total} steps" if status.total else ""
+        now = f"{path.name} is at {status.stage or 'its end'}{steps}"
+        if say and status.stage != told:
+            say(f"{now}; last log line: {status.last_line}")
+            told = status.stage
         if time.monotonic() > deadline:
+            if say:
+                say(f"{now}; ask again later")
+                break
             raise TimeoutError(f"{path.name}: not within {seconds:g} s; its last line: {status.last_line!r}")
         time.sleep(poll_s)
     return status

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from composer_nb.harness.files import socket_folder
 from composer_nb.harness.sandbox.journal import WRITER, Journal, Resource
 from composer_nb.harness.sandbox.reap import release
 from composer_nb.harness.sandbox.system.linux import patience
@@ -28,6 +29,8 @@ START_S = 180.0
 LOOPBACK = "127.0.0.1"
 LOCAL = (f"{LOOPBACK}:", "localhost:")
 AGENTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+SOCKET = "/cnb-12345678/session_2026-01-01_12-00-00_123456_1234567/sockets/plasma_store"
+"""A path of Ray's sockets, below the folder for temporary files."""
 ANSWER_S = 5.0
 """Seconds within which a live cluster accepts a connection."""
 
@@ -95,7 +98,7 @@ class Cluster:
 
     def _start(self) -> str:
         """Start a cluster and return its address."""
-        folder = Path(tempfile.mkdtemp(prefix="cnb-"))
+        folder = Path(tempfile.mkdtemp(prefix="cnb-", dir=socket_folder(len(SOCKET))))
         if (noted := self._note("directory", folder)) is not None:
             os.environ[WRITER] = noted.mark
         before = _below()

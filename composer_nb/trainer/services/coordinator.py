@@ -20,6 +20,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial, reduce
 from typing import Any
 
+from composer_nb.harness.blocking import TooManyBlocked
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.store import unpack_attempt
@@ -29,7 +30,7 @@ from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.prompts import Order, prompt_order, tasks_by_id
 from composer_nb.trainer.records.batches import batch_file, load_batch, save_batch
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.rl import Batch, Scored, reinforce, reward_of, scores_line
+from composer_nb.trainer.rl import Batch, Scored, reinforce, reward_of, scores_line, time_is_up
 from composer_nb.trainer.schedule import (
     WORK_S,
     Alive,
@@ -89,7 +90,9 @@ class Coordinator:
         self.running, self.seen = list[Running](), list[tuple[Rollout, Grade]]()
         """`seen`: the rollouts of the last batch, on which new reward terms are tried."""
         self.waits, self.took = list[dict[str, float]](), dict[tuple[int, int, int], float]()
-        self.begin = self.last = time.perf_counter()
+        self.begin: float | None = None
+        """When the first worker was ready; the start of Ray and of its services does not count."""
+        self.last = time.perf_counter()
         self.before = self.train_s = 0.0
         self.saved = self.live = 0
         """`live`: the step of the last batch with a signal. Batches without a signal make versions with unchanged weights."""
@@ -107,7 +110,7 @@ class Coordinator:
 
     @property
     def seconds(self) -> float:
-        return self.before + time.perf_counter() - self.begin
+        return self.before + (time.perf_counter() - self.begin if self.begin is not None else 0.0)
 
     def go(self) -> dict[str, Any]:
         """Run to the end, and return the results of the stage. Raises RunStopped if RL cannot continue."""
@@ -178,7 +181,7 @@ class Coordinator:
             return []  # from a pair that was given up
         try:
             result = future.result()
-        except ActorDied as died:
+        except (ActorDied, TooManyBlocked) as died:
             if kind == "look":
                 self.say(f"evaluation: {died}")
                 return []
@@ -192,9 +195,11 @@ class Coordinator:
         match kind:
             case "join":
                 self.stillborn, what.joined = 0, True
+                if self.begin is None:
+                    self.begin = self.last = time.perf_counter()
                 return [Joined(at=time.monotonic(), worker=what.name, capacity=self.settings.slots)]
             case "work":
-                return self._worked(what, result)
+                return self._worked(what, *result)
             case "learn":
                 self._learnt(what, result)
             case "update":
@@ -208,7 +213,7 @@ class Coordinator:
                 self._looked(what[0], what[1], result)
         return []
 
-    def _worked(self, pair: Pair, outcomes: Sequence[Outcome]) -> list[Event]:
+    def _worked(self, pair: Pair, outcomes: Sequence[Outcome], alive: set[tuple[int, int]]) -> list[Event]:
         pair.working = False
         events: list[Event] = []
         for o in outcomes:
@@ -225,9 +230,9 @@ class Coordinator:
             oldest, s, value = o.oldest_version // self.per_step, self.settings, None
             if s.rl.refill:
                 done = unpack_attempt(o.packed, self.tasks[o.slot])
-                value = reward_of(done, s.reward, getattr(s.env.own, "reward", None)).total
+                value = reward_of(done, s.reward, s.env.reward_function(s.limits.seconds)).total
             events.append(Finished(at=time.monotonic(), **name, oldest_version=oldest, sampled=o.sampled, reward=value))
-        return events + [Alive(at=time.monotonic(), slot=slot, attempt=number) for slot, number in pair.assigned]
+        return events + [Alive(at=time.monotonic(), slot=slot, attempt=number) for slot, number in alive]
 
     def _pair_died(self, pair: Pair, died: Exception) -> list[Event]:
         self.stillborn += not pair.joined
@@ -299,8 +304,9 @@ class Coordinator:
         limit, o = self.settings.rl.max_seconds, self.orchestrator
         if not limit or self.seconds < limit or self.stopped_early or o.version >= self.settings.rl.steps:
             return []
-        self.stopped_early = True
-        self.settings = override(self.settings, {"rl.steps": max(1, o.version + (o.training is not None))})
+        self.stopped_early, steps = True, max(1, o.version + (o.training is not None))
+        self.say(time_is_up(limit, steps, self.settings.rl.steps))
+        self.settings = override(self.settings, {"rl.steps": steps})
         return [Changed(at=time.monotonic(), schedule=self.settings.schedule())]
 
     # What is commanded

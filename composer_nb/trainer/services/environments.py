@@ -16,6 +16,7 @@ import numpy as np
 
 from composer_nb.harness.agent.driver import Driver
 from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.attempt import rewarded
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, Trace
@@ -134,6 +135,7 @@ class EnvironmentService:
         """`policy`: see `RemotePolicy`. `lockstep`: `work` reports each ended rollout at once, so that the number of ended ones
         does not depend on a clock, and one seed gives one result."""
         require_seen(run)
+        self._own = env.reward_function(limits.seconds)
         self._sandboxes = Sandboxes(env.backend, run.name, run / FOLDER)
         self._agent = agent = make_agent(env, load_tokenizer(run / "data", needed=()), limits, self._sandboxes)
         self._tasks, self._group, self._lockstep = prompt_order(run, order), group, lockstep
@@ -143,8 +145,11 @@ class EnvironmentService:
         self._since: dict[int, float] = {}
         self._waiting: list[tuple[int, tuple[int, int, int]]] = []
 
-    def work(self, start: Sequence[Dispatch], cancel: Sequence[tuple[int, int]], seconds: float) -> list[Outcome]:
-        """Start dispatches, give up cancelled ones (slot, attempt), and work for about `seconds`. Return at once without work."""
+    def work(
+        self, start: Sequence[Dispatch], cancel: Sequence[tuple[int, int]], seconds: float
+    ) -> tuple[list[Outcome], set[tuple[int, int]]]:
+        """Start dispatches, give up cancelled ones (slot, attempt), and work for about `seconds`. Return the rollouts that ended,
+        and the dispatches that made progress or wait for room. Return at once without work. Raises TooManyBlocked."""
         until = time.monotonic() + seconds
         for a in start:
             base = (a.attempt - 1) * ATTEMPT_STRIDE + a.slot * self._group  # as in the plain loop at the first attempt
@@ -156,11 +161,13 @@ class EnvironmentService:
             while self._waiting and self._driver.room:
                 rollout, names = self._waiting.pop(0)
                 self._doing[rollout], self._since[rollout] = names, time.monotonic()
-                self._driver.add(rollout, self._agent.attempt(self._tasks[names[0]], rollout))
+                self._driver.add(rollout, rewarded(self._agent.attempt(self._tasks[names[0]], rollout), self._own))
             for rollout, done in self._driver.round(seconds):
                 took = time.monotonic() - self._since.pop(rollout)
                 outcomes.append(_outcome(self._doing.pop(rollout), done, took))
-        return outcomes
+        alive = {self._doing[rollout][:2] for rollout in self._driver.moved & self._doing.keys()}
+        self._driver.moved.clear()
+        return outcomes, alive | {names[:2] for _, names in self._waiting}
 
     def _give_up(self, cancelled: set[tuple[int, int]]) -> list[Outcome]:
         if not cancelled:
@@ -192,5 +199,5 @@ def _outcome(names: tuple[int, int, int], done: Attempt, seconds: float) -> Outc
         oldest_version=int(written.min()) if len(written) else 0,
         sampled=rollout.sampled,
         seconds=seconds,
-        reason="" if known else done.grade.status,
+        reason="" if known else done.grade.output or done.grade.status,
     )

@@ -38,6 +38,9 @@ LEASE_S = 3600.0
 START_S = 240.0
 """Maximum seconds of a head's start; Ray takes a third of this on a busy machine."""
 END_S = 30.0
+KILLED_S = 15.0
+"""Seconds within which a killed process is gone, unless the kernel holds it."""
+SAY_S = 5.0
 POLL_S = 0.5
 PROCESS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
 """Environment variables of a process that computes and writes a log."""
@@ -131,7 +134,7 @@ def down(folder: Path) -> bool:
     """End the head in `folder`, even if it is in use, and clean up after a killed one. Return whether there was a live head."""
     head = find(folder)
     if head is not None:
-        end(folder / "head.lock", head.pid, signal.SIGTERM, END_S)
+        end(folder / "head.lock", head.pid, signal.SIGTERM, patience(END_S))
     if folder.is_dir():
         reap(folder)
     return head is not None
@@ -181,14 +184,29 @@ def last_words(log: Path, begin: int) -> str:
     return f"{text.splitlines()[-1] if text else SILENT} ({log})"
 
 
-def end(lock: Path, pid: int, number: signal.Signals, seconds: float) -> None:
-    """Send a signal to the holder of a lock, and SIGKILL if it holds the lock after `seconds` (more on a busy machine)."""
-    os.kill(pid, number)
-    deadline = time.monotonic() + patience(seconds)
-    while holder(lock) == pid:
-        if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
+def end(
+    lock: Path, pid: int, number: signal.Signals, seconds: float, say: Callable[[str], None] = lambda line: None
+) -> None:
+    """Send a signal to the holder of a lock, and SIGKILL if it holds the lock after `seconds`. Say what is waited for. Raises
+    TimeoutError if even that has not ended it after KILLED_S."""
+    began = said = time.monotonic()
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+        killed = False
+        while holder(lock) == pid:
+            now = time.monotonic()
+            if not killed and now - began > seconds:
+                os.kill(pid, signal.SIGKILL)
+                killed = True
+                say(f"process {pid} was killed: it had not ended within {seconds:g} s")
+            if now - began > seconds + KILLED_S:
+                raise TimeoutError(
+                    f"process {pid} outlives SIGKILL: it waits for its disk; look at {lock.parent} later"
+                )
+            if now - said > SAY_S:
+                said = now
+                say(f"waiting for process {pid} to end, {now - began:.0f} s of {seconds:g} s")
+            time.sleep(0.05)
 
 
 def claim(lock: Path, tries: int = 20) -> int | None:

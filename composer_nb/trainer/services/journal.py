@@ -172,6 +172,7 @@ def change_live(settings: Settings, name: str, value: Any, seen: Iterable[tuple[
     rewards must be able to score the rollouts in `seen`."""
     require_live(name)
     changed = override(settings, {name: value})
+    changed.require_used()
     changed.reward.tried(seen)
     return changed
 

@@ -120,7 +120,7 @@ def test_without_lockstep_an_agent_at_work_holds_up_no_other() -> None:
     driver: Driver[str] = Driver(policy, Nothing(), lockstep=False)
 
     def slow(seat: Seat[Any]) -> str:
-        assert go_on.wait(30)
+        assert go_on.wait(120)
         return "slow"
 
     def quick(seat: Seat[Any]) -> str:
@@ -150,7 +150,7 @@ def test_an_agent_that_is_dropped_ends_and_is_released(at: str) -> None:
         try:
             if at == "work":
                 reached.set()
-                assert stopped.wait(30)
+                assert stopped.wait(120)
             else:
                 ask(seat, 7)
                 reached.set()
@@ -163,7 +163,7 @@ def test_an_agent_that_is_dropped_ends_and_is_released(at: str) -> None:
     if at == "the policy":
         while not reached.is_set():
             driver.round()
-    assert at == "a request that nobody took" or reached.wait(30)
+    assert at == "a request that nobody took" or reached.wait(120)
     driver.drop(0)
     assert stopped.is_set() and not driver.alive and driver.room == policy.capacity
     assert policy.noted[-1] == ("released", 7)
@@ -201,7 +201,7 @@ def test_without_lockstep_the_policy_goes_on_while_calls_run() -> None:
 
     class Slow:
         def run(self, requests: Any) -> Any:
-            assert turns.wait(30)
+            assert turns.wait(120)
             return [(outcome,) for outcome in range(len(requests))]
 
     def calling(seat: Seat[Any]) -> Any:

@@ -62,7 +62,7 @@ def test_the_same_tree_is_graded_once_and_says_so(ask: Any) -> None:
     grader = ask(CLEAN)
     first, second = one(), one(left=files(TARGET) | {"__pycache__/ledger.pyc": b"never graded"})
     assert grader.asked == 1 and first == second
-    assert "repeats" not in first.cost and second.cost["repeats"] == 1 and second.cost["wall_s"] < 9
+    assert "repeats" not in first.cost and second.cost["repeats"] == 1 and second.cost["wall_s"] != first.cost["wall_s"]
 
 
 @pytest.mark.parametrize(

@@ -144,10 +144,11 @@ def test_a_fence_around_an_answer_and_thinking_before_it_are_left_out(tmp_path: 
 
 
 def test_a_slow_judge_gives_no_level(tmp_path: Path) -> None:
-    with served(lambda question: time.sleep(1.5) or fair(question), tmp_path, within_s=0.2) as (judge, _):
-        start = time.monotonic()
+    judged = threading.Event()
+    with served(lambda question: judged.wait(120) and fair(question), tmp_path, within_s=0.2) as (judge, _):
         [verdict] = judge.verdicts(COMMUNICATION, [done("x")])
-    assert verdict.level is None and verdict.why == "no answer within 0.2 s" and time.monotonic() - start < 4
+        judged.set()  # the judge answers only now
+    assert verdict.level is None and verdict.why == "no answer within 0.2 s"
 
 
 def test_so_many_at_once_and_no_more(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -11,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from composer_nb.cli import main
 from composer_nb.harness.files import write_json
 from composer_nb.settings import Settings, override, to_dict
-from composer_nb.trainer.recipe import launch
+from composer_nb.trainer.recipe import detached, launch
 from composer_nb.trainer.recipe.detached import follow, start_detached, stop
 from composer_nb.trainer.recipe.launch import RunFailed, start_or_resume
 from composer_nb.trainer.records.rundir import RunDir, create
+from composer_nb.trainer.services import head
 from composer_nb.trainer.services.head import holder
 
 LAUNCHER = """
@@ -88,6 +91,23 @@ def test_a_live_run_is_followed_until_it_is_stopped(run: RunDir) -> None:
     assert stop(run.path) and process.wait() == 1
     follower.join(120)
     assert said == ["step 1", "KeyboardInterrupt"] and not stop(run.path)
+
+
+def test_a_run_that_does_not_stop_is_killed_in_time_and_what_is_waited_for_is_said(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaf = LAUNCHER.replace("signal.default_int_handler", "signal.SIG_IGN")
+    process, said = subprocess.Popen([sys.executable, "-c", deaf, str(run.path)]), list[str]()
+    while holder(run.path / "launch.lock") is None:
+        assert process.poll() is None
+        time.sleep(0.02)
+    monkeypatch.setattr(detached, "END_S", 0.5)
+    monkeypatch.setattr(head, "SAY_S", 0.1)
+    assert stop(run.path, said.append) and process.wait() == -signal.SIGKILL
+    assert said[0] == f"{run.path.name}: process {process.pid} is asked to end its ranks, services and sandboxes"
+    assert said[1].startswith(f"waiting for process {process.pid} to end, 0 s of 0.5 s")
+    assert said[-1] == f"process {process.pid} was killed: it had not ended within 0.5 s"
+    assert main(["stop", str(run.path)]) == 0, "nothing lives"
 
 
 def test_it_is_refused_before_it_is_started(run: RunDir, tmp_path: Path) -> None:

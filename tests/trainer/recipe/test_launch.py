@@ -134,7 +134,7 @@ def test_a_launcher_is_refused_in_its_own_process_too(run: RunDir, monkeypatch: 
     first = threading.Thread(target=go, args=(run.path,))
     first.start()
     try:
-        assert started.wait(20)
+        assert started.wait(120)
         with pytest.raises(RunBusy, match=f"process {os.getpid()}"):
             start_or_resume(run.path, say=quiet)
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from bdb import BdbQuit
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,12 @@ from composer_nb.trainer.prompts import Order, prompt_order
 from composer_nb.trainer.recipe import recipe
 from composer_nb.trainer.recipe.launch import new_run
 from composer_nb.trainer.recipe.prepare import chunks, deal_tasks, make_data, make_tokenizer, own_tasks
+from composer_nb.trainer.recipe.reader import EXAMPLES
 from composer_nb.trainer.recipe.recipe import fine_tune, midtrain
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.rundir import create
 from composer_nb.trainer.rl import score_groups
+from composer_nb.trainer.services.journal import change_live
 
 ALONE: dict[str, Any] = dict.fromkeys(
     ("midtrain.steps", "sft.steps", "data.demonstrations", "data.mistaken_demonstrations"), 0
@@ -428,6 +431,79 @@ def test_what_an_environment_of_ones_own_does_wrong_is_one_line(
     assert "\n" not in str(caught.value)
 
 
+TRIED = {
+    "Raises": (
+        "def reward(self, rollout, grade): return grade.nothing",
+        r"Raises.reward.* ended in AttributeError: .*tried_env.py:\d+",
+    ),
+    "Text": (
+        "def reward(self, rollout, grade): return 'good'",
+        r"Text.reward.* returned 'good' \(str\); it must return a finite",
+    ),
+    "Nan": ("def reward(self, rollout, grade): return float('nan')", r"Nan.reward.* returned nan \(float\)"),
+    "Nothing": ("def reward(self, rollout, grade): pass", r"Nothing.reward.* returned None \(NoneType\)"),
+    "Stops": (
+        "def reward(self, rollout, grade): breakpoint()",
+        r"Stops.reward.*: breakpoint\(\) has no terminal ",
+    ),
+    "Blocks": ("def reward(self, rollout, grade): time.sleep(1e9)", r"did not return within \d s \(limits.seconds\)"),
+    "Other": ("def reward(self, rollout): return 1.0", r"reward must be called as reward\(rollout, grade\)"),
+}
+
+
+@pytest.fixture
+def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Settings of a run on tasks of one's own from the example's checkpoint; classes of TRIED and `Good`, by `env.tasks`."""
+    good = "def reward(self, rollout, grade): return float(grade.passed) + len(rollout.segments[0].token_ids) + rollout.calls"
+    bodies = {name: body for name, (body, _) in TRIED.items()} | {"Good": good}
+    classes = [f"class {name}(Tasks):\n    {body}\n" for name, body in bodies.items()]
+    head = "import time\nfrom composer_nb.harness.tools.toolset import ToolSet\n"
+    head += "from tests.trainer.recipe.test_prepare import own\n"
+    head += "class Tasks:\n    def tasks(self):\n        return [own(n) for n in range(9)]\n"
+    tools = "class Tools(Tasks):\n    tools = ToolSet.tiny()\n"
+    (tmp_path / "tried_env.py").write_text("\n".join([head, *classes, tools]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "tried_env", raising=False)
+    start = EXAMPLES[0] / "weights" / "final"
+    return ALONE | {"model.start": str(start), "limits.seconds": 1.0}
+
+
+def no_terminal() -> None:
+    """What `breakpoint()` does where it can read nothing."""
+    raise BdbQuit
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_a_bad_reward_is_named_before_the_run_starts(
+    name: str, tried: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = override(Settings(), tried | {"env.tasks": f"tried_env:{name}"})
+    monkeypatch.setattr(sys, "breakpointhook", no_terminal)
+    with pytest.raises(ValueError, match=TRIED[name][1]) as caught:
+        new_run(tmp_path / "runs", "run", settings)
+    assert "\n" not in str(caught.value) and not (tmp_path / "runs").exists()
+    new_run(tmp_path / "runs", "run", override(Settings(), tried | {"env.tasks": "tried_env:Good"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "of"),
+    [
+        ("reward.weights", {"solved": 2.0}, "Good"),
+        ("reward.effort.weight", 0.1, "Good"),
+        ("env.tools", "cursor", "Tools"),
+    ],
+)
+def test_a_setting_that_the_class_replaces_is_refused(
+    name: str, value: Any, of: str, tried: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = override(Settings(), tried | {"env.tasks": f"tried_env:{of}"})
+    with pytest.raises(ValueError, match=f"^{name}: has no effect, because env.tasks='tried_env:{of}' has"):
+        new_run(tmp_path / "runs", "run", override(settings, {name: value}))
+    if name != "env.tools":
+        with pytest.raises(ValueError, match=f"^{name}: has no effect"):
+            change_live(settings, name, value)
+
+
 @pytest.mark.parametrize("text", ["def", "raise SystemExit(0)", "raise RuntimeError('no\\nluck')"])
 def test_a_module_that_ends_while_it_is_imported_is_named(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -460,7 +536,7 @@ def test_an_own_reward_that_is_no_finite_number_is_named_before_it_trains(mine: 
     [task, *_] = own_tasks(mine)
     rollout = Rollout(task_id=task.id, segments=(), turns=(), files={}, stop="finished")
     done = Attempt(task=task, rollout=rollout, grade=Grade(status="graded"))
-    with pytest.raises(ValueError, match=f"must return a finite number; {task.id} got "):
+    with pytest.raises(ValueError, match=f"of {task.id} returned .* it must return a finite number"):
         score_groups([[done]], RewardSettings(), LossSettings(), lambda rollout, grade: value)
     [[scored]] = score_groups([[done]], RewardSettings(), LossSettings(), lambda rollout, grade: np.float32(0.5))
     assert scored.reward.total == 0.5

@@ -7,6 +7,7 @@ import json
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,12 +125,14 @@ def test_looking_makes_no_run_and_changes_none(run: RunDir, tmp_path: Path) -> N
 def test_state_is_that_of_the_lock_and_of_the_last_words(run: RunDir) -> None:
     seen = read_status(run.path)
     assert (seen.state, seen.last_line, seen.stage, seen.done) == ("dead", "", "tokenizer", 0)
-    said = run.path / "said.log"
+    said, began = run.path / "said.log", time.time()
     said.write_text("midtrain …\nmidtrain 20/100: loss 1.0\nhalf a li")
     with live(run):
         seen = read_status(run.path)
         assert (seen.state, seen.pid, seen.last_line) == ("live", os.getpid(), "midtrain 20/100: loss 1.0")
-        assert seen.quiet_s is not None and 0 <= seen.quiet_s < 60
+        assert seen.quiet_s is not None and 0 <= seen.quiet_s <= time.time() - began + 1, (
+            "in whole seconds on some disks"
+        )
     assert read_status(run.path).state == "dead"
     said.write_text("a\nthe run is complete after 3 s: here\n")
     assert (read_status(run.path).state, read_status(run.path).stage) == ("complete", "")
@@ -227,6 +230,19 @@ def test_waiting_ends_with_what_was_waited_for_with_the_run_or_with_patience(run
         (run.path / "said.log").write_text("data …\n")
         with pytest.raises(TimeoutError, match=r"it: not within 0.1 s; its last line: 'data …'"):
             wait_until(run.path, lambda seen: False, 0.1, poll_s=0.02)
+
+
+def test_waiting_says_what_the_run_does_and_returns_when_patience_is_over(run: RunDir) -> None:
+    """As for a run of somebody else's, which may be hours from what is waited for."""
+    said: list[str] = []
+    with live(run):
+        (run.path / "said.log").write_text("data …\n")
+        run.finish("tokenizer", 1.0, {})
+        assert wait_until(run.path, lambda seen: False, 0.1, poll_s=0.02, say=said.append).stage == "data"
+    assert said == [
+        f"{run.path.name} is at data; last log line: data …",
+        f"{run.path.name} is at data; ask again later",
+    ]
 
 
 def test_prompts_of_a_log_of_batches(run: RunDir) -> None:

@@ -559,9 +559,36 @@ def test_a_trainer_that_dies_at_birth_or_at_the_end_is_started_again_with_all_el
 
 def test_time_that_is_up_ends_rl_at_a_whole_step(begun):
     run, settings = begun("short", {"rl.max_seconds": 0.01, "rl.steps": 6})
-    info = go(run, settings)
+    actors, said = Threads(), list[str]()
+    info = Coordinator(run, settings, actors, said.append).go()
+    actors.close()
     assert info["stopped_early"] and len(run.steps("rl")) == 1
+    assert "rl: stopped by rl.max_seconds=0.01 after 1 of 6 steps" in said
+    assert any(line.startswith("rl 1/6: ") for line in said)
     assert (run.path / "weights" / "final" / "config.json").is_file()
+
+
+def test_time_counts_from_the_first_rollout(begun, monkeypatch: pytest.MonkeyPatch):
+    """However long the services take to start."""
+    run, settings = begun("slow-start", {"rl.max_seconds": 3600.0, "rl.steps": 1})
+    actors, seconds, clock = Threads(), list[float](), time.perf_counter
+    late = 0.0
+    monkeypatch.setattr("composer_nb.trainer.services.coordinator.time.perf_counter", lambda: clock() + late)
+    coordinator = Coordinator(run, settings, actors, lambda line: None)
+    heard = coordinator._heard
+
+    def slow(kind: str, *what: Any) -> Any:
+        nonlocal late
+        if kind == "join" and not seconds:
+            late = 7200.0  # so long did Ray take
+            seconds.append(coordinator.seconds)
+        return heard(kind, *what)
+
+    monkeypatch.setattr(coordinator, "_heard", slow)
+    info = coordinator.go()
+    actors.close()
+    assert seconds == [0.0] and not info["stopped_early"] and 0 < coordinator.seconds < 3600
+    assert run.steps("rl")[0]["time"]["wall_s"] < 3600
 
 
 def test_a_learning_rate_that_fell_with_time_is_the_same_when_a_batch_is_trained_again(begun, monkeypatch):
