@@ -37,7 +37,7 @@ from composer_nb.harness.tasks.making.options import given_packages
 from composer_nb.harness.tasks.runtime import spec_of
 from composer_nb.harness.tasks.task import Task
 from composer_nb.planner import Plan, make_plans, with_plans
-from composer_nb.policies import Cast, equipment, identity, open_policy, parse_policy
+from composer_nb.policies import Cast, equipment, identity, known_training, open_policy, parse_policy
 from composer_nb.provenance import package_digest
 
 WORKERS = {True: 16, False: 2}
@@ -64,8 +64,8 @@ def bench_settings(policy: str, tasks: Sequence[Task], changes: Mapping[str, Any
     names. Raises ValueError, FileNotFoundError."""
     from composer_nb.settings import override
 
-    tiny = check_fit(tasks)
-    usual = equipment(policy)[1] if parse_policy(policy)[0] == "checkpoint" or not tiny else UNCOUNTED
+    tiny, known = check_fit(tasks), known_training(policy)
+    usual = (known and known.limits) or (LIMITS if known or not tiny else UNCOUNTED)
     return override(BenchSettings(limits=usual), changes)
 
 

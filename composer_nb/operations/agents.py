@@ -257,6 +257,7 @@ def serve(given: argparse.Namespace) -> int:
             record = Record(given.record, engine.tokenizer, **judged) if given.record else None
             answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens, record)
             address |= {"version": lambda: engine.shared.version, "grade": answer.grade, "trained": engine.known}
+            address["context"] = engine.tokens
             if isinstance(engine.shared, Replicas | Canary):
                 address["replicas"] = engine.shared.states
             address |= {"canary": engine.shared.told} if isinstance(engine.shared, Canary) else {}

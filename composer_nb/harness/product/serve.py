@@ -151,6 +151,7 @@ class ChatServer:
         version: Callable[[], int] | None = None,
         grade: Callable[[str, Verdict], int] | None = None,
         trained: Carried | None = None,
+        context: int = 0,
         replicas: Callable[[], Sequence[Mapping[str, int]]] = tuple,
         canary: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
@@ -159,6 +160,7 @@ class ChatServer:
         one; beyond the loopback one is made. `version`: that of the policy; raises ProviderFailure if it has ended.
         `grade`: takes what is found out about a recorded rollout, and returns the number of its branches. `trained`: what the
         model was trained with; `GET /v1/models` says it, so that an agent offers the same tools within the same limits.
+        `context`: maximum tokens of a conversation, which it says too, under vLLM's name.
         `replicas`: what each of several engines does, for `/health` and `/metrics`. `canary`: where the trial of a version
         stands, for `/health`.
 
@@ -175,7 +177,8 @@ class ChatServer:
         self.key = key or ("" if local else secrets.token_urlsafe(24))
         self._version, self._grade, self._counts = version, grade, Counter[str]()
         self._replicas, self._canary = replicas, canary
-        self._trained = {"trained_with": asdict(trained)} if trained else {}
+        self._listed = {"max_model_len": context} if context else dict[str, Any]()
+        self._listed |= {"trained_with": asdict(trained)} if trained else {}
         self._answer, self._work, self._draining = answer, set[Future[Answered]](), False
         self._threads = ThreadPoolExecutor(max_workers=slots, thread_name_prefix="answer")
         self._server = uvicorn.Server(
@@ -243,7 +246,7 @@ class ChatServer:
     async def _reply(self, request: Request) -> Response:
         self._authorize(request.headers, request.scope["server"][0], request.scope["path"])
         body = await _body(request)
-        listed = {"id": self.model, "object": "model", "created": 0, "owned_by": "composer_nb"} | self._trained
+        listed = {"id": self.model, "object": "model", "created": 0, "owned_by": "composer_nb"} | self._listed
         match request.method, request.scope["path"]:
             case "GET", "/health":
                 if self._draining:

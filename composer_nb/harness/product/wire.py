@@ -178,6 +178,16 @@ class Refused(ValueError):
         self.status, self.code, self.param, self.headers = status, code, param, headers
 
 
+class TooLong(Refused):
+    """A conversation without room for an answer, in the words by which clients such as litellm tell it from other errors."""
+
+    def __init__(self, context: int, read: int, param: str) -> None:
+        """`context`: maximum tokens of a conversation; `read`: those of this one, or at least so many."""
+        said = f"This model's maximum context length is {context} tokens. However, your messages resulted in {read} tokens."
+        super().__init__(f"{param}: {said} Shorten the conversation.", code="context_length_exceeded", param=param)
+        self.anthropic = f"prompt is too long: {read} tokens > {context} maximum"
+
+
 AnyAsked = Asked | Generate | Complete
 Logprobs = Sequence[Mapping[str, Any]]
 """Log-probabilities of tokens, in OpenAI's form."""
@@ -202,6 +212,9 @@ class Choice:
     """For a `Generate`."""
     stopped: str = ""
     """The stop text that ended it."""
+    turn: Mapping[str, Any] | None = None
+    """Text and calls of a turn with an unreadable call: each has its id, and `error` or name and arguments. An agent that answers
+    these calls by their ids continues as it would beside the engine."""
     rollout: str = ""
     """Name of its rollout, on a server that records."""
     routes: str | None = None
@@ -369,7 +382,8 @@ class Reply:
         return {**self._head, "object": "chat.completion.chunk", "choices": [choice], **counted}
 
     def _whole(self, number: int, choice: Choice) -> dict[str, Any]:
-        return {**_choice(number, choice, self._reason(choice)), "message": self._message(choice)}
+        turn = {} if choice.turn is None else {"turn": choice.turn}
+        return {**_choice(number, choice, self._reason(choice)), "message": self._message(choice), **turn}
 
     def _message(self, choice: Choice) -> dict[str, Any]:
         calls = shown(choice.message.get("tool_calls", ()), self.asked)
