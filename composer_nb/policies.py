@@ -215,9 +215,10 @@ def chat_of(path: Path) -> tuple[Carried, Tokenizer, Callable[..., ChatRenderer]
     from composer_nb.trainer.models.tokenizer import load_tokenizer
 
     known = trained_with(path)
-    own = tools_for(known.tools).schemas if known.renderer == "compact" else []
 
-    def form(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = own) -> ChatRenderer:
+    def form(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None = None) -> ChatRenderer:
+        if tools is None:
+            tools = tools_for(known.tools).schemas if known.renderer == "compact" else []
         return RENDERERS[known.renderer](tokenizer, tools)
 
     return known, load_tokenizer(path, needed=()), form
@@ -254,7 +255,7 @@ def open_engine(
     if name is None:
         raise ValueError(f"--numerics {numerics}: there are {', '.join(ENGINES)}")
     known, tokenizer, form = chat_of(path)
-    stop, model = form(tokenizer).stop, as_engine(load_pretrained(path), name)
+    stop, model = form(tokenizer, []).stop, as_engine(load_pretrained(path), name)
     most = min(tokens, model.config.max_position_embeddings)
     updates, version = None, 0
     if follow:

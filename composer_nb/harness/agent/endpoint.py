@@ -184,7 +184,9 @@ class Endpoint:
         counts = [usage.get(name) if isinstance(usage, dict) else 0 for name in ("prompt_tokens", "completion_tokens")]
         read, written = (min(count, 1 << 40) if isinstance(count, int) and count > 0 else 0 for count in counts)
         cut, turn = choice.get("finish_reason") == "length", choice.get("turn")
-        return Answer(message=message, read=read, written=written, cut=cut, turn=turn if isinstance(turn, dict) else None)
+        return Answer(
+            message=message, read=read, written=written, cut=cut, turn=turn if isinstance(turn, dict) else None
+        )
 
     def ask(self, method: str, path: str, until: float, body: Mapping[str, Any] | None = None) -> Any:
         """Return the JSON of an answer. Raises ProviderFailure or TimeIsUp."""
@@ -285,14 +287,14 @@ class EndpointTurnPolicy(Silent):
         if answer is None:
             return None
         said, calls = spoken(answer.message)
-        ids, text = [call["id"] for call in said.get("tool_calls", ())], said["content"]
-        if answer.turn:
-            ids, calls, text = _unreadable(answer.turn)
-        elif answer.cut and not calls:
-            ids, calls = [""], [invalid("the turn was cut off")]
         self._talk.append(said)
+        if answer.turn:
+            return Spoken(said=_unreadable(answer.turn), read=answer.read, written=answer.written)
+        ids = [call["id"] for call in said.get("tool_calls", ())]
+        if answer.cut and not calls:
+            ids, calls = [""], [invalid("the turn was cut off")]
         written = tuple(Written(id=name, call=call) for name, call in zip(ids, calls, strict=True))
-        return Spoken(said=Said(text=text.strip(), calls=written), read=answer.read, written=answer.written)
+        return Spoken(said=Said(text=said["content"].strip(), calls=written), read=answer.read, written=answer.written)
 
     def _answer(self, until: float) -> Answer | None:
         """Return the next answer; None if the limits of tokens leave no room. Raises TooLong if the room is unknown."""
@@ -311,14 +313,16 @@ class EndpointTurnPolicy(Silent):
         return None
 
 
-def _unreadable(turn: Mapping[str, Any]) -> tuple[list[str], list[ToolCall | ToolError], str]:
-    """Return the ids and calls of a turn with an unreadable call, and its text."""
+def _unreadable(turn: Mapping[str, Any]) -> Said:
+    """Return a turn with an unreadable call (`Choice.turn`)."""
+
+    def written(call: Mapping[str, Any]) -> Written:
+        id, text, name = (str(call.get(key, "")) for key in ("id", "text", "name"))
+        error = invalid(str(call["error"])) if "error" in call else _call(name, str(call.get("arguments", "")))
+        return Written(id=id, call=error, text=text)
+
     listed = [call for call in turn.get("calls") or () if isinstance(call, dict)]
-    calls = [
-        invalid(str(call["error"])) if "error" in call else _call(str(call.get("name", "")), str(call.get("arguments", "")))
-        for call in listed
-    ]
-    return [str(call.get("id", "")) for call in listed], calls, str(turn.get("text", ""))
+    return Said(text=str(turn.get("text", "")).strip(), calls=tuple(map(written, listed)))
 
 
 def call_on_wire(id: str, name: str, arguments: str) -> dict[str, Any]:

@@ -5,8 +5,8 @@ A request without tools gets those of `form`: none, or in the compact format tho
 A request that continues one of our answers reads only its new messages, and every token stays as it was sampled. One that goes
 on from an earlier answer, since the agent rewrote its history, is a branch: it reads the tokens up to there as they were sampled,
 and the rest anew. Any other request is read from its beginning. When room is needed, the policy forgets the conversation that has
-been idle longest; while all are in use, a request waits. The policy forgets a conversation at once whose client went away, also in
-the middle of a turn. The tokens of conversations that the policy has forgotten stay known, up to KEPT_TOKENS.
+been idle longest; while all are in use, a request waits. The policy forgets a conversation at once whose client went away, even
+in the middle of a turn. The tokens of conversations that the policy has forgotten stay known, up to KEPT_TOKENS.
 
 A call that cannot be read is sent with its arguments up to there (`turn.py`). If the policy has forgotten the conversation, it is
 read as a call with those. A turn whose first call has no name is sent as text; if the client sends that text back, it is read as

@@ -61,6 +61,8 @@ from composer_nb.harness.product.wire import (
 
 LOG = logging.getLogger("uvicorn.error")
 MAX_BODY_BYTES = 16 << 20
+SHORT = 16 << 10
+"""Bytes of a body that is checked at once."""
 SPARE_CONNECTIONS = 64
 """Connections besides those of the requests that are answered or wait: their requests are told to ask again."""
 TURNED_AWAY = 512
@@ -261,19 +263,19 @@ class ChatServer:
             case "GET", path if path == f"/v1/models/{self.model}":
                 return JSONResponse(listed)
             case "POST", "/v1/generate":
-                tokens = self._known(read_request(body, Generate))
+                tokens = self._known(await _read(body, Generate))
                 return JSONResponse(generated(await self._queued(tokens, request), self.model))
             case "POST", ("/v1/chat/completions" | "/v1/completions" | "/v1/messages") as path:
                 reply: Reply | MessagesReply
                 named = {"rollout": request.scope["rollout"]} if "rollout" in request.scope else {}
                 if path == "/v1/messages":
-                    given = self._known(read_request(body, Messages)).asked()
+                    given = await asyncio.to_thread(self._known(await _read(body, Messages)).asked)
                     reply = MessagesReply(given.model_copy(update=named), self.model)
                 elif path == "/v1/completions":
-                    text = self._known(read_request(body, Complete))
+                    text = self._known(await _read(body, Complete))
                     reply = CompletionReply(text.asked, self.model, text)
                 else:
-                    reply = Reply(self._known(read_request(body, Asked)).model_copy(update=named), self.model)
+                    reply = Reply(self._known(await _read(body, Asked)).model_copy(update=named), self.model)
                 if reply.asked.stream:
                     return await self._stream(reply, request)
                 return JSONResponse(reply.whole(await self._queued(reply.body, request)))
@@ -425,6 +427,11 @@ async def _body(request: Request) -> bytes:
     if size > MAX_BODY_BYTES:
         raise Refused(f"a body has at most {MAX_BODY_BYTES} bytes", 413, "request_too_large")
     return bytes(body)
+
+
+async def _read(body: bytes, kind: type[Body]) -> Body:
+    """Return the body of a request; a long one is checked beside the event loop, in which others are answered."""
+    return read_request(body, kind) if len(body) < SHORT else await asyncio.to_thread(read_request, body, kind)
 
 
 def _event(chunk: Mapping[str, Any]) -> bytes:

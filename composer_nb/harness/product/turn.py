@@ -153,7 +153,12 @@ class Turn:
             kept = len(self._up_to(token_ids, end - 1)) + 1
             whole, token_ids = whole[:at], self._up_to(token_ids, at)
         said, calls = renderer.parse(token_ids), self._calls(token_ids)
-        if not calls and isinstance(renderer, CompactRenderer) and self.asked.tools and self.asked.tool_choice != "none":
+        if (
+            not calls
+            and isinstance(renderer, CompactRenderer)
+            and self.asked.tools
+            and self.asked.tool_choice != "none"
+        ):
             calls = _foreign(said)
         if calls:
             return {"role": "assistant", "content": said.text, "tool_calls": calls}, kept
@@ -258,7 +263,7 @@ def _qwen(renderer: QwenRenderer, token_ids: Sequence[int], number: int) -> tupl
     arguments, at, last = dict[str, Any](), head.end(), None
     with suppress(ToolError):
         while (found := PARAMETER.match(body, at)) and found[1] not in arguments:
-            arguments[found[1]] = read_value(found[2], schemas.get(found[1], {"type": "string"}))
+            arguments[found[1]] = read_value(found[2], kinds(schemas.get(found[1], {"type": "string"})))
             at = found.end()
         begun = _BEGUN.match(body, at)
         if begun and begun[1] not in arguments and kinds(schemas.get(begun[1], {"type": "string"})) == {"string"}:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import from_json
 
 from composer_nb.harness.agent.chat import Message, Result, Said, User, Written
@@ -22,6 +22,8 @@ Probability = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Named = Annotated[str, Field(pattern=f"^{NAME}$")]
 Zero = Annotated[float, Field(ge=0, le=0)]
+MOST_TOOL_BYTES, MOST_TOOLS_BYTES = 128 << 10, 1 << 20
+"""Maximum size of a tool, and of all tools of a request, as JSON: to check a tool holds up all other requests."""
 
 
 class Strict(BaseModel):
@@ -108,7 +110,11 @@ class Asked(_Drawn):
     @field_validator("tools")
     @classmethod
     def _tools(cls, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        TypeAdapter(list[_Tool]).validate_python(tools or [])
+        sizes = [len(json.dumps(tool)) for tool in tools or ()]
+        if sum(sizes) > MOST_TOOLS_BYTES or max(sizes, default=0) > MOST_TOOL_BYTES:
+            raise ValueError(f"at most {MOST_TOOL_BYTES} bytes each and {MOST_TOOLS_BYTES} in all, not {sum(sizes)}")
+        for tool in tools or ():  # one by one: other threads run between two
+            _Tool.model_validate(tool)
         return tools  # as the client ordered them: the model reads them so
 
     @property
