@@ -63,7 +63,7 @@ def both(tasks: list[Task], out: Path, arms: str) -> None:
 
 def test_a_policy_has_the_score_of_its_folder_behind_serve(tmp_path: Path) -> None:
     """Greedy and sampled, turn for turn: attempts that fill the context, and calls of a tool that was not offered."""
-    both(HELD_OUT[4:7], tmp_path, "all,no-search")
+    both(HELD_OUT[4:6], tmp_path, "all,no-search")
     assert {"finished", "tokens"} <= {row["stop"] for row in attempts(tmp_path / "served")}
 
 
