@@ -24,7 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from ipaddress import ip_address
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 import h11
@@ -84,6 +84,7 @@ _NAMED = re.compile(rf"/rollouts/({NAME})(/v1/.*|/grade)")
 """Addresses that belong to one rollout, on a server that records."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
+Answer = TypeVar("Answer")
 Answerer = Callable[[AnyAsked, Callable[[], bool], Told], Answered]
 """Answers a request while its client is there, and may tell parts of the answer as they come. Raises ValueError for a request
 that it does not accept, and TimeIsUp when the client goes away."""
@@ -263,19 +264,20 @@ class ChatServer:
             case "GET", path if path == f"/v1/models/{self.model}":
                 return JSONResponse(listed)
             case "POST", "/v1/generate":
-                tokens = self._known(await _read(body, Generate))
+                tokens = self._known(await _aside(body, read_request, body, Generate))
                 return JSONResponse(generated(await self._queued(tokens, request), self.model))
             case "POST", ("/v1/chat/completions" | "/v1/completions" | "/v1/messages") as path:
                 reply: Reply | MessagesReply
                 named = {"rollout": request.scope["rollout"]} if "rollout" in request.scope else {}
                 if path == "/v1/messages":
-                    given = await asyncio.to_thread(self._known(await _read(body, Messages)).asked)
+                    given = await _aside(body, self._known(await _aside(body, read_request, body, Messages)).asked)
                     reply = MessagesReply(given.model_copy(update=named), self.model)
                 elif path == "/v1/completions":
-                    text = self._known(await _read(body, Complete))
+                    text = self._known(await _aside(body, read_request, body, Complete))
                     reply = CompletionReply(text.asked, self.model, text)
                 else:
-                    reply = Reply(self._known(await _read(body, Asked)).model_copy(update=named), self.model)
+                    chat = self._known(await _aside(body, read_request, body, Asked))
+                    reply = Reply(chat.model_copy(update=named), self.model)
                 if reply.asked.stream:
                     return await self._stream(reply, request)
                 return JSONResponse(reply.whole(await self._queued(reply.body, request)))
@@ -429,9 +431,9 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _read(body: bytes, kind: type[Body]) -> Body:
-    """Return the body of a request; a long one is checked beside the event loop, in which others are answered."""
-    return read_request(body, kind) if len(body) < SHORT else await asyncio.to_thread(read_request, body, kind)
+async def _aside(body: bytes, check: Callable[..., Answer], *given: Any) -> Answer:
+    """Return what `check` makes of a body; a long one is checked beside the event loop, in which others are answered."""
+    return check(*given) if len(body) < SHORT else await asyncio.to_thread(check, *given)
 
 
 def _event(chunk: Mapping[str, Any]) -> bytes:
