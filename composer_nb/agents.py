@@ -36,8 +36,9 @@ from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.making.options import given_packages
 from composer_nb.harness.tasks.runtime import spec_of
 from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.planner import Plan, make_plans, with_plans
-from composer_nb.policies import Cast, equipment, identity, open_policy, parse_policy
+from composer_nb.policies import Cast, equipment, identity, known_training, open_policy, parse_policy
 from composer_nb.provenance import package_digest
 
 WORKERS = {True: 16, False: 2}
@@ -64,8 +65,8 @@ def bench_settings(policy: str, tasks: Sequence[Task], changes: Mapping[str, Any
     names. Raises ValueError, FileNotFoundError."""
     from composer_nb.settings import override
 
-    tiny = check_fit(tasks)
-    usual = equipment(policy)[1] if parse_policy(policy)[0] == "checkpoint" or not tiny else UNCOUNTED
+    tiny, known = check_fit(tasks), known_training(policy)
+    usual = (known and known.limits) or (LIMITS if known or not tiny else UNCOUNTED)
     return override(BenchSettings(limits=usual), changes)
 
 
@@ -83,22 +84,24 @@ def evaluate(
     price: tuple[float, float] | None = None,
     planner: str = "",
     planner_price: tuple[float, float] | None = None,
+    tools: ToolSet | None = None,
     told: Callable[[str, Attempt], None] = lambda arm, done: None,
 ) -> dict[str, Any]:
     """Attempt every task `samples` times with each arm, `workers` at a time (0: as many as WORKERS says), and once at temperature
     0 if `greedy`; keep every rollout in `out`. Agents have the tools of tiny models at tasks of the grader `functions`, and in
     the arm `all` with a checkpoint that was trained with them. `planner`, another policy, adds the arm `planned` (`planner.py`),
-    with the tools of the first.
+    with the tools of the first. `tools`: those of the arm `all`, of an environment of your own.
 
     The same call with the same `out` resumes. Returns the figures of the first arm and figures by arm, and for each but the first
     its gain over the first. Raises ValueError for unknown tasks, arms or policies and for an `out` of another policy;
     SandboxUnavailable, ProviderFailure.
     """
-    tiny, (own, _), (kind, script) = check_fit(tasks), equipment(policy), parse_policy(policy)
+    tiny, (kind, script), known = check_fit(tasks), parse_policy(policy), known_training(policy)
+    own = tools or equipment(policy)[0]
     settings = settings or bench_settings(policy, tasks, {})
     usable = (TINY_ARMS[:1] if script in GREPPING else TINY_ARMS) if tiny else tuple(ARMS)
     chosen = {name: arm for name, arm in arms_of(arms).items() if name in usable or arms != "every"}
-    if {*chosen} - {*usable} or (tiny and kind == "checkpoint" and not own.terse):
+    if {*chosen} - {*usable} or (tiny and known and not (tools or own.terse)):
         raise ValueError(
             f"--policy {policy} --arms {arms}: at tasks of the grader `functions` agents have the tiny tools, with the arms "
             f"{', '.join(TINY_ARMS)}; scripts that call grep have {TINY_ARMS[0]!r} alone"
@@ -120,8 +123,9 @@ def evaluate(
         runs = [(name, arm, tasks) for name, arm in chosen.items()]
         for name, arm, these in [*runs, *([("planned", runs[0][1], asked)] if planner else [])]:
             first = name if name != "planned" else runs[0][0]
-            tools = arm.tiny() if tiny else own if own.terse and first == "all" else arm.tools()
-            place = Environment(backend=made, functions=functions, tools=tools, limits=settings.limits)
+            usual = arm.tiny() if tiny else own if own.terse and first == "all" else arm.tools()
+            offered = tools if tools and first == "all" else usual
+            place = Environment(backend=made, functions=functions, tools=offered, limits=settings.limits)
 
             attempts = partial(_attempts, policy, these, place, workers or WORKERS[tiny], partial(told, name))
             found[name] = attempts(settings, samples, out / name / "attempts"), []
@@ -129,6 +133,14 @@ def evaluate(
             if greedy:
                 found[name][1][:] = attempts(replace(settings, temperature=0.0), 1, out / name / "greedy")
                 save_attempts(out / name / "greedy.parquet", found[name][1])
+    if empty := sum(
+        done.rollout.stop == "tokens" and not done.rollout.turns for each in found.values() for done in each[0]
+    ):
+        LOG.warning(
+            "%d attempts ended before a turn: raise limits.tokens=%d, or shorten their prompts",
+            empty,
+            settings.limits.tokens,
+        )
     about = {"policy": policy, "samples": samples, "backend": backend, "detectable": smallest}
     planned = partial(with_plans, plans=plans, policy=planner, price=planner_price)
     return _reported(found, settings.seed, out, about, price, planned)

@@ -121,6 +121,7 @@ def _row(played: Sequence[_Played], seed: int) -> dict[str, Any]:
         "n_tasks": len(rewards),
         "tokens_per_task": float(np.mean(tokens)) if tokens else None,
         "lost": lost,
+        "attempts": len(played),
     }
 
 

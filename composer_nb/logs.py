@@ -15,7 +15,9 @@ class _Lines(logging.Handler):
         self.stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=getattr(sys, self.stream), flush=True)
+        from composer_nb.harness.untrusted import visible_lines  # a record may quote a foreign run
+
+        print(visible_lines(self.format(record)), file=getattr(sys, self.stream), flush=True)
 
 
 def print_lines(stream: Literal["stdout", "stderr"] = "stdout", level: int = logging.INFO) -> None:

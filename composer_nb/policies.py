@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.chat import ChatRenderer
-from composer_nb.harness.agent.endpoint import LISTED_S, Endpoint, EndpointTurnPolicy
+from composer_nb.harness.agent.endpoint import LISTED_S, Endpoint, EndpointTurnPolicy, context_of
 from composer_nb.harness.agent.loop import LIMITS
 from composer_nb.harness.agent.scripts import SCRIPTS, read_script
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from composer_nb.trainer.services.inference import Inference
     from composer_nb.trainer.versions.rule import Rule
 
+LOG = logging.getLogger(__name__)
 KINDS = "DIR, openai:URL[#MODEL], vllm:URL#DIR, sglang:URL#DIR, scripted:NAME or scripted:FILE.json"
 Cast = Callable[[Task | None, int], TurnPolicy]
 """Makes the turn policy of a conversation from its task, if it has one, and the number of the rollout."""
@@ -63,13 +65,19 @@ def trained_with(path: Path) -> Carried:
     return carried(path, format_of(path))
 
 
-def equipment(policy: str) -> tuple[ToolSet, Limits]:
-    """Return the tools and limits of a policy in the product: those that its checkpoint was trained with, also behind
-    `composer-nb serve`, else the product's. Raises like `trained_with` and `open_endpoint`."""
+def known_training(policy: str) -> Carried | None:
+    """Return what the checkpoint of a policy was trained with, also behind `composer-nb serve`; None for a script or an endpoint
+    that does not tell. Raises like `trained_with` and `open_endpoint`."""
     kind, rest = parse_policy(policy)
-    folder = rest.rpartition("#")[2] if kind in REMOTE else rest
-    known = trained_with(Path(folder)) if kind in ("checkpoint", *REMOTE) else None
-    known = served_with(rest) if kind == "openai" else known
+    if kind == "openai":
+        return served_with(rest)
+    return None if kind == "scripted" else trained_with(Path(rest.rpartition("#")[2] if kind in REMOTE else rest))
+
+
+def equipment(policy: str) -> tuple[ToolSet, Limits]:
+    """Return the tools and limits of a policy in the product: those that its checkpoint was trained with (`known_training`), else
+    the product's."""
+    known = known_training(policy)
     return tools_for(known.tools if known else "cursor"), (known and known.limits) or LIMITS
 
 
@@ -92,8 +100,13 @@ def open_policy(
     if kind == "scripted":
         yield _scripted(rest)
     elif kind == "openai":
-        endpoint = open_endpoint(rest, temperature, min(LISTED_S, limits.seconds))
-        yield lambda task, rollout: EndpointTurnPolicy(endpoint, system, schemas, limits)
+        endpoint, served = open_endpoint(rest, temperature, min(LISTED_S, limits.seconds)), served_with(rest)
+        if served and served.summary.trigger:
+            LOG.warning("--policy %s: was trained to summarise, which it does from its folder alone", name)
+        # The seed of a conversation is the number of its rollout, with which an engine of the same seed draws as from the folder.
+        yield lambda task, rollout: EndpointTurnPolicy(
+            endpoint, system, schemas, limits, seed=rollout + (seed << 24) if served else None
+        )
     elif kind in REMOTE:
         from composer_nb.trainer.models.tokenizer import load_tokenizer
 
@@ -101,6 +114,9 @@ def open_policy(
         known = trained_with(Path(folder))
         chat = RENDERERS[known.renderer](load_tokenizer(Path(folder), needed=()), schemas)
         there = REMOTE[kind](url, stop=chat.stop, temperature=temperature)
+        with suppress(ProviderFailure, ValueError):  # a server need not list its model
+            context = context_of(_listed(f"{url.rstrip('/')}/v1")[1])
+            limits = replace(limits, tokens=min(limits.tokens, context or limits.tokens))
         told = summary if summary.trigger else known.summary
         yield lambda task, rollout: TokenTurnPolicy(chat, rollout, limits, there.ask, there.release, system, told)
     else:
@@ -128,28 +144,33 @@ def identity(name: str) -> str:
 
 def open_endpoint(name: str, temperature: float = 1.0, within_s: float = LISTED_S) -> Endpoint:
     """Open `URL[#MODEL]`; without a model, the first that the server lists. Raises ValueError, ProviderFailure."""
-    url, _, model = name.partition("#")
-    model = model or next(iter(Endpoint(url=url).models(within_s)), "")
-    if not model:
-        raise ValueError(f"--policy openai:{url}: it lists no model; write openai:{url}#MODEL")
-    return Endpoint(url=url, model=model, temperature=temperature)
+    model, entry = _listed(name, within_s)
+    return Endpoint(url=name.partition("#")[0], model=model, temperature=temperature, context=context_of(entry))
 
 
 def served_with(name: str) -> Carried | None:
-    """Return what the model behind `URL[#MODEL]` was trained with, if its server says so, as ours does. A server need not list
-    a model that is named. Raises like `open_endpoint`."""
-    url, _, model = name.partition("#")
-    try:
-        listed = (Endpoint(url=url, retries=0) if model else Endpoint(url=url)).models()
-    except ProviderFailure:
-        if model:
-            return None
-        raise
-    told = listed.get(model or next(iter(listed), ""), {}).get("trained_with")
+    """Return what the model behind `URL[#MODEL]` was trained with, if its server says so, as ours does. Raises like
+    `open_endpoint`."""
+    told = _listed(name)[1].get("trained_with")
     try:
         return read_carried(json.dumps(told)) if told else None
     except ValueError as error:
         raise ValueError(f"--policy openai:{name}: what its server says of its training is damaged ({error})") from None
+
+
+def _listed(name: str, within_s: float = LISTED_S) -> tuple[str, Mapping[str, Any]]:
+    """Return the model of `URL[#MODEL]` and its entry in the server's list, which is empty if a model is named that the server
+    does not list."""
+    url, _, model = name.partition("#")
+    try:
+        listed = (Endpoint(url=url, retries=0) if model else Endpoint(url=url)).models(within_s)
+    except ProviderFailure:
+        if model:
+            return model, {}
+        raise
+    if not (model := model or next(iter(listed), "")):
+        raise ValueError(f"--policy openai:{url}: it lists no model; write openai:{url}#MODEL")
+    return model, listed.get(model, {})
 
 
 def _scripted(name: str) -> Cast:
@@ -194,9 +215,10 @@ def chat_of(path: Path) -> tuple[Carried, Tokenizer, Callable[..., ChatRenderer]
     from composer_nb.trainer.models.tokenizer import load_tokenizer
 
     known = trained_with(path)
-    own = tools_for(known.tools).schemas if known.renderer == "compact" else []
 
-    def form(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = own) -> ChatRenderer:
+    def form(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None = None) -> ChatRenderer:
+        if tools is None:
+            tools = tools_for(known.tools).schemas if known.renderer == "compact" else []
         return RENDERERS[known.renderer](tokenizer, tools)
 
     return known, load_tokenizer(path, needed=()), form
@@ -233,7 +255,7 @@ def open_engine(
     if name is None:
         raise ValueError(f"--numerics {numerics}: there are {', '.join(ENGINES)}")
     known, tokenizer, form = chat_of(path)
-    stop, model = form(tokenizer).stop, as_engine(load_pretrained(path), name)
+    stop, model = form(tokenizer, []).stop, as_engine(load_pretrained(path), name)
     most = min(tokens, model.config.max_position_embeddings)
     updates, version = None, 0
     if follow:

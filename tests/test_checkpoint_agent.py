@@ -417,7 +417,7 @@ def test_a_checkpoint_behind_the_server(checkpoint: Path, oracle: Any, monkeypat
         for wrong, why in (
             ({"messages": [talk[1]], "max_tokens": 0}, "max_tokens: Input should be greater"),
             ({"messages": [talk[1], first.message]}, "the last one is"),
-            ({"messages": [{"role": "user", "content": "x " * 5000}]}, "a conversation has 4000"),
+            ({"messages": [{"role": "user", "content": "x " * 5000}]}, "maximum context length is 4000 tokens"),
             ({"messages": [talk[1]], "tools": ["x"]}, "tools.0: Input should be an object"),
             ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a content must be text"),
             ({"messages": [7]}, "messages.0: Input should be an object"),

@@ -1,8 +1,10 @@
 """The command line: what it prints, what it refuses, how it ends."""
 
+import argparse
 import contextlib
 import errno
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,12 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from rich.table import Table
 
 from composer_nb import cli
 from composer_nb.harness import environment
 from composer_nb.harness.tasks.task import Task, save_tasks
-from composer_nb.operations import COMMANDS
+from composer_nb.logs import print_lines
+from composer_nb.operations import COMMANDS, emit
 from composer_nb.trainer.records.rundir import RunDir
 
 TASK = Task(
@@ -275,6 +281,90 @@ def test_a_checkpoint_scores_as_it_did_in_its_run(tiny_run: RunDir, tmp_path: Pa
     assert found["n_tasks"] == noted["n_tasks"] and found["k"] == 1
     assert found["pass_greedy"] == noted["pass_greedy"]
     assert found["policy"] == str(weights)
+
+
+ENVIRONMENT = """
+from composer_nb.harness.tools.toolset import ToolSet
+from tests.test_cli import TASK
+
+class Mine:
+    tools = ToolSet.tiny(("read_file", "edit_line", "run_tests", "finish"))
+
+    def tasks(self):
+        return [TASK, TASK.model_copy(update={"id": "add-2"})]
+
+    def reward(self, rollout, grade):
+        return 7.0 * grade.passed
+"""
+
+
+def test_an_environment_of_ones_own_is_scored_and_examined(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "an_environment.py").write_text(ENVIRONMENT)
+    monkeypatch.chdir(tmp_path)
+    call = ["--policy", "scripted:expert", "--samples", "2", "--json"]
+    assert cli.main(["eval", "--tasks", "an_environment:Mine", "--out", "out", *call]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["pass_at_1"], found["n_tasks"], found["invalid_call_rate"]) == (1.0, 2, 0.0)
+    assert cli.main(["headroom", "an_environment:Mine", *call]) == 0
+    assert json.loads(capsys.readouterr().out)["n_tasks"] == 2
+    assert cli.main(["eval", "--tasks", "an_environment:Gone", *call]) == 2
+    assert "neither a path nor MODULE:CLASS" in capsys.readouterr().err
+
+
+def evaluation(out: Path, solved: dict[str, list[bool]], status: str = "graded") -> Path:
+    """Write what `eval` keeps of the attempts of one arm."""
+    rows = [{"task_id": t, "status": status, "passed": passed} for t, tries in solved.items() for passed in tries]
+    (out / "all").mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(rows), out / "all" / "rollouts.parquet")
+    return out
+
+
+def test_two_evaluations_are_compared_by_task(tmp_path: Path, capsys: Any) -> None:
+    one = evaluation(tmp_path / "one", {"a": [True, False], "b": [False, False], "gone\x1b[2J": [True, True]})
+    two = evaluation(tmp_path / "two", {"a": [True, True], "b": [True, False], "new": [False, False]})
+    assert cli.main(["compare", str(one), str(two), "--json", "--html", str(tmp_path / "page.html")]) == 0
+    row = json.loads(capsys.readouterr().out)["arms"]["all"]
+    assert [score["pass_at_1"] for score in row["scores"]] == [0.25, 0.75] and row["n_tasks"] == 2
+    assert row["difference"] == {"pass_at_1": 0.5, "ci95": [0.5, 0.5]}
+    assert row["left_out"] == [["gone\x1b[2J"], ["new"]]
+    assert cli.main(["compare", str(one), str(two)]) == 0
+    told = capsys.readouterr().out
+    assert "+0.500" in told and "gone\\x1b[2J" in told and "\x1b" not in told and "of the second new" in told
+    assert "+0.500" in (tmp_path / "page.html").read_text()
+    assert cli.main(["compare", str(one), str(tmp_path)]) == 2
+    assert "neither a run nor the folder of an evaluation" in capsys.readouterr().err
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\r\u202e"
+
+
+@pytest.mark.parametrize("command", ["report", "watch", "compare", "headroom"])
+def test_no_text_of_a_foreign_run_reaches_the_terminal(
+    command: str, tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir], capsys: Any
+) -> None:
+    run = copy_of(tiny_run)
+    settings = json.loads((run.path / "settings.json").read_text())
+    settings["data"]["code"] = settings["env"]["tools"] = f"x{HOSTILE}"
+    settings[f"new{HOSTILE}"] = HOSTILE
+    (run.path / "settings.json").write_text(json.dumps(settings))
+    moved = run.path.rename(run.path.with_name(f"run{HOSTILE.replace('/', '')}"))
+    cli.main([command, str(moved), *([str(tiny_run.path)] if command == "compare" else [])])
+    shown = "".join(capsys.readouterr())
+    moved.rename(run.path)
+    assert shown.strip() and not set("\x1b\x07\r\u202e") & set(shown)
+
+
+def test_what_is_logged_and_printed_is_escaped(capsys: Any) -> None:
+    print_lines("stdout")
+    logging.getLogger("composer_nb.somewhere").info("a %s", HOSTILE)
+    given = argparse.Namespace(json=False)
+    for shown in (f"b {HOSTILE}", Table(f"c {HOSTILE}", title=f"d {HOSTILE}")):
+        emit(given, None, lambda shown=shown: shown)
+    out = capsys.readouterr().out
+    assert all(f"{letter} \\x1b]0;owned" in out for letter in "abcd")
+    assert not set("\x1b\x07\r\u202e") & set(out)
 
 
 def test_unfit_tasks_are_found(tmp_path: Path, capsys: Any):

@@ -213,6 +213,44 @@ def test_a_rewritten_history_is_a_branch_and_no_token_trains_twice(tmp_path: Pat
         np.testing.assert_allclose(segment.logprob[segment.acted], scored_again(segment), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_users_who_began_alike_have_a_rollout_each(named: bool, tmp_path: Path) -> None:
+    """What one of them says after equal answers is stored in no rollout of the other's, and judged by no verdict of theirs."""
+    tools, start = ToolSet.tiny().schemas, {"role": "user", "content": "fix the tests"}
+    told: dict[str, list[Any]] = {"ann": [start], "bob": [start], "eve": [start]}
+    names: dict[str, list[str]] = {user: [] for user in told}
+    with recording(tmp_path / "run") as server:
+        client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+
+        def turn(user: str) -> None:
+            given: dict[str, Any] = {"user": user} if named else {}
+            said = chat(client, told[user], tools=tools, temperature=0, max_tokens=30, **given).choices[0]
+            told[user].append(said.message.model_dump(exclude_none=True))
+            calls = said.message.tool_calls or []
+            told[user] += [{"role": "tool", "tool_call_id": c.id, "content": f"secret of {user}"} for c in calls]
+            names[user].append(said.model_extra["rollout"])
+
+        for user in ("ann", "bob", "eve"):
+            turn(user)
+        assert told["ann"][1] == told["bob"][1]
+        assert grade(server, names["eve"][0], reward=0.0)["segments"] == 1  # stored, and no longer known to the server
+        for _ in range(2):
+            for user in ("ann", "bob", "eve"):
+                turn(user)
+        assert grade(server, names["bob"][-1], reward=-1.0)["segments"] == 1
+        assert len({name for user in told for name in names[user][-2:]}) == 3, "each goes on in a rollout of its own"
+    done = served(tmp_path / "run")
+    seen = {name: {turn.observation for turn in one.rollout.turns if turn.observation} for name, one in done.items()}
+    for user in told:
+        assert seen[names[user][-1]] == {f"secret of {user}"}
+        assert user == "bob" or done[names[user][-1]].grade.rewards.get("reward") != -1.0
+    assert all(len(texts) <= 1 for texts in seen.values())
+    for user in ("ann", "bob"):
+        [segment] = done[names[user][-1]].rollout.segments
+        assert len(done[names[user][-1]].rollout.turns) == 3, "the equal beginning is part of it"
+        np.testing.assert_allclose(segment.logprob[segment.acted], scored_again(segment), rtol=0, atol=1e-6)
+
+
 def test_what_nobody_grades_is_stored_when_the_server_closes(tmp_path: Path) -> None:
     with recording(tmp_path / "run") as server:
         client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)

@@ -85,7 +85,8 @@ class Agent:
         limits, offered = limits_of(task, self.limits), tools_of(task, self.tools)
         renderer = self.renderer if offered is self.tools else self.renderer.offering(offered.schemas)
         if (size := len(renderer.read([User(text=task.instruction)], self.system))) >= (most := limits.tokens):
-            raise ValueError(f"task {task.id}: its prompt has {size} tokens, and limits.tokens={most}")
+            setting = "limits.tokens" if most == self.limits.tokens else "the task's max_tokens"
+            raise ValueError(f"task {task.id}: its prompt has {size} tokens, and limits.tokens={most}; raise {setting}")
         return limits, renderer
 
     def attempt(

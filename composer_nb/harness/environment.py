@@ -36,7 +36,7 @@ from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, SandboxExecutor
 from composer_nb.harness.sandbox.contract import WORKSPACE, Backend
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
-from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.harness.tools.workspace import Indexes
 
@@ -84,6 +84,12 @@ def tasks_of(name: str, own: Own) -> list[Task]:
     if twice := [name for name, count in Counter(task.id for task in tasks).items() if count > 1]:
         raise ValueError(f"{told} tasks() gives the id {twice[0]!r} more than once")
     return tasks
+
+
+def load_environment(name: str) -> tuple[list[Task], Own | None]:
+    """Return the tasks of a path, or of a custom environment (`MODULE:CLASS`) with it. Raises like `load_tasks`, `tasks_of`."""
+    own = EnvSettings(tasks=name).own
+    return (tasks_of(name, own) if own else load_tasks(Path(name))), own
 
 
 @lru_cache(maxsize=8)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,19 +100,39 @@ def pick(given: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def console() -> Console:
-    """Return a console as wide as the terminal, or wide enough for all tables if output is a file."""
-    from rich.console import Console
+    """Return a console as wide as the terminal, or wide enough for all tables if output is a file. It escapes what a terminal
+    would obey in any text (`visible_lines`): names and texts may be those of a foreign run."""
+    from rich.console import Console, RenderHook
+    from rich.segment import Segment
+
+    from composer_nb.harness.untrusted import visible_lines
+
+    class Shown:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __rich_console__(self, screen: Console, options: Any) -> Iterator[Segment]:
+            for part in screen.render(self.inner, options):
+                yield part if part.control else Segment(visible_lines(part.text), part.style)
+
+    class Escaping(RenderHook):
+        def process_renderables(self, renderables: list[Any]) -> list[Any]:
+            return [Shown(each) for each in renderables]
 
     made = Console(highlight=False)
-    return made if made.is_terminal else Console(highlight=False, width=130)
+    made = made if made.is_terminal else Console(highlight=False, width=130)
+    made.push_render_hook(Escaping())
+    return made
 
 
 def emit(given: argparse.Namespace, found: Any, shown: Callable[[], Any], status: int = 0) -> int:
-    """Print a result as JSON with --json, else the return value of `shown`. Return `status`."""
+    """Print a result as JSON with --json, else the return value of `shown`, escaped as by `console`. Return `status`."""
+    from composer_nb.harness.untrusted import visible_lines
+
     if given.json:
         print(json.dumps(found, indent=2))
     elif isinstance(text := shown(), str):
-        print(text)
+        print(visible_lines(text))
     else:
         console().print(text)
     return status

@@ -25,7 +25,11 @@ KEY = "An endpoint gets the key in the environment variable OPENAI_API_KEY, if t
 @command(
     "eval",
     arg("--policy DIR|scripted:NAME|openai:URL[#MODEL]", "policy to score", required=True),
-    arg("--tasks PATH", "a .jsonl file, task directories, verifiers:NAME or openenv:MODULE:ENV:ACTION", type=Path),
+    arg(
+        "--tasks PATH|MODULE:CLASS",
+        "a .jsonl file, task directories, an environment of your own, verifiers:NAME or openenv:MODULE:ENV:ACTION",
+        type=Path,
+    ),
     arg(
         "--suite NAME[:COUNT]",
         "a side suite in place of tasks: ambiguous, instructions, must-not-edit, interruption, impossible",
@@ -51,10 +55,11 @@ def evaluate(given: argparse.Namespace) -> int:
 
     from composer_nb.agents import bench_settings, evaluate, new_folder
     from composer_nb.foreign import KINDS
+    from composer_nb.harness.environment import load_environment
     from composer_nb.harness.files import write_json
+    from composer_nb.harness.product.arms import require_attempts
     from composer_nb.harness.product.show import bench_progress, bench_table
     from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
-    from composer_nb.harness.tasks.task import load_tasks
     from composer_nb.labs.rewards.judges import RubricJudge, rubric_levels
     from composer_nb.labs.suites import judged, make_suite
     from composer_nb.policies import open_endpoint
@@ -67,11 +72,12 @@ def evaluate(given: argparse.Namespace) -> int:
         return _evaluate_foreign(given)
     if bool(given.tasks) == bool(given.suite):
         raise ValueError("eval: give either --tasks PATH or --suite NAME")
+    own = None
     if given.suite:
         with SandboxExecutor() as boxes:
             tasks = make_suite(given.suite, CachedExecutor(boxes))
     else:
-        tasks = load_tasks(given.tasks)
+        tasks, own = load_environment(str(given.tasks))
     judge, tables = open_endpoint(given.judge.removeprefix("openai:"), 0.0) if given.judge else None, []
     settings = bench_settings(given.policy, tasks, overrides(given.set))
     out = given.out or new_folder(Path("runs"), "eval")
@@ -84,6 +90,7 @@ def evaluate(given: argparse.Namespace) -> int:
 
     options = pick(given, "samples", "greedy", "arms", "backend", "workers", "planner")
     options |= {"price": _price(given.price), "planner_price": _price(given.planner_price)}
+    options["tools"] = getattr(own, "tools", None)
     found = evaluate(given.policy, tasks, out, settings=settings, told=told, **options)
     became = ""
     if given.suite:
@@ -100,7 +107,9 @@ def evaluate(given: argparse.Namespace) -> int:
         tables.append(_rubric_table(found["arms"]))
     if given.suite or judge:
         write_json(out / "report.json", found)
-    return emit(given, found, lambda: Group(bench_table(found), *tables, f"{became}\nkept: {out}"))
+    emit(given, found, lambda: Group(bench_table(found), *tables, f"{became}\nkept: {out}"))
+    require_attempts(found, out)
+    return 0
 
 
 def _rubric_table(arms: Mapping[str, Any]) -> Table:
@@ -118,13 +127,17 @@ def _rubric_table(arms: Mapping[str, Any]) -> Table:
 
 def _evaluate_foreign(given: argparse.Namespace) -> int:
     from composer_nb.foreign import ForeignSettings, evaluate_foreign
+    from composer_nb.harness.product.arms import LOST, TooManyLost
     from composer_nb.settings import override
 
     settings = override(ForeignSettings(), overrides(given.set))
     found = evaluate_foreign(given.policy, str(given.tasks), given.samples, settings)
     low, high = found["ci95"]
     line = f"reward {found['reward']:.3f} ({low:.3f} to {high:.3f}), best of {found['k']} {found['best_of_k']:.3f}"
-    return emit(given, found, lambda: f"{line}, {found['n_tasks']} examples, {found['lost']} attempts lost")
+    emit(given, found, lambda: f"{line}, {found['n_tasks']} examples, {found['lost']} attempts lost")
+    if found["lost"] > LOST * found["attempts"]:
+        raise TooManyLost(f"{found['lost']} of {found['attempts']} attempts were lost, so these figures do not count")
+    return 0
 
 
 def _price(text: str) -> tuple[float, float] | None:
@@ -259,6 +272,7 @@ def serve(given: argparse.Namespace) -> int:
                 engine.shared, engine.tokenizer, engine.format, engine.tokens, record, given.temperature
             )
             address |= {"version": lambda: engine.shared.version, "grade": answer.grade, "trained": engine.known}
+            address["context"] = engine.tokens
             if isinstance(engine.shared, Replicas | Canary):
                 address["replicas"] = engine.shared.states
             address |= {"canary": engine.shared.told} if isinstance(engine.shared, Canary) else {}

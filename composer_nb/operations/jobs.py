@@ -146,7 +146,7 @@ def log(given: argparse.Namespace) -> int:
     with path.open(encoding="utf-8", errors="replace") as file:
         while True:
             over = not (given.follow and directory.alive(folder))
-            print(file.read(), end="", flush=True)
+            print(visible_lines(file.read()), end="", flush=True)
             if over:
                 return 0
             time.sleep(FOLLOW_S)

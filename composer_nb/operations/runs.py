@@ -161,7 +161,7 @@ def report(given: argparse.Namespace) -> int:
 
 @command(
     "headroom",
-    arg("path RUN|TASKS", "a run directory, or tasks (with --policy)", type=Path),
+    arg("path RUN|TASKS|MODULE:CLASS", "a run directory, or tasks (with --policy)", type=Path),
     arg("--policy NAME", "a policy of the run (start), or one that eval takes"),
     arg("--samples K", "rollouts per task at temperature 1, for tasks", 8),
     SET,
@@ -170,8 +170,9 @@ def report(given: argparse.Namespace) -> int:
 def headroom(given: argparse.Namespace) -> int:
     """Say what RL could find, before it starts."""
     from composer_nb.agents import bench_settings, evaluate
+    from composer_nb.harness.environment import load_environment
+    from composer_nb.harness.product.arms import require_attempts
     from composer_nb.harness.store import load_attempts
-    from composer_nb.harness.tasks.task import load_tasks
     from composer_nb.settings import Settings, override
     from composer_nb.trainer import headroom as room
     from composer_nb.trainer.recipe.reader import open_run
@@ -189,12 +190,14 @@ def headroom(given: argparse.Namespace) -> int:
             raise ValueError(
                 f"--samples {given.samples}: at least 2, since one attempt at a task cannot tell what RL could find"
             )
-        tasks = {task.id: task for task in load_tasks(given.path)}
-        settings = bench_settings(given.policy, [*tasks.values()], of_bench)
+        listed, own = load_environment(str(given.path))
+        tasks = {task.id: task for task in listed}
+        settings = bench_settings(given.policy, listed, of_bench)
+        options = {"samples": given.samples, "greedy": True, "tools": getattr(own, "tools", None)}
         with TemporaryDirectory() as out:
-            evaluate(given.policy, [*tasks.values()], Path(out), samples=given.samples, greedy=True, settings=settings)
+            require_attempts(evaluate(given.policy, listed, Path(out), settings=settings, **options))
             sampled, greedy = (load_attempts(Path(out, "all", f"{n}.parquet"), tasks) for n in ("rollouts", "greedy"))
-        found = room.headroom(sampled, greedy, rewards)
+        found = room.headroom(sampled, greedy, rewards, getattr(own, "reward", None))
     return emit(given, found, lambda: text_table([(name, str(value)) for name, value in found.items()], ("", "")))
 
 
@@ -223,17 +226,25 @@ def watch(given: argparse.Namespace) -> int:
 
 @command(
     "compare",
-    arg("paths RUN", "run directories; the second is compared with the first", nargs=2, type=Path),
+    arg(
+        "paths RUN|EVAL", "two runs, or two folders of eval; the second is compared with the first", nargs=2, type=Path
+    ),
     HTML,
     JSON,
 )
 def compare(given: argparse.Namespace) -> int:
-    """Compare two runs: settings, scores with intervals, times."""
+    """Compare two runs: settings, scores with intervals, times; or two evaluations, paired by task."""
     from composer_nb.harness.files import write_atomic
+    from composer_nb.harness.product.arms import compare_evals
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.recipe.report import compare
-    from composer_nb.views.compare import figures, page, table
+    from composer_nb.views.compare import eval_page, eval_table, figures, page, table
 
+    if not any((path / "run.db").is_file() for path in given.paths):
+        scores = compare_evals(*given.paths)
+        if given.html:
+            write_atomic(given.html, eval_page(scores))
+        return emit(given, scores, lambda: eval_table(scores))
     first, second = (ReadOnly(each) for each in given.paths)
     found = compare(first, second)
     if given.html:
@@ -246,6 +257,7 @@ def compare(given: argparse.Namespace) -> int:
 )
 def track(given: argparse.Namespace) -> int:
     """Send the figures of a run, live or finished, to trackers; the same command goes on where it ended."""
+    from composer_nb.harness.untrusted import visible
     from composer_nb.operations.track import follow, parse
     from composer_nb.trainer.recipe.status import read_status
 
@@ -254,7 +266,7 @@ def track(given: argparse.Namespace) -> int:
         ends = {name: pool.submit(follow, path, name, lambda: read_status(path).state != "live") for name in names}
     for name, end in ends.items():
         end.result()
-        print(f"{name} has all steps of {path.name}")
+        print(f"{name} has all steps of {visible(path.name)}")
     return 0
 
 

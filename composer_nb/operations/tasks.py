@@ -9,6 +9,7 @@ from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
+from composer_nb.harness.untrusted import visible_lines
 from composer_nb.operations import JSON, arg, command, emit, pick
 
 BACKEND = arg("--backend NAME", "sandbox in which tests run; tasks with an image need docker", "bwrap")
@@ -145,7 +146,7 @@ def convert(given: argparse.Namespace) -> int:
         except FileExistsError as error:
             problems.append(f"{place}: {error.filename} is there already")
     for problem in problems:
-        print(problem, file=sys.stderr)
+        print(visible_lines(problem), file=sys.stderr)
     line = f"{written} tasks in {given.out}, {len(problems)} rows left out"
     return emit(given, {"tasks": written, "problems": problems}, lambda: line, int(bool(problems)))
 

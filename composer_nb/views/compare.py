@@ -16,6 +16,7 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
+from composer_nb.harness.untrusted import visible
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views import style
 from composer_nb.views.curves import WINDOW, line, scaled
@@ -121,7 +122,10 @@ def table(found: Mapping[str, Any]) -> Group:
         rows = list(pair_rows(found[part]))
         parts.append(text_table(rows, ("", "first", "second"), heading) if rows else f"[bold]{heading}[/]: none")
         if part == "provenance" and found["eval"]:
-            for rows_of, heading in ((score_rows, "held-out tasks"), (other_rows, "first → second")):
+            for rows_of, heading in (
+                (score_rows, "held-out tasks"),
+                (other_rows, "all tasks of each run, first → second"),
+            ):
                 head, *rest = rows_of(found)
                 parts.append(text_table(rest, head, heading))
     return Group(*parts)
@@ -135,7 +139,10 @@ def page(found: Mapping[str, Any], figures: Mapping[str, tuple[str, bytes]]) -> 
         if not run["complete"]:
             body.append(f"<p class=note>{html.escape(run['run'])} is not complete.</p>")
     if found["eval"]:
-        for heading, (head, *rows) in (("Held-out tasks", score_rows(found)), ("First → second", other_rows(found))):
+        for heading, (head, *rows) in (
+            ("Held-out tasks", score_rows(found)),
+            ("All tasks of each run, first → second", other_rows(found)),
+        ):
             body += [f"<h2>{heading}</h2>", html_table(rows, head)]
     body += [figure(name, caption, png) for name, (caption, png) in figures.items()]
     for part, heading in _PARTS.items():
@@ -143,6 +150,44 @@ def page(found: Mapping[str, Any], figures: Mapping[str, tuple[str, bytes]]) -> 
         body.append(f"<h2>{heading.capitalize()}</h2>")
         body.append(html_table(rows, ("", *names)) if rows else "<p>None.</p>")
     return document(" and ".join(names), body)
+
+
+def eval_table(found: Mapping[str, Any]) -> Group:
+    """Return the comparison of two evaluations for a terminal."""
+    head, *rows = eval_rows(found)
+    names = "   ".join(
+        f"{place}: {escape(visible(name))}" for place, name in zip(("first", "second"), found["evals"], strict=True)
+    )
+    return Group(names, text_table(rows, head, "pass@1 at the tasks of both"), *map(escape, _left_out(found)))
+
+
+def eval_page(found: Mapping[str, Any]) -> str:
+    """Return the comparison of two evaluations as an HTML page."""
+    head, *rows = eval_rows(found)
+    lines = [f"<p class=note>{html.escape(line)}</p>" for line in _left_out(found)]
+    names = " and ".join(map(visible, found["evals"]))
+    return document(names, [f"<h1>{html.escape(names)}</h1>", html_table(rows, head), *lines])
+
+
+def eval_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the head and the rows of the table of two evaluations."""
+    yield ("tools", "first", "second", "difference", "95 %", "tasks")
+    for arm, row in found["arms"].items():
+        if not row["n_tasks"]:
+            yield (arm, "–", "–", "–", "", "0")
+            continue
+        scores = ("{:.3f} ({:.3f}–{:.3f})".format(score["pass_at_1"], *score["ci95"]) for score in row["scores"])
+        gap = row["difference"]
+        interval = "{:+.3f} to {:+.3f}".format(*gap["ci95"])
+        yield (arm, *scores, f"{gap['pass_at_1']:+.3f}", interval, str(row["n_tasks"]))
+
+
+def _left_out(found: Mapping[str, Any]) -> Iterator[str]:
+    for arm, row in found["arms"].items():
+        for which, names in zip(("first", "second"), row["left_out"], strict=True):
+            if names:
+                more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+                yield f"{arm}: left out, without a grade in the other: of the {which} {visible(', '.join(names[:20]))}{more}"
 
 
 def score_rows(found: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,21 @@ LONGEST_WAIT_S = 60
 LISTED_S = 30.0
 """Time limit for the list of an endpoint's models."""
 CONNECT_S = 10.0
+CONTEXT = ("max_model_len", "context_length", "context_window")
+"""Keys of a model's context in the list of models: that of vLLM, SGLang and `composer-nb serve`, OpenRouter's, Groq's."""
+_TOO_LONG = re.compile(
+    "context_length_exceeded|exceed_context_size|maximum context length|model's context length|context size|context limit|"
+    "prompt is too long|max_tokens.*too large",
+    re.IGNORECASE,
+)
+"""A conversation that is too long, in the words of OpenAI, vLLM, SGLang, llama.cpp, Anthropic."""
+_CONTEXT = re.compile(
+    r"context length(?: is| of)?(?: only)? \(?(\d+)|context size \((\d+)|limit: [^>]*> (\d+)|> (\d+) maximum"
+)
+_INPUT = re.compile(
+    r"\((\d+) (?:in|from) |(\d+) (?:tokens from the )?input|resulted in (\d+)|[Ii]nput \((\d+)|request \((\d+)|"
+    r"limit: (\d+) \+|long: (\d+)"
+)
 
 
 @cache
@@ -77,6 +93,25 @@ async def _exchange(
     return answer.status_code, answer.headers, data
 
 
+def context_of(entry: Mapping[str, Any]) -> int:
+    """Return the maximum tokens of a conversation by the entry of a model in a server's list; 0 if it names none."""
+    return next((entry[key] for key in CONTEXT if isinstance(entry.get(key), int) and entry[key] > 0), 0)
+
+
+class TooLong(ProviderFailure):
+    """A conversation, with the answer that it asked for, does not fit into the context of an endpoint's model. `context` and
+    `read`: maximum tokens of a conversation, and those that this one has without an answer, as the error names them, or 0."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.context, self.read = (_number(form, message) for form in (_CONTEXT, _INPUT))
+
+
+def _number(form: re.Pattern[str], text: str) -> int:
+    found = form.search(text.replace(",", ""))
+    return int(next(filter(None, found.groups()))) if found else 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """The answer of an endpoint, with its counts of tokens read and written, or 0 without counts."""
@@ -84,6 +119,10 @@ class Answer:
     message: dict[str, Any]
     read: int
     written: int
+    cut: bool = False
+    """Whether a limit of tokens ended it."""
+    turn: Mapping[str, Any] | None = None
+    """Text and calls of a turn with an unreadable call, each with its error, from `composer-nb serve` (`Choice.turn`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +138,8 @@ class Endpoint:
     wait_s: float = 0.5
     """Wait before the second try, doubled before each further one; random jitter adds up to the same again."""
     temperature: float = 1.0
+    context: int = 0
+    """Maximum tokens of a conversation, if the server names it, else 0."""
     _client: httpx.AsyncClient = field(default_factory=_client, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -119,22 +160,33 @@ class Endpoint:
             raise ProviderFailure(f"{self.url}/models: no answer within {within_s:g} s") from None
 
     def complete(
-        self, messages: Wire, tools: Sequence[Any], max_tokens: int, parallel: bool = False, until: float = math.inf
+        self,
+        messages: Wire,
+        tools: Sequence[Any],
+        max_tokens: int,
+        parallel: bool = False,
+        until: float = math.inf,
+        seed: int | None = None,
     ) -> Answer:
         """Return the answer to a conversation. `parallel`: allow several calls in it. `until`: a time of `time.monotonic`.
 
-        Raises ProviderFailure if the request fails, and TimeIsUp if that time passes first."""
+        Raises ProviderFailure if the request fails, TooLong for a conversation without room, and TimeIsUp if that time passes
+        first."""
         body = {"model": self.model, "messages": [*messages], "max_tokens": max_tokens, "temperature": self.temperature}
+        body |= {} if seed is None else {"seed": seed}
         if tools:
             body |= {"tools": list(tools), "parallel_tool_calls": parallel}
         match self.ask("POST", "chat/completions", until, body):
-            case {"choices": [{"message": dict(message)}, *_], **more}:
+            case {"choices": [{"message": dict(message), **choice}, *_], **more}:
                 usage = more.get("usage")
             case answer:
                 raise ProviderFailure(f"{self.url}: an answer without a message: {str(answer)[:200]}")
         counts = [usage.get(name) if isinstance(usage, dict) else 0 for name in ("prompt_tokens", "completion_tokens")]
         read, written = (min(count, 1 << 40) if isinstance(count, int) and count > 0 else 0 for count in counts)
-        return Answer(message=message, read=read, written=written)
+        cut, turn = choice.get("finish_reason") == "length", choice.get("turn")
+        return Answer(
+            message=message, read=read, written=written, cut=cut, turn=turn if isinstance(turn, dict) else None
+        )
 
     def ask(self, method: str, path: str, until: float, body: Mapping[str, Any] | None = None) -> Any:
         """Return the JSON of an answer. Raises ProviderFailure or TimeIsUp."""
@@ -156,6 +208,8 @@ class Endpoint:
                 code, message = _error(data)
                 failed = f"status {status}{f' ({code})' if code else ''}: {message}"
                 asked = answered.get("Retry-After")
+                if status in (400, 413) and _TOO_LONG.search(failed):
+                    raise TooLong(f"{where}: {failed}")
                 if status not in AGAIN or code in FINAL:
                     break
             except (ValueError, RecursionError) as error:  # such as an answer that was cut short
@@ -176,7 +230,7 @@ def _error(data: bytes) -> tuple[str, str]:
     with suppress(ValueError, RecursionError):
         match json.loads(data):
             case {"error": {"message": str(message), **more}}:
-                return str(more.get("code") or ""), message[:300]
+                return str(more.get("code") or more.get("type") or ""), message[:600]
     return "", data[:300].decode("utf-8", "replace")
 
 
@@ -194,33 +248,81 @@ def _pause(asked: str | None, usual: float) -> float:
 
 
 class EndpointTurnPolicy(Silent):
-    """Takes turns from an OpenAI-compatible endpoint, for evaluation and use: it returns no tokens to train on."""
+    """Takes turns from an OpenAI-compatible endpoint, for evaluation and use: it returns no tokens to train on.
+
+    It ends where a `TokenTurnPolicy` of the same model ends: at the smaller of its limit of tokens and the context of the
+    endpoint. A turn that was cut, or whose call cannot be read, is an invalid call."""
 
     def __init__(
-        self, endpoint: Endpoint, system: str, tools: Sequence[Schema], limits: Limits, parallel: bool = True
+        self,
+        endpoint: Endpoint,
+        system: str,
+        tools: Sequence[Schema],
+        limits: Limits,
+        parallel: bool = True,
+        seed: int | None = None,
     ) -> None:
-        """`tools`: schemas in OpenAI's form. `parallel`: allow several calls per turn."""
-        self.endpoint, self.tools, self.limits, self.parallel = endpoint, tools, limits, parallel
+        """`tools`: schemas in OpenAI's form. `parallel`: allow several calls per turn. `seed`: sent with every request."""
+        self.endpoint, self.tools, self.limits, self.parallel, self.seed = endpoint, tools, limits, parallel, seed
         self._talk: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        self._most = min(limits.tokens, limits.rollout_tokens, endpoint.context or limits.tokens)
+        """Maximum tokens of the conversation."""
 
-    def say(self, news: News, until: float) -> Spoken:
+    def say(self, news: News, until: float) -> Spoken | None:
         for message in news:
-            if isinstance(message, Result):
+            if isinstance(message, Result) and message.id:
                 self._talk.append({"role": "tool", "tool_call_id": message.id, "content": message.text})
             else:
                 self._talk.append({"role": "user", "content": message.text})
+        begun = any(message["role"] == "assistant" for message in self._talk)
         try:
-            answer = self.endpoint.complete(self._talk, self.tools, self.limits.turn_tokens, self.parallel, until)
-        except TimeIsUp:
-            if any(message["role"] == "assistant" for message in self._talk):
+            answer = self._answer(until)
+        except (TooLong, TimeIsUp) as error:
+            if begun and isinstance(error, TooLong):
+                return None
+            if begun or isinstance(error, TooLong):  # at first, too long may be the answer that was asked for
                 raise
             # No answer ever came: this is the endpoint's fault, not the agent's.
             raise ProviderFailure(f"{self.endpoint.url}: not one answer within {self.limits.seconds:g} s") from None
+        if answer is None:
+            return None
         said, calls = spoken(answer.message)
         self._talk.append(said)
+        if answer.turn:
+            return Spoken(said=_unreadable(answer.turn), read=answer.read, written=answer.written)
         ids = [call["id"] for call in said.get("tool_calls", ())]
+        if answer.cut and not calls:
+            ids, calls = [""], [invalid("the turn was cut off")]
         written = tuple(Written(id=name, call=call) for name, call in zip(ids, calls, strict=True))
         return Spoken(said=Said(text=said["content"].strip(), calls=written), read=answer.read, written=answer.written)
+
+    def _answer(self, until: float) -> Answer | None:
+        """Return the next answer; None if the limits of tokens leave no room. Raises TooLong if the room is unknown."""
+        room = min(self.limits.turn_tokens, self._most)
+        while room > 0:
+            try:
+                answer = self.endpoint.complete(self._talk, self.tools, room, self.parallel, until, self.seed)
+                if answer.read + answer.written <= self._most:
+                    return answer
+                read = answer.read
+            except TooLong as error:
+                read, self._most = error.read, min(self._most, error.context or self._most)
+                if not read:
+                    raise
+            room = min(room - 1, self._most - read)
+        return None
+
+
+def _unreadable(turn: Mapping[str, Any]) -> Said:
+    """Return a turn with an unreadable call (`Choice.turn`)."""
+
+    def written(call: Mapping[str, Any]) -> Written:
+        id, text, name = (str(call.get(key, "")) for key in ("id", "text", "name"))
+        error = invalid(str(call["error"])) if "error" in call else _call(name, str(call.get("arguments", "")))
+        return Written(id=id, call=error, text=text)
+
+    listed = [call for call in turn.get("calls") or () if isinstance(call, dict)]
+    return Said(text=str(turn.get("text", "")).strip(), calls=tuple(map(written, listed)))
 
 
 def call_on_wire(id: str, name: str, arguments: str) -> dict[str, Any]:

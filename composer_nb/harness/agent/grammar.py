@@ -163,13 +163,13 @@ def _qwen(renderer: QwenRenderer, tools: Sequence[Any], text: bool, several: boo
 def _value(schema: Mapping[str, Any], parameters: Mapping[str, Any], name: str, rule: str) -> tuple[str, str]:
     """Return the pattern between the tags of a parameter, including its end, and the rule `rule` if needed. Raises ValueError for
     a schema that is not supported in Qwen's format."""
-    known, others, free = list[str](), list[str](), False
+    known, others, free, wanted = list[str](), list[str](), False, kinds(schema)
     for each in schema.get("anyOf") or schema.get("oneOf") or [schema]:
         if "enum" in each or "const" in each:
             for value in each.get("enum", [each.get("const")]):
                 text = value if isinstance(value, str) else write_json(value)
                 read = PARAMETER.match(f"<parameter=a>\n{text}\n</parameter>\n</function>")
-                if read is None or read[2] != text or write_json(read_value(text, schema)) != write_json(value):
+                if read is None or read[2] != text or write_json(read_value(text, wanted)) != write_json(value):
                     raise ValueError(
                         f"tools: {name}: this format cannot tell {write_json(value)[:80]} from another value"
                     )

@@ -26,10 +26,11 @@ LIMITS = Limits(turns=64, turn_tokens=8192, tokens=131_072, seconds=1800.0)
 """Limits of a conversation with the product's tools."""
 SYSTEM = """\
 You are a coding agent. Work in {root}, a copy of the user's repository in a sandbox without network access, and change it with
-your tools until the user's request is done. The user cannot answer questions.
+your tools until the user's request is done. A message without a call ends your work and is shown to the user.
 
-Read the code before you change it, and change only what the request needs. Calls in one turn that only read run in parallel.
-Check your work: run the code or its tests. When you are done, describe your changes in a few sentences, without a call."""
+Read the code before you change it, and change only what the request needs. A message may have several calls; their results come
+in the same order. Check your work: run the code or its tests. When you are done, describe your changes in a few sentences,
+without a call."""
 """System text of every conversation, the same in training, in evaluation and in the product."""
 
 
@@ -44,7 +45,7 @@ class Conversation:
     written: int = 0
     seconds: float = 0.0
     why: str = ""
-    """Explanation of the stop `infrastructure`."""
+    """Explanation of the stop `infrastructure`, and of `tokens` before the first turn."""
 
     def rollout(
         self, task_id: str, segments: tuple[Segment, ...], files: dict[str, str], before: dict[str, str]
@@ -101,6 +102,8 @@ def conversation(
             spoken = turn_policy.say(news, began + limits.seconds) if used < limits.tokens else None
             if spoken is None:
                 stop = "tokens"
+                room = f"limits.tokens={limits.tokens}, or less if the model or its server has less"
+                why = why if turns else f"the prompt has no room in the tokens of a conversation: raise {room}"
                 break
             read, written, used = read + spoken.read, written + spoken.written, spoken.read + spoken.written
             told(spoken.said)

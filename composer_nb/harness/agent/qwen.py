@@ -127,7 +127,7 @@ class QwenRenderer(ChatRenderer):
             if name in arguments:
                 return invalid(f"the parameter {name[:80]} is repeated")
             try:
-                arguments[name] = read_value(value, schemas.get(name, {"type": "string"}))
+                arguments[name] = read_value(value, kinds(schemas.get(name, {"type": "string"})))
             except ToolError as error:
                 return invalid(f"{name[:80]}: {error}")
             at = match.end()
@@ -170,9 +170,8 @@ def kinds(schema: Any) -> frozenset[str]:
     return KINDS
 
 
-def read_value(text: str, schema: Any) -> Any:
-    """Parse the value of a parameter by its schema. Raises ToolError for a value of another type."""
-    wanted = kinds(schema)
+def read_value(text: str, wanted: frozenset[str]) -> Any:
+    """Parse the value of a parameter by the `kinds` of its schema. Raises ToolError for a value of another type."""
     if wanted == {"string"}:
         return text
     try:

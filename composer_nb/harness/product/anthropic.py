@@ -21,6 +21,7 @@ from composer_nb.harness.product.wire import (
     Probability,
     Refused,
     Strict,
+    TooLong,
     arguments_of,
     shown,
     spoke,
@@ -198,7 +199,8 @@ def refusal(refused: Refused) -> dict[str, Any]:
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
     kinds |= {429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}
     kind = kinds.get(refused.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": str(refused)}}
+    message = refused.anthropic if isinstance(refused, TooLong) else str(refused)
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def _use(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from composer_nb.harness.bench import bootstrap, scores, summarise
-from composer_nb.harness.grading.grade import Attempt
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.monitors import flags_of
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tools.toolset import NAMES, SEARCH, ToolSet
 from composer_nb.harness.tools.workspace import Indexes
+from composer_nb.harness.untrusted import visible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,16 @@ ARMS: Mapping[str, Arm] = {
 }
 
 
+LOST = 0.01
+"""Share of attempts that may be lost to the infrastructure."""
+
+
+class TooManyLost(ValueError):
+    """More attempts were lost than figures bear."""
+
+    exit_status = 1
+
+
 TINY_ARMS = ("all", "no-search")
 """Arms at tasks of the grader `functions`: the compact format describes no tool, and there is no terminal."""
 TINY = ("runs_tests", "retries_after_failed_test")
@@ -67,13 +81,15 @@ def figures(
     `seconds_p50`, `seconds_p95` of a rollout
     `dollars_per_task`           mean of an attempt's tokens at `price`: dollars per million tokens read, and written
 
-    If no rollout has a grade, return the number of lost rollouts and the reason of the first."""
-    stops = Counter(done.rollout.stop for done in attempts)
-    lost = [done for done in attempts if not done.grade.known]
+    If no sampled rollout has a grade, return the number of lost rollouts, of all, and the reason of the first."""
+    stops, every = Counter(done.rollout.stop for done in attempts), [*attempts, *greedy]
+    lost = [done for done in every if not done.grade.known]
     said = [turn.observation for done in lost for turn in done.rollout.turns if turn.error == "ProviderError"]
-    found = {"stops": dict(sorted(stops.items())), "infra_errors": len(lost), "lost_to": said[0] if said else ""}
-    if len(lost) == len(attempts):
+    found = {"stops": dict(sorted(stops.items())), "infra_errors": len(lost), "lost_share": len(lost) / len(every)}
+    found["lost_to"] = said[0] if said else ""
+    if not any(done.grade.known for done in attempts):
         return found | {"n_tasks": 0}
+    greedy = [done for done in greedy if done.grade.known]
     seconds = [done.rollout.seconds for done in attempts if done.grade.known]
     median, late = (float(value) for value in np.quantile(seconds, [0.5, 0.95]))
     tiny = attempts[0].task.grader == "functions"
@@ -94,6 +110,17 @@ def figures(
 def _dollars(rollout: Rollout, price: tuple[float, float]) -> float:
     read = rollout.counted[0] or rollout.tokens - rollout.sampled
     return (read * price[0] + rollout.sampled * price[1]) / 1e6
+
+
+def require_attempts(report: Mapping[str, Any], out: Path | None = None) -> None:
+    """Raise TooManyLost if an arm of a report lost more than LOST of its attempts: its figures are of the rest alone, and an
+    attempt is rarely lost by chance. `out`: folder in which the same command makes the lost ones again."""
+    for arm, row in report["arms"].items():
+        if row["lost_share"] > LOST:
+            lost, why = row["infra_errors"], visible(row["lost_to"])[:300] or "see composer-nb doctor"
+            again = f"; the same command with --out {out} makes these again" if out else ""
+            share = f"{lost} of {round(lost / row['lost_share'])} attempts were lost"
+            raise TooManyLost(f"arm {arm}: {share}, so its figures do not count{again}: {why}")
 
 
 def detectable(tasks: int, samples: int) -> float:
@@ -117,3 +144,42 @@ def difference(one: Sequence[Attempt], other: Sequence[Attempt], seed: int = 0) 
 def _means(attempts: Sequence[Attempt]) -> dict[str, float]:
     by_task = scores([done for done in attempts if done.grade.known], lambda done: done.task.id)
     return {task: float(np.mean(values)) for task, values in by_task.items()}
+
+
+def compare_evals(first: Path, second: Path, seed: int = 0) -> dict[str, Any]:
+    """Return pass@1 of two evaluations (folders of `composer-nb eval`) at the tasks that both have grades of, by arm: `scores` of
+    each, and `difference` of the second − the first, paired by task, with 95 % intervals by bootstrap over these tasks.
+    `left_out`: tasks of the first, and of the second alone. Raises ValueError, FileNotFoundError."""
+    arms = [
+        {file.parent.name: _solved(file) for file in sorted(out.glob("*/rollouts.parquet"))} for out in (first, second)
+    ]
+    for out, found in zip((first, second), arms, strict=True):
+        if not found:
+            raise FileNotFoundError(f"{out}: neither a run nor the folder of an evaluation (composer-nb eval --out)")
+    rows: dict[str, Any] = {}
+    for arm in arms[0].keys() & arms[1].keys():
+        old, new = arms[0][arm], arms[1][arm]
+        shared = sorted(old.keys() & new.keys())
+        left_out = [sorted(one.keys() - other.keys()) for one, other in ((old, new), (new, old))]
+        rows[arm] = {"n_tasks": len(shared), "left_out": left_out}
+        if shared:
+            means = [np.array([one[task] for task in shared]) for one in (old, new)]
+            rows[arm]["scores"] = [{"pass_at_1": float(one.mean()), "ci95": bootstrap(one, seed)} for one in means]
+            gain = means[1] - means[0]
+            rows[arm]["difference"] = {"pass_at_1": float(gain.mean()), "ci95": bootstrap(gain, seed)}
+    if not rows:
+        raise ValueError(f"{first} has the arms {', '.join(arms[0])}, {second} {', '.join(arms[1])}: no arm is in both")
+    return {"evals": [str(first), str(second)], "arms": dict(sorted(rows.items()))}
+
+
+def _solved(file: Path) -> dict[str, float]:
+    """Return the share of a task's graded attempts that solved it, by task. Raises ValueError for a damaged file."""
+    try:
+        table = pq.read_table(file, columns=["task_id", "status", "passed"]).to_pylist()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise ValueError(f"{file}: damaged ({error!r:.200})") from None
+    passed: dict[str, list[float]] = {}
+    for row in table:
+        if Grade(status=row["status"]).known:
+            passed.setdefault(row["task_id"], []).append(float(row["passed"]))
+    return {task: float(np.mean(values)) for task, values in passed.items()}

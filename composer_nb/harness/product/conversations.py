@@ -5,15 +5,16 @@ A request without tools gets those of `form`: none, or in the compact format tho
 A request that continues one of our answers reads only its new messages, and every token stays as it was sampled. One that goes
 on from an earlier answer, since the agent rewrote its history, is a branch: it reads the tokens up to there as they were sampled,
 and the rest anew. Any other request is read from its beginning. When room is needed, the policy forgets the conversation that has
-been idle longest; while all are in use, a request waits. A conversation whose client went away is forgotten at once, also in the
-middle of a turn.
+been idle longest; while all are in use, a request waits. The policy forgets a conversation at once whose client went away, even
+in the middle of a turn. The tokens of conversations that the policy has forgotten stay known, up to KEPT_TOKENS.
 
 A call that cannot be read is sent with its arguments up to there (`turn.py`). If the policy has forgotten the conversation, it is
 read as a call with those. A turn whose first call has no name is sent as text; if the client sends that text back, it is read as
 the tokens that it spells.
 
-With a `Record`, conversations stay known when the policy forgets them. They become stored rollouts when they are graded, when
-there are too many of them, or when the server closes (`record.py`).
+With a `Record`, conversations become stored rollouts when they are graded, when there are too many of them, or when the server
+closes (`record.py`). Several may be equal up to an answer: of other users, or of one, with equal answers. None of them is
+continued then, since nobody can tell which is meant: the request gets a conversation of its own, with a copy of what is equal.
 """
 
 from __future__ import annotations
@@ -46,22 +47,29 @@ from composer_nb.harness.product.wire import (
     Answered,
     AnyAsked,
     Asked,
+    Choice,
     Complete,
     Generate,
     Refused,
     Sampling,
     Told,
+    TooLong,
     arguments_of,
     messages_of,
     text_of,
 )
+from composer_nb.harness.rollout import Transcript
 
 LOOK_S = 0.1
 """Seconds between two checks whether a client is still there."""
 GATHER_S = 0.01
 """Tokens that come within so many seconds are told together: each part of an answer costs as much as reading all of it so far."""
 KEPT = 256
-"""Conversations that stay known for a `Record`; the one that has been idle longest is stored."""
+"""Conversations that stay known; a `Record` stores the one that has been idle longest."""
+KEPT_TOKENS = 1 << 20
+"""Tokens of conversations that stay known without a `Record`."""
+MARKS = 1 << 16
+"""Answers of which it is known whether they are those of several conversations."""
 Form = Callable[..., ChatRenderer]
 """Makes the chat format of a tokenizer."""
 SYSTEM = ("system", "developer")
@@ -74,7 +82,7 @@ class _Talk:
 
     renderer: ChatRenderer
     digest: bytes
-    """Of its system text, tools, seed and name: where its messages begin."""
+    """Of its system text, tools, seed, name and user: where its messages begin."""
     row: Row
     drawn_by: int = 0
     """Decides the random draws."""
@@ -82,6 +90,8 @@ class _Talk:
     """The policy's name for it; None: the policy does not hold it."""
     marks: dict[bytes, int] = field(default_factory=dict)
     """Digest of its messages up to each of our answers -> tokens up to there."""
+    unread: dict[int, list[str]] = field(default_factory=dict)
+    """Tokens up to an answer with an unreadable call -> ids of all its calls (`Choice.turn`)."""
     busy: bool = True
 
 
@@ -105,6 +115,8 @@ class Conversations:
         """No longer text fits into a conversation."""
         self._talks: list[_Talk] = []
         """Known ones, the one that has been idle longest first."""
+        self._owners: dict[bytes, str] = {}
+        """Digest of the messages up to an answer -> name of the rollout; empty if there are several."""
         self._door = threading.Lock()
         """Held by the request that waits for room: those behind it do not overtake it."""
         self._room = threading.Condition()
@@ -122,7 +134,7 @@ class Conversations:
         spoken = [_plain(each) for each in wire if each.get("role") not in SYSTEM]
         renderer = self.form(self.tokenizer, asked.tools) if asked.tools else self.form(self.tokenizer)
         grammar = _grammar(asked, renderer)
-        digests = [_digest(b"", [system, asked.tools or [], asked.seed, asked.rollout])]
+        digests = [_digest(b"", [system, asked.tools or [], asked.seed, asked.rollout, asked.user])]
         for each in spoken:
             digests.append(_digest(digests[-1], each))
         user = next((each["content"] for each in spoken if each["role"] == "user"), "")
@@ -152,10 +164,23 @@ class Conversations:
         for (talk, _), (read, news), (_, turn), (choice, whole) in zip(held, reads, work, choices, strict=True):
             talk.row.add(read, news, turn.completion, talk.renderer, how)
             if whole:  # otherwise the policy holds more than the client is shown
-                talk.marks[_digest(digests[-1], _plain(choice.message))] = len(talk.row.transcript.token_ids)
-            self._end(talk, drop=not whole)
+                self._mark(talk, _digest(digests[-1], _plain(choice.message)), choice)
+            self._end(talk, drop=not whole, wrote=True)
             answers.append(replace(choice, rollout=talk.row.name if self.record else ""))
         return Answered(choices=answers, read=before)
+
+    def _mark(self, talk: _Talk, digest: bytes, choice: Choice) -> None:
+        """Note how far a conversation is, and of which messages."""
+        talk.marks[digest] = at = len(talk.row.transcript.token_ids)
+        if choice.turn:
+            talk.unread[at] = [call["id"] for call in choice.turn["calls"]]
+        if not self.record:
+            return
+        if self._owners.setdefault(digest, talk.row.name) != talk.row.name:
+            self._owners[digest] = ""
+        if len(self._owners) > MARKS:
+            with suppress(KeyError):  # another request took it
+                del self._owners[next(iter(self._owners))]
 
     def grade(self, name: str, verdict: Verdict) -> int:
         """Store a rollout with its grade, or grade one that is stored. Return the number of its branches.
@@ -220,8 +245,7 @@ class Conversations:
         """Return what the policy is asked. Raises Refused if a conversation has no room for an answer."""
         known = talk.row.transcript.token_ids
         if (before := len(known) + len(read)) >= self.tokens:
-            message = f"{param}: {before} tokens: a conversation has {self.tokens}"
-            raise Refused(message, code="context_length_exceeded", param=param)
+            raise TooLong(self.tokens, before, param)
         room, again = min(wanted or self.tokens, self.tokens - before), talk.rollout is None
         if again:
             talk.rollout = next(self._numbers) * ATTEMPT_STRIDE + talk.drawn_by
@@ -271,8 +295,11 @@ class Conversations:
             used = sum(talk.busy or talk.rollout is not None for talk in self._talks)
             for talk in idle[: max(used - most, 0)]:
                 self._forget(talk)
-                if not self.record:
-                    self._talks.remove(talk)
+            forgotten = [talk for talk in self._talks if not talk.busy and talk.rollout is None]
+            size = sum(len(talk.row.transcript.token_ids) for talk in forgotten)
+            while not self.record and forgotten and (len(self._talks) > KEPT or size > KEPT_TOKENS):
+                size -= len(forgotten[0].row.transcript.token_ids)
+                self._talks.remove(forgotten.pop(0))
         if self.record and len(self._talks) > KEPT:
             with suppress(StopIteration, Refused):
                 self._store(next(talk.row.name for talk in self._talks if not talk.busy))
@@ -280,24 +307,31 @@ class Conversations:
 
     def _one(self, new: _Talk, seed: int | None, place: int, digests: Sequence[bytes]) -> tuple[_Talk, int]:
         drawn_by = (next(self._seeds) if seed is None else seed + (place << 32)) % ATTEMPT_STRIDE
-        for known in range(len(digests) - 2, 0, -1):
-            for talk in reversed(self._talks):
-                at = talk.marks.get(digests[known], 0)
-                if at and at == len(talk.row.transcript.token_ids) and not talk.busy:
-                    self._talks.remove(talk)
-                    self._talks.append(talk)
-                    talk.busy = True
-                    return talk, known
-            for talk in self._talks:
-                if at := talk.marks.get(digests[known], 0):
-                    row = talk.row.branch(at, self._next(talk.row.name))
-                    self._talks.append(replace(new, row=row, drawn_by=drawn_by, marks={}))
-                    return self._talks[-1], known
         name = new.row.name or f"c{uuid.uuid4().hex}"
-        first = new.row
-        row = Row(name=name, number=self._next(name), instruction=first.instruction, user=first.user)
-        self._talks.append(replace(new, row=row, drawn_by=drawn_by, marks={}))
-        return self._talks[-1], 0
+        row = replace(new.row, name=name, number=self._next(name), transcript=Transcript(), turns=[])
+        for known in range(len(digests) - 2, 0, -1):
+            holding = [talk for talk in reversed(self._talks) if digests[known] in talk.marks]
+            if not holding:
+                continue
+            ended = [each for each in holding if each.marks[digests[known]] == len(each.row.transcript.token_ids)]
+            talk = next((each for each in ended if not each.busy), holding[-1])
+            at = talk.marks[digests[known]]
+            if self.record and not self._owners.get(digests[known]):
+                row = talk.row.copy(at, row)
+            elif talk in ended and not talk.busy:
+                self._talks.remove(talk)
+                self._talks.append(talk)
+                talk.busy = True
+                return talk, known
+            else:
+                row = talk.row.branch(at, self._next(talk.row.name))
+            unread = {at: talk.unread[at]} if at in talk.unread else {}
+            return self._begin(replace(new, row=row, drawn_by=drawn_by, marks={}, unread=unread)), known
+        return self._begin(replace(new, row=row, drawn_by=drawn_by, marks={}, unread={})), 0
+
+    def _begin(self, talk: _Talk) -> _Talk:
+        self._talks.append(talk)
+        return talk
 
     def _next(self, name: str) -> int:
         """Return the number of the next branch of a rollout."""
@@ -306,28 +340,30 @@ class Conversations:
     def _read(self, talk: _Talk, system: str, spoken: Wire, known: int) -> tuple[list[int], Sequence[Message]]:
         """Return the new tokens and messages. Raises ValueError for invalid messages, or if the last one is a turn of the
         agent."""
-        before = spoken[known - 1].get("tool_calls", ()) if known else ()
-        news = _in_order(messages_of(spoken[known:]), [call["id"] for call in before])
+        before = [call["id"] for call in spoken[known - 1].get("tool_calls", ())] if known else []
+        every = talk.unread.get(len(talk.row.transcript.token_ids), before)
+        told = {each["tool_call_id"] for each in spoken[known:] if "tool_call_id" in each}
+        news = _in_order(messages_of(spoken[known:]), every if {*every} <= told else before)
         if not news or not isinstance(news[-1], User | Result):
             raise ValueError("messages: the last one is a user's or a tool's")
         self._fits(sum(len(each.text) for each in news), "messages")
         if not known:
             return talk.renderer.render(news, system, spelled=True), news
         cut = talk.row.transcript.token_ids[-1] != talk.renderer.end
-        end = [talk.renderer.end] if cut else []
+        end = [talk.renderer.end] if cut and isinstance(news[0], User) else []  # results follow as in `TokenTurnPolicy`
         return end + talk.renderer.render(news, spelled=True, after=True), news
 
     def _fits(self, letters: int, param: str) -> None:
         """Raise Refused for a text that is too long for any conversation, before the time for its tokens is spent."""
         if letters > self._letters:
-            message = f"{param}: {letters} letters: a conversation has {self.tokens} tokens"
-            raise Refused(message, code="context_length_exceeded", param=param)
+            raise TooLong(self.tokens, -(-letters * self.tokens // self._letters), param)
 
-    def _end(self, talk: _Talk, drop: bool) -> Trace:
-        """Let others use the room of a conversation. `drop`: the policy forgets it. Returns the records of what is forgotten."""
+    def _end(self, talk: _Talk, drop: bool, wrote: bool = False) -> Trace:
+        """Let others use the room of a conversation. `drop`: the policy forgets it. `wrote`: this request got its answer. Returns
+        the records of what is forgotten."""
         with self._room:
             trace = self._forget(talk) if drop else Trace()
-            if drop and not (self.record and talk.row.turns):
+            if drop and not talk.marks and not (wrote and self.record):
                 self._talks.remove(talk)
             talk.busy = False
             self._room.notify_all()
@@ -339,7 +375,8 @@ class Conversations:
             return Trace()
         trace = self.policy.release(talk.rollout)
         talk.rollout = None
-        talk.row.traced(trace)
+        if self.record:
+            talk.row.traced(trace)
         return trace
 
 

@@ -9,6 +9,7 @@ which names its parent. It reads the tokens that both share, so that each sample
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from itertools import count, takewhile
 from pathlib import Path
@@ -102,6 +103,14 @@ class Row:
         row = Row(name=self.name, instruction=self.instruction, user=self.user, number=number, parent=self.number)
         row.transcript.read(self.transcript.token_ids[:at], Kind.PROMPT)
         return row
+
+    def copy(self, at: int, other: Row) -> Row:
+        """Return `other` with the conversation up to `at` tokens: as it was written if it ends there, else as tokens that it only
+        reads."""
+        if at < len(self.transcript.token_ids):
+            other.transcript.read(self.transcript.token_ids[:at], Kind.PROMPT)
+            return other
+        return replace(other, transcript=deepcopy(self.transcript), turns=[*self.turns], trace=self.trace)
 
     def traced(self, trace: Trace) -> None:
         """Take the policy's records. Where tokens were forwarded twice, the first records stay: those of the sampling."""

@@ -24,7 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from ipaddress import ip_address
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 import h11
@@ -61,6 +61,8 @@ from composer_nb.harness.product.wire import (
 
 LOG = logging.getLogger("uvicorn.error")
 MAX_BODY_BYTES = 16 << 20
+SHORT = 16 << 10
+"""Bytes of a body that is checked at once."""
 SPARE_CONNECTIONS = 64
 """Connections besides those of the requests that are answered or wait: their requests are told to ask again."""
 TURNED_AWAY = 512
@@ -82,6 +84,7 @@ _NAMED = re.compile(rf"/rollouts/({NAME})(/v1/.*|/grade)")
 """Addresses that belong to one rollout, on a server that records."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
+Answer = TypeVar("Answer")
 Answerer = Callable[[AnyAsked, Callable[[], bool], Told], Answered]
 """Answers a request while its client is there, and may tell parts of the answer as they come. Raises ValueError for a request
 that it does not accept, and TimeIsUp when the client goes away."""
@@ -151,6 +154,7 @@ class ChatServer:
         version: Callable[[], int] | None = None,
         grade: Callable[[str, Verdict], int] | None = None,
         trained: Carried | None = None,
+        context: int = 0,
         replicas: Callable[[], Sequence[Mapping[str, int]]] = tuple,
         canary: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
@@ -159,6 +163,7 @@ class ChatServer:
         one; beyond the loopback one is made. `version`: that of the policy; raises ProviderFailure if it has ended.
         `grade`: takes what is found out about a recorded rollout, and returns the number of its branches. `trained`: what the
         model was trained with; `GET /v1/models` says it, so that an agent offers the same tools within the same limits.
+        `context`: maximum tokens of a conversation, which it says too, under vLLM's name.
         `replicas`: what each of several engines does, for `/health` and `/metrics`. `canary`: where the trial of a version
         stands, for `/health`.
 
@@ -175,7 +180,8 @@ class ChatServer:
         self.key = key or ("" if local else secrets.token_urlsafe(24))
         self._version, self._grade, self._counts = version, grade, Counter[str]()
         self._replicas, self._canary = replicas, canary
-        self._trained = {"trained_with": asdict(trained)} if trained else {}
+        self._listed = {"max_model_len": context} if context else dict[str, Any]()
+        self._listed |= {"trained_with": asdict(trained)} if trained else {}
         self._answer, self._work, self._draining = answer, set[Future[Answered]](), False
         self._threads = ThreadPoolExecutor(max_workers=slots, thread_name_prefix="answer")
         self._server = uvicorn.Server(
@@ -243,7 +249,7 @@ class ChatServer:
     async def _reply(self, request: Request) -> Response:
         self._authorize(request.headers, request.scope["server"][0], request.scope["path"])
         body = await _body(request)
-        listed = {"id": self.model, "object": "model", "created": 0, "owned_by": "composer_nb"} | self._trained
+        listed = {"id": self.model, "object": "model", "created": 0, "owned_by": "composer_nb"} | self._listed
         match request.method, request.scope["path"]:
             case "GET", "/health":
                 if self._draining:
@@ -258,19 +264,20 @@ class ChatServer:
             case "GET", path if path == f"/v1/models/{self.model}":
                 return JSONResponse(listed)
             case "POST", "/v1/generate":
-                tokens = self._known(read_request(body, Generate))
+                tokens = self._known(await _aside(body, read_request, body, Generate))
                 return JSONResponse(generated(await self._queued(tokens, request), self.model))
             case "POST", ("/v1/chat/completions" | "/v1/completions" | "/v1/messages") as path:
                 reply: Reply | MessagesReply
                 named = {"rollout": request.scope["rollout"]} if "rollout" in request.scope else {}
                 if path == "/v1/messages":
-                    given = self._known(read_request(body, Messages)).asked()
+                    given = await _aside(body, self._known(await _aside(body, read_request, body, Messages)).asked)
                     reply = MessagesReply(given.model_copy(update=named), self.model)
                 elif path == "/v1/completions":
-                    text = self._known(read_request(body, Complete))
+                    text = self._known(await _aside(body, read_request, body, Complete))
                     reply = CompletionReply(text.asked, self.model, text)
                 else:
-                    reply = Reply(self._known(read_request(body, Asked)).model_copy(update=named), self.model)
+                    chat = self._known(await _aside(body, read_request, body, Asked))
+                    reply = Reply(chat.model_copy(update=named), self.model)
                 if reply.asked.stream:
                     return await self._stream(reply, request)
                 return JSONResponse(reply.whole(await self._queued(reply.body, request)))
@@ -422,6 +429,11 @@ async def _body(request: Request) -> bytes:
     if size > MAX_BODY_BYTES:
         raise Refused(f"a body has at most {MAX_BODY_BYTES} bytes", 413, "request_too_large")
     return bytes(body)
+
+
+async def _aside(body: bytes, check: Callable[..., Answer], *given: Any) -> Answer:
+    """Return what `check` makes of a body; a long one is checked beside the event loop, in which others are answered."""
+    return check(*given) if len(body) < SHORT else await asyncio.to_thread(check, *given)
 
 
 def _event(chunk: Mapping[str, Any]) -> bytes:

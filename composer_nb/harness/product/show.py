@@ -62,7 +62,7 @@ def call_line(turn: Turn) -> str:
 def decide(work: Work, verdict: str, console: Console) -> int:
     """Show what an agent did, and carry out the verdict of the user.
 
-    Returns 0 if the agent finished and its changes are accepted or there are none (the verdict then stays open), else 1."""
+    Returns 0 if the agent finished and its changes are accepted, left for later as was asked, or none, else 1."""
     done, say = work.conversation, partial(console.print, markup=False, soft_wrap=True)
     if behind := Counter(work.source.left_out.values()):
         text = ", ".join(f"{count} {why}" for why, count in sorted(behind.items()))
@@ -80,6 +80,7 @@ def decide(work: Work, verdict: str, console: Console) -> int:
     console.print(Syntax(shown, "diff", background_color="default", word_wrap=True))
     if left:
         say(f"… {left} more characters: all of it is in {work.path.resolve()}/changes.diff", style="red")
+    undecided = verdict == "later"
     if verdict == "ask":
         verdict = _asked(console) if sys.stdin.isatty() else "later"
     if verdict == "accept":
@@ -92,7 +93,7 @@ def decide(work: Work, verdict: str, console: Console) -> int:
         say(f"undecided: nothing was changed; the diff is {work.path.resolve()}/changes.diff")
         say(f"decide with: composer-nb verdict {shlex.quote(str(work.path))} accept, or reject")
     say(f"kept: {work.path}", style="dim")
-    return 0 if verdict == "accept" and done.stop == "finished" else 1
+    return 0 if (verdict == "accept" or undecided) and done.stop == "finished" else 1
 
 
 def _beginning(text: str) -> tuple[str, int]:

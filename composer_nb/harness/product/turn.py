@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pydantic_core import from_json
 
 from composer_nb.harness.agent.chat import ChatRenderer, Piece, Said
-from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.compact import DONE, CompactRenderer
 from composer_nb.harness.agent.endpoint import call_on_wire
 from composer_nb.harness.agent.kimi import ARGUMENT, ID, KimiRenderer
 from composer_nb.harness.agent.qwen import FUNCTION, PARAMETER, QwenRenderer, kinds, read_value
@@ -114,8 +114,20 @@ class Turn:
             stopped=self._spelled(token_ids)[slice(*found[::-1])] if found else "",
             logprobs=self._logprobs(self.drawn[:kept]) if self.asked.logprobs else None,
             versions=[each.version for each in self.drawn[:kept]],
+            turn=self._unreadable(token_ids) if kept is None and self.asked.tools else None,
         )
         return made, kept is None
+
+    def _unreadable(self, token_ids: Sequence[int]) -> dict[str, Any] | None:
+        """Return a turn with an unreadable call as the renderer parses it; None for any other."""
+        said = self.renderer.parse(token_ids)
+        calls = [
+            {"id": one.id, "text": one.text, "error": str(one.call)}
+            if isinstance(one.call, ToolError)
+            else {"id": one.id, "name": one.call.name, "arguments": json.dumps(dict(one.call.arguments))}
+            for one in said.calls
+        ]
+        return {"text": said.text, "calls": calls} if any("error" in call for call in calls) else None
 
     def tokens(self, logprobs: bool, routes: NDArray[Any] | None) -> Choice:
         """Return the turn as tokens, as vLLM writes them."""
@@ -141,6 +153,13 @@ class Turn:
             kept = len(self._up_to(token_ids, end - 1)) + 1
             whole, token_ids = whole[:at], self._up_to(token_ids, at)
         said, calls = renderer.parse(token_ids), self._calls(token_ids)
+        if (
+            not calls
+            and isinstance(renderer, CompactRenderer)
+            and self.asked.tools
+            and self.asked.tool_choice != "none"
+        ):
+            calls = _foreign(said)
         if calls:
             return {"role": "assistant", "content": said.text, "tool_calls": calls}, kept
         if kept is not None or renderer.stop.isdisjoint(token_ids[-1:]):
@@ -244,7 +263,7 @@ def _qwen(renderer: QwenRenderer, token_ids: Sequence[int], number: int) -> tupl
     arguments, at, last = dict[str, Any](), head.end(), None
     with suppress(ToolError):
         while (found := PARAMETER.match(body, at)) and found[1] not in arguments:
-            arguments[found[1]] = read_value(found[2], schemas.get(found[1], {"type": "string"}))
+            arguments[found[1]] = read_value(found[2], kinds(schemas.get(found[1], {"type": "string"})))
             at = found.end()
         begun = _BEGUN.match(body, at)
         if begun and begun[1] not in arguments and kinds(schemas.get(begun[1], {"type": "string"})) == {"string"}:
@@ -279,6 +298,12 @@ def _compact(renderer: CompactRenderer, token_ids: Sequence[int], number: int) -
         if len(known) < len(names) and form.types.get(names[len(known)]) == "string":
             last = names[len(known)], texts[-1].rstrip("\ufffd")
     return f"call_{number}", form.tool, _object(arguments, last)
+
+
+def _foreign(said: Said) -> list[dict[str, Any]]:
+    """Return the call of a tool that was not offered, whose arguments the compact format cannot name."""
+    name = said.calls[0].text.partition(" ")[0].removesuffix("<|end|>") if said.calls else ""
+    return [call_on_wire(said.calls[0].id, name, "{")] if name.isidentifier() and name != DONE else []
 
 
 def _object(members: Mapping[str, Any], last: tuple[str, str] | None) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import from_json
 
 from composer_nb.harness.agent.chat import Message, Result, Said, User, Written
@@ -22,6 +22,8 @@ Probability = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Named = Annotated[str, Field(pattern=f"^{NAME}$")]
 Zero = Annotated[float, Field(ge=0, le=0)]
+MOST_TOOL_BYTES, MOST_TOOLS_BYTES = 128 << 10, 1 << 20
+"""Maximum size of a tool, and of all tools of a request, as JSON: to check a tool holds up all other requests."""
 
 
 class Strict(BaseModel):
@@ -108,7 +110,11 @@ class Asked(_Drawn):
     @field_validator("tools")
     @classmethod
     def _tools(cls, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        TypeAdapter(list[_Tool]).validate_python(tools or [])
+        sizes = [len(json.dumps(tool)) for tool in tools or ()]
+        if sum(sizes) > MOST_TOOLS_BYTES or max(sizes, default=0) > MOST_TOOL_BYTES:
+            raise ValueError(f"at most {MOST_TOOL_BYTES} bytes each and {MOST_TOOLS_BYTES} in all, not {sum(sizes)}")
+        for tool in tools or ():  # one by one: other threads run between two
+            _Tool.model_validate(tool)
         return tools  # as the client ordered them: the model reads them so
 
     @property
@@ -178,6 +184,16 @@ class Refused(ValueError):
         self.status, self.code, self.param, self.headers = status, code, param, headers
 
 
+class TooLong(Refused):
+    """A conversation without room for an answer, in the words by which clients such as litellm tell it from other errors."""
+
+    def __init__(self, context: int, read: int, param: str) -> None:
+        """`context`: maximum tokens of a conversation; `read`: those of this one, or at least so many."""
+        said = f"This model's maximum context length is {context} tokens. However, your messages resulted in {read} tokens."
+        super().__init__(f"{param}: {said} Shorten the conversation.", code="context_length_exceeded", param=param)
+        self.anthropic = f"prompt is too long: {read} tokens > {context} maximum"
+
+
 AnyAsked = Asked | Generate | Complete
 Logprobs = Sequence[Mapping[str, Any]]
 """Log-probabilities of tokens, in OpenAI's form."""
@@ -202,6 +218,9 @@ class Choice:
     """For a `Generate`."""
     stopped: str = ""
     """The stop text that ended it."""
+    turn: Mapping[str, Any] | None = None
+    """Text and calls of a turn with an unreadable call: each has its id, and `error` or name and arguments. An agent that answers
+    these calls by their ids continues as it would beside the engine."""
     rollout: str = ""
     """Name of its rollout, on a server that records."""
     routes: str | None = None
@@ -369,7 +388,8 @@ class Reply:
         return {**self._head, "object": "chat.completion.chunk", "choices": [choice], **counted}
 
     def _whole(self, number: int, choice: Choice) -> dict[str, Any]:
-        return {**_choice(number, choice, self._reason(choice)), "message": self._message(choice)}
+        turn = {} if choice.turn is None else {"turn": choice.turn}
+        return {**_choice(number, choice, self._reason(choice)), "message": self._message(choice), **turn}
 
     def _message(self, choice: Choice) -> dict[str, Any]:
         calls = shown(choice.message.get("tool_calls", ()), self.asked)

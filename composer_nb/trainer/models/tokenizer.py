@@ -17,6 +17,8 @@ from composer_nb.harness.agent.qwen import QwenRenderer
 FORMATS = {"compact": SPECIALS, "qwen": QwenRenderer.tokens, "kimi": KimiRenderer.tokens}
 """The tokens that each chat format (`env.renderer`) needs."""
 
+TO_ADD = "composer-nb convert {} DIR --format {} writes a checkpoint with them"
+
 # A newline with its indentation, spaces, a word, one digit, an operator, one sign; all but digits with the space before them.
 _WORDS = r"\n *| {2,}| ?[A-Za-z_]+|[0-9]| ?(?:[-+*/%<>=!]=|\*\*|//)| ?[^\sA-Za-z_0-9]|\s"
 
@@ -63,7 +65,8 @@ def load_tokenizer(path: Path, needed: Sequence[str] = SPECIALS) -> Tokenizer:
     except Exception as error:  # the library raises nothing else
         raise ValueError(f"{file}: damaged ({error}); fetch or write it again") from None
     if missing := [token for token in needed if tokenizer.token_to_id(token) is None]:
-        raise ValueError(f"{file}: lacks the tokens {missing}")
+        name = next((name for name, tokens in FORMATS.items() if {*missing} <= {*tokens}), "qwen")
+        raise ValueError(f"{file}: lacks the tokens {missing}; {TO_ADD.format(path, name)}")
     return tokenizer
 
 
@@ -74,4 +77,6 @@ def format_of(path: Path) -> str:
     for name, needed in FORMATS.items():
         if all(tokenizer.token_to_id(token) is not None for token in needed):
             return name
-    raise ValueError(f"{path}: its tokenizer has the tokens of no chat format ({', '.join(FORMATS)}); set env.renderer")
+    raise ValueError(
+        f"{path}: its tokenizer has the tokens of no chat format ({', '.join(FORMATS)}); {TO_ADD.format(path, 'qwen')}"
+    )

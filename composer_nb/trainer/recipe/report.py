@@ -349,7 +349,7 @@ def compare(first: RunDir, second: RunDir) -> dict[str, Any]:
     `runs`        name, path and completeness of each
     `settings`    settings with different values, by dotted name; `changed_live.STEP.NAME` was changed while the run was live
     `provenance`  commit, package digest, machine and versions that differ, by dotted name
-    `eval`        `scores` of each policy that either run scored, and `difference` if both did
+    `eval`        `scores` of each policy that either run scored, and `difference` if both did; pass@1 is that of the shared tasks
     `train`       figures of RL; `wall_s` seconds by part of the recipe
     """
     reports = build_report(first), build_report(second)
@@ -365,7 +365,7 @@ def compare(first: RunDir, second: RunDir) -> dict[str, Any]:
         "provenance": differing(*(report["provenance"] for report in reports)),
         "eval": {
             name: {
-                "scores": [{key: s[name].get(key) for key in SCORES} if name in s else None for s in scored],
+                "scores": _scores((first, second), scored, name, same),
                 **({"difference": difference(first, second, name, same)} if name in both else {}),
             }
             for name in [*scored[0], *(name for name in scored[1] if name not in scored[0])]
@@ -429,6 +429,24 @@ def difference(first: RunDir, second: RunDir, policy: str, shared: set[str]) -> 
     counts = [len(values)] * 2 if paired else [len(old), len(new)]
     interval = np.quantile(means, [0.025, 0.975]).tolist()
     return {"pass_at_1": float(gain), "ci95": interval, "paired": paired, "n_tasks": counts}
+
+
+def _scores(
+    runs: tuple[RunDir, RunDir], scored: Sequence[Mapping[str, Any]], name: str, shared: set[str]
+) -> list[dict[str, Any] | None]:
+    """Return the scores of a policy in both runs. If only some of the tasks are `shared`, pass@1, its interval and the number of
+    tasks are those of the shared tasks, as of the difference."""
+    scores = [{key: s[name].get(key) for key in SCORES} if name in s else None for s in scored]
+    if not shared or None in scores:
+        return scores
+    solved = [solved_by_task(run, name) for run in runs]
+    both = sorted(solved[0].keys() & solved[1].keys() & shared)
+    some = bool(both) and any(each and each["n_tasks"] != len(both) for each in scores)
+    for score, found in zip(scores, solved, strict=True):
+        if score and some:
+            values = np.array([found[task] for task in both])
+            score |= {"pass_at_1": float(values.mean()), "ci95": bootstrap(values, 0), "n_tasks": len(both)}
+    return scores
 
 
 def _resampled(values: NDArray[np.float64], seed: int) -> NDArray[np.float64]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from composer_nb.harness.agent.endpoint import Endpoint, EndpointTurnPolicy, _pause, spoken
+from composer_nb.harness.agent.endpoint import Endpoint, EndpointTurnPolicy, TooLong, _pause, spoken
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Environment, attempt
 from composer_nb.harness.policy import ProviderFailure
@@ -236,3 +236,63 @@ def test_a_reply_is_sent_back_in_the_canonical_form() -> None:
     wanted = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     assert said == {"role": "assistant", "content": "", "tool_calls": [wanted]}
     assert calls == [ToolCall(name="f", arguments={"a": 1})]
+
+
+TOO_LONG = [
+    ("This model's maximum context length is 4,097 tokens. However, your messages resulted in 5000 tokens (4900 in the messages, "
+     "100 in the functions).", 4097, 5000),
+    ("This model's maximum context length is 4096 tokens. However, you requested 9192 tokens (1000 in the messages, 8192 in the "
+     "completion).", 4096, 1000),
+    ("'max_tokens' or 'max_completion_tokens' is too large: 8192. This model's maximum context length is 4096 tokens and your "
+     "request has 1000 input tokens (8192 > 4096 - 1000).", 4096, 1000),
+    ("You passed 541 input tokens and requested 64 output tokens. However, the model's context length is only 512 tokens, "
+     "resulting in a maximum input length of 448 tokens.", 512, 541),
+    ("Requested token count exceeds the model's maximum context length of 4096 tokens. You requested a total of 5000 tokens: "
+     "1000 tokens from the input messages and 4000 tokens for the completion.", 4096, 1000),
+    ("The input (541 tokens) is longer than the model's context length (512 tokens).", 512, 541),
+    ("request (5000 tokens) exceeds the available context size (4096 tokens), try increasing it", 4096, 5000),
+    ("prompt is too long: 5000 tokens > 4096 maximum", 4096, 5000),
+    ("input length and `max_tokens` exceed context limit: 188240 + 21333 > 200000, decrease input length", 200000, 188240),
+    ("the maximum context length was exceeded", 0, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "context", "read"), TOO_LONG)
+def test_an_error_names_the_context_and_the_tokens_that_were_read(
+    message: str, context: int, read: int, server: Server
+) -> None:
+    server.answer = lambda body, number: (400, json.dumps({"error": {"message": message, "code": 400}}))
+    with pytest.raises(TooLong) as error:
+        ask(server)
+    assert (error.value.context, error.value.read) == (context, read) and len(server.asked) == 1
+
+
+def too_long(context: int, read: int) -> tuple[int, str]:
+    said = f"This model's maximum context length is {context} tokens. However, your messages resulted in {read} tokens."
+    return 400, json.dumps({"error": {"message": said, "code": "context_length_exceeded"}})
+
+
+def test_a_full_context_ends_an_attempt_that_counts(server: Server, task: Task, boxes: Any) -> None:
+    server.answer = lambda body, number: too_long(500, 541) if number else call("read_file", path="f.py")
+    rollout = run(server, task, boxes)
+    assert rollout.stop == "tokens" and [turn.error for turn in rollout.turns] == [None]
+    server.answer = lambda body, number: too_long(500, 541)
+    assert run(server, task, boxes).stop == "tokens", "as for a prompt without room from the folder"
+    server.answer = lambda body, number: (400, json.dumps({"error": {"message": "exceeds the context size"}}))
+    assert run(server, task, boxes).stop == "infrastructure", "perhaps the answer that was asked for is too long"
+
+
+def test_an_answer_is_asked_for_that_fits_the_context_which_an_error_names(
+    server: Server, task: Task, boxes: Any
+) -> None:
+    server.answer = lambda body, number: too_long(500, 300) if body["max_tokens"] > 200 else call("finish")
+    assert run(server, task, boxes).stop == "finished"
+    assert [body["max_tokens"] for body in server.asked] == [400, 200]
+
+
+def test_a_text_that_was_cut_off_is_an_invalid_call_and_no_end(server: Server, task: Task, boxes: Any) -> None:
+    cut = {"choices": [{"message": {"content": "I thi"}, "finish_reason": "length"}]}
+    server.answer = lambda body, number: call("finish") if number else (200, json.dumps(cut))
+    rollout = run(server, task, boxes)
+    assert [turn.error for turn in rollout.turns] == ["InvalidArguments", None] and rollout.stop == "finished"
+    assert [m["role"] for m in server.asked[1]["messages"]] == ["user", "assistant", "user"]

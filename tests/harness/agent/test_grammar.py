@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -225,3 +226,16 @@ def test_a_turn_that_cannot_be_followed_ends() -> None:
     assert not made.fault and not made.allowed([])[renderer.end]
     assert np.flatnonzero(made.allowed(renderer.encode("x"))).tolist() == [renderer.end] and "x" in made.fault
     assert not grammar(renderer).fault
+
+
+@pytest.mark.parametrize("schema", [{"enum": []}, {"anyOf": []}])
+def test_a_large_enumeration_costs_time_in_proportion(schema: dict[str, list[Any]]) -> None:
+    """Its types are determined once, not for each of its values."""
+    values = [f"v{number}" for number in range(6000)]
+    [(key, _)] = schema.items()
+    parameter = {key: values if key == "enum" else [{"const": value} for value in values]}
+    tool = {"name": "pick", "parameters": {"type": "object", "properties": {"a": parameter}, "required": ["a"]}}
+    renderer = FORMATS["QwenRenderer"].offering([{"type": "function", "function": tool}])
+    began = time.process_time()
+    assert not Grammar.of_calls(renderer, ["pick"], text=False, several=False).fault
+    assert time.process_time() - began < 3

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from composer_nb.harness.agent.chat import ChatRenderer, Said, User, Written
+from composer_nb.harness.agent.chat import ChatRenderer, Result, Said, User, Written
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.kimi import KimiRenderer
 from composer_nb.harness.agent.qwen import QwenRenderer
@@ -226,7 +226,8 @@ def test_a_stop_text_ends_a_stream_as_it_ends_the_whole_answer(stop: str) -> Non
 
 
 def test_a_conversation_goes_on_after_a_call_that_was_cut_off() -> None:
-    """In the cache, with the tokens as they were sampled; and read anew by a server that has never seen it."""
+    """In the cache, with the tokens as they were sampled, and the result after them as in training (`TokenTurnPolicy`); and read
+    anew by a server that has never seen it."""
     renderer = FORMATS["QwenRenderer"]
     cut, done = renderer.spell(f"I put.\n\n{PUT}half of a te")[:-1], renderer.turn(Said(text="Done."))
     with Shared(Turns(cut, done, done)) as shared:
@@ -240,6 +241,7 @@ def test_a_conversation_goes_on_after_a_call_that_was_cut_off() -> None:
         for talk in (known, Conversations(shared, renderer.tokenizer, QwenRenderer, 3000)):
             talk(Asked(messages=more, tools=[TOOL]))
     prompt, rest, anew = ([*each.token_ids] for each in policy.asked)
-    assert prompt == renderer.render([User(text="fix f")]) and rest[0] == renderer.end
+    assert prompt == renderer.render([User(text="fix f")])
+    assert rest == renderer.read([Result(id="call_0", text="not JSON")])
     read = renderer.tokenizer.decode(anew, skip_special_tokens=False)
     assert "f.py\n</parameter>\n</function>" in read and "not JSON" in read and anew[: len(prompt)] == prompt

@@ -24,7 +24,7 @@ from composer_nb.harness.agent.chat import ChatRenderer, Message, Said, Written
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.shared import Shared
-from composer_nb.harness.product import serve
+from composer_nb.harness.product import serve, wire
 from composer_nb.harness.product.conversations import Conversations
 from composer_nb.harness.product.serve import ChatServer, ScriptServer
 from composer_nb.harness.product.wire import Answered, Asked, Choice, Generate, Told
@@ -575,3 +575,46 @@ def test_slow_clients_take_no_thread_and_only_so_many_connections(
         client.close()
     wait_until(lambda: not held)
     assert answers(send(scripted, HIDDEN.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))) == [200]
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages"])
+def test_large_tools_are_checked_beside_the_event_loop_and_bounded(
+    path: str, scripted: ScriptServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While they are checked, others are answered."""
+    checked, check = list[str](), wire._Tool.model_validate
+
+    def noted(tool: Any) -> Any:
+        checked.append(threading.current_thread().name)
+        return check(tool)
+
+    monkeypatch.setattr(wire._Tool, "model_validate", noted)
+
+    def ask(count: int, size: int) -> httpx.Response:
+        schema = {"type": "object", "properties": {f"a{number}": {} for number in range(size)}}
+        function = {"name": "f", "parameters": schema}
+        tool = {"type": "function", "function": function}
+        if path == "/messages":
+            tool = {"name": "f", "input_schema": schema}
+        body = {"messages": ASKED, "max_tokens": 5, "tools": [tool] * count}
+        return httpx.post(f"{scripted.url}{path}", json=body, timeout=PATIENCE_S)
+
+    assert ask(30, 500).status_code == 200 and "serve" not in checked and len(checked) == 30
+    assert ask(1, 2).status_code == 200 and checked[30:] == ["serve"]
+    for count, size in ((1, 20_000), (300, 500)):
+        refused = ask(count, size)
+        assert refused.status_code == 400 and "131072 bytes each and 1048576 in all" in refused.text
+    assert len(checked) == 31
+
+
+def test_a_call_of_a_tool_that_was_not_offered_is_a_call(tiny_tokenizer: Tokenizer) -> None:
+    """An agent answers it as any other wrong call; it does not end the conversation. Without tools, it is a text."""
+    renderer = CompactRenderer(tiny_tokenizer)
+    turn = [*renderer.encode("look at f"), renderer.end]
+    with served(tiny_tokenizer, turn, turn, form=CompactRenderer) as (client, _):
+        tools = [tool for tool in renderer.tools if tool["function"]["name"] != "look"]
+        choice = chat(client, tools=tools).choices[0]
+        [call] = choice.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("look", "{") and choice.finish_reason == "tool_calls"
+        assert choice.model_extra["turn"]["calls"][0]["error"] == "bad call"
+        assert chat(client).choices[0].message.content == "look at f"

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from composer_nb.harness.tasks.task import load_tasks, save_tasks
 from composer_nb.settings import Settings
+from composer_nb.trainer.recipe.reader import EXAMPLES, ReadOnly
 from composer_nb.trainer.recipe.report import build_report, compare, difference, differing, gained, shared_tasks
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views.compare import page, table
@@ -122,6 +123,14 @@ def test_a_task_is_shared_only_if_all_of_it_is_the_same(tiny_run: RunDir, copy_o
     assert shared_tasks(tiny_run, run) == {task.id for task in tasks[:4]}, "the same name, another task"
     save_tasks([*tasks[:2], *(task.model_copy(update={"instruction": "another"}) for task in tasks[2:5])], file)
     assert shared_tasks(tiny_run, run) == set(), "fewer than half"
+
+
+def test_scores_and_their_difference_are_of_the_same_tasks() -> None:
+    """The two examples share most of their held-out tasks; the excerpts hold fewer than were scored."""
+    for name, part in compare(*map(ReadOnly, EXAMPLES))["eval"].items():
+        first, second = part["scores"]
+        assert second["pass_at_1"] - first["pass_at_1"] == pytest.approx(part["difference"]["pass_at_1"]), name
+        assert [first["n_tasks"], second["n_tasks"]] == part["difference"]["n_tasks"]
 
 
 def test_it_is_told_to_people(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):
