@@ -22,7 +22,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from composer_nb.trainer.models.hf_config import Format, Shape, config_json, read_config
+from composer_nb.trainer.models.hf_config import FLOATS, Format, Shape, config_json, read_config
 from composer_nb.trainer.models.shards import (
     INDEX,
     SHARD_BYTES,
@@ -46,8 +46,6 @@ FOREIGN_VISION = (r"vision_tower\..+", r"mm_projector\..+")
 """The same for the checkpoint of a model with vision."""
 ROUTER_BIAS = "mlp.gate.e_score_correction_bias"
 """Always float32: it moves in steps of a thousandth (arXiv 2412.19437, §4.2)."""
-
-_FLOATS = "F64|F32|F16|BF16"
 
 
 # Names
@@ -241,6 +239,7 @@ class Source:
         if not any(name.startswith(f"{prefix}model.layers.{config.num_hidden_layers}.") for name in entries):
             # `transformers` saves no MTP heads, and does not say so in config.json.
             config = replace(config, num_nextn_predict_layers=0)
+        _check_counts(path, config, len(entries))
         shapes = {name: tuple(view.shape) for name, view in hugging_face_views(Model.planned(config)).items()}
         repeats = {prefix + again: name for again, name in _repeated(config).items() if prefix + again in entries}
         forms = {name: _form(prefix + name, described.format, entries) for name in shapes}
@@ -263,9 +262,18 @@ class Source:
     def require_repeats(self) -> None:
         """Raise ValueError, which names the tensor, if one differs from the weight that it repeats."""
         for entry, name in self.repeats.items():
-            weight = self.weights[name].read()
-            if not torch.equal(mapped(entry).to(weight.dtype), weight):
+            weight, again = self.weights[name].read(), mapped(entry)
+            if not (torch.equal(again.to(weight.dtype), weight) or torch.equal(weight.to(again.dtype), again)):
                 raise ValueError(f"{entry.file}: {entry.name} must repeat {name}, but differs from it")
+
+
+def _check_counts(where: Path, c: ModelConfig, tensors: int) -> None:
+    """Raise ValueError if there are fewer tensors than layers and experts in the configuration, before these are listed."""
+    if (least := c.num_hidden_layers + c.moe_layers * c.num_experts) > tensors:
+        raise ValueError(
+            f"{where}: the checkpoint does not fit its config.json, which says {c.num_hidden_layers:,} layers with "
+            f"{c.num_experts:,} experts, at least {least:,} tensors; there are {tensors:,}"
+        )
 
 
 def _form(name: str, format: Format | None, entries: Collection[str]) -> tuple[tuple[str, ...], Format | None]:
@@ -280,7 +288,7 @@ def _stored(parts: tuple[str, ...], format: Format | None, shape: Shape, entries
     if format is not None and len(shape) != 2:
         raise ValueError(f"{found[0].name} is quantised, but is no matrix")
     try:
-        forms = ((_FLOATS, shape),) if format is None else format.forms(shape)
+        forms = ((FLOATS, shape),) if format is None else format.forms(shape)
     except ValueError as error:
         raise ValueError(f"{found[0].name}: {error}") from None
     for entry, (dtypes, wanted) in zip(found, forms, strict=True):
@@ -299,7 +307,7 @@ def _check_names(missing: Collection[str], unknown: Collection[str]) -> None:
 def _check_form(name: str, dtype: str, dtypes: str, shape: Shape, wanted: Shape) -> None:
     """Raise ValueError unless the dtype is among `dtypes` (separated by |) and the shape is the one wanted."""
     if dtype not in dtypes.split("|"):
-        hint = "; a quantised weight needs its scale and config.json a quantization_config" if dtypes == _FLOATS else ""
+        hint = "; a quantised weight needs its scale and config.json a quantization_config" if dtypes == FLOATS else ""
         raise ValueError(f"{name} is of dtype {dtype}, it must be {dtypes.replace('|', ' or ')}{hint}")
     if tuple(shape) != wanted:
         raise ValueError(f"{name} is {tuple(shape)}, config.json says {wanted}")

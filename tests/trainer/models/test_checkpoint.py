@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -166,6 +167,32 @@ def test_gates_are_not_normalised_where_a_config_says_nothing(saved: Path):
     assert not load_pretrained(str(saved)).config.norm_topk_prob
     edit_config(saved, norm_topk_prob=None)
     assert not load_pretrained(saved).config.norm_topk_prob
+
+
+def test_tensors_of_one_checkpoint_may_differ_in_dtype(make_model, tmp_path: Path):
+    model = make_model(1).bfloat16().float()
+    save_pretrained(model, tmp_path / "m", dtype=torch.float32)
+    file = tmp_path / "m" / "model.safetensors"
+    wide = load_file(file)
+    dtypes = [torch.float64, torch.float32, torch.bfloat16]
+    mixed = {name: tensor.to(dtypes[number % 3]) for number, (name, tensor) in enumerate(wide.items())}
+    embed = mixed["model.embed_tokens.weight"] = torch.rand_like(model.embed)
+    save_file({**mixed, "lm_head.weight": embed.bfloat16()}, file)
+    loaded = load_pretrained(tmp_path / "m")
+    assert torch.equal(loaded.embed, embed) and {weight.dtype for weight in loaded.parameters()} == {torch.float32}
+    assert all(
+        torch.equal(ours, theirs)
+        for ours, theirs in zip(loaded.layers[0].parameters(), model.layers[0].parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("sizes", [{"num_hidden_layers": 9_999, "num_experts": 65_536}, {"num_hidden_layers": 9_999}])
+def test_more_layers_and_experts_than_tensors_are_refused_before_they_are_listed(saved: Path, sizes: dict[str, int]):
+    edit_config(saved, **sizes)
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match=r"which says 9,999 layers .*there are"):
+        load_pretrained(saved)
+    assert time.monotonic() - begun < 2
 
 
 def test_a_missing_one_of_several_shards_is_named(oracle, tmp_path: Path):
