@@ -420,8 +420,8 @@ def _yarn(rope: Mapping[str, Any], family: Family) -> Yarn:
     return Yarn(**known if both else {**known, "mscale": 1.0, "mscale_all_dim": 0.0})
 
 
-def config_json(c: ModelConfig, dtype: torch.dtype) -> str:
-    """Return the text of a config.json."""
+def config_json(c: ModelConfig, dtype: torch.dtype, token_ids: Mapping[str, Any] | None = None) -> str:
+    """Return the text of a config.json. `token_ids`: ids of special tokens, by key."""
     sizes, yarn = c.to_dict(), asdict(c.yarn)
     for name in ("family", "yarn", *FOREIGN[c.family], *(("head_dim", "qk_norm_gain") if c.latent else ())):
         del sizes[name]
@@ -442,4 +442,4 @@ def config_json(c: ModelConfig, dtype: torch.dtype) -> str:
         config["router_aux_loss_coef"] = 0.001
     if c.latent or c.yarn.factor != 1:
         config["rope_parameters"] = {**rope, "rope_theta": c.rope_theta}
-    return json.dumps(config, indent=2) + "\n"
+    return json.dumps({**config, **(token_ids or {})}, indent=2) + "\n"

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from composer_nb.trainer.models.shards import size_of
+from composer_nb.trainer.models.shards import not_finite, require_finite, size_of
 from composer_nb.trainer.versions.manifest import (
     MANIFEST,
     Base,
@@ -83,7 +83,8 @@ class Writer:
 
     def survey(self, version: int, tensors: Weights) -> Mapping[str, Entry]:
         """Hash CPU tensors, under Hugging Face's names, which must not change from now on. They may be memory-mapped
-        (`shards.Mapped`). Raises ValueError for one that cannot be published."""
+        (`shards.Mapped`). Raises ValueError for one that cannot be published, as it is not finite."""
+        require_finite(f"version {version}", not_finite(tensors))
         state = self._states[version] = State.of(version, tensors)
         return state.entries
 
