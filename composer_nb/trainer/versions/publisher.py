@@ -288,6 +288,8 @@ class Publisher:
 
     def finish(self, plan: Plan, parts: Sequence[Part], files: SideFiles) -> Manifest:
         """Write the manifest of a version. Raises ValueError for a missing or duplicate part; SecondWriter, StoreError."""
+        if plan.base is not None:  # the others are those of the base
+            files = {"config.json": files["config.json"]}
         side = write_side(self._store, plan.where, parts, files)
         manifest = seal(plan.version, plan.base, parts, side, self._lease.token)
         if manifest.hash != plan.hash:

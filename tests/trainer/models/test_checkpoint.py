@@ -88,6 +88,19 @@ def test_the_tokenizer_travels_with_the_weights_and_a_second_save_replaces_the_f
     assert torch.equal(load_pretrained(tmp_path / "m").embed, make_model(2).embed)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])
+def test_weights_that_are_not_finite_are_not_saved(make_model, tmp_path: Path, value: float):
+    save_pretrained(make_model(1), tmp_path / "m")
+    bad = make_model(2).double()
+    with torch.no_grad():
+        bad.layers[1].o[3, 2] = value
+    with pytest.raises(
+        ValueError, match=r"m: model.layers.1.self_attn.o_proj.weight holds NaN or infinity, so training"
+    ):
+        save_pretrained(bad, tmp_path / "m", dtype=torch.bfloat16)
+    assert torch.equal(load_pretrained(tmp_path / "m").embed, make_model(1).embed) and len([*tmp_path.iterdir()]) == 1
+
+
 def test_a_save_that_fails_leaves_what_was_there_before(make_model, tmp_path: Path, monkeypatch):
     save_pretrained(make_model(1), tmp_path / "m")
 
