@@ -75,6 +75,8 @@ def for_format(companions: Companions, tokenizer: Tokenizer, format: str, *, tra
         settings.pop("chat_template", None)
         files.pop(OLD_TEMPLATE, None)
         files[TEMPLATE] = template(format)
+    if CARRIED in files and _object(files[CARRIED], CARRIED).get("renderer") != format:
+        del files[CARRIED]
     if SPECIAL in files:
         files[SPECIAL] = to_json(_object(files[SPECIAL], SPECIAL) | {"eos_token": end}).encode()
     return {**files, GENERATION: to_json(generation).encode(), SETTINGS: to_json(settings).encode()}
