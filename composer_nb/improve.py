@@ -18,7 +18,6 @@ import hashlib
 import json
 import logging
 import re
-import shutil
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -32,7 +31,7 @@ import torch
 
 from composer_nb.harness.agent.loop import LIMITS
 from composer_nb.harness.bench import Course, behaviour, run_eval, scores
-from composer_nb.harness.environment import CARRIED, Carried, EnvSettings, Sandboxes, make_agent
+from composer_nb.harness.environment import Carried, EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.files import write_json
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.product.arms import difference
@@ -46,7 +45,7 @@ from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import flatten, score
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.replay_settings import NO_REPLAY, ReplaySettings
-from composer_nb.trainer.models.checkpoint import config_json, load_pretrained, published, save_pretrained
+from composer_nb.trainer.models.checkpoint import load_pretrained, published, save_pretrained, side_files
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.rl import Scored, score_groups, streams_of, to_streams
@@ -111,9 +110,7 @@ def improve(
     LOG.info(f"scoring {start} on {len(tasks)} tasks")
     before = attempts_of(model, known, start, tasks, samples, settings)
     trained = learn(model, groups, settings, replay)
-    save_pretrained(model, out / "candidate", dtype=torch.bfloat16, tokenizer=start / "tokenizer.json")
-    if (known_by := start / CARRIED).is_file():
-        shutil.copyfile(known_by, out / "candidate" / CARRIED)
+    save_pretrained(model, out / "candidate", dtype=torch.bfloat16)
     LOG.info(f"scoring {out / 'candidate'}")
     after = attempts_of(model, known, start, tasks, samples, settings)
     found = {"tasks": own, **judge(before, after, first)}
@@ -249,8 +246,7 @@ def _figures(attempts: Sequence[Attempt]) -> dict[str, Any]:
 def publish(store: str, model: Model) -> int:
     """Publish the weights as the store's next version, and return its number."""
     with closing(Publisher(store, owner=OWNER)) as publisher:
-        files = {"config.json": config_json(model.config, torch.bfloat16).encode()}
-        publisher.publish(publisher.last + 1, published(model), files)
+        publisher.publish(publisher.last + 1, published(model), side_files(model))
         return publisher.last
 
 

@@ -5,7 +5,7 @@ The example's policy is fine-tuned on demonstrations of `labs/horizons/seeker.py
 summaries of twelve sections, and with cuts. RL then trains it with short summaries, where the final reward reaches their tokens,
 or with long ones. The policy before RL, and what an arm of RL makes of it, are scored on the same tasks in every way to end a
 segment; cuts before RL alone. An arm of a seed writes FOLDER/ARM SEED.json; then the files so far are printed as tables, medians
-with the least and the most of the seeds. The fine-tuned policy, FOLDER/start.pt, is made once for all seeds. One thread.
+with the least and the most of the seeds. The fine-tuned policy, FOLDER/start, is made once for all seeds. One thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.bench import run_eval
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
-from composer_nb.harness.files import replacing, write_json
+from composer_nb.harness.files import write_json
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tasks.miniatures import ENUMERABLE, make_miniatures
@@ -48,7 +48,7 @@ from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import train_step
-from composer_nb.trainer.models.checkpoint import load_pretrained
+from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.recipe.reader import example_run
 from composer_nb.trainer.rl import score_groups, streams_of
@@ -211,13 +211,11 @@ ARMS: dict[str, Compaction | None] = {"before RL": None, "RL, self": "self", "RL
 
 def study(seed: int, arm: str, folder: Path, size: Size) -> None:
     """Score what an arm makes of the fine-tuned policy, which is made first if the folder lacks it."""
-    begun, file = time.process_time(), folder / "start.pt"
+    begun, file = time.process_time(), folder / "start"
     with Sandboxes() as sandboxes:
         if not file.exists():
-            made = fine_tuned(size, sandboxes)
-            with replacing(file) as part:
-                torch.save(made, part)
-        model = torch.load(file, weights_only=False)
+            save_pretrained(fine_tuned(size, sandboxes), file)
+        model = load_pretrained(file)
         if kind := ARMS[arm]:
             model = reinforced(model, kind, seed, size, sandboxes)
         found = scored(model, size, sandboxes, seed, cuts=kind is None)

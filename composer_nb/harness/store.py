@@ -25,6 +25,7 @@ from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.policy import Trace
 from composer_nb.harness.rollout import Rollout, Segment, Transcript, Turn
 from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.untrusted import parquet
 
 _TENSORS = ("routes", "gates", "margins", "route_valid", "checks")
 _STREAMS = {
@@ -89,7 +90,7 @@ def load_attempts(path: Path, tasks: Mapping[str, Task]) -> list[Attempt]:
     Raises ValueError that names a damaged file or a task that is not among `tasks`.
     """
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(parquet(path))
         kept = [name for name in _COLUMNS if name in table.column_names or name not in _COUNTS | _CHAIN]
         rows = table.select(kept).to_pylist()
         tensors = load_file(path.with_suffix(".safetensors"))

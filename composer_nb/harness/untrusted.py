@@ -139,6 +139,24 @@ def json_of(text: str | bytes) -> Any:
         raise ValueError("JSON that is nested too deeply") from None
 
 
+MOST_EXPANSION = 1000
+"""Largest size of a Parquet file's columns, relative to the file: texts shrink to a hundredth."""
+
+
+def parquet(file: Path) -> Path:
+    """Return `file` if it may be read as Parquet: a few hundred bytes can announce rows that fill the memory. Raises ValueError,
+    and OSError or pyarrow's errors for a file that is missing or damaged."""
+    import pyarrow.parquet as pq
+
+    size, about = file.stat().st_size, pq.read_metadata(file)
+    groups = [about.row_group(number) for number in range(about.num_row_groups)]
+    columns = [group.column(number) for group in groups for number in range(about.num_columns)]
+    largest = max([about.num_rows, *(max(c.num_values, c.total_uncompressed_size) for c in columns)])
+    if about.num_rows > size or largest > MOST_EXPANSION * size:
+        raise ValueError(f"it announces {about.num_rows:,} rows and columns of {largest:,}, in {size:,} bytes")
+    return file
+
+
 def check_database(db: sqlite3.Connection, file: Path, *, whole: bool = True) -> None:
     """Check that a database, just opened, holds nothing but plain tables; with `whole` also that each of its pages is used once,
     which reads them all. The work is bounded by the size of the file. Raises ValueError, and sqlite3.Error as SQLite does."""

@@ -54,8 +54,8 @@ def apply_delta(base_dir: str | Path, delta_dir: str | Path, out_dir: str | Path
     """Write the full version that a base and a delta give. Raises WeightFault, without writing, if either is damaged or the delta
     has another base; ValueError if `out_dir` exists; StoreError if it cannot be written."""
     delta = open_link(Path(delta_dir))
-    base, _ = read_full(Path(base_dir), delta.manifest.base.version if delta.manifest.base else 0)
-    return apply_chain(base, [delta], Path(out_dir), layout(Path(base_dir)))
+    base, files = read_full(Path(base_dir), delta.manifest.base.version if delta.manifest.base else 0)
+    return apply_chain(base, [delta], Path(out_dir), layout(Path(base_dir)), files)
 
 
 def verify(version_dir: str | Path) -> Manifest:

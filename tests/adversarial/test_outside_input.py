@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from iniconfig import IniConfig
 
@@ -22,6 +25,7 @@ from composer_nb.harness.product.diff import patch
 from composer_nb.harness.product.serve import ScriptServer
 from composer_nb.harness.product.work import CHANGES, DIFF, give_verdict
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
+from composer_nb.harness.store import load_attempts
 from composer_nb.harness.tasks.making.options import plugins_in, read_options
 from composer_nb.harness.tasks.runtime import (
     PACKAGES,
@@ -34,6 +38,8 @@ from composer_nb.harness.tasks.runtime import (
 from composer_nb.harness.tasks.scope import in_scope
 from composer_nb.harness.tasks.swe import from_swebench, read_rows
 from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.untrusted import parquet
+from composer_nb.trainer.learning.data import load_rows
 from composer_nb.trainer.models.shards import read_shard
 
 ENDS_S = 300
@@ -327,6 +333,24 @@ def test_a_hostile_header_of_weights_is_named(tmp_path: Path, header: Any) -> No
         file.write_bytes(struct.pack("<Q", length) + text + bytes(32))
         with pytest.raises(ValueError, match="this shard is damaged"):
             read_shard(file)
+
+
+def test_a_small_table_that_announces_many_rows_is_refused(tmp_path: Path) -> None:
+    names = {"task_id": pa.array(["a"]), "instruction": pa.array(["b"])}
+    many = {name: pa.DictionaryArray.from_arrays(pa.array(np.zeros(10**6, np.int8)), x) for name, x in names.items()}
+    pq.write_table(pa.table(many), tmp_path / "x.parquet")
+    assert (tmp_path / "x.parquet").stat().st_size < 10**4
+    with pytest.raises(ValueError, match=r"x.parquet: damaged.* announces 1,000,000 rows"):
+        load_attempts(tmp_path / "x.parquet", {})
+    pq.write_table(pa.table(names), tmp_path / "y.parquet")
+    assert parquet(tmp_path / "y.parquet") == tmp_path / "y.parquet"
+
+
+def test_compressed_rows_of_demonstrations_are_refused(tmp_path: Path) -> None:
+    zeros = np.zeros(10**6, np.int32)
+    np.savez_compressed(tmp_path / "x.npz", lengths=zeros, token_ids=zeros, weight=zeros)
+    with pytest.raises(ValueError, match=r"x.npz: damaged \(it is compressed\)"):
+        load_rows(tmp_path / "x.npz")
 
 
 # Kernel state of two sandboxes

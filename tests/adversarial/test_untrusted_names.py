@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -246,7 +247,21 @@ def test_a_checkpoints_metadata_runs_nothing(tmp_path: Path) -> None:
     taken = {"w": torch.zeros(3), "step": torch.ones(())}
     dcp.load(taken, storage_reader=Reader(folder), no_dist=True)
     assert torch.equal(taken["w"], state["w"]) and taken["step"] == 0
-    (folder / ".metadata").write_bytes(pickle.dumps(Runs(mark)))
+    reader, bomb = Reader(folder), pickle.dumps(Runs(mark))
+    opened = reader.fs.create_stream
+
+    @contextmanager
+    def swapped_after_reading(path: Any, mode: str) -> Iterator[Any]:
+        with opened(path, mode) as stream:
+            yield stream
+        Path(path).write_bytes(bomb)
+
+    reader.fs.create_stream = swapped_after_reading  # type: ignore[method-assign]
+    assert set(reader.read_metadata().state_dict_metadata) == {"w", "step"} and not mark.exists()
+    (folder / ".metadata").write_bytes(pickle.dumps({"w": 1}))
+    with pytest.raises(ValueError, match="describe no checkpoint"):
+        Reader(folder).read_metadata()
+    (folder / ".metadata").write_bytes(bomb)
     with pytest.raises(ValueError, match="would run"):
         Reader(folder).read_metadata()
     with pytest.raises(ValueError, match="not a checkpoint of this model"):

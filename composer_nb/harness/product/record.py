@@ -28,6 +28,7 @@ from composer_nb.harness.rollout import Kind, Rollout, Transcript, Turn
 from composer_nb.harness.store import load_attempts, save_attempts
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.harness.untrusted import parquet
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}"
 """Names of rollouts."""
@@ -199,7 +200,7 @@ def served(run: Path) -> dict[str, Attempt]:
 
 
 def _loaded(file: Path) -> Attempt:
-    [named] = pq.read_table(file, columns=["task_id", "instruction"]).to_pylist()
+    [named] = pq.read_table(parquet(file), columns=["task_id", "instruction"]).to_pylist()
     [done] = load_attempts(file, {named["task_id"]: _task(named["task_id"], named["instruction"])})
     return done
 

@@ -29,7 +29,7 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.session import Session, shown
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.harness.tools.workspace import Indexes
-from composer_nb.harness.untrusted import HISTORY, json_of, visible
+from composer_nb.harness.untrusted import HISTORY, json_of, parquet, visible
 
 Verdict = Literal["accepted", "rejected", "open"]
 DIFF, CHANGES = "changes.diff", "changes.json"
@@ -122,7 +122,7 @@ def accepted(path: Path) -> tuple[str, str, dict[str, Blob], Changes] | None:
         return None
     file, (_, before, changes) = path / "rollout.parquet", _kept(path)
     try:
-        [request] = pq.read_table(file, columns=["instruction"])["instruction"].to_pylist()
+        [request] = pq.read_table(parquet(file), columns=["instruction"])["instruction"].to_pylist()
     except (pa.ArrowException, ValueError) as error:
         raise ValueError(f"{file}: damaged ({error!r:.200})") from None
     return str(told.get("time")), str(request), before, changes

@@ -34,7 +34,7 @@ class Rule:
     scale: float = 1.0
     """Factor of all gates."""
     normalised: bool = True
-    """Whether softmax gates are divided by a token's sum; sigmoid gates always are."""
+    """Whether gates are divided by a token's sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ def route(
     experts_NK, implausible_NK = own_NK, None
     if replay is not None:
         experts_NK, implausible_NK = _replayed(replay, own_NK, score_NE.detach(), choice_NE.detach())
-    if rule.sigmoid:
+    if rule.sigmoid and rule.normalised:
         chosen_NK = score_NE.gather(1, experts_NK)
         gates_NK = chosen_NK / (chosen_NK.sum(-1, keepdim=True) + 1e-20)
     elif rule.normalised:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from composer_nb.harness.files import replacing
+from composer_nb.harness.untrusted import parquet
 
 FILES = "files.parquet"
 _SCHEMA = pa.schema(
@@ -29,8 +30,8 @@ def write_rows(rows: Sequence[dict[str, Any]], folder: Path) -> None:
 def read_rows(folder: Path) -> list[dict[str, Any]]:
     """Read rows written by `write_rows`. Raises ValueError, which names the file, if it is damaged."""
     try:
-        rows: list[dict[str, Any]] = pq.read_table(folder / FILES, schema=_SCHEMA).to_pylist()
-    except (OSError, pa.ArrowException) as error:
+        rows: list[dict[str, Any]] = pq.read_table(parquet(folder / FILES), schema=_SCHEMA).to_pylist()
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise ValueError(f"{folder / FILES}: damaged ({error}); make it again with composer-nb corpus") from None
     return rows
 

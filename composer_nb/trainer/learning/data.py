@@ -262,8 +262,10 @@ def load_rows(path: Path) -> list[Row]:
     """Read rows written by `save_rows`. Raises ValueError, which names the file, if it is damaged."""
     try:
         with np.load(path) as archive:
+            if any(part.compress_type for part in archive.zip.infolist()):  # a small file might fill the memory
+                raise ValueError("it is compressed")
             cuts = np.cumsum(archive["lengths"])[:-1]
             parts = (np.split(archive[name], cuts) for name in ("token_ids", "weight"))
             return [Row(ids, weight) for ids, weight in zip(*parts, strict=True)]
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
+    except (OSError, ValueError, KeyError, EOFError, MemoryError, BadZipFile) as error:
         raise ValueError(f"{path}: damaged ({error}); delete it and run again") from None

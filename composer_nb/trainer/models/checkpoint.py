@@ -22,7 +22,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from composer_nb.trainer.models.hf_config import Format, Shape, config_json, read_config
+from composer_nb.harness.untrusted import single
+from composer_nb.trainer.models.companions import TOKENIZER, read_companions, token_ids
+from composer_nb.trainer.models.hf_config import FLOATS, Format, Shape, config_json, read_config
 from composer_nb.trainer.models.shards import (
     INDEX,
     SHARD_BYTES,
@@ -33,7 +35,9 @@ from composer_nb.trainer.models.shards import (
     header_of,
     index_of,
     mapped,
+    not_finite,
     read_shards,
+    require_finite,
     size_of,
     split,
     write_shard,
@@ -46,8 +50,6 @@ FOREIGN_VISION = (r"vision_tower\..+", r"mm_projector\..+")
 """The same for the checkpoint of a model with vision."""
 ROUTER_BIAS = "mlp.gate.e_score_correction_bias"
 """Always float32: it moves in steps of a thousandth (arXiv 2412.19437, §4.2)."""
-
-_FLOATS = "F64|F32|F16|BF16"
 
 
 # Names
@@ -174,6 +176,11 @@ def fill(view: Tensor, tensor: Tensor, what: str) -> None:
     view.copy_(tensor)
 
 
+def _finite(what: str, name: str, tensor: Tensor) -> Tensor:
+    require_finite(what, not_finite({name: tensor}))
+    return tensor
+
+
 def published(model: Model, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     """Return a copy of the weights for publication: under Hugging Face's names, on the CPU, in `dtype`. Router biases stay
     float32, as in `transformers`."""
@@ -241,6 +248,7 @@ class Source:
         if not any(name.startswith(f"{prefix}model.layers.{config.num_hidden_layers}.") for name in entries):
             # `transformers` saves no MTP heads, and does not say so in config.json.
             config = replace(config, num_nextn_predict_layers=0)
+        check_counts(path, config, len(entries))
         shapes = {name: tuple(view.shape) for name, view in hugging_face_views(Model.planned(config)).items()}
         repeats = {prefix + again: name for again, name in _repeated(config).items() if prefix + again in entries}
         forms = {name: _form(prefix + name, described.format, entries) for name in shapes}
@@ -263,9 +271,18 @@ class Source:
     def require_repeats(self) -> None:
         """Raise ValueError, which names the tensor, if one differs from the weight that it repeats."""
         for entry, name in self.repeats.items():
-            weight = self.weights[name].read()
-            if not torch.equal(mapped(entry).to(weight.dtype), weight):
+            weight, again = self.weights[name].read(), mapped(entry)
+            if not (torch.equal(again.to(weight.dtype), weight) or torch.equal(weight.to(again.dtype), again)):
                 raise ValueError(f"{entry.file}: {entry.name} must repeat {name}, but differs from it")
+
+
+def check_counts(where: object, c: ModelConfig, tensors: int) -> None:
+    """Raise ValueError if there are fewer tensors than layers and experts in the configuration, before these are listed."""
+    if (least := c.num_hidden_layers + c.moe_layers * c.num_experts) > tensors:
+        raise ValueError(
+            f"{where}: the checkpoint does not fit its configuration, which says {c.num_hidden_layers:,} layers with "
+            f"{c.num_experts:,} experts, at least {least:,} tensors; there are {tensors:,}"
+        )
 
 
 def _form(name: str, format: Format | None, entries: Collection[str]) -> tuple[tuple[str, ...], Format | None]:
@@ -280,7 +297,7 @@ def _stored(parts: tuple[str, ...], format: Format | None, shape: Shape, entries
     if format is not None and len(shape) != 2:
         raise ValueError(f"{found[0].name} is quantised, but is no matrix")
     try:
-        forms = ((_FLOATS, shape),) if format is None else format.forms(shape)
+        forms = ((FLOATS, shape),) if format is None else format.forms(shape)
     except ValueError as error:
         raise ValueError(f"{found[0].name}: {error}") from None
     for entry, (dtypes, wanted) in zip(found, forms, strict=True):
@@ -299,7 +316,7 @@ def _check_names(missing: Collection[str], unknown: Collection[str]) -> None:
 def _check_form(name: str, dtype: str, dtypes: str, shape: Shape, wanted: Shape) -> None:
     """Raise ValueError unless the dtype is among `dtypes` (separated by |) and the shape is the one wanted."""
     if dtype not in dtypes.split("|"):
-        hint = "; a quantised weight needs its scale and config.json a quantization_config" if dtypes == _FLOATS else ""
+        hint = "; a quantised weight needs its scale and config.json a quantization_config" if dtypes == FLOATS else ""
         raise ValueError(f"{name} is of dtype {dtype}, it must be {dtypes.replace('|', ' or ')}{hint}")
     if tuple(shape) != wanted:
         raise ValueError(f"{name} is {tuple(shape)}, config.json says {wanted}")
@@ -307,10 +324,15 @@ def _check_form(name: str, dtype: str, dtypes: str, shape: Shape, wanted: Shape)
 
 @torch.no_grad()
 def load_pretrained(path: str | Path, *, dtype: torch.dtype = torch.float32) -> Model:
-    """Load a checkpoint with weights in `dtype`; quantised weights are dequantised. Raises FileNotFoundError or ValueError that
-    names the file, the key or the tensor, and the fault."""
+    """Load a checkpoint folder or a GGUF file with weights in `dtype`; quantised weights are dequantised. Raises
+    FileNotFoundError or ValueError that names the file, the key or the tensor, and the fault."""
+    if Path(path).is_file():
+        from composer_nb.trainer.models.gguf_file import read_gguf  # which uses this module
+
+        return read_gguf(Path(path)).to(dtype)
     source = Source.open(Path(path))
     model = empty_model(source.config, dtype)
+    model.companions = read_companions(source.path)
     views = hugging_face_views(model)
     for name, stored in source.weights.items():
         fill(views[name], stored.read(), f"{stored.parts[0].file}: {stored.parts[0].name}")
@@ -330,16 +352,28 @@ def save_pretrained(
     tokenizer: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a Hugging Face checkpoint. The folder appears only when it is complete.
+    """Write a Hugging Face checkpoint, with the model's companions. The folder appears only when it is complete. Raises
+    ValueError that names a tensor which is not finite.
 
-    dtype: dtype of the weights (default: that of the model). tokenizer: a tokenizer.json to copy. shard_bytes: maximum size of a
-    file.
+    dtype: dtype of the weights (default: that of the model). tokenizer: a tokenizer.json to write instead of the model's.
+    shard_bytes: maximum size of a file.
     """
     path = Path(path)
     with replaced(path) as part:
         _write(model, part, dtype or model.embed.dtype, shard_bytes)
         if tokenizer is not None:
-            shutil.copyfile(tokenizer, part / "tokenizer.json")
+            shutil.copyfile(tokenizer, part / TOKENIZER)
+
+
+def side_files(model: Model, dtype: torch.dtype = torch.bfloat16) -> dict[str, bytes]:
+    """Return the files beside the weights of a checkpoint: config.json and the model's companions."""
+    config = config_json(model.config, dtype, token_ids(model.companions))
+    return {**model.companions, "config.json": config.encode()}
+
+
+def write_side_files(model: Model, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    for name, data in side_files(model, dtype).items():
+        (folder / single(name)).write_bytes(data)
 
 
 @contextmanager
@@ -365,10 +399,12 @@ def _write(model: Model, part: Path, dtype: torch.dtype, shard_bytes: int) -> No
     kinds = forms(views, dtype)
     groups = split(kinds, shard_bytes)
     shards = dict(zip(file_names(len(groups)), groups, strict=True))
-    (part / "config.json").write_text(config_json(model.config, dtype), encoding="utf-8")
+    write_side_files(model, part, dtype)
+    what = str(part).removesuffix(".part")
     for file, names in shards.items():
         header, order = header_of({name: kinds[name] for name in names})
-        write_shard(part / file, header, (bytes_of(views[name].to(kinds[name][0])) for name in order))
+        tensors = ((name, views[name].to(kinds[name][0])) for name in order)
+        write_shard(part / file, header, (bytes_of(_finite(what, *named)) for named in tensors))
     if len(shards) > 1:
         parameters = sum(view.numel() for name, view in views.items() if not name.endswith(ROUTER_BIAS))
         size = sum(size_of(form) for form in kinds.values())

@@ -65,7 +65,7 @@ class ModelConfig:
     num_experts: int = 8
     num_experts_per_tok: int = 2
     norm_topk_prob: bool = True
-    """Qwen3-MoE: whether the gates of a token's experts are divided by their sum. (DeepSeek-V3's always are.)"""
+    """Whether the gates of a token's experts are divided by their sum."""
     moe_intermediate_size: int = 128
     mlp_only_layers: tuple[int, ...] = ()
     """Qwen3-MoE: indices of dense layers."""
@@ -106,7 +106,10 @@ class ModelConfig:
         return replace(self, yarn=yarn, max_position_embeddings=round(factor * self.max_position_embeddings))
 
     def __post_init__(self) -> None:
-        """Raises ValueError that names the sizes that do not fit together."""
+        """Raises ValueError that names the sizes that do not fit together, or that no model has."""
+        for name, most in _MOST.items():
+            if getattr(self, name) > most:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be at most {most}")
         self._require_at_least(1, "vocab_size", "num_hidden_layers", "num_key_value_heads")
         self._require_at_least(1, "max_position_embeddings", "decoder_sparse_step")
         dense = ["intermediate_size"] if self.moe_layers < self.num_hidden_layers else []
@@ -131,8 +134,6 @@ class ModelConfig:
         for name in FOREIGN[self.family]:
             if getattr(self, name) != _DEFAULTS[name]:
                 raise ValueError(f"model.{name} does not apply to {self.family}: change model.family, or leave it")
-        if not self.moe_layers and self.family not in DENSE:
-            raise ValueError("model: at least one layer must have experts, or model.family be one without")
         if self.latent:
             self._check_deepseek()
         elif self.yarn.factor != 1 and (self.yarn.mscale, self.yarn.mscale_all_dim) != (1.0, 0.0):
@@ -216,8 +217,20 @@ class ModelConfig:
         return asdict(self)
 
 
+_MOST = {
+    **{
+        "num_hidden_layers": 10_000,
+        "num_nextn_predict_layers": 100,
+        "num_experts": 1 << 16,
+        "n_shared_experts": 1 << 10,
+    },
+    **{"vocab_size": 1 << 24, "max_position_embeddings": 1 << 22},
+    **dict.fromkeys("num_attention_heads num_key_value_heads head_dim v_head_dim".split(), 1 << 16),
+    **dict.fromkeys("hidden_size intermediate_size moe_intermediate_size q_lora_rank kv_lora_rank".split(), 1 << 20),
+}
+"""Largest sizes: far above those of any model, and small enough to describe a model on the device `meta`."""
 _DEFAULTS = {name: entry.default for name, entry in ModelConfig.__dataclass_fields__.items()}
-QWEN = ("norm_topk_prob", "mlp_only_layers", "decoder_sparse_step")
+QWEN = ("mlp_only_layers", "decoder_sparse_step")
 DEEPSEEK = (
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "first_k_dense_replace"),
     *("n_shared_experts", "n_group", "topk_group", "routed_scaling_factor", "num_nextn_predict_layers"),
@@ -226,7 +239,7 @@ EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 FOREIGN: dict[Family, tuple[str, ...]] = {
     "qwen3_moe": DEEPSEEK,
     "deepseek_v3": QWEN,
-    "mixtral": (*QWEN, *DEEPSEEK, "intermediate_size"),
-    **dict.fromkeys(DENSE, (*QWEN, *DEEPSEEK, *EXPERTS)),
+    "mixtral": ("norm_topk_prob", *QWEN, *DEEPSEEK, "intermediate_size"),
+    **dict.fromkeys(DENSE, ("norm_topk_prob", *QWEN, *DEEPSEEK, *EXPERTS)),
 }
 """Fields that a family does not have."""

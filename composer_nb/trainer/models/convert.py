@@ -5,15 +5,14 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from tokenizers import AddedToken, Tokenizer
 
 from composer_nb.trainer.models.checkpoint import empty_model, load_pretrained, save_pretrained
+from composer_nb.trainer.models.companions import for_format
 from composer_nb.trainer.models.config import Family, ModelConfig
-from composer_nb.trainer.models.gguf_file import read_gguf
-from composer_nb.trainer.models.tokenizer import FORMATS, load_tokenizer
+from composer_nb.trainer.models.tokenizer import FORMATS, tokenizer_of
 from composer_nb.trainer.models.transformer import Model
 
 SPARSE: dict[Family, Family] = {"llama": "mixtral", "qwen3": "qwen3_moe"}
@@ -21,11 +20,10 @@ SPARSE: dict[Family, Family] = {"llama": "mixtral", "qwen3": "qwen3_moe"}
 
 
 def read_model(source: Path) -> tuple[Model, Tokenizer]:
-    """Return the model, in float32, and the tokenizer of a GGUF file or a checkpoint folder. Raises as `read_gguf` and
-    `load_pretrained` do."""
-    if source.suffix == ".gguf" or source.is_file():
-        return read_gguf(source)
-    return load_pretrained(source), load_tokenizer(source, ())
+    """Return the model, in float32, and the tokenizer of a GGUF file or a checkpoint folder. Raises as `load_pretrained` and
+    `tokenizer_of` do."""
+    model = load_pretrained(source)
+    return model, tokenizer_of(model, source)
 
 
 def convert(
@@ -38,11 +36,10 @@ def convert(
     model, tokenizer = read_model(source)
     if format:
         model, tokenizer = with_format(model, tokenizer, format)
+        model.companions = for_format(model.companions, tokenizer, format, trained=False)
     if experts:
         model = upcycle(model, experts, chosen, noise, seed)
-    with TemporaryDirectory() as folder:
-        tokenizer.save(f"{folder}/tokenizer.json")
-        save_pretrained(model, out, tokenizer=Path(folder) / "tokenizer.json")
+    save_pretrained(model, out)
     return model.config
 
 
@@ -68,6 +65,7 @@ def upcycle(model: Model, experts: int, chosen: int, noise: float = 0.0, seed: i
         intermediate_size=0,
     )
     made = empty_model(config, model.embed.dtype)
+    made.companions = model.companions
     routers, noises = (torch.Generator().manual_seed(seed) for _ in range(2))
     theirs = dict(model.named_parameters())
     for name, weight in made.named_parameters():
@@ -95,6 +93,7 @@ def with_format(model: Model, tokenizer: Tokenizer, format: str) -> tuple[Model,
         return model, tokenizer
     size = max(model.config.vocab_size, tokenizer.get_vocab_size())
     made = empty_model(replace(model.config, vocab_size=size), model.embed.dtype)
+    made.companions = model.companions
     theirs = dict(model.named_parameters())
     for name, weight in made.named_parameters():
         weight[: len(theirs[name])] = theirs[name]

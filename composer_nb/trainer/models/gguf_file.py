@@ -1,19 +1,28 @@
-"""Read a model and its tokenizer from a GGUF file, the format of llama.cpp, through the library `gguf`.
+"""Read a model and its tokenizer from a GGUF file, the format of llama.cpp; the library `gguf` dequantises its numbers.
 
-Numbers are dequantised to float32. llama.cpp's converter reorders the rows of Llama's query and key matrices so that rotated
-pairs are neighbours; this is undone (docs/models.md).
+    magic, version, number of tensors, of keys | keys and values | name, shape, type, place of each tensor | tensors
+
+Every count in the header is compared with what is left of the file before anything is made of it. Numbers are dequantised to
+float32. llama.cpp's converter reorders the rows of Llama's query and key matrices so that rotated pairs are neighbours; this is
+undone (docs/models.md).
 """
 
 from __future__ import annotations
 
+import math
+import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face
+from composer_nb.harness.files import to_json
+from composer_nb.trainer.models.checkpoint import check_counts, empty_model, from_hugging_face
+from composer_nb.trainer.models.companions import GENERATION, SETTINGS, TEMPLATE, TOKENIZER
 from composer_nb.trainer.models.config import DENSE, ModelConfig
 from composer_nb.trainer.models.tokenizer import cut_by
 from composer_nb.trainer.models.transformer import Model
@@ -30,6 +39,8 @@ NAMES = {
     **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
 }
 """Hugging Face's names of tensors, within a layer those after `model.layers.N.`."""
+_ENDS = {"bos": "bos", "eos": "eos", "pad": "padding"}
+"""Special tokens in Hugging Face's files and in `tokenizer.ggml.*_token_id`."""
 _CONTROL = 3
 """Type of a token that no text is encoded to."""
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -44,36 +55,130 @@ _SPLITS: dict[str, pre_tokenizers.PreTokenizer] = {
 """How text is cut before byte pairs are merged, by `tokenizer.ggml.pre`."""
 
 
-def read_gguf(file: Path) -> tuple[Model, Tokenizer]:
-    """Return the model, in float32, and the tokenizer. Raises FileNotFoundError, and ValueError that names the file
-    and the key or tensor for another architecture, quantisation or tokenizer, or that says that the library is missing."""
+def read_gguf(file: Path) -> Model:
+    """Return the model, in float32, with its tokenizer and what the file says of turns as its companions. Raises
+    FileNotFoundError, and ValueError that names the file and the key or tensor for another architecture, quantisation or
+    tokenizer, or that says that the library is missing."""
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file")
     try:
-        from gguf import GGUFReader
+        import gguf  # noqa: F401
     except ImportError:
         raise ValueError(f"{file}: reading GGUF needs the library gguf: pip install 'composer-nb[gguf]'") from None
     try:
-        reader = GGUFReader(file)
-    except (ValueError, KeyError, IndexError) as error:
+        header = _Header(np.memmap(file, np.uint8, "r"))
+    except (ValueError, struct.error) as error:
         raise ValueError(f"{file}: not a GGUF file, or damaged: {error}") from None
+    fields, tensors = header.fields, header.tensors
     try:
-        fields = {name: field.contents() for name, field in reader.fields.items()}
-        tensors = {t.name: t for t in reader.tensors}
         config = _config(fields, tied="output.weight" not in tensors)
+        check_counts("it", config, len(tensors))
         model = empty_model(config)
-        from_hugging_face(model, {_name(name): _weight(t, config) for name, t in tensors.items()})
-        return model, _tokenizer(fields)
+        from_hugging_face(model, {_name(name): _weight(name, t, config) for name, t in tensors.items()})
+        model.companions = _companions(fields)
+        return model
     except Exception as error:  # of many kinds, where its numbers, tokens and merges contradict each other
         raise ValueError(f"{file}: {error}") from error
+
+
+class _Tensor(NamedTuple):
+    shape: tuple[int, ...]
+    kind: Any
+    """Its `GGMLQuantizationType`."""
+    data: NDArray[np.uint8]
+    """[rows, bytes of a row]"""
+
+
+_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+"""Forms of the types of numbers, for `struct`."""
+_STRING, _ARRAY = 8, 9
+_MOST_VALUES = 1 << 22
+"""Largest number of values of an array: a vocabulary has 10^5."""
+
+
+class _Header:
+    """The header of a file. Raises ValueError if it announces more than the file holds."""
+
+    def __init__(self, data: NDArray[np.uint8]) -> None:
+        self._data, self._at = data, 0
+        if self._take(4).tobytes() != b"GGUF" or (version := self._number("I")) not in (2, 3):
+            raise ValueError("it does not begin as version 2 or 3, little-endian, does")
+        tensors, keys = self._number("Q"), self._number("Q")
+        self.fields: dict[str, Any] = {"version": version}
+        for _ in range(self._count(keys, 12)):
+            name = self._text()
+            if name in self.fields:
+                raise ValueError(f"{name} is there twice")
+            self.fields[name] = self._value(self._number("I"))
+        forms = [self._form() for _ in range(self._count(tensors, 24))]
+        align = self.fields.get("general.alignment", 32)
+        if type(align) is not int or align < 1:
+            raise ValueError(f"general.alignment={align!r}")
+        begin = -(-self._at // align) * align
+        self.tensors: dict[str, _Tensor] = {}
+        for name, shape, kind, offset in forms:
+            if name in self.tensors:
+                raise ValueError(f"{name} is there twice")
+            self.tensors[name] = self._tensor(name, shape, kind, begin + offset)
+
+    def _take(self, count: int) -> NDArray[np.uint8]:
+        begin, self._at = self._at, self._at + self._count(count, 1)
+        return self._data[begin : self._at]
+
+    def _count(self, count: int, least: int) -> int:
+        """Return `count`, of things that take `least` bytes each."""
+        if count * least > len(self._data) - self._at:
+            raise ValueError(f"it ends before {count:,} of what it announces at byte {self._at:,}")
+        return count
+
+    def _number(self, form: str) -> Any:
+        return struct.unpack(f"<{form}", self._take(struct.calcsize(f"<{form}")))[0]
+
+    def _text(self) -> str:
+        return self._take(self._number("Q")).tobytes().decode()
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._text()
+        if kind != _ARRAY:
+            return self._number(_scalar(kind))
+        kind, count = self._number("I"), self._number("Q")
+        if count > _MOST_VALUES:
+            raise ValueError(f"it announces an array of {count:,} values")
+        if kind == _STRING:
+            return [self._text() for _ in range(self._count(count, 8))]
+        form = f"<{self._count(count, 1)}{_scalar(kind)}"
+        return list(struct.unpack(form, self._take(struct.calcsize(form))))
+
+    def _form(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, dims = self._text(), self._number("I")
+        if dims > 4:
+            raise ValueError(f"{name} has {dims} dimensions")
+        shape = tuple(reversed([self._number("Q") for _ in range(dims)]))
+        return name, shape, self._number("I"), self._number("Q")
+
+    def _tensor(self, name: str, shape: tuple[int, ...], number: int, begin: int) -> _Tensor:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        kind = GGMLQuantizationType(number)
+        per, size = GGML_QUANT_SIZES[kind]
+        last = shape[-1] if shape else 1
+        rows, length = math.prod(shape[:-1]), last // per * size
+        if last % per or begin + rows * length > len(self._data):
+            raise ValueError(f"{name} of {shape} in {kind.name} does not fit the file")
+        return _Tensor(shape, kind, self._data[begin : begin + rows * length].reshape(rows, length))
+
+
+def _scalar(kind: int) -> str:
+    if kind not in _SCALARS:
+        raise ValueError(f"a value of type {kind} is unknown")
+    return _SCALARS[kind]
 
 
 def _config(fields: dict[str, Any], *, tied: bool) -> ModelConfig:
     family = _stated(fields, "general.architecture")
     if family not in DENSE:
         raise ValueError(f"general.architecture={family!r} is not supported, only {', '.join(map(repr, DENSE))}")
-    if (scaling := fields.get(f"{family}.rope.scaling.type", "none")) != "none":
-        raise ValueError(f"{family}.rope.scaling.type={scaling!r} is not supported")
     names = {
         "num_hidden_layers": "block_count",
         "hidden_size": "embedding_length",
@@ -85,7 +190,16 @@ def _config(fields: dict[str, Any], *, tied: bool) -> ModelConfig:
         "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     }
     sizes = {name: _stated(fields, f"{family}.{key}") for name, key in names.items()}
-    width = fields.get(f"{family}.attention.key_length", sizes["hidden_size"] // sizes["num_attention_heads"])
+    width = fields.get(f"{family}.attention.key_length", sizes["hidden_size"] // max(sizes["num_attention_heads"], 1))
+    agreeing = {
+        **{"attention.key_length": width, "attention.value_length": width, "rope.dimension_count": width},
+        **{"attention.causal": True, "rope.scaling.type": "none", "rope.scaling.factor": 1.0, "expert_count": 0},
+        "vocab_size": fields.get(f"{family}.vocab_size"),
+    }
+    for name in fields:
+        key = name.removeprefix(f"{family}.")
+        if key != name and key not in names.values() and (key not in agreeing or agreeing[key] != fields[name]):
+            raise ValueError(f"{name}={fields[name]!r:.80} is not supported: it may change what the model computes")
     sizes["qk_norm_gain"] = 1.0
     sizes["rms_norm_eps"] = float(f"{sizes['rms_norm_eps']:.6g}")  # a float32 of the decimal that was meant
     vocabulary = len(_stated(fields, "tokenizer.ggml.tokens"))
@@ -106,20 +220,34 @@ def _name(name: str) -> str:
     return f"{prefix}{NAMES[part]}.{kind}" if part in NAMES else name
 
 
-def _weight(tensor: Any, c: ModelConfig) -> Tensor:
+def _weight(name: str, tensor: _Tensor, c: ModelConfig) -> Tensor:
     """Return one tensor in float32, [out, in]."""
     from gguf.quants import dequantize
 
     try:
-        weight = torch.tensor(dequantize(tensor.data, tensor.tensor_type), dtype=torch.float32)
+        weight = torch.tensor(dequantize(tensor.data, tensor.kind), dtype=torch.float32).reshape(tensor.shape)
     except (NotImplementedError, KeyError):
-        raise ValueError(f"{tensor.name}: {tensor.tensor_type.name} is not supported") from None
-    weight = weight.reshape(tuple(reversed(tensor.shape.tolist())))
-    part = tensor.name.split(".")[-2]
+        raise ValueError(f"{name}: {tensor.kind.name} is not supported") from None
+    part = name.split(".")[-2]
     if c.family == "llama" and part in ("attn_q", "attn_k"):
         heads = c.num_attention_heads if part == "attn_q" else c.num_key_value_heads
         weight = weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     return weight
+
+
+def _companions(fields: dict[str, Any]) -> dict[str, bytes]:
+    """Return the files that a checkpoint folder would have for what the file says of tokens, turns and templates."""
+    tokens = {name: fields.get(f"tokenizer.ggml.{key}_token_id") for name, key in _ENDS.items()}
+    ids = {f"{name}_token_id": number for name, number in tokens.items() if number is not None}
+    words = _stated(fields, "tokenizer.ggml.tokens")
+    named = {f"{name}_token": words[number] for name, number in tokens.items() if number is not None}
+    files = {
+        TOKENIZER: _tokenizer(fields).to_str(),
+        SETTINGS: to_json({"tokenizer_class": "PreTrainedTokenizerFast", **named}),
+        **({GENERATION: to_json(ids)} if ids else {}),
+        **({TEMPLATE: fields["tokenizer.chat_template"]} if fields.get("tokenizer.chat_template") else {}),
+    }
+    return {name: text.encode() for name, text in files.items()}
 
 
 def _tokenizer(fields: dict[str, Any]) -> Tokenizer:

@@ -11,7 +11,7 @@ some engines round too, are not touched.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer_nb.harness.untrusted import json_of, visible
 from composer_nb.kernels.formats.groupwise import dequantize, dequantize_blocks, unpack
 from composer_nb.trainer.models.config import DEEPSEEK, FOREIGN, QWEN, Family, ModelConfig, Yarn
 
 Shape = tuple[int, ...]
+FLOATS = "F64|F32|F16|BF16"
+"""Dtypes of plain weights and of scales. Tensors of one checkpoint may differ in it."""
 
 # Quantised weights
 
@@ -41,7 +44,7 @@ class FloatBlocks:
     def forms(self, shape: Shape) -> tuple[tuple[str, Shape], ...]:
         """Return dtypes (alternatives separated by |) and shapes of these tensors."""
         blocks = (-(-shape[0] // self.rows), -(-shape[1] // self.columns))
-        return ("F8_E4M3", shape), ("F32", blocks)
+        return ("F8_E4M3", shape), (FLOATS, blocks)
 
     def decode(self, shape: Shape, code: Tensor, scale: Tensor) -> Tensor:
         return dequantize_blocks(code, scale, rows=self.rows, columns=self.columns)
@@ -64,7 +67,7 @@ class PackedIntegers:
         if shape[1] % self.group:
             raise ValueError(f"an input width of {shape[1]} is no multiple of group_size={self.group}")
         words, groups = -(-shape[1] * self.bits // 32), shape[1] // self.group
-        return ("I32", (shape[0], words)), ("BF16|F16|F32", (shape[0], groups)), ("I32|I64", (2,))
+        return ("I32", (shape[0], words)), (FLOATS, (shape[0], groups)), ("I32|I64", (2,))
 
     def decode(self, shape: Shape, word: Tensor, scale: Tensor, written: Tensor) -> Tensor:
         """Raises ValueError if the checkpoint states another shape."""
@@ -80,6 +83,15 @@ _WEIGHTS: dict[str, tuple[Any, ...]] = {
     "actorder": (None, "weight", "static", False), "dynamic": (False, None),
 }  # fmt: skip
 """Supported values of compressed-tensors' description of weights."""
+_NAMES: dict[str, frozenset[str]] = {
+    "fp8": frozenset("quant_method fmt weight_block_size activation_scheme modules_to_not_convert scale_fmt".split()),
+    "compressed-tensors": frozenset(
+        "quant_method format config_groups ignore quantization_status global_compression_ratio version".split()
+    ),
+    "group": frozenset(("targets", "weights", "format", "input_activations")),
+    "weights": frozenset((*_WEIGHTS, *"group_size observer observer_kwargs scale_dtype zp_dtype".split())),
+}
+"""Keys of a quantization_config and of its parts."""
 
 
 def _read_format(quantization: Mapping[str, Any]) -> Format:
@@ -87,6 +99,7 @@ def _read_format(quantization: Mapping[str, Any]) -> Format:
     method = quantization.get("quant_method")
     if method == "fp8":
         _require(quantization, "fmt", ("e4m3", None))
+        _refuse_unknown(quantization, _NAMES["fp8"])
         block = quantization.get("weight_block_size")
         if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
             raise ValueError(f"weight_block_size={block!r} is not supported, only two sizes, as [128, 128]")
@@ -94,15 +107,19 @@ def _read_format(quantization: Mapping[str, Any]) -> Format:
     if method != "compressed-tensors":
         raise ValueError(f"quant_method={method!r} is not supported, only 'fp8' and 'compressed-tensors'")
     _require(quantization, "format", ("pack-quantized",))
+    _refuse_unknown(quantization, _NAMES["compressed-tensors"])
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1 or not isinstance(one := next(iter(groups.values())), dict):
         raise ValueError("config_groups of more or less than one group is not supported")
     _require(one, "input_activations", (None,))
+    _require(one, "format", (None, "pack-quantized"))
+    _refuse_unknown(one, _NAMES["group"])
     weights = one.get("weights")
     if not isinstance(weights, dict):
         raise ValueError("config_groups without weights is not supported")
     for name, values in _WEIGHTS.items():
         _require(weights, name, values)
+    _refuse_unknown(weights, _NAMES["weights"])
     if type(group := weights.get("group_size")) is not int or group < 1:
         raise ValueError(f"group_size={group!r} is not supported, only a number of weights")
     return PackedIntegers(bits=weights["num_bits"], group=group)
@@ -111,6 +128,16 @@ def _read_format(quantization: Mapping[str, Any]) -> Format:
 def _require(config: Mapping[str, Any], name: str, values: Sequence[Any]) -> None:
     if config.get(name) not in values:
         raise ValueError(f"{name}={config.get(name)!r} is not supported, only {values[0]!r}")
+
+
+def _refuse_unknown(config: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise ValueError for a key that is not in `known`, unless it says nothing."""
+    for name, value in config.items():
+        if name not in known and value not in (None, {}, []):
+            stated = visible(f"{name}={value!r}"[:200])
+            raise ValueError(
+                f"{stated}: this key is not known and may change what the model computes; remove it if not"
+            )
 
 
 # config.json
@@ -123,7 +150,6 @@ _FIXED: dict[str, dict[str, Any]] = {
     "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     "deepseek_v3": {
         "hidden_act": "silu",
-        "norm_topk_prob": True,
         "attention_bias": False,
         "moe_layer_freq": 1,
         "rope_interleave": True,
@@ -156,6 +182,45 @@ _ARCHITECTURES = {
     "Kimi_K25ForConditionalGeneration": (_WRAPPER,),
 }
 """Class names, and the model types allowed with each."""
+_WITHOUT_EFFECT = frozenset(
+    """
+    architectures auto_map model_type transformers_version _name_or_path name_or_path tokenizer_class dtype torch_dtype
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
+    initializer_range attention_dropout use_cache pretraining_tp ep_size aux_loss_alpha seq_aux router_aux_loss_coef
+    router_jitter_noise output_router_logits output_attentions output_hidden_states output_scores return_dict
+    return_dict_in_generate id2label label2id problem_type finetuning_task task_specific_params prefix pruned_heads
+    torchscript tf_legacy_loss use_bfloat16 chunk_size_feed_forward is_decoder is_encoder_decoder add_cross_attention
+    cross_attention_hidden_size tie_encoder_decoder max_length min_length do_sample early_stopping num_beams
+    num_beam_groups num_return_sequences diversity_penalty temperature top_k top_p typical_p repetition_penalty
+    length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids suppress_tokens
+    begin_suppress_tokens remove_invalid_values exponential_decay_length_penalty attn_implementation
+    _attn_implementation _attn_implementation_autoset experts_implementation
+    """.split()
+)
+"""Keys of `transformers` that change no logits: names, token ids, training, sampling. Of other keys each must be known."""
+_ELSEWHERE = frozenset("rope_theta rope_scaling rope_parameters quantization_config partial_rotary_factor".split())
+_FURTHER: dict[Family, dict[str, tuple[Any, ...]]] = {
+    "qwen3_moe": {"use_qk_norm": (True,), "qkv_bias": (False,), "shared_expert_intermediate_size": (0,)},
+    "qwen3": {"use_qk_norm": (True,)},
+    "qwen2": {"use_mrope": (False,)},
+    "llama": {"rope_interleaved": (False,), "is_llama_config": (True,)},
+}
+"""Keys that some checkpoints state, and the values with which they agree with `Model`."""
+_OTHER_NAMES: dict[Family, tuple[str, ...]] = {
+    "qwen3_moe": ("num_local_experts", "sliding_window", "max_window_layers"),
+    "qwen3": ("sliding_window", "max_window_layers"),
+    "qwen2": ("sliding_window", "max_window_layers"),
+    "mixtral": ("num_local_experts", "intermediate_size"),
+    "deepseek_v3": ("n_routed_experts", "num_local_experts", "head_dim", "qk_head_dim"),
+}
+"""Keys that are read under another name or follow from others. A sliding window is unused, see `_FIXED`."""
+_WRAPPED = frozenset(
+    """
+    text_config vision_config quantization_config tie_word_embeddings ignore_index media_placeholder_token_id
+    image_token_id video_token_id video_placeholder use_unified_vision_chunk
+    """.split()
+)
+"""Keys of a model with vision, beside those of its language model."""
 _STATED = (
     *(name for name in DEEPSEEK if name != "num_nextn_predict_layers"),
     *(
@@ -178,10 +243,10 @@ class Described:
 
 
 def read_config(file: Path) -> Described:
-    """Read a config.json as written by any `transformers` release. Unknown keys are ignored. Raises FileNotFoundError or
-    ValueError that names the file and the key."""
+    """Read a config.json as written by any `transformers` release. Raises FileNotFoundError or ValueError that names the file
+    and the key, also for a key that is not known."""
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = json_of(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(f"{file.parent}: not a checkpoint, config.json is missing") from None
     except ValueError as error:
@@ -202,6 +267,7 @@ def _described(raw: object) -> Described:
         inner, prefix = raw.get("text_config"), _PREFIX
         if not isinstance(inner, dict):
             raise ValueError("lacks text_config, which describes the language model")
+        _refuse_unknown(raw, _WITHOUT_EFFECT | _WRAPPED)
         if missing := [name for name in _STATED if name not in inner]:
             raise ValueError(f"lacks {', '.join(f'text_config.{name}' for name in missing)}")
         if inner.keys().isdisjoint({"rope_parameters", "rope_scaling"}):
@@ -242,6 +308,7 @@ def _model_config(stated: Mapping[str, Any], *, strict: bool) -> ModelConfig:
         given = None if value is True and stated.get(name, value) is None else config[name]  # null is not true
         if given != value:
             raise ValueError(f"{name}={given!r} is not supported, only {value!r}")
+    _check_keys(raw, family)
     rope = _rope(raw)
     defaults = {name: field.default for name, field in ModelConfig.__dataclass_fields__.items()}
     foreign = FOREIGN[family]
@@ -253,8 +320,10 @@ def _model_config(stated: Mapping[str, Any], *, strict: bool) -> ModelConfig:
         "qk_norm_gain": 1.0,
         "yarn": _yarn(rope, family),
         "num_experts": raw.get("n_routed_experts", raw.get("num_local_experts")),
-        **{name: defaults[name] for name in {*foreign, *QWEN}},
+        **{name: defaults[name] for name in {*foreign, *QWEN, "norm_topk_prob"}},
     }
+    if "norm_topk_prob" in stated and stated["norm_topk_prob"] is None:  # null is not true
+        config["norm_topk_prob"] = False
     config = {name: value for name, value in config.items() if name not in foreign}
     if family == "deepseek_v3":
         heads = raw.get("num_attention_heads")
@@ -279,11 +348,24 @@ def _model_config(stated: Mapping[str, Any], *, strict: bool) -> ModelConfig:
     return ModelConfig(**{name: config[name] for name in defaults})
 
 
+def _check_keys(raw: Mapping[str, Any], family: Family) -> None:
+    """Raise ValueError for a key that `Model` might have to compute with, and does not."""
+    for name, values in {**_FURTHER.get(family, {}), "layer_types": ()}.items():
+        if name in raw and raw[name] not in values and (name != "layer_types" or set(raw[name]) != {"full_attention"}):
+            raise ValueError(f"{name}={raw[name]!r} is not supported, only {[*values, 'full_attention'][0]!r}")
+    fields = ModelConfig.__dataclass_fields__.keys() - {"family", "yarn", *FOREIGN[family]}
+    own = {*_FIXED[family], *_FURTHER.get(family, ()), *_OTHER_NAMES.get(family, ()), "layer_types"}
+    _refuse_unknown(raw, fields | own | _WITHOUT_EFFECT | _ELSEWHERE)
+
+
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of positions, checked for contradictions."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    both = [raw[name] for name in ("rope_parameters", "rope_scaling") if raw.get(name)]
+    rope = both[0] if both else {}
     if not isinstance(rope, dict):
         raise ValueError(f"rope_parameters or rope_scaling is {rope!r}, no JSON object")
+    if len(both) == 2 and both[0] != both[1]:
+        raise ValueError(f"rope_parameters={both[0]!r}, and rope_scaling={both[1]!r}: which of them?")
     thetas = [given["rope_theta"] for given in (raw, rope) if given.get("rope_theta") is not None]
     if len(thetas) == 2 and thetas[0] != thetas[1]:  # releases of `transformers` differ in which one they use
         raise ValueError(
@@ -311,7 +393,13 @@ def _yarn(rope: Mapping[str, Any], family: Family) -> Yarn:
     """Return the extension of positions. `transformers` balances two temperatures if a configuration states both, and otherwise
     applies one to the rotated part alone, which Yarn expresses as mscale_all_dim = 0."""
     kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("type", kind) != kind:
+        raise ValueError(
+            f"rope_type={kind!r}, and type={rope['type']!r} in rope_parameters or rope_scaling: which of them?"
+        )
+    general = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     if kind == "default":
+        _refuse_unknown(rope, general)
         return Yarn()
     if kind != "yarn":
         raise ValueError(f"rope_parameters or rope_scaling of type {kind!r} is not supported, only 'default', 'yarn'")
@@ -325,14 +413,15 @@ def _yarn(rope: Mapping[str, Any], family: Family) -> Yarn:
         raise ValueError(f"rope_parameters or rope_scaling: this form of YaRN is not supported: {dict(rope)}")
     if missing := [name for name in ("factor", "original_max_position_embeddings") if rope.get(name) is None]:
         raise ValueError(f"rope_parameters or rope_scaling of type 'yarn' lacks {', '.join(missing)}")
+    _refuse_unknown(rope, {*general, *Yarn.__dataclass_fields__, "attention_factor", "truncate"})
     known = {name: rope[name] for name in Yarn.__dataclass_fields__ if rope.get(name) is not None}
     for name, value in known.items():
         _check_type(name, value, str(Yarn.__dataclass_fields__[name].type))
     return Yarn(**known if both else {**known, "mscale": 1.0, "mscale_all_dim": 0.0})
 
 
-def config_json(c: ModelConfig, dtype: torch.dtype) -> str:
-    """Return the text of a config.json."""
+def config_json(c: ModelConfig, dtype: torch.dtype, token_ids: Mapping[str, Any] | None = None) -> str:
+    """Return the text of a config.json. `token_ids`: ids of special tokens, by key."""
     sizes, yarn = c.to_dict(), asdict(c.yarn)
     for name in ("family", "yarn", *FOREIGN[c.family], *(("head_dim", "qk_norm_gain") if c.latent else ())):
         del sizes[name]
@@ -353,4 +442,4 @@ def config_json(c: ModelConfig, dtype: torch.dtype) -> str:
         config["router_aux_loss_coef"] = 0.001
     if c.latent or c.yarn.factor != 1:
         config["rope_parameters"] = {**rope, "rope_theta": c.rope_theta}
-    return json.dumps(config, indent=2) + "\n"
+    return json.dumps({**config, **(token_ids or {})}, indent=2) + "\n"

@@ -172,6 +172,21 @@ class Mapped(Mapping[str, Tensor]):
         return len(self._entries)
 
 
+def not_finite(tensors: Mapping[str, Tensor]) -> str:
+    """Return the name of the first tensor with NaN or infinity; "" if there is none."""
+    for name, tensor in tensors.items():
+        if tensor.numel() and tensor.is_floating_point() and tensor.dtype.itemsize > 1:
+            if not all(bound.isfinite() for bound in tensor.aminmax()):
+                return name
+    return ""
+
+
+def require_finite(what: str, *names: str) -> None:
+    """Raise ValueError if a tensor of `what` has been named by `not_finite`, here or by another rank."""
+    if name := next(filter(None, names), ""):
+        raise ValueError(f"{what}: {name} holds NaN or infinity, so training has diverged; nothing is written")
+
+
 # Writing
 
 Form = tuple[torch.dtype, tuple[int, ...]]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -13,6 +15,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from composer_nb.harness.agent.compact import SPECIALS
 from composer_nb.harness.agent.kimi import KimiRenderer
 from composer_nb.harness.agent.qwen import QwenRenderer
+from composer_nb.harness.untrusted import json_of
+
+if TYPE_CHECKING:
+    from composer_nb.trainer.models.transformer import Model
 
 FORMATS = {"compact": SPECIALS, "qwen": QwenRenderer.tokens, "kimi": KimiRenderer.tokens}
 """The tokens that each chat format (`env.renderer`) needs."""
@@ -60,14 +66,68 @@ def load_tokenizer(path: Path, needed: Sequence[str] = SPECIALS) -> Tokenizer:
     file = path / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file}: a checkpoint needs its tokenizer beside it")
+    return read_tokenizer(file.read_bytes(), file, needed)
+
+
+def tokenizer_of(model: Model, path: Path) -> Tokenizer:
+    """Return the tokenizer of a model that was loaded from `path`. Raises like `load_tokenizer`."""
+    if (data := model.companions.get("tokenizer.json")) is None:
+        raise FileNotFoundError(f"{path}: a checkpoint needs its tokenizer beside it, a file tokenizer.json")
+    return read_tokenizer(data, path)
+
+
+def read_tokenizer(data: bytes, file: Path, needed: Sequence[str] = ()) -> Tokenizer:
+    """Return the tokenizer in the contents of `file`. Raises ValueError if it is damaged, makes texts grow without bound, or
+    lacks a needed token."""
     try:
-        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        _check_growth(json_of(data))
+        tokenizer = Tokenizer.from_str(data.decode())
     except Exception as error:  # the library raises nothing else
         raise ValueError(f"{file}: damaged ({error}); fetch or write it again") from None
     if missing := [token for token in needed if tokenizer.token_to_id(token) is None]:
         name = next((name for name, tokens in FORMATS.items() if {*missing} <= {*tokens}), "qwen")
         raise ValueError(f"{file}: lacks the tokens {missing}; {TO_ADD.format(path, name)}")
     return tokenizer
+
+
+MOST_GROWTH = 64
+"""Largest factor by which the parts of a tokenizer that rewrite texts may lengthen one together. (NFKC can make 18 of one.)"""
+LONGEST_TOKEN = 4096
+"""Largest number of characters of a token."""
+_GROWTH = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "BertNormalizer": 4, "Lowercase": 2, "ByteLevel": 4}
+"""Largest number of characters that a part makes of one, where it is more than one."""
+
+
+def _check_growth(tokenizer: Any) -> None:
+    """Raise ValueError for a tokenizer.json whose parts, one after another, can make a short text fill the memory."""
+    tokens = [
+        *(tokenizer["model"].get("vocab") or ()),
+        *(added["content"] for added in tokenizer["added_tokens"] or ()),
+    ]
+    if max((len(token if isinstance(token, str) else token[0]) for token in tokens), default=0) > LONGEST_TOKEN:
+        raise ValueError(f"it has a token of more than {LONGEST_TOKEN:,} characters")
+    for name in ("normalizer", "pre_tokenizer", "decoder"):
+        if (factor := _growth(tokenizer.get(name) or {})) > MOST_GROWTH:
+            raise ValueError(
+                f"its {name} may make a text {factor:.0f} times as long; at most {MOST_GROWTH} is accepted"
+            )
+
+
+def _growth(part: dict[str, Any]) -> float:
+    parts = [inner for key in ("normalizers", "pretokenizers", "decoders") for inner in part.get(key) or ()]
+    if parts:
+        return math.prod(map(_growth, parts))
+    if part.get("type") == "Precompiled":  # a trie with its size before it, and the texts that it leads to
+        table = base64.b64decode(part["precompiled_charsmap"])
+        texts = table[4 + int.from_bytes(table[:4], "little") :].decode(errors="replace")
+        return max(1, *map(len, texts.split("\0")))
+    if part.get("type") == "Replace":
+        [(kind, pattern)] = part["pattern"].items()
+        least = (
+            len(pattern) if kind == "String" else 0
+        )  # a regular expression may match nothing, between all characters
+        return max(1.0, len(part["content"]) / least if least else len(part["content"]) + 1)
+    return _GROWTH.get(part.get("type", ""), 1)
 
 
 def format_of(path: Path) -> str:

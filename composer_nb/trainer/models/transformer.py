@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -153,6 +153,8 @@ class Model(nn.Module):
         self.recompute = False
         """Recompute layers in the backward pass instead of keeping activations: less memory, a third more time."""
         self.kernels = Kernels()
+        self.companions: Mapping[str, bytes] = {}
+        """The files beside the weights: `companions.py`."""
         self.watch: Watch | None = None
         """Observer of the residual stream in `trunk`, to compare two forward passes."""
         self._rope: Tensor | None = None

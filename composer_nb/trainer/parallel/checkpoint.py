@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from composer_nb.harness.untrusted import checked
 from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
@@ -40,14 +40,19 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Reader(dcp.FileSystemReader):
-    """A reader of untrusted checkpoints. Their metadata is a pickle, from which only descriptions of tensors are accepted."""
+    """A reader of untrusted checkpoints. Their metadata is a pickle, from which only descriptions of tensors are accepted. It is
+    read once: what is used is what was checked."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
-            found = _Unpickler(file).load()
-        for place in found.storage_data.values():
+            metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise ValueError("its metadata describe no checkpoint")
+        for place in metadata.storage_data.values():
             checked(place.relative_path)
-        return super().read_metadata(*args, **kwargs)
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 def save(optimizer: ShardedOptimizer, folder: Path, group: dist.ProcessGroup | None = None) -> Future[Any]:

@@ -6,7 +6,6 @@ weight is gathered and published by one rank, about as many bytes per rank; in a
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -22,15 +21,25 @@ from composer_nb.trainer.learning.ranks import deal
 from composer_nb.trainer.models.checkpoint import (
     ROUTER_BIAS,
     Source,
-    config_json,
     expert_views,
     fill,
     forms,
     hugging_face_views,
     layer_views,
     replaced,
+    write_side_files,
 )
-from composer_nb.trainer.models.shards import INDEX, bytes_of, file_names, header_of, index_of, write_shard
+from composer_nb.trainer.models.companions import read_companions
+from composer_nb.trainer.models.shards import (
+    INDEX,
+    bytes_of,
+    file_names,
+    header_of,
+    index_of,
+    not_finite,
+    require_finite,
+    write_shard,
+)
 from composer_nb.trainer.models.transformer import Layer, Model, ModelConfig
 from composer_nb.trainer.parallel.experts import DealtExperts
 from composer_nb.trainer.parallel.fsdp import on_mesh
@@ -61,10 +70,12 @@ def held(model: Model, team: Team) -> dict[str, Tensor]:
     return {name: view.detach().to("cpu", dtypes[name], copy=True).contiguous() for name, view in views.items()}
 
 
-def save_held(model: Model, team: Team, path: Path, tokenizer: Path) -> None:
-    """Write a sharded model as a Hugging Face checkpoint in bfloat16, each rank its own tensors in a file of its own, beside a
-    copy of `tokenizer`. The folder appears only when it is complete. Collective."""
+def save_held(model: Model, team: Team, path: Path) -> None:
+    """Write a sharded model as a Hugging Face checkpoint in bfloat16, each rank its own tensors in a file of its own, with the
+    model's companions. The folder appears only when it is complete. Collective. Raises ValueError on all ranks, which names the
+    tensor, if one is not finite."""
     mine = held(model, team)
+    require_finite(str(path), *team.gather(not_finite(mine)))
     writers = [rank for rank, count in enumerate(team.gather(len(mine))) if count]
     files = dict(zip(writers, file_names(len(writers)), strict=True))
     with replaced(path) if team.first else nullcontext(path.with_name(path.name + ".part")) as part:
@@ -75,12 +86,11 @@ def save_held(model: Model, team: Team, path: Path, tokenizer: Path) -> None:
         sizes = {name: (x.numel() * (not name.endswith(ROUTER_BIAS)), x.nbytes) for name, x in mine.items()}
         held_by = team.gather(sizes)
         if team.first:
-            (part / "config.json").write_text(config_json(model.config, torch.bfloat16), encoding="utf-8")
+            write_side_files(model, part)
             if len(files) > 1:
                 parameters, size = np.sum([pair for each in held_by for pair in each.values()], axis=0).tolist()
                 text = index_of({files[rank]: held_by[rank] for rank in files}, parameters, size)
                 (part / INDEX).write_text(text, encoding="utf-8")
-            shutil.copyfile(tokenizer, part / "tokenizer.json")
     team.barrier()
 
 
@@ -92,6 +102,7 @@ def load_cut(path: Path, team: Team, settings: MeshSettings) -> Model:
     source.require_repeats()
     c, part = source.config, Model.planned(source.config)
     model = on_mesh(Model.planned(c), team, settings)
+    model.companions = read_companions(path)
     weights = {name: weight for name, weight in model.named_parameters() if ".experts." not in name}
 
     def read(views: dict[str, Tensor]) -> None:

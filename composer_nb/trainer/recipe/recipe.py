@@ -40,6 +40,7 @@ from composer_nb.trainer.learning.data import (
 from composer_nb.trainer.learning.infill import with_gaps
 from composer_nb.trainer.learning.optimizer import trapezoid
 from composer_nb.trainer.learning.supervised import Plan, cross_entropy, supervise
+from composer_nb.trainer.models.companions import for_format
 from composer_nb.trainer.models.induction import can_plant, plant_induction
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.recipe.evaluate import compare_numerics, evaluate, evaluate_model
@@ -106,6 +107,7 @@ def midtrain(s: Stages) -> None:
                 plant_induction(model, s.settings.seed)
             model = s.divided(model.to(s.settings.mesh.device))
             model.kernels = s.settings.kernels
+        model.companions = for_format(model.companions, s.tokenizer(), s.settings.env.renderer)
         s.publish(model, "base")
         if not m.steps:
             s.publish_again("base", "midtrained")

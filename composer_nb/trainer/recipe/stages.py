@@ -92,9 +92,9 @@ class Stages:
     def publish(self, model: Model, name: str) -> None:
         path = self.weights(name)
         if isinstance(self.ranks, Team) and isinstance(model, FSDPModule):
-            save_held(model, self.ranks, path, self.tokenizer_file)
+            save_held(model, self.ranks, path)
         elif self.ranks.first:
-            save_pretrained(model, path, dtype=torch.bfloat16, tokenizer=self.tokenizer_file)
+            save_pretrained(model, path, dtype=torch.bfloat16)
         if self.ranks.first:
             carry(path, self.settings.env, self.settings.limits)
         self.ranks.barrier()

@@ -33,12 +33,12 @@ from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks, set_up_process
 from composer_nb.trainer.models.checkpoint import (
-    config_json,
     empty_model,
     from_hugging_face,
     load_pretrained,
     published,
     save_pretrained,
+    side_files,
 )
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Kernels, Model
@@ -157,7 +157,7 @@ class TrainerService:
         self._run, self._settings = RunDir(run), settings
         self._learner, self.step, _ = make_learner(self._run, settings, from_start)
         model = self._learner.model
-        self._files = {"config.json": config_json(model.config, torch.bfloat16).encode()}
+        self._files = side_files(model)
         self.version = self.step * settings.rl.minibatches
         self._newest = published(model)
         self._before = (self.version, self._newest)
@@ -229,10 +229,10 @@ class TrainerService:
         if not self._ranks.first:
             return
         for name, version in versions.items():
-            model = empty_model(self._learner.model.config)
+            model, path = empty_model(self._learner.model.config), self._run.path / "weights" / name
             from_hugging_face(model, self._weights(version))
-            path, tokenizer = self._run.path / "weights" / name, self._run.path / "data" / "tokenizer.json"
-            save_pretrained(model, path, dtype=torch.bfloat16, tokenizer=tokenizer)
+            model.companions = self._learner.model.companions
+            save_pretrained(model, path, dtype=torch.bfloat16)
             carry(path, self._settings.env, self._settings.limits)
 
     def _weights(self, version: int) -> Mapping[str, Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from composer_nb.settings import Settings
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.ranks import set_up_process
-from composer_nb.trainer.models.hf_config import config_json
+from composer_nb.trainer.models.checkpoint import side_files
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.parallel.checkpoint import restore, save
 from composer_nb.trainer.parallel.mesh import Mesh
@@ -84,7 +84,7 @@ class TrainerRank(TrainerService):
             restore(self._optimizer, folder, self._aside[0])
             self._kept = self.step
         self._saving: Future[Any] | None = None
-        self._files = {"config.json": config_json(model.config, torch.bfloat16).encode()}
+        self._files = side_files(model)
         self.version = self.step * s.rl.minibatches
         url, group = store_url(run, s), self._aside[1]
         self._publisher = Publisher(url, owner="trainer", full_every=s.services.full_every, group=group)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
 from composer_nb.trainer.models.shards import (
-    INDEX,
     Mapped,
     bytes_of,
     file_names,
@@ -20,13 +19,28 @@ from composer_nb.trainer.models.shards import (
     split,
 )
 from composer_nb.trainer.versions.manifest import MANIFEST, Entry, File, ForeignBase, Manifest, MissingVersion, State
-from composer_nb.trainer.versions.payload import SHARD_BYTES, Link, Links, check_chain, decoded, map_link, write_side
+from composer_nb.trainer.versions.payload import (
+    SHARD_BYTES,
+    Link,
+    Links,
+    check_chain,
+    decoded,
+    map_link,
+    side_files_of,
+    write_side,
+)
 from composer_nb.trainer.versions.store import Store
 
 
-def apply_chain(base: State | None, links: Links, out: Path, groups: Sequence[Sequence[str]] | None = None) -> Manifest:
-    """Write the version at the end of a chain as a full one, a tensor at a time. `groups` are the tensors of its files. Raises
-    like `apply_delta`."""
+def apply_chain(
+    base: State | None,
+    links: Links,
+    out: Path,
+    groups: Sequence[Sequence[str]] | None = None,
+    base_files: Mapping[str, bytes] | None = None,
+) -> Manifest:
+    """Write the version at the end of a chain as a full one, a tensor at a time. `groups` are the tensors of its files,
+    `base_files` the side files of `base`. Raises like `apply_delta`."""
     check_chain(base, links)
     last = links[-1].manifest
     forms = {name: entry.torch_form for name, entry in last.tensors.items()}
@@ -40,7 +54,7 @@ def apply_chain(base: State | None, links: Links, out: Path, groups: Sequence[Se
             raw = {"encoding": "raw", "file": file}
             entries |= {name: last.tensors[name].model_copy(update=raw) for name in names}
         made = Manifest(version=last.version, base=None, hash=last.hash, tensors=entries, files=files)
-        side = {name: data for name, data in links[-1].files.items() if name != INDEX}
+        side = {**(base_files or {}), **side_files_of(links)}
         manifest = made.model_copy(update={"files": {**files, **write_side(store, part, [made], side)}})
         store.write(f"{part}/{MANIFEST}", manifest.dump())
     return manifest

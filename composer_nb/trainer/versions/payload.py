@@ -175,6 +175,11 @@ def _linked(manifest: Manifest, payload: Mapping[str, Tensor], side: Mapping[str
 Links = Sequence[Link]
 
 
+def side_files_of(links: Links) -> dict[str, bytes]:
+    """Return the side files at the end of a chain; deltas hold only those that may differ from their base's."""
+    return {name: data for link in links for name, data in link.files.items() if name != INDEX}
+
+
 def check_chain(base: State | None, links: Links) -> None:
     """Raise ForeignBase if a delta is not against the version before it, and DamagedVersion if forms differ along the chain."""
     having = None if base is None else Base(version=base.version, hash=base.hash)

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from composer_nb.trainer.models.shards import size_of
+from composer_nb.trainer.models.shards import not_finite, require_finite, size_of
 from composer_nb.trainer.versions.manifest import (
     MANIFEST,
     Base,
@@ -83,7 +83,8 @@ class Writer:
 
     def survey(self, version: int, tensors: Weights) -> Mapping[str, Entry]:
         """Hash CPU tensors, under Hugging Face's names, which must not change from now on. They may be memory-mapped
-        (`shards.Mapped`). Raises ValueError for one that cannot be published."""
+        (`shards.Mapped`). Raises ValueError for one that cannot be published, as it is not finite."""
+        require_finite(f"version {version}", not_finite(tensors))
         state = self._states[version] = State.of(version, tensors)
         return state.entries
 
@@ -287,6 +288,8 @@ class Publisher:
 
     def finish(self, plan: Plan, parts: Sequence[Part], files: SideFiles) -> Manifest:
         """Write the manifest of a version. Raises ValueError for a missing or duplicate part; SecondWriter, StoreError."""
+        if plan.base is not None:  # the others are those of the base
+            files = {"config.json": files["config.json"]}
         side = write_side(self._store, plan.where, parts, files)
         manifest = seal(plan.version, plan.base, parts, side, self._lease.token)
         if manifest.hash != plan.hash:

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from composer_nb.trainer.versions.manifest import ForeignBase, Manifest, MisplacedVersion, Record, State, WeightFault
-from composer_nb.trainer.versions.payload import check_chain, decoded, read_link
+from composer_nb.trainer.versions.payload import check_chain, decoded, read_link, side_files_of
 from composer_nb.trainer.versions.store import Note, Report, Store, StoreError, anchor, folder
 
 HELD = 4
@@ -91,7 +91,8 @@ def routes(store: Store, version: int, have: Callable[[int, str], bool]) -> list
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched:
-    """A version in memory, decoded and checked, but not yet in use. `read_bytes`: number of bytes read for it."""
+    """A version in memory, decoded and checked, but not yet in use. `files`: side files of what was read, all of them if no base
+    was at hand. `read_bytes`: number of bytes read for it."""
 
     manifest: Manifest
     state: State
@@ -146,7 +147,8 @@ class Receiver:
         check_chain(base, links)
         last = links[-1]
         state = last.manifest.state(dict(decoded(base, links)))
-        return Fetched(manifest=last.manifest, state=state, base=base, files=last.files, read_bytes=way.size)
+        files = side_files_of(links)
+        return Fetched(manifest=last.manifest, state=state, base=base, files=files, read_bytes=way.size)
 
     def install(self, fetched: Fetched) -> str:
         """Record that the engine now runs `fetched`. Return the hash to acknowledge. Raises MisplacedVersion for a version older

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -87,6 +88,19 @@ def test_the_tokenizer_travels_with_the_weights_and_a_second_save_replaces_the_f
     assert torch.equal(load_pretrained(tmp_path / "m").embed, make_model(2).embed)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])
+def test_weights_that_are_not_finite_are_not_saved(make_model, tmp_path: Path, value: float):
+    save_pretrained(make_model(1), tmp_path / "m")
+    bad = make_model(2).double()
+    with torch.no_grad():
+        bad.layers[1].o[3, 2] = value
+    with pytest.raises(
+        ValueError, match=r"m: model.layers.1.self_attn.o_proj.weight holds NaN or infinity, so training"
+    ):
+        save_pretrained(bad, tmp_path / "m", dtype=torch.bfloat16)
+    assert torch.equal(load_pretrained(tmp_path / "m").embed, make_model(1).embed) and len([*tmp_path.iterdir()]) == 1
+
+
 def test_a_save_that_fails_leaves_what_was_there_before(make_model, tmp_path: Path, monkeypatch):
     save_pretrained(make_model(1), tmp_path / "m")
 
@@ -166,6 +180,32 @@ def test_gates_are_not_normalised_where_a_config_says_nothing(saved: Path):
     assert not load_pretrained(str(saved)).config.norm_topk_prob
     edit_config(saved, norm_topk_prob=None)
     assert not load_pretrained(saved).config.norm_topk_prob
+
+
+def test_tensors_of_one_checkpoint_may_differ_in_dtype(make_model, tmp_path: Path):
+    model = make_model(1).bfloat16().float()
+    save_pretrained(model, tmp_path / "m", dtype=torch.float32)
+    file = tmp_path / "m" / "model.safetensors"
+    wide = load_file(file)
+    dtypes = [torch.float64, torch.float32, torch.bfloat16]
+    mixed = {name: tensor.to(dtypes[number % 3]) for number, (name, tensor) in enumerate(wide.items())}
+    embed = mixed["model.embed_tokens.weight"] = torch.rand_like(model.embed)
+    save_file({**mixed, "lm_head.weight": embed.bfloat16()}, file)
+    loaded = load_pretrained(tmp_path / "m")
+    assert torch.equal(loaded.embed, embed) and {weight.dtype for weight in loaded.parameters()} == {torch.float32}
+    assert all(
+        torch.equal(ours, theirs)
+        for ours, theirs in zip(loaded.layers[0].parameters(), model.layers[0].parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("sizes", [{"num_hidden_layers": 9_999, "num_experts": 65_536}, {"num_hidden_layers": 9_999}])
+def test_more_layers_and_experts_than_tensors_are_refused_before_they_are_listed(saved: Path, sizes: dict[str, int]):
+    edit_config(saved, **sizes)
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match=r"which says 9,999 layers .*there are"):
+        load_pretrained(saved)
+    assert time.monotonic() - begun < 2
 
 
 def test_a_missing_one_of_several_shards_is_named(oracle, tmp_path: Path):

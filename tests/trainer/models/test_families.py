@@ -33,6 +33,7 @@ LIKE_QWEN: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None, "head_dim": 16},
 }
 """Families that are Qwen3-MoE with something left out, and their own sizes."""
+ALL_DENSE = [0, 1, 2]
 
 
 class _Wide(types.ModuleType):
@@ -92,7 +93,7 @@ def make(family: str, seed: int) -> nn.Module:
             num_experts_per_tok=pick(1, 2, 5),
             norm_topk_prob=seed % 4 != 1,
             intermediate_size=pick(24, 40),
-            mlp_only_layers=[0] if seed % 4 == 1 else [],
+            mlp_only_layers=ALL_DENSE if seed == 5 else [0] if seed % 4 == 1 else [],
             decoder_sparse_step=2 if seed % 4 == 3 else 1,
             rope_parameters=rope,
         )
@@ -119,6 +120,7 @@ def make(family: str, seed: int) -> nn.Module:
             v_head_dim=pick(8, 24),
             routed_scaling_factor=pick(1.0, 2.827),
             num_mtp_layers=pick(0, 2),
+            norm_topk_prob=seed % 4 != 1,
             rope_parameters={**rope, "rope_theta": theta},
         )
     model: Any = AutoModelForCausalLM.from_config(config)

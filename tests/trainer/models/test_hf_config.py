@@ -18,6 +18,8 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 KIMI, QWEN = (json.loads((CONFIGS / name).read_text()) for name in ("kimi_k25.json", "qwen3_30b_a3b.json"))
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
 
 def described(tmp_path: Path, config: object):
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -75,7 +77,6 @@ def test_nor_does_it_for_positions(tmp_path: Path, name: str):
         ({"num_experts": True}, "num_experts=True is not supported"),
         ({"mlp_only_layers": 3}, "mlp_only_layers=3 is not supported, only a list of layers"),
         ({"decoder_sparse_step": 0}, "model.decoder_sparse_step=0 must be at least 1"),
-        ({"decoder_sparse_step": 49}, "at least one layer must have experts"),
         ({"rope_scaling": "yarn"}, "rope_parameters or rope_scaling is 'yarn', no JSON object"),
         ({"architectures": "Qwen3MoeForCausalLM"}, "architectures='Qwen3MoeForCausalLM' is no list of names"),
         ({"model_type": "llama"}, "architectures='Qwen3MoeForCausalLM' is not supported with model_type='llama'"),
@@ -100,6 +101,23 @@ def test_nor_does_it_for_positions(tmp_path: Path, name: str):
         ),
         ({"quantization_config": FP8 | {"fmt": "e5m2"}}, "quantization_config: fmt='e5m2' is not supported"),
         ({"quantization_config": FP8 | {"weight_block_size": None}}, "weight_block_size=None is not supported"),
+        ({"logit_scale": 0.5}, "logit_scale=0.5: this key is not known and may change what the model computes"),
+        ({"n_group": 8}, "n_group=8: this key is not known"),
+        ({"qkv_bias": True}, "qkv_bias=True is not supported, only False"),
+        ({"layer_types": ["sliding_attention"] * 48}, "is not supported, only 'full_attention'"),
+        ({"rope_scaling": {"type": "default", "factor": 8.0}}, "factor=8.0: this key is not known"),
+        ({"rope_scaling": YARN | {"mrope_section": [16, 24]}}, "mrope_section=[16, 24]: this key is not known"),
+        (
+            {"rope_scaling": YARN | {"rope_type": "default"}},
+            "and type='yarn' in rope_parameters or rope_scaling: which",
+        ),
+        ({"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}}, "which of them?"),
+        ({"quantization_config": FP8 | {"kv_cache_quant": "fp8"}}, "kv_cache_quant='fp8': this key is not known"),
+        ({"vocab_size": 10**9}, "model.vocab_size=1000000000 must be at most 16777216"),
+        ({"num_hidden_layers": 10**9}, "model.num_hidden_layers=1000000000 must be at most 10000"),
+        ({"num_experts": 10**9}, "model.num_experts=1000000000 must be at most 65536"),
+        ({"max_position_embeddings": 10**9}, "model.max_position_embeddings=1000000000 must be at most"),
+        ({"num_attention_heads": 10**9}, "model.num_attention_heads=1000000000 must be at most"),
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any], message: str):
@@ -142,6 +160,32 @@ def test_other_integers_are_refused(tmp_path: Path, changes: dict[str, Any], mes
     config["text_config"]["quantization_config"]["config_groups"]["group_0"]["weights"] |= changes
     with pytest.raises(ValueError, match=message):
         described(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        ((), "kv_cache_scheme"),
+        ((), "transform_config"),
+        (("group_0",), "output_activations"),
+        (("group_0", "weights"), "x"),
+    ],
+)
+def test_unknown_keys_of_integers_are_refused_by_name(tmp_path: Path, where: tuple[str, ...], name: str):
+    config = copy.deepcopy(KIMI)
+    inner = config["text_config"]["quantization_config"]
+    for key in ("config_groups", *where) if where else ():
+        inner = inner[key]
+    inner[name] = {"num_bits": 8}
+    with pytest.raises(ValueError, match=f"quantization_config: {name}=.*: this key is not known"):
+        described(tmp_path, config)
+
+
+def test_keys_without_effect_are_read(tmp_path: Path):
+    harmless = {"use_cache": True, "sliding_window": 4096, "max_window_layers": 28, "some_feature": None}
+    assert described(tmp_path, QWEN | harmless | {"layer_types": ["full_attention"] * 48}).model
+    with pytest.raises(ValueError, match=r"config.json: text_tower=.*: this key is not known"):
+        described(tmp_path, KIMI | {"text_tower": {"scale": 2}})
 
 
 def test_other_wrappers_of_integers_are_refused(tmp_path: Path):

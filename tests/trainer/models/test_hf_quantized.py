@@ -131,6 +131,20 @@ def test_weights_are_what_a_loop_in_float64_says(request: pytest.FixtureRequest,
         assert model(torch.arange(20)[None])[0].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_scales_of_float_blocks_may_have_any_float_dtype(
+    blocks: tuple[Path, dict[str, Tensor]], dtype: torch.dtype
+) -> None:
+    path, _ = blocks
+    file = path / "model-00002-of-00002.safetensors"
+    scales = {name: scale.to(dtype) for name, scale in load_file(file).items()}
+    save_file(scales, file, metadata={"format": "pt"})
+    view = hugging_face_views(load_pretrained(path))[NAME]
+    code = load_file(path / "model-00001-of-00002.safetensors")[NAME]
+    scale = scales[NAME + "_scale_inv"].float().repeat_interleave(16, 0).repeat_interleave(16, 1)
+    torch.testing.assert_close(view, code.float() * scale[: len(code), : code.shape[1]], rtol=1e-6, atol=0)
+
+
 def edit(path: Path, name: str, tensor: Tensor | None) -> None:
     for file in path.glob("*.safetensors"):
         tensors = load_file(file)

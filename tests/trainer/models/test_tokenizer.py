@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,54 @@ def test_a_tokenizer_without_our_special_tokens_is_refused(tokenizer: Tokenizer,
     saved = json.loads(tokenizer.to_str().replace("<|to|>", "<|TO|>"))
     (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
     with pytest.raises(ValueError, match=r"lacks the tokens \['<\|to\|>'\]"):
+        load_tokenizer(tmp_path)
+
+
+def replace(pattern: object, content: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def sequence(kind: str, *parts: object) -> dict[str, object]:
+    return {"type": "Sequence", kind: list(parts)}
+
+
+DOUBLES = replace({"String": "a"}, "aa")
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+TABLE = base64.b64encode(struct.pack("<I", 8) + bytes(8) + b"a" * 500 + b"\0").decode()
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("normalizer", sequence("normalizers", *[DOUBLES] * 30)),
+        ("normalizer", sequence("normalizers", *[sequence("normalizers", *[DOUBLES] * 4)] * 5)),
+        ("normalizer", replace({"String": "a"}, "a" * 100)),
+        ("normalizer", replace({"Regex": ""}, "b" * 100)),
+        ("normalizer", sequence("normalizers", *[{"type": "NFKD"}] * 3)),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": TABLE}),
+        ("pre_tokenizer", sequence("pretokenizers", *[BYTES] * 30)),
+        ("decoder", sequence("decoders", *[DOUBLES] * 30)),
+    ],
+)
+def test_a_tokenizer_that_makes_texts_grow_without_bound_is_refused(
+    tokenizer: Tokenizer, tmp_path: Path, part: str, value: object
+):
+    saved = json.loads(tokenizer.to_str()) | {part: value}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match=rf"tokenizer.json: damaged \(its {part} may make a text .* times as long"):
+        load_tokenizer(tmp_path)
+
+
+def test_ordinary_normalizers_are_read_and_a_huge_token_is_not(tokenizer: Tokenizer, tmp_path: Path):
+    plain = sequence(
+        "normalizers", {"type": "Prepend", "prepend": "_"}, replace({"String": " "}, "_"), {"type": "NFKC"}
+    )
+    saved = json.loads(tokenizer.to_str()) | {"normalizer": plain}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    assert load_tokenizer(tmp_path).normalizer is not None
+    saved["added_tokens"].append(saved["added_tokens"][0] | {"id": 420, "content": "x" * 5000})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match="a token of more than 4,096 characters"):
         load_tokenizer(tmp_path)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer
 
 from composer_nb import cli
 from composer_nb import settings as config
@@ -23,6 +24,7 @@ from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tasks.task import load_tasks, save_tasks
 from composer_nb.settings import Settings, from_dict, override, to_dict
+from composer_nb.trainer.models.companions import read_companions, template, token_ids
 from composer_nb.trainer.recipe.launch import RunFailed, fork, start_or_resume
 from composer_nb.trainer.recipe.prepare import _drop_leaks
 from composer_nb.trainer.recipe.report import build_report
@@ -114,6 +116,14 @@ def test_a_complete_run_returns_at_once_and_changes_nothing(whole: RunDir) -> No
     before = {path: path.stat().st_mtime_ns for path in (whole.path / "weights").rglob("*")}
     start_or_resume(whole.path, say=quiet)
     assert before == {path: path.stat().st_mtime_ns for path in (whole.path / "weights").rglob("*")}
+
+
+def test_all_weights_of_a_run_say_how_a_turn_ends(whole: RunDir) -> None:
+    for name in ("base", *WEIGHTS, "before_final"):
+        files = read_companions(whole.path / "weights" / name)
+        end = Tokenizer.from_str(files["tokenizer.json"].decode()).token_to_id("<|end|>")
+        assert token_ids(files)["eos_token_id"] == end and files["chat_template.jinja"] == template("compact")
+        assert json.loads((whole.path / "weights" / name / "config.json").read_text())["eos_token_id"] == end
 
 
 @pytest.mark.slow  # more than a minute; a killed run is compared with an undisturbed one below

@@ -367,6 +367,29 @@ def test_weights_that_changed_after_they_were_published_are_noticed(url: str):
     assert_right(receiver, 2)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_not_published_and_the_last_good_version_stays(url: str, value: float):
+    publisher, receiver = Publisher(url, owner="run"), Receiver(url)
+    publisher.publish(0, weights(0), FILES)
+    publisher.acknowledge(0, receiver.install(receiver.fetch(0)))
+    bad = weights(1)
+    bad["layer.w"].view(-1)[1] = value
+    with pytest.raises(ValueError, match="version 1: layer.w holds NaN or infinity, so training has diverged"):
+        publisher.publish(1, bad, FILES)
+    assert receiver.newest() == 0
+    publisher.publish(1, weights(1), FILES)
+    assert_right(receiver, 1)
+
+
+def test_side_files_lie_in_full_versions_and_are_those_of_every_version(url: str):
+    publisher, receiver, files = Publisher(url, owner="run"), Receiver(url), {**FILES, "tokenizer.json": b"{}"}
+    publisher.publish(0, weights(0), files)
+    publisher.acknowledge(0, receiver.install(receiver.fetch(0)))
+    delta = publisher.publish(1, weights(1), {**files, "config.json": b'{"a": 1}'})
+    assert delta.base is not None and "tokenizer.json" not in delta.files
+    assert Receiver(url).fetch(1).files == {"tokenizer.json": b"{}", "config.json": b'{"a": 1}'}
+
+
 def test_a_full_version_in_the_store_is_a_checkpoint_that_gives_equal_logits(make_model, tmp_path: Path):
     model = make_model(1)
     save_pretrained(model, tmp_path / "m", dtype=torch.bfloat16)
