@@ -45,6 +45,16 @@ class Fork:
         """The 95 % interval of `solved`."""
         return wilson(self.solved, len(self.attempts))
 
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.solved:.0%} ({low:.0%} to {high:.0%})"
+
+
+def verdict(one: Fork, other: Fork) -> str:
+    """Return whether the futures distinguish two positions: whether their 95 % intervals are apart."""
+    apart = one.interval[0] > other.interval[1] or other.interval[0] > one.interval[1]
+    return "these futures distinguish the two" if apart else "these futures do not distinguish the two"
+
 
 def fork(
     done: Attempt,
