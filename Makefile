@@ -91,8 +91,9 @@ bench-weights: .venv/.peers ## the codec of weight updates beside others, in som
 docs: .venv/.ready ## the pages and the notebooks with their figures as a site in build/docs/html; runs what has changed
 	@$(BIN)/python scripts/make_docs.py $(ARGS)
 
+# Its root is the checkout, so that links from notebooks to pages work; kernels start in notebooks/.
 lab: .venv/.ready ## the notebooks in JupyterLab
-	@cd notebooks && exec ../$(BIN)/python -m jupyterlab --LabApp.news_url=None \
+	@exec $(BIN)/python -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks --LabApp.news_url=None \
 	  --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate --LabApp.extension_manager=readonly \
 	  $$([ "$$(id -u)" != 0 ] || echo --allow-root) $(ARGS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import json
 import re
@@ -18,6 +19,9 @@ from PIL import Image
 
 from composer_nb import cli
 from composer_nb.jobs.check import notebook_digest
+from composer_nb.settings import Settings, types_of
+from composer_nb.trainer.recipe.reader import EXAMPLES, ReadOnly
+from composer_nb.trainer.recipe.report import build_report
 from scripts import make_docs, notebook_pages
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,6 +37,16 @@ OTHER_SENSE = {
     ("13_kernels", "floor"),
 }
 """Notebooks in which a term is an ordinary word."""
+HISTORY = {"log.md", "decisions.md"}
+"""Pages that name what was there when they were written."""
+NOW = [path for path in PAGES if path.name not in HISTORY]
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+SETTINGS = {key[: dot.start()] for key in types_of(Settings()) for dot in re.finditer(r"\.|$", key)}
+REPORTED = {"sft.sharpness_ci95"}
+"""Dotted names in a report that look like settings."""
+MADE_BY_READERS = {"mine.py"}
+FOLDERS = ("composer_nb", "scripts", "tests", "notebooks", "docs", "data", "papermill_jobs", "recipes")
+FILES = [path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
 LARGEST = 3_000_000
 """Bytes that docs/pages may take, figures included."""
 NOT_PROSE = re.compile(r"```.*?```|`[^`]*`|^#[^\n]*|\$[^$]*\$|<[^>]*>", re.S | re.M)
@@ -81,11 +95,51 @@ def test_the_readme_shows_the_path_in_its_order() -> None:
     assert all(name.startswith(number) for number, name in shown)
 
 
+def anchors_of(text: str) -> set[str]:
+    """Anchors that lead to a place on GitHub, on the site and in JupyterLab, which takes a heading as it is written."""
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    own = {slug(heading) for heading in headings if slug(heading) == re.sub(r"`|\*\*", "", heading).replace(" ", "-")}
+    return own | set(re.findall(r'^<a id="([^"]+)"></a>$', text, re.M))
+
+
+def scores_of(row: str) -> list[list[float]]:
+    """The numbers of a row of the README's table, seed by seed."""
+    [cells] = re.findall(rf"^\| {re.escape(row)} \| (.*) \|$", PAGES[0].read_text(encoding="utf-8"), re.M)
+    return [[float(n) for n in re.findall(r"[+−]?\d*\.\d+", cell.replace("−", "-"))] for cell in cells.split(" | ")]
+
+
+def test_the_readme_says_what_its_table_and_the_examples_hold() -> None:
+    text = " ".join(PAGES[0].read_text(encoding="utf-8").replace("−", "-").split())
+    start = scores_of("start of RL, sharpness calibrated")
+    runs = [scores_of(row) for row in ("**after RL**", "after RL with another seed of RL")]
+    gains = [
+        [round(100 * (after[n] - before[n]), 1) for run in runs for before, after in zip(start, run, strict=True)]
+        for n in range(4)
+    ]
+    first, new = scores_of("gain in 12 calls over the start"), scores_of("the same on new structures")
+    both = scores_of("both gains with another seed of RL")
+    within = [row[0] for row in first] + [row[0] for row in both]
+    assert max(abs(a - b) for a, b in zip(within, gains[0], strict=True)) <= 0.3, "paired gains, of the same runs"
+    structures = [row[0] for row in new] + [row[1] for row in both]
+    assert f"add {min(within):.1f} to {max(within):.1f} points in 12 calls" in text
+    assert f"they add {min(structures):.1f} to {max(structures):.1f}." in text
+    assert f"pass@1 gains {min(gains[1]):.1f} to {max(gains[1]):.1f} points" in text
+    assert f"greedy decoding {min(gains[2]):.1f} to {max(gains[2]):.1f}." in text
+    assert f"Best of 4 changes by {min(gains[3]):.1f} to {max(gains[3]):+.1f}" in text
+
+    reports = [build_report(ReadOnly(path)) for path in EXAMPLES[:2]]
+    gain = reports[0]["gain"]["within_12"]["structures"]
+    low, high = (100 * end for end in gain["ci95"])
+    assert low < 0 < high and f"example gains {100 * gain['gain']:.1f} ({low:.1f} to {high:+.1f})" in text
+    kinds = [[report["eval"][name] for name in ("start", "final")] for report in reports]
+    fell = [[f"{score['structures']['recovery']:.2f}"[1:] for score in both] for both in kinds]
+    assert " and ".join(f"from {before} to {after}" for before, after in fell) in text
+    before, after = (f"{score['pass_within']['12']:.3f}"[1:] for score in kinds[0])
+    assert f"{before} → {after} in 12 calls" in text
+
+
 def test_every_link_leads_somewhere() -> None:
-    anchors = {
-        path: {slug(heading) for heading in re.findall(r"^#+ (.+)$", prose(path), re.M)}
-        for path in (*PAGES, *WITH_OUTPUTS, *make_docs.notebooks())
-    }
+    anchors = {path: anchors_of(prose(path)) for path in (*PAGES, *WITH_OUTPUTS, *make_docs.notebooks())}
     lost = []
     for path in anchors:
         text = re.sub(r"```.*?```", "", prose(path), flags=re.S)
@@ -94,7 +148,7 @@ def test_every_link_leads_somewhere() -> None:
             found = (path.parent / file).resolve() if file else path
             if "://" not in target and not (found.exists() and (not place or place in anchors[found])):
                 lost.append(f"{path.name}: {target}")
-    assert lost == []
+    assert lost == [], 'a heading with capitals or signs needs a line <a id="as-github-writes-it"></a> above it'
 
 
 @pytest.mark.parametrize("name", ["agents_and_trackers.md", "comparison.md", "two_days.md"])
@@ -107,6 +161,48 @@ def test_commands_that_a_page_shows_are_accepted(name: str) -> None:
     assert len(shown) > 3
     for command in shown:
         cli.parser().parse_args(shlex.split(command, comments=True))
+
+
+def commands_in(text: str) -> Iterator[list[str]]:
+    """Commands of `composer-nb` in a text, in words. What follows two spaces, a pipe or a comment is none of them."""
+    for shown in re.findall(r"(?:^|`)composer-nb ([a-z][^`]*?)(?:`|$)", text.replace("\\\n", " "), re.M):
+        for command in re.split(r"\s{2,}|\s[|#>&]\s", shown)[0].split(" · "):
+            yield re.sub(r"[\[\]]", "", command.removeprefix("composer-nb ")).split()
+
+
+def unknown(words: list[str]) -> list[str]:
+    """Names, actions and options of a command that its parser does not have."""
+    parser, lost = cli.parser(), []
+    while actions := [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]:
+        if not words or words[0].startswith("-"):
+            return lost
+        name, *words = words
+        lost += [one for one in name.split("|") if one not in actions[0].choices]
+        parser = actions[0].choices.get(name.split("|")[0], parser)
+        if lost:
+            return lost
+    known = parser._option_string_actions
+    return [word for word in words if re.fullmatch(r"--[a-z][a-z-]*", word) and word not in known]
+
+
+@pytest.mark.parametrize("path", [*NOW, *make_docs.notebooks()], ids=lambda path: path.stem)
+def test_a_page_names_commands_settings_and_files_that_exist(path: Path) -> None:
+    text = prose(path)
+    lost = [" ".join(words) + f": {name}" for words in commands_in(text) for name in unknown(words)]
+    lost += [name for name in re.findall(r"(?:^|`)make ([a-z-]{2,})", text, re.M) if name not in TARGETS]
+    heads = "|".join(sorted({key.split(".")[0] for key in SETTINGS}))
+    named = re.findall(rf"(?<![\w./-])((?:{heads})(?:\.[a-z]\w*)+)(?![\w(/]|\.\w)", text)
+    lost += [
+        key for key in named if key not in SETTINGS | REPORTED and not re.search(r"\.(md|py|txt|safetensors)$", key)
+    ]
+    for file, name in re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|yml|css|ipynb))(?:::?(\w+))?(?:`| )", text):
+        places = [place for place in FILES if f"/{place}".endswith(f"/{file}")]
+        written = "\n".join((ROOT / place).read_text(encoding="utf-8") for place in places)
+        if not places and file not in MADE_BY_READERS:
+            lost.append(file)
+        elif name and not re.search(rf"^\s*(?:(?:async )?def |class )?{name}\b", written, re.M):
+            lost.append(f"{file}:{name}")
+    assert lost == []
 
 
 def test_each_feature_of_a_system_leads_to_its_source() -> None:

@@ -69,14 +69,14 @@ def tree(trunk: Sequence[str], futures: Mapping[str, Future]) -> Picture:
         style.note(ax, x, -0.8, text, ha="center", color=style.GREY)
     ax.plot([0, fork], [middle, middle], color=style.GREY, linewidth=1.2, zorder=1)
     for place, text in enumerate(trunk):
-        _node(ax, 1.05 * place, middle, text, style.PALE)
+        _node(ax, 1.05 * place, middle, text, "white")
     ax.plot(fork, middle, "D", color=style.INK, markersize=9, zorder=3)
     ax.text(fork - 0.05, middle - 0.25, "snapshot", ha="right", va="bottom", fontsize=8.5, color=style.INK)
     digests = list(dict.fromkeys(future.digest for future in futures.values()))
     for y, (name, future) in enumerate(futures.items()):
         ax.plot([fork, fork + 0.4, fork + 4.5], [middle, y, y], color=style.GREY, linewidth=1.2, zorder=1)
         _node(ax, columns["edit"], y, name, "white")
-        _node(ax, columns["tests it can see"], y, "pass" if future.seen else "fail", style.PALE)
+        _node(ax, columns["tests it can see"], y, "pass" if future.seen else "fail", "white")
         passed, hidden = sum(future.grade.tests.values()), len(future.grade.tests)
         fill = style.BLUE if future.grade.passed else style.VERMILION
         _node(ax, columns["hidden tests"], y, f"{passed} of {hidden} pass", fill, "white")

@@ -18,7 +18,8 @@ _NOT_YET = "no policy has been scored yet"
 
 
 def policies(report: Mapping[str, Any]) -> Picture:
-    """Draw pass@1 and greedy with 95 % intervals over tasks, best of k, and what is solved in 12 calls, of every policy."""
+    """Draw pass@1 and greedy with 95 % intervals over tasks, best of k, and what is solved in 12 calls, of every policy. RL's
+    gain stands below, with its interval."""
     scores: Mapping[str, Any] = report.get("eval", {})
     if not scores:
         return style.empty(_NOT_YET)
@@ -39,12 +40,24 @@ def policies(report: Mapping[str, Any]) -> Picture:
         for name, score in scores.items()
     ]
     k, tasks = (max(score[name] for score in scores.values()) for name in ("k", "n_tasks"))
+    fewer = [f"{name} {score['n_tasks']}" for name, score in scores.items() if score["n_tasks"] < tasks]
+    of = f"{tasks} held-out tasks" + (f" ({', '.join(fewer)})" if fewer else "")
     groups = ["pass@1", "greedy", f"best of {k}", "in 12 calls", *(["new structures,\nin 12 calls"] if new else [])]
+    gains = report.get("gain", {}).get("within_12", {})
+    groups[3:] = [
+        f"{name}\n{_gain(gains[part])}" if part in gains else name
+        for name, part in zip(groups[3:], ("heldout", "structures"), strict=False)
+    ]
     style.grouped(ax, groups, sides, ".2f")
     as_share(ax, min(1.12, max(0.2, 1.25 * max(s["best_of_k"] for s in scores.values()) + 0.1)))
-    title(ax, f"solved, on {tasks} held-out tasks", "", "share of tasks")
+    title(ax, f"solved, of {of}", "", "share of tasks")
     key(ax, ncols=len(scores), loc="upper left")
     return picture
+
+
+def _gain(found: Mapping[str, Any]) -> str:
+    low, high = found["ci95"]
+    return f"final − {found['over']}: {100 * found['gain']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
 
 
 def _within_12(score: Mapping[str, Any]) -> float | None:

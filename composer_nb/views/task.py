@@ -33,13 +33,14 @@ def card(task: Task) -> Html:
 
 
 def turns(attempt: Attempt) -> Html:
-    """Return one row per turn: the call (or the text, if it was no call) and its observation."""
-    rows = []
-    for number, turn in enumerate(attempt.rollout.turns, 1):
+    """Return one row per call (or text, if it was no call) with its observation; the first one of a turn has its number."""
+    rows, number = [], 0
+    for turn in attempt.rollout.turns:
+        number += not turn.beside
         color = f' style="color:{style.VERMILION}"' if turn.error else ""
         call = f"<td{color}>{as_html(_call(turn.call))}</td>"
         answer = f'<td class="quiet">{as_html(turn.observation)}</td>'
-        rows.append(f'<tr><td class="quiet">{number}</td>{call}{answer}</tr>')
+        rows.append(f'<tr><td class="quiet">{"" if turn.beside else number}</td>{call}{answer}</tr>')
     return box(f'<table class="mono">{"".join(rows)}</table>')
 
 

@@ -39,9 +39,10 @@ START_S, WAIT_MS = 180, 60_000
 
 @pytest.fixture(scope="session")
 def lab(chromium: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """JupyterLab on a copy of the notebooks, started by the line that `make lab` would run; only where there is a browser."""
+    """JupyterLab on a copy of the notebooks and pages, started as `make lab` would; only where there is a browser."""
     home = tmp_path_factory.mktemp("lab")
-    shutil.copytree(ROOT / "notebooks", home / "notebooks", ignore=shutil.ignore_patterns("runs", ".*"))
+    for name in ("notebooks", "docs"):
+        shutil.copytree(ROOT / name, home / name, ignore=shutil.ignore_patterns("runs", "pages", ".*"))
     (home / ".venv").symlink_to(sys.prefix)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -72,7 +73,7 @@ def _line_of_make_lab(options: str) -> str:
     done = subprocess.run(
         ["make", "-n", "lab", f"ARGS={options}"], cwd=ROOT, env=inherited, capture_output=True, text=True, check=True
     )
-    return done.stdout[done.stdout.rindex("cd notebooks") :]
+    return done.stdout[done.stdout.rindex("exec ") :]
 
 
 def _environment(home: Path) -> dict[str, str]:
@@ -156,7 +157,7 @@ def notebook(lab: Lab, page: Any) -> Callable[[str], Notebook]:
     """Opens a notebook in a fresh workspace."""
 
     def open_it(name: str) -> Notebook:
-        page.goto(f"{lab.url}/lab/tree/{name}?token={TOKEN}&reset")
+        page.goto(f"{lab.url}/lab/tree/notebooks/{name}?token={TOKEN}&reset")
         return Notebook(page)
 
     return open_it

@@ -85,10 +85,15 @@ def test_the_bars_are_the_scores(tiny_run: RunDir):
     assert heights["final"] == [0.5, final["pass_greedy"], final["best_of_k"], *within]
     lines = [sorted(line.get_ydata()) for line in ax.lines]
     assert [0.4, 0.6] in lines
+    report["eval"]["base"]["n_tasks"] = 3
+    [ax] = scores.policies(report).axes
+    assert f"{final['n_tasks']} held-out tasks (base 3)" in ax.get_title(loc="left")
+    gain = report["gain"]["within_12"]["heldout"]
+    assert f"{100 * gain['gain']:+.1f} (" in ax.get_xticklabels()[3].get_text()
     for score in report["eval"].values():
         del score["structures"]
     [ax] = scores.policies(report).axes
-    assert [label.get_text() for label in ax.get_xticklabels()][-1] == "in 12 calls"
+    assert [label.get_text() for label in ax.get_xticklabels()][-1].startswith("in 12 calls")
 
 
 def test_curves_hold_every_durable_step(tiny_run: RunDir):
@@ -288,6 +293,8 @@ def test_calls_are_shown_as_calls_and_what_is_none_as_written(tiny_run: RunDir):
     assert html.escape(f"{json.loads(first.call)['name']}(") in task.turns(good).text
     assert "#D55E00" in task.turns(bad).text and html.escape(wrong.observation) in task.turns(bad).text
     assert task.turns(bad).text.count("<tr>") == len(bad.rollout.turns)
+    numbers = re.findall(r'<tr><td class="quiet">(\d*)</td>', task.turns(good).text)
+    assert [number for number in numbers if number] == [str(n) for n in range(1, good.rollout.messages + 1)]
     assert task._call('{"name": "edit_line", "arguments": {"line": 2}}') == "edit_line(line=2)"
     assert task._call("edit f.py 2 2 <b>") == "edit f.py 2 2 <b>"
 

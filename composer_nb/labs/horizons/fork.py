@@ -23,6 +23,7 @@ from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Completion, Policy, Request, Trace
 from composer_nb.harness.rollout import Kind, Rollout
 from composer_nb.harness.sandbox.calls import Executor
+from composer_nb.labs.rewards.judges import wilson
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,21 @@ class Fork:
     def solved(self) -> float:
         """The share of the futures that solve the task."""
         return float(np.mean([done.grade.passed for done in self.attempts]))
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of `solved`."""
+        return wilson(self.solved, len(self.attempts))
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.solved:.0%} ({low:.0%} to {high:.0%})"
+
+
+def verdict(one: Fork, other: Fork) -> str:
+    """Return whether the futures distinguish two positions: whether their 95 % intervals are apart."""
+    apart = one.interval[0] > other.interval[1] or other.interval[0] > one.interval[1]
+    return "these futures distinguish the two" if apart else "these futures do not distinguish the two"
 
 
 def fork(

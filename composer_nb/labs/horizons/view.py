@@ -100,11 +100,14 @@ def _of(scored: Scored) -> Sequence[Segment]:
 
 
 def worth(forks: Mapping[str, Sequence[Fork]]) -> Picture:
-    """Draw the share of forks that solve the task, by the turn from which they go on: a line per name."""
+    """Draw the share of forks that solve the task with its 95 % interval, by the turn (from 1) from which they go on: a line per
+    name."""
     picture, ax = style.one_panel(8.5, 2.8)
     for (name, found), color in zip(forks.items(), (style.BLUE, style.ORANGE, style.GREEN), strict=False):
-        ax.plot([each.turn for each in found], [each.solved for each in found], "o-", color=color, label=name)
-    whole_steps(as_share(title(ax, "futures that solve the task", "forked before turn", ""), 1.05))
+        ax.plot([each.turn + 1 for each in found], [each.solved for each in found], "o-", color=color, label=name)
+        for each in found:
+            style.interval(ax, [each.turn + 1, each.turn + 1], each.interval)
+    whole_steps(as_share(title(ax, "futures that solve the task, 95 % intervals", "forked before turn", ""), 1.05))
     key(ax, loc="best")
     return picture
 

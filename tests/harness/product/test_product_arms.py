@@ -31,11 +31,13 @@ def test_a_row_by_hand() -> None:
     assert figures(rows)["dollars_per_task"] is None
 
 
-@pytest.mark.parametrize(("tasks", "samples"), [(50, 4), (200, 2)])
-def test_the_difference_that_shows_does_so_four_times_in_five(tasks: int, samples: int) -> None:
-    """The test is over tasks, as the bench's interval is; attempts are coins, whose differences vary most at a half."""
-    rng, gain = np.random.default_rng(0), detectable(tasks, samples)
-    one, other = (rng.binomial(samples, 0.5 + side * gain / 2, (4000, tasks)) / samples for side in (1, -1))
+@pytest.mark.parametrize(("tasks", "samples", "spread"), [(50, 4, 0.0), (200, 2, 0.0), (100, 16, 0.2)])
+def test_the_difference_that_shows_does_so_four_times_in_five(tasks: int, samples: int, spread: float) -> None:
+    """The test is over tasks, as the bench's interval is; attempts are coins, whose differences vary most at a half, and gains
+    differ from task to task."""
+    rng, gain = np.random.default_rng(0), detectable(tasks, samples, spread)
+    gains = gain + spread * rng.choice([-1, 1], (4000, tasks))
+    one, other = (rng.binomial(samples, 0.5 + side * gains / 2) / samples for side in (1, -1))
     gains = one - other
     seen = np.abs(gains.mean(1)) > 1.96 * gains.std(1, ddof=1) / np.sqrt(tasks)
     assert seen.mean() == pytest.approx(0.8, abs=0.03)
