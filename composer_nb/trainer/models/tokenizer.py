@@ -86,7 +86,7 @@ def read_tokenizer(data: bytes, file: Path, needed: Sequence[str] = ()) -> Token
         raise ValueError(f"{file}: damaged ({error}); fetch or write it again") from None
     if missing := [token for token in needed if tokenizer.token_to_id(token) is None]:
         name = next((name for name, tokens in FORMATS.items() if {*missing} <= {*tokens}), "qwen")
-        raise ValueError(f"{file}: lacks the tokens {missing}; {TO_ADD.format(path, name)}")
+        raise ValueError(f"{file}: lacks the tokens {missing}; {TO_ADD.format(file.parent, name)}")
     return tokenizer
 
 
