@@ -149,8 +149,13 @@ def attempt(task: Task, place: Environment, turn_policy: TurnPolicy, told: Told 
         return _attempt_in_sandbox(task, place, turn_policy, told)
     assert place.functions is not None
     own = frozenset(filter(is_test, task.source_scope))
-    limits = {"visible_tests": task.visible_tests, "own_tests": own, "limits": call_limits(task)}
-    work = Workspace(files=dict(task.files), sandboxes=place.functions, **limits)
+    work = Workspace(
+        files=dict(task.files),
+        visible_tests=task.visible_tests,
+        sandboxes=place.functions,
+        own_tests=own,
+        limits=call_limits(task),
+    )
     place.opened(work)
     try:
         done = conversation(task.instruction, turn_policy, place.tools, work, place.limits, told, place.clock)
