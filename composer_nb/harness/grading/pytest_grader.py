@@ -113,7 +113,10 @@ def grade_pytest(
     lone = draw_alone(plan, rng)
     drawn = draw(plan, rng, 2 if lone else runs)
     jobs = [job(task, found.files, twins, frozenset(plan.tests)) for twins in drawn]
-    jobs += [_lone(task, found.files, twin, changed) for twin, changed in lone]
+    try:
+        jobs += [_lone(task, found.files, twin, changed) for twin, changed in lone]
+    except ValueError:
+        return Grade(status="invalid_task", flags=found.flags)
     asking = replay(found.files, plan.calls, rng)
     jobs += [each for each, _ in asking]
     try:
@@ -183,7 +186,8 @@ def draw_alone(plan: Plan, rng: random.Random) -> Lone:
 
 def _lone(task: Task, files: Mapping[str, bytes], twin: Twin, changed: bool) -> Job:
     made = lone_job(task, files, twin, changed)
-    assert made is not None, f"{twin.keys}: stood alone when its task was made"
+    if made is None:
+        raise ValueError(f"task {task.id}: {twin.keys[0]} does not stand alone any more; validate the task again")
     return made
 
 

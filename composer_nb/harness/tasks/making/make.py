@@ -187,10 +187,11 @@ class Maker:
                 if meets(by, self.require):
                     wanted -= 1
                     self.found[change.key] = change, task
+                    self._tell(doing)
                     yield task
                 else:
                     self.below[by] += 1
-                self._tell(doing)
+                    self._tell(doing)
             if not self.found and self.below.total() >= BELOW:
                 raise ValueError(
                     f"{self.subject.repository.name}: none of {self.below.total()} tasks reaches --require {self.require} "
