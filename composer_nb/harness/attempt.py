@@ -128,8 +128,13 @@ def attempt(task: Task, place: Environment, turn_policy: TurnPolicy, told: Told 
         return _attempt_in_sandbox(task, place, turn_policy, told)
     assert place.functions is not None
     own = frozenset(filter(is_test, task.source_scope))
-    given = {"visible_tests": task.visible_tests, "own_tests": own, "limits": call_limits(task)}
-    work = Workspace(files=dict(task.files), sandboxes=place.functions, **given)
+    work = Workspace(
+        files=dict(task.files),
+        visible_tests=task.visible_tests,
+        sandboxes=place.functions,
+        own_tests=own,
+        limits=call_limits(task),
+    )
     try:
         done = conversation(task.instruction, turn_policy, place.tools, work, place.limits, told, place.clock)
     finally:  # also if the driver drops the agent: the policy must not keep a rollout that will not continue
