@@ -28,7 +28,7 @@ from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.tasks.functions import is_test
-from composer_nb.harness.tasks.runtime import artifacts_left, call_limits, start, workspace
+from composer_nb.harness.tasks.runtime import artifacts_left, start, workspace
 from composer_nb.harness.tasks.task import LOWERED, Task
 from composer_nb.harness.tools.session import FOLDER, Session
 from composer_nb.harness.tools.tiny import Workspace
@@ -154,7 +154,7 @@ def attempt(task: Task, place: Environment, turn_policy: TurnPolicy, told: Told 
         visible_tests=task.visible_tests,
         sandboxes=place.functions,
         own_tests=own,
-        limits=call_limits(task),
+        limits=task.call_limits,
     )
     place.opened(work)
     try:

@@ -19,7 +19,6 @@ from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.calls import CallOutcome, Executor
 from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.tasks.functions import parse_test_files, parse_tests, passes, request_tests, separated
-from composer_nb.harness.tasks.runtime import call_limits
 from composer_nb.harness.tasks.task import Task
 
 Status = Literal["graded", "tampered", "agent_failed", "infra_error", "invalid_task", "ungraded"]
@@ -94,7 +93,7 @@ def grade_functions(task: Task, files: Mapping[str, str], executor: Executor) ->
     tests = parse_test_files(task.tests)
     groups = separated(graded, changed & set(task.source_scope), tests)
     try:
-        ran = executor.run([request_tests(graded, group, call_limits(task)) for group in groups])
+        ran = executor.run([request_tests(graded, group, task.call_limits) for group in groups])
     except SandboxFailure as error:
         return Grade(status="infra_error", output=str(error))
     results = {test.id: False for test in tests}
@@ -124,7 +123,7 @@ def _grade_written(task: Task, text: str, flags: tuple[str, ...], executor: Exec
     if len(calls) > MOST_WRITTEN or not (kept <= {*calls} and same):
         return Grade(status="graded", tests=dict.fromkeys(names, False), flags=flags)
     try:
-        limits = call_limits(task)
+        limits = task.call_limits
         ran = executor.run([request_tests(task.files | mutant, written, limits) for mutant in ({}, *task.mutants)])
     except SandboxFailure as error:
         return Grade(status="infra_error", output=str(error))

@@ -137,9 +137,15 @@ def grade_pytest(
         flags.add("calls_disagree")
     cost = {"wall_s": time.monotonic() - began, "tests_s": sum(run.seconds for run in ran)}
     status: Status = "tampered" if flags & TAMPERING else "graded"
-    counts = {"calls": len(plan.calls), "calls_failed": len(failed)}
-    counts["timeouts"] = sum("timeout" in run.flags for run in ran)
-    return Grade(status=status, tests=tests, flags=tuple(sorted(flags)), cost=cost, **counts)
+    return Grade(
+        status=status,
+        tests=tests,
+        flags=tuple(sorted(flags)),
+        calls=len(plan.calls),
+        calls_failed=len(failed),
+        timeouts=sum("timeout" in run.flags for run in ran),
+        cost=cost,
+    )
 
 
 def judge(plan: Plan, drawn: Runs, ran: Sequence[Ran]) -> tuple[dict[str, bool], set[str]]:

@@ -167,5 +167,12 @@ def _grade(status: Status, flags: set[str], rewards: Mapping[str, float], began:
     tests = {f"{ENTRY}::{name}": value >= 1 for name, value in rewards.items()}
     if not tests and status != "infra_error":
         tests = {f"{ENTRY}::reward": False}
-    common = {"tests": tests, "rewards": {**rewards}, "cost": {"wall_s": time.monotonic() - began}, "output": output}
-    return Grade(status=status, flags=tuple(sorted(flags)), timeouts=int("timeout" in flags), **common)
+    return Grade(
+        status=status,
+        tests=tests,
+        flags=tuple(sorted(flags)),
+        timeouts=int("timeout" in flags),
+        rewards={**rewards},
+        cost={"wall_s": time.monotonic() - began},
+        output=output,
+    )

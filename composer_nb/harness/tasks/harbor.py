@@ -30,6 +30,8 @@ from composer_nb.harness.untrusted import beneath, checked, visible
 
 WORKSPACE = "environment/workspace"
 RUNTIME = "host-python"
+WRITTEN_S = 60.0
+"""`verifier.timeout_sec` of the directories that this package writes."""
 IMAGE_FILES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
 FIELDS = {"files": WORKSPACE, "tests": "tests", "solution": "solution"}
 """Folder of each field of a Task."""

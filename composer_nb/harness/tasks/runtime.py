@@ -29,7 +29,6 @@ from composer_nb.harness.sandbox.contract import (
     PLACES,
     WORKSPACE,
     Backend,
-    CallLimits,
     Sandbox,
     SandboxSpec,
     archive_of,
@@ -173,25 +172,6 @@ def limits_spec(task: Task) -> SandboxSpec:
         disk_bytes=min(disk, (memory - 64 * MIB) // 2),
         cpus=max(asked.cpus or usual.cpus, 0.01),
     )
-
-
-WRITTEN_S = 60.0
-"""`verifier.timeout_sec` of the directories that this package writes, which states no limit of calls."""
-
-
-def call_limits(task: Task) -> CallLimits | None:
-    """Return the limits of calls, for a task of the grader `functions` whose task.toml states more than the usual ones."""
-    if task.kept is None:
-        return None
-    usual, verifier, place = CallLimits(), task.settings.verifier, task.settings.environment
-    stated = "timeout_sec" in verifier.model_fields_set and verifier.timeout_sec != WRITTEN_S
-    limits = CallLimits(
-        cpu_s=max(usual.cpu_s, verifier.timeout_sec * stated),
-        wall_s=max(usual.wall_s, verifier.timeout_sec * stated),
-        memory_bytes=max(usual.memory_bytes, (place.memory_mb or 0) * MIB),
-        disk_bytes=max(usual.disk_bytes, (place.storage_mb or 0) * MIB),
-    )
-    return None if limits == usual else limits
 
 
 def spec_of(task: Task, backend: Backend) -> SandboxSpec:

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 
 from composer_nb.harness.files import write_atomic
+from composer_nb.harness.sandbox.contract import CallLimits
 from composer_nb.harness.tasks import harbor
 from composer_nb.harness.tasks.functions import is_test, parse_module, parse_test_files, parse_tests
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
@@ -137,6 +138,23 @@ class Task(BaseModel):
     def settings(self) -> harbor.Settings:
         """The settings of its task.toml."""
         return harbor.settings(harbor.layout(self).files["task.toml"].decode())
+
+    @property
+    def call_limits(self) -> CallLimits | None:
+        """The limits of calls (grader `functions`), if its task.toml states more than the usual ones."""
+        if self.kept is None:
+            return None
+        usual, verifier, place = CallLimits(), self.settings.verifier, self.settings.environment
+        seconds = (
+            verifier.timeout_sec if {verifier.timeout_sec} - {harbor.WRITTEN_S, harbor.Verifier().timeout_sec} else 0.0
+        )
+        limits = CallLimits(
+            cpu_s=max(usual.cpu_s, seconds),
+            wall_s=max(usual.wall_s, seconds),
+            memory_bytes=max(usual.memory_bytes, (place.memory_mb or 0) << 20),
+            disk_bytes=max(usual.disk_bytes, (place.storage_mb or 0) << 20),
+        )
+        return None if limits == usual else limits
 
     def to_harbor(self, path: Path) -> Path:
         """Write the task as a Harbor directory `path`, which must not exist, byte for byte equal to the one that was read."""

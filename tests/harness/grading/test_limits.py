@@ -20,7 +20,6 @@ from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec, Snapshot
 from composer_nb.harness.store import pack_attempt, unpack_attempt
 from composer_nb.harness.tasks.harbor import Kept
-from composer_nb.harness.tasks.runtime import call_limits
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tiny import Workspace
 from tests.harness.starving import hogs, starve
@@ -153,7 +152,7 @@ def test_calls_have_the_limits_that_a_task_states(task: Task, sandboxes: Executo
     heavy = BUSY.format(0.5) + f"held = bytearray(400 << 20)\n{task.solution['f.py']}"
     toml = (path / "task.toml").read_text()
     plain = Task.from_harbor(path)
-    assert call_limits(plain) is None and not grade(plain, plain.files | {"f.py": heavy}, sandboxes).passed
+    assert plain.call_limits is None and not grade(plain, plain.files | {"f.py": heavy}, sandboxes).passed
     toml = toml.replace("timeout_sec = 60.0", "timeout_sec = 5.0")
     (path / "task.toml").write_text(toml.replace("[environment]\n", "[environment]\nmemory_mb = 2048\n"))
     stated = Task.from_harbor(path)
@@ -163,7 +162,7 @@ def test_calls_have_the_limits_that_a_task_states(task: Task, sandboxes: Executo
         files=stated.files | {"f.py": heavy},
         visible_tests=stated.visible_tests,
         sandboxes=sandboxes,
-        limits=call_limits(stated),
+        limits=stated.call_limits,
     )
     seen = own.run_visible_tests()
     assert seen.tests_passed == seen.tests_run == 2
