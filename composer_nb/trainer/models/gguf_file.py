@@ -101,7 +101,7 @@ class _Header:
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
         self._data, self._at = data, 0
-        if self._take(4).tobytes() != b"GGUF" or (version := self._number("I")) not in (2, 3):
+        if self._take(4) != b"GGUF" or (version := self._number("I")) not in (2, 3):
             raise ValueError("it does not begin as version 2 or 3, little-endian, does")
         tensors, keys = self._number("Q"), self._number("Q")
         self.fields: dict[str, Any] = {"version": version}
@@ -115,9 +115,9 @@ class _Header:
         if len(self.tensors) < tensors or len(self.fields) < keys + 1:
             raise ValueError("a key or a tensor is there twice")
 
-    def _take(self, count: int) -> NDArray[np.uint8]:
+    def _take(self, count: int) -> bytes:
         begin, self._at = self._at, self._at + self._count(count, 1)
-        return self._data[begin : self._at]
+        return self._data[begin : self._at].tobytes()
 
     def _count(self, count: int, least: int) -> int:
         """Return `count`, of things that take `least` bytes each."""
@@ -129,7 +129,7 @@ class _Header:
         return struct.unpack(f"<{form}", self._take(struct.calcsize(f"<{form}")))[0]
 
     def _text(self) -> str:
-        return self._take(self._number("Q")).tobytes().decode()
+        return self._take(self._number("Q")).decode()
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
