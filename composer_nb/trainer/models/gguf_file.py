@@ -67,7 +67,7 @@ def read_gguf(file: Path) -> Model:
         raise ValueError(f"{file}: reading GGUF needs the library gguf: pip install 'composer-nb[gguf]'") from None
     try:
         header = _Header(np.memmap(file, np.uint8, "r"))
-    except (ValueError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, ZeroDivisionError, struct.error) as error:
         raise ValueError(f"{file}: not a GGUF file, or damaged: {error}") from None
     fields, tensors = header.fields, header.tensors
     try:
@@ -101,29 +101,23 @@ class _Header:
 
     def __init__(self, data: NDArray[np.uint8]) -> None:
         self._data, self._at = data, 0
-        if self._take(4).tobytes() != b"GGUF" or (version := self._number("I")) not in (2, 3):
+        if self._take(4) != b"GGUF" or (version := self._number("I")) not in (2, 3):
             raise ValueError("it does not begin as version 2 or 3, little-endian, does")
         tensors, keys = self._number("Q"), self._number("Q")
         self.fields: dict[str, Any] = {"version": version}
         for _ in range(self._count(keys, 12)):
             name = self._text()
-            if name in self.fields:
-                raise ValueError(f"{name} is there twice")
             self.fields[name] = self._value(self._number("I"))
         forms = [self._form() for _ in range(self._count(tensors, 24))]
         align = self.fields.get("general.alignment", 32)
-        if type(align) is not int or align < 1:
-            raise ValueError(f"general.alignment={align!r}")
         begin = -(-self._at // align) * align
-        self.tensors: dict[str, _Tensor] = {}
-        for name, shape, kind, offset in forms:
-            if name in self.tensors:
-                raise ValueError(f"{name} is there twice")
-            self.tensors[name] = self._tensor(name, shape, kind, begin + offset)
+        self.tensors = {name: self._tensor(name, shape, kind, begin + offset) for name, shape, kind, offset in forms}
+        if len(self.tensors) < tensors or len(self.fields) < keys + 1:
+            raise ValueError("a key or a tensor is there twice")
 
-    def _take(self, count: int) -> NDArray[np.uint8]:
+    def _take(self, count: int) -> bytes:
         begin, self._at = self._at, self._at + self._count(count, 1)
-        return self._data[begin : self._at]
+        return self._data[begin : self._at].tobytes()
 
     def _count(self, count: int, least: int) -> int:
         """Return `count`, of things that take `least` bytes each."""
@@ -135,19 +129,19 @@ class _Header:
         return struct.unpack(f"<{form}", self._take(struct.calcsize(f"<{form}")))[0]
 
     def _text(self) -> str:
-        return self._take(self._number("Q")).tobytes().decode()
+        return self._take(self._number("Q")).decode()
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
             return self._text()
         if kind != _ARRAY:
-            return self._number(_scalar(kind))
+            return self._number(_SCALARS[kind])
         kind, count = self._number("I"), self._number("Q")
         if count > _MOST_VALUES:
             raise ValueError(f"it announces an array of {count:,} values")
         if kind == _STRING:
             return [self._text() for _ in range(self._count(count, 8))]
-        form = f"<{self._count(count, 1)}{_scalar(kind)}"
+        form = f"<{self._count(count, 1)}{_SCALARS[kind]}"
         return list(struct.unpack(form, self._take(struct.calcsize(form))))
 
     def _form(self) -> tuple[str, tuple[int, ...], int, int]:
@@ -167,12 +161,6 @@ class _Header:
         if last % per or begin + rows * length > len(self._data):
             raise ValueError(f"{name} of {shape} in {kind.name} does not fit the file")
         return _Tensor(shape, kind, self._data[begin : begin + rows * length].reshape(rows, length))
-
-
-def _scalar(kind: int) -> str:
-    if kind not in _SCALARS:
-        raise ValueError(f"a value of type {kind} is unknown")
-    return _SCALARS[kind]
 
 
 def _config(fields: dict[str, Any], *, tied: bool) -> ModelConfig:
