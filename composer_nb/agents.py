@@ -96,18 +96,11 @@ def evaluate(
     its gain over the first. Raises ValueError for unknown tasks, arms or policies and for an `out` of another policy;
     SandboxUnavailable, ProviderFailure.
     """
-    tiny, chosen, (kind, script) = check_fit(tasks), arms_of(arms), parse_policy(policy)
+    tiny, chosen = check_fit(tasks), arms_of(arms)
     own, known = tools or equipment(policy)[0], known_training(policy)
     settings = settings or bench_settings(policy, tasks, {})
-    if tiny and ({*chosen} - {*TINY_ARMS} or (known and not (tools or own.terse))):
-        raise ValueError(
-            f"--policy {policy} --arms {arms}: at tasks of the grader `functions` agents have the tiny tools, with the arms "
-            f"{', '.join(TINY_ARMS)}"
-        )
-    if tiny and script in TINY_SCRIPTS and [*chosen] != ["all"]:
-        raise ValueError(f"--policy {policy} --arms {arms}: this script calls grep; give --arms all")
-    if tiny and kind == "scripted" and not script.endswith(".json") and script not in TINY_SCRIPTS:
-        raise ValueError(f"--policy {policy}: there is scripted:{', scripted:'.join(TINY_SCRIPTS)}")
+    if tiny:
+        _check_tiny(policy, arms, bool(tools) or own.terse or not known)
     _claim(out, {"policy": policy, "is": identity(policy), "backend": backend, "settings": asdict(settings)})
     smallest = detectable(len(tasks), samples)
     LOG.info("%d tasks, %d rollouts each: a difference below %.3f may not show", len(tasks), samples, smallest)
@@ -123,8 +116,8 @@ def evaluate(
         runs = [(name, arm, tasks) for name, arm in chosen.items()]
         for name, arm, these in [*runs, *([("planned", runs[0][1], asked)] if planner else [])]:
             first = name if name != "planned" else runs[0][0]
-            usual = arm.tiny() if tiny else own if own.terse and first == "all" else arm.tools()
-            offered = tools if tools and first == "all" else usual
+            usual = arm.tiny() if tiny else arm.tools()
+            offered = own if first == "all" and (tools or (own.terse and not tiny)) else usual
             place = Environment(backend=made, functions=functions, tools=offered, limits=settings.limits)
 
             attempts = partial(_attempts, policy, these, place, workers or WORKERS[tiny], partial(told, name))
@@ -133,17 +126,23 @@ def evaluate(
             if greedy:
                 found[name][1][:] = attempts(replace(settings, temperature=0.0), 1, out / name / "greedy")
                 save_attempts(out / name / "greedy.parquet", found[name][1])
-    if empty := sum(
-        done.rollout.stop == "tokens" and not done.rollout.turns for each in found.values() for done in each[0]
-    ):
-        LOG.warning(
-            "%d attempts ended before a turn: raise limits.tokens=%d, or shorten their prompts",
-            empty,
-            settings.limits.tokens,
-        )
     about = {"policy": policy, "samples": samples, "backend": backend, "detectable": smallest}
     planned = partial(with_plans, plans=plans, policy=planner, price=planner_price)
     return _reported(found, settings.seed, out, about, price, planned)
+
+
+def _check_tiny(policy: str, arms: str, fits: bool) -> None:
+    """Raise ValueError for arms or a policy that cannot attempt tasks of the grader `functions`. `fits`: it has the tiny tools."""
+    chosen, (kind, script) = arms_of(arms), parse_policy(policy)
+    if {*chosen} - {*TINY_ARMS} or not fits:
+        raise ValueError(
+            f"--policy {policy} --arms {arms}: at tasks of the grader `functions` agents have the tiny tools, with the arms "
+            f"{', '.join(TINY_ARMS)}"
+        )
+    if script in TINY_SCRIPTS and [*chosen] != ["all"]:
+        raise ValueError(f"--policy {policy} --arms {arms}: this script calls grep; give --arms all")
+    if kind == "scripted" and not script.endswith(".json") and script not in TINY_SCRIPTS:
+        raise ValueError(f"--policy {policy}: there is scripted:{', scripted:'.join(TINY_SCRIPTS)}")
 
 
 def _plans(planner: str, tasks: Sequence[Task], out: Path, workers: int, settings: BenchSettings) -> list[Plan]:
@@ -168,6 +167,9 @@ def _reported(
 ) -> dict[str, Any]:
     """Return figures by arm, and keep them."""
     [first, *_] = found.values()
+    ends = [done.rollout for sampled, _ in found.values() for done in sampled]
+    if empty := sum(rollout.stop == "tokens" and not rollout.turns for rollout in ends):
+        LOG.warning("%d attempts ended before a turn: raise limits.tokens, or shorten their prompts", empty)
     report = {name: figures(sampled, greedy, seed, price) for name, (sampled, greedy) in found.items()}
     report |= {"planned": planned(report["planned"])} if "planned" in report else {}
     for name, (sampled, _) in found.items():
