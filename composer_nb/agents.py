@@ -132,7 +132,7 @@ def evaluate(
 
 
 def _check_tiny(policy: str, arms: str, fits: bool) -> None:
-    """Raise ValueError for arms or a policy that cannot attempt tasks of the grader `functions`. `fits`: it has the tiny tools."""
+    """Raise ValueError for arms, or a policy, that cannot attempt tasks of the grader `functions`. `fits`: it has tiny tools."""
     chosen, (kind, script) = arms_of(arms), parse_policy(policy)
     if {*chosen} - {*TINY_ARMS} or not fits:
         raise ValueError(
