@@ -24,7 +24,7 @@ from composer_nb.harness.carry import Blob, carry_back
 from composer_nb.harness.files import write_atomic, write_json
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.product import checkout
-from composer_nb.harness.product.arms import ARMS, TINY_ARMS, arms_of, detectable, difference, figures
+from composer_nb.harness.product.arms import TINY_ARMS, Arm, arms_of, detectable, difference, figures
 from composer_nb.harness.product.attempts import attempt_all, check_fit
 from composer_nb.harness.product.diff import require_git
 from composer_nb.harness.product.work import Work, keep, open_session
@@ -96,18 +96,10 @@ def evaluate(
     its gain over the first. Raises ValueError for unknown tasks, arms or policies and for an `out` of another policy;
     SandboxUnavailable, ProviderFailure.
     """
-    tiny, (kind, script), known = check_fit(tasks), parse_policy(policy), known_training(policy)
+    tiny, known = check_fit(tasks), known_training(policy)
     own = tools or equipment(policy)[0]
     settings = settings or bench_settings(policy, tasks, {})
-    usable = (TINY_ARMS[:1] if script in GREPPING else TINY_ARMS) if tiny else tuple(ARMS)
-    chosen = {name: arm for name, arm in arms_of(arms).items() if name in usable or arms != "every"}
-    if {*chosen} - {*usable} or (tiny and known and not (tools or own.terse)):
-        raise ValueError(
-            f"--policy {policy} --arms {arms}: at tasks of the grader `functions` agents have the tiny tools, with the arms "
-            f"{', '.join(TINY_ARMS)}; scripts that call grep have {TINY_ARMS[0]!r} alone"
-        )
-    if tiny and kind == "scripted" and not script.endswith(".json") and script not in TINY_SCRIPTS:
-        raise ValueError(f"--policy {policy}: there is scripted:{', scripted:'.join(TINY_SCRIPTS)}")
+    chosen = _tiny_arms(policy, arms, bool(tools) or own.terse or not known) if tiny else arms_of(arms)
     _claim(out, {"policy": policy, "is": identity(policy), "backend": backend, "settings": asdict(settings)})
     smallest = detectable(len(tasks), samples)
     LOG.info("%d tasks, %d rollouts each: a difference below %.3f may not show", len(tasks), samples, smallest)
@@ -123,8 +115,8 @@ def evaluate(
         runs = [(name, arm, tasks) for name, arm in chosen.items()]
         for name, arm, these in [*runs, *([("planned", runs[0][1], asked)] if planner else [])]:
             first = name if name != "planned" else runs[0][0]
-            usual = arm.tiny() if tiny else own if own.terse and first == "all" else arm.tools()
-            offered = tools if tools and first == "all" else usual
+            usual = arm.tiny() if tiny else arm.tools()
+            offered = own if first == "all" and (tools or (own.terse and not tiny)) else usual
             place = Environment(backend=made, functions=functions, tools=offered, limits=settings.limits)
 
             attempts = partial(_attempts, policy, these, place, workers or WORKERS[tiny], partial(told, name))
@@ -133,17 +125,25 @@ def evaluate(
             if greedy:
                 found[name][1][:] = attempts(replace(settings, temperature=0.0), 1, out / name / "greedy")
                 save_attempts(out / name / "greedy.parquet", found[name][1])
-    if empty := sum(
-        done.rollout.stop == "tokens" and not done.rollout.turns for each in found.values() for done in each[0]
-    ):
-        LOG.warning(
-            "%d attempts ended before a turn: raise limits.tokens=%d, or shorten their prompts",
-            empty,
-            settings.limits.tokens,
-        )
     about = {"policy": policy, "samples": samples, "backend": backend, "detectable": smallest}
     planned = partial(with_plans, plans=plans, policy=planner, price=planner_price)
     return _reported(found, settings.seed, out, about, price, planned)
+
+
+def _tiny_arms(policy: str, arms: str, fits: bool) -> dict[str, Arm]:
+    """Return the arms at tasks of the grader `functions`; `every` stands for those that the policy can have. `fits`: it has tiny
+    tools. Raises ValueError for arms, or a policy, that cannot attempt such tasks."""
+    kind, script = parse_policy(policy)
+    usable = TINY_ARMS[:1] if script in GREPPING else TINY_ARMS
+    chosen = {name: arm for name, arm in arms_of(arms).items() if name in usable or arms != "every"}
+    if {*chosen} - {*usable} or not fits:
+        raise ValueError(
+            f"--policy {policy} --arms {arms}: at tasks of the grader `functions` agents have the tiny tools, with the arms "
+            f"{', '.join(TINY_ARMS)}; scripts that call grep have {TINY_ARMS[0]!r} alone"
+        )
+    if kind == "scripted" and not script.endswith(".json") and script not in TINY_SCRIPTS:
+        raise ValueError(f"--policy {policy}: there is scripted:{', scripted:'.join(TINY_SCRIPTS)}")
+    return chosen
 
 
 def _plans(planner: str, tasks: Sequence[Task], out: Path, workers: int, settings: BenchSettings) -> list[Plan]:
@@ -168,6 +168,9 @@ def _reported(
 ) -> dict[str, Any]:
     """Return figures by arm, and keep them."""
     [first, *_] = found.values()
+    ends = [done.rollout for sampled, _ in found.values() for done in sampled]
+    if empty := sum(rollout.stop == "tokens" and not rollout.turns for rollout in ends):
+        LOG.warning("%d attempts ended before a turn: raise limits.tokens, or shorten their prompts", empty)
     report = {name: figures(sampled, greedy, seed, price) for name, (sampled, greedy) in found.items()}
     report |= {"planned": planned(report["planned"])} if "planned" in report else {}
     for name, (sampled, _) in found.items():

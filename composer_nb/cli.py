@@ -37,8 +37,11 @@ for module in ("runs", "agents", "tasks", "studies", "jobs", "models", "plans", 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
+    from composer_nb.harness.untrusted import visible_lines
+
     given = parser().parse_args(arguments)
-    print_lines("stdout" if given.lines and not getattr(given, "json", False) else "stderr")
+    # A record may quote a foreign run.
+    print_lines("stdout" if given.lines and not getattr(given, "json", False) else "stderr", shown=visible_lines)
     try:
         return int(COMMANDS[given.command].run(given))
     except KeyboardInterrupt:
@@ -50,8 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not fixable(error):
             raise
-        from composer_nb.harness.untrusted import visible_lines
-
         print(f"composer-nb: {visible_lines(str(error))}", file=sys.stderr)
         return getattr(error, "exit_status", 2)
 

@@ -20,6 +20,7 @@ from rich.table import Table
 from composer_nb import cli
 from composer_nb.harness import environment
 from composer_nb.harness.tasks.task import Task, save_tasks
+from composer_nb.harness.untrusted import visible_lines
 from composer_nb.logs import print_lines
 from composer_nb.operations import COMMANDS, emit
 from composer_nb.trainer.records.rundir import RunDir
@@ -357,7 +358,7 @@ def test_no_text_of_a_foreign_run_reaches_the_terminal(
 
 
 def test_what_is_logged_and_printed_is_escaped(capsys: Any) -> None:
-    print_lines("stdout")
+    print_lines("stdout", shown=visible_lines)
     logging.getLogger("composer_nb.somewhere").info("a %s", HOSTILE)
     given = argparse.Namespace(json=False)
     for shown in (f"b {HOSTILE}", Table(f"c {HOSTILE}", title=f"d {HOSTILE}")):

@@ -306,7 +306,9 @@ def _no_number(text: str) -> float:
 def token_id(tokenizer: Tokenizer, token: str) -> int:
     found = tokenizer.token_to_id(token)
     if found is None:
-        raise ValueError(f"the tokenizer lacks the token {token} of this format")
+        raise ValueError(
+            f"the tokenizer lacks the token {token} of this format; composer-nb convert MODEL DIR --format NAME adds it"
+        )
     return int(found)
 
 

@@ -277,10 +277,12 @@ class EndpointTurnPolicy(Silent):
         begun = any(message["role"] == "assistant" for message in self._talk)
         try:
             answer = self._answer(until)
-        except (TooLong, TimeIsUp) as error:
-            if begun and isinstance(error, TooLong):
+        except TooLong:
+            if begun:
                 return None
-            if begun or isinstance(error, TooLong):  # at first, too long may be the answer that was asked for
+            raise  # it may be the answer that was asked for which is too long
+        except TimeIsUp:
+            if begun:
                 raise
             # No answer ever came: this is the endpoint's fault, not the agent's.
             raise ProviderFailure(f"{self.endpoint.url}: not one answer within {self.limits.seconds:g} s") from None
@@ -299,7 +301,9 @@ class EndpointTurnPolicy(Silent):
     def _answer(self, until: float) -> Answer | None:
         """Return the next answer; None if the limits of tokens leave no room. Raises TooLong if the room is unknown."""
         room = min(self.limits.turn_tokens, self._most)
-        while room > 0:
+        for _ in range(3):
+            if room < 1:
+                break
             try:
                 answer = self.endpoint.complete(self._talk, self.tools, room, self.parallel, until, self.seed)
                 if answer.read + answer.written <= self._most:
@@ -307,7 +311,7 @@ class EndpointTurnPolicy(Silent):
                 read = answer.read
             except TooLong as error:
                 read, self._most = error.read, min(self._most, error.context or self._most)
-                if not read:
+                if not read or self._most - read >= room:
                     raise
             room = min(room - 1, self._most - read)
         return None

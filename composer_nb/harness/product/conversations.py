@@ -174,12 +174,10 @@ class Conversations:
         talk.marks[digest] = at = len(talk.row.transcript.token_ids)
         if choice.turn:
             talk.unread[at] = [call["id"] for call in choice.turn["calls"]]
-        if not self.record:
-            return
-        if self._owners.setdefault(digest, talk.row.name) != talk.row.name:
-            self._owners[digest] = ""
-        if len(self._owners) > MARKS:
-            with suppress(KeyError):  # another request took it
+        with self._room:
+            if self.record and self._owners.setdefault(digest, talk.row.name) != talk.row.name:
+                self._owners[digest] = ""
+            if len(self._owners) > MARKS:
                 del self._owners[next(iter(self._owners))]
 
     def grade(self, name: str, verdict: Verdict) -> int:

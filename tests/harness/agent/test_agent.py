@@ -18,6 +18,7 @@ from composer_nb.harness.agent.chat import Result, Said, Written
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.expert import ScriptedPolicy, expert, one
+from composer_nb.harness.agent.loop import system_text
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent, limits_of
 from composer_nb.harness.grading.grade import Attempt
@@ -389,3 +390,9 @@ def test_limits_of_a_task_survive_harbor(task: Task, tmp_path: Path) -> None:
     (path / "task.toml").write_text(text.replace('= "2"', '= "two"'))
     with pytest.raises(ValueError, match="max_turns must be a whole number above 0, not 'two'"):
         Task.from_harbor(path)
+
+
+def test_the_system_text_is_true_in_training_in_evaluation_and_for_a_user() -> None:
+    """One sandbox serves its calls in sequence; a user may answer a message without a call, and a task does not."""
+    text = system_text("/repository")
+    assert "/repository" in text and "parallel" not in text and "cannot answer" not in text
