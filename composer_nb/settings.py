@@ -424,13 +424,19 @@ def override(settings: Tree, values: Mapping[str, Any]) -> Tree:
 
 def changed(first: Tree, second: Tree) -> dict[str, Any]:
     """Return by dotted name the values of `second` that differ from those of `first`, as `override` takes them."""
-    pairs = {name: [reduce(getattr, name.split("."), tree) for tree in (first, second)] for name in types_of(first)}
-    return {name: list(new) if isinstance(new, tuple) else new for name, (old, new) in pairs.items() if old != new}
+    old, new = to_flat(first), to_flat(second)
+    differ = {name: value for name, value in new.items() if value != old[name]}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in differ.items()}
 
 
 def to_dict(settings: Any) -> dict[str, Any]:
     """Return the tree as nested dictionaries, ready for JSON."""
     return dataclasses.asdict(settings)
+
+
+def to_flat(settings: Any) -> dict[str, Any]:
+    """Return the values of the tree by dotted name."""
+    return {name: reduce(getattr, name.split("."), settings) for name in types_of(settings)}
 
 
 def from_dict(saved: Mapping[str, Any]) -> Settings:

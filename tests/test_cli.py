@@ -451,7 +451,7 @@ def test_a_head_is_ended_only_where_one_lives(tmp_path: Path, capsys: Any):
     assert "lease_s=0" in capsys.readouterr().err
 
 
-FOLLOWED = {"tour", "rl", "track", "follow", "serve", "mcp", "agent", "jobs run", "jobs log", "jobs sweep"}
+FOLLOWED = {"tour", "rl", "fork", "track", "follow", "serve", "mcp", "agent", "jobs run", "jobs log", "jobs sweep"}
 """Commands that print what happens while it happens, or nothing; their results are files."""
 
 

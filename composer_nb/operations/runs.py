@@ -124,6 +124,48 @@ def rl(given: argparse.Namespace) -> int:
     return _reported(run, given.out)
 
 
+@command(
+    "fork",
+    RUN,
+    arg("--step N", "the new run begins after so many RL steps; 0: at the start of RL (its checkpoint)", type=int),
+    arg("--out NEW", "the new run", type=Path, required=True),
+    SET,
+    lines=True,
+)
+def fork(given: argparse.Namespace) -> int:
+    """Go on from a step of a run with other settings, as a new run; the same command resumes.
+
+    Steps before its checkpoint are made again from the stored rollouts.
+    """
+    from composer_nb.harness.untrusted import json_of
+    from composer_nb.jobs.notebook import terminate_as_interrupt
+    from composer_nb.settings import from_dict, override
+    from composer_nb.trainer.recipe.branch import branch, settings_after
+    from composer_nb.trainer.recipe.launch import start_or_resume
+    from composer_nb.trainer.records.rundir import open_run
+
+    source, changes = open_run(given.path.resolve()), overrides(given.set)
+    step = (source.pointer("rl") or (0,))[0] if given.step is None else given.step
+    known = given.out.resolve() / "provenance.json"
+    origin = json_of(known.read_text()) if known.is_file() else {}
+    run = (
+        open_run(known.parent)
+        if origin.get("forked_from") == source.path.name and origin["forked_at_step"] == step
+        else None
+    )
+    if run is None or from_dict(run.settings()) != override(settings_after(source, step), changes):
+        run = branch(source, step, changes, given.out.parent, given.out.name)
+        told = ", ".join(f"{name}={value}" for name, value in changes.items()) or "the same settings"
+        print(f"{run.path} goes on after step {step} of {source.path} with {told}", flush=True)
+    try:
+        with terminate_as_interrupt():
+            start_or_resume(run.path, say=log.info)
+    except KeyboardInterrupt:
+        print("interrupted; resume with the same command", file=sys.stderr)
+        return 130
+    return _reported(run, given.out)
+
+
 def _resumed(given: argparse.Namespace) -> Any:
     from composer_nb.settings import from_dict, override
     from composer_nb.trainer.recipe.launch import settle

@@ -21,7 +21,7 @@ from typing import IO
 from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.journal import FOLDER, Journal
 from composer_nb.harness.sandbox.reap import reap
-from composer_nb.settings import Settings, from_dict, override, to_dict
+from composer_nb.settings import Settings, from_dict, override, to_dict, to_flat
 from composer_nb.trainer.headroom import refusal
 from composer_nb.trainer.recipe.prepare import check_inputs
 from composer_nb.trainer.records.rundir import RunDir, create, open_run, provenance
@@ -79,11 +79,11 @@ def begin_run(
     settings: Settings, runs: Path, name: str, *, resume: bool = False, say: Callable[[str], None] = print
 ) -> RunDir:
     """Return a run with stored settings, ready to be resumed: a new one or, with `resume`, the newest if it has them."""
-    others = list[str]()
-    run = (_begun(runs / name, settings, others.append) if resume else None) or new_run(runs, name, settings)
+    found, why = _begun(runs / name, settings) if resume else (None, "")
+    run = found or new_run(runs, name, settings)
     settle(run, settings)
-    for line in others:  # now that there is a new run
-        say(line)
+    if why:  # now that there is a new run
+        say(f"{why}; {runs / name} is now the new run {run.path.name}")
     return run
 
 
@@ -94,17 +94,23 @@ def new_run(runs: Path, name: str, settings: Settings) -> RunDir:
     return create(runs, name)
 
 
-def _begun(newest: Path, settings: Settings, say: Callable[[str], None]) -> RunDir | None:
-    """Return the run that `newest` links to, if this version of the package began it with these settings."""
+def _begun(newest: Path, settings: Settings) -> tuple[RunDir | None, str]:
+    """Return the run that `newest` links to, if this version of the package began it with these settings; else None, and why not
+    if there is a run."""
     path = newest.resolve()
     if not (path / "settings.json").is_file():
-        return None  # there is no run, or it was cut off before it had settings
+        return None, ""  # there is no run, or it was cut off before it had settings
     run = RunDir(path)
+    known = from_dict(run.settings())
     package = json.loads((path / "provenance.json").read_text(encoding="utf-8"))["package_digest"]
-    if package == provenance()["package_digest"] and same(from_dict(run.settings()), settings):
-        return run
-    say(f"{path.name} was begun with other settings or another version of this package; this is a new run")
-    return None
+    if not same(known, settings):
+        old, new = (to_flat(each) for each in (known, absolute(settings)))
+        parts = [f"{name}={old[name]}, now {new[name]}" for name in old if old[name] != new[name]]
+        more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
+        return None, f"{path} was begun with {'; '.join(parts[:3])}{more}"
+    if package != provenance()["package_digest"]:
+        return None, f"{path} was begun by another version of this package"
+    return run, ""
 
 
 @contextmanager

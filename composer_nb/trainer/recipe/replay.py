@@ -7,7 +7,7 @@ rewards. The hash of a version identifies the result. The trainer starts from th
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
@@ -37,8 +37,10 @@ class Replayed:
         return self.was == self.now
 
 
-def replay(run: RunDir, settings: Settings, until: int) -> Iterator[Replayed]:
-    """Repeat steps 1 … `until` of the RL stage and yield each. The run is only read.
+def replay(
+    run: RunDir, settings: Settings, until: int, then: Callable[[TrainerService], None] = lambda trainer: None
+) -> Iterator[Replayed]:
+    """Repeat steps 1 … `until` of the RL stage and yield each. The run is only read. `then`: called with the trainer at the end.
 
     Raises ValueError for a run that has not reached `until`, whose RL was the plain loop, which logs no versions, or that needs a
     GPU where there is none.
@@ -67,3 +69,4 @@ def replay(run: RunDir, settings: Settings, until: int) -> Iterator[Replayed]:
             found = trainer.learn(train.step, lr, streams_of(groups, settings.loss, hinter), [])
             version = found["version"]
             yield Replayed(step=train.step + 1, version=version, was=made.get(version) or "", now=found["hash"])
+        then(trainer)

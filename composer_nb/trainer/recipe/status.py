@@ -154,7 +154,8 @@ class Prompts:
 
 def prompts(path: Path) -> Prompts | None:
     """Return the fate of RL's prompts, from the log of batches or, for the synchronous loop, from the stored rollouts of all
-    steps. None if neither is stored, as in an excerpt. Raises ValueError for rollouts of tasks that are not the run's."""
+    steps. None if neither is stored, as in an excerpt, or before RL's tasks are made. Raises ValueError for rollouts of other
+    tasks than the run's."""
     run = ReadOnly(path)
     if (found := reader.groups_of_batches(run)) is not None:
         in_flight, counts = found
@@ -172,11 +173,13 @@ def prompts(path: Path) -> Prompts | None:
 
 
 def _prompts_of_files(run: RunDir) -> Counter[int] | None:
-    """Return the number of trained groups of each prompt, where a group is one task's rollouts in one file; None if the rollouts
-    of a step are not stored."""
+    """Return the number of trained groups of each prompt, where a group is one task's rollouts in one file; None if the tasks, or
+    the rollouts of a step, are not stored."""
     from composer_nb.settings import from_dict
     from composer_nb.trainer.prompts import Order, prompt_order
 
+    if not (run.path / "data" / "rl.jsonl").is_file():
+        return None
     settings = run.settings()
     tables = list(reader.rl_tables(run, ("group", "task_id")))
     files = 1 if settings["services"]["on"] else settings["ranks"]  # of a step

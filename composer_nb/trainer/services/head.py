@@ -203,7 +203,7 @@ def end(
                 raise TimeoutError(
                     f"process {pid} outlives SIGKILL: it waits for its disk; look at {lock.parent} later"
                 )
-            if now - said > SAY_S:
+            if not killed and now - said > SAY_S:
                 said = now
                 say(f"waiting for process {pid} to end, {now - began:.0f} s of {seconds:g} s")
             time.sleep(0.05)

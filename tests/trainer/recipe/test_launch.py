@@ -96,13 +96,16 @@ def test_a_batch_that_is_called_again_goes_on_with_its_run(tmp_path: Path, monke
     assert not from_dict(first.settings()).rl.gate, "a refused run goes on without its gate"
     assert call().path == first.path and from_dict(first.settings()).rl.gate
     other = call(seed=2)
-    assert other.path != first.path and len(said) == 1 and first.path.name in said[0]
+    assert other.path != first.path
+    newest = tmp_path / "runs" / "tour"
+    assert said == [f"{first.path} was begun with seed=1, now 2; {newest} is now the new run {other.path.name}"]
     with pytest.raises(FileNotFoundError, match="no task file"):
         call(**{"env.tasks": str(tmp_path / "nowhere")})
     assert len(said) == 1, "what is refused is no new run"
     made = other.path / "provenance.json"
     write_json(made, json.loads(made.read_text()) | {"package_digest": "another"})
     assert call(seed=2).path != other.path
+    assert said[-1].startswith(f"{other.path} was begun by another version of this package; ")
     (tmp_path / "runs" / "tour").unlink()
     (tmp_path / "runs" / "tour").symlink_to("gone")
     assert call().path.is_dir()

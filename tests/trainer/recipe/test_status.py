@@ -239,6 +239,7 @@ def test_waiting_says_what_the_run_does_and_returns_when_patience_is_over(run: R
         (run.path / "said.log").write_text("data …\n")
         run.finish("tokenizer", 1.0, {})
         assert wait_until(run.path, lambda seen: False, 0.1, poll_s=0.02, say=said.append).stage == "data"
+        assert prompts(run.path) is None, "its tasks are not made yet"
     assert said == [
         f"{run.path.name} is at data; last log line: data …",
         f"{run.path.name} is at data; ask again later",

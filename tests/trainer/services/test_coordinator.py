@@ -26,14 +26,16 @@ from composer_nb.harness.files import write_json
 from composer_nb.harness.rewards import TERMS
 from composer_nb.labs.planning.simulate import measured, simulate
 from composer_nb.labs.rewards.rescore import rescore, settings_at, stored_batch, stored_scores, weights_of
-from composer_nb.settings import Settings, override, to_dict
+from composer_nb.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer import rl
 from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face, load_pretrained, published
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.prompts import Order, prompt_order, tasks_by_id
+from composer_nb.trainer.recipe.branch import branch
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.replay import replay
 from composer_nb.trainer.recipe.report import build_report
+from composer_nb.trainer.recipe.status import prompts
 from composer_nb.trainer.records.batches import batch_file, load_batch
 from composer_nb.trainer.records.rundir import RunDir, create
 from composer_nb.trainer.services import run as process
@@ -516,6 +518,38 @@ def test_versions_that_a_resumed_trainer_makes_again_are_not_pruned(begun):
     cut_off(run, settings, 4, "_learnt")
     go(run, settings)
     assert len(run.steps("rl")) == 5
+
+
+def test_a_run_goes_on_from_a_step_of_another(loop: RunDir, begun, tmp_path: Path):
+    """With the same settings it ends with the same weights, with others it differs from that step on."""
+    source, settings = begun("source", IN_STEP | {"rl.steps": 4})
+    go(source, settings)
+    same = branch(source, 3, {}, tmp_path, "same")  # the checkpoint is of step 4
+    go(same, from_dict(same.settings()))
+    assert weights(same) == weights(source) and versions(same) == versions(source) and points(same) == points(source)
+    assert trained(same) == trained(source) and prompts(same.path) == prompts(source.path)
+    assert sum(same.ledger().values()) == sum(source.ledger().values())
+    other = branch(source, 2, {"rl.lr": 1e-3, "reward.weights": {"unfinished": -1.0}}, tmp_path, "other")
+    go(other, from_dict(other.settings()))
+    assert points(other)[:2] == points(source)[:2] and points(other)[2:] != points(source)[2:]
+    assert (
+        json.loads((other.path / "provenance.json").read_text()).items()
+        >= {**{"forked_from": source.path.name, "forked_at_step": 2}}.items()
+    )
+    plain = branch(loop, 4, {"rl.steps": 5}, tmp_path, "plain")
+    start_or_resume(plain.path, say=lambda line: None)
+    assert points(plain)[:4] == points(loop) and len(points(plain)) == 5
+    for step, changes, why in [
+        (5, {}, "has trained 4 steps"),
+        (4, {}, "nothing is left after step 4"),
+        (2, {"rl.prompts": 4}, "rl.prompts: cannot change at a step"),
+        (2, {"limits.tokens": 100}, "a fork cannot change limits"),
+    ]:
+        with pytest.raises(ValueError, match=why):
+            branch(source, step, changes, tmp_path, "refused")
+    with pytest.raises(ValueError, match=r"only its checkpoint is kept: --step 0 or 4"):
+        branch(loop, 2, {}, tmp_path, "refused")
+    assert not (tmp_path / "refused").exists()
 
 
 def test_two_runs_may_share_a_store(begun, tmp_path: Path):
