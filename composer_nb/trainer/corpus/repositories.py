@@ -6,7 +6,6 @@ The contents of the folder are untrusted: links are not followed, and names are 
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from email.message import Message
@@ -15,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from composer_nb.harness.untrusted import UnsafeName, beneath, is_plain
+from composer_nb.harness.untrusted import UnsafeName, beneath, is_plain, toml_of
 from composer_nb.trainer.corpus.licences import licence_of, stated
 
 _FOREIGN = frozenset("node_modules __pycache__ site-packages vendor _vendor third_party thirdparty_files venv".split())
@@ -108,7 +107,7 @@ def _metadata(folder: Path) -> Message:
     message = Message()
     try:
         text = project.read_text("utf-8", "replace") if project.is_file() else ""
-        table: Any = tomllib.loads(text).get("project", {})
+        table: Any = toml_of(text).get("project", {})
         licence = table.get("license", "")
         message["License-Expression"] = licence if isinstance(licence, str) else ""
         message["License"] = licence.get("text", "") if isinstance(licence, dict) else ""

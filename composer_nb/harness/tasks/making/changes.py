@@ -8,7 +8,6 @@ byte for byte as it is.
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 import re
 from collections import Counter
@@ -22,9 +21,12 @@ from composer_nb.harness import syntax
 from composer_nb.harness.grading.box import Place
 from composer_nb.harness.grading.source import Function
 from composer_nb.harness.tasks.making.mutations import KINDS
+from composer_nb.harness.untrusted import MAX_DIFF_LINES, opcodes
 
 MIN_LINES, MAX_LINES = 3, 160
 """Lines of a function in which a bug may be planted."""
+MAX_TOKENS = 8000
+"""Tokens of such a function: lines can be long."""
 MAX_CHANGED = 24
 """Maximum lines that one bug adds and removes, together."""
 FEATURE_LINES = (6, 120)
@@ -143,8 +145,9 @@ def _drawn(unit: Unit, text: str, rng: Random, used: Counter[str]) -> Iterator[C
         return
     header = header_of(text)
     try:
+        syntax.count_tokens(text, MAX_TOKENS)
         tree = cst.parse_module(f"{header}{text}\n")
-    except (cst.ParserSyntaxError, RecursionError):
+    except (cst.ParserSyntaxError, RecursionError, syntax.TooLarge):
         return
     found = _sites(tree, bool(header), rng)
     rng.shuffle(found)
@@ -169,8 +172,12 @@ def _fits(old: str, new: str) -> bool:
 
 
 def changed_lines(old: str, new: str) -> int:
-    diff = difflib.unified_diff(old.split("\n"), new.split("\n"), lineterm="", n=0)
-    return sum(line.startswith(("+", "-")) for line in list(diff)[2:])
+    """Return the number of lines removed and added; of long texts without those that only moved."""
+    before, after = old.split("\n"), new.split("\n")
+    if len(before) + len(after) > MAX_DIFF_LINES:
+        return sum(((Counter(before) - Counter(after)) + (Counter(after) - Counter(before))).values())
+    blocks = [block for block in opcodes(before, after) if block[0] != "equal"]
+    return sum(end - start + stop - begin for _, start, end, begin, stop in blocks)
 
 
 def _sites(tree: cst.Module, nested: bool, rng: Random) -> list[tuple[str, cst.CSTNode, cst.CSTNode]]:

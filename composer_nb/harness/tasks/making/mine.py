@@ -12,7 +12,6 @@ What a request does not name, but its tests need, is added as a list of names, a
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 import json
 import re
@@ -46,11 +45,14 @@ from composer_nb.harness.tasks.making.trial import Outcome, needed
 from composer_nb.harness.tasks.runtime import usual_spec, workspace
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import Task, save_tasks
+from composer_nb.harness.untrusted import opcodes
 
 MIN_WORDS = 4
 """Words of a message that asks for something."""
 MAX_REQUEST = 4000
 """Characters of a request."""
+MAX_MESSAGE = 4 * MAX_REQUEST
+"""Characters of a message or a changelog that are read for one."""
 SLOW = 6
 """A test may take one part in six of the time limit of a run."""
 TRAILER = re.compile(
@@ -213,7 +215,8 @@ def releases(paths: Sequence[Path]) -> Iterator[Candidate]:
 
 def request_of(message: str) -> str:
     """Return what a commit's message asks for, without trailers, links and issue numbers; empty if it is a chore or too terse."""
-    lines = [NUMBER.sub("", line).rstrip() for line in message.strip().splitlines() if not TRAILER.match(line.strip())]
+    lines = message.strip()[:MAX_MESSAGE].splitlines()
+    lines = [NUMBER.sub("", line).rstrip() for line in lines if not TRAILER.match(line.strip())]
     text = "\n".join(lines).strip()[:MAX_REQUEST]
     return text if len(text.split()) >= MIN_WORDS and not CHORE.match(text) else ""
 
@@ -223,8 +226,11 @@ def changelog(before: Repository, after: Repository) -> str:
     added: list[str] = []
     for path, text in after.files.items():
         if CHANGELOG.search(path) and text != before.files.get(path):
-            lines = difflib.ndiff(before.files.get(path, "").splitlines(), text.splitlines())
-            added += [NUMBER.sub("", line[2:]) for line in lines if line.startswith("+ ")]
+            new = text.splitlines()
+            blocks = opcodes(before.files.get(path, "").splitlines(), new)
+            added += [
+                NUMBER.sub("", x[:MAX_MESSAGE]) for kind, _, _, a, b in blocks if kind != "equal" for x in new[a:b]
+            ]
     text = "\n".join(added).strip()[:MAX_REQUEST]
     return text if len(text.split()) >= MIN_WORDS else ""
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_nb.harness.tasks.runtime import read_packages
-from composer_nb.harness.untrusted import visible
+from composer_nb.harness.untrusted import toml_of, visible
 
 INI = "pytest.ini"
 """Metadata key of the settings of every run."""
@@ -151,7 +150,7 @@ def _configuration(files: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
 
 
 def _toml(text: str) -> dict[str, Any] | None:
-    tool = tomllib.loads(text).get("tool", {})
+    tool = toml_of(text).get("tool", {})
     table = tool.get("pytest") if isinstance(tool, dict) else None
     if not isinstance(table, dict):
         return None
