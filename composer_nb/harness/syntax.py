@@ -14,14 +14,36 @@ import symtable
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_TOKENS = 200_000
 """Maximum tokens of a text that is parsed. A token takes up to 0.9 KiB of a syntax tree, and 3 µs. Words of strings and comments
 count too. Five of the 1,141 longest modules of a large environment have more."""
-BYTE_ORDER_MARK = "\ufeff"
+_MARK = "\ufeff"
 _ALONE = threading.Lock()
 _TOKEN = re.compile(r"\w+|[^\w\s]|\n")
+
+
+class Layout(NamedTuple):
+    """What a file's text has besides its lines. Editors on Windows write both."""
+
+    mark: str = ""
+    """A byte order mark, which Python accepts in a file, but not in a string."""
+    newline: str = "\n"
+    """The line end, if all lines have the same; a text with several keeps them in `plain`."""
+
+    @classmethod
+    def of(cls, text: str) -> Layout:
+        same = "\r\n" in text and text.count("\r\n") == text.count("\n")
+        return cls(_MARK if text.startswith(_MARK) else "", "\r\n" if same else "\n")
+
+    def plain(self, text: str) -> str:
+        """Return a text of this layout without its mark, and with plain line ends."""
+        return text.removeprefix(self.mark).replace(self.newline, "\n")
+
+    def restore(self, plain: str) -> str:
+        """Return a plain text in this layout."""
+        return self.mark + plain.replace("\n", self.newline)
 
 
 class TooLarge(ValueError):
@@ -37,10 +59,10 @@ def count_tokens(text: str, limit: int = MAX_TOKENS) -> int:
 
 
 def _source(text: str) -> str:
-    """Return a text that may be parsed. Python accepts the mark in a file, but not in a string. Raises TooLarge."""
+    """Return a text that may be parsed. Raises TooLarge."""
     if len(text) > MAX_TOKENS:
         count_tokens(text)
-    return text.removeprefix(BYTE_ORDER_MARK)
+    return text.removeprefix(_MARK)
 
 
 @contextmanager

@@ -149,9 +149,10 @@ class Maker:
         Raises ValueError if no test calls a function in which a bug can be planted.
         """
         if not self.units:
+            reasons = "".join(f". {path}: {reason}" for path, reason in list(self.subject.unfit.items())[:3])
             raise ValueError(
                 f"{self.subject.repository.name}: no test calls a function in which a bug can be planted. Tests of a package "
-                "that pytest itself imports, such as packaging, run on pytest's copy"
+                f"that pytest itself imports, such as packaging, run on pytest's copy{reasons}"
             )
         files, seed, part = self.subject.repository.files, self.subject.seed, self.limit // SHARE
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
@@ -188,9 +189,13 @@ class Maker:
 
 
 def _summary(subject: Subject, store: Store, tasks: Sequence[Task], wall_s: float) -> dict[str, Any]:
-    """Return counts and times. `left_out` are tests that do not count, by reason, `coverage` is the share of the others with a
-    twin; seconds of a kind are those of candidates that passed the first look, summed over sandboxes, and `wall_s` those of this
-    call, in which outcomes of an earlier one take no time."""
+    """Return counts and times.
+
+    `files_left_out` are the files of the repository that are in no task, and `no_bugs_in` the sources in which no bug can be
+    planted, with why. `left_out` are tests that do not count, by reason, and `coverage` is the share of the others with a twin.
+    Seconds of a kind are those of candidates that passed the first look, summed over sandboxes, and `wall_s` those of this call,
+    in which outcomes of an earlier one take no time.
+    """
     baseline = subject.baseline
     by_kind: dict[str, list[Outcome]] = {}
     for outcome in store.outcomes.values():
@@ -213,6 +218,8 @@ def _summary(subject: Subject, store: Store, tasks: Sequence[Task], wall_s: floa
         "coverage": round(baseline.plan.coverage, 3),
         "suite_s": round(baseline.suite_s, 2),
         "kinds": kinds,
+        "files_left_out": subject.repository.left_out,
+        "no_bugs_in": subject.unfit,
         "guards": {task.id: asdict(guard_of(task)) for task in tasks},
         "wall_s": round(wall_s, 1),
     }

@@ -98,9 +98,11 @@ def mine(
     running: Running | None = None,
     told: Told = lambda state: None,
 ) -> dict[str, Any]:
-    """Make up to `limit` tasks and write them into `out`. Return what was made: `tasks`, `tried`, `verdicts` with their counts,
-    `candidates` with a verdict each, `slow` (tests that do not count because they take too long), `from_logs` (tasks with a
-    request from a log), and `wall_s`. The same call continues where it was interrupted.
+    """Make up to `limit` tasks and write them into `out`. The same call continues where it was interrupted.
+
+    Returns what was made: `tasks`, `tried`, `verdicts` with their counts, `candidates` with a verdict each, `files_left_out`
+    (files of any state that are in no task, with why), `slow` (tests that do not count because they take too long), `from_logs`
+    (tasks with a request from a log), and `wall_s`.
 
     Args:
         paths: a checkout, or folders of releases, the oldest first.
@@ -115,6 +117,7 @@ def mine(
         raise ValueError("--requests: only commits hold the changes of agents, so give one checkout and no releases")
     found = releases(paths) if len(paths) > 1 else history(paths[0], commits, asked(requests))
     tasks: list[Task] = []
+    left_out: dict[str, str] = {}
     with Store(out / RECORD) as store:
         own = hashlib.sha256(repr([[str(path.resolve()) for path in paths], most_lines, running]).encode()).hexdigest()
         if store.facts.get("mined from", own) != own:
@@ -126,6 +129,7 @@ def mine(
             if len(tasks) == limit:
                 break
             told(State(doing=candidate.id, kept=len(tasks), wanted=limit, tried=len(rows)))
+            left_out |= candidate.after.left_out if candidate.after else {}
             store.keep_fact("mined from", own)  # once its history could be read
             if candidate.key not in store.outcomes:
                 found_now, slow = _outcome(candidate, backend, running, most_lines)
@@ -144,6 +148,7 @@ def mine(
         "tried": len(rows),
         "verdicts": Counter(row["verdict"] for row in rows),
         "candidates": rows,
+        "files_left_out": left_out,
         "slow": sum(row["slow"] for row in rows),
         "from_logs": sum(row["logged"] and row["verdict"] == "kept" for row in rows),
         "wall_s": round(time.monotonic() - began, 1),
@@ -162,13 +167,13 @@ def history(path: Path, commits: int, log: Sequence[Asked] = ()) -> Iterator[Can
     texts: dict[bytes, bytes] = {}
 
     def state(tree: ObjectID) -> Repository:
-        def entries() -> Iterator[tuple[str, bytes]]:
+        def entries() -> Iterator[tuple[str, bytes | str]]:
             for entry in iter_tree_contents(repo.object_store, tree):
                 name = entry.path.decode("utf-8", "surrogateescape")
-                if stat.S_ISREG(entry.mode) and not unwanted(name):
-                    if entry.sha not in texts:
-                        texts[entry.sha] = repo[entry.sha].as_raw_string()
-                    yield name, texts[entry.sha]
+                reason = unwanted(name) or ("" if stat.S_ISREG(entry.mode) else "a link or a submodule")
+                if not reason and entry.sha not in texts:
+                    texts[entry.sha] = repo[entry.sha].as_raw_string()
+                yield name, reason or texts[entry.sha]
 
         return of_files(path.resolve().name, entries(), path)
 
