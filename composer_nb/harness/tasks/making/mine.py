@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from composer_nb.harness.files import write_json
 from composer_nb.harness.grading.box import Boxes, RunnerEnded
@@ -47,12 +47,17 @@ from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import Task, save_tasks
 from composer_nb.harness.untrusted import opcodes
 
+if TYPE_CHECKING:
+    from dulwich.repo import Repo
+
 MIN_WORDS = 4
 """Words of a message that asks for something."""
 MAX_REQUEST = 4000
 """Characters of a request."""
 MAX_MESSAGE = 4 * MAX_REQUEST
 """Characters of a message or a changelog that are read for one."""
+UNFETCHED = "not fetched"
+"""Verdict on commits of which a shallow or partial clone lacks a part."""
 SLOW = 6
 """A test may take one part in six of the time limit of a run."""
 TRAILER = re.compile(
@@ -131,7 +136,8 @@ def mine(
             told(State(doing=candidate.id, kept=len(tasks), wanted=limit, tried=len(rows)))
             left_out |= candidate.after.left_out if candidate.after else {}
             store.keep_fact("mined from", own)  # once its history could be read
-            if candidate.key not in store.outcomes:
+            known = store.outcomes.get(candidate.key)
+            if known is None or known.verdict == UNFETCHED:
                 found_now, slow = _outcome(candidate, backend, running, most_lines)
                 store.keep_fact(f"slow {candidate.key}", str(slow))
                 store.keep(found_now)
@@ -183,6 +189,7 @@ def history(path: Path, commits: int, log: Sequence[Asked] = ()) -> Iterator[Can
         raise ValueError(f"{path}: no git checkout; for releases give two folders or more, the oldest first") from None
     with repo:
         try:
+            fetch = _fetch(repo)
             for step in repo.get_walker(max_entries=commits):
                 commit = step.commit
                 name = f"{path.resolve().name}-{commit.id.decode()[:12]}"
@@ -198,12 +205,30 @@ def history(path: Path, commits: int, log: Sequence[Asked] = ()) -> Iterator[Can
                         before, after = state(parent.tree), state(commit.tree)
                     except ValueError:
                         yield Candidate(id=name, unfit="no suite")
+                    except KeyError as error:
+                        if not fetch:
+                            raise
+                        yield Candidate(id=name, unfit=f"{UNFETCHED}: {_short(error)}; `{fetch}` brings it")
                     else:
                         known = request_behind(log, before.files, after.files)[:MAX_REQUEST]
                         asks = known or message
                         yield Candidate(id=name, before=before, after=after, request=asks, logged=bool(known))
         except (KeyError, OSError, ValueError, zlib.error, errors.MissingCommitError, errors.ObjectMissing) as error:
             raise ValueError(f"{path}: its history cannot be read: {error!r}") from None
+
+
+def _short(error: KeyError) -> str:
+    """Return the beginning of the id of an object that is missing."""
+    return f"object {error.args[0][:12].decode('ascii', 'replace')}" if error.args else "an object"
+
+
+def _fetch(repo: Repo) -> str:
+    """Return the command that completes a clone; empty for a whole one."""
+    if repo.get_shallow():
+        return "git fetch --unshallow"
+    config = repo.get_config()
+    partial = any(b"promisor" in dict(config.items(section)) for section in config.sections())
+    return "git fetch --refetch --no-filter" if partial else ""
 
 
 def releases(paths: Sequence[Path]) -> Iterator[Candidate]:

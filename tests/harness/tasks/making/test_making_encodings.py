@@ -1,4 +1,4 @@
-"""Sources with a byte order mark, other line ends, form feeds and other encodings: tasks are made of them, or a line says why not."""
+"""Sources with a mark, other line ends, form feeds or other encodings: tasks are made of them, or a line says why not."""
 
 from __future__ import annotations
 
