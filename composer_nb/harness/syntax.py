@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 MAX_TOKENS = 200_000
 """Maximum tokens of a text that is parsed. A token takes up to 0.9 KiB of a syntax tree, and 3 µs. Words of strings and comments
 count too. Five of the 1,141 longest modules of a large environment have more."""
+MAX_DEPTH = 200
+"""Maximum depth of a syntax tree. `ast.unparse` and visitors recurse, and fail at about twice this depth."""
 _MARK = "\ufeff"
 _ALONE = threading.Lock()
 _TOKEN = re.compile(r"\w+|[^\w\s]|\n")
@@ -78,7 +80,13 @@ def _alone() -> Iterator[None]:
 def parse(text: str) -> ast.Module:
     """Return a syntax tree like `ast.parse`. Raises SyntaxError, and ValueError: TooLarge, or if it is nested too deeply."""
     with _alone():
-        return ast.parse(_source(text))
+        tree = ast.parse(_source(text))
+    level: list[ast.AST] = [tree]
+    for _ in range(MAX_DEPTH):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+        if not level:
+            return tree
+    raise ValueError("nested too deeply")
 
 
 def nodes_of(text: str) -> list[ast.AST]:

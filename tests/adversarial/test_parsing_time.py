@@ -85,5 +85,7 @@ def test_ordinary_texts_mean_what_they_did() -> None:
     )
     assert untrusted.toml_of("[a.b]\nc.d = 'e.f'\n") == {"a": {"b": {"c": {"d": "e.f"}}}}
     assert (
-        is_allowed("MIT OR (GPL-3.0 AND X)", {"MIT"}) and not is_allowed("", {"MIT"}) and not is_allowed("()", {"MIT"})
+        is_allowed("MIT OR (GPL-3.0 AND X)", {"MIT"})
+        and not is_allowed("", {"MIT"})
+        and not is_allowed("MIT) OR (MIT", {"MIT"})
     )

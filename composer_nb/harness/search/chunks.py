@@ -67,10 +67,15 @@ class FileChunks:
     """[N]"""
 
 
-def unfit(data: bytes) -> bool:
-    """Return whether a file is not indexed: an empty, too large, binary or minified one."""
-    minified = len(data) > 20_000 and len(data) > _LONG_LINE * (data.count(b"\n") + 1)
-    return not data or len(data) > LONGEST_FILE or b"\0" in data or minified
+def unfit(data: bytes) -> str:
+    """Return why a file is not indexed; empty if it is."""
+    if not data:
+        return "empty"
+    if len(data) > LONGEST_FILE:
+        return f"more than {LONGEST_FILE >> 20} MiB"
+    if b"\0" in data:
+        return "no text"
+    return "minified" if len(data) > 20_000 and len(data) > _LONG_LINE * (data.count(b"\n") + 1) else ""
 
 
 def chunk_file(path: str, data: bytes) -> FileChunks:

@@ -86,6 +86,7 @@ def is_allowed(expression: str, licences: Collection[str]) -> bool:
         return isinstance(node, ast.Name) and words[int(node.id[1:])] in licences
 
     try:
-        return all(holds(node.value) for node in parse(f"({' '.join(named)})").body if isinstance(node, ast.Expr))
+        body = parse(" ".join(named)).body
+        return len(body) == 1 and isinstance(body[0], ast.Expr) and holds(body[0].value)
     except (SyntaxError, ValueError):
         return False

@@ -86,6 +86,11 @@ class Candidate:
     """Whether the request is from an agent's log."""
 
     @property
+    def left_out(self) -> dict[str, str]:
+        """Files of the later state that are in no task -> why."""
+        return self.after.left_out if self.after else {}
+
+    @property
     def key(self) -> str:
         """The id, and the request where it is from a log: more conversations may be accepted later."""
         return f"{self.id} {hashlib.sha256(self.request.encode()).hexdigest()}" if self.logged else self.id
@@ -105,9 +110,8 @@ def mine(
 ) -> dict[str, Any]:
     """Make up to `limit` tasks and write them into `out`. The same call continues where it was interrupted.
 
-    Returns what was made: `tasks`, `tried`, `verdicts` with their counts, `candidates` with a verdict each, `files_left_out`
-    (files of any state that are in no task, with why), `slow` (tests that do not count because they take too long), `from_logs`
-    (tasks with a request from a log), and `wall_s`.
+    Returns `tasks`, `tried`, `verdicts` with their counts, `candidates` with a verdict each, `files_left_out` with why, `slow`
+    (tests that take too long to count), `from_logs` (tasks with a request from a log), and `wall_s`.
 
     Args:
         paths: a checkout, or folders of releases, the oldest first.
@@ -117,12 +121,11 @@ def mine(
 
     Raises FileNotFoundError and ValueError for paths that hold no repository or no result, and SandboxFailure.
     """
-    began, running = time.monotonic(), running or Running()
+    began, running, left_out = time.monotonic(), running or Running(), dict[str, str]()
     if requests and len(paths) > 1:
         raise ValueError("--requests: only commits hold the changes of agents, so give one checkout and no releases")
     found = releases(paths) if len(paths) > 1 else history(paths[0], commits, asked(requests))
     tasks: list[Task] = []
-    left_out: dict[str, str] = {}
     with Store(out / RECORD) as store:
         own = hashlib.sha256(repr([[str(path.resolve()) for path in paths], most_lines, running]).encode()).hexdigest()
         if store.facts.get("mined from", own) != own:
@@ -134,17 +137,16 @@ def mine(
             if len(tasks) == limit:
                 break
             told(State(doing=candidate.id, kept=len(tasks), wanted=limit, tried=len(rows)))
-            left_out |= candidate.after.left_out if candidate.after else {}
+            left_out |= candidate.left_out
             store.keep_fact("mined from", own)  # once its history could be read
-            known = store.outcomes.get(candidate.key)
-            if known is None or known.verdict == UNFETCHED:
+            if (known := store.outcomes.get(candidate.key)) is None or known.verdict == UNFETCHED:
                 found_now, slow = _outcome(candidate, backend, running, most_lines)
                 store.keep_fact(f"slow {candidate.key}", str(slow))
                 store.keep(found_now)
             outcome = store.outcomes[candidate.key]
             slow = int(store.facts.get(f"slow {candidate.key}", 0))
-            told_of = {"id": candidate.id, "logged": candidate.logged, "slow": slow}
-            rows.append(told_of | {"verdict": outcome.verdict, "why": outcome.kind})
+            row = {"id": candidate.id, "logged": candidate.logged, "slow": slow}
+            rows.append(row | {"verdict": outcome.verdict, "why": outcome.kind})
             if outcome.task is not None:
                 tasks.append(outcome.task)
                 save_tasks(tasks, out / TASKS)
