@@ -236,10 +236,11 @@ def _described(cell: NotebookNode, name: str, message: str) -> str:
     place, code = f"cell [{cell.execution_count}]", ""
     if numbers and int(numbers[-1]) <= len(lines):
         place, code = f"{place}, line {numbers[-1]}", visible(lines[int(numbers[-1]) - 1].strip())[:100]
-    if not message.strip():
-        message = f"`{code}` does not hold" if name == "AssertionError" and code else "no message"
-    elif name == "SystemExit":
+    message = message.strip() or "no message"
+    if name == "SystemExit":  # has no traceback
         message += ", which ends the notebook before its last cell"
+    elif name == "AssertionError" and message == "no message" and code:
+        message = f"`{code}` does not hold"
     return f"{name}: {first_line(message)}, in {place}" + (f": `{code}`" if code and code not in message else "")
 
 
