@@ -149,7 +149,7 @@ def toml_of(text: str) -> dict[str, Any]:
         raise ValueError("TOML that is nested too deeply") from None
 
 
-def opcodes(old: Sequence[str], new: Sequence[str]) -> list[tuple[str, int, int, int, int]]:
+def opcodes(old: Sequence[str], new: Sequence[str]) -> Sequence[tuple[str, int, int, int, int]]:
     """Return how lines differ, as difflib does, whose time can grow with the cube of their number. Of more than MAX_DIFF_LINES,
     everything between the first and the last difference counts as replaced."""
     if len(old) + len(new) <= MAX_DIFF_LINES:

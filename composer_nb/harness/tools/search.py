@@ -143,7 +143,8 @@ def codebase_search(
         raise ToolError("ProviderError", f"the search does not work now: {error}") from error
     blocks = [f"{hit.path}:{hit.first_line}-{hit.last_line}\n{hit.text.rstrip()}" for hit in hits]
     blocks = blocks or ["(nothing found)"]
-    if left_out := getattr(session.search, "left_out", lambda _: {})(folders):
+    left_out: dict[str, str] = getattr(session.search, "left_out", lambda _: {})(folders)
+    if left_out:
         named = ", ".join(f"{shown(path)}: {why}" for path, why in list(left_out.items())[:3])
         blocks.append(f"(not searched: {named}{f', and {len(left_out) - 3} more' if len(left_out) > 3 else ''})")
     return session.fit("\n\n".join(blocks), "codebase_search")
