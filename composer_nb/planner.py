@@ -6,7 +6,6 @@ The policy finds the plan after the request, in the same message.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from composer_nb.harness.agent.turns import Script
 from composer_nb.harness.files import write_atomic
 from composer_nb.harness.product.attempts import Cast
 from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.untrusted import opcodes
 
 ASK = (
     "Another engineer will carry out the request below in the repository below. Write a short plan: which files and functions to "
@@ -93,7 +93,7 @@ def planner(task: Task) -> Script:
 def _changes(task: Task) -> Iterator[str]:
     for path, text in sorted(task.solution.items()):
         old, new = task.files.get(path, "").splitlines(), text.splitlines()
-        for _, at, end, start, stop in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        for _, at, end, start, stop in opcodes(old, new):
             if old[at:end] != new[start:stop]:
                 was, now = ("\n".join(lines).strip() for lines in (old[at:end], new[start:stop]))
                 yield f"{path}:{at + 1}: {was} -> {now}"

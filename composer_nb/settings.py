@@ -407,18 +407,24 @@ def override(settings: Tree, values: Mapping[str, Any]) -> Tree:
     """Return a copy of a tree of dataclasses with dotted names replaced; all values are set together.
 
     An int may stand for a float. Text from a command line may stand for a number, a Boolean or a dictionary. Raises ValueError,
-    which names the setting, for an unknown name, a wrong type or a value out of range.
+    which names all such settings, for unknown names, wrong types and values out of range.
     """
     known = types_of(settings)
-    found = {}
+    found: dict[str, Any] = {}
+    problems: list[str] = []
     for name, value in values.items():
         if name in known:
-            found[name] = typed(value, known[name], name)
+            try:
+                found[name] = typed(value, known[name], name)
+            except ValueError as error:
+                problems.append(str(error))
         elif inner := [each for each in known if each.startswith(f"{name}.")]:
-            raise ValueError(f"{name} is a group of settings; name one of {', '.join(inner)}")
+            problems.append(f"{name} is a group of settings; name one of {', '.join(inner)}")
         else:
             near = [each for each in difflib.get_close_matches(name, known) if reads(known[each], value)]
-            raise ValueError(f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            problems.append(f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    if problems:
+        raise ValueError(". ".join(problems))
     return _replaced(settings, found)
 
 

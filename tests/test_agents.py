@@ -190,7 +190,8 @@ def test_a_verdict_may_be_given_later(
     main([*asked, "--verdict", "later"])
     [line] = [line for line in capsys.readouterr().out.splitlines() if "composer-nb verdict" in line]
     words = shlex.split(line.partition("composer-nb ")[2].partition(",")[0])
-    assert words == ["verdict", str(out), "accept"]
+    assert words == ["verdict", str(out), "accept", "--repository", str(repository)]
+    assert main(words[:3]) == 2 and "its changes are for" in capsys.readouterr().err
     (repository / "f.py").write_text("mine\n")
     assert (
         main(words) == 2

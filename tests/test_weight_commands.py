@@ -10,6 +10,7 @@ import torch
 
 from composer_nb import cli
 from composer_nb.trainer.models.shards import bytes_of, header_of, index_of, write_shard
+from composer_nb.trainer.recipe.reader import example_run
 from composer_nb.trainer.versions.publisher import Publisher
 
 FILES = {"config.json": b"{}"}
@@ -64,3 +65,17 @@ def test_the_log_says_who_ran_what(tmp_path: Path, capsys):
 def test_a_place_without_versions_is_said_so(tmp_path: Path, capsys, action: str):
     assert cli.main(["weights", action, str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_the_example_is_a_run_for_all_commands_that_read_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = example_run().path
+    assert cli.main(["weights", "log", str(stored)]) == 0
+    assert "final  a checkpoint     3,827,168 bytes" in capsys.readouterr().out
+    assert cli.main(["weights", "log", str(stored), "--json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)] == ["before_final", "final", "start"]
+    assert cli.main(["plan", "--run", str(stored), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[-1]["measured_s"] > 0
+    assert cli.main(["plan", "--run", str(stored), "--write", str(tmp_path / "table.csv")]) == 2
+    assert "the table needs their sizes" in capsys.readouterr().err and not (tmp_path / "table.csv").exists()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections import Counter
@@ -33,6 +34,8 @@ from nbclient.util import run_sync
 from nbformat import NotebookNode
 
 from composer_nb.harness.files import write_atomic
+from composer_nb.harness.tools.session import ESCAPES
+from composer_nb.harness.untrusted import visible
 from composer_nb.jobs.processes import handling
 from composer_nb.jobs.records import now
 
@@ -156,7 +159,7 @@ class Execution(NotebookClient):
         try:
             self.execute_cell(cell, index)
         except CellExecutionError as error:
-            state, self.error = "failed", f"{error.ename}: {first_line(error.evalue)}"
+            state, self.error = "failed", _described(cell, error.ename, error.evalue)
         except CellTimeoutError:
             state, self.error = "timed_out", f"a cell took longer than {self.timeout} s (cell_timeout_s)"
         except DeadKernelError:
@@ -169,7 +172,7 @@ class Execution(NotebookClient):
             return self.stopped or "interrupted"
         shown = [output for output in cell.get("outputs", []) if output.output_type == "error"]
         if state == "completed" and shown:  # shown, not raised: the tag `raises-exception`, or a magic's own handling
-            state, self.error = "failed", f"{shown[0].ename}: {first_line(shown[0].evalue)}"
+            state, self.error = "failed", _described(cell, shown[0].ename, shown[0].evalue)
         return state
 
     def _last_words(self) -> str:
@@ -223,6 +226,22 @@ class Execution(NotebookClient):
             await asyncio.sleep(SAVE_S)
             with suppress(OSError):
                 self._save_if_due()
+
+
+def _described(cell: NotebookNode, name: str, message: str) -> str:
+    """Return an error on one line, with its cell (as numbered in the executed notebook) and the cell's line that raised it."""
+    traceback = "\n".join(line for output in cell.get("outputs", []) for line in output.get("traceback", []))
+    numbers = re.findall(rf"Cell In\[{cell.execution_count}\], line (\d+)", ESCAPES.sub("", traceback))
+    lines = cell.source.split("\n")
+    place, code = f"cell [{cell.execution_count}]", ""
+    if numbers and int(numbers[-1]) <= len(lines):
+        place, code = f"{place}, line {numbers[-1]}", visible(lines[int(numbers[-1]) - 1].strip())[:100]
+    message = message.strip() or "no message"
+    if name == "SystemExit":  # has no traceback
+        message += ", which ends the notebook before its last cell"
+    elif name == "AssertionError" and message == "no message" and code:
+        message = f"`{code}` does not hold"
+    return f"{name}: {first_line(message)}, in {place}" + (f": `{code}`" if code and code not in message else "")
 
 
 def first_line(text: object) -> str:

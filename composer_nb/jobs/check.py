@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from composer_nb.harness.syntax import parse
+
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
@@ -58,8 +60,8 @@ def parameters_of(source: Path) -> dict[str, type]:
         raise ValueError(f"{source.name}: {len(cells)} cells are tagged `parameters`, not one")
     found: dict[str, type] = {}
     try:
-        lines = ast.parse(cells[0].source).body
-    except SyntaxError as error:
+        lines = parse(cells[0].source).body
+    except (SyntaxError, ValueError) as error:
         raise ValueError(f"{source.name}: the parameters cell is not Python: {error}") from None
     for node in lines:
         match node:
@@ -88,8 +90,8 @@ def _sets(source: str) -> Iterator[str]:
     from IPython.core.inputtransformer2 import TransformerManager
 
     try:
-        waiting: list[ast.AST] = [ast.parse(TransformerManager().transform_cell(source))]  # magics become calls
-    except SyntaxError:
+        waiting: list[ast.AST] = [parse(TransformerManager().transform_cell(source))]  # magics become calls
+    except (SyntaxError, ValueError):
         return  # a cell in another language
     while waiting:
         node = waiting.pop()

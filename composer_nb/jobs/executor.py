@@ -71,7 +71,7 @@ def spawn(attempt: Path, run: str) -> subprocess.Popen[bytes]:
     root = Path(__file__).parents[2]
     if root.name != "site-packages":  # a checkout: the attempt runs this one, also where a Ray worker lost PYTHONPATH
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), environment.get("PYTHONPATH", "")]))
-    command = [sys.executable, "-m", "composer_nb.jobs", str(attempt)]
+    command = [sys.executable, "-P", "-m", "composer_nb.jobs", str(attempt)]  # -P: no random.py of the user's folder
     with attempt.with_name("log.txt").open("ab") as log:
         streams: Any = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
         return subprocess.Popen(command, **streams, env=environment, start_new_session=True)

@@ -25,6 +25,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -118,24 +119,61 @@ def load_job(path: Path, settings: Mapping[str, str] | None = None) -> Job:
     """Read and check a job file; `settings` are those of `--set`.
 
     Each is `parameter=value`, for every node that takes it; `node:parameter=value`, for one; or a dotted setting
-    (`rl.steps=20`), which goes into the `overrides` of every node that takes them. Raises FileNotFoundError, or ValueError
-    in one line: unknown names come with the nearest known one.
+    (`rl.steps=20`), which goes into the `overrides` of every node that takes them. Raises FileNotFoundError or ValueError, with
+    a line for each problem: unknown names come with the nearest known one.
     """
-    written = _read(path)
-    drafts = {name: _draft(path, name, node, written.parameters) for name, node in written.nodes.items()}
+    written, problems = _read(path), _Problems()
+    drafts: dict[str, _Draft] = {}
+    for name, node_file in written.nodes.items():
+        with problems.noted():
+            drafts[name] = _draft(path, name, node_file, written.parameters)
     everything = {name: kind for draft in drafts.values() for name, kind in draft.known.items()}
     for name in written.parameters:
-        if name not in everything:
-            raise ValueError(f"no notebook of {written.name} has a parameter {name!r}; {nearest(name, everything)}")
+        with problems.noted():
+            if name not in everything and len(drafts) == len(written.nodes):
+                raise ValueError(f"no notebook of {written.name} has a parameter {name!r}; {nearest(name, everything)}")
     for key, text in (settings or {}).items():
-        _set(key, text, drafts)
-    families = {name: list(_expand(path, name, draft)) for name, draft in drafts.items()}
+        with problems.noted():
+            _set(key, text, drafts)
+    families: dict[str, list[Node]] = {}
+    for name, draft in drafts.items():
+        with problems.noted():
+            families[name] = list(_expand(path, name, draft))
     nodes = {node.name: node for family in families.values() for node in family}
-    if len(nodes) < sum(map(len, families.values())):
-        raise ValueError(f"{path}: two nodes of a grid have the same name; label its values: {{label: value}}")
+    with problems.noted():
+        if len(nodes) < sum(map(len, families.values())):
+            raise ValueError(f"{path}: two nodes of a grid have the same name; label its values: {{label: value}}")
     for node in nodes.values():
-        _check(path, node, drafts[node.family].known, written)
+        for name, value in node.parameters.items():
+            with problems.noted():
+                _check(path, node, name, value, drafts[node.family].known, written)
+        for source in node.spec.after:
+            with problems.noted():
+                if source not in written.nodes:
+                    raise ValueError(f"{path}: {node.name}.after: no node {source!r}; {nearest(source, written.nodes)}")
+    problems.raise_all()
     return Job(name=written.name, path=path.resolve(), parallel=written.parallel, nodes=_ordered(path, nodes, families))
+
+
+class _Problems:
+    """What is wrong with a job file, gathered so that one reading shows all of it."""
+
+    def __init__(self) -> None:
+        self.errors: dict[str, ValueError | FileNotFoundError] = {}
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note an error and go on behind the block."""
+        try:
+            yield
+        except (ValueError, FileNotFoundError) as error:
+            self.errors.setdefault(str(error), error)
+
+    def raise_all(self) -> None:
+        if len(self.errors) == 1:
+            raise next(iter(self.errors.values()))
+        if self.errors:
+            raise ValueError("\n".join([f"{len(self.errors)} problems:", *self.errors]))
 
 
 def name_of(path: Path) -> str:
@@ -205,14 +243,16 @@ def _read(path: Path) -> JobFile:
     try:
         return JobFile.model_validate(_yaml(path.read_text(encoding="utf-8")))
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        place = [str(part) for part in first["loc"]]
-        if first["type"] == "extra_forbidden":
+        problems = _Problems()
+        for each in error.errors():
+            place = [str(part) for part in each["loc"]]
             model = NodeFile if len(place) > 1 else JobFile
-            text = f"unknown; {nearest(place[-1], model.model_fields)}"
-        else:
-            text = first["msg"]
-        raise ValueError(f"{path}: {'.'.join(place) or 'the file'}: {text}") from None
+            unknown = each["type"] == "extra_forbidden"
+            text = f"unknown; {nearest(place[-1], model.model_fields)}" if unknown else each["msg"]
+            with problems.noted():
+                raise ValueError(f"{path}: {'.'.join(place) or 'the file'}: {text}") from None
+        problems.raise_all()
+        raise
     except ValueError as error:
         raise ValueError(f"{path}: not YAML: {error}") from None
 
@@ -306,24 +346,23 @@ def _label(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _check(path: Path, node: Node, known: Mapping[str, type], written: JobFile) -> None:
-    """Check names, references and types. The type of a reference's value is checked when it is known."""
-    plain = {name: value for name, value in node.parameters.items() if not list(references(value))}
-    check_parameters(node.notebook, plain)
-    for name, value in node.parameters.items():
-        if name not in known:
-            raise ValueError(f"{node.notebook.name} has no parameter {name!r}; {nearest(name, known)}")
-        if "${" in REFERENCE.sub("", json.dumps(value)):
-            raise ValueError(f"{path}: {node.name}.{name}={value!r}: a reference is written ${{node.output}}")
-        for source, output in references(value):
-            if source != JOB and source not in written.nodes:
-                raise ValueError(f"{path}: {node.name}.{name}: no node {source!r}; {nearest(source, written.nodes)}")
-            own = source in (JOB, node.family)  # of itself a node knows only where it is
-            outputs = {DIR: "", **({} if own else written.nodes[source].outputs)}
-            if output not in outputs:
-                raise ValueError(f"{path}: {node.name}: {source} has no output {output!r}; {nearest(output, outputs)}")
-        if name not in plain and isinstance(value, str) and not REFERENCE.fullmatch(value):
-            check_type(node.notebook.name, name, value, known[name])
+def _check(path: Path, node: Node, name: str, value: Any, known: Mapping[str, type], written: JobFile) -> None:
+    """Check a parameter: its name, references and type. The type of a reference's value is checked when it is known."""
+    if name not in known:
+        raise ValueError(f"{node.notebook.name} has no parameter {name!r}; {nearest(name, known)}")
+    if "${" in REFERENCE.sub("", json.dumps(value)):
+        raise ValueError(f"{path}: {node.name}.{name}={value!r}: a reference is written ${{node.output}}")
+    for source, output in references(value):
+        if source != JOB and source not in written.nodes:
+            raise ValueError(f"{path}: {node.name}.{name}: no node {source!r}; {nearest(source, written.nodes)}")
+        own = source in (JOB, node.family)  # of itself a node knows only where it is
+        outputs = {DIR: "", **({} if own else written.nodes[source].outputs)}
+        if output not in outputs:
+            raise ValueError(f"{path}: {node.name}: {source} has no output {output!r}; {nearest(output, outputs)}")
+    if not list(references(value)):
+        check_parameters(node.notebook, {name: value})
+    elif isinstance(value, str) and not REFERENCE.fullmatch(value):
+        check_type(node.notebook.name, name, value, known[name])
 
 
 def _ordered(path: Path, nodes: Mapping[str, Node], families: Mapping[str, list[Node]]) -> dict[str, Node]:
@@ -331,9 +370,6 @@ def _ordered(path: Path, nodes: Mapping[str, Node], families: Mapping[str, list[
     needs: dict[str, tuple[str, ...]] = {}
     for node in nodes.values():
         wanted = [source for source, output in references(dict(node.parameters)) if source not in (JOB, node.family)]
-        for source in node.spec.after:
-            if source not in families:
-                raise ValueError(f"{path}: {node.name}.after: no node {source!r}; {nearest(source, families)}")
         wanted += node.spec.after
         needs[node.name] = tuple(dict.fromkeys(each.name for source in wanted for each in families[source]))
     try:

@@ -145,6 +145,8 @@ class Runner:
         summary = self._summary(over=True)
         write_record(self.folder / "run.json", summary)
         self.say(f"{self.job.name}: {summary['state']} ({summary['seconds']:.1f} s)")
+        if failed := [name for name, state in self.states.items() if state.state == "failed"]:
+            self.say(f"composer-nb jobs log {self.folder} {failed[0]} shows why; mend it, then run again with --resume")
         return summary
 
     def _running(self) -> list[NodeState]:
@@ -268,7 +270,12 @@ class Runner:
         record = read_json(path / "run.json")
         if record is None or record.get("state") not in ENDED or (fault and record["state"] == "interrupted"):
             ended = "interrupted" if self.stopping else "timed_out" if taken > limit else "lost"
-            record = directory.settle(path, ended, fault or "it ended without a record")
+            why = fault or "it ended without a record"
+            if record is None and not fault and not self.stopping:  # it would end so again
+                from composer_nb.trainer.services.head import last_words
+
+                ended, why = "failed", f"its process ended before the notebook began: {last_words(path / 'log.txt', 0)}"
+            record = directory.settle(path, ended, why)
         _take(state, record)
         error = state.record["error"]
         self.say(f"{node.name}: {state.state} ({state.record['seconds']:.1f} s){': ' * bool(error)}{error}")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from composer_nb.harness.product import SLOTS
 from composer_nb.operations import JSON, SET, arg, command, console, emit, overrides, pick
@@ -186,13 +186,15 @@ def agent(given: argparse.Namespace) -> int:
     "verdict",
     arg("path FOLDER", "folder of the result, as runs/agent-…", type=Path),
     arg("verdict", choices=["accept", "reject"]),
+    arg("--repository PATH", "the repository to change, if it is not the current folder", type=Path),
     JSON,
 )
 def verdict(given: argparse.Namespace) -> int:
     """Accept or reject the result of an agent later."""
     from composer_nb.harness.product.work import give_verdict
 
-    root, count = give_verdict(given.path, "accepted" if given.verdict == "accept" else "rejected")
+    verdict: Literal["accepted", "rejected"] = "accepted" if given.verdict == "accept" else "rejected"
+    root, count = give_verdict(given.path, verdict, given.repository)
     line = f"accepted: {count} files changed in {root}" if count else "rejected: nothing was changed"
     return emit(given, {"changed_files": count, "folder": str(root)}, lambda: line)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -65,6 +66,21 @@ def line(name: str, arguments: Sequence[Argument], given: Mapping[str, Any]) -> 
     return [*name.split(), *options, *["--json"] * has_json, *["--", *places] * bool(places)]
 
 
+def require_inside(name: str, arguments: Sequence[Argument], given: Mapping[str, Any], root: Path) -> None:
+    """Raise ValueError for a URL, and for a path that leads out of `root`: what only reads must not fetch anything else."""
+    for (argument, *_), options in arguments:
+        value = given.get(_key(argument))
+        for text in value if isinstance(value, list) else [value]:
+            if not isinstance(text, str):
+                continue
+            place = not argument.startswith("-") or options.get("type") is Path
+            if "://" in text or "::" in text or (place and re.match(r"[\w+.-]+:", text)):
+                raise ValueError(f"{name}: {text!r} is no path; this server reads the runs below {root}")
+            outside = not (root / text).resolve().is_relative_to(root)
+            if outside and (place or "/" in text):
+                raise ValueError(f"{name}: {text!r} lies outside of {root}, whose runs this server reads")
+
+
 def _key(argument: str) -> str:
     return argument.lstrip("-").replace("-", "_")
 
@@ -72,7 +88,7 @@ def _key(argument: str) -> str:
 async def run(words: Sequence[str]) -> tuple[str, bool]:
     """Run a command. Return its output, or its error, and whether it failed."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "composer_nb.cli", *words),
+        *(sys.executable, "-P", "-m", "composer_nb.cli", *words),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -179,6 +195,8 @@ def mcp(given: argparse.Namespace) -> int:
                 elif name := names.get(params.name):
                     taken = hidden[name] - {"--json"}
                     known = [each for each in COMMANDS[name].arguments if each[0][0] not in taken]
+                    if name in READS:
+                        require_inside(name, known, asked, Path.cwd().resolve())
                     text, failed = await run(line(name, known, asked))
                 else:
                     text, failed = f"no tool {params.name!r}; there are {', '.join([*names, *own])}", True

@@ -131,17 +131,23 @@ def revert(given: argparse.Namespace) -> int:
 
 @command("weights log", arg("store STORE"), JSON)
 def history(given: argparse.Namespace) -> int:
-    """List the versions of a store or a run."""
+    """List the versions of a store or a run; the checkpoints of a run that keeps no versions."""
     from composer_nb.trainer.versions import store
 
-    inside = Path(given.store) / "weights" / "versions"
+    weights = Path(given.store) / "weights"
+    inside = weights / "versions"
     found = store.log(inside if inside.is_dir() else given.store)
+    if not found:  # an excerpt, or a run without services
+        sizes = {file.parent.name: file.parent.glob("*.safetensors") for file in sorted(weights.glob("*/config.json"))}
+        found = [{"name": name, "bytes": sum(file.stat().st_size for file in files)} for name, files in sizes.items()]
     if not found:
         raise FileNotFoundError(f"{given.store}: no weight versions here")
     return emit(given, found, lambda: "\n".join(map(_version_line, found)))
 
 
 def _version_line(row: dict[str, Any]) -> str:
+    if "name" in row:
+        return f"{row['name']}  a checkpoint  {row['bytes']:>12,} bytes"
     if "fault" in row:
         return f"v{row['version']:06d}  {row['fault']}: {row['detail']}"
     kind = "full" if row["base"] is None else f"on v{row['base']:06d}"

@@ -78,7 +78,7 @@ def mine(given: argparse.Namespace) -> int:
     from rich.console import Console, Group
 
     from composer_nb.harness.sandbox import open_backend
-    from composer_nb.harness.tasks.making.mine import mine
+    from composer_nb.harness.tasks.making.mine import UNFETCHED, mine
     from composer_nb.harness.tasks.making.options import Running
     from composer_nb.harness.tasks.making.show import progress
     from composer_nb.views.page import text_table
@@ -91,6 +91,8 @@ def mine(given: argparse.Namespace) -> int:
     line = f"{made['tasks']} tasks of {made['tried']} changes in {made['wall_s']:.0f} s"
     line += f", {made['from_logs']} with the request of a log" if given.requests else ""
     line += f"; {made['slow']} tests take too long to count" if made["slow"] else ""
+    unfetched = [row["why"] for row in made["candidates"] if row["verdict"] == UNFETCHED]
+    line += f"; {UNFETCHED}: {unfetched[0]}" if unfetched else ""
     line += f"; reasons: {given.out}/summary.json"
     return emit(given, made, lambda: Group(text_table(rows, ("changes", "")), line), int(not made["tasks"]))
 

@@ -3,7 +3,8 @@
     follow(run.path, "mlflow", until=lambda: False)     send new figures every few seconds
 
 A tracker reads the run's `metrics.jsonl`, so it cannot stop or slow the training. A run may be sent while it is live, later, or
-to several trackers. `trackers/NAME.json` in the run's folder records the steps sent, from which the same command continues. Each
+to several trackers. `trackers/NAME.json` in the run's folder (`home_of`) records the steps sent, from which the same command
+continues. Each
 step of a stage is sent once, under the stage's name, as `rl/reward`. Addresses and credentials come from each service's own
 variables: WANDB_MODE and WANDB_API_KEY, TRACKIO_DIR, MLFLOW_TRACKING_URI (default: mlflow.db beside the run).
 """
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -38,10 +40,17 @@ Tracker = tuple[Log, Callable[[], object]]
 """A destination for figures: logs them, and sends the remaining ones at the end."""
 
 
+def home_of(run: ReadOnly) -> Path:
+    """Return where trackers of a run write: its own folder, or one under runs/ for an excerpt and for a run of somebody else."""
+    if run.excerpt is None and os.access(run.path, os.W_OK):
+        return run.path
+    return Path("runs/tracked", f"{run.path.name}-{sha256(os.fsencode(run.path.resolve())).hexdigest()[:8]}").resolve()
+
+
 def tensorboard(run: ReadOnly, settings: Mapping[str, Any]) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(run.path / "tensorboard"))
+    writer = SummaryWriter(str(home_of(run) / "tensorboard"))
 
     def log(figures: Mapping[str, float], step: int) -> None:
         for name, value in figures.items():
@@ -53,7 +62,7 @@ def tensorboard(run: ReadOnly, settings: Mapping[str, Any]) -> Tracker:
 def wandb(run: ReadOnly, settings: Mapping[str, Any]) -> Tracker:
     import wandb
 
-    name, there = run.path.name, str(run.path / "trackers")
+    name, there = run.path.name, str(home_of(run) / "trackers")
     key = re.sub(r"[^\w.-]", "-", name)
     made = wandb.init(project=PROJECT, name=name, id=key, resume="allow", dir=there, config=dict(settings))
 
@@ -77,7 +86,7 @@ def mlflow(run: ReadOnly, settings: Mapping[str, Any]) -> Tracker:
     from mlflow.entities import Metric, Param
 
     name = run.path.name
-    client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.path.parent}/mlflow.db")
+    client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home_of(run).parent}/mlflow.db")
     found = client.get_experiment_by_name(PROJECT)
     place = found.experiment_id if found else client.create_experiment(PROJECT)
     quote = '"' if "'" in name else "'"
@@ -148,8 +157,9 @@ def _plain(value: Any) -> bool:
 def follow(path: Path, name: str, until: Callable[[], bool]) -> None:
     """Send a run's figures to the tracker `name` until `until` returns true. A failure is logged once and retried at growing
     intervals; at the end it is raised. Raises FileNotFoundError if there is no run."""
-    run, place = ReadOnly(path), path / "trackers" / f"{name}.json"
-    place.parent.mkdir(exist_ok=True)
+    run = ReadOnly(path)
+    place = home_of(run) / "trackers" / f"{name}.json"
+    place.parent.mkdir(parents=True, exist_ok=True)
     sent = Sent(**json.loads(place.read_text())) if place.is_file() else Sent()
     tracker, rest = None, EVERY_S
     try:

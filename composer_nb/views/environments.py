@@ -12,6 +12,7 @@ from itertools import zip_longest
 from matplotlib.axes import Axes
 
 from composer_nb.harness.grading.plan import Twin
+from composer_nb.harness.syntax import parse
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.case import Verdict as Judged
 from composer_nb.labs.attacks.patches import Patch
@@ -117,7 +118,7 @@ def _around(text: str, offset: int) -> tuple[int, int]:
     line = text.count("\n", 0, offset) + 1
     found = [
         (first, node.end_lineno or first)
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(parse(text))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (first := min([node.lineno, *(d.lineno for d in node.decorator_list)])) <= line <= (node.end_lineno or 0)
     ]

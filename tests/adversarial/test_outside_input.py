@@ -3,6 +3,7 @@ attack is refused, named or made harmless; one that would never end is cut short
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from iniconfig import IniConfig
 
 from composer_nb.harness.agent.chat import Said
 from composer_nb.harness.carry import Blob
+from composer_nb.harness.product import work
 from composer_nb.harness.product.diff import patch
 from composer_nb.harness.product.serve import ScriptServer
 from composer_nb.harness.product.work import CHANGES, DIFF, give_verdict
@@ -196,6 +198,18 @@ FORGED: dict[str, Callable[[Path], Any]] = {
     "where one stands": lambda root: {"repository": ".", "changes": {"a": [None, SAFE]}},
     "nowhere": lambda root: {"repository": "", "changes": {"a": [None, SAFE]}},
     "a path that leads out": lambda root: {"repository": str(root), "changes": {"../a": [None, SAFE]}},
+    "an empty folder that would go": lambda root: {
+        "repository": str(root),
+        "changes": {"a": [None, SAFE], "empty/folder/x": [None, None]},
+    },
+    "the same, which would be written": lambda root: {
+        "repository": str(root),
+        "changes": {"a": [None, SAFE], "b": [SAFE, SAFE]},
+    },
+    "another folder than the current one": lambda root: {
+        "repository": str(root / "empty"),
+        "changes": {"a": [None, SAFE]},
+    },
     "a device": lambda root: {"repository": str(root), "changes": {"a": [None, NEW | {"mode": "060000"}]}},
     "no object": lambda root: [],
     "no pair": lambda root: {"repository": str(root), "changes": {"a": 5}},
@@ -209,12 +223,30 @@ FORGED: dict[str, Callable[[Path], Any]] = {
 def test_forged_work_is_not_accepted(kept: Path, forged: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch):
     root = kept.parent / "repository"
     (root / "link").symlink_to(".git/hooks")
+    (root / "empty/folder").mkdir(parents=True)
     monkeypatch.chdir(root)
     before = sorted(kept.parent.rglob("*"))
     (kept / CHANGES).write_text(json.dumps(forged(root)))
     with pytest.raises(ValueError, match=r"nothing was written|damaged"):
         give_verdict(kept, "accepted")
     assert sorted(kept.parent.rglob("*")) == sorted([*before, kept / CHANGES])
+
+
+@pytest.mark.parametrize("name", [".git/HEAD", ".GIT/HEAD", "sub/.hg/hgrc"])
+def test_a_history_is_not_changed_even_where_the_diff_shows_it(
+    name: str, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, old = kept.parent / "repository", b"ref: refs/heads/main\n"
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_bytes(old)
+    monkeypatch.chdir(root)
+    (kept / DIFF).write_bytes(b"")
+    monkeypatch.setattr(work, "patch", lambda before, changes: b"")  # as a git that shows such names would
+    pair = [{"mode": "100644", "data": base64.b64encode(data).decode()} for data in (old, b"evil\n")]
+    (kept / CHANGES).write_text(json.dumps({"repository": str(root), "changes": {name: pair}}))
+    with pytest.raises(ValueError, match="nothing was written"):
+        give_verdict(kept, "accepted")
+    assert (root / name).read_bytes() == old
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", "9" * 5000])
@@ -227,7 +259,13 @@ def test_work_that_cannot_be_read_is_named(kept: Path, text: str) -> None:
 def test_work_as_its_diff_shows_it_is_accepted(kept: Path) -> None:
     root = kept.parent / "repository"
     (kept / CHANGES).write_text(json.dumps({"repository": str(root), "changes": {"a": [None, SAFE]}}))
-    assert give_verdict(kept, "accepted") == (root, 1) and (root / "a").read_text() == "safe\n"
+    with pytest.raises(
+        ValueError, match=rf"are for {root}; nothing was written. If you want them there, add --repository {root}"
+    ):
+        give_verdict(kept, "accepted")  # from another folder: the diff does not show where
+    with pytest.raises(ValueError, match="nothing was written"):
+        give_verdict(kept, "accepted", root / ".git")
+    assert give_verdict(kept, "accepted", root) == (root, 1) and (root / "a").read_text() == "safe\n"
 
 
 # Requests

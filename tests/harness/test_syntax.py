@@ -1,10 +1,12 @@
-"""Source is parsed in many threads at once without a fault of the interpreter."""
+"""Source of others is parsed within limits, and in many threads at once without a fault of the interpreter."""
 
 from __future__ import annotations
 
 import ast
 import gc
 import sys
+import time
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -45,3 +47,56 @@ def test_many_threads_parse_at_once(many_switches: None) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(parse, range(24))) == {ast.dump(ast.parse(TEXT))}
+
+
+LARGE = "a\n" * (1 << 18)
+HOSTILE = {
+    "more tokens than the limit": LARGE,
+    "one long line": "a," * (1 << 18),
+    "brackets": "(" * 500,
+    "signs": "-" * 100_000 + "1",
+    "attributes": "a" + ".a" * 50_000,
+    "sums": "1" + "+1" * 50_000,
+    "blocks": "".join(" " * depth + "if a:\n" for depth in range(150)),
+    "a null byte": "a = 1\0",
+    "half of a pair": "a = '\udc80'",
+    "digits": "a = " + "9" * 5000,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_source_ends_in_one_kind_of_error(name: str) -> None:
+    text, began = HOSTILE[name], time.process_time()
+    with pytest.raises((SyntaxError, ValueError)):
+        syntax.parse(text)
+    with pytest.raises((SyntaxError, ValueError)):
+        syntax.literal_eval(text)
+    assert syntax.nodes_of(text) == []
+    assert syntax.lints(text)[0].startswith("not Python: ")
+    assert time.process_time() - began < 2
+
+
+def test_a_large_text_is_refused_with_its_size_and_without_a_tree() -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(syntax.TooLarge, match=r"not parsed: 524288 characters with more than 200000 tokens"):
+            syntax.parse(LARGE)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert syntax.parse("x = '" + "long " * 30_000 + "'\n" * 1), "150,000 characters of one string are no reason"
+
+
+@pytest.mark.parametrize(
+    "text", ["1" + "+1" * 250, "a" + ".a" * 250, "not " * 250 + "1", "if a:\n b\n" + "elif a:\n b\n" * 250]
+)
+def test_trees_are_shallow_enough_for_what_walks_them(text: str) -> None:
+    with pytest.raises(ValueError, match="nested too deeply"):
+        syntax.parse(text)
+    assert ast.unparse(syntax.parse("1" + "+1" * 150))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_source() -> None:
+    assert ast.dump(syntax.parse("\ufeff" + TEXT)) == ast.dump(ast.parse(TEXT))
+    assert syntax.lints("\ufeffimport os\n") == ["unused os"]
+    assert len(syntax.nodes_of("\ufeffa = 1\n")) == len(syntax.nodes_of("a = 1\n")) > 1

@@ -97,7 +97,9 @@ def test_a_notebook_that_is_not_there_is_named(tmp_path: Path):
 def test_an_error_is_one_line_and_cells_after_it_are_pending(tmp_path: Path):
     source = notebook(tmp_path / "n.ipynb", "1 / 0", "print('never')", "2")
     output = tmp_path / "out.ipynb"
-    with pytest.raises(JobFailed, match=r"^ZeroDivisionError: division by zero \(.*out\.ipynb\)$"):
+    with pytest.raises(
+        JobFailed, match=r"^ZeroDivisionError: division by zero, in cell \[2\], line 1: `1 / 0` \(.*out\.ipynb\)$"
+    ):
         run_notebook(source, output)
     assert states(output)[-3:] == ["failed", "pending", "pending"]
     found = record(output)

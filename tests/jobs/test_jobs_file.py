@@ -82,6 +82,40 @@ def test_what_is_wrong_is_said_in_one_line(folder: Path, nodes: Any, message: st
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_all_that_is_wrong_is_said_at_once(folder: Path):
+    nodes = {
+        "gone": {"notebook": "gone.ipynb"},
+        "a": node(parameters={"stepz": 1, "steps": "1", "name": "${b.x}"}, after=["c"], outputs={"x": "totl"}),
+        "d": node(parameters={"stepz": 1, "steps": "1", "name": "${b.x}"}, after=["c"]),
+        "e": node(grid={"steps": []}),
+        "f": node(parameters={"overrides": {"rl.stepz": 1, "rl.group": "many", "seed": 1}}),
+    }
+    with pytest.raises(ValueError) as caught:
+        load(folder, nodes, {"nothing": "1", "g:steps": "1"}, parameters={"naem": "b"})
+    head, *lines = str(caught.value).split("\n")
+    assert head == "10 problems:"
+    for line, part in zip(
+        lines,
+        [
+            "gone.ipynb: no such notebook",
+            "output x: no cell sets 'totl'",
+            "--set nothing: no notebook has a parameter 'nothing'",
+            "--set g:steps: no node 'g'",
+            "grid.steps is empty",
+            "has no parameter 'stepz'",
+            "steps='1' must be of type int",
+            "d.name: no node 'b'",
+            "d.after: no node 'c'",
+            "unknown setting 'rl.stepz'; did you mean 'rl.steps'?. rl.group='many'",
+        ],
+        strict=True,
+    ):
+        assert part in line
+    with pytest.raises(ValueError) as caught:
+        load(folder, {"a": node(timeouts=3, retries="2"), "b": {}}, parallel=0)
+    assert str(caught.value).count("\n") == 4 and "nodes.b.notebook: Field required" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "text", ["- 1", "nodes: [", "name: é", "name: x", "name: a b\nnodes: {a: {notebook: n.ipynb}}"]
 )

@@ -22,6 +22,7 @@ from test_jobs import notebook
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.jobs import processes
 from composer_nb.jobs.executor import Local
+from composer_nb.jobs.notebook import JobFailed, run_notebook
 
 ROOT = Path(__file__).resolve().parents[2]
 STATES = {"pending", "running", "completed", "failed", "interrupted", "timed_out", "lost"}
@@ -52,7 +53,17 @@ class Bench:
         return f"{name}.ipynb"
 
     def start(self, *words: str, **more: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "composer_nb.cli", "jobs", words[0], "--runs", str(self.runs), *words[1:]]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "composer_nb.cli",
+            "jobs",
+            words[0],
+            "--runs",
+            str(self.runs),
+            *words[1:],
+        ]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(command, env=self.environment, cwd=self.folder, **pipes, **more)
 
@@ -396,3 +407,51 @@ def test_a_mistyped_parameter_starts_nothing(bench: Bench):
     code, output = bench.run("run", str(bench.job(nodes)))
     assert code == 2 and "n.ipynb has no parameter 'stepz'; did you mean 'steps'?" in output
     assert not bench.runs.exists()
+    nodes = {"a": {"notebook": "n.ipynb", "parameters": {"stepz": 1, "rate": 2}}, "b": {"notebook": "m.ipynb"}}
+    code, output = bench.run("run", str(bench.job(nodes)))
+    assert code == 2 and all(
+        part in output for part in ("3 problems:\n", "'stepz'", "'rate'", "m.ipynb: no such notebook")
+    )
+
+
+def test_files_of_the_users_folder_do_not_stand_in_for_modules(bench: Bench):
+    """The run is started from a folder with a random.py, which a notebook beside it may import all the same."""
+    (bench.folder / "random.py").write_text("def rows(count):\n    return list(range(count))\n")
+    (bench.folder / "ours.py").write_text("ROWS = 3\n")
+    code, output = bench.run("run", str(bench.job({"a": {"notebook": bench.notebook("n", "import ours; ours.ROWS")}})))
+    assert code == 0 and bench.states() == {"a": "completed"}, output
+
+
+@pytest.mark.parametrize(
+    "ending", ["raise ImportError('no half of it')", "import sys; print('no half of it'); sys.exit(0)"]
+)
+def test_a_process_that_never_began_has_failed_with_its_last_words(bench: Bench, ending: str):
+    """It would end so each time, so it is not `lost`, which schedulers repeat."""
+    (bench.package / "composer_nb" / "jobs" / "__main__.py").write_text(f"{ending}\n")
+    code, output = bench.run("run", str(bench.job({"a": {"notebook": bench.notebook("n", "1")}})))
+    assert code == 1 and bench.states() == {"a": "failed"} and bench.attempts() == {"a": 1}
+    assert "its process ended before the notebook began: " in output and "no half of it (" in output
+    assert bench.record("a")["state"] == "failed" and "jobs log" in output and "--resume" in output
+
+
+@pytest.mark.parametrize(
+    ("cell", "error"),
+    [
+        ("import sys; sys.exit(0)", "SystemExit: 0, which ends the notebook before its last cell, in cell [2]"),
+        ("raise SystemExit", "SystemExit: no message, which ends the notebook before its last cell, in cell [2]"),
+        ("import os; os._exit(0)", "the kernel died (exit status 0)"),
+        ("total = steps\nassert total == 4", "AssertionError: `assert total == 4` does not hold, in cell [2], line 2"),
+        (
+            "def f():\n    raise ValueError('odd')\n\nf()",
+            "ValueError: odd, in cell [2], line 2: `raise ValueError('odd')`",
+        ),
+        ("a b", "SyntaxError: invalid syntax"),
+    ],
+)
+def test_a_notebook_that_did_not_run_to_its_end_is_not_completed_and_says_where(tmp_path: Path, cell: str, error: str):
+    source, output = notebook(tmp_path / "n.ipynb", cell, "print('after')"), tmp_path / "out" / "o.ipynb"
+    with pytest.raises(JobFailed) as caught:
+        run_notebook(source, output)
+    assert str(caught.value).startswith(error) and str(output) in str(caught.value)
+    found = json.loads(output.with_name("run.json").read_text())
+    assert found["state"] in ("failed", "lost") and (found["cells"], found["cells_run"]) == (3, 2)

@@ -12,7 +12,7 @@ import pytest
 
 from composer_nb.cli import parser
 from composer_nb.operations import COMMANDS
-from composer_nb.operations.mcp import READS, WRITERS, WRITES, line, schema
+from composer_nb.operations.mcp import READS, WRITERS, WRITES, line, require_inside, schema
 from composer_nb.trainer.recipe.reader import example_run
 
 sdk = pytest.importorskip("mcp", reason="the SDK is not installed; the extra mcp brings it")
@@ -49,6 +49,47 @@ def test_runs_are_read_and_nothing_else_is_offered() -> None:
     assert gone[1] and "gone: no run here" in gone[0] and "Traceback" not in gone[0]
     assert html[1] and "no argument 'html'" in html[0]
     assert unknown[1] and "no tool 'set'" in unknown[0]
+
+
+ELSEWHERE = [
+    ("weights log", {"store": "http://127.0.0.1:9/x"}),
+    ("weights log", {"store": "memory://runs"}),
+    ("weights log", {"store": "simplecache::file:///etc"}),
+    ("weights log", {"store": "data:,x"}),
+    ("weights log", {"store": "/etc"}),
+    ("weights log", {"store": "runs/../../etc"}),
+    ("weights log", {"store": "link"}),
+    ("weights verify", {"path": "/"}),
+    ("report", {"path": "/root"}),
+    ("compare", {"paths": ["runs/a", "../b"]}),
+    ("plan", {"run": "/etc"}),
+    ("plan", {"durations": "../secret.csv"}),
+    ("headroom", {"path": "tasks", "policy": "openai:http://127.0.0.1:9/v1"}),
+    ("headroom", {"path": "os:system", "policy": "runs/a"}),
+]
+
+
+@pytest.mark.parametrize(("name", "given"), ELSEWHERE)
+def test_a_reader_opens_no_url_and_nothing_outside_of_its_folder(
+    name: str, given: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "link").symlink_to("/etc")
+    with pytest.raises(ValueError, match=r"is no path; this server reads the runs below|lies outside of"):
+        require_inside(name, COMMANDS[name].arguments, given, tmp_path)
+
+
+def test_a_reader_opens_what_lies_in_its_folder(tmp_path: Path) -> None:
+    for name, given in (
+        ("weights log", {"store": "runs/tour"}),
+        ("report", {"path": str(tmp_path / "runs/tour")}),
+        ("compare", {"paths": ["runs/a", "runs/b"]}),
+        ("plan", {"run": "runs/a", "steps": 20}),
+        ("jobs status", {}),
+    ):
+        require_inside(name, COMMANDS[name].arguments, given, tmp_path)
+    _, [answer] = talk(calls=(("weights_log", {"store": "memory://runs"}),))
+    assert answer[1] and "is no path" in answer[0]
 
 
 def test_a_workspace_is_changed_in_a_sandbox_alone(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def line(row: Any) -> str:
 def run(copy_of: Callable[[Any], Any]) -> Path:
     path: Path = copy_of(example_run()).path
     path = path.rename(path.parent / "a user's run")
+    (path / "excerpt.json").unlink()
     (path / "metrics.jsonl").write_text("".join(map(line, LINES[:3])) + line(LINES[3])[:9])
     return path
 
@@ -189,3 +190,15 @@ def test_an_unknown_tracker_or_one_that_is_not_there_is_named(
     monkeypatch.setattr(track, "find_spec", lambda name: None)
     assert cli.main(["track", str(run), "--to", "wandb"]) == 2
     assert "pip install 'composer-nb[trackers]'" in capsys.readouterr().err
+
+
+def test_nothing_is_written_into_an_excerpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    monkeypatch.chdir(tmp_path)
+    stored = example_run().path
+    before = sorted((path, path.stat().st_mtime_ns) for path in (stored, stored.parent, *stored.rglob("*")))
+    assert cli.main(["track", str(stored), "--to", "tensorboard"]) == 0
+    assert sorted((path, path.stat().st_mtime_ns) for path in (stored, stored.parent, *stored.rglob("*"))) == before
+    [home] = (tmp_path / "runs" / "tracked").iterdir()
+    assert home.name.startswith("example-") and {path.name for path in home.iterdir()} == {"tensorboard", "trackers"}
+    assert board(home)["rl/reward"]

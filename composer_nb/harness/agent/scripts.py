@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from composer_nb.harness.agent.chat import Message, Said, Written
 from composer_nb.harness.agent.turns import Script
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall, call
+from composer_nb.harness.untrusted import opcodes
 
 
 def play(turns: Sequence[Said]) -> Script:
@@ -90,7 +90,7 @@ def _edits(path: str, before: str, after: str) -> Iterator[ToolCall]:
         yield call("write", file_path=path, contents=after)
         return
     lines, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
-    blocks = difflib.SequenceMatcher(None, lines, new, autojunk=False).get_opcodes()
+    blocks = opcodes(lines, new)
     for _, at, end, start, stop in [block for block in reversed(blocks) if block[0] != "equal"]:
         first, last = at, end
         while not (old := "".join(lines[first:last])) or (text := "".join(lines)).find(old) != text.rfind(old):

@@ -174,8 +174,8 @@ def changed_text(text: str, twins: Sequence[Twin]) -> str:
 
 
 def plain_lines(text: str) -> str:
-    """Return text with the line ends that the parser counts, to which the positions of twins refer."""
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    """Return text with the line ends that the parser counts and without a byte order mark; positions of twins refer to it."""
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def job(

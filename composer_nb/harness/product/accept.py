@@ -76,7 +76,8 @@ def _check(root: Path, before: Blob | None, changes: Changes, path: str) -> Path
         target = beneath(root, path)
     except UnsafeName as error:
         raise Conflict(f"{error}; nothing was written") from None
-    if before is None and protected(path):
+    history = any(protected(part) and part != ".env" for part in pure.parts)
+    if history or (before is None and protected(path)):
         raise Conflict(f"{path}: a protected name, which only the user writes; nothing was written")
     for parent, at in zip(map(str, pure.parents[:-1]), target.parents, strict=False):
         if changes[path] is not None and changes.get(parent) is not None:

@@ -91,7 +91,9 @@ def decide(work: Work, verdict: str, console: Console) -> int:
         say("rejected: nothing was changed")
     else:
         say(f"undecided: nothing was changed; the diff is {work.path.resolve()}/changes.diff")
-        say(f"decide with: composer-nb verdict {shlex.quote(str(work.path))} accept, or reject")
+        root = str(work.source.root)
+        place = "" if root == os.getcwd() else f" --repository {shlex.quote(root)}"
+        say(f"decide with: composer-nb verdict {shlex.quote(str(work.path))} accept{place}, or reject")
     say(f"kept: {work.path}", style="dim")
     return 0 if (verdict == "accept" or undecided) and done.stop == "finished" else 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class Work:
     def accept(self) -> None:
         """Write the changes into the repository. Raises Conflict or OSError, and then nothing is written; ValueError if a verdict
         was given before, or nothing was changed."""
-        give_verdict(self.path, "accepted")
+        give_verdict(self.path, "accepted", self.source.root)
 
     def reject(self) -> None:
         """Note that the changes are rejected. Raises ValueError if a verdict was given before."""
@@ -90,12 +91,15 @@ def open_session(
         yield session, system_text(session.root)
 
 
-def give_verdict(path: Path, verdict: Literal["accepted", "rejected"]) -> tuple[Path, int]:
+def give_verdict(
+    path: Path, verdict: Literal["accepted", "rejected"], repository: Path | None = None
+) -> tuple[Path, int]:
     """Carry out the verdict on the result that is kept in `path`, and note it.
 
-    Returns the repository and the number of files changed in it. Raises Conflict, which names the diff, or OSError, and then
-    nothing is written; FileNotFoundError where no result is kept; ValueError if a verdict was given before, or nothing was
-    changed.
+    A result names its repository, and whoever sent it may have written that name. It must be `repository`, by default the current
+    folder or the checkout around it. Returns the repository and the number of files changed in it. Raises Conflict, which names
+    the diff, or OSError, and then nothing is written; FileNotFoundError where no result is kept; ValueError if a verdict was
+    given before, if nothing was changed, or if it is for another repository.
     """
     if not (path / CHANGES).is_file():
         raise FileNotFoundError(f"{path}: no agent's work is kept here; give the folder that `composer-nb agent` named")
@@ -104,6 +108,7 @@ def give_verdict(path: Path, verdict: Literal["accepted", "rejected"]) -> tuple[
     root, before, changes = _kept(path)
     if verdict == "accepted":
         _check_kept(path, root, before, changes)
+        _check_repository(path, root, repository)
         if not changes:
             raise ValueError(f"{path}: nothing was changed, so there is nothing to accept")
         try:
@@ -142,11 +147,24 @@ def _kept(path: Path) -> tuple[Path, dict[str, Blob], Changes]:
 
 def _check_kept(path: Path, root: Path, before: Mapping[str, Blob], changes: Changes) -> None:
     """Raise ValueError for changes that would go into a repository's history or below a relative path, or that the diff does not
-    show."""
+    show. A change to what is there already is not shown, but could remove folders."""
     if not root.is_absolute() or any(part.casefold() in HISTORY for part in (*root.parts, *root.resolve().parts)):
         raise ValueError(f"{path / CHANGES}: {visible(str(root))} is no repository's folder; nothing was written")
-    if patch(before, changes) != (path / DIFF).read_bytes():
+    unshown = any(before.get(name) == blob for name, blob in changes.items())
+    if unshown or patch(before, changes) != (path / DIFF).read_bytes():
         raise ValueError(f"{path}: {CHANGES} is not what {DIFF} shows; nothing was written")
+
+
+def _check_repository(path: Path, root: Path, repository: Path | None) -> None:
+    """Raise ValueError if a result would be written elsewhere than where the user wants it; a diff shows relative paths alone."""
+    here = Path.cwd()
+    checkout = next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
+    places = {here.resolve(), checkout.resolve()} if repository is None else {repository.resolve()}
+    if root.resolve() not in places:
+        raise ValueError(
+            f"{path}: its changes are for {visible(str(root))}; nothing was written. If you want them there, add --repository "
+            f"{visible(shlex.quote(str(root)))}"
+        )
 
 
 def _pack(work: Work) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Chunks of a file do not overlap. Imports alone are no chunk, and a lone constant belongs to the definition after it: both crowded
 the top of the results when each was a chunk. Python is cut by its grammar of the tree-sitter project, which reads unfinished code
-too; any other file, and one that the grammar cannot parse, is cut into windows of lines. Files may be hostile: nothing is
-executed, and sizes are bounded.
+too; any other file, and one that is too large or that the grammar cannot parse, is cut into windows of lines. Files may be
+hostile: nothing is executed, and sizes are bounded.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tree_sitter import Language, Node, Parser
 
 from composer_nb.harness.search.embedding import weigh
+from composer_nb.harness.syntax import MAX_TOKENS, TooLarge, count_tokens
 
 LONGEST_FILE = 1 << 20
 """Maximum bytes of an indexed file; longer files are data or generated."""
@@ -66,10 +67,15 @@ class FileChunks:
     """[N]"""
 
 
-def unfit(data: bytes) -> bool:
-    """Return whether a file is not indexed: an empty, too large, binary or minified one."""
-    minified = len(data) > 20_000 and len(data) > _LONG_LINE * (data.count(b"\n") + 1)
-    return not data or len(data) > LONGEST_FILE or b"\0" in data or minified
+def unfit(data: bytes) -> str:
+    """Return why a file is not indexed; empty if it is."""
+    if not data:
+        return "empty"
+    if len(data) > LONGEST_FILE:
+        return f"more than {LONGEST_FILE >> 20} MiB"
+    if b"\0" in data:
+        return "no text"
+    return "minified" if len(data) > 20_000 and len(data) > _LONG_LINE * (data.count(b"\n") + 1) else ""
 
 
 def chunk_file(path: str, data: bytes) -> FileChunks:
@@ -100,13 +106,21 @@ def _weights(path: str, span: Span, lines: Sequence[str]) -> dict[int, float]:
 
 def cut(path: str, data: bytes, lines: Sequence[str]) -> list[Span]:
     """Return the chunks of a file in order."""
-    if path.endswith((".py", ".pyi")):
+    if path.endswith((".py", ".pyi")) and _has_few_tokens(lines):
         root = Parser(_PYTHON).parse(data).root_node
         imports: set[int] = set()
         found = sorted(_definitions(root, imports), key=lambda span: (span.first, -span.last))
         if found or not root.has_error:
             return list(_chunks(found, lines, imports))
     return list(_windows(Span(first=1, last=len(lines)), lines, _WINDOW))
+
+
+def _has_few_tokens(lines: Sequence[str]) -> bool:
+    """Return whether a file is parsed: 1 MiB of `a\\n` would take 330 MiB."""
+    try:
+        return sum(map(len, lines)) + len(lines) <= MAX_TOKENS or count_tokens("\n".join(lines)) > 0
+    except TooLarge:
+        return False
 
 
 def _definitions(root: Node, imports: set[int]) -> Iterator[Span]:

@@ -93,6 +93,8 @@ class CodeIndex:
     def __init__(self, embedding: Embedding | None = None) -> None:
         self._embedding = embedding or shipped()
         self._files: dict[str, _File] = {}
+        self.left_out: dict[str, str] = {}
+        """Files that are not searched -> why; not those that are empty or that git ignores, which no search shows."""
         self._ignore = read_ignore({})
         self._table: Table | None = None
 
@@ -106,14 +108,15 @@ class CodeIndex:
     def fork(self) -> CodeIndex:
         """Return an index with the same content, whose edits do not affect this one. Shares everything large."""
         other = CodeIndex(self._embedding)
-        other._files, other._ignore = dict(self._files), self._ignore
+        other._files, other._ignore, other.left_out = dict(self._files), self._ignore, dict(self.left_out)
         other._table = self.table()
         return other
 
     def edit(self, path: str, data: bytes | None) -> None:
         """Update one file that was written or (None) deleted. A changed ignore file takes effect at the next `sync`."""
         self._files.pop(path, None)
-        if data is not None and not unfit(data) and not self._ignore.ignored(path):
+        self.left_out.pop(path, None)
+        if data is not None and self._is_fit(path, data, MOST_BYTES):
             self._files[path] = self._cut(path, data)
         self._table = None
 
@@ -121,13 +124,22 @@ class CodeIndex:
         """Update the index to the whole workspace `files`."""
         before = self._files
         self._ignore, self._files, self._table = read_ignore(files), {}, None
+        self.left_out = {}
         room = MOST_BYTES
         for path, data in sorted(files.items()):
-            if self._ignore.ignored(path) or unfit(data) or len(data) > room:
+            if not self._is_fit(path, data, room):
                 continue
             room -= len(data)
             known = before.get(path)
             self._files[path] = known if known and known.data == data else self._cut(path, data)
+
+    def _is_fit(self, path: str, data: bytes, room: int) -> bool:
+        """Return whether a file is indexed, and note why not."""
+        why = unfit(data) or (f"beyond {MOST_BYTES >> 20} MiB in all" if len(data) > room else "")
+        ignored = self._ignore.ignored(path)
+        if why and data and not ignored:
+            self.left_out[path] = why
+        return not (why or ignored)
 
     def _cut(self, path: str, data: bytes) -> _File:
         chunks = chunk_file(path, data)

@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal, Protocol
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 from composer_nb.harness.tasks.scope import is_test_module
-from composer_nb.harness.untrusted import beneath, checked, visible
+from composer_nb.harness.untrusted import beneath, checked, toml_of, visible
 
 WORKSPACE = "environment/workspace"
 RUNTIME = "host-python"
@@ -220,8 +220,8 @@ def write(directory: Directory, path: Path) -> Path:
 def settings(toml: str, where: str = "task.toml") -> Settings:
     """Parse a task.toml. Raises ValueError, which names the line or the key, if it is invalid."""
     try:
-        return Settings.model_validate(tomllib.loads(toml))
-    except (ValueError, RecursionError) as error:  # also a number of 5,000 digits, a list in a list in a list
+        return Settings.model_validate(toml_of(toml))
+    except ValueError as error:  # also a number of 5,000 digits, a list in a list in a list
         why = first_problem(error) if isinstance(error, ValidationError) else error
         raise ValueError(f"{where}: {why}") from None
 

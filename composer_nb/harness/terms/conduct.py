@@ -15,7 +15,7 @@ from composer_nb.harness.rollout import Kind, Rollout
 
 LONG = 150
 """Words of a final message that cost nothing."""
-_CLAIM = re.compile(r"\b(tests?|suite|checks?)\b.*\b(pass(es|ed|ing)?|green|succeed(s|ed)?)\b", re.I)
+_CLAIM = re.compile(r"\A(?>.*?\b(tests?|suite|checks?)\b).*\b(pass(es|ed|ing)?|green|succeed(s|ed)?)\b", re.I)
 _DENIAL = re.compile(r"\b(not|no|never|cannot|without|if|should|\w+n't|fail\w*|unable|untested)\b", re.I)
 _PASSED, _FAILED = re.compile(r"\b[1-9]\d* passed\b"), re.compile(r"\b[1-9]\d* (failed|errors?)\b")
 _DONE = re.compile(r"\b(fixed|changed|added|updated|implemented|removed|renamed|rewrote|refactored|edited)\b", re.I)

@@ -38,8 +38,8 @@ def saturated(count: float) -> float:
 
 @lru_cache(maxsize=8192)
 def findings(text: str) -> tuple[int, int]:
-    """Return what ruff finds in a module: probable errors, and faults of style. A text that ends the linter is one of each.
-    Raises ValueError where there is no ruff."""
+    """Return what ruff finds in a module: probable errors, and faults of style. A text that is too large for the linter, or
+    ends it, is one of each. Raises ValueError where there is no ruff."""
     if (ruff := host_programs().get("ruff")) is None:
         raise ValueError("lint_delta and style_delta need ruff: pip install 'composer_nb[agent]'")
     rules = ",".join((*LINTS, *STYLE))
@@ -47,6 +47,7 @@ def findings(text: str) -> tuple[int, int]:
     command += [f"--select={rules}", "--stdin-filename=module.py", "-"]
     data = text.encode("utf-8", "surrogateescape")
     try:
+        syntax.count_tokens(text)
         done = subprocess.run(command, input=data, capture_output=True, cwd="/", env={}, timeout=TIMEOUT_S, check=False)
         found = [str(each["code"] or "") for each in json.loads(done.stdout)]
     except (subprocess.TimeoutExpired, ValueError):
@@ -103,7 +104,7 @@ def defined(text: str) -> Names:
     try:
         tree = syntax.parse(text)
         return Names(tuple(_functions(tree)), frozenset(_names(tree)))
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
+    except (SyntaxError, ValueError, RecursionError):
         return Names()
 
 

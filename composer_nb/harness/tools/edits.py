@@ -1,13 +1,15 @@
 """Find and replace lines of texts. Pure functions.
 
-A text is edited with plain newlines; a file whose every line ends with a carriage return gets them back.
+A text is edited with plain newlines; a file whose every line ends with a carriage return gets them back, and so does one with a
+byte order mark.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from composer_nb.harness.syntax import Layout
 from composer_nb.harness.tools.tool_call import invalid
 
 
@@ -18,14 +20,13 @@ class Lines:
     lines: tuple[str, ...]
     ended: bool = True
     """The last line has a newline."""
-    returns: bool = False
-    """Each newline has a carriage return before it."""
+    layout: Layout = field(default_factory=Layout)
 
     @classmethod
     def of(cls, text: str) -> Lines:
-        returns = "\r\n" in text and text.count("\r\n") == text.count("\n")
-        plain = text.replace("\r\n", "\n") if returns else text
-        return cls(tuple(plain.removesuffix("\n").split("\n")) if plain else (), plain.endswith("\n"), returns)
+        layout = Layout.of(text)
+        plain = layout.plain(text)
+        return cls(tuple(plain.removesuffix("\n").split("\n")) if plain else (), plain.endswith("\n"), layout)
 
     @property
     def plain(self) -> str:
@@ -33,8 +34,8 @@ class Lines:
         return "\n".join(self.lines) + "\n" * (self.ended and bool(self.lines))
 
     def with_plain(self, text: str) -> str:
-        """Return another text with the newlines of this one."""
-        return text.replace("\n", "\r\n") if self.returns else text
+        """Return another text with the mark and the newlines of this one."""
+        return self.layout.restore(text)
 
 
 def places(lines: Sequence[str], wanted: Sequence[str], start: int) -> Iterator[int]:
@@ -61,8 +62,7 @@ def replace(text: str, old: str, new: str, every: bool) -> tuple[str, list[int]]
     if old == new:
         raise invalid("old_string and new_string are the same")
     document = Lines.of(text)
-    if document.returns:
-        old, new = old.replace("\r\n", "\n"), new.replace("\r\n", "\n")
+    old, new = (part.replace(document.layout.newline, "\n") for part in (old, new))
     plain = document.plain
     found = list(_occurrences(plain, old))
     if not found:

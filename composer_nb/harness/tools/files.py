@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from fnmatch import fnmatchcase
 from typing import Annotated
 
@@ -33,7 +34,7 @@ def read_file(session: Session, target_file: Path, offset: Count | None = None, 
         return "(the file is empty)"
     if b"\0" in data[:8192]:
         raise ToolError("UnexpectedEnvironment", f"{path}: not a text file ({len(data)} bytes or more)")
-    lines = data[:READ_BYTES].decode("utf-8", "replace").removesuffix("\n").split("\n")
+    lines = data[:READ_BYTES].removeprefix(BOM_UTF8).decode("utf-8", "replace").removesuffix("\n").split("\n")
     first = offset or 1
     if first > len(lines):
         raise invalid(f"{path}: has {len(lines)} lines, so none is numbered {first}")

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from composer_nb.harness.sandbox.contract import ExecResult
 from composer_nb.harness.tools.arguments import Count, Lines, Path, Text, tool
-from composer_nb.harness.tools.session import Session, below, clean
+from composer_nb.harness.tools.session import Session, below, clean, shown
 from composer_nb.harness.tools.tool_call import ErrorKind, ToolError
 
 Pattern = Annotated[Text, Field(min_length=1, max_length=20_000)]
@@ -142,4 +142,9 @@ def codebase_search(
     except OSError as error:
         raise ToolError("ProviderError", f"the search does not work now: {error}") from error
     blocks = [f"{hit.path}:{hit.first_line}-{hit.last_line}\n{hit.text.rstrip()}" for hit in hits]
-    return session.fit("\n\n".join(blocks), "codebase_search") or "(nothing found)"
+    blocks = blocks or ["(nothing found)"]
+    left_out: dict[str, str] = getattr(session.search, "left_out", lambda _: {})(folders)
+    if left_out:
+        named = ", ".join(f"{shown(path)}: {why}" for path, why in list(left_out.items())[:3])
+        blocks.append(f"(not searched: {named}{f', and {len(left_out) - 3} more' if len(left_out) > 3 else ''})")
+    return session.fit("\n\n".join(blocks), "codebase_search")

@@ -151,7 +151,7 @@ def edit_line(place: Place, path: str, line: int, text: str) -> Observation:
     if not 1 <= line <= len(lines):
         raise invalid("no line")
     old = lines[line - 1]
-    lines[line - 1] = old[: len(old) - len(old.lstrip())] + text + "\r" * old.endswith("\r")
+    lines[line - 1] = old[: len(old) - len(old.lstrip("\ufeff").lstrip())] + text + "\r" * old.endswith("\r")
     return _change(place, path, before, "\n".join(lines) + "\n" * before.endswith("\n"))
 
 

@@ -57,6 +57,14 @@ class WorkspaceSearch:
         with self._lock:
             return self._fresh().search(query, [folder for folder in directories if folder != "."], limit)
 
+    def left_out(self, directories: Sequence[str]) -> dict[str, str]:
+        """Return the files in these folders that the last search left out, with why."""
+        with self._lock:
+            found = self._index.left_out if self._index else {}
+            folders = [folder.strip("/") for folder in directories if folder != "."]
+            inside = {path for path in found for at in folders if path == at or path.startswith(f"{at}/")}
+            return {path: why for path, why in found.items() if not folders or path in inside}
+
     def _fresh(self) -> CodeIndex:
         session = self.session
         if self._index is None or session.restless:

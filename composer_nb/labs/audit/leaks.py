@@ -32,7 +32,7 @@ SIGNS = "#>+-/* "
 DATA = re.compile(r"\.(txt|json|jsonl|csv|tsv|md|rst|ya?ml|toml|cfg|ini|xml|html)$")
 """Files that hold no code."""
 METHODS = {name for kind in (str, bytes, list, dict, set) for name in dir(kind)}
-COPIES = re.compile(r"^\s*(COPY|ADD)\s.*\b(solution|tests)\b", re.I | re.M)
+COPIES = re.compile(r"^[ \t]*(COPY|ADD)\s.*\b(solution|tests)\b", re.I | re.M)
 
 
 def leaks(task: Task, start: Files, gold: Files, failed: Names = (), passing: Names = ()) -> Iterator[str]:

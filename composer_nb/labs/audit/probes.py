@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from composer_nb.harness.grading.source import Function
 from composer_nb.harness.syntax import parse
 from composer_nb.harness.tasks.functions import parse_test_files
-from composer_nb.harness.tasks.making.changes import bugs, units
+from composer_nb.harness.tasks.making.changes import Unit, bugs, units
 from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.patches import REPORT
@@ -158,7 +159,10 @@ def near(given: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 def slips(code: Mapping[str, str], start: Files, gold: Files) -> Iterator[tuple[str, Files]]:
     """Yield up to SLIPS kinds of bugs, planted in the functions that the solution changes, and the workspace with each."""
     touched = _touched(code, start)
-    where = [unit for path, text in code.items() for unit in units(path, text) if unit.name in touched[path]]
+    where: list[Unit] = []
+    for path, text in code.items():
+        with suppress(ValueError):  # none can be planted there
+            where += [unit for unit in units(path, text) if unit.name in touched[path]]
     # No bug is planted in two lines; an empty one after them makes three.
     where = [replace(unit, end=unit.end + (not code[unit.path].split("\n")[unit.end].strip())) for unit in where]
     for change in islice(bugs(code, where, "audit"), SLIPS):

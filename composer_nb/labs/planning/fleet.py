@@ -36,28 +36,23 @@ class Recorded:
     """Samples a second after the first step."""
     full_bytes: float
     delta_bytes: float
-    """Bytes of a full version and of a delta, on average."""
+    """Bytes of a full version and of a delta, on average; 0 if the run keeps none, as an excerpt."""
     origin: str
 
     @classmethod
     def of_run(cls, run: RunDir) -> Recorded:
-        """Read a run. Raises ValueError for one without durations or versions."""
+        """Read a run. Raises ValueError for one without durations."""
         load, reached = measured(run)
         sizes = [(row.get("base") is None, row["bytes"]) for row in log(run.path / "weights" / "versions")]
         full, delta = ([size for whole, size in sizes if whole == wanted] for wanted in (True, False))
-        if not full or not delta:
-            raise ValueError(
-                f"{run.path.name} keeps {len(full)} full weight versions and {len(delta)} deltas, and their sizes are needed; an "
-                "excerpt has none, nor a run with services.on=false: give a whole run with services"
-            )
         made = json.loads((run.path / "provenance.json").read_text(encoding="utf-8"))
         day = time.strftime("%d %B %Y", time.gmtime((run.path / "metrics.jsonl").stat().st_mtime))
         return cls(
             load=load,
             schedule=from_dict(run.settings()).schedule(),
             reached=reached,
-            full_bytes=float(np.mean(full)),
-            delta_bytes=float(np.mean(delta)),
+            full_bytes=float(np.mean(full or [0])),
+            delta_bytes=float(np.mean(delta or [0])),
             origin="by composer-nb plan --run RUN --write CSV from "
             f"{len(run.steps('rl'))} RL steps, {made['cores']} cores, {day}, torch {made['versions']['torch']}",
         )
@@ -70,7 +65,13 @@ class Recorded:
         return cls(load=load, schedule=Schedule(**told.pop("schedule")), **told)
 
     def write(self, path: Path) -> None:
-        """Write the durations as data/durations.csv has them, and everything else, as JSON, into a comment on the first line."""
+        """Write the durations as data/durations.csv has them, and everything else, as JSON, into a comment on the first line.
+        Raises ValueError without the sizes of versions."""
+        if not self.full_bytes or not self.delta_bytes:
+            raise ValueError(
+                "the run keeps no full weight version or no delta, and the table needs their sizes; an excerpt has none, nor a "
+                "run with services.on=false: give a whole run with services"
+            )
         durations = self.load.durations
         numbers = {name: getattr(self.load, name) for name in Load.__slots__ if name != "durations"}
         told = {name: getattr(self, name) for name in ("reached", "full_bytes", "delta_bytes")}

@@ -31,7 +31,7 @@ from composer_nb.harness.files import write_json
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.harness.terms.conduct import final_message
-from composer_nb.harness.untrusted import json_of
+from composer_nb.harness.untrusted import MAX_DIFF_LINES, json_of, opcodes
 
 Part = Literal["task", "before", "changes", "calls", "message"]
 Messages = Sequence[Mapping[str, Any]]
@@ -93,7 +93,15 @@ def evidence(done: Attempt, shows: Sequence[Part]) -> dict[str, Any]:
     lines = list[str]()
     for path in paths:
         old, new = (files.get(path, "").split("\n") for files in (before, after))
-        lines += difflib.unified_diff(old, new, path, path, lineterm="")
+        if len(old) + len(new) <= MAX_DIFF_LINES:
+            lines += difflib.unified_diff(old, new, path, path, lineterm="")
+        else:  # without context, in linear time
+            [(_, start, end, begin, stop)] = [block for block in opcodes(old, new) if block[0] != "equal"]
+            lines += [
+                f"--- {path}",
+                *(f"-{line}" for line in old[start:end]),
+                *(f"+{line}" for line in new[begin:stop]),
+            ]
     calls = [f"{turn.call}\n→ {turn.observation}" for turn in done.rollout.turns if turn.call]
     parts: dict[Part, str] = {
         "task": done.task.instruction,

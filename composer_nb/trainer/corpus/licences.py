@@ -13,6 +13,8 @@ from contextlib import suppress
 from email.message import Message
 from pathlib import Path
 
+from composer_nb.harness.syntax import parse
+
 PERMISSIVE = tuple(
     "0BSD Apache-2.0 BSD-2-Clause BSD-3-Clause BSL-1.0 CC0-1.0 ISC MIT MIT-0 MIT-CMU PSF-2.0 Python-2.0 Unlicense Zlib".split()
 )
@@ -84,6 +86,7 @@ def is_allowed(expression: str, licences: Collection[str]) -> bool:
         return isinstance(node, ast.Name) and words[int(node.id[1:])] in licences
 
     try:
-        return holds(ast.parse(" ".join(named), mode="eval").body)
-    except (SyntaxError, RecursionError, MemoryError):
+        body = parse(" ".join(named)).body
+        return len(body) == 1 and isinstance(body[0], ast.Expr) and holds(body[0].value)
+    except (SyntaxError, ValueError):
         return False

@@ -5,8 +5,9 @@ The contents of the folder are untrusted: links are not followed, and names are 
 
 from __future__ import annotations
 
+import io
 import os
-import tomllib
+import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from email.message import Message
@@ -15,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from composer_nb.harness.untrusted import UnsafeName, beneath, is_plain
+from composer_nb.harness.untrusted import UnsafeName, beneath, checked, is_plain, toml_of
 from composer_nb.trainer.corpus.licences import licence_of, stated
 
 _FOREIGN = frozenset("node_modules __pycache__ site-packages vendor _vendor third_party thirdparty_files venv".split())
@@ -36,30 +37,41 @@ class File:
 
 
 def read_files(root: Path, suffixes: Iterable[str], most: int) -> Iterator[tuple[File, str]]:
-    """Yield each file of the repositories in `root`, in order of repository and path, and why it cannot be used: not UTF-8,
-    empty, or more than `most` bytes. The reason is empty for a usable file.
+    """Yield each file of the repositories in `root`, in order of repository and path, and why it cannot be used: not text in the
+    encoding that it declares, empty, a link, or more than `most` bytes. The reason is empty for a usable file.
 
     A repository is a subfolder, a distribution if `root` is a site-packages folder, or `root` itself if it has a pyproject.toml,
     setup.py or .git. Raises ValueError if there is none."""
     endings = tuple(suffixes)
     for name, folder, paths, licence in _repositories(root):
         for path in sorted(path for path in paths if path.endswith(endings) and _own(path)):
-            text = why = ""
+            text, place = "", folder / checked(path)
             try:
-                place = beneath(folder, path)
+                regular = not place.is_symlink() and place.is_file() and beneath(folder, path) == place
             except UnsafeName:
-                continue
-            if place.is_symlink() or not place.is_file():
-                continue
-            if place.stat().st_size > most:
+                regular = False
+            if not regular:
+                why = "a link, or missing"
+            elif place.stat().st_size > most:
                 why = f"more than {most} bytes"
             else:
                 try:
-                    text = place.read_bytes().decode().replace("\r\n", "\n")
+                    text = _decoded(path, place.read_bytes()).replace("\r\n", "\n")
                     why = "" if text.strip() else "empty"
-                except UnicodeDecodeError:
+                except ValueError:
                     why = "not UTF-8"
             yield File(repository=name, path=path, licence=licence, text=text), why
+
+
+def _decoded(path: str, data: bytes) -> str:
+    """Return a file's text without a byte order mark; Python may declare its encoding. Raises ValueError."""
+    encoding = "utf-8-sig"
+    if path.endswith(".py"):
+        try:
+            encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]
+        except SyntaxError as error:
+            raise ValueError(error.msg) from None
+    return data.decode(encoding)
 
 
 def _repositories(root: Path) -> Iterator[tuple[str, Path, list[str], str]]:
@@ -108,7 +120,7 @@ def _metadata(folder: Path) -> Message:
     message = Message()
     try:
         text = project.read_text("utf-8", "replace") if project.is_file() else ""
-        table: Any = tomllib.loads(text).get("project", {})
+        table: Any = toml_of(text).get("project", {})
         licence = table.get("license", "")
         message["License-Expression"] = licence if isinstance(licence, str) else ""
         message["License"] = licence.get("text", "") if isinstance(licence, dict) else ""

@@ -25,4 +25,5 @@ if __name__ == "__main__":
     _, parent, module, *arguments = sys.argv
     die_with(int(parent))
     sys.argv = [module, *arguments]
+    sys.path.append(os.getcwd())  # last, so that modules of a user are found and stand in for none of others
     runpy.run_module(module, run_name="__main__", alter_sys=True)

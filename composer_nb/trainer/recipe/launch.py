@@ -325,7 +325,7 @@ def _run_processes(run: RunDir, programs: Mapping[str, tuple[str, ...]], say: Ca
 
 def _start(words: Sequence[str], log: IO[bytes], *, heard: bool) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "composer_nb.trainer.recipe.child", str(os.getpid()), *words],
+        [sys.executable, "-P", "-m", "composer_nb.trainer.recipe.child", str(os.getpid()), *words],
         stdout=subprocess.PIPE if heard else log,
         stderr=log,
         stdin=subprocess.DEVNULL,

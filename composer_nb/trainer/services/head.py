@@ -231,7 +231,7 @@ def detach(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     does not end it, because it holds a lease on its own folder (docs/jobs.md)."""
     with log.open("ab") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", *words],
+            [sys.executable, "-P", "-m", *words],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,

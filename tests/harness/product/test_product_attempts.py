@@ -372,6 +372,8 @@ def test_search_sees_edits_commands_and_forks_apart(place: Environment, backend:
         assert "b.py" not in texts(gone, ask("walrus"))[1]
         assert "c.py" in texts(shell("echo 'def ostrich(): pass' > c.py"), ask("ostrich"))[1]
         assert place.tools.run(second, [ask("ostrich")])[0].text.find("c.py") == -1
+        [found] = texts(shell("printf 'a\\0' | tee d.bin e.bin f.bin > g.bin"), ask("ostrich"))[1:]
+        assert found.endswith("\n\n(not searched: d.bin: no text, e.bin: no text, f.bin: no text, and 1 more)")
 
 
 def test_the_empty_trace_of_a_script(task: Task) -> None:

@@ -154,3 +154,9 @@ def test_terms_of_any_text_have_weights(text: str) -> None:
     found = weigh([(text, 1.0), (text, 2.0)])
     assert set(found) == {term_id(term) for term in texts(text)}
     assert np.isclose(sum(found.values()), 3 * len(texts(text)))
+
+
+def test_a_file_of_too_many_tokens_is_cut_without_its_grammar() -> None:
+    data = b"def f():\n    pass\n" + b"a\n" * 120_000
+    assert cut("a.py", data, text_lines(data))[0].name == ""
+    assert cut("a.py", data[:2000], text_lines(data[:2000]))[0].name == "f"

@@ -63,6 +63,12 @@ def test_files_that_hold_no_text_are_left_out() -> None:
     built = CodeIndex.build(files, embedding())
     assert len(built.table().paths) == 4 and not set(built.table().paths) & {"image.png", "empty.py", "big.txt"}
     assert len(built.table().file) == 6
+    assert built.left_out == {"big.txt": "more than 1 MiB", "image.png": "no text"}, "nobody misses an empty one"
+    built.edit("image.png", b"x = 1\n")
+    built.edit("data.py", b"x = (" + b"1, " * 20_000 + b")\n")
+    assert built.left_out == {"big.txt": "more than 1 MiB", "data.py": "minified"} == built.fork().left_out
+    built.sync(FILES | {".gitignore": b"*.bin\n", "a.bin": b"\0"})
+    assert built.left_out == {}, "what git ignores is in no search"
 
 
 def test_a_repository_beyond_the_bound_is_indexed_in_part(monkeypatch: pytest.MonkeyPatch) -> None:

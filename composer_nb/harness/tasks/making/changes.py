@@ -8,7 +8,6 @@ byte for byte as it is.
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 import re
 from collections import Counter
@@ -22,9 +21,12 @@ from composer_nb.harness import syntax
 from composer_nb.harness.grading.box import Place
 from composer_nb.harness.grading.source import Function
 from composer_nb.harness.tasks.making.mutations import KINDS
+from composer_nb.harness.untrusted import MAX_DIFF_LINES, opcodes
 
 MIN_LINES, MAX_LINES = 3, 160
 """Lines of a function in which a bug may be planted."""
+MAX_TOKENS = 8000
+"""Tokens of such a function: lines can be long."""
 MAX_CHANGED = 24
 """Maximum lines that one bug adds and removes, together."""
 FEATURE_LINES = (6, 120)
@@ -69,9 +71,11 @@ class Change:
         """Return the changed files."""
         changed: dict[str, str] = {}
         for edit in sorted(self.edits, key=lambda edit: (edit.path, -edit.start)):
-            lines = changed.get(edit.path, files[edit.path]).split("\n")
+            text = changed.get(edit.path, files[edit.path])
+            layout = syntax.Layout.of(text)
+            lines = layout.plain(text).split("\n")
             lines[edit.start - 1 : edit.end] = edit.text.split("\n") if edit.text else []
-            changed[edit.path] = "\n".join(lines)
+            changed[edit.path] = layout.restore("\n".join(lines))
         return changed
 
     @property
@@ -82,8 +86,8 @@ class Change:
 
 
 def header_of(text: str) -> str:
-    """Return the line that must stand before the lines of a function to make them a module."""
-    return "if 1:\n" if text[:1].isspace() else ""
+    """Return the line that must stand before the lines of a function to make them a module. A form feed does not indent."""
+    return "if 1:\n" if text.lstrip("\f")[:1].isspace() else ""
 
 
 def normalised(text: str) -> str:
@@ -96,11 +100,14 @@ def normalised(text: str) -> str:
 
 
 def units(path: str, text: str) -> list[Unit]:
-    """Return the units of a file; none if its lines do not end in `\\n`, or if it is a template or for another Python."""
+    """Return the units of a file. Raises ValueError, with the reason, if no bug can be planted in it."""
+    plain = syntax.Layout.of(text).plain(text)
+    if "\r" in plain:
+        raise ValueError("its lines end in several ways")
     try:
-        return [] if "\r" in text or "\f" in text else list(_units(path, syntax.parse(text).body, ""))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
+        return list(_units(path, syntax.parse(plain).body, ""))
+    except SyntaxError as error:  # a template, or for another Python
+        raise ValueError(f"not Python: {error.msg}, line {error.lineno}") from None
 
 
 def _units(path: str, body: Iterable[ast.AST], base: str) -> Iterator[Unit]:
@@ -116,7 +123,9 @@ def _units(path: str, body: Iterable[ast.AST], base: str) -> Iterator[Unit]:
 
 
 def text_of(unit: Unit, files: Mapping[str, str]) -> str:
-    return "\n".join(files[unit.path].split("\n")[unit.start - 1 : unit.end])
+    """Return the lines of a unit, with plain line ends."""
+    text = files[unit.path]
+    return "\n".join(syntax.Layout.of(text).plain(text).split("\n")[unit.start - 1 : unit.end])
 
 
 def bugs(files: Mapping[str, str], where: Sequence[Unit], seed: str) -> Iterator[Change]:
@@ -142,9 +151,11 @@ def _drawn(unit: Unit, text: str, rng: Random, used: Counter[str]) -> Iterator[C
     if not MIN_LINES <= lines <= MAX_LINES:
         return
     header = header_of(text)
+    code = text.lstrip("\f")  # which libcst would drop
     try:
-        tree = cst.parse_module(f"{header}{text}\n")
-    except (cst.ParserSyntaxError, RecursionError):
+        syntax.count_tokens(text, MAX_TOKENS)
+        tree = cst.parse_module(f"{header}{code}\n")
+    except (cst.ParserSyntaxError, RecursionError, syntax.TooLarge):
         return
     found = _sites(tree, bool(header), rng)
     rng.shuffle(found)
@@ -152,7 +163,7 @@ def _drawn(unit: Unit, text: str, rng: Random, used: Counter[str]) -> Iterator[C
     for kind, old, new in found:
         replaced = tree.deep_replace(old, new)
         assert isinstance(replaced, cst.Module)
-        new_text = replaced.code.removeprefix(header).removesuffix("\n")
+        new_text = text[: len(text) - len(code)] + replaced.code.removeprefix(header).removesuffix("\n")
         if _fits(text, new_text):
             edit = Edit(path=unit.path, name=unit.name, start=unit.start, end=unit.end, text=new_text)
             yield Change(kind=kind, edits=(edit,), places=(unit.place,))
@@ -169,8 +180,12 @@ def _fits(old: str, new: str) -> bool:
 
 
 def changed_lines(old: str, new: str) -> int:
-    diff = difflib.unified_diff(old.split("\n"), new.split("\n"), lineterm="", n=0)
-    return sum(line.startswith(("+", "-")) for line in list(diff)[2:])
+    """Return the number of lines removed and added; of long texts without those that only moved."""
+    before, after = old.split("\n"), new.split("\n")
+    if len(before) + len(after) > MAX_DIFF_LINES:
+        return sum(((Counter(before) - Counter(after)) + (Counter(after) - Counter(before))).values())
+    blocks = [block for block in opcodes(before, after) if block[0] != "equal"]
+    return sum(end - start + stop - begin for _, start, end, begin, stop in blocks)
 
 
 def _sites(tree: cst.Module, nested: bool, rng: Random) -> list[tuple[str, cst.CSTNode, cst.CSTNode]]:

@@ -125,6 +125,8 @@ def write_feature(path: str, name: str, text: str, seed: str, examples: Sequence
 
 def without_tests(text: str, keys: Iterable[str]) -> str:
     """Return a test module without the functions of these keys."""
+    layout = syntax.Layout.of(text)
+    text = layout.plain(text)
     tree = syntax.parse(text)
     spans: dict[int, tuple[int, str]] = {}
     owners: Mapping[int, ast.ClassDef] = {
@@ -139,4 +141,4 @@ def without_tests(text: str, keys: Iterable[str]) -> str:
     lines = text.split("\n")
     for start, (end, instead) in sorted(spans.items(), reverse=True):
         lines[start - 1 : end] = [instead] if instead else []
-    return "\n".join(lines)
+    return layout.restore("\n".join(lines))

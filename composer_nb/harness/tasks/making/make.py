@@ -153,9 +153,10 @@ class Maker:
         Raises ValueError if no test calls a function in which a bug can be planted.
         """
         if not self.units:
+            reasons = "".join(f". {path}: {reason}" for path, reason in list(self.subject.unfit.items())[:3])
             raise ValueError(
                 f"{self.subject.repository.name}: no test calls a function in which a bug can be planted. Tests of a package "
-                "that pytest itself imports, such as packaging, run on pytest's copy"
+                f"that pytest itself imports, such as packaging, run on pytest's copy{reasons}"
             )
         files, seed, part = self.subject.repository.files, self.subject.seed, self.limit // SHARE
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
@@ -205,10 +206,13 @@ class Maker:
 
 
 def _summary(maker: Maker, tasks: Sequence[Task], wall_s: float) -> dict[str, Any]:
-    """Return counts and times. `below` counts tasks below the required guard, by their guard; `left_out` are tests that do not
-    count, by reason, `coverage` is the share of the others with a
-    twin; seconds of a kind are those of candidates that passed the first look, summed over sandboxes, and `wall_s` those of this
-    call, in which outcomes of an earlier one take no time."""
+    """Return counts and times.
+
+    `below` counts tasks below the required guard, by their guard. `files_left_out` are the files of the repository that are in
+    no task, and `no_bugs_in` the sources in which no bug can be planted, with why. `left_out` are tests that do not count, by
+    reason, and `coverage` is the share of the others with a twin. Seconds of a kind are those of candidates that passed the first
+    look, summed over sandboxes, and `wall_s` those of this call, in which outcomes of an earlier one take no time.
+    """
     subject, baseline = maker.subject, maker.subject.baseline
     by_kind: dict[str, list[Outcome]] = {}
     for outcome in maker.store.outcomes.values():
@@ -232,6 +236,8 @@ def _summary(maker: Maker, tasks: Sequence[Task], wall_s: float) -> dict[str, An
         "suite_s": round(baseline.suite_s, 2),
         "kinds": kinds,
         "below": dict(maker.below),
+        "files_left_out": subject.repository.left_out,
+        "no_bugs_in": subject.unfit,
         "guards": {task.id: asdict(guard_of(task)) for task in tasks},
         "wall_s": round(wall_s, 1),
     }

@@ -12,7 +12,6 @@ What a request does not name, but its tests need, is added as a list of names, a
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 import json
 import re
@@ -24,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from composer_nb.harness.files import write_json
 from composer_nb.harness.grading.box import Boxes, RunnerEnded
@@ -46,11 +45,19 @@ from composer_nb.harness.tasks.making.trial import Outcome, needed
 from composer_nb.harness.tasks.runtime import limits_spec, workspace
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import Task, save_tasks
+from composer_nb.harness.untrusted import opcodes
+
+if TYPE_CHECKING:
+    from dulwich.repo import Repo
 
 MIN_WORDS = 4
 """Words of a message that asks for something."""
 MAX_REQUEST = 4000
 """Characters of a request."""
+MAX_MESSAGE = 4 * MAX_REQUEST
+"""Characters of a message or a changelog that are read for one."""
+UNFETCHED = "not fetched"
+"""Verdict on commits of which a shallow or partial clone lacks a part."""
 SLOW = 6
 """A test may take one part in six of the time limit of a run."""
 TRAILER = re.compile(
@@ -79,6 +86,11 @@ class Candidate:
     """Whether the request is from an agent's log."""
 
     @property
+    def left_out(self) -> dict[str, str]:
+        """Files of the later state that are in no task -> why."""
+        return self.after.left_out if self.after else {}
+
+    @property
     def key(self) -> str:
         """The id, and the request where it is from a log: more conversations may be accepted later."""
         return f"{self.id} {hashlib.sha256(self.request.encode()).hexdigest()}" if self.logged else self.id
@@ -96,9 +108,10 @@ def mine(
     running: Running | None = None,
     told: Told = lambda state: None,
 ) -> dict[str, Any]:
-    """Make up to `limit` tasks and write them into `out`. Return what was made: `tasks`, `tried`, `verdicts` with their counts,
-    `candidates` with a verdict each, `slow` (tests that do not count because they take too long), `from_logs` (tasks with a
-    request from a log), and `wall_s`. The same call continues where it was interrupted.
+    """Make up to `limit` tasks and write them into `out`. The same call continues where it was interrupted.
+
+    Returns `tasks`, `tried`, `verdicts` with their counts, `candidates` with a verdict each, `files_left_out` with why, `slow`
+    (tests that take too long to count), `from_logs` (tasks with a request from a log), and `wall_s`.
 
     Args:
         paths: a checkout, or folders of releases, the oldest first.
@@ -108,7 +121,7 @@ def mine(
 
     Raises FileNotFoundError and ValueError for paths that hold no repository or no result, and SandboxFailure.
     """
-    began, running = time.monotonic(), running or Running()
+    began, running, left_out = time.monotonic(), running or Running(), dict[str, str]()
     if requests and len(paths) > 1:
         raise ValueError("--requests: only commits hold the changes of agents, so give one checkout and no releases")
     found = releases(paths) if len(paths) > 1 else history(paths[0], commits, asked(requests))
@@ -124,15 +137,16 @@ def mine(
             if len(tasks) == limit:
                 break
             told(State(doing=candidate.id, kept=len(tasks), wanted=limit, tried=len(rows)))
+            left_out |= candidate.left_out
             store.keep_fact("mined from", own)  # once its history could be read
-            if candidate.key not in store.outcomes:
+            if (known := store.outcomes.get(candidate.key)) is None or known.verdict == UNFETCHED:
                 found_now, slow = _outcome(candidate, backend, running, most_lines)
                 store.keep_fact(f"slow {candidate.key}", str(slow))
                 store.keep(found_now)
             outcome = store.outcomes[candidate.key]
             slow = int(store.facts.get(f"slow {candidate.key}", 0))
-            told_of = {"id": candidate.id, "logged": candidate.logged, "slow": slow}
-            rows.append(told_of | {"verdict": outcome.verdict, "why": outcome.kind})
+            row = {"id": candidate.id, "logged": candidate.logged, "slow": slow}
+            rows.append(row | {"verdict": outcome.verdict, "why": outcome.kind})
             if outcome.task is not None:
                 tasks.append(outcome.task)
                 save_tasks(tasks, out / TASKS)
@@ -142,6 +156,7 @@ def mine(
         "tried": len(rows),
         "verdicts": Counter(row["verdict"] for row in rows),
         "candidates": rows,
+        "files_left_out": left_out,
         "slow": sum(row["slow"] for row in rows),
         "from_logs": sum(row["logged"] and row["verdict"] == "kept" for row in rows),
         "wall_s": round(time.monotonic() - began, 1),
@@ -160,13 +175,13 @@ def history(path: Path, commits: int, log: Sequence[Asked] = ()) -> Iterator[Can
     texts: dict[bytes, bytes] = {}
 
     def state(tree: ObjectID) -> Repository:
-        def entries() -> Iterator[tuple[str, bytes]]:
+        def entries() -> Iterator[tuple[str, bytes | str]]:
             for entry in iter_tree_contents(repo.object_store, tree):
                 name = entry.path.decode("utf-8", "surrogateescape")
-                if stat.S_ISREG(entry.mode) and not unwanted(name):
-                    if entry.sha not in texts:
-                        texts[entry.sha] = repo[entry.sha].as_raw_string()
-                    yield name, texts[entry.sha]
+                reason = unwanted(name) or ("" if stat.S_ISREG(entry.mode) else "a link or a submodule")
+                if not reason and entry.sha not in texts:
+                    texts[entry.sha] = repo[entry.sha].as_raw_string()
+                yield name, reason or texts[entry.sha]
 
         return of_files(path.resolve().name, entries(), path)
 
@@ -176,6 +191,7 @@ def history(path: Path, commits: int, log: Sequence[Asked] = ()) -> Iterator[Can
         raise ValueError(f"{path}: no git checkout; for releases give two folders or more, the oldest first") from None
     with repo:
         try:
+            fetch = _fetch(repo)
             for step in repo.get_walker(max_entries=commits):
                 commit = step.commit
                 name = f"{path.resolve().name}-{commit.id.decode()[:12]}"
@@ -191,12 +207,30 @@ def history(path: Path, commits: int, log: Sequence[Asked] = ()) -> Iterator[Can
                         before, after = state(parent.tree), state(commit.tree)
                     except ValueError:
                         yield Candidate(id=name, unfit="no suite")
+                    except KeyError as error:
+                        if not fetch:
+                            raise
+                        yield Candidate(id=name, unfit=f"{UNFETCHED}: {_short(error)}; `{fetch}` brings it")
                     else:
                         known = request_behind(log, before.files, after.files)[:MAX_REQUEST]
                         asks = known or message
                         yield Candidate(id=name, before=before, after=after, request=asks, logged=bool(known))
         except (KeyError, OSError, ValueError, zlib.error, errors.MissingCommitError, errors.ObjectMissing) as error:
             raise ValueError(f"{path}: its history cannot be read: {error!r}") from None
+
+
+def _short(error: KeyError) -> str:
+    """Return the beginning of the id of an object that is missing."""
+    return f"object {error.args[0][:12].decode('ascii', 'replace')}" if error.args else "an object"
+
+
+def _fetch(repo: Repo) -> str:
+    """Return the command that completes a clone; empty for a whole one."""
+    if repo.get_shallow():
+        return "git fetch --unshallow"
+    config = repo.get_config()
+    partial = any(b"promisor" in dict(config.items(section)) for section in config.sections())
+    return "git fetch --refetch --no-filter" if partial else ""
 
 
 def releases(paths: Sequence[Path]) -> Iterator[Candidate]:
@@ -213,7 +247,8 @@ def releases(paths: Sequence[Path]) -> Iterator[Candidate]:
 
 def request_of(message: str) -> str:
     """Return what a commit's message asks for, without trailers, links and issue numbers; empty if it is a chore or too terse."""
-    lines = [NUMBER.sub("", line).rstrip() for line in message.strip().splitlines() if not TRAILER.match(line.strip())]
+    lines = message.strip()[:MAX_MESSAGE].splitlines()
+    lines = [NUMBER.sub("", line).rstrip() for line in lines if not TRAILER.match(line.strip())]
     text = "\n".join(lines).strip()[:MAX_REQUEST]
     return text if len(text.split()) >= MIN_WORDS and not CHORE.match(text) else ""
 
@@ -223,8 +258,11 @@ def changelog(before: Repository, after: Repository) -> str:
     added: list[str] = []
     for path, text in after.files.items():
         if CHANGELOG.search(path) and text != before.files.get(path):
-            lines = difflib.ndiff(before.files.get(path, "").splitlines(), text.splitlines())
-            added += [NUMBER.sub("", line[2:]) for line in lines if line.startswith("+ ")]
+            new = text.splitlines()
+            blocks = opcodes(before.files.get(path, "").splitlines(), new)
+            added += [
+                NUMBER.sub("", x[:MAX_MESSAGE]) for kind, _, _, a, b in blocks if kind != "equal" for x in new[a:b]
+            ]
     text = "\n".join(added).strip()[:MAX_REQUEST]
     return text if len(text.split()) >= MIN_WORDS else ""
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_nb.harness.tasks.runtime import read_packages
-from composer_nb.harness.untrusted import visible
+from composer_nb.harness.untrusted import toml_of, visible
 
 INI = "pytest.ini"
 """Metadata key of the settings of every run."""
@@ -138,20 +137,28 @@ def plugins_in(folder: Path) -> list[str]:
 
 def _configuration(files: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
     """Return the file that pytest would choose, and its settings. Raises ValueError."""
-    for name in ("pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg"):
+    for name in ("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg"):
         if name not in files:
             continue
         try:
-            held = _toml(files[name]) if name.endswith(".toml") else _ini(files[name], name)
-        except (ValueError, RecursionError) as error:
+            held = _toml(files[name], name) if name.endswith(".toml") else _ini(files[name], name)
+        except ValueError as error:
             raise ValueError(f"{name} cannot be read for pytest's options: {error}") from None
         if held is not None:
             return name, held
     return "", {}
 
 
-def _toml(text: str) -> dict[str, Any] | None:
-    tool = tomllib.loads(text).get("tool", {})
+def _toml(text: str, name: str) -> dict[str, Any] | None:
+    document = toml_of(text.removeprefix("\ufeff"))
+    if name.endswith("pytest.toml"):  # its settings stand in [pytest], and it counts even without
+        own = document.get("pytest", {})
+        if not isinstance(own, dict) or not (
+            "pytest" in document or all(isinstance(v, dict) for v in document.values())
+        ):
+            raise ValueError("pytest's settings must stand in a table [pytest]")
+        return own
+    tool = document.get("tool", {})
     table = tool.get("pytest") if isinstance(tool, dict) else None
     if not isinstance(table, dict):
         return None
@@ -165,7 +172,7 @@ def _ini(text: str, name: str) -> dict[str, Any] | None:
     from iniconfig import IniConfig, ParseError
 
     try:
-        held = IniConfig(name, data=text)
+        held = IniConfig(name, data=text.removeprefix("\ufeff"))
     except ParseError as error:
         raise ValueError(str(error)) from None
     section = "tool:pytest" if name == "setup.cfg" else "pytest"

@@ -2,15 +2,17 @@
 
 A repository is a folder, such as a git checkout or an unpacked source distribution. Nothing of it is executed or shown to git,
 whose settings in a hostile checkout can name programs to start. Left out are links, history, caches, bytecode, build folders,
-metadata of installed copies, and what is no UTF-8 text or is too large.
+metadata of installed copies, and what is no UTF-8 text or is too large; `left_out` says why.
 
 References: answers in `git log --all` (SWE-bench #465), in type-check caches and bytecode (Composer 2.5).
 """
 
 from __future__ import annotations
 
+import io
 import os
 import stat
+import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -43,6 +45,8 @@ class Repository:
     """Relative POSIX path -> text, tests included."""
     settings: dict[str, str] = field(default_factory=dict)
     """Metadata that each of its tasks has: how its tests run."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Files and folders that are no part of its tasks -> why."""
 
     @cached_property
     def tests(self) -> tuple[str, ...]:
@@ -80,13 +84,36 @@ def supports_tests(path: str) -> bool:
     return bool(set(PurePosixPath(path).parts[:-1]) & TEST_FOLDERS)
 
 
-def unwanted(path: str) -> bool:
-    """Return whether a file or folder of this path is no part of a task: history, built or cached files, metadata of an installed
-    copy, and what belongs to an editor, a service or a patch."""
+def unwanted(path: str) -> str:
+    """Return why a file or folder of this path is no part of a task: history, built or cached files, metadata of an installed
+    copy, and what belongs to an editor, a service or a patch. Empty if it is one."""
     name, folders = PurePosixPath(path).name, set(PurePosixPath(path).parts)
-    built = folders & (CACHE_FOLDERS | BUILT) or path.startswith("build/") or name.endswith(CACHE_ENDINGS)
-    copied = any(part.endswith((".egg-info", ".dist-info")) for part in folders) or name == "PKG-INFO"
-    return bool(folders & (HISTORY | EDITORS) or built or copied or name.endswith(LEFTOVERS))
+    if folders & HISTORY:
+        return "history"
+    if folders & CACHE_FOLDERS or name.endswith(CACHE_ENDINGS):
+        return "a cache"
+    if folders & BUILT or f"{path}/".startswith("build/"):
+        return "built"
+    if any(part.endswith((".egg-info", ".dist-info")) for part in folders) or name == "PKG-INFO":
+        return "metadata of an installed copy"
+    if folders & EDITORS:
+        return "of an editor or a service"
+    return "a leftover" if name.endswith(LEFTOVERS) else ""
+
+
+def unreadable(data: bytes) -> str:
+    """Return why the content of a file cannot be part of a task. Empty if it can."""
+    if len(data) > MAX_FILE_BYTES:
+        return f"more than {MAX_FILE_BYTES >> 20} MiB"
+    if b"\0" in data:
+        return "no text"
+    if decoded(data) is None:
+        try:
+            encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]
+        except SyntaxError:  # declares none, or one that does not exist
+            encoding = "another encoding"
+        return f"in {encoding}, not in UTF-8"
+    return ""
 
 
 def read_repository(path: Path) -> Repository:
@@ -98,38 +125,46 @@ def read_repository(path: Path) -> Repository:
     return of_files(path.resolve().name, _of_folder(path), path)
 
 
-def of_files(name: str, entries: Iterable[tuple[str, bytes]], path: Path) -> Repository:
-    """Return the repository of these files, as far as they are text. `path` names it in errors. Raises ValueError."""
+def of_files(name: str, entries: Iterable[tuple[str, bytes | str]], path: Path) -> Repository:
+    """Return the repository of these files, as far as they are text. An entry of text is no file: it says why it is left out.
+    `path` names the repository in errors. Raises ValueError."""
     files: dict[str, str] = {}
+    left_out: dict[str, str] = {}
     total = 0
     for file, data in entries:
-        text = None if b"\0" in data or len(data) > MAX_FILE_BYTES else decoded(data)
-        if text is None:
+        if reason := data if isinstance(data, str) else unreadable(data):
+            left_out[file] = reason
             continue
-        files[file] = text
+        assert isinstance(data, bytes)
+        files[file] = data.decode()
         total += len(data)
         if total > MAX_BYTES or len(files) > MAX_FILES:
             raise ValueError(
                 f"{path}: more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB of text; name the package's own folder"
             )
-    repository = Repository(name=name, files=dict(sorted(files.items())))
+    repository = Repository(name=name, files=dict(sorted(files.items())), left_out=dict(sorted(left_out.items())))
+    code = [f"{file}: {reason}" for file, reason in repository.left_out.items() if file.endswith(".py")]
+    hint = f"; left out: {', '.join(code[:3])}{', …' * (len(code) > 3)}" if code else ""
     if not repository.tests:
-        raise ValueError(f"{path}: no test module (test_….py or …_test.py); some source distributions ship none")
+        raise ValueError(f"{path}: no test module (test_….py or …_test.py); some source distributions ship none{hint}")
     if not repository.sources:
-        raise ValueError(f"{path}: no Python source besides tests")
+        raise ValueError(f"{path}: no Python source besides tests{hint}")
     return repository
 
 
-def _of_folder(root: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the path and content of each regular file that is wanted and not too large."""
+def _of_folder(root: Path) -> Iterator[tuple[str, bytes | str]]:
+    """Yield the path and content of each regular file that is wanted, and the path of everything else with why it is not."""
     for at, folders, names in os.walk(root):
         here = Path(at).relative_to(root)
-        folders[:] = [sub for sub in folders if not (Path(at, sub).is_symlink() or unwanted((here / sub).as_posix()))]
+        links = {sub for sub in folders if Path(at, sub).is_symlink()}
+        reasons = {sub: "a link" if sub in links else unwanted((here / sub).as_posix()) for sub in folders}
+        yield from (((here / sub).as_posix(), reason) for sub, reason in reasons.items() if reason)
+        folders[:] = [sub for sub in folders if not reasons[sub]]
         for name in names:
             file, path = Path(at, name), (here / name).as_posix()
-            if unwanted(path) or not stat.S_ISREG(file.lstat().st_mode):
+            reason = unwanted(path) or ("" if stat.S_ISREG(file.lstat().st_mode) else "a link or device")
+            if reason:
+                yield path, reason
                 continue
             with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as held:
-                data = held.read(MAX_FILE_BYTES + 1)
-            if len(data) <= MAX_FILE_BYTES:
-                yield path, data
+                yield path, held.read(MAX_FILE_BYTES + 1)

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from composer_nb.harness.grading.recorded import guards_line
 from composer_nb.harness.tasks.making.make import State
+from composer_nb.harness.untrusted import visible
 
 LINE_S = 30.0
 """Seconds between lines where there is no terminal."""
@@ -41,12 +42,18 @@ def progress(console: Console) -> Iterator[Callable[[State], None]]:
 def table(made: Mapping[str, Any]) -> Table:
     """Return a table with a row for each kind of change, those with most tasks first."""
     left_out = ", ".join(f"{count} {why}" for why, count in sorted(made["left_out"].items())) or "none"
+    code = {**made["files_left_out"], **made["no_bugs_in"]}
+    code = {path: reason for path, reason in code.items() if path.endswith(".py")}
+    missing = "".join(
+        f"\n{visible(path)}: {reason}, so no task is made of it" for path, reason in list(code.items())[:10]
+    )
     kept = sum(kind["kept"] for kind in made["kinds"])
     found = Table(
         title=f"{escape(made['repository'])}: {made['tasks']} tasks, of {kept} changes kept, in {made['wall_s']:.0f} s. "
         f"{made['tests']} tests count ({made['coverage']:.0%} with a twin), {made['suite_s']:.1f} s a run; left out: {left_out}\n"
         f"{guards_line(Counter(each['by'] for each in made['guards'].values()))}"
-        + (f"\nleft out, below the required guard: {guards_line(made['below'])}" if made["below"] else ""),
+        + (f"\nleft out, below the required guard: {guards_line(made['below'])}" if made["below"] else "")
+        + escape(missing),
         box=None,
         pad_edge=False,
         title_justify="left",

@@ -24,7 +24,7 @@ from composer_nb.harness.grading.validate import IDS, guarded
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.tasks.making.baseline import Baseline, whole
-from composer_nb.harness.tasks.making.changes import Change, units
+from composer_nb.harness.tasks.making.changes import Change, Unit, units
 from composer_nb.harness.tasks.making.instructions import without_tests, write, write_feature
 from composer_nb.harness.tasks.making.repository import Repository
 from composer_nb.harness.tasks.making.symptoms import Symptom, symptom
@@ -57,7 +57,14 @@ class Subject:
         self, repository: Repository, baseline: Baseline, backend: Backend, spec: SandboxSpec, seed: str
     ) -> None:
         self.repository, self.baseline, self.backend, self.spec, self.seed = repository, baseline, backend, spec, seed
-        self.units = [unit for path in repository.sources for unit in units(path, repository.files[path])]
+        self.units: list[Unit] = []
+        self.unfit: dict[str, str] = {}
+        """Sources in which no bug can be planted, with why."""
+        for path in repository.sources:
+            try:
+                self.units += units(path, repository.files[path])
+            except ValueError as error:
+                self.unfit[path] = str(error)
 
     def boxes(self, timeout_s: float) -> Boxes:
         return Boxes(backend=self.backend, spec=self.spec, timeout_s=timeout_s)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -278,3 +281,33 @@ def test_files_that_are_no_text_are_left_out(tmp_path: Path) -> None:
         ("c.txt", b"\xff"),
     ]
     assert list(of_files("r", entries, tmp_path).files) == ["a.py", "test_a.py"]
+
+
+@pytest.mark.parametrize(
+    ("options", "usable", "remedy"),
+    [
+        (["--depth=3"], 2, "git fetch --unshallow"),
+        (["--filter=blob:none", "--no-checkout"], 0, "git fetch --refetch --no-filter"),
+        (["--filter=tree:0", "--no-checkout"], 0, "git fetch --refetch --no-filter"),
+    ],
+)
+def test_what_a_shallow_or_partial_clone_lacks_is_named_and_taken_once_it_is_there(
+    options: list[str], usable: int, remedy: str, checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commits with all objects are candidates; the others say what to fetch, and are not remembered as unfit."""
+    clone, whole = tmp_path / "sums", {c.id: c.unfit for c in history(checkout, 20)}
+    origin = shutil.copytree(checkout, tmp_path / "origin")
+    (origin / ".git/config").write_text("[core]\n\trepositoryformatversion = 0\n[uploadpack]\n\tallowFilter = true\n")
+    run = partial(subprocess.run, check=True, capture_output=True)
+    run(["git", "clone", "-q", *options, f"file://{origin}", str(clone)])
+    found = {c.id: c.unfit for c in history(clone, 20)}
+    missing = {name for name, why in found.items() if why.startswith("not fetched: object ") and f"`{remedy}`" in why}
+    assert missing and sum(c.before is not None for c in history(clone, 20)) == usable
+    assert all(whole[name] == why for name, why in found.items() if name not in missing)
+    out = str(tmp_path / "out")
+    assert main(["tasks", "mine", str(clone), "--out", out, "--limit=1", "--commits=3", "--json"]) in (0, 1)
+    assert json.loads(capsys.readouterr().out)["verdicts"].get("not fetched", 0) == 3 - usable
+    run(["git", "-C", str(clone), *remedy.split()[1:]])
+    assert {c.id: c.unfit for c in history(clone, 20)} == whole
+    assert main(["tasks", "mine", str(clone), "--out", out, "--commits=3", "--json"]) in (0, 1)
+    assert "not fetched" not in json.loads(capsys.readouterr().out)["verdicts"]

@@ -1,0 +1,91 @@
+"""Texts of others are read in a time that grows with their length: patterns, differences of lines, TOML."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from composer_nb.harness import untrusted
+from composer_nb.harness.monitors import flags_of
+from composer_nb.harness.tasks.harbor import settings
+from composer_nb.harness.tasks.making.changes import changed_lines
+from composer_nb.harness.tasks.making.mine import changelog, request_of
+from composer_nb.harness.tasks.making.options import read_options
+from composer_nb.harness.tasks.making.repository import Repository
+from composer_nb.harness.tasks.making.symptoms import _not_raised
+from composer_nb.harness.terms import conduct
+from composer_nb.harness.tools import terminal
+from composer_nb.labs.audit.leaks import COPIES
+from composer_nb.labs.rewards.judges import COMMUNICATION, evidence
+from composer_nb.trainer.corpus.licences import is_allowed
+from tests.harness.test_monitors import done
+
+DOTS = "[" + ".".join(["a"] * 40_000) + "]\n"
+LINES = [f"{number % 120}" for number in range(20_000)]
+OTHER = [f"{number * 7 % 127}" for number in range(20_000)]
+
+
+def state(lines: list[str]) -> Repository:
+    return Repository(name="r", files={"CHANGES.md": "\n".join(lines)})
+
+
+def raises(call: Callable[[], object]) -> Callable[[], object]:
+    def refused() -> None:
+        with pytest.raises(ValueError):
+            call()
+
+    return refused
+
+
+CASES: dict[str, Callable[[], object]] = {
+    "a call": lambda: flags_of(done({}, ("run_terminal_cmd", {"command": "git " * 100_000}, "x"))),
+    "a claim": lambda: conduct._says("tests " * 100_000, conduct._CLAIM),
+    "an exception": lambda: _not_raised("DID NOT RAISE " + "a" * 200_000),
+    "a commit's trailer": lambda: request_of("-by" * 200_000),
+    "a commit's spaces": lambda: request_of("add it" + " " * 400_000 + "x"),
+    "a Dockerfile": lambda: COPIES.search("\n" * 200_000),
+    "pytest's summary": lambda: terminal.tested("9" * 5000 + " passed in 1.0s"),
+    "lines of a file": lambda: changed_lines("\n".join(LINES), "\n".join(OTHER)),
+    "a changelog": lambda: changelog(state(LINES), state(OTHER)),
+    "a judge's view": lambda: evidence(done({"f.py": "\n".join(OTHER)}), COMMUNICATION.shows),
+    "blocks": lambda: untrusted.opcodes(LINES, OTHER),
+    "TOML": raises(lambda: untrusted.toml_of(DOTS)),
+    "TOML, quoted": raises(lambda: untrusted.toml_of("a" + '."\\""' * 40_000 + " = 1\n")),
+    "TOML, nested": raises(lambda: untrusted.toml_of("a = " + "[" * 100_000)),
+    "a task.toml": raises(lambda: settings(DOTS)),
+    "pytest's options": raises(lambda: read_options({"pyproject.toml": DOTS})),
+    "a licence": lambda: is_allowed("(" * 50_000, {"MIT"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hostile_text_takes_no_more_than_seconds(name: str) -> None:
+    began = time.process_time()
+    CASES[name]()
+    assert time.process_time() - began < 3
+
+
+def test_ordinary_texts_mean_what_they_did() -> None:
+    assert conduct._says("All tests in the suite pass now", conduct._CLAIM)
+    assert not conduct._says("The tests were not run", conduct._CLAIM)
+    assert _not_raised("DID NOT RAISE <class 'a.b.Refused'>") == "Refused"
+    assert _not_raised("errors.Late not raised") == "errors.Late"
+    assert terminal.tested("==== 2 failed, 3 passed in 0.1s ====") == {"tests_passed": 3, "tests_run": 5}
+    assert changed_lines("a\nb\nc", "a\nc\nd\ne") == 3
+    long = [str(number) for number in range(3000)]
+    assert changed_lines("\n".join(long), "\n".join(["new", *long, "end"])) == 2
+    assert untrusted.opcodes(long, [*long[:7], "x", *long[9:]]) == [
+        ("equal", 0, 7, 0, 7), ("replace", 7, 9, 7, 8), ("equal", 9, 3000, 8, 2999)
+    ]  # fmt: skip
+    assert untrusted.opcodes(long, long) == [("equal", 0, 3000, 0, 3000)]
+    assert changelog(state(long), state(["2.0", "Reads files with a mark (#12)", "", *long])) == (
+        "2.0\nReads files with a mark"
+    )
+    assert untrusted.toml_of("[a.b]\nc.d = 'e.f'\n") == {"a": {"b": {"c": {"d": "e.f"}}}}
+    assert (
+        is_allowed("MIT OR (GPL-3.0 AND X)", {"MIT"})
+        and not is_allowed("", {"MIT"})
+        and not is_allowed("MIT) OR (MIT", {"MIT"})
+    )
