@@ -56,7 +56,7 @@ def test_heavy_libraries_are_not_imported_before_they_are_needed():
     [
         (["report", "nowhere"], "nowhere: no run here"),
         (["watch", "nowhere", "--html", "page.html"], "nowhere: no run here"),
-        (["compare", "nowhere", "elsewhere"], "nowhere: no run here"),
+        (["compare", "nowhere", "elsewhere"], "nowhere: neither a run nor the folder of an evaluation"),
         (["microscope", "nowhere"], "nowhere: no run here"),
         (["tour", "--set", "rl.stepz=3"], "unknown setting 'rl.stepz'; did you mean 'rl.steps'?"),
         (["tour", "--set", "rl.steps"], "'rl.steps': write NAME=VALUE"),

@@ -44,7 +44,7 @@ TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
 SETTINGS = {key[: dot.start()] for key in types_of(Settings()) for dot in re.finditer(r"\.|$", key)}
 REPORTED = {"sft.sharpness_ci95"}
 """Dotted names in a report that look like settings."""
-MADE_BY_READERS = {"mine.py"}
+MADE_BY_READERS = {"mine.py", "random.py"}
 FOLDERS = ("composer_nb", "scripts", "tests", "notebooks", "docs", "data", "papermill_jobs", "recipes")
 FILES = [path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
 LARGEST = 3_000_000
@@ -193,7 +193,7 @@ def test_a_page_names_commands_settings_and_files_that_exist(path: Path) -> None
     heads = "|".join(sorted({key.split(".")[0] for key in SETTINGS}))
     named = re.findall(rf"(?<![\w./-])((?:{heads})(?:\.[a-z]\w*)+)(?![\w(/]|\.\w)", text)
     lost += [
-        key for key in named if key not in SETTINGS | REPORTED and not re.search(r"\.(md|py|txt|safetensors)$", key)
+        key for key in named if key not in SETTINGS | REPORTED and not re.search(r"\.(json|md|py|txt|safetensors)$", key)
     ]
     for file, name in re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|yml|css|ipynb))(?:::?(\w+))?(?:`| )", text):
         places = [place for place in FILES if f"/{place}".endswith(f"/{file}")]
