@@ -72,14 +72,14 @@ def decode(
 ) -> tuple[Floats, NDArray[np.int64], Floats, Floats]:
     """Hidden states [U, D] after the final norm, experts [U, L, K], gates [U, L, K] and margins [U, L]. Adds to the cache."""
     shape = (len(weights.layers), len(new.ids_U))
-    sparse = np.array([own.count > 0 for own in weights.layers])
+    sparse = np.array([layer_weights.count > 0 for layer_weights in weights.layers])
     x_UD = weights.embed_VD[new.ids_U]
     experts_LUK = np.empty((*shape, chosen), np.int64)
     gates_LUK = np.empty((*shape, chosen), np.float32)
     margins_LU = np.empty(shape, np.float32)
-    for layer, own in enumerate(weights.layers):
+    for layer, layer_weights in enumerate(weights.layers):
         recorded = experts_LUK[layer], gates_LUK[layer], margins_LU[layer]
-        _layer(x_UD, own, weights.rope_P2C, np.float32(eps), new, k_LSGTC[layer], v_LSGTC[layer], *recorded)
+        _layer(x_UD, layer_weights, weights.rope_P2C, np.float32(eps), new, k_LSGTC[layer], v_LSGTC[layer], *recorded)
     hidden_UD = np.empty_like(x_UD)
     _norm_rows(x_UD, weights.final_norm_D, np.float32(eps), hidden_UD)
     return hidden_UD, experts_LUK[sparse].swapaxes(0, 1), gates_LUK[sparse].swapaxes(0, 1), margins_LU[sparse].T
@@ -121,9 +121,9 @@ def _layer(x, w, rope, eps, new, k, v, experts, gates, margins):  # type: ignore
     attended = np.empty((tokens, queries, head_width), np.float32)
     scale = np.float32(math.log2(math.e) / math.sqrt(head_width))
     for n in range(tokens):
-        slot, seen = new.slot_U[n], new.position_U[n] + 1
+        slot, length = new.slot_U[n], new.position_U[n] + 1
         heads = joined[n, : queries * head_width].reshape(-1, head_width)
-        attend_one(heads, k[slot], v[slot], seen, scale, score, attended[n])
+        attend_one(heads, k[slot], v[slot], length, scale, score, attended[n])
     y = np.empty((tokens, len(w.o.panels) * WIDTH), np.float32)
     products(attended.reshape(tokens, -1), w.o.panels, w.o.scale, y)
     for n in range(tokens):
@@ -169,15 +169,15 @@ def _experts(h, experts, w_in, w_out, gates, x):  # type: ignore[no-untyped-def]
     tokens, chosen = experts.shape
     end = np.zeros(len(w_in.panels) + 1, np.int64)
     for n in range(tokens):
-        for place in range(chosen):
-            end[experts[n, place] + 1] += 1
+        for rank in range(chosen):
+            end[experts[n, rank] + 1] += 1
     end = np.cumsum(end)
     starts, pairs = end.copy(), np.empty((tokens * chosen, 2), np.int64)
     for n in range(tokens):
-        for place in range(chosen):
-            at = starts[experts[n, place]]
-            starts[experts[n, place]] += 1
-            pairs[at, 0], pairs[at, 1] = n, place
+        for rank in range(chosen):
+            at = starts[experts[n, rank]]
+            starts[experts[n, rank]] += 1
+            pairs[at, 0], pairs[at, 1] = n, rank
     mine, y = np.empty((BLOCK, h.shape[1]), np.float32), np.empty((BLOCK, w_out.panels.shape[1] * WIDTH), np.float32)
     between = np.empty((BLOCK, w_in.panels.shape[1] * WIDTH), np.float32)
     for expert in range(len(w_in.panels)):
@@ -226,30 +226,30 @@ def _rope(head, rope):  # type: ignore[no-untyped-def]
 def _route(scores, experts, gates):  # type: ignore[no-untyped-def]
     """Fill in the experts of the highest scores, highest first, and their gates; return the margin (`moe.Routing`)."""
     chosen, count = len(experts), len(scores)
-    for place in range(chosen):
+    for rank in range(chosen):
         best = -1
         for e in range(count):
-            taken = False
-            for before in range(place):
-                taken |= experts[before] == e
-            if not taken and (best < 0 or scores[e] > scores[best]):
+            is_chosen = False
+            for before in range(rank):
+                is_chosen |= experts[before] == e
+            if not is_chosen and (best < 0 or scores[e] > scores[best]):
                 best = e
-        experts[place] = best
+        experts[rank] = best
     top, last = scores[experts[0]], scores[experts[chosen - 1]]
     total, picked, following = np.float32(0.0), np.float32(0.0), np.float32(0.0)
     for e in range(count):
         share = np.float32(math.exp(scores[e] - top))
         total += share
-        taken = False
-        for place in range(chosen):
-            taken |= experts[place] == e
-        if not taken:
+        is_chosen = False
+        for rank in range(chosen):
+            is_chosen |= experts[rank] == e
+        if not is_chosen:
             following = max(following, share)
-    for place in range(chosen):
-        gates[place] = np.float32(math.exp(scores[experts[place]] - top))
-        picked += gates[place]
-    for place in range(chosen):
-        gates[place] /= picked
+    for rank in range(chosen):
+        gates[rank] = np.float32(math.exp(scores[experts[rank]] - top))
+        picked += gates[rank]
+    for rank in range(chosen):
+        gates[rank] /= picked
     return (np.float32(math.exp(last - top)) - following) / total
 
 

@@ -89,15 +89,15 @@ class _LogprobEntropy(torch.autograd.Function):
         parts = (slice(start, start + PIECE) for start in range(0, rows, PIECE))
         ctx.pieces = [(part, slice(*ends)) for part, ends in zip(parts, pairwise(bounds.tolist()), strict=True)]
         wide_UD, wide_VD = widened(hidden_UD, weight_VD)
-        kept = []
+        saved_probs = []
         for part, tokens in ctx.pieces:
             logit_PV = linear(wide_UD[part], wide_VD).to(hidden_UD.dtype).to(dtype)
             mine_S = order_S[tokens]
             logit_S[mine_S] = logit_PV[from_S[mine_S] - part.start, token_S[mine_S]]
             prob_PV = _normalise(logit_PV, total_U[part], entropy_U[part])
             if keep:
-                kept.append(prob_PV)
-        ctx.save_for_backward(hidden_UD, weight_VD, from_S, token_S, order_S, *kept)
+                saved_probs.append(prob_PV)
+        ctx.save_for_backward(hidden_UD, weight_VD, from_S, token_S, order_S, *saved_probs)
         ctx.mark_non_differentiable(entropy_U)
         return logit_S - total_U[from_S], entropy_U
 
@@ -105,13 +105,13 @@ class _LogprobEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         """d logits = Σ g · (one-hot − p) over the tokens of a row; a piece at a time, which is memory that was just in use."""
-        hidden_UD, weight_VD, from_S, token_S, order_S, *kept = ctx.saved_tensors
+        hidden_UD, weight_VD, from_S, token_S, order_S, *saved_probs = ctx.saved_tensors
         g_S = gradients[0]
         g_U = g_S.new_zeros(len(hidden_UD)).index_add_(0, from_S, g_S)
         wide_UD, wide_VD = widened(hidden_UD, weight_VD)
         d_UD, d_VD = torch.empty_like(hidden_UD), g_S.new_zeros(weight_VD.shape)
         room_PV = g_S.new_empty(min(PIECE, len(hidden_UD)), len(weight_VD))
-        for (part, tokens), prob_PV in zip(ctx.pieces, kept, strict=True):
+        for (part, tokens), prob_PV in zip(ctx.pieces, saved_probs, strict=True):
             mine_S = order_S[tokens]
             d_PV = torch.mul(prob_PV, -g_U[part, None], out=room_PV[: len(prob_PV)])
             d_PV.index_put_((from_S[mine_S] - part.start, token_S[mine_S]), g_S[mine_S], accumulate=True)

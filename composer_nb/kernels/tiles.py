@@ -57,10 +57,10 @@ def matrix(w: Floats, bits: int = 32) -> Matrix:
     if bits == 32:
         return Matrix(w, np.empty((*w.shape[:-3], 0), np.float32))
     if bits == 16:
-        found = w.view(np.uint32)
-        if (found & 0xFFFF).any():
+        words = w.view(np.uint32)
+        if (words & 0xFFFF).any():
             raise ValueError("a number needs more than the 8 bits of bfloat16's significand")
-        return Matrix((found >> 16).astype(np.uint16), np.empty((*w.shape[:-3], 0), np.float32))
+        return Matrix((words >> 16).astype(np.uint16), np.empty((*w.shape[:-3], 0), np.float32))
     scale = column_scale(np.abs(w).max(-2))
     codes = w / scale[..., None, :]
     if (codes != codes.round()).any():
@@ -91,12 +91,12 @@ class _Code:
         """Return 16 numbers as float32, of float32, of integers, or of the bits of bfloat16, its upper half."""
         kind, whole = pointer.type.pointee, ir.VectorType(ir.IntType(32), LANES)
         vector = _VECTOR if kind == ir.FloatType() else ir.VectorType(kind, LANES)
-        found = self.b.load(self.b.bitcast(pointer, vector.as_pointer()), align=1 if kind == ir.IntType(8) else 2)
+        numbers = self.b.load(self.b.bitcast(pointer, vector.as_pointer()), align=1 if kind == ir.IntType(8) else 2)
         if vector is _VECTOR:
-            return found
+            return numbers
         if kind == ir.IntType(8):
-            return self.b.sitofp(self.b.sext(found, whole), _VECTOR)
-        return self.b.bitcast(self.b.shl(self.b.zext(found, whole), whole([16] * LANES)), _VECTOR)
+            return self.b.sitofp(self.b.sext(numbers, whole), _VECTOR)
+        return self.b.bitcast(self.b.shl(self.b.zext(numbers, whole), whole([16] * LANES)), _VECTOR)
 
     def store(self, value: Any, pointer: Any) -> None:
         self.b.store(value, self.b.bitcast(pointer, _VECTOR.as_pointer()), align=4)
@@ -118,16 +118,16 @@ class _Code:
         head, body, after = (b.append_basic_block(name) for name in ("head", "body", "after"))
         b.branch(head)
         b.position_at_end(head)
-        d, held = b.phi(_INT), [b.phi(_VECTOR) for _ in sums]
+        d, totals = b.phi(_INT), [b.phi(_VECTOR) for _ in sums]
         b.cbranch(b.icmp_signed("<", d, end), body, after)
         b.position_at_end(body)
-        following = [b.add(d, _INT(step)), *terms(d, held)]
-        for phi, first, then in zip([d, *held], [start, *sums], following, strict=True):
+        following = [b.add(d, _INT(step)), *terms(d, totals)]
+        for phi, first, then in zip([d, *totals], [start, *sums], following, strict=True):
             phi.add_incoming(first, before)
             phi.add_incoming(then, body)
         b.branch(head)
         b.position_at_end(after)
-        return held
+        return totals
 
 
 def _written(write: Any) -> Any:
@@ -151,18 +151,18 @@ def _tile(rows: int, turns: int) -> Any:
         b = code.b
         wide, far = b.extract_value(x.shape, 1), b.extract_value(out.shape, 1)
         number = [b.add(row, _INT(r)) for r in range(rows)]
-        x_at = [code.at(x.data, b.mul(each, wide)) for each in number]
+        x_at = [code.at(x.data, b.mul(r, wide)) for r in number]
         w_at = code.at(w.data, start)
 
         def terms(d: Any, sums: list[Any]) -> list[Any]:
             w_row = code.at(w_at, b.mul(d, stride))
             loaded = [code.load(code.at(w_row, turn * LANES)) for turn in range(turns)]
-            pairs = [(code.spread(code.at(each, d)), part) for part in loaded for each in x_at]
+            pairs = [(code.spread(code.at(address, d)), part) for part in loaded for address in x_at]
             return [code.fma(*pair, total) for pair, total in zip(pairs, sums, strict=True)]
 
         sums = code.loop(_INT(0), depth, 1, [_VECTOR([0.0] * LANES)] * (rows * turns), terms)
-        for place, total in enumerate(sums):
-            turn, r = divmod(place, rows)
+        for index, total in enumerate(sums):
+            turn, r = divmod(index, rows)
             code.store(total, code.at(out.data, b.mul(number[r], far), column, turn * LANES))
 
     @intrinsic
@@ -223,16 +223,16 @@ def products(x, w, scale, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def mixed(weight, values, seen, out):  # type: ignore[no-untyped-def]
-    """out[h] = Σ_t weight[h, t] · values[t] over the first `seen` positions, for values [T, C] with C a multiple of 16."""
+def mixed(weight, values, length, out):  # type: ignore[no-untyped-def]
+    """out[h] = Σ_t weight[h, t] · values[t] over the first `length` positions, for values [T, C] with C a multiple of 16."""
     width = values.shape[1]
     for column in range(0, width, LANES):
         head = 0
         while head + 4 <= len(weight):
-            _four_heads(weight, head, values, column, width, seen, out, column)
+            _four_heads(weight, head, values, column, width, length, out, column)
             head += 4
         if head + 2 <= len(weight):
-            _two_heads(weight, head, values, column, width, seen, out, column)
+            _two_heads(weight, head, values, column, width, length, out, column)
             head += 2
         if head < len(weight):
-            _one_head(weight, head, values, column, width, seen, out, column)
+            _one_head(weight, head, values, column, width, length, out, column)

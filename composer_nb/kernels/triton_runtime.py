@@ -40,18 +40,18 @@ def interpreting() -> bool:
 def choose(device: torch.device, backend: str | None = None) -> tuple[BackendName, str]:
     """Return the back end and the reason. The default is the variable COMPOSER_NB_KERNELS, then Triton on a GPU that it compiles
     for, then torch. Raises ValueError for an unknown back end, and for Triton where it cannot run."""
-    asked = backend or os.environ.get(VARIABLE) or None
+    name = backend or os.environ.get(VARIABLE) or None
     source = "backend" if backend else VARIABLE
-    if asked is None:
+    if name is None:
         fault = _no_triton(device, interpreted=False)
         return ("torch", fault) if fault else ("triton", "the default on this GPU")
-    if asked == "torch":
+    if name == "torch":
         return "torch", f"{source} asks for it"
-    if asked == "triton":
+    if name == "triton":
         if fault := _no_triton(device, interpreted=interpreting()):
             raise ValueError(f"{source}='triton': {fault}; 'torch' computes the same numbers on any device")
         return "triton", f"{source} asks for it{', in its interpreter' if interpreting() else ''}"
-    raise ValueError(f"{source}={asked!r}: must be one of {', '.join(get_args(BackendName))}")
+    raise ValueError(f"{source}={name!r}: must be one of {', '.join(get_args(BackendName))}")
 
 
 def _no_triton(device: torch.device, interpreted: bool) -> str:
@@ -67,9 +67,11 @@ def _no_triton(device: torch.device, interpreted: bool) -> str:
         return "the device is a CPU, where kernels run only in Triton's interpreter (TRITON_INTERPRET=1), to be tested"
     if device.type != "cuda" or torch.version.hip:
         return f"the device is {device.type}, the kernels are compiled for CUDA"
-    found = torch.cuda.get_device_capability(device)
-    if found < OLDEST:
-        return f"this GPU has compute capability {found[0]}.{found[1]}, the kernels need {OLDEST[0]}.{OLDEST[1]}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST:
+        return (
+            f"this GPU has compute capability {capability[0]}.{capability[1]}, the kernels need {OLDEST[0]}.{OLDEST[1]}"
+        )
     return ""
 
 

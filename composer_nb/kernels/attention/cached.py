@@ -62,32 +62,32 @@ def _attend(q, k, v, slot, position, out, scale):  # type: ignore[no-untyped-def
 
 
 @compiled
-def attend_one(q, k, v, seen, scale, score, out):  # type: ignore[no-untyped-def]
-    """One token's heads [Q, C] on the first `seen` positions of its row [G, T, C]. `score` [Q / G, T] is room to work in. Softmax
+def attend_one(q, k, v, length, scale, score, out):  # type: ignore[no-untyped-def]
+    """One token's heads [Q, C] on the first `length` positions of its row [G, T, C]. `score` [Q / G, T] is scratch memory. Softmax
     in base 2, so `scale` is that of the scores over ln 2."""
     heads, width = len(score), v.shape[2]
-    whole = seen - seen % LANES if q.shape[1] % LANES == 0 else 0
+    whole = length - length % LANES if q.shape[1] % LANES == 0 else 0
     for group in range(len(k)):
         keys, values, mix = k[group], v[group], out[group * heads : (group + 1) * heads]
         for head in range(heads):
             query, row = q[group * heads + head], score[head]
             for t in range(0, whole, LANES):
                 dots(query, keys, t, row)
-            for t in range(whole, seen):
+            for t in range(whole, length):
                 row[t] = dot(query, keys[t])
-            for t in range(seen):
+            for t in range(length):
                 row[t] *= scale
-            top = largest(row[:seen])
-            for t in range(seen):
+            top = largest(row[:length])
+            for t in range(length):
                 row[t] = exp2(row[t] - top)
-            share = np.float32(1.0) / total(row[:seen])
-            for t in range(seen):
+            share = np.float32(1.0) / total(row[:length])
+            for t in range(length):
                 row[t] *= share
         if width % LANES == 0:
-            mixed(score, values, seen, mix)
+            mixed(score, values, length, mix)
         else:
             mix[:] = np.float32(0.0)
             for head in range(heads):
-                for t in range(seen):
+                for t in range(length):
                     for c in range(width):
                         mix[head, c] += score[head, t] * values[t, c]

@@ -35,8 +35,8 @@ def part_kernel(  # type: ignore[no-untyped-def]
     """Store, for each head and part, the largest score and the sum of exponentials, [N, P, Q, 2], and values times
     exponentials, [N, P, Q, V]."""
     token, group, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    seen, row = tl.load(position + token).to(tl.int32) + 1, tl.load(slot + token).to(tl.int64)
-    if part * PART >= seen:
+    length, row = tl.load(position + token).to(tl.int32) + 1, tl.load(slot + token).to(tl.int64)
+    if part * PART >= length:
         return
     e, c, d = tl.arange(0, BE), tl.arange(0, BC), tl.arange(0, BV)
     head = group * EACH + e
@@ -46,13 +46,13 @@ def part_kernel(  # type: ignore[no-untyped-def]
     keys, values = k + row * k_slot + group * k_head, v + row * v_slot + group * v_head
     top, whole = tl.full([BE], -float("inf"), tl.float32), tl.zeros([BE], tl.float32)
     mixed = tl.zeros([BE, BV], tl.float32)
-    for begin in range(part * PART, min(part * PART + PART, seen), BT):
+    for begin in range(part * PART, min(part * PART + PART, length), BT):
         at = begin + tl.arange(0, BT)
-        here = (at < seen)[:, None]
+        here = (at < length)[:, None]
         key = tl.load(keys + at[:, None] * k_at + c[None, :], mask=here & (c < C)[None, :], other=0.0)
         value = tl.load(values + at[:, None] * v_at + d[None, :], mask=here & (d < V)[None, :], other=0.0)
         score = tl.dot(query, key.T, input_precision="ieee") * scale
-        score = tl.where((at < seen)[None, :], score, -float("inf"))
+        score = tl.where((at < length)[None, :], score, -float("inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         weight, fade = tl.exp2(score - higher[:, None]), tl.exp2(top - higher)
         near = weight.to(value.dtype)
@@ -72,9 +72,9 @@ def join_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Put the parts of one head together, in order."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    seen, d = tl.load(position + token).to(tl.int32) + 1, tl.arange(0, BV)
+    length, d = tl.load(position + token).to(tl.int32) + 1, tl.arange(0, BV)
     top, whole, mixed = -float("inf"), 0.0, tl.zeros([BV], tl.float32)
-    for part in range(0, (seen + PART - 1) // PART):
+    for part in range(0, (length + PART - 1) // PART):
         at = (token * PARTS + part) * HEADS + head
         peak = tl.load(state + at * 2)
         higher = tl.maximum(top, peak)
@@ -96,7 +96,7 @@ def attend(
     parts = triton.cdiv(k_SGTC.shape[2], PART)
     q_NQC, out = q_NQC.contiguous(), q_NQC.new_empty(tokens, heads, values)
     piece = min(tokens, max(1, PIECE // parts))
-    state, mix = (q_NQC.new_empty(piece, parts, heads, each, dtype=torch.float32) for each in (2, values))
+    state, mix = (q_NQC.new_empty(piece, parts, heads, size, dtype=torch.float32) for size in (2, values))
     sizes = {"HEADS": heads, "V": values, "PARTS": parts, "PART": PART}
     scores = {"EACH": heads // groups, "C": width} | shape(q_NQC.dtype, heads // groups, width, values)
     factor = math.log2(math.e) * (scale or 1 / math.sqrt(width))
@@ -112,10 +112,10 @@ def attend(
     return out
 
 
-def shape(dtype: torch.dtype, each: int, width: int, values: int) -> dict[str, int]:
+def shape(dtype: torch.dtype, group_heads: int, width: int, values: int) -> dict[str, int]:
     """Return the sizes of a program's tiles, and its warps. Without tensor cores a product needs more registers, and float32
     twice the shared memory."""
-    heads, keys, mix = (max(16, triton.next_power_of_2(size)) for size in (each, width, values))
+    heads, keys, mix = (max(16, triton.next_power_of_2(size)) for size in (group_heads, width, values))
     narrow = dtype != torch.float32
     block = BLOCK if narrow or heads * max(keys, mix) <= 16 * 128 else BLOCK // 2
     return {"BE": heads, "BC": keys, "BV": mix, "BT": block, "num_warps": 4 if narrow else 8}

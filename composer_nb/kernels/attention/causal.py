@@ -80,11 +80,11 @@ class _Causal(torch.autograd.Function):
             s_GMT = blocks.part(score, heads, queries, keys)
             torch.bmm(q_GMC[:, queries], k_GNC[:, keys].mT, out=s_GMT)
             norm_GB2 = norm_GM2[:, queries]
-            _softmax(s_GMT.numpy(), before, blocks.each, np.float32(scale * LOG2E), norm_GB2.numpy())
+            _softmax(s_GMT.numpy(), before, blocks.group_heads, np.float32(scale * LOG2E), norm_GB2.numpy())
             out_GMV[:, queries] = torch.bmm(s_GMT, v_GNV[:, keys]).mul_(norm_GB2[..., 1:])
         ctx.save_for_backward(q_GMC, k_GNC, v_GNV, out_GMV, norm_GM2)
         ctx.blocks, ctx.scale = blocks, scale
-        return _by_token(out_GMV, blocks.each)
+        return _by_token(out_GMV, blocks.group_heads)
 
     @staticmethod
     @once_differentiable
@@ -101,30 +101,34 @@ class _Causal(torch.autograd.Function):
             torch.bmm(q_GBC, k_GTC.mT, out=w_GMT)
             torch.bmm(do_GBV, v_GNV[:, keys].mT, out=s_GMT)
             arrays = (x.numpy() for x in (w_GMT, s_GMT, norm_GM2[:, queries], shift_GM[:, queries]))
-            _slopes(*arrays, before, blocks.each, np.float32(scale * LOG2E), np.float32(scale))
+            _slopes(*arrays, before, blocks.group_heads, np.float32(scale * LOG2E), np.float32(scale))
             dv_GNV[:, keys].baddbmm_(w_GMT.mT, do_GBV)
             dk_GNC[:, keys].baddbmm_(s_GMT.mT, q_GBC)
             dq_GMC[:, queries] = torch.bmm(s_GMT, k_GTC)
-        return _by_token(dq_GMC, blocks.each), _by_token(dk_GNC, 1), _by_token(dv_GNV, 1), None, None
+        return _by_token(dq_GMC, blocks.group_heads), _by_token(dk_GNC, 1), _by_token(dv_GNV, 1), None, None
 
 
 class _Blocks:
     """The blocks: queries (r heads a token), keys, and the number of keys before the first token of each."""
 
-    def __init__(self, each: int, lengths: tuple[int, ...]) -> None:
-        self.each, self.lengths = each, lengths
+    def __init__(self, group_heads: int, lengths: tuple[int, ...]) -> None:
+        self.group_heads, self.lengths = group_heads, lengths
 
     def __iter__(self) -> Iterator[tuple[slice, slice, int]]:
         begin = 0
         for length in self.lengths:
             for first in range(0, length, BLOCK):
                 last = min(first + BLOCK, length)
-                yield slice((begin + first) * self.each, (begin + last) * self.each), slice(begin, begin + last), first
+                yield (
+                    slice((begin + first) * self.group_heads, (begin + last) * self.group_heads),
+                    slice(begin, begin + last),
+                    first,
+                )
             begin += length
 
     def room(self, like: Tensor, parts: int) -> Tensor:
         longest = max(self.lengths, default=0)
-        return like.new_empty(parts, len(like) * min(BLOCK, longest) * self.each * longest)
+        return like.new_empty(parts, len(like) * min(BLOCK, longest) * self.group_heads * longest)
 
     @staticmethod
     def part(room: Tensor, heads: int, queries: slice, keys: slice) -> Tensor:
@@ -138,28 +142,28 @@ def _by_head(x_NQC: Tensor, heads: int) -> Tensor:
     return x_NQC.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2).contiguous()
 
 
-def _by_token(x_GMC: Tensor, each: int) -> Tensor:
-    return x_GMC.unflatten(1, (-1, each)).transpose(0, 1).flatten(1, 2)
+def _by_token(x_GMC: Tensor, group_heads: int) -> Tensor:
+    return x_GMC.unflatten(1, (-1, group_heads)).transpose(0, 1).flatten(1, 2)
 
 
 @compiled
-def _ends(row, before, each, width):  # type: ignore[no-untyped-def]
+def _ends(row, before, group_heads, width):  # type: ignore[no-untyped-def]
     """Return how many keys the query of a row of scores sees, and that number rounded up to whole vectors within the row.
     Elements that are left over are computed one by one, and take as long as all others."""
-    seen = before + row // each + 1
-    return seen, min((seen + VECTORS - 1) // VECTORS * VECTORS, width)
+    length = before + row // group_heads + 1
+    return length, min((length + VECTORS - 1) // VECTORS * VECTORS, width)
 
 
 @compiled
-def _softmax(score, before, each, scale, norm):  # type: ignore[no-untyped-def]
+def _softmax(score, before, group_heads, scale, norm):  # type: ignore[no-untyped-def]
     """Weights as multiples of each row's largest, in place; of each row the largest score, and what the weights are yet to be
     multiplied with, which is done to their products: there are fewer."""
     heads, rows, width = score.shape
     for g in range(heads):
         for m in range(rows):
-            seen, end = _ends(m, before, each, width)
+            length, end = _ends(m, before, group_heads, width)
             row = score[g, m, :end]
-            for t in range(seen, end):
+            for t in range(length, end):
                 row[t] = HIDDEN
             if zeros(row) != np.float32(0.0):
                 score[g, m] = norm[g, m] = np.float32(np.nan)
@@ -168,20 +172,20 @@ def _softmax(score, before, each, scale, norm):  # type: ignore[no-untyped-def]
             top = norm[g, m, 0]
             for t in range(end):
                 row[t] = exp2((row[t] - top) * scale)
-            score[g, m, seen:] = np.float32(0.0)
+            score[g, m, length:] = np.float32(0.0)
             norm[g, m, 1] = np.float32(1.0) / total(row)
 
 
 @compiled
-def _slopes(weight, slope, norm, shift, before, each, scale, factor):  # type: ignore[no-untyped-def]
+def _slopes(weight, slope, norm, shift, before, group_heads, scale, factor):  # type: ignore[no-untyped-def]
     """Scores to weights, and gradients of weights to those of products of queries and keys: both in place."""
     heads, rows, width = weight.shape
     for g in range(heads):
         for m in range(rows):
-            seen, end = _ends(m, before, each, width)
+            length, end = _ends(m, before, group_heads, width)
             w, d = weight[g, m, :end], slope[g, m, :end]
             top, share, off = norm[g, m, 0], norm[g, m, 1], shift[g, m]  # not numbers where scores were not finite
             for t in range(end):
                 w[t] = exp2((w[t] - top) * scale) * share
                 d[t] = w[t] * (d[t] - off) * factor
-            weight[g, m, seen:] = slope[g, m, seen:] = np.float32(0.0)
+            weight[g, m, length:] = slope[g, m, length:] = np.float32(0.0)

@@ -92,9 +92,9 @@ def slower(slow, hazard):  # type: ignore[no-untyped-def]
 
 
 @coder
-def after_change(slow, before, own):  # type: ignore[no-untyped-def]
-    """Return the same after a change of an element of hazard `own`. Half of it counts (it came somewhere within), up to 3/4."""
-    return slower(slow - (slow >> U(RECENT)), before + min(own >> U(1), U(3 * NAT // 4)))
+def after_change(slow, before, hazard):  # type: ignore[no-untyped-def]
+    """Return the clock after a change of an element of this hazard. Half of it counts (it came somewhere within), up to 3/4."""
+    return slower(slow - (slow >> U(RECENT)), before + min(hazard >> U(1), U(3 * NAT // 4)))
 
 
 @coder
@@ -120,9 +120,9 @@ def probability(model):  # type: ignore[no-untyped-def]
 @coder
 def learn(model, bit):  # type: ignore[no-untyped-def]
     """The estimator of Krichevsky and Trofimov, forgetting after 254 decisions."""
-    p, seen = np.int64(model >> U(8)), model & U(255)
-    p += (((np.int64(bit) << 24) - p) * RECIPROCALS[seen + U(2)]) >> 40
-    return (U(p) << U(8)) | (seen + U(seen < U(254)))
+    p, decisions = np.int64(model >> U(8)), model & U(255)
+    p += (((np.int64(bit) << 24) - p) * RECIPROCALS[decisions + U(2)]) >> 40
+    return (U(p) << U(8)) | (decisions + U(decisions < U(254)))
 
 
 @inlined

@@ -87,9 +87,9 @@ def _elements(bits: Bits, layout: Layout) -> Bits:
         fit = bits.flags.c_contiguous and bits.flags.aligned and bits.flags.writeable  # one form for the compiler
         return bits if fit else np.array(bits)
     packed = bits.view(np.uint8)
-    made = np.empty(2 * len(packed), np.uint8)
-    made[0::2], made[1::2] = packed & 15, packed >> 4
-    return made
+    elements = np.empty(2 * len(packed), np.uint8)
+    elements[0::2], elements[1::2] = packed & 15, packed >> 4
+    return elements
 
 
 def encode_block(base: Bits, target: Bits, layout: Layout) -> bytes:

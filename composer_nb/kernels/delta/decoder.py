@@ -134,7 +134,7 @@ def read_changes(block, words, quarters, models, table, shift, mask, first, elem
                 state, word = take(state, U(words[word]), word, last_word, GIVEN_UP, WHOLE - GIVEN_UP)
             speed = pace(slow)
             goal = since + goal_of(state & MASK, speed)
-            i, end, hazard, own = quarters[q, ELEMENT], quarters[q, LAST_ELEMENT], U(0), U(0)
+            i, end, hazard, element_hazard = quarters[q, ELEMENT], quarters[q, LAST_ELEMENT], U(0), U(0)
             while i + RUN <= end:
                 ahead = hazard
                 for j in range(RUN):
@@ -143,22 +143,22 @@ def read_changes(block, words, quarters, models, table, shift, mask, first, elem
                     break
                 hazard, i = ahead, i + RUN
             while i < end:
-                own = U(table[U(block[i]) >> shift])
-                if hazard + own >= goal:
+                element_hazard = U(table[U(block[i]) >> shift])
+                if hazard + element_hazard >= goal:
                     break
-                hazard, i = hazard + own, i + U(1)
+                hazard, i = hazard + element_hazard, i + U(1)
             if i == end:
                 return False
             before = max(hazard, since) - since
             start = cumulative(before, speed)
-            frequency = cumulative(hazard + own - since, speed) - start
+            frequency = cumulative(hazard + element_hazard - since, speed) - start
             state, word = take(state, U(words[word]), word, last_word, start, frequency)
             which = models_of(U(block[i]), shift, mask, first)
             step, start, frequency = step_at(state & MASK, U(models[which]), U(models[which + U(1)]))
             state, word = take(state, U(words[word]), word, last_word, start, frequency)
             elements[k + q], steps[k + q] = i, step
             quarters[q, STATE], quarters[q, WORD] = state, word
-            quarters[q, SLOW], quarters[q, ELEMENT] = after_change(slow, before, own), i + U(1)
+            quarters[q, SLOW], quarters[q, ELEMENT] = after_change(slow, before, element_hazard), i + U(1)
         for j in range(k, k + turn):
             which = models_of(U(block[elements[j]]), shift, mask, first)
             models[which] = learn(U(models[which]), steps[j] >> U(1))
@@ -192,20 +192,20 @@ def apply_changes(block, words, quarters, models, shift, mask, width, first, ele
                 which, length, more = models_of(U(block[i]), shift, mask, first), U(1), True
                 while more and length < width:
                     model = U(models[which + U(1) + length])
-                    one = probability(model)
-                    more = state & MASK < one
+                    one_share = probability(model)
+                    more = state & MASK < one_share
                     models[which + U(1) + length] = learn(model, more)
-                    start, frequency = (U(0), one) if more else (one, WHOLE - one)
+                    start, frequency = (U(0), one_share) if more else (one_share, WHOLE - one_share)
                     state, word = take(state, U(words[word]), word, last_word, start, frequency)
                     length += U(more)
                 rest = U(1)
                 if length > U(1):
                     left = length - U(2)
                     model = U(models[which + U(1 + LONGEST) + left])
-                    one = probability(model)
-                    digit = state & MASK < one
+                    one_share = probability(model)
+                    digit = state & MASK < one_share
                     models[which + U(1 + LONGEST) + left] = learn(model, digit)
-                    start, frequency = (U(0), one) if digit else (one, WHOLE - one)
+                    start, frequency = (U(0), one_share) if digit else (one_share, WHOLE - one_share)
                     state, word = take(state, U(words[word]), word, last_word, start, frequency)
                     rest = U(2) + U(digit)
                     while left:
@@ -215,11 +215,11 @@ def apply_changes(block, words, quarters, models, shift, mask, width, first, ele
                         rest = (rest << digits) | value
                         start, frequency = value << (U(SCALE) - digits), U(1) << (U(SCALE) - digits)
                         state, word = take(state, U(words[word]), word, last_word, start, frequency)
-            place = ordinal(U(block[i]), width)
+            number = ordinal(U(block[i]), width)
             distance = np.int64(rest) + 1
-            place += distance if (steps[k] & 2 != 0) == (place >= 0) else -distance
-            if not -half <= place < half:
+            number += distance if (steps[k] & 2 != 0) == (number >= 0) else -distance
+            if not -half <= number < half:
                 return False
-            block[i] = U(place ^ (place >> 63)) | (U(place >> 63) & U(half))
+            block[i] = U(number ^ (number >> 63)) | (U(number >> 63) & U(half))
         quarters[q, STATE], quarters[q, WORD] = state, word
     return True

@@ -172,7 +172,7 @@ def place_symbols(base, elements, begin, end, table, shift, places, waits):  # t
         i = U(elements[k])
         since = i if k == begin else U(elements[k - U(1)]) + U(1)
         before = hazard_of(base, U(0) if k == U(0) else since, i, table, shift)
-        own, speed = U(table[U(base[i]) >> shift]), pace(slow)
+        element_hazard, speed = U(table[U(base[i]) >> shift]), pace(slow)
         waits[k] = 0
         while (before * speed) >> U(16) >= PATIENCE:
             wait = patience(speed)
@@ -180,16 +180,16 @@ def place_symbols(base, elements, begin, end, table, shift, places, waits):  # t
             before, slow = before - wait, slower(slow, wait)
             speed = pace(slow)
         start = cumulative(before, speed)
-        places[k] = symbol(start, cumulative(before + own, speed) - start)
-        slow = after_change(slow, before, own)
+        places[k] = symbol(start, cumulative(before + element_hazard, speed) - start)
+        slow = after_change(slow, before, element_hazard)
 
 
 @coder
 def step_of(base, target, i, width):  # type: ignore[no-untyped-def]
     """Return whether a change leads away from zero, and its steps beyond the first."""
-    place = ordinal(U(base[i]), width)
-    step = ordinal(U(target[i]), width) - place
-    return (step > 0) == (place >= 0), U(abs(step) - 1)
+    number = ordinal(U(base[i]), width)
+    step = ordinal(U(target[i]), width) - number
+    return (step > 0) == (number >= 0), U(abs(step) - 1)
 
 
 @coder
@@ -235,9 +235,9 @@ def rest_symbols(base, target, elements, cuts, models, shift, mask, width, first
 @coder
 def put_bit(symbols, count, models, which, bit):  # type: ignore[no-untyped-def]
     """Append a decision and let its model learn. Return the new number of symbols."""
-    one = probability(U(models[which]))
+    one_share = probability(U(models[which]))
     models[which] = learn(U(models[which]), bit)
-    symbols[count] = symbol(U(0), one) if bit else symbol(one, WHOLE - one)
+    symbols[count] = symbol(U(0), one_share) if bit else symbol(one_share, WHOLE - one_share)
     return count + U(1)
 
 

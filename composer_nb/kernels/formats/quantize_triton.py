@@ -105,7 +105,7 @@ def mx_quantize(x: Tensor, block: int, rows: int, rule: Rule) -> MXTensor:
     elif x_BRK.stride(-1) != 1:
         x_BRK = x_BRK.contiguous()
     B, R, K = x_BRK.shape
-    made = MXTensor(
+    tensor = MXTensor(
         qdata=torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device),
         scale=torch.empty(mx_scale_shape(x.shape, block, rows), dtype=torch.uint8, device=x.device),
         block=block,
@@ -117,11 +117,11 @@ def mx_quantize(x: Tensor, block: int, rows: int, rule: Rule) -> MXTensor:
     length, most = (R, height) if down else (K, width)
     if x.numel():
         mx_kernel[(triton.cdiv(R, height), triton.cdiv(K, width), B)](
-            x_BRK, made.qdata.view(torch.uint8), made.scale, R, K, x_BRK.stride(0), x_BRK.stride(1),
+            x_BRK, tensor.qdata.view(torch.uint8), tensor.scale, R, K, x_BRK.stride(0), x_BRK.stride(1),
             BLOCK=block, ROWS=rows, RCEIL=rule == "rceil", DOWN=down,
             PACKED=length % (4 * block) == 0 and most >= 4 * block, H=height, W=width, num_warps=warps,
         )  # fmt: skip
-    return made
+    return tensor
 
 
 # -- NVFP4 ---------------------------------------------------------------------------------------------------
@@ -185,8 +185,8 @@ def nvfp4_kernel(  # type: ignore[no-untyped-def]
         x = tl.load(x_row + k[None, :], mask=(r < R)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
         blocks = tl.reshape(x, [H, W // 16, 16])
         a = tl.max(blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2).to(tl.float32, bitcast=True)
-        wanted = tl.div_rn(tl.div_rn(a, tl.full([H, W // 16], 6.0, tl.float32)), g[:, None] + tl.zeros_like(a))
-        scale = tl.minimum(wanted, 448.0).to(tl.float8e4nv)
+        exact_scale = tl.div_rn(tl.div_rn(a, tl.full([H, W // 16], 6.0, tl.float32)), g[:, None] + tl.zeros_like(a))
+        scale = tl.minimum(exact_scale, 448.0).to(tl.float8e4nv)
         step = scale.to(tl.float32) * g[:, None]
         step = tl.where(step > 0, step, float("inf"))
         y = tl.div_rn(blocks, step[:, :, None] + tl.zeros_like(blocks))

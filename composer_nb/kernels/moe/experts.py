@@ -56,11 +56,11 @@ def _gathered_sum(x_PD: Tensor, place_NK: Tensor) -> Tensor:
 
 
 @compiled("f4[:,::1], i8[:,::1], f4[:,::1]")
-def _add_up(x, place, out):  # type: ignore[no-untyped-def]
+def _add_up(x, rows, out):  # type: ignore[no-untyped-def]
     for n in range(len(out)):
-        out[n] = x[place[n, 0]]
-        for k in range(1, place.shape[1]):
-            row = x[place[n, k]]
+        out[n] = x[rows[n, 0]]
+        for k in range(1, rows.shape[1]):
+            row = x[rows[n, k]]
             for d in range(len(row)):
                 out[n, d] += row[d]
 

@@ -202,12 +202,12 @@ def _check(x: Tensor, logits: Tensor, w_gate_up: Tensor, w_down: Tensor, k: int)
     _require(logits.dtype in LOGITS, f"router_logits is {logits.dtype}: must be float16, bfloat16, float32 or float64")
     shape = f"x of shape {tuple(x.shape)}"
     _require(x.dim() >= 2 and x.numel() > 0, f"{shape}: must be [..., D] with one token at least")
-    (count, double, width), found = w_gate_up.shape, tuple(w_gate_up.shape)
-    wanted = f"must be [E, 2I, D] with D = {x.shape[-1]}, that of x"
-    _require(width == x.shape[-1], f"w_gate_up of shape {found}: {wanted}")
+    (count, double, width), up_shape = w_gate_up.shape, tuple(w_gate_up.shape)
+    requirement = f"must be [E, 2I, D] with D = {x.shape[-1]}, that of x"
+    _require(width == x.shape[-1], f"w_gate_up of shape {up_shape}: {requirement}")
     down = (count, width, double // 2)
-    wanted = f"must be [E, D, I] = {down}, as w_gate_up [E, 2I, D] is {found}"
-    _require(not double % 2 and w_down.shape == down, f"w_down of shape {tuple(w_down.shape)}: {wanted}")
+    requirement = f"must be [E, D, I] = {down}, as w_gate_up [E, 2I, D] is {up_shape}"
+    _require(not double % 2 and w_down.shape == down, f"w_down of shape {tuple(w_down.shape)}: {requirement}")
     scores = (*x.shape[:-1], count)
     shape = f"router_logits of shape {tuple(logits.shape)}"
     _require(logits.shape == scores, f"{shape}: must be {scores}, E for each token")

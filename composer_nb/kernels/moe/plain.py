@@ -50,7 +50,7 @@ class PlainSteps:
         row_NK = torch.empty_like(slot_M).scatter_(0, slot_M, torch.arange(len(slot_M), device=slot_M.device))
         ends_E = F.one_hot(flat_M.long(), experts).sum(0).cumsum(0)
         whole = (ends_E, slot_M // experts_NK.shape[1], slot_M, row_NK.view_as(experts_NK))
-        return Plan(*(each.to(torch.int32) for each in whole))
+        return Plan(*(tensor.to(torch.int32) for tensor in whole))
 
     def rows(self, x_RK: Tensor, format: Format | None) -> Operand:
         """Quantize each row by itself."""
@@ -107,6 +107,6 @@ class PlainSteps:
         """Return [N, D], the sum of each token's K rows in the order of its choices, in float32."""
         wide = torch.promote_types(y_MD.dtype, torch.float32)
         out_ND = y_MD[plan.row_NK[:, 0]].to(wide)
-        for place in range(1, plan.row_NK.shape[1]):
-            out_ND = out_ND + y_MD[plan.row_NK[:, place]].to(wide)
+        for rank in range(1, plan.row_NK.shape[1]):
+            out_ND = out_ND + y_MD[plan.row_NK[:, rank]].to(wide)
         return out_ND.to(y_MD.dtype)

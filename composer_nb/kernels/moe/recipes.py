@@ -46,7 +46,7 @@ class Recipe:
 
     @property
     def multiple(self) -> int:
-        return max((MULTIPLE[each] for each in (self.forward, self.dgrad) if each), default=1)
+        return max((MULTIPLE[number] for number in (self.forward, self.dgrad) if number), default=1)
 
 
 RECIPES: dict[RecipeName, Recipe] = {
@@ -61,10 +61,10 @@ def as_recipe(recipe: str | Recipe) -> Recipe:
     """Return a recipe by name. Raises ValueError for a name that is not in `RECIPES`."""
     if isinstance(recipe, Recipe):
         return recipe
-    found = next((known for name, known in RECIPES.items() if name == recipe), None)
-    if found is None:
+    match = next((candidate for name, candidate in RECIPES.items() if name == recipe), None)
+    if match is None:
         raise ValueError(f"recipe={recipe!r}: must be one of {', '.join(get_args(RecipeName))}, or a Recipe")
-    return found
+    return match
 
 
 def quantise_rows(x_RK: Tensor, format: Format | None, backend: str | None = None) -> Operand:

@@ -147,20 +147,20 @@ def _best(score_NE: Tensor, count: int) -> Tensor:
 def _fill_best(score, best):  # type: ignore[no-untyped-def]
     """Fill `best` by insertion; torch's `topk` takes twice as long on 64 scores. NaN comes first."""
     count = best.shape[1]
-    held = np.empty(count, np.float32)
+    keys = np.empty(count, np.float32)
     for n in range(len(score)):
         filled = 0
         for e in range(score.shape[1]):
             key = score[n, e]
             key = key if key == key else np.float32(np.inf)
-            if filled == count and not key > held[count - 1]:
+            if filled == count and not key > keys[count - 1]:
                 continue
             filled = min(filled + 1, count)
-            place = filled - 1
-            while place > 0 and key > held[place - 1]:
-                held[place], best[n, place] = held[place - 1], best[n, place - 1]
-                place -= 1
-            held[place], best[n, place] = key, e
+            rank = filled - 1
+            while rank > 0 and key > keys[rank - 1]:
+                keys[rank], best[n, rank] = keys[rank - 1], best[n, rank - 1]
+                rank -= 1
+            keys[rank], best[n, rank] = key, e
 
 
 def choose_experts(logits_NE: Tensor, k: int) -> Tensor:

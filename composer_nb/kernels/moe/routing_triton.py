@@ -34,12 +34,12 @@ def choice_kernel(  # type: ignore[no-untyped-def]
     key = tl.where(value != value, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
     key = tl.where(inside, key, TAKEN)
     won = tl.zeros([BN, BK], tl.int32)
-    for place in tl.static_range(K):
+    for rank in tl.static_range(K):
         best = tl.argmax(key, 1, tie_break_left=True)
-        won = tl.where((k == place)[None, :], best[:, None].to(tl.int32), won)
+        won = tl.where((k == rank)[None, :], best[:, None].to(tl.int32), won)
         key = tl.where(e[None, :] == best[:, None], TAKEN, key)
-    kept = (n < tokens)[:, None] & (k < K)[None, :]
-    tl.store(experts + n[:, None] * K + k[None, :], won, mask=kept)
+    valid = (n < tokens)[:, None] & (k < K)[None, :]
+    tl.store(experts + n[:, None] * K + k[None, :], won, mask=valid)
 
 
 def choose(logits_NE: Tensor, k: int) -> Tensor:
@@ -62,11 +62,11 @@ def histogram_kernel(experts, counts, choices, E: tl.constexpr, BE: tl.constexpr
     m = b * BM + tl.arange(0, BM)
     chosen = tl.load(experts + m, mask=m < choices, other=0).to(tl.int32)
     e = tl.arange(0, BE)
-    found = tl.histogram(chosen, BE)
-    found -= tl.where(
+    histogram = tl.histogram(chosen, BE)
+    histogram -= tl.where(
         e == 0, tl.sum((m >= choices).to(tl.int32), 0), 0
     )  # the padding of the last block was counted as expert 0
-    tl.store(counts + b * E + e, found, mask=e < E)
+    tl.store(counts + b * E + e, histogram, mask=e < E)
 
 
 @triton.jit

@@ -29,8 +29,8 @@ def combine_kernel(y, out, row, tokens, D: tl.constexpr, K: tl.constexpr, BN: tl
     n, d = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(1) * BD + tl.arange(0, BD)
     mask = (n < tokens)[:, None] & (d < D)[None, :]
     total = tl.zeros([BN, BD], tl.float32)
-    for place in tl.static_range(K):
-        source = tl.load(row + n * K + place, mask=n < tokens, other=0).to(tl.int64)
+    for rank in tl.static_range(K):
+        source = tl.load(row + n * K + rank, mask=n < tokens, other=0).to(tl.int64)
         total += tl.load(y + source[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
     tl.store(out + n[:, None].to(tl.int64) * D + d[None, :], total.to(out.dtype.element_ty), mask=mask)
 
@@ -118,8 +118,8 @@ def _room(rows: int, width: int, block: int, like: Tensor) -> MXTensor | None:
     return MXTensor(qdata=q, scale=scale, block=block, made_by=ran())
 
 
-def _parts(kept: MXTensor | None, unused: Tensor) -> tuple[Tensor, Tensor]:
-    return (unused, unused) if kept is None else (kept.qdata.view(torch.uint8), kept.scale)
+def _parts(quantized: MXTensor | None, unused: Tensor) -> tuple[Tensor, Tensor]:
+    return (unused, unused) if quantized is None else (quantized.qdata.view(torch.uint8), quantized.scale)
 
 
 def _packed(half: int, block: int, wide: int) -> bool:
@@ -132,13 +132,13 @@ def swiglu(h_MF: Tensor, gate_M: Tensor, format: Format | None) -> Operand:
     rows, half = h_MF.shape[0], h_MF.shape[1] // 2
     block = MX_BLOCK.get(format, 0)
     act_MI = h_MF.new_empty(0 if block else rows, half)
-    kept = _room(rows, half, block, h_MF)
+    quantized = _room(rows, half, block, h_MF)
     high, wide = swiglu_shape(half, block)
     swiglu_kernel[(triton.cdiv(rows, high), triton.cdiv(half, wide))](
-        h_MF, gate_M, act_MI, *_parts(kept, act_MI), rows, INNER=half, BLOCK=block, PACKED=_packed(half, block, wide),
+        h_MF, gate_M, act_MI, *_parts(quantized, act_MI), rows, INNER=half, BLOCK=block, PACKED=_packed(half, block, wide),
         BM=high, BI=wide,
     )  # fmt: skip
-    return kept or quantise_rows(act_MI, format, "triton")
+    return quantized or quantise_rows(act_MI, format, "triton")
 
 
 def swiglu_backward(
@@ -148,10 +148,10 @@ def swiglu_backward(
     rows, half = d_MI.shape
     block = MX_BLOCK.get(format, 0)
     dh_MF, act_MI, dgate_M = torch.empty_like(h_MF), torch.empty_like(d_MI), torch.empty_like(gate_M)
-    kept = _room(rows, 2 * half, block, h_MF)
+    quantized = _room(rows, 2 * half, block, h_MF)
     high, wide = swiglu_shape(half, block)
     swiglu_backward_kernel[(triton.cdiv(rows, high),)](
-        d_MI, h_MF, gate_M, dh_MF, act_MI, dgate_M, *_parts(kept, act_MI), rows, INNER=half, BLOCK=block,
+        d_MI, h_MF, gate_M, dh_MF, act_MI, dgate_M, *_parts(quantized, act_MI), rows, INNER=half, BLOCK=block,
         PACKED=_packed(half, block, wide), BM=high, BI=wide,
     )  # fmt: skip
-    return dh_MF, kept or quantise_rows(dh_MF, format, "triton"), act_MI, dgate_M
+    return dh_MF, quantized or quantise_rows(dh_MF, format, "triton"), act_MI, dgate_M
