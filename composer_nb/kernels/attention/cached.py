@@ -63,7 +63,7 @@ def _attend(q, k, v, slot, position, out, scale):  # type: ignore[no-untyped-def
 
 @compiled
 def attend_one(q, k, v, length, scale, score, out):  # type: ignore[no-untyped-def]
-    """One token's heads [Q, C] on the first `length` positions of its row [G, T, C]. `score` [Q / G, T] is scratch memory. Softmax
+    """One token's heads [Q, C] on the first `length` positions of its row [G, T, C]. `score` [Q / G, T] is scratch space. Softmax
     in base 2, so `scale` is that of the scores over ln 2."""
     heads, width = len(score), v.shape[2]
     whole = length - length % LANES if q.shape[1] % LANES == 0 else 0
