@@ -120,6 +120,8 @@ class _Header:
             if name in self.tensors:
                 raise ValueError(f"{name} is there twice")
             self.tensors[name] = self._tensor(name, shape, kind, begin + offset)
+        if sum(tensor.data.nbytes for tensor in self.tensors.values()) > len(data):
+            raise ValueError("several tensors have the same place, so it holds less than it announces")
 
     def _take(self, count: int) -> NDArray[np.uint8]:
         begin, self._at = self._at, self._at + self._count(count, 1)
