@@ -251,6 +251,22 @@ def test_users_who_began_alike_have_a_rollout_each(named: bool, tmp_path: Path) 
         np.testing.assert_allclose(segment.logprob[segment.acted], scored_again(segment), rtol=0, atol=1e-6)
 
 
+def test_a_name_is_one_users(tmp_path: Path) -> None:
+    """Two who name their rollouts alike share neither a stored rollout nor its reward."""
+    with recording(tmp_path / "run") as server:
+        url = rollout_url(server, "mine") + "/v1"
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        for user, text in (("ann", "secret of ann"), ("bob", "hello"), ("ann", "and?")):
+            given: Any = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "user": user}
+            if user == "ann":
+                client.chat.completions.create(model="model", **given)
+                continue
+            with pytest.raises(openai.ConflictError, match="mine is another user's"):
+                client.chat.completions.create(model="model", **given)
+    [done] = served(tmp_path / "run").values()
+    assert done.task.instruction == "secret of ann" and len(done.rollout.segments) == 2
+
+
 def test_what_nobody_grades_is_stored_when_the_server_closes(tmp_path: Path) -> None:
     with recording(tmp_path / "run") as server:
         client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)

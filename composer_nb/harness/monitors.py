@@ -159,11 +159,17 @@ def _literals(text: str) -> Iterator[str]:
 
 def _given(text: str) -> Iterator[str]:
     """Yield the plain values among the arguments of a module's calls."""
+    arguments: dict[int, ast.AST] = {}
     for call in nodes_of(text):
-        for given in call.args if isinstance(call, ast.Call) else ():
-            yield from _plain(ast.walk(given))
         if isinstance(call, ast.Call):
             yield from _plain([ast.Tuple(elts=call.args)])
+            unvisited: list[ast.AST] = [*call.args]
+            while unvisited:  # a node once, however many calls it is nested in
+                node = unvisited.pop()
+                if id(node) not in arguments:
+                    arguments[id(node)] = node
+                    unvisited += ast.iter_child_nodes(node)
+    yield from _plain(arguments.values())
 
 
 def _cases(text: str) -> Iterator[str]:
@@ -180,7 +186,7 @@ def _cases(text: str) -> Iterator[str]:
         yield from _plain([inner for part in parts if part for inner in (part, *getattr(part, "elts", ()))])
 
 
-def _plain(nodes: Sequence[ast.AST] | Iterator[ast.AST]) -> Iterator[str]:
+def _plain(nodes: Iterable[ast.AST]) -> Iterator[str]:
     for node in nodes:
         if any(islice(ast.walk(node), MAX_PARTS, None)):
             continue

@@ -20,10 +20,11 @@ from composer_nb.harness.tools import terminal
 from composer_nb.labs.audit.leaks import COPIES
 from composer_nb.labs.rewards.judges import COMMUNICATION, evidence
 from composer_nb.trainer.corpus.licences import is_allowed
-from tests.harness.test_monitors import done
+from tests.harness.test_monitors import TASK, done
 
 DOTS = "[" + ".".join(["a"] * 40_000) + "]\n"
 LINES = [f"{number % 120}" for number in range(20_000)]
+NESTED = "\n".join("f(" * 150 + "1, 2" + ")" * 150 for _ in range(300))
 OTHER = [f"{number * 7 % 127}" for number in range(20_000)]
 
 
@@ -41,6 +42,7 @@ def raises(call: Callable[[], object]) -> Callable[[], object]:
 
 CASES: dict[str, Callable[[], object]] = {
     "a call": lambda: flags_of(done({}, ("run_terminal_cmd", {"command": "git " * 100_000}, "x"))),
+    "calls within calls": lambda: flags_of(done({}, task=TASK.model_copy(update={"files": {"test_f.py": NESTED}}))),
     "a claim": lambda: conduct._says("tests " * 100_000, conduct._CLAIM),
     "an exception": lambda: _not_raised("DID NOT RAISE " + "a" * 200_000),
     "a commit's trailer": lambda: request_of("-by" * 200_000),
@@ -62,9 +64,10 @@ CASES: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_hostile_text_takes_no_more_than_seconds(name: str) -> None:
+    """The bound is of CPU time, some ten times what any case takes; in quadratic time the cases take minutes."""
     began = time.process_time()
     CASES[name]()
-    assert time.process_time() - began < 3
+    assert time.process_time() - began < 20
 
 
 def test_ordinary_texts_mean_what_they_did() -> None:

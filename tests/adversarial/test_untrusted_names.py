@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -267,6 +268,15 @@ def test_a_checkpoints_metadata_runs_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a checkpoint of this model"):
         whole(folder, cast(Any, torch.nn.Linear(1, 1)))
     assert not mark.exists()
+
+
+def test_a_checkpoints_metadata_makes_no_table_as_long_as_it_says(tmp_path: Path) -> None:
+    """The number under which a pickle keeps an object is a length that the unpickler in C allocates: here 4 GiB."""
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04Nr" + (1 << 28).to_bytes(4, "little") + b".")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match="describe no checkpoint"):
+        Reader(tmp_path).read_metadata()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + (1 << 20)
 
 
 # Runs

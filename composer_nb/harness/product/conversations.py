@@ -117,6 +117,8 @@ class Conversations:
         """Known ones, the one that has been idle longest first."""
         self._owners: dict[bytes, str] = {}
         """Digest of the messages up to an answer -> name of the rollout; empty if there are several."""
+        self._users: dict[str, str] = {}
+        """Name of a rollout -> its user, where both were told."""
         self._door = threading.Lock()
         """Held by the request that waits for room: those behind it do not overtake it."""
         self._room = threading.Condition()
@@ -129,6 +131,10 @@ class Conversations:
             return self._generate(asked, there, told)
         if asked.rollout and not self.record:
             raise Refused("rollout: this server records nothing; start it with --record RUN", param="rollout")
+        if asked.rollout and asked.user and self._users.setdefault(asked.rollout, asked.user) != asked.user:
+            raise Refused(
+                f"rollout: {asked.rollout} is another user's; choose another name", 409, "conflict", "rollout"
+            )
         wire = asked.messages
         system = "\n\n".join(text_of(each) for each in wire if each.get("role") in SYSTEM)
         spoken = [_plain(each) for each in wire if each.get("role") not in SYSTEM]

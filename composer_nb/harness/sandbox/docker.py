@@ -30,7 +30,7 @@ from composer_nb.harness.sandbox.backend import ResidentBackend
 from composer_nb.harness.sandbox.contract import LIMITS, WORKSPACE, Capabilities, Machine, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.guest.bundle import BOOT, LIMITS_INSIDE, resident_program, resident_settings
-from composer_nb.harness.sandbox.host import Channel
+from composer_nb.harness.sandbox.host import Channel, hide_network_counts
 from composer_nb.harness.sandbox.image import USER, host_image
 from composer_nb.harness.sandbox.journal import this_process
 from composer_nb.harness.sandbox.system.cgroups import Group
@@ -62,14 +62,14 @@ for top, below, names in os.walk("/"):
         below[:] = [name for name in below if name not in ("proc", "sys", "dev")]
     for path in (os.path.join(top, name) for name in names):
         try:
-            if os.path.isfile(path):
+            for _ in range(3 * os.path.isfile(path)):
                 with open(path, "rb", buffering=0) as file:
                     while file.read(1 << 20):
                         pass
         except OSError:
             pass
 """
-"""Reads all files of an image."""
+"""Reads all files of an image, three times: then all their pages are among those in use (`kit.STAGE`)."""
 COUNTED = {"memory_bytes": "MemoryLimit", "processes": "PidsLimit", "cpus": "CpuCfsQuota"}
 """Facts of the engine about limits that it cannot set everywhere."""
 
@@ -282,9 +282,11 @@ class DockerBackend(ResidentBackend):
             streams = dict.fromkeys(("stdin", "stdout", "stderr", "stream"), 1)
             made.channel = DockerChannel(self._client.api.attach_socket(name, params=streams))
             self._client.api.start(name)
-            made.group = _group(self._client.api.inspect_container(name))
-            if made.group is not None:
+            container = self._client.api.inspect_container(name)
+            made.group = _group(container)
+            if made.group is not None:  # the engine runs on this machine
                 made.group.limit_sockets(spec.memory_bytes)  # no engine does
+                hide_network_counts(container["State"]["Pid"])
         except BaseException as error:
             with contextlib.suppress(SandboxFailure):  # the container is in the journal, if there is one
                 made.end()

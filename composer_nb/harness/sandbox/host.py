@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -20,6 +21,21 @@ from composer_nb.harness.untrusted import json_of
 
 STOP_S = 0.02
 """Seconds between two checks for a request to stop."""
+
+OWN_NETWORK = frozenset(
+    "arp dev if_inet6 igmp ipv6_route netstat raw raw6 route snmp snmp6 tcp tcp6 udp udp6 unix".split()
+)
+"""Files of /proc/PID/net that are about one network alone."""
+
+
+def hide_network_counts(pid: int) -> None:
+    """Take all permissions from the files of a process's network that tell of other networks, such as `softnet_stat`, which
+    counts the packets of the whole machine. Nobody inside has the capability to read them all the same. Only root may do so."""
+    with contextlib.suppress(OSError):
+        if os.path.samefile(f"/proc/{pid}/ns/net", "/proc/self/ns/net"):
+            return  # the machine's own
+        for name in set(os.listdir(f"/proc/{pid}/net")) - OWN_NETWORK:
+            os.chmod(f"/proc/{pid}/net/{name}", 0)
 
 
 def launch(command: Sequence[str], end: socket.socket, **more: Any) -> subprocess.Popen[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from dataclasses import replace
 from typing import Any
@@ -122,6 +123,78 @@ def f():
     return nothing(sorted(found))
 
 
+@register(22, "leave a message in what networks count for the whole machine, or in options of sockets")
+def counts_of_networks(site: Site) -> Verdict:
+    source = """
+import socket, struct
+def f(counts):
+    found = []
+    for name in counts:
+        attempt(found, name, lambda: open("/proc/self/net/" + name).read(1) != "" or 1 / 0)
+    label = struct.pack("16sIBBHHHI", socket.inet_pton(10, "::1"), 0, 0, 255, 1, 6, 100, 0)
+    program = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
+    filter = struct.pack("HxxxxxxQ", 1, ctypes.addressof(program))
+    with socket.socket() as one, socket.socket(10, 2) as six:
+        attempt(found, "IP_LOCAL_PORT_RANGE", lambda: one.setsockopt(0, 51, struct.pack("I", 25000 | 49000 << 16)))
+        attempt(found, "IPV6_FLOWLABEL_MGR", lambda: six.setsockopt(41, 32, label))
+        attempt(found, "SO_ATTACH_FILTER", lambda: six.setsockopt(1, 26, filter))
+        attempt(found, "SO_NETNS_COOKIE", lambda: one.getsockopt(1, 71, 8) and None)
+    attempt(found, "MPTCP", lambda: socket.socket(2, 1, 262).close())
+    return found
+"""
+    counts = (
+        ["softnet_stat", "sockstat", "protocols", "stat/arp_cache"] if os.geteuid() == 0 else []
+    )  # only root can hide them
+    with site.backend.create(SPEC) as box:
+        return nothing(python(box, source, counts))
+
+
+PAGES_IN_USE = f"""{FILES}
+def f(bits):
+    read, heard = library(), []
+    for path, bit in zip(read, bits):
+        for _ in range(3 * bit):
+            with open(path, "rb") as file:
+                file.read()
+    for path in [] if bits else read:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
+            pages[0]
+            with open("/proc/self/numa_maps") as lines:
+                heard += [" active=0 " not in line for line in lines if line.split()[2:3] == ["file=" + path]]
+    return heard
+"""
+
+
+@register(22, "leave a message in which pages of common files the kernel takes to be in use")
+def pages_in_use(site: Site) -> Verdict:
+    bits = [random.randrange(2) for _ in range(BITS)]
+    spec = replace(SPEC, basic=True)
+    with site.backend.create(spec) as box:
+        python(box, PAGES_IN_USE, bits)
+    with site.backend.create(spec) as box:
+        heard = python(box, PAGES_IN_USE, []) if os.path.exists("/proc/self/numa_maps") else []
+    right = sum(one == other for one, other in zip(bits, heard, strict=False))
+    return nothing([] if all(heard) else [f"{right} of {BITS} bits"])
+
+
+@register_both(24, "have memory merged with that of others, or take pages that no limit counts")
+def uncounted_pages(cell: Cell) -> Verdict:
+    source = """
+import mmap, resource
+def f(create):
+    found, name = [], ctypes.create_string_buffer(b"x")
+    attempt(found, "PR_SET_MEMORY_MERGE", lambda: libc.prctl(67, 1, 0, 0, 0) == 0 or 1 / 0)
+    attempt(found, "MFD_HUGETLB", lambda: syscall(create, ctypes.addressof(name), 4))
+    attempt(found, "mlock", lambda: libc.mlock(name, 1) == 0 or 1 / 0)
+    try:
+        mmap.mmap(-1, 1 << 21, flags=0x40000 | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        return found + ["MAP_HUGETLB"] * (error.errno != 1)  # not for want of such pages
+    return found + ["MAP_HUGETLB"]
+"""
+    return nothing(cell.run(source, RULED["memfd_create"][machine()["column"]]))
+
+
 @register_both(22, "have a crash start a program of the host, which a piped core_pattern does unless the limit is 1")
 def crash(cell: Cell) -> Verdict:
     source = """
@@ -146,7 +219,11 @@ import resource, select, socket, struct, time
 def tcp():
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
-        return one, server.accept()[0]
+        ends = one, server.accept()[0]
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 30)
+    return ends
 def pipe():
     ends = os.pipe()
     return os.fdopen(ends[1], "wb", 0), os.fdopen(ends[0], "rb", 0)

@@ -114,6 +114,8 @@ class _Header:
         self.tensors = {name: self._tensor(name, shape, kind, begin + offset) for name, shape, kind, offset in forms}
         if len(self.tensors) < tensors or len(self.fields) < keys + 1:
             raise ValueError("a key or a tensor is there twice")
+        if sum(tensor.data.nbytes for tensor in self.tensors.values()) > len(data):
+            raise ValueError("several tensors have the same place, so it holds less than it announces")
 
     def _take(self, count: int) -> bytes:
         begin, self._at = self._at, self._at + self._count(count, 1)

@@ -78,10 +78,12 @@ def tokenizer_of(model: Model, path: Path) -> Tokenizer:
 
 def read_tokenizer(data: bytes, file: Path, needed: Sequence[str] = ()) -> Tokenizer:
     """Return the tokenizer in the contents of `file`. Raises ValueError if it is damaged, makes texts grow without bound, or
-    lacks a needed token."""
+    lacks a needed token. Padding and truncation are ignored, as by `transformers`."""
     try:
         _check_growth(json_of(data))
         tokenizer = Tokenizer.from_str(data.decode())
+        tokenizer.no_padding()  # which could make any number of tokens of a text
+        tokenizer.no_truncation()
     except Exception as error:  # the library raises nothing else
         raise ValueError(f"{file}: damaged ({error}); fetch or write it again") from None
     if missing := [token for token in needed if tokenizer.token_to_id(token) is None]:
@@ -106,11 +108,26 @@ def _check_growth(tokenizer: Any) -> None:
     ]
     if max((len(token if isinstance(token, str) else token[0]) for token in tokens), default=0) > LONGEST_TOKEN:
         raise ValueError(f"it has a token of more than {LONGEST_TOKEN:,} characters")
+    if (count := _added(tokenizer.get("post_processor") or {})) > LONGEST_TOKEN:
+        raise ValueError(
+            f"its post_processor adds {count:,.0f} tokens to a text; at most {LONGEST_TOKEN:,} are accepted"
+        )
     for name in ("normalizer", "pre_tokenizer", "decoder"):
         if (factor := _growth(tokenizer.get(name) or {})) > MOST_GROWTH:
             raise ValueError(
                 f"its {name} may make a text {factor:.0f} times as long; at most {MOST_GROWTH} is accepted"
             )
+
+
+def _added(part: dict[str, Any]) -> float:
+    """Return how many tokens a part of a tokenizer adds to one or two texts; infinity if it repeats a text."""
+    pieces = [part.get("single") or [], part.get("pair") or []]
+    texts = [piece["Sequence"]["id"] for side in pieces for piece in side if "Sequence" in piece]
+    if len(texts) > 3:  # one, and two
+        return math.inf
+    tokens = part.get("special_tokens") or {}
+    named = [piece["SpecialToken"]["id"] for side in pieces for piece in side if "SpecialToken" in piece]
+    return sum(len(tokens[name]["ids"]) for name in named) + sum(map(_added, part.get("processors") or ()))
 
 
 def _growth(part: dict[str, Any]) -> float:

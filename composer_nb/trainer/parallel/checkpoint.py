@@ -32,7 +32,9 @@ _METADATA = {
 """The types in the metadata of tensors. The metadata of bytes are excluded, because bytes are pickles themselves."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(
+    pickle._Unpickler
+):  # in Python: for the number of an object, the one in C makes a table of that length
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _METADATA:
             raise ValueError(f"its metadata would run {module}.{name}")

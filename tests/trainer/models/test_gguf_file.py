@@ -189,13 +189,17 @@ BOMBS = {
     "numbers": announcing(keys=1, more=key(9, struct.pack("<IQ", 0, MANY))),
     "a nested array": announcing(keys=1, more=key(9, struct.pack("<IQIQ", 9, 1, 0, MANY))),
     "dimensions": announcing(tensors=1, more=struct.pack("<Q", 1) + b"t" + struct.pack("<IQQ", MANY, 1, 1)),
+    "one place": announcing(
+        tensors=40,
+        more=b"".join(struct.pack("<Q2sIQIQ", 2, b"%02d" % n, 1, 12, 0, 0) for n in range(40)),
+    ),
     "weights": announcing(tensors=1, more=struct.pack("<Q1sIQQIQ", 1, b"t", 2, MANY, MANY, 0, 0)),
 }
 
 
 @pytest.mark.parametrize("what", list(BOMBS))
 def test_a_small_file_that_announces_much_is_refused_at_once(tmp_path: Path, what: str) -> None:
-    (tmp_path / "a.gguf").write_bytes(BOMBS[what] + bytes(40))
+    (tmp_path / "a.gguf").write_bytes(BOMBS[what] + bytes(80))
     begun = time.monotonic()
     with pytest.raises(ValueError, match="a.gguf: not a GGUF file, or damaged"):
         read_gguf(tmp_path / "a.gguf")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.compact import SPECIALS
-from composer_nb.trainer.models.tokenizer import load_tokenizer, train_tokenizer
+from composer_nb.trainer.models.tokenizer import load_tokenizer, read_tokenizer, train_tokenizer
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -126,3 +126,20 @@ def test_a_damaged_tokenizer_is_named(tokenizer: Tokenizer, tmp_path: Path, keep
     (tmp_path / "tokenizer.json").write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(ValueError, match=r"tokenizer.json: damaged"):
         load_tokenizer(tmp_path)
+
+
+def test_a_text_is_neither_padded_nor_given_many_tokens(tokenizer: Tokenizer, tmp_path: Path):
+    held, file = json.loads(tokenizer.to_str()), tmp_path / "tokenizer.json"
+    padding = {"strategy": {"Fixed": 10**5}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "a"}
+    read = read_tokenizer(json.dumps(held | {"padding": padding}).encode(), file)
+    assert read.encode("ab").ids == tokenizer.encode("ab").ids
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    token = {"SpecialToken": {"id": "x", "type_id": 0}}
+    for count, texts in ((1000, 1), (1, 4)):
+        single = [token] * count + [text] * texts
+        tokens = {"x": {"id": "x", "ids": [0] * 1000, "tokens": ["a"] * 1000}}
+        part = {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": tokens}
+        nested = {"type": "Sequence", "processors": [part]}
+        with pytest.raises(ValueError, match="its post_processor adds"):
+            read_tokenizer(json.dumps(held | {"post_processor": nested}).encode(), file)

@@ -38,8 +38,9 @@ exec(b[4:].decode())
 """A program that reads another one from its input: what runs then does not stand in the list of processes."""
 
 
-LIMITS_INSIDE = {"RLIMIT_MSGQUEUE": 0, "RLIMIT_MEMLOCK": 1 << 16}
-"""Limits of every process in a sandbox that isolates."""
+LIMITS_INSIDE = {"RLIMIT_MSGQUEUE": 0, "RLIMIT_MEMLOCK": 0}
+"""Limits of every process in a sandbox that isolates. To lock a page of a common file, and let it go, would move it to another of
+the kernel's lists, which /proc/self/numa_maps tells."""
 USUAL = {
     "role": "resident", "workspace": WORKSPACE, "drop": True, "programs": "", "environment": {},
     "copies": False, "warm": [], "basic": False, "devices": "/dev",

@@ -61,7 +61,7 @@ RULED = {
     "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
     "sched_setattr": (314, 274), "setpriority": (141, 140), "ioprio_set": (251, 30), "fcntl": (72, 25),
     "setrlimit": (160, 164), "fadvise64": (221, 223), "madvise": (28, 233), "preadv2": (327, 286), "getsockopt": (55, 209),
-    "setsockopt": (54, 208),
+    "setsockopt": (54, 208), "prctl": (157, 167), "mmap": (9, 222), "memfd_create": (319, 279), "shmget": (29, 194),
 }  # fmt: skip
 """Allowed in part."""
 # For network, ipc, uts, cgroup and time too: nobody may ask for any of them.
@@ -71,15 +71,34 @@ LAST_KNOWN_CALL = 462  # newer calls answer ENOSYS, as on an older kernel
 FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: others reach past the network namespace, or deep into the kernel
 LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
 LEASES = (1024, 1026)  # F_SETLEASE, F_NOTIFY: hear of what others do to a file, and make them wait
+# F_SET_RW_HINT, F_SET_FILE_RW_HINT: stay with an inode that the eventfds of all processes share.
+HINT_OF_WRITES = (1036, 1038)
+# ICMP, TCP, UDP, ICMPv6: others, such as MPTCP, may load a module, and have memory of their own.
+PROTOCOLS = (0, 1, 6, 17, 58)
+MERGE_MEMORY = 67  # PR_SET_MEMORY_MERGE: as MADV_MERGEABLE, for all memory of a process
+# MAP_HUGETLB, MFD_HUGETLB, SHM_HUGETLB: pages that no limit on memory counts.
+HUGE = {"mmap": 0x40000, "memfd_create": 0x4, "shmget": 0x800}
 TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: type on somebody else's terminal
 
 LOAD, EQUAL, GREATER, BITS, RET = 0x20, 0x15, 0x25, 0x45, 0x06
 KILL, ALLOW, DENY, MISSING = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026  # errno 1 EPERM, 38 ENOSYS
+PRETEND = 0x00050000  # errno 0: nothing is done, and the call succeeds
 HINTS = (0, 1, 2)  # POSIX_FADV_NORMAL, _RANDOM, _SEQUENTIAL: others evict pages of a file or fetch them
 PAGES = (12, 14, 20, 21, 25)  # MADV_MERGEABLE, _HUGEPAGE, _COLD, _PAGEOUT, _COLLAPSE: of shared pages, others notice
 CORE = 4  # RLIMIT_CORE
 SOCKET_LEVEL = 1
-COUNTING = (57, 76, 77)  # SO_COOKIE, SO_PASSPIDFD, SO_PEERPIDFD: numbers that count sockets or processes of the machine
+# SO_COOKIE, SO_NETNS_COOKIE, SO_PASSPIDFD, SO_PEERPIDFD: numbers that count sockets, networks or processes of the machine.
+COUNTING = (57, 71, 76, 77)
+# SO_ATTACH_FILTER and _BPF, SO_ATTACH_REUSEPORT_CBPF and _EBPF, SO_RESERVE_MEM: compiled filters are in memory that no group
+# counts, of which the whole machine has a fixed size.
+FILTERS = (26, 50, 51, 52, 73)
+BUFFER_SIZES = (7, 8)  # SO_SNDBUF, SO_RCVBUF: a megabyte and more for each socket
+OF_THE_MACHINE = {
+    0: (51,),  # IP_LOCAL_PORT_RANGE: with equal bounds, ports count the connections of all sandboxes
+    SOCKET_LEVEL: COUNTING + FILTERS,
+    41: (32,),  # IPV6_FLOWLABEL_MGR: of 4,096 labels, which the whole machine has
+}
+"""Options that are refused, by level."""
 CLONE_PIDFD = 0x1000
 NUMBER, ARCHITECTURE, FIRST, SECOND, THIRD, FOURTH, SIXTH = (
     0,
@@ -97,7 +116,13 @@ def system_call_filter(table: Mapping[str, int], *, calls: bool = False) -> byte
     thread = [_op(BITS, CLONE_VFORK, 1, 0), _op(BITS, CLONE_THREAD, 1, 0), _op(RET, DENY)] if calls else []
     # Both words of the address of a new limit are 0: jump to where the rule after these allows the call.
     reads = [_op(LOAD, THIRD), _op(EQUAL, 0, 0, 2), _op(LOAD, THIRD + 4), _op(EQUAL, 0, 2, 0)]
-    counting = [_op(LOAD, SECOND), _op(EQUAL, SOCKET_LEVEL, 0, 4), *_without(COUNTING, THIRD)]
+    options = [
+        part
+        for level, names in OF_THE_MACHINE.items()
+        for part in (_op(LOAD, SECOND), _op(EQUAL, level, 0, len(names) + 3), *_without(names, THIRD))
+    ] + [_op(RET, ALLOW)]
+    sizes = [_op(LOAD, SECOND), _op(EQUAL, SOCKET_LEVEL, 0, 4), _op(LOAD, THIRD)]
+    sizes += [_op(EQUAL, BUFFER_SIZES[0], 1, 0), _op(EQUAL, BUFFER_SIZES[1], 0, 1), _op(RET, PRETEND)]
     rules = {
         "clone": [
             _op(LOAD, FIRST),
@@ -106,10 +131,10 @@ def system_call_filter(table: Mapping[str, int], *, calls: bool = False) -> byte
             *thread,
             _op(RET, ALLOW),
         ],
-        "socket": _only(FIRST, FAMILIES),
+        "socket": [*_only(FIRST, FAMILIES)[:-1], *_only(THIRD, PROTOCOLS)],
         "socketpair": _only(FIRST, FAMILIES),
         "ioctl": _without(TERMINAL_INPUT),
-        "fcntl": _without(LEASES + LOCKS if calls else LEASES),
+        "fcntl": _without(LEASES + HINT_OF_WRITES + (LOCKS if calls else ())),
         # Of the caller's own process alone.
         **dict.fromkeys(
             ("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"), _only(FIRST, (0,))
@@ -120,8 +145,12 @@ def system_call_filter(table: Mapping[str, int], *, calls: bool = False) -> byte
         "fadvise64": _only(FOURTH, HINTS),
         "madvise": _without(PAGES, THIRD),
         "preadv2": _only(SIXTH, (0,)),
-        "getsockopt": counting,
-        "setsockopt": counting,
+        "getsockopt": options,
+        "setsockopt": sizes + options,
+        "prctl": _without((MERGE_MEMORY,), FIRST),
+        "mmap": _none_of(HUGE["mmap"], FOURTH),
+        "memfd_create": _none_of(HUGE["memfd_create"], SECOND),
+        "shmget": _none_of(HUGE["shmget"], THIRD),
         "setpriority": [*_only(FIRST, (0,))[:-1], *_only(SECOND, (0,))],
         "ioprio_set": [*_only(FIRST, (1,))[:-1], *_only(SECOND, (0,))],
     }
@@ -149,6 +178,11 @@ def _without(values: tuple[int, ...], argument: int = SECOND) -> list[bytes]:
     """Refuse calls with one of these as this argument."""
     checks = [_op(EQUAL, value, len(values) - place, 0) for place, value in enumerate(values)]
     return [_op(LOAD, argument), *checks, _op(RET, ALLOW), _op(RET, DENY)]
+
+
+def _none_of(bits: int, argument: int) -> list[bytes]:
+    """Refuse calls with any of these bits in this argument."""
+    return [_op(LOAD, argument), _op(BITS, bits, 0, 1), _op(RET, DENY), _op(RET, ALLOW)]
 
 
 def _op(code: int, k: int, yes: int = 0, no: int = 0) -> bytes:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from composer_nb.harness.sandbox.system.linux import MACHINES
-from composer_nb.harness.sandbox.system.seccomp import ABSENT, KERNEL, PROCESS, system_call_filter
+from composer_nb.harness.sandbox.system.seccomp import ABSENT, KERNEL, PROCESS, RULED, system_call_filter
 
 ALLOW, DENY, MISSING, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 NAMESPACES = (0x80, 0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
@@ -102,3 +102,21 @@ def test_shared_pages_and_core_dumps_are_left_alone(table: dict[str, int]) -> No
     assert allowed((302, 261), [(0, 4, 0, 9), (0, 4, new), (0, 4, high), (0, 7, new)]) == [(0, 4, 0, 9), (0, 7, new)]
     if column == 0:
         assert allowed((160, 164), [(4, new), (7, new)]) == [(7, new)]
+
+
+def test_what_counts_for_the_whole_machine_is_refused(table: dict[str, int]) -> None:
+    verdict, column = reader(system_call_filter(table), table["arch"]), table["column"]
+    number = {name: numbers[column] for name, numbers in RULED.items()}
+    for level, name in ((0, 51), (1, 26), (1, 50), (1, 51), (1, 52), (1, 71), (1, 73), (41, 32)):
+        assert verdict(number["setsockopt"], 3, level, name) == DENY
+    assert [verdict(number["setsockopt"], 3, 1, name) for name in (7, 8)] == [0x00050000] * 2
+    for level, name in ((0, 26), (1, 2), (1, 32), (6, 1), (6, 7), (41, 26), (41, 51)):
+        assert verdict(number["setsockopt"], 3, level, name) == ALLOW
+    assert verdict(number["socket"], 2, 1, 262) == DENY
+    assert verdict(number["socket"], 40, 1, 0) == DENY
+    assert verdict(number["socket"], 10, 2, 17) == ALLOW
+    assert [verdict(number["prctl"], name) for name in (67, 15)] == [DENY, ALLOW]
+    assert [verdict(number["mmap"], 0, 1, 1, flags) for flags in (0x40022, 0x22)] == [DENY, ALLOW]
+    assert [verdict(number["memfd_create"], 0, flags) for flags in (5, 3)] == [DENY, ALLOW]
+    assert [verdict(number["shmget"], 0, 1, flags) for flags in (0x800, 0x3FF)] == [DENY, ALLOW]
+    assert [verdict(number["fcntl"], 3, command) for command in (1036, 1038, 6)] == [DENY, DENY, ALLOW]
