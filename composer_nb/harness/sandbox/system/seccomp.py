@@ -1,8 +1,9 @@
 """The system call filter of every sandbox, compiled here and installed inside.
 
 It refuses what opens up the kernel (namespaces, mounts, tracing, keys, io_uring, bpf), sockets of all but three families, and
-changes of limits and priorities of other processes. It also refuses what tells or changes which pages of a file are in memory,
-what counts for the whole machine, and other limits on core dumps. For a *function call*, which is one process, it refuses
+changes of limits and priorities of other processes. A process's wish for certain CPUs or another scheduler is answered as if it
+were fulfilled: one that waits for the machine on purpose would look starved (`granted.py`). The filter also refuses what tells or
+changes which pages of a file are in memory, what counts for the whole machine, and other limits on core dumps. For a *function call*, which is one process, it refuses
 besides whatever makes another process or reaches one: only threads may be started.
 
 Classic BPF over `struct seccomp_data`. Covers x86_64 and aarch64.
@@ -75,6 +76,7 @@ TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: type on somebody else's
 
 LOAD, EQUAL, GREATER, BITS, RET = 0x20, 0x15, 0x25, 0x45, 0x06
 KILL, ALLOW, DENY, MISSING = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026  # errno 1 EPERM, 38 ENOSYS
+IGNORE = 0x00050000  # errno 0: the call does nothing and succeeds
 HINTS = (0, 1, 2)  # POSIX_FADV_NORMAL, _RANDOM, _SEQUENTIAL: others evict pages of a file or fetch them
 PAGES = (12, 14, 20, 21, 25)  # MADV_MERGEABLE, _HUGEPAGE, _COLD, _PAGEOUT, _COLLAPSE: of shared pages, others notice
 CORE = 4  # RLIMIT_CORE
@@ -98,6 +100,7 @@ def system_call_filter(table: Mapping[str, int], *, calls: bool = False) -> byte
     # Both words of the address of a new limit are 0: jump to where the rule after these allows the call.
     reads = [_op(LOAD, THIRD), _op(EQUAL, 0, 0, 2), _op(LOAD, THIRD + 4), _op(EQUAL, 0, 2, 0)]
     counting = [_op(LOAD, SECOND), _op(EQUAL, SOCKET_LEVEL, 0, 4), *_without(COUNTING, THIRD)]
+    ignored = [*_only(FIRST, (0,))[:-1], _op(RET, IGNORE)]
     rules = {
         "clone": [
             _op(LOAD, FIRST),
@@ -111,9 +114,10 @@ def system_call_filter(table: Mapping[str, int], *, calls: bool = False) -> byte
         "ioctl": _without(TERMINAL_INPUT),
         "fcntl": _without(LEASES + LOCKS if calls else LEASES),
         # Of the caller's own process alone.
-        **dict.fromkeys(
-            ("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"), _only(FIRST, (0,))
-        ),
+        "sched_setaffinity": ignored,
+        "sched_setscheduler": ignored,
+        "sched_setparam": ignored,
+        "sched_setattr": ignored,
         # Below 1 a crash would start the program of a piped core_pattern (core(5)), as root of the host. Reading is fine.
         "prlimit64": [*_only(FIRST, (0,))[:-1], *reads, *_without((CORE,))],
         "setrlimit": _without((CORE,), FIRST),
