@@ -3,8 +3,11 @@
 It refuses what opens up the kernel (namespaces, mounts, tracing, keys, io_uring, bpf), sockets of all but three families, and
 changes of limits and priorities of other processes. A process's wish for certain CPUs or another scheduler is answered as if it
 were fulfilled: one that waits for the machine on purpose would look starved (`granted.py`). The filter also refuses what tells or
-changes which pages of a file are in memory, what counts for the whole machine, and other limits on core dumps. For a *function call*, which is one process, it refuses
-besides whatever makes another process or reaches one: only threads may be started.
+changes which pages of a file are in memory, what counts for the whole machine, and other limits on core dumps. For a *function
+call*, which is one process, it refuses besides whatever makes another process or reaches one: only threads may be started.
+
+For a *grade*, locks are answered as if they were set, and there are no watches. They belong to files, of which sandboxes have
+some in common whatever they see: the namespace of the clock, or the interpreter of which all are copies.
 
 Classic BPF over `struct seccomp_data`. Covers x86_64 and aarch64.
 """
@@ -94,13 +97,15 @@ NUMBER, ARCHITECTURE, FIRST, SECOND, THIRD, FOURTH, SIXTH = (
 )  # offsets; of arguments, the low word
 
 
-def system_call_filter(table: Mapping[str, int], *, calls: bool = False) -> bytes:
-    """Compile the filter for `table`, a machine of `linux.MACHINES`. `calls`: for function calls instead of commands."""
+def system_call_filter(table: Mapping[str, int], *, calls: bool = False, locks: bool = True) -> bytes:
+    """Compile the filter for `table`, a machine of `linux.MACHINES`. `calls`: for function calls instead of commands. `locks`:
+    whether locks and watches have an effect."""
     thread = [_op(BITS, CLONE_VFORK, 1, 0), _op(BITS, CLONE_THREAD, 1, 0), _op(RET, DENY)] if calls else []
     # Both words of the address of a new limit are 0: jump to where the rule after these allows the call.
     reads = [_op(LOAD, THIRD), _op(EQUAL, 0, 0, 2), _op(LOAD, THIRD + 4), _op(EQUAL, 0, 2, 0)]
     counting = [_op(LOAD, SECOND), _op(EQUAL, SOCKET_LEVEL, 0, 4), *_without(COUNTING, THIRD)]
     ignored = [*_only(FIRST, (0,))[:-1], _op(RET, IGNORE)]
+    leases = [_op(LOAD, SECOND), *(_op(*words) for each in LEASES for words in ((EQUAL, each, 0, 1), (RET, DENY)))]
     rules = {
         "clone": [
             _op(LOAD, FIRST),
@@ -112,7 +117,9 @@ def system_call_filter(table: Mapping[str, int], *, calls: bool = False) -> byte
         "socket": _only(FIRST, FAMILIES),
         "socketpair": _only(FIRST, FAMILIES),
         "ioctl": _without(TERMINAL_INPUT),
-        "fcntl": _without(LEASES + LOCKS if calls else LEASES),
+        "fcntl": _without(LEASES + LOCKS if calls else LEASES)
+        if locks
+        else [*leases, *_without(LOCKS)[:-1], _op(RET, IGNORE)],
         # Of the caller's own process alone.
         "sched_setaffinity": ignored,
         "sched_setscheduler": ignored,
@@ -133,7 +140,13 @@ def system_call_filter(table: Mapping[str, int], *, calls: bool = False) -> byte
     program = [_op(LOAD, ARCHITECTURE), _op(EQUAL, table["arch"], 1, 0), _op(RET, KILL), _op(LOAD, NUMBER)]
     program += [_op(GREATER, LAST_KNOWN_CALL, 0, 1), _op(RET, MISSING)]  # x32 numbers are far above it too
     program += [_op(EQUAL, table["clone3"], 0, 1), _op(RET, MISSING)]  # its flags lie in memory: use clone
-    for refused, answer in ((KERNEL | PROCESS if calls else KERNEL, DENY), (ABSENT, MISSING)):
+    without_effect = {} if locks else {"flock": PROCESS["flock"]}
+    absent = ABSENT if locks else ABSENT | {name: PROCESS[name] for name in ("inotify_init", "inotify_init1")}
+    for refused, answer in (
+        (KERNEL | PROCESS if calls else KERNEL, DENY),
+        (absent, MISSING),
+        (without_effect, IGNORE),
+    ):
         for numbers in refused.values():
             if (number := numbers[column]) is not None:
                 program += [_op(EQUAL, number, 0, 1), _op(RET, answer)]

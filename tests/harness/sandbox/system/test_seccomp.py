@@ -84,6 +84,17 @@ def test_commands_start_processes_and_talk_to_themselves(table: dict[str, int]) 
         assert [verdict(RULED[name][column], process) for process in (0, 1)] == [IGNORE, DENY]
 
 
+def test_locks_of_a_grade_have_no_effect(table: dict[str, int]) -> None:
+    verdict, column = reader(system_call_filter(table, locks=False), table["arch"]), table["column"]
+    fcntl = RULED["fcntl"][column]
+    asked = {command: verdict(fcntl, 3, command) for command in (1, 5, 6, 7, 36, 37, 38, 1024, 1026)}
+    assert asked == {1: ALLOW, 5: ALLOW, 36: ALLOW} | dict.fromkeys((6, 7, 37, 38), IGNORE) | dict.fromkeys(
+        (1024, 1026), DENY
+    )
+    assert verdict(PROCESS["flock"][column] or 0, 3, 2) == IGNORE
+    assert verdict(PROCESS["inotify_init1"][column] or 0, 0) == MISSING
+
+
 def test_shared_pages_and_core_dumps_are_left_alone(table: dict[str, int]) -> None:
     verdict, column = reader(system_call_filter(table), table["arch"]), table["column"]
 
