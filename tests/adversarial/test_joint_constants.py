@@ -83,6 +83,19 @@ def test_answers_are_not_looked_up_among_the_arguments_of_other_calls(name: str)
         assert grade_functions(task, {"codec.py": CODEC}, calls).passed
 
 
+def test_a_function_that_runs_the_agents_code_unseen_shares_no_process() -> None:
+    task = ROUND_TRIPS["round-trip"]
+    loads = "import pkgutil\n{0} = pkgutil.resolve_name('co' + 'dec:{0}')\n"
+    files = task.files | {"one.py": loads.format("enc"), "two.py": loads.format("dec")}
+    tests = task.tests["test_codec.py"].replace(
+        "from codec import enc, dec", "from one import enc\nfrom two import dec"
+    )
+    task = task.model_copy(update={"files": files, "tests": {"test_codec.py": tests}})
+    with SandboxExecutor() as calls:
+        assert not any(grade_functions(task, {**files, "codec.py": LOOKED_UP}, calls).tests.values())
+        assert grade_functions(task, {**files, "codec.py": CODEC}, calls).passed
+
+
 def test_a_twin_is_not_much_farther_from_what_the_start_returns(judged: tuple[Task, Plan]) -> None:
     """Code that has the unfixed code would believe what is near to its answer: here, to the argument."""
     task, plan = judged

@@ -91,7 +91,7 @@ def grade_functions(task: Task, files: Mapping[str, str], executor: Executor) ->
         if path in files:
             graded[path] = files[path]
     tests = parse_test_files(task.tests)
-    groups = separated(graded, changed & set(task.source_scope), tests)
+    groups = separated(tests)
     try:
         ran = executor.run([request_tests(graded, group, task.call_limits) for group in groups])
     except SandboxFailure as error:

@@ -1,6 +1,6 @@
 """The grader `script`: `tests/test.sh` of a Harbor task, in a fresh sandbox, and the number that it leaves.
 
-In order: a new sandbox, in which nothing of the agent ran; the agent's changes over the task's workspace; the tests; the script;
+In order: a new sandbox, in which nothing of the agent ran; the tests; the agent's changes over the task's workspace; the script;
 the end of every process in the sandbox, so that nothing writes any more; and only then the reward, which must be finite numbers
 in a small regular file.
 
@@ -36,6 +36,7 @@ OUTPUT = 8000
 """Last characters of each of a script's streams that a grade keeps."""
 LONGEST_REWARD_NAME = 200
 LOGS = "/tmp/logs/verifier"
+_SCRIPTS = {"tests": ENTRY, "solution": SOLVE}
 
 _REWARD = """\
 import sys, os, stat
@@ -62,10 +63,14 @@ def grade_script(task: Task, files: Mapping[str, bytes], backend: Backend) -> Gr
     flags, done = {"weak"}, None
     try:
         with start(task, backend) as box:
-            found = _lay(task, box, files)
+            bring_scripts(box, task, "tests")  # before the agent's files, which could leave them no room
+            try:
+                found = _lay(task, box, files)
+            except OSError as error:
+                return _grade("agent_failed", flags, {}, began, f"the agent's files do not fit into a sandbox: {error}")
             flags |= set(found.flags)
             try:
-                done = run_script(box, task, "tests", asked.verifier.timeout_sec, asked.verifier.env)
+                done = exec_script(box, task, "tests", asked.verifier.timeout_sec, asked.verifier.env)
                 flags |= {"timeout"} if done.timed_out else set()
                 rewards, other = _rewards(box)
             except SandboxDied:
@@ -86,7 +91,13 @@ def _passes(rewards: Mapping[str, float]) -> bool:
 
 def run_script(box: Sandbox, task: Task, folder: str, timeout_s: float, env: Mapping[str, str]) -> ExecResult:
     """Run `tests/test.sh` or `solution/solve.sh` in the workspace, with its folder at /tests or /solution."""
-    name = {"tests": ENTRY, "solution": SOLVE}[folder]
+    bring_scripts(box, task, folder)
+    return exec_script(box, task, folder, timeout_s, env)
+
+
+def bring_scripts(box: Sandbox, task: Task, folder: str) -> None:
+    """Bring the folder `tests` or `solution` into a sandbox. Raises SandboxFailure if it does not fit."""
+    name = _SCRIPTS[folder]
     held = {path: data for path, data in harbor.layout(task).files.items() if path.startswith(f"{folder}/")}
     if f"{folder}/{name}" not in held:
         raise ValueError(f"task {task.id}: {folder}/{name} is missing")
@@ -95,9 +106,13 @@ def run_script(box: Sandbox, task: Task, folder: str, timeout_s: float, env: Map
         bring(box, {}, LOGS)
     except OSError as error:
         raise SandboxFailure(f"task {task.id}: {folder} do not fit into a sandbox: {error}") from None
+
+
+def exec_script(box: Sandbox, task: Task, folder: str, timeout_s: float, env: Mapping[str, str]) -> ExecResult:
+    """Run the script of a folder that is in the sandbox already."""
     usual = {} if task.image else {"PYTHONPATH": f"{PLACE}/{TESTING}"}
     given = usual | variables(task.settings.environment.env) | variables(env)
-    return box.exec([f"/{folder}/{name}"], timeout_s=min(timeout_s, 1e6), env=given, granted=True)
+    return box.exec([f"/{folder}/{_SCRIPTS[folder]}"], timeout_s=min(timeout_s, 1e6), env=given, granted=True)
 
 
 def shown(done: ExecResult) -> str:
@@ -110,20 +125,19 @@ def shown(done: ExecResult) -> str:
 
 
 def _lay(task: Task, box: Sandbox, files: Mapping[str, bytes]) -> Changes:
-    """Apply the agent's changes to a new sandbox. File modes are unknown: what begins with `#!` becomes executable."""
-    try:
-        pristine = box.download()
-        all_laid = lay_artifacts(box, files)
-        found = changes(task, {path: data for path, data in files.items() if not path.startswith("/")}, pristine)
-        new = {path: data for path, data in found.files.items() if pristine.get(path) != data}
-        for path in sorted(set(pristine) - set(found.files)):
-            box.remove(path)
-        scripts = {path for path, data in new.items() if data.startswith(b"#!")}
-        box.upload({path: data for path, data in new.items() if path not in scripts})
-        for path in sorted(scripts):
-            box.write(path, new[path], mode=0o755)
-    except OSError as error:
-        raise SandboxFailure(f"task {task.id}: the workspace does not fit into a sandbox: {error}") from error
+    """Apply the agent's changes to a new sandbox. File modes are unknown: what begins with `#!` becomes executable.
+
+    Raises OSError for files that do not fit."""
+    pristine = box.download()
+    all_laid = lay_artifacts(box, files)
+    found = changes(task, {path: data for path, data in files.items() if not path.startswith("/")}, pristine)
+    new = {path: data for path, data in found.files.items() if pristine.get(path) != data}
+    for path in sorted(set(pristine) - set(found.files)):
+        box.remove(path)
+    scripts = {path for path, data in new.items() if data.startswith(b"#!")}
+    box.upload({path: data for path, data in new.items() if path not in scripts})
+    for path in sorted(scripts):
+        box.write(path, new[path], mode=0o755)
     return found if all_laid else replace(found, dropped={**found.dropped, "/": "unsafe_path"})
 
 

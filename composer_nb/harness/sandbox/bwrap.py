@@ -105,8 +105,12 @@ class BwrapBackend(ResidentBackend):
         self._interpreter = Interpreter.find()
         self._uid: int | None = BOX_UID if os.getuid() == 0 else None
         self._layout = Layout.of(self._interpreter, self._uid)
-        filters = [system_call_filter(machine(), calls=calls) for calls in (False, True)]
-        self._filters = [base64.b64encode(each).decode() for each in filters]
+        filters = {
+            "commands": system_call_filter(machine()),
+            "basic": system_call_filter(machine(), locks=False),
+            "calls": system_call_filter(machine(), calls=True),
+        }
+        self._filters = {kind: base64.b64encode(each).decode() for kind, each in filters.items()}
         self._cgroups = Cgroups.find()
         self._zygotes: dict[bool, _Zygote] = {}
         """By whether pytest is imported in it: copies of a large process cost more."""
@@ -177,7 +181,7 @@ class BwrapBackend(ResidentBackend):
         settings = resident_settings(
             spec,
             workspace="/tmp" if spec.calls else WORKSPACE,
-            filter=self._filters[spec.calls is not None],
+            filter=self._filters["calls" if spec.calls else "basic" if spec.basic else "commands"],
             limits=limits,
             nice=0 if isinstance(self._cgroups, str) else NICE,
             copies=True,

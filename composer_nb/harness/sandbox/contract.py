@@ -93,7 +93,8 @@ class SandboxSpec:
     """Import pytest in advance, if the backend can (`bwrap`), so that its runs begin at once (`Sandbox.exec`)."""
     basic: bool = False
     """Show the basic programs alone (`kit.py`), as copies in memory that no sandbox can change for another. Backend `bwrap`; what
-    `docker` shows is the image. For code that has something to tell: grades run this way."""
+    `docker` shows is the image. Locks have no effect, and there are no watches. For code that has something to tell: grades run
+    this way."""
     calls: CallLimits | None = None
     """Limits of each request of function calls, for a sandbox that serves only these (backend `bwrap`)."""
 

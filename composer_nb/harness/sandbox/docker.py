@@ -218,7 +218,8 @@ class DockerBackend(ResidentBackend):
         self._facts: dict[str, Any] = self._client.info()
         self._runtime = runtime or str(self._facts["DefaultRuntime"])
         self._check_engine()
-        self._filter = base64.b64encode(system_call_filter(MACHINES[self._facts["Architecture"]])).decode()
+        table = MACHINES[self._facts["Architecture"]]
+        self._filters = [base64.b64encode(system_call_filter(table, locks=locks)).decode() for locks in (True, False)]
         self._image, self._fetched, self._image_lock = "", set[str](), threading.Lock()
         self._large = set[str]()
         """Images of more than half the engine's memory."""
@@ -294,7 +295,8 @@ class DockerBackend(ResidentBackend):
                 raise _explained(error, image) from error
             raise
         environment = dict(each.split("=", 1) for each in held.get("Env") or ()) if spec.image else {}
-        settings = resident_settings(spec, filter=self._filter, limits=LIMITS_INSIDE, nice=10, environment=environment)
+        program = self._filters[spec.basic]
+        settings = resident_settings(spec, filter=program, limits=LIMITS_INSIDE, nice=10, environment=environment)
         with contextlib.suppress(OSError):  # if it has ended already, its answer, which is waited for, is why
             made.channel.send(resident_program(settings), patience(SEND_S))
         return made

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePosixPath
@@ -155,24 +155,18 @@ def request_tests(
     return CallRequest(files=sources, module=CALLER, function="call", arguments=arguments, limits=limits)
 
 
-def separated(
-    files: Mapping[str, str], changed: Collection[str], tests: Sequence[FunctionTest]
-) -> list[tuple[FunctionTest, ...]]:
+def separated(tests: Sequence[FunctionTest]) -> list[tuple[FunctionTest, ...]]:
     """Return the tests in groups for one process each, so that no code of the agent can look an answer up.
 
     Code under test can read all arguments that its process receives, and one call's answer may stand among another's, as where
-    two functions undo each other. Each function that the agent's code can reach therefore has processes of its own, and so have
-    its calls of which one reveals the other (`reveals`). All other functions share a process: no code of the agent runs
-    in it.
-
-    Args:
-        changed: paths of the files that the agent wrote.
+    two functions undo each other. Each function therefore has processes of its own, and so have its calls of which one reveals
+    the other (`reveals`). Functions in files that the agent did not change are no exception: they may run its code in ways that
+    no text shows.
     """
-    agent = _reached(files, changed)
     by_function: dict[tuple[str, str], list[FunctionTest]] = {}
     for test in tests:
-        by_function.setdefault((test.module, test.function) if test.module in agent else ("", ""), []).append(test)
-    groups = [tuple(by_function.pop(("", ""), ()))]
+        by_function.setdefault((test.module, test.function), []).append(test)
+    groups: list[tuple[FunctionTest, ...]] = []
     for own in by_function.values():
         small = _undone(own)
         parts: list[list[FunctionTest]] = []
@@ -186,7 +180,7 @@ def separated(
             else:
                 parts.append([test])
         groups += map(tuple, parts)
-    return [group for group in groups if group]
+    return groups
 
 
 def _undone(tests: Sequence[FunctionTest]) -> bool:
@@ -197,25 +191,6 @@ def _undone(tests: Sequence[FunctionTest]) -> bool:
         counts[_bare(test.expected)] > (_bare(test.expected) in own) for test, own in zip(tests, arguments, strict=True)
     ]
     return 2 * sum(found) >= len(tests)
-
-
-def _reached(files: Mapping[str, str], changed: Collection[str]) -> set[str]:
-    """Return the modules whose import may run the agent's code: its own, those that name one of these or import by a text, and
-    all of a package of such."""
-    words = {_module(path): {*re.findall(r"\w+", text)} for path, text in files.items() if path.endswith(".py")}
-    found = {_module(path) for path in changed}
-    found |= {name for name, named in words.items() if named & {"importlib", "__import__", "exec", "eval", "sys"}}
-    while True:
-        last = {name.rpartition(".")[2] for name in found}
-        inside = tuple(f"{name}." for name in found)
-        more = {name for name, named in words.items() if named & last or name.startswith(inside)} - found
-        if not more:
-            return found
-        found |= more
-
-
-def _module(path: str) -> str:
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 FEW = {"", "None", "True", "False", "0", "1", "-1"}

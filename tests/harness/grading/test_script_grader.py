@@ -445,6 +445,25 @@ def test_artifacts_have_no_place_among_the_verifiers_files(path: str, backend: B
 
 
 @pytest.mark.parametrize(
+    "files",
+    [
+        {"/tmp/logs": b"1\n"},
+        {"/tmp/logs/artifacts/a": b"1\n", "/tmp/logs/artifacts/a/b": b"1\n"},
+        {"/tmp/out": bytes(1 << 20)},
+    ],
+    ids=["in the way of the logs", "a file and a folder", "as large as the disk"],
+)
+def test_an_agents_files_that_do_not_fit_are_its_own_fault(files: dict[str, bytes], backend: Backend) -> None:
+    """An agent must not be able to have its failing grade thrown away."""
+    toml = '[environment]\nstorage_mb = 1\n[metadata.composer_nb]\nruntime = "host-python"\n'
+    kept = Kept(name="t", toml=toml, executable=("tests/test.sh",))
+    task = task_of("#!/bin/sh\n" + "#" * 10_000, kept=kept)
+    found = grade_script(task, files, backend)
+    assert found.status == "agent_failed" and not found.passed, found
+    assert grade_script(task, {}, backend).status == "graded"
+
+
+@pytest.mark.parametrize(
     ("toml", "message"),
     [
         ('artifacts = ["/srv/data"]', r"artifacts: '/srv/data': a sandbox can write /workspace, /logs, /tmp"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -49,6 +50,20 @@ if os.fork() == 0:
 while True: pass
 """
 """A process that waits long for another, because it asked for the lowest priority."""
+HELPED = """
+import os, time
+first, *_, last = sorted(os.sched_getaffinity(0))
+if os.fork() == 0:
+    os.sched_setaffinity(0, [last])
+    while True:
+        end = time.process_time() + 0.001
+        while time.process_time() < end: pass
+        time.sleep(0.02)
+os.sched_setaffinity(0, [first])
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+while True: pass
+"""
+"""A process of the lowest priority, whose group's share of the machine a little work on another core takes away."""
 OWN_DOING = {
     "sleeps": "import time\ntime.sleep(60)",
     "deadlock": "import threading\nlock = threading.Lock()\nlock.acquire()\nlock.acquire()",
@@ -103,6 +118,17 @@ def test_sleep_is_no_starvation(box: Sandbox) -> None:
     with hogs():
         late, wall_s, _ = python(box, "import time\ntime.sleep(60)", 1.0)
     assert late and wall_s < 3.0
+
+
+def test_a_command_cannot_give_its_share_away(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would look starved if it could ask for a lower priority or a busy core, and its grade would be thrown away."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores")
+    monkeypatch.setattr(contract, "PATIENCE", 7.0)
+    starve(box, 0.5)
+    with hogs():
+        late, _, _ = python(box, HELPED, 1.0)
+    assert late
 
 
 def test_another_thread_stops_it(box: Sandbox) -> None:

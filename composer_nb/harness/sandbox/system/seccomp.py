@@ -1,9 +1,13 @@
 """The system call filter of every sandbox, compiled here and installed inside.
 
 It refuses what opens up the kernel (namespaces, mounts, tracing, keys, io_uring, bpf), sockets of all but three families, and
-changes of limits and priorities of other processes. It also refuses what tells or changes which pages of a file are in memory,
-what counts for the whole machine, and other limits on core dumps. For a *function call*, which is one process, it refuses
-besides whatever makes another process or reaches one: only threads may be started.
+changes of limits and priorities of other processes. A process's wish for certain CPUs or another scheduler is answered as if it
+were fulfilled: one that waits for the machine on purpose would look starved (`granted.py`). The filter also refuses what tells or
+changes which pages of a file are in memory, what counts for the whole machine, and other limits on core dumps. For a *function
+call*, which is one process, it refuses besides whatever makes another process or reaches one: only threads may be started.
+
+For a *grade*, locks are answered as if they were set, and there are no watches. They belong to files, of which sandboxes have
+some in common whatever they see: the namespace of the clock, or the interpreter of which all are copies.
 
 Classic BPF over `struct seccomp_data`. Covers x86_64 and aarch64.
 """
@@ -70,9 +74,9 @@ CLONE_THREAD, CLONE_VFORK = 0x00010000, 0x00004000
 LAST_KNOWN_CALL = 462  # newer calls answer ENOSYS, as on an older kernel
 FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: others reach past the network namespace, or deep into the kernel
 LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
-LEASES = (1024, 1026)  # F_SETLEASE, F_NOTIFY: hear of what others do to a file, and make them wait
-# F_SET_RW_HINT, F_SET_FILE_RW_HINT: stay with an inode that the eventfds of all processes share.
-HINT_OF_WRITES = (1036, 1038)
+# F_SETLEASE, F_NOTIFY: hear of what others do to a file, and make them wait. F_SET_RW_HINT, F_SET_FILE_RW_HINT: stay with an
+# inode that the eventfds of all processes share.
+HINTS_AND_LEASES = (1024, 1026, 1036, 1038)
 # ICMP, TCP, UDP, ICMPv6: others, such as MPTCP, may load a module, and have memory of their own.
 PROTOCOLS = (0, 1, 6, 17, 58)
 MERGE_MEMORY = 67  # PR_SET_MEMORY_MERGE: as MADV_MERGEABLE, for all memory of a process
@@ -82,7 +86,7 @@ TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: type on somebody else's
 
 LOAD, EQUAL, GREATER, BITS, RET = 0x20, 0x15, 0x25, 0x45, 0x06
 KILL, ALLOW, DENY, MISSING = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026  # errno 1 EPERM, 38 ENOSYS
-PRETEND = 0x00050000  # errno 0: nothing is done, and the call succeeds
+IGNORE = 0x00050000  # errno 0: the call does nothing and succeeds
 HINTS = (0, 1, 2)  # POSIX_FADV_NORMAL, _RANDOM, _SEQUENTIAL: others evict pages of a file or fetch them
 PAGES = (12, 14, 20, 21, 25)  # MADV_MERGEABLE, _HUGEPAGE, _COLD, _PAGEOUT, _COLLAPSE: of shared pages, others notice
 CORE = 4  # RLIMIT_CORE
@@ -111,8 +115,9 @@ NUMBER, ARCHITECTURE, FIRST, SECOND, THIRD, FOURTH, SIXTH = (
 )  # offsets; of arguments, the low word
 
 
-def system_call_filter(table: Mapping[str, int], *, calls: bool = False) -> bytes:
-    """Compile the filter for `table`, a machine of `linux.MACHINES`. `calls`: for function calls instead of commands."""
+def system_call_filter(table: Mapping[str, int], *, calls: bool = False, locks: bool = True) -> bytes:
+    """Compile the filter for `table`, a machine of `linux.MACHINES`. `calls`: for function calls instead of commands. `locks`:
+    whether locks and watches have an effect."""
     thread = [_op(BITS, CLONE_VFORK, 1, 0), _op(BITS, CLONE_THREAD, 1, 0), _op(RET, DENY)] if calls else []
     # Both words of the address of a new limit are 0: jump to where the rule after these allows the call.
     reads = [_op(LOAD, THIRD), _op(EQUAL, 0, 0, 2), _op(LOAD, THIRD + 4), _op(EQUAL, 0, 2, 0)]
@@ -122,7 +127,12 @@ def system_call_filter(table: Mapping[str, int], *, calls: bool = False) -> byte
         for part in (_op(LOAD, SECOND), _op(EQUAL, level, 0, len(names) + 3), *_without(names, THIRD))
     ] + [_op(RET, ALLOW)]
     sizes = [_op(LOAD, SECOND), _op(EQUAL, SOCKET_LEVEL, 0, 4), _op(LOAD, THIRD)]
-    sizes += [_op(EQUAL, BUFFER_SIZES[0], 1, 0), _op(EQUAL, BUFFER_SIZES[1], 0, 1), _op(RET, PRETEND)]
+    sizes += [_op(EQUAL, BUFFER_SIZES[0], 1, 0), _op(EQUAL, BUFFER_SIZES[1], 0, 1), _op(RET, IGNORE)]
+    ignored = [*_only(FIRST, (0,))[:-1], _op(RET, IGNORE)]
+    refused = [
+        _op(LOAD, SECOND),
+        *(_op(*words) for command in HINTS_AND_LEASES for words in ((EQUAL, command, 0, 1), (RET, DENY))),
+    ]
     rules = {
         "clone": [
             _op(LOAD, FIRST),
@@ -134,11 +144,14 @@ def system_call_filter(table: Mapping[str, int], *, calls: bool = False) -> byte
         "socket": [*_only(FIRST, FAMILIES)[:-1], *_only(THIRD, PROTOCOLS)],
         "socketpair": _only(FIRST, FAMILIES),
         "ioctl": _without(TERMINAL_INPUT),
-        "fcntl": _without(LEASES + HINT_OF_WRITES + (LOCKS if calls else ())),
+        "fcntl": _without(HINTS_AND_LEASES + (LOCKS if calls else ()))
+        if locks
+        else [*refused, *_without(LOCKS)[:-1], _op(RET, IGNORE)],
         # Of the caller's own process alone.
-        **dict.fromkeys(
-            ("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"), _only(FIRST, (0,))
-        ),
+        "sched_setaffinity": ignored,
+        "sched_setscheduler": ignored,
+        "sched_setparam": ignored,
+        "sched_setattr": ignored,
         # Below 1 a crash would start the program of a piped core_pattern (core(5)), as root of the host. Reading is fine.
         "prlimit64": [*_only(FIRST, (0,))[:-1], *reads, *_without((CORE,))],
         "setrlimit": _without((CORE,), FIRST),
@@ -158,8 +171,14 @@ def system_call_filter(table: Mapping[str, int], *, calls: bool = False) -> byte
     program = [_op(LOAD, ARCHITECTURE), _op(EQUAL, table["arch"], 1, 0), _op(RET, KILL), _op(LOAD, NUMBER)]
     program += [_op(GREATER, LAST_KNOWN_CALL, 0, 1), _op(RET, MISSING)]  # x32 numbers are far above it too
     program += [_op(EQUAL, table["clone3"], 0, 1), _op(RET, MISSING)]  # its flags lie in memory: use clone
-    for refused, answer in ((KERNEL | PROCESS if calls else KERNEL, DENY), (ABSENT, MISSING)):
-        for numbers in refused.values():
+    without_effect = {} if locks else {"flock": PROCESS["flock"]}
+    absent = ABSENT if locks else ABSENT | {name: PROCESS[name] for name in ("inotify_init", "inotify_init1")}
+    for group, answer in (
+        (KERNEL | PROCESS if calls else KERNEL, DENY),
+        (absent, MISSING),
+        (without_effect, IGNORE),
+    ):
+        for numbers in group.values():
             if (number := numbers[column]) is not None:
                 program += [_op(EQUAL, number, 0, 1), _op(RET, answer)]
     for name, rule in rules.items():

@@ -10,7 +10,7 @@ import pytest
 from composer_nb.harness.sandbox.system.linux import MACHINES
 from composer_nb.harness.sandbox.system.seccomp import ABSENT, KERNEL, PROCESS, RULED, system_call_filter
 
-ALLOW, DENY, MISSING, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
+ALLOW, DENY, MISSING, KILL, IGNORE = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000, 0x00050000
 NAMESPACES = (0x80, 0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000)
 THREAD = 0x003D0F00
 Verdict = Callable[..., int]
@@ -80,6 +80,19 @@ def test_commands_start_processes_and_talk_to_themselves(table: dict[str, int]) 
     for number, kind in (((141, 140)[column], 0), ((251, 30)[column], 1)):  # setpriority, ioprio_set
         asked = [verdict(number, who, process) for who in (0, 1, 2) for process in (0, 1)]
         assert asked == [ALLOW if (who, process) == (kind, 0) else DENY for who in (0, 1, 2) for process in (0, 1)]
+    for name in ("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"):
+        assert [verdict(RULED[name][column], process) for process in (0, 1)] == [IGNORE, DENY]
+
+
+def test_locks_of_a_grade_have_no_effect(table: dict[str, int]) -> None:
+    verdict, column = reader(system_call_filter(table, locks=False), table["arch"]), table["column"]
+    fcntl = RULED["fcntl"][column]
+    asked = {command: verdict(fcntl, 3, command) for command in (1, 5, 6, 7, 36, 37, 38, 1024, 1026)}
+    assert asked == {1: ALLOW, 5: ALLOW, 36: ALLOW} | dict.fromkeys((6, 7, 37, 38), IGNORE) | dict.fromkeys(
+        (1024, 1026), DENY
+    )
+    assert verdict(PROCESS["flock"][column] or 0, 3, 2) == IGNORE
+    assert verdict(PROCESS["inotify_init1"][column] or 0, 0) == MISSING
 
 
 def test_shared_pages_and_core_dumps_are_left_alone(table: dict[str, int]) -> None:
