@@ -130,12 +130,18 @@ HINTS = {
 }
 
 
-@pytest.mark.parametrize("tests, attack", [pytest.param(*case, id=name) for name, case in HINTS.items()])
-def test_what_is_said_around_an_expectation_does_not_confirm_it(backend: Backend, tests: str, attack: str) -> None:
+REPEATED = {"a message", "the same expectation elsewhere", "an id"}
+"""Suites that hold each expected value more than once: no test of theirs stands alone, so nothing guards the task."""
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_what_is_said_around_an_expectation_does_not_confirm_it(backend: Backend, name: str) -> None:
+    tests, attack = HINTS[name]
     task = task_of({"test_words.py": tests}, {"words.py": WRONG}, {"words.py": PLURAL})
     found = validate_task(task, backend, repeats=1)
-    assert found.plan is not None and guard(found.plan, found.plan.tests.values()).by == "twins"
-    for seed in range(3):
+    assert found.plan is not None
+    assert guard(found.plan, found.plan.tests.values()).by == ("none" if name in REPEATED else "twins")
+    for seed in range(0 if name in REPEATED else 3):
         grade = grade_pytest(task, {"words.py": attack.encode()}, backend, found.plan, rng=random.Random(seed))
         assert not passed_unseen(grade), grade
     for right in (PLURAL, OTHER_PLURAL):

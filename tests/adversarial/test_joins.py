@@ -244,6 +244,7 @@ REVIEWED = {
         "harness/grading/guest/runner.py _add",
         "harness/grading/guest/runner.py bait",
     },
+    "the name of a chat format, one of a fixed few": {"trainer/models/companions.py template"},
     "resolved, and refused unless it lies in the folder": {"operations/mcp.py require_inside"},
     "the user's own words on the command line or in a job file, which is the user's program": {
         "agents.py new_folder",

@@ -5,7 +5,7 @@ the end of every process in the sandbox, so that nothing writes any more; and on
 in a small regular file.
 
 Weak: the script runs the agent's code as the same user, who can write the reward. No twins and no exact ids would show it. Every
-grade is flagged `weak`, and none is trained on: `grade.grading`, which the trainer asks, refuses this grader. Other flags besides
+grade is flagged `weak`, and none is trained on: the recipe refuses this grader (`prepare.own_tasks`). Other flags besides
 those of `diff.py`: `no_reward` (none was left, or one that is none), `rewards_disagree` (one of `reward.json` and `reward.txt`
 passes and the other does not: the script did not write both, so the grade is `tampered`), `timeout` (of the script),
 `ended_early` (the sandbox ended before the script had).
