@@ -111,14 +111,15 @@ def lints(text: str) -> list[str]:
             module = symtable.symtable(_source(text), "", "exec")
     except (SyntaxError, ValueError) as error:
         return [f"not Python: {error}"]
-    inner = [(f" in {each.get_name()}", one) for each in module.get_children() for one in _scopes(each)]
+    inner = [(f" in {child.get_name()}", nested) for child in module.get_children() for nested in _scopes(child)]
     scopes = [("", module), *inner]
     known = {*vars(builtins), "__name__", "__file__", "__doc__"}
     for place, scope in scopes:
         known |= {s.get_name() for s in scope.get_symbols() if s.is_declared_global() or (not place and s.is_local())}
     found = []
     for place, scope in scopes:
-        used = {symbol.get_name() for one in _scopes(scope) for symbol in one.get_symbols() if symbol.is_referenced()}
+        symbols = [symbol for nested in _scopes(scope) for symbol in nested.get_symbols()]
+        used = {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
         local = scope.get_type() == "function"
         for symbol in scope.get_symbols():
             name = symbol.get_name()

@@ -75,7 +75,7 @@ def conversation(
     instruction: str,
     turn_policy: TurnPolicy,
     tools: ToolSet,
-    place: Session | Workspace,
+    workspace: Session | Workspace,
     limits: Limits,
     told: Told = silent,
     clock: Callable[[], float] = time.monotonic,
@@ -90,14 +90,14 @@ def conversation(
     began, read, written, used, summaries = clock(), 0, 0, 0, 0
     news: News = [User(text=instruction)]
     stop, why = "turns", ""
-    place.left = lambda: limits.seconds - (clock() - began)
+    workspace.left = lambda: limits.seconds - (clock() - began)
     try:
         for _ in range(limits.turns):
             if turns and (brief := turn_policy.condense(news, began + limits.seconds)):
                 read, written, summaries = read + brief.read, written + brief.written, summaries + 1
                 told(brief.said)
-                todos = place.todos.values() if isinstance(place, Session) else ()
-                path = place.remember(history(instruction, turns))
+                todos = workspace.todos.values() if isinstance(workspace, Session) else ()
+                path = workspace.remember(history(instruction, turns))
                 news = [User(text=resumed(instruction, brief.said.text, summaries, todos, path, tools.terse))]
             spoken = turn_policy.say(news, began + limits.seconds) if used < limits.tokens else None
             if spoken is None:
@@ -108,7 +108,7 @@ def conversation(
             read, written, used = read + spoken.read, written + spoken.written, spoken.read + spoken.written
             told(spoken.said)
             calls = spoken.said.calls
-            replies = tools.answer(place, [written.call for written in calls])
+            replies = tools.answer(workspace, [written.call for written in calls])
             answered = _turns(spoken.said, replies, tools)
             turns += answered
             for turn in answered:
@@ -116,7 +116,7 @@ def conversation(
             if not replies or replies[-1].ends:
                 stop = "finished"
                 break
-            if place.left() < 0:
+            if workspace.left() < 0:
                 stop = "time"
                 break
             news = [Result(id=call.id, text=turn.observation) for call, turn in zip(calls, answered, strict=True)]

@@ -189,8 +189,8 @@ class TooLong(Refused):
 
     def __init__(self, context: int, read: int, param: str) -> None:
         """`context`: maximum tokens of a conversation; `read`: those of this one, or at least so many."""
-        said = f"This model's maximum context length is {context} tokens. However, your messages resulted in {read} tokens."
-        super().__init__(f"{param}: {said} Shorten the conversation.", code="context_length_exceeded", param=param)
+        problem = f"This model's maximum context length is {context} tokens. However, your messages resulted in {read} tokens."
+        super().__init__(f"{param}: {problem} Shorten the conversation.", code="context_length_exceeded", param=param)
         self.anthropic = f"prompt is too long: {read} tokens > {context} maximum"
 
 

@@ -122,15 +122,15 @@ def give_verdict(
 def accepted(path: Path) -> tuple[str, str, dict[str, Blob], Changes] | None:
     """Return of the result that is kept in `path` the time of its acceptance, the request, and the changed files before and
     after; None if it was not accepted. Raises OSError for what is missing, ValueError for what is damaged."""
-    told = _told(path)
-    if told.get("verdict") != "accepted":
+    verdict = _told(path)
+    if verdict.get("verdict") != "accepted":
         return None
     file, (_, before, changes) = path / "rollout.parquet", _kept(path)
     try:
         [request] = pq.read_table(parquet(file), columns=["instruction"])["instruction"].to_pylist()
     except (pa.ArrowException, ValueError) as error:
         raise ValueError(f"{file}: damaged ({error!r:.200})") from None
-    return str(told.get("time")), str(request), before, changes
+    return str(verdict.get("time")), str(request), before, changes
 
 
 def _told(path: Path) -> dict[str, Any]:

@@ -120,4 +120,5 @@ def top_level(text: bytes) -> tuple[list[str], dict[str, str]]:
     """Return the folders and the links of a plan that lie in `/`."""
     plan = json.loads(text)
     tops = {"/" + path.split("/")[1] for path in (*plan["folders"], *plan["files"])} - {"/"}
-    return sorted(tops - {*plan["links"]}), {place: to for place, to in plan["links"].items() if place.count("/") == 1}
+    links: dict[str, str] = plan["links"]
+    return sorted(tops - {*links}), {link: target for link, target in links.items() if link.count("/") == 1}

@@ -109,9 +109,9 @@ def cut(path: str, data: bytes, lines: Sequence[str]) -> list[Span]:
     if path.endswith((".py", ".pyi")) and _has_few_tokens(lines):
         root = Parser(_PYTHON).parse(data).root_node
         imports: set[int] = set()
-        found = sorted(_definitions(root, imports), key=lambda span: (span.first, -span.last))
-        if found or not root.has_error:
-            return list(_chunks(found, lines, imports))
+        spans = sorted(_definitions(root, imports), key=lambda span: (span.first, -span.last))
+        if spans or not root.has_error:
+            return list(_chunks(spans, lines, imports))
     return list(_windows(Span(first=1, last=len(lines)), lines, _WINDOW))
 
 

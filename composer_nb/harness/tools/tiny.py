@@ -109,14 +109,14 @@ class Workspace:
     def run_visible_tests(self) -> Observation:
         if not self.visible_tests:
             raise ToolError("UnexpectedEnvironment", "no tests here")
-        own = {path: self.files[path] for path in self.own_tests if path in self.files}
+        own_tests = {path: self.files[path] for path in self.own_tests if path in self.files}
         try:
-            tests = parse_test_files({**self.visible_tests, **own})
+            tests = parse_test_files({**self.visible_tests, **own_tests})
         except ValueError as error:
             raise ToolError("UnexpectedEnvironment", str(error)[:110]) from None
         [outcomes] = self.sandboxes.run([request_tests(self.files, tests, self.limits)])
         passed = [passes(test, outcome) for test, outcome in zip(tests, outcomes, strict=True)]
-        first = "" if all(passed) else describe(tests[place := passed.index(False)], outcomes[place])
+        first = "" if all(passed) else describe(tests[index := passed.index(False)], outcomes[index])
         return tested(sum(passed), len(tests), first)
 
 

@@ -81,15 +81,8 @@ CORE = 4  # RLIMIT_CORE
 SOCKET_LEVEL = 1
 COUNTING = (57, 76, 77)  # SO_COOKIE, SO_PASSPIDFD, SO_PEERPIDFD: numbers that count sockets or processes of the machine
 CLONE_PIDFD = 0x1000
-NUMBER, ARCHITECTURE, FIRST, SECOND, THIRD, FOURTH, SIXTH = (
-    0,
-    4,
-    16,
-    24,
-    32,
-    40,
-    56,
-)  # offsets; of arguments, the low word
+# Offsets; of arguments, the low word.
+NUMBER, ARCHITECTURE, FIRST, SECOND, THIRD, FOURTH, SIXTH = 0, 4, 16, 24, 32, 40, 56
 
 
 def system_call_filter(table: Mapping[str, int], *, calls: bool = False) -> bytes:
