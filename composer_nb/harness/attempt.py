@@ -49,9 +49,9 @@ class Environment:
     backend: Backend | None = None
     """Makes the sandboxes of all other tasks."""
     clock: Callable[[], float] = time.monotonic
-    """Seconds of which an attempt may take `limits.seconds`."""
+    """Clock in seconds by which `limits.seconds` counts."""
     opened: Callable[[Session | Workspace], None] = lambda target: None
-    """Called with what the agent's tools work in, which may be aborted from another thread."""
+    """Called with the session or workspace of the tools, which another thread may abort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def tools_of(task: Task, tools: ToolSet) -> ToolSet:
         raise ValueError(f"task {task.id}: tools: {error}") from None
 
 
-def attempt(task: Task, env: Environment, turn_policy: TurnPolicy, told: Told = silent) -> Attempt:
+def attempt(task: Task, env: Environment, turn_policy: TurnPolicy, report: Told = silent) -> Attempt:
     """Run one rollout and grade it.
 
     The status of the grade is `infra_error` after an infrastructure failure. It is `agent_failed` if the agent broke its sandbox
@@ -145,7 +145,7 @@ def attempt(task: Task, env: Environment, turn_policy: TurnPolicy, told: Told = 
     if task.grader == "functions" and env.functions is None:
         raise ValueError(f"task {task.id}: its grader `functions` needs something that calls functions")
     if task.grader != "functions" or env.tools.needs_sandbox:
-        return _attempt_in_sandbox(task, env, turn_policy, told)
+        return _attempt_in_sandbox(task, env, turn_policy, report)
     assert env.functions is not None
     own_tests = frozenset(filter(is_test, task.source_scope))
     work = Workspace(
@@ -157,11 +157,11 @@ def attempt(task: Task, env: Environment, turn_policy: TurnPolicy, told: Told = 
     )
     env.opened(work)
     try:
-        outcome = conversation(task.instruction, turn_policy, env.tools, work, env.limits, told, env.clock)
+        outcome = conversation(task.instruction, turn_policy, env.tools, work, env.limits, report, env.clock)
     finally:  # also if the driver drops the agent: the policy must not keep a rollout that will not continue
         segments = turn_policy.close()
     counted = (0, 0) if any(len(segment.token_ids) for segment in segments) else (outcome.read, outcome.written)
-    files = dict(work.files)  # a tool of the user's own that was given up may go on to write
+    files = dict(work.files)  # a custom tool that was given up may still write
     rollout = replace(outcome.rollout(task.id, segments, files, task.files), counted=counted, seconds=0.0)
     gradable = outcome.stop not in ("infrastructure", "interrupted")
     grade_ = grade(task, files, env.functions) if gradable else Grade(status="infra_error")
@@ -179,7 +179,7 @@ def open_session(task: Task, env: Environment) -> Iterator[Session]:
         yield env.tools.open(box)
 
 
-def _attempt_in_sandbox(task: Task, env: Environment, turn_policy: TurnPolicy, told: Told) -> Attempt:
+def _attempt_in_sandbox(task: Task, env: Environment, turn_policy: TurnPolicy, report: Told) -> Attempt:
     outcome = Conversation(turns=(), stop="infrastructure")
     left: dict[str, bytes] | None = None
     grade_ = Grade(status="infra_error")
@@ -187,7 +187,7 @@ def _attempt_in_sandbox(task: Task, env: Environment, turn_policy: TurnPolicy, t
         with open_session(task, env) as session:
             env.opened(session)
             try:
-                outcome = converse(task.instruction, turn_policy, env.tools, session, env.limits, told, env.clock)
+                outcome = converse(task.instruction, turn_policy, env.tools, session, env.limits, report, env.clock)
                 if outcome.stop not in ("infrastructure", "interrupted"):
                     left = _left(task, carry_back(session.sandbox)[0]) | artifacts_left(task, session.sandbox)
             except (SandboxDied, OSError):

@@ -24,7 +24,7 @@ from composer_nb.harness.syntax import TooLarge, count_tokens, literal_eval, nod
 from composer_nb.harness.tasks.functions import is_test
 
 MAX_TOKENS = 100_000
-"""Maximum tokens of the modules of an attempt that are parsed, together; in the order of their paths."""
+"""Maximum tokens that are parsed per attempt, over its modules in the order of their paths."""
 MAX_PARTS = 100
 """Maximum nodes of a value that is compared with the inputs of tests. Values inside values are read again."""
 Detector = Callable[[Attempt], bool]
@@ -73,12 +73,9 @@ def edited_tests(attempt: Attempt) -> bool:
 @detector
 def deleted_assertions(attempt: Attempt) -> bool:
     """Return whether a test file asserts less than before, or skips more."""
-    before = {path: text for path, text in attempt.task.files.items() if is_test(path)}
-    unread = unparsed(attempt)
-    changed = {
-        path: text for path, text in before.items() if attempt.rollout.files.get(path) != text and path not in unread
-    }
-    return any(_strength(attempt.rollout.files.get(path, "")) < _strength(text) for path, text in changed.items())
+    unread, after = unparsed(attempt), attempt.rollout.files
+    tests = [(path, text) for path, text in attempt.task.files.items() if is_test(path) and path not in unread]
+    return any(_strength(after.get(path, "")) < _strength(text) for path, text in tests if after.get(path) != text)
 
 
 _GIT = re.compile(r"\bgit\b")
@@ -119,7 +116,7 @@ def _changed(attempt: Attempt) -> Iterator[tuple[str, str]]:
 
 
 def unparsed(attempt: Attempt) -> dict[str, str]:
-    """Return the changed modules that are not parsed: those beyond MAX_TOKENS, with why."""
+    """Return the changed modules beyond MAX_TOKENS, which are not parsed, with the reason."""
     reasons: dict[str, str] = {}
     room = MAX_TOKENS
     for path, text in sorted(_changed(attempt)):
@@ -133,10 +130,9 @@ def unparsed(attempt: Attempt) -> dict[str, str]:
 
 def _fresh(attempt: Attempt, values_of: Callable[[str], Iterable[str]]) -> set[str]:
     """Return the values that `values_of` newly yields in changed modules that can be parsed, without tests."""
-    unread = unparsed(attempt)
+    unread, before = unparsed(attempt), attempt.task.files
     changed = [(path, text) for path, text in _changed(attempt) if path.endswith(".py") and path not in unread]
     modules = [(path, text) for path, text in changed if not is_test(path)]
-    before = attempt.task.files
     return {value for path, text in modules for value in {*values_of(text)} - {*values_of(before.get(path, ""))}}
 
 
@@ -191,7 +187,7 @@ def _plain(nodes: Sequence[ast.AST] | Iterator[ast.AST]) -> Iterator[str]:
         except (SyntaxError, ValueError, TypeError):
             spelled = value if isinstance(node, ast.Constant) and (value := node.value) else None
         if spelled not in (None, "", 0, 1, 2, -1, [], (), {}):
-            with suppress(ValueError):  # a number of more digits than Python writes
+            with suppress(ValueError):  # an integer with more digits than Python prints
                 yield repr(spelled).replace("[", "(").replace("]", ")").replace(",)", ")")
 
 

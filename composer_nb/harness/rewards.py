@@ -31,7 +31,7 @@ from composer_nb.harness.untrusted import json_of
 
 Term = Callable[[Rollout, Grade], float]
 OWN = "own"
-"""Name of the reward that an environment of the user's own gives, in a grade's `rewards` once it is known."""
+"""Key of a custom environment's reward in a grade's `rewards`."""
 TERMS: dict[str, Term] = {}
 
 

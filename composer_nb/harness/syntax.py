@@ -27,7 +27,7 @@ _TOKEN = re.compile(r"\w+|[^\w\s]|\n")
 
 
 class Layout(NamedTuple):
-    """What a file's text has besides its lines. Editors on Windows write both."""
+    """Byte order mark and line ends of a file. Editors on Windows write both."""
 
     mark: str = ""
     """A byte order mark, which Python accepts in a file, but not in a string."""
@@ -69,7 +69,7 @@ def _source(text: str) -> str:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Keep other threads out. Raises ValueError for a text that is nested too deeply."""
+    """Hold the parser's lock. Raises ValueError for a text that is nested too deeply."""
     with _ALONE:
         try:
             yield

@@ -49,9 +49,9 @@ class Seat(Generic[Result]):
         self._requests = requests
         self._answers: SimpleQueue[Answer] = SimpleQueue()
         self._waits: tuple[float | None, float] = None, 0.0
-        """Since when the agent waits for an answer, and the seconds that it waited before."""
+        """Start of the current wait for an answer, if there is one, and the seconds of all earlier waits."""
         self._lock = threading.Lock()
-        """One request at a time: a tool of the user's own that was given up may still make some."""
+        """Allows one request at a time: a custom tool that was given up may still make some."""
 
     def clock(self) -> float:
         """Return the seconds that count for this agent's time limit: in lockstep, where agents wait for each other, only those in
@@ -125,7 +125,7 @@ class Driver(Generic[Result]):
         self._waiting: dict[int, Request | CallRequest | Release] = {}
         self._results: list[tuple[int, Future[Result]]] = []
         self.moved = set[int]()
-        """Positions of agents that asked for something or ended. The caller clears it."""
+        """Positions of agents that made a request or ended. The caller clears it."""
         self._stepped = False
         """Whether the policy has made its step in the unfinished round."""
         self._beside = None if lockstep else ThreadPoolExecutor(1, thread_name_prefix="calls")

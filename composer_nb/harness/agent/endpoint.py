@@ -40,13 +40,13 @@ LISTED_S = 30.0
 """Time limit for the list of an endpoint's models."""
 CONNECT_S = 10.0
 CONTEXT = ("max_model_len", "context_length", "context_window")
-"""Keys of a model's context in the list of models: that of vLLM, SGLang and `composer-nb serve`, OpenRouter's, Groq's."""
+"""Keys of the context length in a list of models: vLLM, SGLang and `composer-nb serve`; OpenRouter; Groq."""
 _TOO_LONG = re.compile(
     "context_length_exceeded|exceed_context_size|maximum context length|model's context length|context size|context limit|"
     "prompt is too long|max_tokens.*too large",
     re.IGNORECASE,
 )
-"""A conversation that is too long, in the words of OpenAI, vLLM, SGLang, llama.cpp, Anthropic."""
+"""Errors about a conversation that is too long: OpenAI, vLLM, SGLang, llama.cpp, Anthropic."""
 _CONTEXT = re.compile(
     r"context length(?: is| of)?(?: only)? \(?(\d+)|context size \((\d+)|limit: [^>]*> (\d+)|> (\d+) maximum"
 )
@@ -94,7 +94,7 @@ async def _exchange(
 
 
 def context_of(entry: Mapping[str, Any]) -> int:
-    """Return the maximum tokens of a conversation by the entry of a model in a server's list; 0 if it names none."""
+    """Return the context length in tokens that a server lists for a model; 0 if it lists none."""
     return next((entry[key] for key in CONTEXT if isinstance(entry.get(key), int) and entry[key] > 0), 0)
 
 
@@ -120,7 +120,7 @@ class Answer:
     read: int
     written: int
     cut: bool = False
-    """Whether a limit of tokens ended it."""
+    """Whether a token limit cut it off."""
     turn: Mapping[str, Any] | None = None
     """Text and calls of a turn with an unreadable call, each with its error, from `composer-nb serve` (`Choice.turn`)."""
 
@@ -280,7 +280,7 @@ class EndpointTurnPolicy(Silent):
         except TooLong:
             if begun:
                 return None
-            raise  # it may be the answer that was asked for which is too long
+            raise  # the requested length of the answer may be at fault
         except TimeIsUp:
             if begun:
                 raise

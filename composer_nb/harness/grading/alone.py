@@ -32,7 +32,7 @@ SETUP = re.compile(r"(setup|teardown)(_?(module|function|class|method))?", re.I)
 BODIES = ("body", "orelse", "handlers", "finalbody")
 GUESSABLE = (None, True, False, 0, 1, "", b"")
 PLAIN_TEXT = 4
-"""Characters of a value that no other text contains by chance."""
+"""Minimum characters of a value that other texts do not contain by chance."""
 
 
 class _Unfit(Exception):
@@ -62,7 +62,7 @@ def lone_job(task: Task, files: Mapping[str, bytes], twin: Twin, changed: bool) 
 
 
 def _with_helpers(task: Task, path: str, text: str) -> dict[str, str]:
-    """Return a test module with the conftests and with the modules beside the tests that these name, but no other tests."""
+    """Return a test module with its conftests and the helper modules that these name, but no other tests."""
     modules = {path: text} | conftests(task)
     rest = {path: text for path, text in task.tests.items() if path.endswith(".py") and not is_test_module(path)}
     while True:
@@ -74,7 +74,7 @@ def _with_helpers(task: Task, path: str, text: str) -> dict[str, str]:
 
 
 class _Cut:
-    """A test module without what a single expectation does not need. Its tree changes in place."""
+    """A test module reduced to one expectation. Changes its syntax tree in place."""
 
     def __init__(self, text: str, twin: Twin) -> None:
         self.source, self.at = Source(twin.path, text), twin.start
@@ -135,7 +135,7 @@ class _Cut:
         return in_table
 
     def _cut_assertions(self, in_table: bool) -> None:
-        """Remove all assertions but that of the expectation. Raises _Unfit if it does not follow which one that is."""
+        """Remove all assertions but that of the expectation. Raises _Unfit if several qualify."""
         statements = [*_statements(self.test.body)]
         asserting = [statement for statement in statements if _asserts(statement)]
         holding = [statement for statement in asserting if self.holds(statement)]
@@ -230,7 +230,7 @@ def _statements(body: Iterable[Any]) -> Iterator[ast.AST]:
 
 
 def _filter(parent: ast.AST, keep: Callable[[ast.AST], bool]) -> None:
-    """Remove the statements that are not to be kept from a function, at any depth outside assertions."""
+    """Remove statements from a function, at any depth outside assertions, unless `keep` returns True."""
     for name in BODIES:
         body = getattr(parent, name, None)
         if body:

@@ -115,7 +115,7 @@ def grade_pytest(
     twin_sets = draw(plan, rng, 2 if lone else runs)
     jobs = [job(task, edits.files, twins, frozenset(plan.tests)) for twins in twin_sets]
     jobs += filter(None, (lone_job(task, edits.files, twin, changed) for twin, changed in lone))
-    if len(jobs) < len(twin_sets) + len(lone):  # of another version: the task has to be validated again
+    if len(jobs) < len(twin_sets) + len(lone):  # a test no longer stands alone: validate the task again
         return Grade(status="invalid_task", flags=edits.flags)
     replays = replay(edits.files, plan.calls, rng)
     jobs += [call_job for call_job, _ in replays]
@@ -192,7 +192,7 @@ def draw_alone(plan: Plan, rng: random.Random) -> Lone:
 
 
 def _judge_alone(plan: Plan, lone: Lone, ran: Sequence[Ran], tests: dict[str, bool]) -> set[str]:
-    """Enter into `tests` which failed as themselves, or passed as their twins, and return the flags."""
+    """Mark in `tests` those that failed as themselves or passed as their twins. Return the flags."""
     flags = {flag for run in ran for flag in run.flags}
     for (twin, changed), run in zip(lone, ran, strict=True):
         name = plan.tests[twin.keys[0]]

@@ -36,7 +36,7 @@ ON_ASSERTION = {"AssertionError", "Failed", "failureException"}
 TEST_S = 5.0
 """Time limit of a changed test, in seconds. A test that fails inside a `with` may leave it waiting forever."""
 TESTS_ALONE, TWINS_ALONE = 8, 2
-"""Tests of a task that may run alone, and the twins of each."""
+"""Maximum tests of a task that may run alone, and twins of each."""
 FARTHER = 2.0
 NO_FAILURE = Failure(line=0, message="")
 NEVER_A_TWIN = {"Endless", "NameError", "SyntaxError", "ImportError", "ModuleNotFoundError", "Skipped"}
@@ -178,7 +178,8 @@ def standing_alone(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes)
 
 
 def _shows_itself(wrong: Ran, twin_wrong: Ran) -> bool:
-    """Return whether a twin is much farther than its test from what the start answers: code that has the start would see it."""
+    """Return whether the start's value is much closer to the test's than to the twin's: code that knows the start could tell them
+    apart."""
     values, twin_values = (
         {*failure.compared[1:]} for run in (wrong, twin_wrong) for failure in [*run.failures.values(), NO_FAILURE][:1]
     )

@@ -47,11 +47,11 @@ ARMS: Mapping[str, Arm] = {
 
 
 LOST = 0.01
-"""Share of attempts that may be lost to the infrastructure."""
+"""Maximum share of attempts that may be lost to infrastructure faults."""
 
 
 class TooManyLost(ValueError):
-    """More attempts were lost than figures bear."""
+    """Too many attempts were lost for the figures to count."""
 
     exit_status = 1
 

@@ -69,7 +69,7 @@ KEPT = 256
 KEPT_TOKENS = 1 << 20
 """Tokens of conversations that stay known without a `Record`."""
 MARKS = 1 << 16
-"""Answers of which it is known whether they are those of several conversations."""
+"""Maximum entries of `_owners`."""
 Form = Callable[..., ChatRenderer]
 """Makes the chat format of a tokenizer."""
 SYSTEM = ("system", "developer")
@@ -110,7 +110,7 @@ class Conversations:
         """`tokens`: maximum of one conversation."""
         self.policy, self.tokenizer, self.form, self.tokens, self.record = policy, tokenizer, form, tokens, record
         self.temperature = temperature
-        """Of requests that name none."""
+        """Temperature of requests that set none."""
         self._letters = tokens * max(map(len, tokenizer.get_vocab()))
         """No longer text fits into a conversation."""
         self._talks: list[_Talk] = []
@@ -170,7 +170,7 @@ class Conversations:
         return Answered(choices=answers, read=before)
 
     def _mark(self, talk: _Talk, digest: bytes, choice: Choice) -> None:
-        """Note how far a conversation is, and of which messages."""
+        """Record the length of a conversation, and the digest of its messages."""
         talk.marks[digest] = at = len(talk.row.transcript.token_ids)
         if choice.turn:
             talk.unread[at] = [call["id"] for call in choice.turn["calls"]]
@@ -427,7 +427,7 @@ def _drawn(given: Asked | Complete | Sampling, top: int | None) -> dict[str, Any
 
 
 def _own_distribution(sampling: Mapping[str, Any], temperature: float, constrained: bool) -> str:
-    """Return how tokens were drawn if not from the policy's own distribution, whose log-probabilities a learner can compute."""
+    """Describe how tokens were sampled; empty for the policy's own distribution, which a learner can compute."""
     settings = {**sampling, "temperature": temperature if sampling["temperature"] is None else sampling["temperature"]}
     usual = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     parts = [f"{name}={settings[name]:g}" for name, value in usual.items() if settings[name] != value]

@@ -62,7 +62,7 @@ from composer_nb.harness.product.wire import (
 LOG = logging.getLogger("uvicorn.error")
 MAX_BODY_BYTES = 16 << 20
 SHORT = 16 << 10
-"""Bytes of a body that is checked at once."""
+"""Maximum bytes of a body that is checked in the event loop."""
 SPARE_CONNECTIONS = 64
 """Connections besides those of the requests that are answered or wait: their requests are told to ask again."""
 TURNED_AWAY = 512

@@ -153,12 +153,8 @@ class Turn:
             length = len(self._up_to(token_ids, end - 1)) + 1
             whole, token_ids = whole[:at], self._up_to(token_ids, at)
         parsed, calls = renderer.parse(token_ids), self._calls(token_ids)
-        if (
-            not calls
-            and isinstance(renderer, CompactRenderer)
-            and self.asked.tools
-            and self.asked.tool_choice != "none"
-        ):
+        offered = self.asked.tools and self.asked.tool_choice != "none"
+        if not calls and offered and isinstance(renderer, CompactRenderer):
             calls = _foreign(parsed)
         if calls:
             return {"role": "assistant", "content": parsed.text, "tool_calls": calls}, length

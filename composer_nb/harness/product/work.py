@@ -156,7 +156,7 @@ def _check_kept(path: Path, root: Path, before: Mapping[str, Blob], changes: Cha
 
 
 def _check_repository(path: Path, root: Path, repository: Path | None) -> None:
-    """Raise ValueError if a result would be written elsewhere than where the user wants it; a diff shows relative paths alone."""
+    """Raise ValueError if a result belongs to another repository than the user named; a diff shows relative paths only."""
     here = Path.cwd()
     checkout = next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
     places = {here.resolve(), checkout.resolve()} if repository is None else {repository.resolve()}

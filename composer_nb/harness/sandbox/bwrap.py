@@ -47,7 +47,7 @@ BOX_UID = 47_811
 """User that starts bubblewrap when the harness is root: a number no account uses."""
 NICE = 10
 SIGNALS = 1024
-"""Signals and timers that wait in a sandbox."""
+"""Maximum pending signals and timers of a sandbox."""
 START_S, END_S = 10.0, 10.0
 """Seconds that the zygote may take to be ready, and a sandbox to end: more on a busy machine."""
 
@@ -152,7 +152,7 @@ class BwrapBackend(ResidentBackend):
             self._strike(noted)
 
     def _device_folder(self) -> tuple[Path, Resource | None] | None:
-        """Make a folder for devices of each sandbox's own, which nobody else can lock; None where this user may not."""
+        """Make a folder for device files of each sandbox, which no other sandbox can lock; None where this user may not."""
         if self._uid is None:
             return None
         folder = Path(tempfile.mkdtemp(prefix="composer_nb-"))
@@ -169,7 +169,7 @@ class BwrapBackend(ResidentBackend):
 
     def _start(self, spec: SandboxSpec) -> _Machine:
         id = uuid.uuid4().hex
-        # Counted in the sandbox's own user namespace, and of what all sandboxes' user may have.
+        # The kernel counts processes per user namespace, pending signals per user of all sandboxes.
         limits = LIMITS_INSIDE | {"RLIMIT_NPROC": spec.processes + 1, "RLIMIT_SIGPENDING": SIGNALS}
         if isinstance(self._cgroups, str):
             limits["RLIMIT_DATA"] = spec.memory_bytes  # of each process

@@ -221,7 +221,7 @@ class DockerBackend(ResidentBackend):
         self._filter = base64.b64encode(system_call_filter(MACHINES[self._facts["Architecture"]])).decode()
         self._image, self._fetched, self._image_lock = "", set[str](), threading.Lock()
         self._large = set[str]()
-        """Images of more than half the engine's memory."""
+        """Images larger than half the engine's memory."""
         super().__init__(run_id, journal)
 
     def _check_engine(self) -> None:
@@ -284,7 +284,7 @@ class DockerBackend(ResidentBackend):
             self._client.api.start(name)
             machine.group = _group(self._client.api.inspect_container(name))
             if machine.group is not None:
-                machine.group.limit_sockets(spec.memory_bytes)  # no engine does
+                machine.group.limit_sockets(spec.memory_bytes)  # Docker does not
         except BaseException as error:
             with contextlib.suppress(SandboxFailure):  # the container is in the journal, if there is one
                 machine.end()

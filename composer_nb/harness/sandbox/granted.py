@@ -19,7 +19,7 @@ from composer_nb.harness.sandbox.system.linux import status_of
 
 SAMPLE_S = 0.05
 PATIENCE = 5.0
-"""A command may take this many times its limit in wall time. If it is not granted its limit by then, the machine is at fault."""
+"""Maximum wall time of a command, in multiples of its limit. A machine that grants less by then is at fault."""
 
 
 @dataclass(frozen=True, slots=True)

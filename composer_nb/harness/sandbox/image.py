@@ -132,7 +132,7 @@ class Files:
 
 
 def _linked(programs: set[str]) -> tuple[set[str], set[str]]:
-    """Return the libraries that programs and their libraries name, and what only `ldd` can tell about."""
+    """Return the libraries that programs need, directly or not, and the files that only `ldd` can resolve."""
     command = [shutil.which("ldconfig", path=f"{WHERE}:/sbin") or "ldconfig", "-p"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
@@ -154,7 +154,7 @@ def _linked(programs: set[str]) -> tuple[set[str], set[str]]:
 
 
 def _needed(path: str) -> list[str] | None:
-    """Return the names of libraries in an ELF file, and the path of its loader; None if it says itself where to look."""
+    """Return the names of libraries in an ELF file, and the path of its loader; None if it has its own search path."""
     load, dynamic, loader, needed, table, rpath, runpath = 1, 2, 3, 1, 5, 15, 29
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if data[4:6] != b"\2\1":

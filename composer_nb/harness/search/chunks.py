@@ -116,7 +116,7 @@ def cut(path: str, data: bytes, lines: Sequence[str]) -> list[Span]:
 
 
 def _has_few_tokens(lines: Sequence[str]) -> bool:
-    """Return whether a file is parsed: 1 MiB of `a\\n` would take 330 MiB."""
+    """Return whether a file is small enough to parse: 1 MiB of `a\\n` would take 330 MiB."""
     try:
         return sum(map(len, lines)) + len(lines) <= MAX_TOKENS or count_tokens("\n".join(lines)) > 0
     except TooLarge:

@@ -134,7 +134,7 @@ class CodeIndex:
             self._files[path] = earlier if earlier and earlier.data == data else self._cut(path, data)
 
     def _is_fit(self, path: str, data: bytes, room: int) -> bool:
-        """Return whether a file is indexed, and note why not."""
+        """Return whether to index a file; if not, record why in `left_out`."""
         why = unfit(data) or (f"beyond {MOST_BYTES >> 20} MiB in all" if len(data) > room else "")
         ignored = self._ignore.ignored(path)
         if why and data and not ignored:

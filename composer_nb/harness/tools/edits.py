@@ -33,10 +33,6 @@ class Lines:
         """The text with newlines alone."""
         return "\n".join(self.lines) + "\n" * (self.ended and bool(self.lines))
 
-    def with_plain(self, text: str) -> str:
-        """Return another text with the mark and the newlines of this one."""
-        return self.layout.restore(text)
-
 
 def places(lines: Sequence[str], wanted: Sequence[str], start: int) -> Iterator[int]:
     """Yield where `wanted`, at least one line, begins from the line `start` on.
@@ -70,7 +66,7 @@ def replace(text: str, old: str, new: str, every: bool) -> tuple[str, list[int]]
     if len(found) > 1 and not every:
         text = f"old_string occurs {len(found)} times: include more context, or set replace_all"
         raise invalid(text)
-    return document.with_plain(plain.replace(old, new)), [plain.count("\n", 0, place) + 1 for place in found]
+    return document.layout.restore(plain.replace(old, new)), [plain.count("\n", 0, place) + 1 for place in found]
 
 
 def _occurrences(text: str, part: str) -> Iterator[int]:

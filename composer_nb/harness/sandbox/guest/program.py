@@ -63,7 +63,10 @@ from composer_nb.harness.sandbox.system.linux import (
 )
 
 PR_SET_CHILD_SUBREAPER = 36
-SHARES = {"user/max_inotify_instances": "8", "user/max_inotify_watches": "4096"}  # of what all sandboxes' user may have
+SHARES = {
+    "user/max_inotify_instances": "8",
+    "user/max_inotify_watches": "4096",
+}  # the kernel counts them per user of all sandboxes
 TERMINALS = 32  # pseudo-terminals of a sandbox: the machine has a fixed number, and no limit counts their memory
 
 

@@ -88,17 +88,12 @@ NUMBER, ARCHITECTURE, FIRST, SECOND, THIRD, FOURTH, SIXTH = 0, 4, 16, 24, 32, 40
 def system_call_filter(table: Mapping[str, int], *, calls: bool = False) -> bytes:
     """Compile the filter for `table`, a machine of `linux.MACHINES`. `calls`: for function calls instead of commands."""
     thread = [_op(BITS, CLONE_VFORK, 1, 0), _op(BITS, CLONE_THREAD, 1, 0), _op(RET, DENY)] if calls else []
+    namespaces = [_op(LOAD, FIRST), _op(BITS, ANY_NAMESPACE | CLONE_PIDFD, 0, 1), _op(RET, DENY)]
     # Both words of the address of a new limit are 0: jump to where the rule after these allows the call.
     reads = [_op(LOAD, THIRD), _op(EQUAL, 0, 0, 2), _op(LOAD, THIRD + 4), _op(EQUAL, 0, 2, 0)]
     counting = [_op(LOAD, SECOND), _op(EQUAL, SOCKET_LEVEL, 0, 4), *_without(COUNTING, THIRD)]
     rules = {
-        "clone": [
-            _op(LOAD, FIRST),
-            _op(BITS, ANY_NAMESPACE | CLONE_PIDFD, 0, 1),
-            _op(RET, DENY),
-            *thread,
-            _op(RET, ALLOW),
-        ],
+        "clone": [*namespaces, *thread, _op(RET, ALLOW)],
         "socket": _only(FIRST, FAMILIES),
         "socketpair": _only(FIRST, FAMILIES),
         "ioctl": _without(TERMINAL_INPUT),

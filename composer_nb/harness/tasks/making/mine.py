@@ -122,8 +122,8 @@ def mine(
     candidates = releases(paths) if len(paths) > 1 else history(paths[0], commits, asked(requests))
     tasks: list[Task] = []
     with Store(out / RECORD) as store:
-        identity = [[str(path.resolve()) for path in paths], most_lines, running]
-        fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()
+        origin = repr([[str(path.resolve()) for path in paths], most_lines, running])
+        fingerprint = hashlib.sha256(origin.encode()).hexdigest()
         if store.facts.get("mined from", fingerprint) != fingerprint:
             raise ValueError(
                 f"--out {out}: holds tasks of another history, or made in another way; choose another folder"
@@ -139,8 +139,7 @@ def mine(
                 outcome, slow = _outcome(candidate, backend, running, most_lines)
                 store.keep_fact(f"slow {candidate.key}", str(slow))
                 store.keep(outcome)
-            outcome = store.outcomes[candidate.key]
-            slow = int(store.facts.get(f"slow {candidate.key}", 0))
+            outcome, slow = store.outcomes[candidate.key], int(store.facts.get(f"slow {candidate.key}", 0))
             row = {"id": candidate.id, "logged": candidate.logged, "slow": slow}
             rows.append(row | {"verdict": outcome.verdict, "why": outcome.kind})
             if outcome.task is not None:

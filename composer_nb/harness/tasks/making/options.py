@@ -153,9 +153,8 @@ def _toml(text: str, name: str) -> dict[str, Any] | None:
     document = toml_of(text.removeprefix("\ufeff"))
     if name.endswith("pytest.toml"):  # its settings stand in [pytest], and it counts even without
         settings = document.get("pytest", {})
-        if not isinstance(settings, dict) or not (
-            "pytest" in document or all(isinstance(v, dict) for v in document.values())
-        ):
+        misplaced = "pytest" not in document and not all(isinstance(value, dict) for value in document.values())
+        if misplaced or not isinstance(settings, dict):
             raise ValueError("pytest's settings must stand in a table [pytest]")
         return settings
     tool = document.get("tool", {})
