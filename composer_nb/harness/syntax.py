@@ -113,21 +113,21 @@ def lints(text: str) -> list[str]:
         return [f"not Python: {error}"]
     inner = [(f" in {child.get_name()}", nested) for child in module.get_children() for nested in _scopes(child)]
     scopes = [("", module), *inner]
-    known = {*vars(builtins), "__name__", "__file__", "__doc__"}
-    for place, scope in scopes:
-        known |= {s.get_name() for s in scope.get_symbols() if s.is_declared_global() or (not place and s.is_local())}
-    found = []
-    for place, scope in scopes:
+    names = {*vars(builtins), "__name__", "__file__", "__doc__"}
+    for where, scope in scopes:
+        names |= {s.get_name() for s in scope.get_symbols() if s.is_declared_global() or (not where and s.is_local())}
+    problems = []
+    for where, scope in scopes:
         symbols = [symbol for nested in _scopes(scope) for symbol in nested.get_symbols()]
         used = {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
         local = scope.get_type() == "function"
         for symbol in scope.get_symbols():
             name = symbol.get_name()
             if name not in used and (symbol.is_imported() or (local and symbol.is_assigned() and symbol.is_local())):
-                found.append(f"unused {name}{place}")
-            if symbol.is_referenced() and symbol.is_global() and name not in known:
-                found.append(f"no name {name}{place}")
-    return found
+                problems.append(f"unused {name}{where}")
+            if symbol.is_referenced() and symbol.is_global() and name not in names:
+                problems.append(f"no name {name}{where}")
+    return problems
 
 
 def _scopes(scope: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:

@@ -87,11 +87,11 @@ def _passes(rewards: Mapping[str, float]) -> bool:
 def run_script(box: Sandbox, task: Task, folder: str, timeout_s: float, env: Mapping[str, str]) -> ExecResult:
     """Run `tests/test.sh` or `solution/solve.sh` in the workspace, with its folder at /tests or /solution."""
     name = {"tests": ENTRY, "solution": SOLVE}[folder]
-    held = {path: data for path, data in harbor.layout(task).files.items() if path.startswith(f"{folder}/")}
-    if f"{folder}/{name}" not in held:
+    scripts = {path: data for path, data in harbor.layout(task).files.items() if path.startswith(f"{folder}/")}
+    if f"{folder}/{name}" not in scripts:
         raise ValueError(f"task {task.id}: {folder}/{name} is missing")
     try:
-        bring(box, held, "/tmp", mode=0o755)  # scripts are executable, as Harbor makes them
+        bring(box, scripts, "/tmp", mode=0o755)  # scripts are executable, as Harbor makes them
         bring(box, {}, LOGS)
     except OSError as error:
         raise SandboxFailure(f"task {task.id}: {folder} do not fit into a sandbox: {error}") from None

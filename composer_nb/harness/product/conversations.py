@@ -123,10 +123,10 @@ class Conversations:
         self._numbers, self._seeds = count(-1, -1), count()  # numbers that no rollout of RL has
 
     def __call__(
-        self, asked: AnyAsked, there: Callable[[], bool] = lambda: True, told: Told = lambda *part: None
+        self, asked: AnyAsked, there: Callable[[], bool] = lambda: True, report: Told = lambda *part: None
     ) -> Answered:
         if not isinstance(asked, Asked):
-            return self._generate(asked, there, told)
+            return self._generate(asked, there, report)
         if asked.rollout and not self.record:
             raise Refused("rollout: this server records nothing; start it with --record RUN", param="rollout")
         wire = asked.messages
@@ -150,7 +150,7 @@ class Conversations:
                 grammars.append(grammar and grammar.fresh())
                 held_to = {"allowed": grammars[-1] and grammars[-1].allowed}
                 request = self._request(talk, read, most, "messages", sampling | held_to)
-                work.append((request, Turn(talk.renderer, asked, partial(told, number))))
+                work.append((request, Turn(talk.renderer, asked, partial(report, number))))
             before = len(talks[0][0].row.transcript.token_ids) + len(reads[0][0])
             self._run(work, there)
             if faults := [grammar.fault for grammar in grammars if grammar and grammar.fault]:

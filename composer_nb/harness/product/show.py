@@ -77,8 +77,8 @@ def decide(work: Work, verdict: str, console: Console) -> int:
     if not work.changes:
         say("it changed nothing")
         return 0 if conversation.stop == "finished" else 1
-    shown, left = _beginning(visible_lines(work.diff))
-    console.print(Syntax(shown, "diff", background_color="default", word_wrap=True))
+    excerpt, left = _beginning(visible_lines(work.diff))
+    console.print(Syntax(excerpt, "diff", background_color="default", word_wrap=True))
     if left:
         say(f"… {left} more characters: all of it is in {work.path.resolve()}/changes.diff", style="red")
     undecided = verdict == "later"

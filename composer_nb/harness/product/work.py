@@ -103,8 +103,8 @@ def give_verdict(
     """
     if not (path / CHANGES).is_file():
         raise FileNotFoundError(f"{path}: no agent's work is kept here; give the folder that `composer-nb agent` named")
-    if (said := _told(path).get("verdict")) != "open":
-        raise ValueError(f"{path}: was {visible(str(said)[:80])} before; a verdict is given once")
+    if (earlier := _told(path).get("verdict")) != "open":
+        raise ValueError(f"{path}: was {visible(str(earlier)[:80])} before; a verdict is given once")
     root, before, changes = _kept(path)
     if verdict == "accepted":
         _check_kept(path, root, before, changes)

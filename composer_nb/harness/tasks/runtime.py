@@ -198,25 +198,25 @@ def spec_of(task: Task, backend: Backend) -> SandboxSpec:
 
 def start(task: Task, backend: Backend) -> Sandbox:
     """Return a new sandbox with the task's initial workspace. Raises like `spec_of`, and SandboxFailure."""
-    made = backend.create(spec_of(task, backend))
+    sandbox = backend.create(spec_of(task, backend))
     try:
         if task.image:
-            done = made.exec(["cp", "-a", f"{PRISTINE}/.", "."])
-            if done.exit_code:
+            result = sandbox.exec(["cp", "-a", f"{PRISTINE}/.", "."])
+            if result.exit_code:
                 raise SandboxFailure(
-                    f"task {task.id}: its image's files: {done.stderr[-300:].decode('utf-8', 'replace')}"
+                    f"task {task.id}: its image's files: {result.stderr[-300:].decode('utf-8', 'replace')}"
                 )
-            _check_artifacts(task, made)
-        made.upload(workspace(task))
+            _check_artifacts(task, sandbox)
+        sandbox.upload(workspace(task))
         if packages := packages_of(task):
-            bring(made, packages, PACKAGES_AT)
+            bring(sandbox, packages, PACKAGES_AT)
     except OSError as error:
-        made.destroy()
+        sandbox.destroy()
         raise SandboxFailure(f"task {task.id}: its workspace does not fit into a sandbox: {error}") from error
     except BaseException:
-        made.destroy()
+        sandbox.destroy()
         raise
-    return made
+    return sandbox
 
 
 def workspace(task: Task) -> dict[str, bytes]:

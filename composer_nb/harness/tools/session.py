@@ -127,7 +127,7 @@ class Session:
         self.touched.add(path)
 
     def run(self, command: Sequence[str], *, timeout_s: float = QUICK_S, **options: Any) -> ExecResult:
-        """Run a command in the workspace, with a time limit that an overloaded machine does not use up. `given`: as for
+        """Run a command in the workspace, with a time limit that an overloaded machine does not use up. `options`: as for
         `Sandbox.exec`. Raises ToolError (UserAborted) if it was stopped; a timeout is part of the result."""
         try:
             result = self.sandbox.exec(command, timeout_s=timeout_s, stop=self.stop, granted=True, **options)

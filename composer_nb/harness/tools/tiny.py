@@ -138,7 +138,7 @@ def read_file(place: Place, path: str) -> Observation:
 
 
 @tool(mutates=True)
-def edit_line(place: Place, path: str, line: int, text: str) -> Observation:
+def edit_line(workspace: Place, path: str, line: int, text: str) -> Observation:
     """Replace one line of a file by another; its indentation is kept.
 
     path: relative path
@@ -146,13 +146,13 @@ def edit_line(place: Place, path: str, line: int, text: str) -> Observation:
     text = text.strip()
     if "\n" in text or "\r" in text:
         raise invalid("one line")
-    before = _text(place, path)
+    before = _text(workspace, path)
     lines = _lines(before)
     if not 1 <= line <= len(lines):
         raise invalid("no line")
     old = lines[line - 1]
     lines[line - 1] = old[: len(old) - len(old.lstrip("\ufeff").lstrip())] + text + "\r" * old.endswith("\r")
-    return _change(place, path, before, "\n".join(lines) + "\n" * before.endswith("\n"))
+    return _change(workspace, path, before, "\n".join(lines) + "\n" * before.endswith("\n"))
 
 
 @tool(mutates=True)

@@ -135,7 +135,7 @@ def _only(argument: int, values: tuple[int, ...]) -> list[bytes]:
 
 def _without(values: tuple[int, ...], argument: int = SECOND) -> list[bytes]:
     """Refuse calls with one of these as this argument."""
-    checks = [_op(EQUAL, value, len(values) - place, 0) for place, value in enumerate(values)]
+    checks = [_op(EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)]
     return [_op(LOAD, argument), *checks, _op(RET, ALLOW), _op(RET, DENY)]
 
 

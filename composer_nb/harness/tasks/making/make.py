@@ -140,7 +140,7 @@ class Maker:
     """One run: draws candidates, tries them side by side, and keeps those that make tasks."""
 
     def __init__(self, subject: Subject, store: Store, report: Told, limit: int, require: Guarding) -> None:
-        reached = {place for reach in subject.baseline.reach.values() for place in reach.depths}
+        reached = {function for reach in subject.baseline.reach.values() for function in reach.depths}
         self.units = [unit for unit in subject.units if unit.place in reached]
         self.subject, self.store, self.report, self.limit, self.require = subject, store, report, limit, require
         self.tried, self.below = 0, Counter[str]()
@@ -173,8 +173,8 @@ class Maker:
         """Yield the tasks of the first `missing` candidates that make one, in the candidates' order."""
         stream = iter(candidates)
         while missing > 0 and (window := list(islice(stream, min(AHEAD, 2 * missing)))):
-            fresh = [each for each in window if each.key not in self.store.outcomes]
-            parts = [[self.found[key] for key in each.parts] for each in fresh]
+            fresh = [candidate for candidate in window if candidate.key not in self.store.outcomes]
+            parts = [[self.found[key] for key in candidate.parts] for candidate in fresh]
             for outcome in pool.map(partial(settle, self.subject), fresh, parts):
                 self.store.keep(outcome)
                 self.tried += 1

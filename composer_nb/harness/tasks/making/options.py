@@ -161,10 +161,10 @@ def _toml(text: str, name: str) -> dict[str, Any] | None:
     table = tool.get("pytest") if isinstance(tool, dict) else None
     if not isinstance(table, dict):
         return None
-    held = table.get("ini_options", {key: value for key, value in table.items() if not isinstance(value, dict)})
-    if not isinstance(held, dict):
+    ini_options = table.get("ini_options", {key: value for key, value in table.items() if not isinstance(value, dict)})
+    if not isinstance(ini_options, dict):
         raise ValueError("tool.pytest.ini_options is no table")
-    return held
+    return ini_options
 
 
 def _ini(text: str, name: str) -> dict[str, Any] | None:
