@@ -99,11 +99,11 @@ def improve(
         Publisher(store, owner=OWNER).close()
     model = load_pretrained(start)
     replay = settings.replay if model.config.moe_layers else NO_REPLAY
-    plain = [told for told in judged if not any(turn.drawn for turn in told[1].rollout.turns)]
+    plain = [told for told in judged if not any(turn.sampling for turn in told[1].rollout.turns)]
     fresh = [told for told in plain if gap(model, told[1], replay) <= STALE]
     if len(fresh) < 2:
         fit = f"{len(fresh)} of {len(plain)} have its log-probabilities"
-        others = {turn.drawn for _, done in judged for turn in done.rollout.turns if turn.drawn}
+        others = {turn.sampling for _, done in judged for turn in done.rollout.turns if turn.sampling}
         left = f"; {len(judged) - len(plain)} were drawn otherwise ({'; '.join(sorted(others)[:3])})" if others else ""
         raise ValueError(f"--model {start}: did not sample these rollouts at temperature 1; {fit}{left}")
     groups = score_groups(grouped(fresh), settings.reward, settings.loss)

@@ -72,7 +72,7 @@ def take_back(model: Path, store: str, version: int, tasks: Sequence[Task]) -> s
                 again, began = revert(store, version), time.monotonic()
             limits, renderer = agent.begin(task)
             speaks = TokenTurnPolicy(renderer, number, limits, engine.shared.ask, engine.shared.release)
-            done = attempt(task, agent.place(boxes.functions), speaks)
+            done = attempt(task, agent.environment(boxes.functions), speaks)
             written.append(sorted({*map(int, done.rollout.versions)}))
             if again and written[-1] == [again]:
                 break

@@ -147,7 +147,7 @@ def test_turns_that_a_request_had_drawn_from_another_distribution_are_left_out(g
                 body = {**given.pop("extra_body", {}), "rollout": name}
                 client.chat.completions.create(model="model", messages=asked, max_tokens=12, extra_body=body, **given)
                 answer.grade(name, Verdict(reward=1.0))
-    turns = {name: {turn.drawn for turn in done.rollout.turns} for name, done in served(run).items()}
+    turns = {name: {turn.sampling for turn in done.rollout.turns} for name, done in served(run).items()}
     assert turns.pop("plain") == turns.pop("same") == {""}
     assert turns == {
         **{"temperature": {"temperature=0.9"}, "top_p": {"top_p=0.95"}, "top_k": {"top_k=40"}},

@@ -49,9 +49,9 @@ class Environment:
     backend: Backend | None = None
     """Makes the sandboxes of all other tasks."""
     clock: Callable[[], float] = time.monotonic
-    """Seconds of which an attempt may take `limits.seconds`."""
-    opened: Callable[[Session | Workspace], None] = lambda place: None
-    """Called with what the agent's tools work in, which may be aborted from another thread."""
+    """Clock in seconds by which `limits.seconds` counts."""
+    opened: Callable[[Session | Workspace], None] = lambda target: None
+    """Called with the session or workspace of the tools, which another thread may abort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,9 @@ class Agent:
                     f"limits.tokens={self.limits.tokens}: raise one or lower the other"
                 )
 
-    def place(self, functions: Executor | None = None) -> Environment:
+    def environment(self, functions: Executor | None = None) -> Environment:
         """Return the tools, limits and sandboxes of the agent's attempts."""
-        own = {name: getattr(self, name) for name in ("tools", "limits", "backend")}
-        return Environment(functions=functions, **own)
+        return Environment(functions=functions, tools=self.tools, limits=self.limits, backend=self.backend)
 
     def begin(self, task: Task) -> tuple[Limits, ChatRenderer]:
         """Return the limits and the chat format for a task. Raises ValueError if its prompt leaves no room to answer."""
@@ -99,34 +98,34 @@ class Agent:
         def job(seat: Seat[Any]) -> Attempt:
             limits, renderer = self.begin(task)
             turn_policy = speaks(renderer, rollout, limits, seat.ask, seat.release, self.system, self.summary)
-            place = self.place(seat)
-            place = replace(place, clock=seat.clock, opened=lambda opened: seat.at_drop.append(opened.abort))
-            return attempt(task, place, turn_policy)
+            env = self.environment(seat)
+            env = replace(env, clock=seat.clock, opened=lambda opened: seat.at_drop.append(opened.abort))
+            return attempt(task, env, turn_policy)
 
         return job
 
 
-def rewarded(job: Job[Attempt], own: Term | None) -> Job[Attempt]:
+def rewarded(job: Job[Attempt], term: Term | None) -> Job[Attempt]:
     """Return a job that also stores the reward of the user's own environment, if it has one, in the grade. If the reward blocks,
     nothing is known of the attempt: its status is `infra_error`. Raises like `own_reward`."""
 
     def with_reward(seat: Seat[Any]) -> Attempt:
-        done = job(seat)
-        if own is None or not done.grade.known:
-            return done
+        result = job(seat)
+        if term is None or not result.grade.known:
+            return result
         try:
-            rewards = {**done.grade.rewards, OWN: own_reward(own, done)}
+            rewards = {**result.grade.rewards, OWN: own_reward(term, result)}
         except CallTimeout as late:
-            return replace(done, grade=Grade(status="infra_error", output=str(late)))
-        return replace(done, grade=replace(done.grade, rewards=rewards))
+            return replace(result, grade=Grade(status="infra_error", output=str(late)))
+        return replace(result, grade=replace(result.grade, rewards=rewards))
 
     return with_reward
 
 
 def limits_of(task: Task, limits: Limits) -> Limits:
     """Return the limits of an attempt. A task's own limits can lower those of the run but never raise them."""
-    own = {name: int(task.metadata[key]) for name, key in LOWERED.items() if key in task.metadata}
-    return replace(limits, **{name: min(most, getattr(limits, name)) for name, most in own.items()})
+    lowered = {name: int(task.metadata[key]) for name, key in LOWERED.items() if key in task.metadata}
+    return replace(limits, **{name: min(most, getattr(limits, name)) for name, most in lowered.items()})
 
 
 def tools_of(task: Task, tools: ToolSet) -> ToolSet:
@@ -137,71 +136,71 @@ def tools_of(task: Task, tools: ToolSet) -> ToolSet:
         raise ValueError(f"task {task.id}: tools: {error}") from None
 
 
-def attempt(task: Task, place: Environment, turn_policy: TurnPolicy, told: Told = silent) -> Attempt:
+def attempt(task: Task, env: Environment, turn_policy: TurnPolicy, report: Told = silent) -> Attempt:
     """Run one rollout and grade it.
 
     The status of the grade is `infra_error` after an infrastructure failure. It is `agent_failed` if the agent broke its sandbox
     or made its workspace too large to keep. Raises ValueError for a task that cannot run here."""
-    place = replace(place, limits=limits_of(task, place.limits), tools=tools_of(task, place.tools))
-    if task.grader == "functions" and place.functions is None:
+    env = replace(env, limits=limits_of(task, env.limits), tools=tools_of(task, env.tools))
+    if task.grader == "functions" and env.functions is None:
         raise ValueError(f"task {task.id}: its grader `functions` needs something that calls functions")
-    if task.grader != "functions" or place.tools.needs_sandbox:
-        return _attempt_in_sandbox(task, place, turn_policy, told)
-    assert place.functions is not None
-    own = frozenset(filter(is_test, task.source_scope))
+    if task.grader != "functions" or env.tools.needs_sandbox:
+        return _attempt_in_sandbox(task, env, turn_policy, report)
+    assert env.functions is not None
+    own_tests = frozenset(filter(is_test, task.source_scope))
     work = Workspace(
         files=dict(task.files),
         visible_tests=task.visible_tests,
-        sandboxes=place.functions,
-        own_tests=own,
+        sandboxes=env.functions,
+        own_tests=own_tests,
         limits=task.call_limits,
     )
-    place.opened(work)
+    env.opened(work)
     try:
-        done = conversation(task.instruction, turn_policy, place.tools, work, place.limits, told, place.clock)
+        outcome = conversation(task.instruction, turn_policy, env.tools, work, env.limits, report, env.clock)
     finally:  # also if the driver drops the agent: the policy must not keep a rollout that will not continue
         segments = turn_policy.close()
-    counted = (0, 0) if any(len(segment.token_ids) for segment in segments) else (done.read, done.written)
-    files = dict(work.files)  # a tool of the user's own that was given up may go on to write
-    rollout = replace(done.rollout(task.id, segments, files, task.files), counted=counted, seconds=0.0)
-    known = done.stop not in ("infrastructure", "interrupted")
-    grade_ = grade(task, files, place.functions) if known else Grade(status="infra_error")
+    counted = (0, 0) if any(len(segment.token_ids) for segment in segments) else (outcome.read, outcome.written)
+    files = dict(work.files)  # a custom tool that was given up may still write
+    rollout = replace(outcome.rollout(task.id, segments, files, task.files), counted=counted, seconds=0.0)
+    gradable = outcome.stop not in ("infrastructure", "interrupted")
+    grade_ = grade(task, files, env.functions) if gradable else Grade(status="infra_error")
     return Attempt(task=task, rollout=rollout, grade=grade_)
 
 
 @contextmanager
-def open_session(task: Task, place: Environment) -> Iterator[Session]:
+def open_session(task: Task, env: Environment) -> Iterator[Session]:
     """Open an agent's session in a new sandbox with a task's workspace. Raises ValueError for a task that cannot run here."""
-    if place.backend is None:
+    if env.backend is None:
         raise ValueError(f"task {task.id}: its grader {task.grader!r}, or its tools, need a backend of sandboxes")
-    with start(task, place.backend) as box:
+    with start(task, env.backend) as box:
         if not task.image:  # a task's image has a history of its own
             add_history(box)
-        yield place.tools.open(box)
+        yield env.tools.open(box)
 
 
-def _attempt_in_sandbox(task: Task, place: Environment, turn_policy: TurnPolicy, told: Told) -> Attempt:
-    done = Conversation(turns=(), stop="infrastructure")
+def _attempt_in_sandbox(task: Task, env: Environment, turn_policy: TurnPolicy, report: Told) -> Attempt:
+    outcome = Conversation(turns=(), stop="infrastructure")
     left: dict[str, bytes] | None = None
-    found = Grade(status="infra_error")
+    grade_ = Grade(status="infra_error")
     try:
-        with open_session(task, place) as session:
-            place.opened(session)
+        with open_session(task, env) as session:
+            env.opened(session)
             try:
-                done = converse(task.instruction, turn_policy, place.tools, session, place.limits, told, place.clock)
-                if done.stop not in ("infrastructure", "interrupted"):
+                outcome = converse(task.instruction, turn_policy, env.tools, session, env.limits, report, env.clock)
+                if outcome.stop not in ("infrastructure", "interrupted"):
                     left = _left(task, carry_back(session.sandbox)[0]) | artifacts_left(task, session.sandbox)
             except (SandboxDied, OSError):
-                found = Grade(status="agent_failed")
+                grade_ = Grade(status="agent_failed")
     except (SandboxDied, SandboxFailure):
         pass
     finally:
         segments = turn_policy.close()
     if left is not None:
-        found = grade(task, left, place.functions if task.grader == "functions" else place.backend)
+        grade_ = grade(task, left, env.functions if task.grader == "functions" else env.backend)
     files = task.files if left is None else _texts(left, task.files)
-    rollout = done.rollout(task.id, segments, files, task.files)
-    return Attempt(task=task, rollout=rollout, grade=found)
+    rollout = outcome.rollout(task.id, segments, files, task.files)
+    return Attempt(task=task, rollout=rollout, grade=grade_)
 
 
 def _left(task: Task, found: Mapping[str, Blob]) -> dict[str, bytes]:

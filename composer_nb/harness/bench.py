@@ -41,24 +41,24 @@ def summarise(sampled: Sequence[Attempt], greedy: Sequence[Attempt] | None = Non
     is a bootstrap of pass_at_1 over tasks (2,000 resamples), and ci95_greedy likewise. Attempts lost to infrastructure faults
     count neither as solved nor as tried. Raises ValueError if no other attempts are left.
     """
-    graded = [done for done in sampled if done.grade.known]
-    singles = np.array([float(done.grade.passed) for done in greedy or () if done.grade.known])
+    graded = [attempt for attempt in sampled if attempt.grade.known]
+    singles = np.array([float(attempt.grade.passed) for attempt in greedy or () if attempt.grade.known])
     if not graded or (greedy is not None and not len(singles)):
         raise ValueError("no attempt has a grade, so there are no figures; run `composer-nb doctor`")
-    by_task = scores(graded, lambda done: done.task.id)
-    means = np.array([np.mean(each) for each in by_task.values()])
+    by_task = scores(graded, lambda attempt: attempt.task.id)
+    means = np.array([np.mean(solved) for solved in by_task.values()])
     return {
         "pass_at_1": float(means.mean()),
         "ci95": bootstrap(means, seed),
         **({} if greedy is None else {"pass_greedy": float(singles.mean()), "ci95_greedy": bootstrap(singles, seed)}),
-        "best_of_k": float(np.mean([max(each) for each in by_task.values()])),
-        "k": max(len(each) for each in by_task.values()),
+        "best_of_k": float(np.mean([max(solved) for solved in by_task.values()])),
+        "k": max(len(solved) for solved in by_task.values()),
         "n_tasks": len(by_task),
-        "infra_errors": sum(not done.grade.known for done in (*sampled, *(greedy or ()))),
-        "timeouts": sum(done.grade.timeouts > 0 for done in (*graded, *(greedy or ()))),
+        "infra_errors": sum(not attempt.grade.known for attempt in (*sampled, *(greedy or ()))),
+        "timeouts": sum(attempt.grade.timeouts > 0 for attempt in (*graded, *(greedy or ()))),
         **behaviour(graded),
-        "by_family": _shares(scores(graded, lambda done: done.task.metadata.get("family", "all"))),
-        "by_kind": _shares(scores(graded, lambda done: done.task.metadata.get("kind", "bug"))),
+        "by_family": _shares(scores(graded, lambda attempt: attempt.task.metadata.get("family", "all"))),
+        "by_kind": _shares(scores(graded, lambda attempt: attempt.task.metadata.get("kind", "bug"))),
     }
 
 

@@ -12,14 +12,14 @@ from typing import TypeVar
 MOST = 32
 """Threads that a process may leave behind."""
 LOOK_S = 0.05
-"""Seconds between two looks whether a call is to be given up."""
+"""Seconds between two checks whether to give a call up."""
 Result = TypeVar("Result")
 _late = set[threading.Thread]()
 _lock = threading.Lock()
 
 
 class TooManyBlocked(RuntimeError):
-    """Own code of an environment blocks in so many threads that this process should do no more work."""
+    """Custom code blocks too many threads of this process, which should do no more work."""
 
 
 class CallTimeout(Exception):
@@ -33,7 +33,7 @@ class GivenUp(Exception):
 def within(
     left: Callable[[], float], name: str, call: Callable[[], Result], stop: threading.Event | None = None
 ) -> Result:
-    """Return `call()`, made in a thread of its own. Exceptions are passed on.
+    """Return the result of `call()`, which runs in a new thread. Its exceptions are raised here.
 
     Raises CallTimeout when no seconds are `left`; GivenUp when `stop` is set; TooManyBlocked, without a call, if MOST threads are
     left behind. `name` says in messages what blocks."""
@@ -41,7 +41,7 @@ def within(
         _late.difference_update([thread for thread in _late if not thread.is_alive()])
         if len(_late) >= MOST:
             raise TooManyBlocked(
-                f"{name}: {MOST} earlier calls of own code still block in this process; make it return"
+                f"{name}: {MOST} earlier calls of custom code still block in this process; make that code return"
             )
     ended: Future[Result] = Future()
 

@@ -64,32 +64,32 @@ def _own(name: str) -> Own:
         raise ValueError(f"{said} ({error!r})") from None
 
 
-def tasks_of(name: str, own: Own) -> list[Task]:
+def tasks_of(name: str, environment: Own) -> list[Task]:
     """Return the tasks of a custom environment. Raises ValueError if its class violates the protocol."""
-    told = f"env.tasks={name!r}:"
-    if not isinstance(tools := getattr(own, "tools", ToolSet.tiny()), ToolSet):
-        raise ValueError(f"{told} tools must be a ToolSet, and is {type(tools).__name__}")
+    problem = f"env.tasks={name!r}:"
+    if not isinstance(tools := getattr(environment, "tools", ToolSet.tiny()), ToolSet):
+        raise ValueError(f"{problem} tools must be a ToolSet, and is {type(tools).__name__}")
     try:
-        signature(getattr(own, "reward", lambda rollout, grade: 0.0)).bind(None, None)
+        signature(getattr(environment, "reward", lambda rollout, grade: 0.0)).bind(None, None)
     except TypeError as error:
-        raise ValueError(f"{told} reward must be called as reward(rollout, grade): {error}") from None
+        raise ValueError(f"{problem} reward must be called as reward(rollout, grade): {error}") from None
     try:
-        tasks = list(own.tasks())
+        tasks = list(environment.tasks())
     except (Exception, SystemExit) as error:
-        raise fault(f"{told} tasks()", error) from error
+        raise fault(f"{problem} tasks()", error) from error
     if not tasks:
-        raise ValueError(f"{told} tasks() has no task")
+        raise ValueError(f"{problem} tasks() has no task")
     if wrong := [task for task in tasks if not isinstance(task, Task)]:
-        raise ValueError(f"{told} tasks() must give Tasks, and gave {type(wrong[0]).__name__}")
+        raise ValueError(f"{problem} tasks() must give Tasks, and gave {type(wrong[0]).__name__}")
     if twice := [name for name, count in Counter(task.id for task in tasks).items() if count > 1]:
-        raise ValueError(f"{told} tasks() gives the id {twice[0]!r} more than once")
+        raise ValueError(f"{problem} tasks() gives the id {twice[0]!r} more than once")
     return tasks
 
 
 def load_environment(name: str) -> tuple[list[Task], Own | None]:
     """Return the tasks of a path, or of a custom environment (`MODULE:CLASS`) with it. Raises like `load_tasks`, `tasks_of`."""
-    own = EnvSettings(tasks=name).own
-    return (tasks_of(name, own) if own else load_tasks(Path(name))), own
+    environment = EnvSettings(tasks=name).own
+    return (tasks_of(name, environment) if environment else load_tasks(Path(name))), environment
 
 
 @lru_cache(maxsize=8)
@@ -143,17 +143,17 @@ class EnvSettings:
     def reward_function(self, seconds: float) -> Term | None:
         """Return the reward of a custom environment that has one. A reward that is in the grade already is taken as it is. A call
         that does not return within `seconds` raises CallTimeout, and one too many TooManyBlocked."""
-        own: Term | None = getattr(self.own, "reward", None)
-        if own is None:
+        term: Term | None = getattr(self.own, "reward", None)
+        if term is None:
             return None
 
         def reward(rollout: Rollout, grade: Grade) -> float:
             if OWN in grade.rewards:
                 return grade.rewards[OWN]
             until, name = time.monotonic() + seconds, f"the reward of {self.tasks} at {rollout.task_id}"
-            return within(lambda: until - time.monotonic(), name, lambda: own(rollout, grade))
+            return within(lambda: until - time.monotonic(), name, lambda: term(rollout, grade))
 
-        return update_wrapper(reward, own)
+        return update_wrapper(reward, term)
 
     @property
     def boxed(self) -> bool:

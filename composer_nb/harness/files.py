@@ -12,7 +12,7 @@ from typing import Any
 from composer_nb.harness.plain import to_json
 
 SOCKET_PATH = 107
-"""Bytes that the path of a Unix socket may have."""
+"""Maximum bytes of a Unix socket's path."""
 
 
 def socket_folder(below: int) -> str:

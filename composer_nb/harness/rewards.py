@@ -31,7 +31,7 @@ from composer_nb.harness.untrusted import json_of
 
 Term = Callable[[Rollout, Grade], float]
 OWN = "own"
-"""Name of the reward that an environment of the user's own gives, in a grade's `rewards` once it is known."""
+"""Key of a custom environment's reward in a grade's `rewards`."""
 TERMS: dict[str, Term] = {}
 
 
@@ -178,13 +178,13 @@ class RewardSettings:
 def fault(what: str, error: BaseException) -> ValueError:
     """Return the exception to raise after a user's code raised `error` or exited: one line with the place in that code."""
     ours = str(Path(__file__).parents[1])
-    places = [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(ours)]
-    quits = isinstance(error, BdbQuit)
-    places = [at for at in places if not (quits and Path(at.filename).name in ("_base.py", "bdb.py", "pdb.py"))]
-    where = f" ({places[-1].filename}:{places[-1].lineno})" if places else ""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
+    if quits := isinstance(error, BdbQuit):
+        frames = [frame for frame in frames if Path(frame.filename).name not in ("_base.py", "bdb.py", "pdb.py")]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     if quits:
         return ValueError(f"{what}: {NO_TERMINAL}{where}")
-    text = "; ".join(each["msg"] for each in error.errors()) if isinstance(error, ValidationError) else str(error)
+    text = "; ".join(detail["msg"] for detail in error.errors()) if isinstance(error, ValidationError) else str(error)
     return ValueError(f"{what} ended in {type(error).__name__}: {text.partition(chr(10))[0]}{where}")
 
 
@@ -194,13 +194,13 @@ NO_TERMINAL = (
 )
 
 
-def own_reward(own: Term, done: Attempt) -> float:
-    """Return the reward of an attempt by an environment of the user's own. Raises ValueError if `own` fails or does not return a
+def own_reward(term: Term, attempt: Attempt) -> float:
+    """Return the reward of an attempt by an environment of the user's own. Raises ValueError if `term` fails or does not return a
     finite number, and CallTimeout and TooManyBlocked if it blocks (`EnvSettings.reward_function`)."""
-    class_name = getattr(own, "__qualname__", "").removesuffix("reward")
-    what = f"env.tasks: {class_name if class_name.endswith('.') else ''}reward(rollout, grade) of {done.task.id}"
+    class_name = getattr(term, "__qualname__", "").removesuffix("reward")
+    what = f"env.tasks: {class_name if class_name.endswith('.') else ''}reward(rollout, grade) of {attempt.task.id}"
     try:
-        total = own(done.rollout, done.grade)
+        total = term(attempt.rollout, attempt.grade)
     except (CallTimeout, TooManyBlocked):
         raise
     except (Exception, SystemExit) as error:

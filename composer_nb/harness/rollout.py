@@ -109,8 +109,8 @@ class Turn:
     """Whether this call belongs to the same message as the one before."""
     seconds: float = 0.0
     """Time from the message to the answer, if measured."""
-    drawn: str = ""
-    """How a request had the tokens drawn, if from another distribution than the policy's own (`temperature=0.7, top_p=0.9`)."""
+    sampling: str = ""
+    """How a request had the tokens sampled, if not from the policy's own distribution (`temperature=0.7, top_p=0.9`)."""
 
 
 class Hint(NamedTuple):

@@ -91,8 +91,8 @@ def load_attempts(path: Path, tasks: Mapping[str, Task]) -> list[Attempt]:
     """
     try:
         table = pq.read_table(parquet(path))
-        kept = [name for name in _COLUMNS if name in table.column_names or name not in _COUNTS | _CHAIN]
-        rows = table.select(kept).to_pylist()
+        columns = [name for name in _COLUMNS if name in table.column_names or name not in _COUNTS | _CHAIN]
+        rows = table.select(columns).to_pylist()
         tensors = load_file(path.with_suffix(".safetensors"))
         traces = _traces([len(row["token_ids"]) for row in rows], tensors)
         unknown = sorted({row["task_id"] for row in rows} - set(tasks))
@@ -134,25 +134,25 @@ def _traces(sizes: Sequence[int], tensors: Mapping[str, NDArray[Any]]) -> list[T
     return Trace(**{name: tensors[name] for name in _TENSORS}).split(sizes)
 
 
-def _row(done: Attempt) -> dict[str, Any]:
+def _row(attempt: Attempt) -> dict[str, Any]:
     return {
-        "task_id": done.task.id,
-        "stop": done.rollout.stop,
-        "status": done.grade.status,
-        "passed": done.grade.passed,
-        "tests": json.dumps(done.grade.tests),
-        "flags": list(done.grade.flags),
-        "turns": json.dumps([asdict(turn) for turn in done.rollout.turns]),
-        "files": json.dumps(_changed(done)),
-        "read_tokens": done.rollout.counted[0],
-        "written_tokens": done.rollout.counted[1],
-        "seconds": done.rollout.seconds,
-        "calls": done.grade.calls,
-        "calls_failed": done.grade.calls_failed,
-        "timeouts": done.grade.timeouts,
-        "segments": [len(segment.token_ids) for segment in done.rollout.segments],
-        "parents": [segment.parent for segment in done.rollout.segments],
-        "rewards": json.dumps(dict(done.grade.rewards)),
+        "task_id": attempt.task.id,
+        "stop": attempt.rollout.stop,
+        "status": attempt.grade.status,
+        "passed": attempt.grade.passed,
+        "tests": json.dumps(attempt.grade.tests),
+        "flags": list(attempt.grade.flags),
+        "turns": json.dumps([asdict(turn) for turn in attempt.rollout.turns]),
+        "files": json.dumps(_changed(attempt)),
+        "read_tokens": attempt.rollout.counted[0],
+        "written_tokens": attempt.rollout.counted[1],
+        "seconds": attempt.rollout.seconds,
+        "calls": attempt.grade.calls,
+        "calls_failed": attempt.grade.calls_failed,
+        "timeouts": attempt.grade.timeouts,
+        "segments": [len(segment.token_ids) for segment in attempt.rollout.segments],
+        "parents": [segment.parent for segment in attempt.rollout.segments],
+        "rewards": json.dumps(dict(attempt.grade.rewards)),
     }
 
 

@@ -27,7 +27,7 @@ _TOKEN = re.compile(r"\w+|[^\w\s]|\n")
 
 
 class Layout(NamedTuple):
-    """What a file's text has besides its lines. Editors on Windows write both."""
+    """Byte order mark and line ends of a file. Editors on Windows write both."""
 
     mark: str = ""
     """A byte order mark, which Python accepts in a file, but not in a string."""
@@ -69,7 +69,7 @@ def _source(text: str) -> str:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Keep other threads out. Raises ValueError for a text that is nested too deeply."""
+    """Hold the parser's lock. Raises ValueError for a text that is nested too deeply."""
     with _ALONE:
         try:
             yield
@@ -111,22 +111,23 @@ def lints(text: str) -> list[str]:
             module = symtable.symtable(_source(text), "", "exec")
     except (SyntaxError, ValueError) as error:
         return [f"not Python: {error}"]
-    inner = [(f" in {each.get_name()}", one) for each in module.get_children() for one in _scopes(each)]
+    inner = [(f" in {child.get_name()}", nested) for child in module.get_children() for nested in _scopes(child)]
     scopes = [("", module), *inner]
-    known = {*vars(builtins), "__name__", "__file__", "__doc__"}
-    for place, scope in scopes:
-        known |= {s.get_name() for s in scope.get_symbols() if s.is_declared_global() or (not place and s.is_local())}
-    found = []
-    for place, scope in scopes:
-        used = {symbol.get_name() for one in _scopes(scope) for symbol in one.get_symbols() if symbol.is_referenced()}
+    names = {*vars(builtins), "__name__", "__file__", "__doc__"}
+    for where, scope in scopes:
+        names |= {s.get_name() for s in scope.get_symbols() if s.is_declared_global() or (not where and s.is_local())}
+    problems = []
+    for where, scope in scopes:
+        symbols = [symbol for nested in _scopes(scope) for symbol in nested.get_symbols()]
+        used = {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
         local = scope.get_type() == "function"
         for symbol in scope.get_symbols():
             name = symbol.get_name()
             if name not in used and (symbol.is_imported() or (local and symbol.is_assigned() and symbol.is_local())):
-                found.append(f"unused {name}{place}")
-            if symbol.is_referenced() and symbol.is_global() and name not in known:
-                found.append(f"no name {name}{place}")
-    return found
+                problems.append(f"unused {name}{where}")
+            if symbol.is_referenced() and symbol.is_global() and name not in names:
+                problems.append(f"no name {name}{where}")
+    return problems
 
 
 def _scopes(scope: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:

@@ -52,7 +52,7 @@ def make(given: argparse.Namespace) -> int:
     running = Running(**pick(given, "pytest_args", "packages", "image"), **times)
     with open_backend(given.backend) as backend, progress(Console(stderr=True)) as told:
         options = pick(given, "limit", "seed", "require")
-        made = make(given.path, given.out, backend, running=running, told=told, **options)
+        made = make(given.path, given.out, backend, running=running, report=told, **options)
     return emit(given, made, lambda: table(made), int(not made["tasks"]))
 
 
@@ -86,7 +86,7 @@ def mine(given: argparse.Namespace) -> int:
     running = Running(**pick(given, "pytest_args", "packages", "image"), suite_s=given.suite_seconds)
     with open_backend(given.backend) as backend, progress(Console(stderr=True)) as told:
         options = pick(given, "limit", "commits", "most_lines") | {"requests": given.requests or ()}
-        made = mine(given.paths, given.out, backend, running=running, told=told, **options)
+        made = mine(given.paths, given.out, backend, running=running, report=told, **options)
     rows = [(str(count), verdict) for verdict, count in made["verdicts"].most_common()]
     line = f"{made['tasks']} tasks of {made['tried']} changes in {made['wall_s']:.0f} s"
     line += f", {made['from_logs']} with the request of a log" if given.requests else ""

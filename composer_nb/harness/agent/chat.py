@@ -304,12 +304,12 @@ def _no_number(text: str) -> float:
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    found = tokenizer.token_to_id(token)
-    if found is None:
+    number = tokenizer.token_to_id(token)
+    if number is None:
         raise ValueError(
             f"the tokenizer lacks the token {token} of this format; composer-nb convert MODEL DIR --format NAME adds it"
         )
-    return int(found)
+    return int(number)
 
 
 @lru_cache(maxsize=16)  # the library leaks a few kilobytes per copy, and a server makes a renderer for each request

@@ -41,17 +41,17 @@ Answer = Completion | tuple[CallOutcome, ...] | Trace | Future[Trace] | BaseExce
 class Seat(Generic[Result]):
     """One agent in its thread, with access to the shared policy and sandboxes."""
 
-    def __init__(self, position: int, asked: SimpleQueue[tuple[int, Asked]], lockstep: bool = False) -> None:
+    def __init__(self, position: int, requests: SimpleQueue[tuple[int, Asked]], lockstep: bool = False) -> None:
         self.position, self.lockstep = position, lockstep
         self.at_drop: list[Callable[[], None]] = []
         """Called from another thread when the agent is dropped."""
         self.dropped = self.ended = False
-        self._asked = asked
+        self._requests = requests
         self._answers: SimpleQueue[Answer] = SimpleQueue()
         self._waits: tuple[float | None, float] = None, 0.0
-        """Since when the agent waits for an answer, and the seconds that it waited before."""
-        self._one = threading.Lock()
-        """One request at a time: a tool of the user's own that was given up may still make some."""
+        """Start of the current wait for an answer, if there is one, and the seconds of all earlier waits."""
+        self._lock = threading.Lock()
+        """Allows one request at a time: a custom tool that was given up may still make some."""
 
     def clock(self) -> float:
         """Return the seconds that count for this agent's time limit: in lockstep, where agents wait for each other, only those in
@@ -86,17 +86,17 @@ class Seat(Generic[Result]):
             ended.set_result(job(self))
         except BaseException as error:  # raised again where the driver runs
             ended.set_exception(error)
-        with self._one:
+        with self._lock:
             self.ended = True
-            self._asked.put((self.position, ended))
+            self._requests.put((self.position, ended))
 
     def _answer(self, request: Request | CallRequest | Release) -> Any:
-        with self._one:
+        with self._lock:
             if self.ended or (self.dropped and not isinstance(request, Release)):
                 raise Dropped
             began, waited = time.monotonic(), self._waits[1]
             self._waits = began, waited
-            self._asked.put((self.position, request))
+            self._requests.put((self.position, request))
             answer = self._answers.get()
             self._waits = None, waited + time.monotonic() - began
         if isinstance(answer, BaseException):
@@ -117,7 +117,7 @@ class Driver(Generic[Result]):
         if policy.capacity < 1:
             raise ValueError(f"the policy holds {policy.capacity} rollouts at a time; at least 1 is needed")
         self.policy, self.sandboxes, self.lockstep = policy, sandboxes, lockstep
-        self._asked: SimpleQueue[tuple[int, Asked]] = SimpleQueue()
+        self._requests: SimpleQueue[tuple[int, Asked]] = SimpleQueue()
         self._alive: dict[int, Seat[Result]] = {}
         self._working: set[int] = set()
         """Positions of agents without a request."""
@@ -125,7 +125,7 @@ class Driver(Generic[Result]):
         self._waiting: dict[int, Request | CallRequest | Release] = {}
         self._results: list[tuple[int, Future[Result]]] = []
         self.moved = set[int]()
-        """Positions of agents that asked for something or ended. The caller clears it."""
+        """Positions of agents that made a request or ended. The caller clears it."""
         self._stepped = False
         """Whether the policy has made its step in the unfinished round."""
         self._beside = None if lockstep else ThreadPoolExecutor(1, thread_name_prefix="calls")
@@ -145,7 +145,7 @@ class Driver(Generic[Result]):
 
     def add(self, position: int, job: Job[Result]) -> None:
         """Start an agent under a number of the caller's, which is returned with its result."""
-        seat = self._alive[position] = Seat[Result](position, self._asked, self.lockstep)
+        seat = self._alive[position] = Seat[Result](position, self._requests, self.lockstep)
         self._working.add(position)
         threading.Thread(target=seat.work, args=(job,), name="agent", daemon=True).start()
 
@@ -190,7 +190,7 @@ class Driver(Generic[Result]):
         while position in self._alive:
             given = self._waiting.pop(position, None)
             if given is None:
-                self._take(*self._asked.get())
+                self._take(*self._requests.get())
             else:
                 self._answer(position, self.policy.release(given.rollout) if isinstance(given, Release) else Dropped())
         ended = self._results.pop()[1]
@@ -213,19 +213,19 @@ class Driver(Generic[Result]):
             left = max(until - time.monotonic(), 0.0)
             timeout = LOOK_S if not self.lockstep else left if math.isfinite(left) else None
             try:
-                self._take(*self._asked.get(block=self.lockstep or idle, timeout=timeout))
+                self._take(*self._requests.get(block=self.lockstep or idle, timeout=timeout))
             except Empty:
                 return not self.lockstep
         return True
 
-    def _take(self, position: int, asked: Asked) -> None:
+    def _take(self, position: int, request: Asked) -> None:
         self._working.discard(position)
         self.moved.add(position)
-        if isinstance(asked, Future):
+        if isinstance(request, Future):
             del self._alive[position]
-            self._results.append((position, asked))
+            self._results.append((position, request))
         else:
-            self._waiting[position] = asked
+            self._waiting[position] = request
 
     def _taken(self, kind: type[Any]) -> list[tuple[int, Any]]:
         """Remove the requests of a kind and return them in order of position."""

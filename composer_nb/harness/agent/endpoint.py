@@ -40,13 +40,13 @@ LISTED_S = 30.0
 """Time limit for the list of an endpoint's models."""
 CONNECT_S = 10.0
 CONTEXT = ("max_model_len", "context_length", "context_window")
-"""Keys of a model's context in the list of models: that of vLLM, SGLang and `composer-nb serve`, OpenRouter's, Groq's."""
+"""Keys of the context length in a list of models: vLLM, SGLang and `composer-nb serve`; OpenRouter; Groq."""
 _TOO_LONG = re.compile(
     "context_length_exceeded|exceed_context_size|maximum context length|model's context length|context size|context limit|"
     "prompt is too long|max_tokens.*too large",
     re.IGNORECASE,
 )
-"""A conversation that is too long, in the words of OpenAI, vLLM, SGLang, llama.cpp, Anthropic."""
+"""Errors about a conversation that is too long: OpenAI, vLLM, SGLang, llama.cpp, Anthropic."""
 _CONTEXT = re.compile(
     r"context length(?: is| of)?(?: only)? \(?(\d+)|context size \((\d+)|limit: [^>]*> (\d+)|> (\d+) maximum"
 )
@@ -70,7 +70,7 @@ def _client() -> httpx.AsyncClient:
 
 
 async def _exchange(
-    client: httpx.AsyncClient, method: str, url: str, until: float, silence_s: float, **given: Any
+    client: httpx.AsyncClient, method: str, url: str, until: float, silence_s: float, **options: Any
 ) -> tuple[int, httpx.Headers, bytes]:
     """Make one request and return status, headers and at most about MAX_REPLY_BYTES of the answer.
 
@@ -83,7 +83,7 @@ async def _exchange(
         raise TimeIsUp
     limit = asyncio.timeout(None if left == math.inf else left)
     try:
-        async with limit, client.stream(method, url, timeout=timeout, **given) as answer:
+        async with limit, client.stream(method, url, timeout=timeout, **options) as answer:
             async for part in answer.aiter_raw():
                 data += part
                 if len(data) > MAX_REPLY_BYTES:
@@ -94,7 +94,7 @@ async def _exchange(
 
 
 def context_of(entry: Mapping[str, Any]) -> int:
-    """Return the maximum tokens of a conversation by the entry of a model in a server's list; 0 if it names none."""
+    """Return the context length in tokens that a server lists for a model; 0 if it lists none."""
     return next((entry[key] for key in CONTEXT if isinstance(entry.get(key), int) and entry[key] > 0), 0)
 
 
@@ -108,8 +108,8 @@ class TooLong(ProviderFailure):
 
 
 def _number(form: re.Pattern[str], text: str) -> int:
-    found = form.search(text.replace(",", ""))
-    return int(next(filter(None, found.groups()))) if found else 0
+    match = form.search(text.replace(",", ""))
+    return int(next(filter(None, match.groups()))) if match else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class Answer:
     read: int
     written: int
     cut: bool = False
-    """Whether a limit of tokens ended it."""
+    """Whether a token limit cut it off."""
     turn: Mapping[str, Any] | None = None
     """Text and calls of a turn with an unreadable call, each with its error, from `composer-nb serve` (`Choice.turn`)."""
 
@@ -196,7 +196,7 @@ class Endpoint:
         where = f"{self.url.rstrip('/')}/{path}"
         sent = None if body is None else json.dumps(body).encode()
         for tried in range(self.retries + 1):
-            asked = None
+            retry_after = None
             request = _exchange(self._client, method, where, until, self.timeout_s, content=sent, headers=headers)
             running = asyncio.run_coroutine_threadsafe(request, _loop())
             try:
@@ -207,7 +207,7 @@ class Endpoint:
                     return json.loads(data)
                 code, message = _error(data)
                 failed = f"status {status}{f' ({code})' if code else ''}: {message}"
-                asked = answered.get("Retry-After")
+                retry_after = answered.get("Retry-After")
                 if status in (400, 413) and _TOO_LONG.search(failed):
                     raise TooLong(f"{where}: {failed}")
                 if status not in AGAIN or code in FINAL:
@@ -218,7 +218,7 @@ class Endpoint:
                 failed = f"{type(error).__name__}: {str(error)[:300]}"
             finally:
                 running.cancel()
-            pause = _pause(asked, self.wait_s * 2**tried)
+            pause = _pause(retry_after, self.wait_s * 2**tried)
             if tried == self.retries or time.monotonic() + pause >= until:
                 break
             time.sleep(pause)
@@ -234,16 +234,16 @@ def _error(data: bytes) -> tuple[str, str]:
     return "", data[:300].decode("utf-8", "replace")
 
 
-def _pause(asked: str | None, usual: float) -> float:
+def _pause(retry_after: str | None, usual: float) -> float:
     """Return the seconds until the next try: the usual wait with jitter, and at least the server's, if that is readable.
 
     The wait grows and varies in either case, so that many clients with the same Retry-After do not all return at once."""
     least: float = 0
     with suppress(ValueError, OverflowError):
-        if asked is not None and asked.strip().isdecimal():
-            least = int(asked)
-        elif asked is not None:
-            least = parsedate_to_datetime(asked).timestamp() - time.time()
+        if retry_after is not None and retry_after.strip().isdecimal():
+            least = int(retry_after)
+        elif retry_after is not None:
+            least = parsedate_to_datetime(retry_after).timestamp() - time.time()
     return min(LONGEST_WAIT_S, max(least, usual * (1 + random.random())))
 
 
@@ -280,7 +280,7 @@ class EndpointTurnPolicy(Silent):
         except TooLong:
             if begun:
                 return None
-            raise  # it may be the answer that was asked for which is too long
+            raise  # the requested length of the answer may be at fault
         except TimeIsUp:
             if begun:
                 raise
@@ -288,15 +288,15 @@ class EndpointTurnPolicy(Silent):
             raise ProviderFailure(f"{self.endpoint.url}: not one answer within {self.limits.seconds:g} s") from None
         if answer is None:
             return None
-        said, calls = spoken(answer.message)
-        self._talk.append(said)
+        turn, calls = spoken(answer.message)
+        self._talk.append(turn)
         if answer.turn:
             return Spoken(said=_unreadable(answer.turn), read=answer.read, written=answer.written)
-        ids = [call["id"] for call in said.get("tool_calls", ())]
+        ids = [call["id"] for call in turn.get("tool_calls", ())]
         if answer.cut and not calls:
             ids, calls = [""], [invalid("the turn was cut off")]
         written = tuple(Written(id=name, call=call) for name, call in zip(ids, calls, strict=True))
-        return Spoken(said=Said(text=said["content"].strip(), calls=written), read=answer.read, written=answer.written)
+        return Spoken(said=Said(text=turn["content"].strip(), calls=written), read=answer.read, written=answer.written)
 
     def _answer(self, until: float) -> Answer | None:
         """Return the next answer; None if the limits of tokens leave no room. Raises TooLong if the room is unknown."""

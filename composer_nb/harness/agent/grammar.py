@@ -163,30 +163,30 @@ def _qwen(renderer: QwenRenderer, tools: Sequence[Any], text: bool, several: boo
 def _value(schema: Mapping[str, Any], parameters: Mapping[str, Any], name: str, rule: str) -> tuple[str, str]:
     """Return the pattern between the tags of a parameter, including its end, and the rule `rule` if needed. Raises ValueError for
     a schema that is not supported in Qwen's format."""
-    known, others, free, wanted = list[str](), list[str](), False, kinds(schema)
-    for each in schema.get("anyOf") or schema.get("oneOf") or [schema]:
-        if "enum" in each or "const" in each:
-            for value in each.get("enum", [each.get("const")]):
+    literals, others, free, types = list[str](), list[str](), False, kinds(schema)
+    for option in schema.get("anyOf") or schema.get("oneOf") or [schema]:
+        if "enum" in option or "const" in option:
+            for value in option.get("enum", [option.get("const")]):
                 text = value if isinstance(value, str) else write_json(value)
                 read = PARAMETER.match(f"<parameter=a>\n{text}\n</parameter>\n</function>")
-                if read is None or read[2] != text or write_json(read_value(text, wanted)) != write_json(value):
+                if read is None or read[2] != text or write_json(read_value(text, types)) != write_json(value):
                     raise ValueError(
                         f"tools: {name}: this format cannot tell {write_json(value)[:80]} from another value"
                     )
-                known.append(_literal(text))
-        elif "string" in kinds(each):
+                literals.append(_literal(text))
+        elif "string" in kinds(option):
             free = True
-            _string({"properties": {name: each}}, name, "")
+            _string({"properties": {name: option}}, name, "")
         else:
-            others.append(_json(each, parameters))
-    if free and (known or others):  # any text is a string, but text that parses as another type must be of that type
-        for each in schema.get("anyOf") or schema["oneOf"]:
-            _string({"properties": {name: each}}, name, "")
+            others.append(_json(option, parameters))
+    if free and (literals or others):  # any text is a string, but text that parses as another type must be of that type
+        for option in schema.get("anyOf") or schema["oneOf"]:
+            _string({"properties": {name: option}}, name, "")
     if free:
         return "value", ""
-    rules = f"{rule}: ({' | '.join(known)}) {_literal(chr(10) + '</parameter>')}\n" if known else ""
+    rules = f"{rule}: ({' | '.join(literals)}) {_literal(chr(10) + '</parameter>')}\n" if literals else ""
     spelled = [f"{other} {_literal(chr(10) + '</parameter>')}" for other in others]
-    return f"({' | '.join([*spelled, *([rule] if known else [])])})", rules
+    return f"({' | '.join([*spelled, *([rule] if literals else [])])})", rules
 
 
 def _named(form: re.Pattern[str], text: str, name: str) -> None:

@@ -75,9 +75,9 @@ def conversation(
     instruction: str,
     turn_policy: TurnPolicy,
     tools: ToolSet,
-    place: Session | Workspace,
+    workspace: Session | Workspace,
     limits: Limits,
-    told: Told = silent,
+    report: Told = silent,
     clock: Callable[[], float] = time.monotonic,
 ) -> Conversation:
     """Run an agent to the end of its conversation. An invalid call is answered with an error and stays in the conversation.
@@ -90,33 +90,33 @@ def conversation(
     began, read, written, used, summaries = clock(), 0, 0, 0, 0
     news: News = [User(text=instruction)]
     stop, why = "turns", ""
-    place.left = lambda: limits.seconds - (clock() - began)
+    workspace.left = lambda: limits.seconds - (clock() - began)
     try:
         for _ in range(limits.turns):
             if turns and (brief := turn_policy.condense(news, began + limits.seconds)):
                 read, written, summaries = read + brief.read, written + brief.written, summaries + 1
-                told(brief.said)
-                todos = place.todos.values() if isinstance(place, Session) else ()
-                path = place.remember(history(instruction, turns))
+                report(brief.said)
+                todos = workspace.todos.values() if isinstance(workspace, Session) else ()
+                path = workspace.remember(history(instruction, turns))
                 news = [User(text=resumed(instruction, brief.said.text, summaries, todos, path, tools.terse))]
             spoken = turn_policy.say(news, began + limits.seconds) if used < limits.tokens else None
             if spoken is None:
                 stop = "tokens"
-                room = f"limits.tokens={limits.tokens}, or less if the model or its server has less"
-                why = why if turns else f"the prompt has no room in the tokens of a conversation: raise {room}"
+                if not turns:
+                    why = f"the prompt leaves no room for an answer: raise limits.tokens={limits.tokens}, or use a longer context"
                 break
             read, written, used = read + spoken.read, written + spoken.written, spoken.read + spoken.written
-            told(spoken.said)
+            report(spoken.said)
             calls = spoken.said.calls
-            replies = tools.answer(place, [written.call for written in calls])
+            replies = tools.answer(workspace, [written.call for written in calls])
             answered = _turns(spoken.said, replies, tools)
             turns += answered
             for turn in answered:
-                told(turn)
+                report(turn)
             if not replies or replies[-1].ends:
                 stop = "finished"
                 break
-            if place.left() < 0:
+            if workspace.left() < 0:
                 stop = "time"
                 break
             news = [Result(id=call.id, text=turn.observation) for call, turn in zip(calls, answered, strict=True)]
@@ -157,7 +157,7 @@ def converse(
     tools: ToolSet,
     session: Session,
     limits: Limits = LIMITS,
-    told: Told = silent,
+    report: Told = silent,
     clock: Callable[[], float] = time.monotonic,
 ) -> Conversation:
     """Run a conversation in a sandbox to its end.
@@ -175,7 +175,7 @@ def converse(
 
     threading.Thread(target=bell, name="bell", daemon=True).start()
     try:
-        return conversation(instruction, turn_policy, tools, session, limits, told, clock)
+        return conversation(instruction, turn_policy, tools, session, limits, report, clock)
     finally:
         over.set()
 

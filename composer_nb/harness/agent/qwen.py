@@ -170,20 +170,20 @@ def kinds(schema: Any) -> frozenset[str]:
     return KINDS
 
 
-def read_value(text: str, wanted: frozenset[str]) -> Any:
+def read_value(text: str, types: frozenset[str]) -> Any:
     """Parse the value of a parameter by the `kinds` of its schema. Raises ToolError for a value of another type."""
-    if wanted == {"string"}:
+    if types == {"string"}:
         return text
     try:
         value = read_json(_WORDS.get(text.strip(), text))
         kind = _kind(value)
-        if kind != "string" and (kind in wanted or (kind == "integer" and "number" in wanted)):
+        if kind != "string" and (kind in types or (kind == "integer" and "number" in types)):
             return value
     except ToolError:
         pass
-    if "string" in wanted:
+    if "string" in types:
         return text
-    raise invalid(f"not of type {' or '.join(sorted(wanted))}")
+    raise invalid(f"not of type {' or '.join(sorted(types))}")
 
 
 def _kind(value: Any) -> str:

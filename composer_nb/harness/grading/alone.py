@@ -32,7 +32,7 @@ SETUP = re.compile(r"(setup|teardown)(_?(module|function|class|method))?", re.I)
 BODIES = ("body", "orelse", "handlers", "finalbody")
 GUESSABLE = (None, True, False, 0, 1, "", b"")
 PLAIN_TEXT = 4
-"""Characters of a value that no other text contains by chance."""
+"""Minimum characters of a value that other texts do not contain by chance."""
 
 
 class _Unfit(Exception):
@@ -62,19 +62,19 @@ def lone_job(task: Task, files: Mapping[str, bytes], twin: Twin, changed: bool) 
 
 
 def _with_helpers(task: Task, path: str, text: str) -> dict[str, str]:
-    """Return a test module with the conftests and with the modules beside the tests that these name, but no other tests."""
-    kept = {path: text} | conftests(task)
+    """Return a test module with its conftests and the helper modules that these name, but no other tests."""
+    modules = {path: text} | conftests(task)
     rest = {path: text for path, text in task.tests.items() if path.endswith(".py") and not is_test_module(path)}
     while True:
-        words = {word for text in kept.values() for word in re.findall(r"\w+", text)}
+        words = {word for text in modules.values() for word in re.findall(r"\w+", text)}
         named = [path for path in rest if PurePosixPath(path).stem in words | {"__init__"}]
         if not named:
-            return kept
-        kept |= {path: rest.pop(path) for path in named}
+            return modules
+        modules |= {path: rest.pop(path) for path in named}
 
 
 class _Cut:
-    """A test module without what a single expectation does not need. Its tree changes in place."""
+    """A test module reduced to one expectation. Changes its syntax tree in place."""
 
     def __init__(self, text: str, twin: Twin) -> None:
         self.source, self.at = Source(twin.path, text), twin.start
@@ -82,20 +82,20 @@ class _Cut:
         _, *classes, name = base.split("::")
         body = self.source.tree.body
         path: list[ast.Module | ast.ClassDef] = [self.source.tree]
-        for each in classes:
-            path.append(_one([node for node in body if isinstance(node, ast.ClassDef) and node.name == each]))
+        for class_name in classes:
+            path.append(_one([node for node in body if isinstance(node, ast.ClassDef) and node.name == class_name]))
             body = path[-1].body
         self.test = _one([node for node in body if isinstance(node, Function) and node.name == name])
         self.names: set[str] = set()
-        own_row = self._cut_tables()
-        self._cut_assertions(own_row)
+        in_table = self._cut_tables()
+        self._cut_assertions(in_table)
         self.test.name = NAME
         inner: ast.AST = self.test
         for node in reversed(path):
             node.body = self._needed(node.body, inner)
             inner = node
-        place = [self.source.path, *classes, NAME]
-        self.key = "::".join(place) + ("#0" if own_row else f"#{number}")
+        parts = [self.source.path, *classes, NAME]
+        self.key = "::".join(parts) + ("#0" if in_table else f"#{number}")
 
     def holds(self, node: ast.AST) -> bool:
         start, end = self.source.span(node)  # type: ignore[arg-type]
@@ -103,86 +103,87 @@ class _Cut:
 
     def _literal(self, node: ast.expr) -> None:
         """Take the only literal of an expected value for the expectation. Raises _Unfit if there are several."""
-        words = {inside for each in ast.walk(node) if isinstance(each, ast.keyword) for inside in ast.walk(each.value)}
-        self.literal = _one([each for each in ast.walk(node) if isinstance(each, ast.Constant) and each not in words])
+        keywords = [child for child in ast.walk(node) if isinstance(child, ast.keyword)]
+        words = {inside for keyword in keywords for inside in ast.walk(keyword)}
+        constants = [child for child in ast.walk(node) if isinstance(child, ast.Constant)]
+        self.literal = _one([constant for constant in constants if constant not in words])
         if not self.holds(self.literal) or self.literal.value in GUESSABLE:
             raise _Unfit
 
     def _cut_tables(self) -> bool:
         """Leave one row of the table that holds the expectation, and no ids. Return whether there is such a table."""
-        found = False
+        in_table = False
         for call in self.test.decorator_list:
             if not (isinstance(call, ast.Call) and last_name(call.func) == "parametrize" and len(call.args) > 1):
                 continue
             call.keywords = [word for word in call.keywords if word.arg != "ids"]
             names, rows = call.args[:2]
             if isinstance(rows, ast.Name):
-                tables = [each for each in self.source.tree.body if isinstance(each, ast.Assign)]
-                rows = _one([each for each in tables if ast.unparse(each.targets[0]) == rows.id]).value
+                tables = [node for node in self.source.tree.body if isinstance(node, ast.Assign)]
+                rows = _one([node for node in tables if ast.unparse(node.targets[0]) == rows.id]).value
             if not self.holds(rows):
                 continue
             if not isinstance(rows, ast.List | ast.Tuple):
                 raise _Unfit
-            row = _one([each for each in rows.elts if self.holds(each)])
-            rows.elts, found = [row], True
+            row = _one([node for node in rows.elts if self.holds(node)])
+            rows.elts, in_table = [row], True
             if isinstance(row, ast.Call):
                 row.keywords = [word for word in row.keywords if word.arg != "id"]
             text = names.value if isinstance(names, ast.Constant) else names
             count = len(str(text).split(",")) if isinstance(text, str) else len(getattr(names, "elts", "x"))
             self._literal(_one([cell for cell in cells_of(["x"] * count, row) if self.holds(cell)]))
-        return found
+        return in_table
 
-    def _cut_assertions(self, own_row: bool) -> None:
-        """Remove all assertions but that of the expectation. Raises _Unfit if it does not follow which one that is."""
-        asserting = [each for each in _statements(self.test.body) if _asserts(each)]
-        holding = [each for each in asserting if self.holds(each)]
-        if own_row or not holding:
-            _one(asserting)
-        if not own_row and not holding:
-            assigned = [
-                each for each in _statements(self.test.body) if isinstance(each, ast.Assign) and self.holds(each)
-            ]
-            self._literal(_one(assigned).value)
-        elif not own_row:
-            match _one(holding):
+    def _cut_assertions(self, in_table: bool) -> None:
+        """Remove all assertions but that of the expectation. Raises _Unfit if several qualify."""
+        statements = [*_statements(self.test.body)]
+        asserting = [statement for statement in statements if _asserts(statement)]
+        holding = [statement for statement in asserting if self.holds(statement)]
+        assertion = _one(holding or asserting)
+        if holding:
+            match assertion:
                 case ast.Assert(test=ast.Compare(left=left, comparators=[right])):
                     sides = [left, right]
                 case ast.Expr(value=ast.Call(args=sides)):
                     pass
                 case _:
                     raise _Unfit
-            self._literal(_one([each for each in sides if self.holds(each)]))
-        _filter(self.test, lambda node: not _asserts(node) or own_row or not holding or node in holding)
+            self._literal(_one([side for side in sides if self.holds(side)]))
+        elif not in_table:
+            assigned = [node for node in statements if isinstance(node, ast.Assign) and self.holds(node)]
+            self._literal(_one(assigned).value)
+        _filter(self.test, lambda node: not _asserts(node) or node is assertion)
         loaded = {
-            each.id for each in ast.walk(self.test) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)
+            name.id for name in ast.walk(self.test) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Load)
         }
         _filter(self.test, lambda node: not _idle(node, loaded))
 
     def _needed(self, body: Sequence[ast.stmt], inner: ast.AST) -> list[ast.stmt]:
         """Return the statements of a module or class that its one test may need. Raises _Unfit if another test is among them."""
-        kept: list[ast.stmt] = []
+        needed: list[ast.stmt] = []
         self.names |= _mentioned(inner)
-        while fresh := [each for each in body if each not in kept and each is not inner and self._wanted(each)]:
-            kept += fresh
+        while fresh := [node for node in body if node not in needed and node is not inner and self._needs(node)]:
+            needed += fresh
             self.names |= set().union(*map(_mentioned, fresh))
-        for each in kept:
-            if isinstance(each, Function) and each.name.startswith("test"):
+        for node in needed:
+            if isinstance(node, Function) and node.name.startswith("test"):
                 raise _Unfit
-            if isinstance(each, ast.ClassDef):
-                each.body = [n for n in each.body if not (isinstance(n, Function) and n.name.startswith("test"))]
-                each.body = each.body or [ast.Pass()]
-        return [each for each in body if each in kept or each is inner]
+            if isinstance(node, ast.ClassDef):
+                rest = [item for item in node.body if not (isinstance(item, Function) and item.name.startswith("test"))]
+                node.body = rest or [ast.Pass()]
+        return [node for node in body if node in needed or node is inner]
 
-    def _wanted(self, node: ast.stmt) -> bool:
+    def _needs(self, node: ast.stmt) -> bool:
         if isinstance(node, ast.Import | ast.ImportFrom):
             return True
         if isinstance(node, Function | ast.ClassDef):
-            automatic = any("autouse" in ast.unparse(each) for each in node.decorator_list)
+            automatic = any("autouse" in ast.unparse(child) for child in node.decorator_list)
             return node.name in self.names or automatic or bool(SETUP.fullmatch(node.name))
         if isinstance(node, ast.Expr):
             return isinstance(node.value, ast.Call)
-        bound = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
-        imports = any(isinstance(each, ast.Import | ast.ImportFrom) for each in ast.walk(node))
+        names = [child for child in ast.walk(node) if isinstance(child, ast.Name)]
+        bound = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+        imports = any(isinstance(child, ast.Import | ast.ImportFrom) for child in ast.walk(node))
         return imports or not bound.isdisjoint(self.names | {"pytestmark", "pytest_plugins"})
 
     def refuse_repeated(self, modules: Iterable[str], instruction: str) -> None:
@@ -191,20 +192,20 @@ class _Cut:
         long = len(value) >= PLAIN_TEXT
         holds = re.compile(re.escape(value) if long else rf"(?<![\w.]){re.escape(value)}(?![\w.])")
         trees = map(parse, modules if long else [silent(ast.unparse(self.test))])
-        literals = [each for tree in trees for each in ast.walk(tree) if isinstance(each, ast.Constant)]
-        if holds.search(instruction) or sum(bool(holds.search(str(each.value))) for each in literals) > 1:
+        literals = [literal for tree in trees for literal in ast.walk(tree) if isinstance(literal, ast.Constant)]
+        if holds.search(instruction) or sum(bool(holds.search(str(literal.value))) for literal in literals) > 1:
             raise _Unfit
 
 
-def _one(found: Sequence[T]) -> T:
-    if len(found) != 1:
+def _one(candidates: Sequence[T]) -> T:
+    if len(candidates) != 1:
         raise _Unfit
-    return found[0]
+    return candidates[0]
 
 
 def _asserts(node: ast.AST) -> bool:
     if isinstance(node, ast.With):
-        names = [last_name(each.context_expr.func) for each in node.items if isinstance(each.context_expr, ast.Call)]
+        names = [last_name(item.context_expr.func) for item in node.items if isinstance(item.context_expr, ast.Call)]
         return any(name in RAISES or name.startswith("assert") for name in names)
     named = node.value if isinstance(node, ast.Expr) else None
     name = last_name(named.func) if isinstance(named, ast.Call) else ""
@@ -228,23 +229,23 @@ def _statements(body: Iterable[Any]) -> Iterator[ast.AST]:
                 yield from _statements(getattr(node, name, []))
 
 
-def _filter(node: ast.AST, keep: Callable[[ast.AST], bool]) -> None:
-    """Remove the statements that are not to be kept from a function, at any depth outside assertions."""
+def _filter(parent: ast.AST, keep: Callable[[ast.AST], bool]) -> None:
+    """Remove statements from a function, at any depth outside assertions, unless `keep` returns True."""
     for name in BODIES:
-        body = getattr(node, name, None)
+        body = getattr(parent, name, None)
         if body:
-            for each in body:
-                if not _asserts(each):
-                    _filter(each, keep)
-            left = [each for each in body if keep(each)]
-            setattr(node, name, left or [ast.Pass()])
+            for statement in body:
+                if not _asserts(statement):
+                    _filter(statement, keep)
+            left = [statement for statement in body if keep(statement)]
+            setattr(parent, name, left or [ast.Pass()])
 
 
 def _mentioned(node: ast.AST) -> set[str]:
     """Return the names, attributes, arguments and texts in a statement: whatever may lead to another one."""
-    found = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-    found |= {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
-    found |= {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
-    return found | {
-        each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str)
-    }
+    words = set[str]()
+    for child in ast.walk(node):
+        match child:
+            case ast.Name(id=word) | ast.Attribute(attr=word) | ast.arg(arg=word) | ast.Constant(value=str(word)):
+                words.add(word)
+    return words

@@ -237,7 +237,7 @@ class Boxes:
         with self.backend.create(replace(spec, warm=not job.calls, basic=True)) as box:
             whole = not (job.calls or (box.warm and job.hash_seed == 0))
             kit = framed(compiled_kit(self.backend, self.spec, whole))
-            done = box.exec(
+            ran = box.exec(
                 COMMAND,
                 timeout_s=self.timeout_s + START_S,
                 env={"PYTHONHASHSEED": str(job.hash_seed)} | ({"TZ": job.zone} if job.zone else {}),
@@ -246,16 +246,16 @@ class Boxes:
                 warm=True,
                 granted=True,
             )
-            ready, began, *events = done.stdout[:EVENT_BYTES].split(b"\n", 2) + 2 * [b""]
+            ready, began, *events = ran.stdout[:EVENT_BYTES].split(b"\n", 2) + 2 * [b""]
             if ready != b"ready":
-                raise SandboxFailure(f"the runner did not start: exit code {done.exit_code}, {_last_line(done.stderr)}")
+                raise SandboxFailure(f"the runner did not start: exit code {ran.exit_code}, {_last_line(ran.stderr)}")
             if began.startswith(b"failed: "):
                 raise SandboxFailure(f"a run could not begin: {began.decode('utf-8', 'replace')[8:]}")
             if began != b"began":
-                memory = ", out of memory" if done.oom else ""
-                raise RunnerEnded(f"it ended before it began: exit code {done.exit_code}{memory}")
+                memory = ", out of memory" if ran.oom else ""
+                raise RunnerEnded(f"it ended before it began: exit code {ran.exit_code}{memory}")
             read = any(_read_since(box, f"{FOLDER}/{path}") for path in job.hidden)
-            return _read(job, nonce, events[0].decode("utf-8", "replace"), done, read=read, changed=_changed(box))
+            return _read(job, nonce, events[0].decode("utf-8", "replace"), ran, read=read, changed=_changed(box))
 
 
 COMMAND = ["python3", "-s", "-S", "-c", _RUN]

@@ -109,13 +109,13 @@ def _validated(task: Task, backend: Backend) -> dict[str, Any]:
 
 def _left(task: Task, backend: Backend, solve: bool) -> dict[str, bytes]:
     """Return the workspace as it is at the start, or as `solve.sh` leaves it."""
-    asked = task.settings
+    settings = task.settings
     with start(task, backend) as box:
         if solve:
-            done = run_script(box, task, "solution", asked.agent.timeout_sec or SOLVE_S, asked.solution.env)
-            if done.exit_code:
-                last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-                why = "did not end in time" if done.timed_out else f"ends with {done.exit_code}: {''.join(last)}"
+            result = run_script(box, task, "solution", settings.agent.timeout_sec or SOLVE_S, settings.solution.env)
+            if result.exit_code:
+                last = result.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+                why = "did not end in time" if result.timed_out else f"ends with {result.exit_code}: {''.join(last)}"
                 raise ValueError(f"solution/{SOLVE} {why}")
         try:
             return box.download() | artifacts_left(task, box)

@@ -117,10 +117,10 @@ def _grade_written(task: Task, text: str, flags: tuple[str, ...], executor: Exec
     except ValueError:
         written = ()
     calls = [(test.module, test.function, test.arguments, test.expected) for test in written]
-    kept = {(test.module, test.function, test.arguments, test.expected) for test in before}
-    same = {call[:2] for call in calls} == {call[:2] for call in kept}
+    required = {(test.module, test.function, test.arguments, test.expected) for test in before}
+    same = {call[:2] for call in calls} == {call[:2] for call in required}
     names = ["passes as it is", *(f"refuses mutant {number}" for number in range(len(task.mutants)))]
-    if len(calls) > MOST_WRITTEN or not (kept <= {*calls} and same):
+    if len(calls) > MOST_WRITTEN or not (required <= {*calls} and same):
         return Grade(status="graded", tests=dict.fromkeys(names, False), flags=flags)
     try:
         limits = task.call_limits
@@ -128,8 +128,8 @@ def _grade_written(task: Task, text: str, flags: tuple[str, ...], executor: Exec
     except SandboxFailure as error:
         return Grade(status="infra_error", output=str(error))
     passed = [all(map(passes, written, outcomes)) and len(outcomes) == len(written) for outcomes in ran]
-    found = dict(zip(names, [passed[0], *(not one for one in passed[1:])], strict=True))
-    return Grade(status="graded", tests=found, flags=flags, timeouts=_timeouts(ran[0]))
+    results = dict(zip(names, [passed[0], *(not mutant_passed for mutant_passed in passed[1:])], strict=True))
+    return Grade(status="graded", tests=results, flags=flags, timeouts=_timeouts(ran[0]))
 
 
 def _timeouts(outcomes: Sequence[CallOutcome]) -> int:

@@ -56,7 +56,7 @@ class Twin:
     telling: bool = False
     """Its form differs from that of a test. It catches code that passes everything, and does not count as coverage."""
     alone: bool = False
-    """Its test was seen to tell right from wrong in a process that holds nothing else (`alone.py`)."""
+    """Validation showed that its test tells right from wrong in a process of its own (`alone.py`)."""
     besides: tuple[str, ...] = ()
     """Tests that it changes without making them fail, such as rows of a shared table. Runs with it say nothing about them."""
 

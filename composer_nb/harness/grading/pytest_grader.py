@@ -27,9 +27,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from composer_nb.harness.grading.alone import lone_job
-from composer_nb.harness.grading.box import Boxes, Job, Ran, RunnerEnded
+from composer_nb.harness.grading.box import Boxes, Ran, RunnerEnded
 from composer_nb.harness.grading.diff import changes
 from composer_nb.harness.grading.grade import Grade, Status
 from composer_nb.harness.grading.plan import Plan, Runs, Twin, draw, job, plan_of
@@ -103,36 +104,36 @@ def grade_pytest(
     Raises SandboxUnavailable if pytest is missing, or does not fit the sandboxes' Python.
     """
     began = time.monotonic()
-    found = changes(task, files)
+    edits = changes(task, files)
     try:
         plan, timeout_s = plan or plan_of(task), timeout_s or limit_of(task)
     except ValueError:
-        return Grade(status="invalid_task", flags=found.flags)
+        return Grade(status="invalid_task", flags=edits.flags)
     boxes = Boxes(backend=backend, spec=spec or limits_spec(task), timeout_s=timeout_s)
     rng = rng or random.SystemRandom()
     lone = draw_alone(plan, rng)
-    drawn = draw(plan, rng, 2 if lone else runs)
-    jobs = [job(task, found.files, twins, frozenset(plan.tests)) for twins in drawn]
-    try:
-        jobs += [_lone(task, found.files, twin, changed) for twin, changed in lone]
-    except ValueError:
-        return Grade(status="invalid_task", flags=found.flags)
-    asking = replay(found.files, plan.calls, rng)
-    jobs += [each for each, _ in asking]
+    twin_sets = draw(plan, rng, 2 if lone else runs)
+    jobs = [job(task, edits.files, twins, frozenset(plan.tests)) for twins in twin_sets]
+    jobs += filter(None, (lone_job(task, edits.files, twin, changed) for twin, changed in lone))
+    if len(jobs) < len(twin_sets) + len(lone):  # a test no longer stands alone: validate the task again
+        return Grade(status="invalid_task", flags=edits.flags)
+    replays = replay(edits.files, plan.calls, rng)
+    jobs += [call_job for call_job, _ in replays]
     try:
         ran = boxes.run(jobs)
     except SandboxFailure as error:
         cost = {"wall_s": time.monotonic() - began}
-        return Grade(status="infra_error", flags=found.flags, cost=cost, output=str(error))
+        return Grade(status="infra_error", flags=edits.flags, cost=cost, output=str(error))
     except (SandboxDied, RunnerEnded):
-        early = tuple(sorted({*found.flags, "ended_early"}))
+        early = tuple(sorted({*edits.flags, "ended_early"}))
         nothing = dict.fromkeys(plan.tests.values(), False)
         return Grade(status="agent_failed", tests=nothing, flags=early, cost={"wall_s": time.monotonic() - began})
-    tested, answered = ran[: len(drawn)], ran[len(drawn) + len(lone) :]
-    tests, flags = judge(plan, drawn, tested)
-    flags |= _judge_alone(plan, lone, ran[len(drawn) : len(drawn) + len(lone)], tests)
-    failed = [call for (_, order), said in zip(asking, answered, strict=True) for call in wrong(order, said)]
-    flags |= {*found.flags, *(flag for said in answered for flag in said.flags)}
+    results = iter(ran)
+    tests, flags = judge(plan, twin_sets, [*islice(results, len(twin_sets))])
+    flags |= _judge_alone(plan, lone, [*islice(results, len(lone))], tests)
+    answered = [*results]
+    failed = [call for (_, order), answer in zip(replays, answered, strict=True) for call in wrong(order, answer)]
+    flags |= {*edits.flags, *(flag for answer in answered for flag in answer.flags)}
     if failed and all(tests.values()):
         flags.add("calls_disagree")
     cost = {"wall_s": time.monotonic() - began, "tests_s": sum(run.seconds for run in ran)}
@@ -148,12 +149,12 @@ def grade_pytest(
     )
 
 
-def judge(plan: Plan, drawn: Runs, ran: Sequence[Ran]) -> tuple[dict[str, bool], set[str]]:
+def judge(plan: Plan, twin_sets: Runs, ran: Sequence[Ran]) -> tuple[dict[str, bool], set[str]]:
     """Return whether each test passed, by node id, and the flags."""
     flags = {flag for run in ran for flag in run.flags}
-    twins = [{key for twin in run for key in twin.keys} for run in drawn]
-    weak = {key for run in drawn for twin in run if twin.weak for key in twin.keys}
-    touched = [keys | {key for twin in run for key in twin.besides} for keys, run in zip(twins, drawn, strict=True)]
+    twins = [{key for twin in run for key in twin.keys} for run in twin_sets]
+    weak = {key for run in twin_sets for twin in run if twin.weak for key in twin.keys}
+    touched = [keys | {key for twin in run for key in twin.besides} for keys, run in zip(twins, twin_sets, strict=True)]
     changed = [{_function(key) for key in keys} for keys in touched]
     tests: dict[str, bool] = {}
     for key, name in plan.tests.items():
@@ -190,15 +191,8 @@ def draw_alone(plan: Plan, rng: random.Random) -> Lone:
     return [(rng.choice(twins[key]), rng.random() < 0.5) for key in rng.sample(sorted(twins), INDEPENDENT)]
 
 
-def _lone(task: Task, files: Mapping[str, bytes], twin: Twin, changed: bool) -> Job:
-    made = lone_job(task, files, twin, changed)
-    if made is None:
-        raise ValueError(f"task {task.id}: {twin.keys[0]} does not stand alone any more; validate the task again")
-    return made
-
-
 def _judge_alone(plan: Plan, lone: Lone, ran: Sequence[Ran], tests: dict[str, bool]) -> set[str]:
-    """Enter into `tests` which failed as themselves, or passed as their twins, and return the flags."""
+    """Mark in `tests` those that failed as themselves or passed as their twins. Return the flags."""
     flags = {flag for run in ran for flag in run.flags}
     for (twin, changed), run in zip(lone, ran, strict=True):
         name = plan.tests[twin.keys[0]]
@@ -209,12 +203,12 @@ def _judge_alone(plan: Plan, lone: Lone, ran: Sequence[Ran], tests: dict[str, bo
     return flags
 
 
-def same_id(one: str, two: str) -> bool:
+def same_id(first: str, second: str) -> bool:
     """Return whether two node ids differ at most in the number that pytest appends to rows that look alike.
 
     A changed row may make another row look like it, or no longer like it.
     """
-    ones, twos = [{each, _without_number(each)} for each in (one, two)]
+    ones, twos = [{text, _without_number(text)} for text in (first, second)]
     return not ones.isdisjoint(twos)
 
 

@@ -118,22 +118,22 @@ def chosen(telling: Sequence[Recorded], others: Sequence[Recorded]) -> tuple[Rec
     calls are kept. Without a telling call, none is.
     """
     apart = {name for name, _ in Counter(map(_function, telling)).most_common(APART)}
-    kept: list[Recorded] = []
+    selection: list[Recorded] = []
     answers, arguments, room = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set), ROOM
     texts = defaultdict[str, list[tuple[str, str]]](list)
-    told = [each for each in sorted(telling, key=guessable) if _function(each) in apart]
-    for most, pool in ((MOST_TELLING, told), (MOST if told else 0, others)):
+    ordered = [recorded for recorded in sorted(telling, key=guessable) if _function(recorded) in apart]
+    for most, pool in ((MOST_TELLING, ordered), (MOST if ordered else 0, others)):
         for call in _spread(pool):
             size, name = len(call.given) + len(call.said), _function(call)
-            said, given = _answers(call), set(parts(json.loads(call.given)))
-            secret = said.isdisjoint(arguments[name]) and given.isdisjoint(answers[name])
-            if len(kept) < most and size <= room and secret and not reveals(_texts(call), texts[name]):
-                kept.append(call)
+            answer_parts, argument_parts = _answers(call), set(parts(json.loads(call.given)))
+            secret = answer_parts.isdisjoint(arguments[name]) and argument_parts.isdisjoint(answers[name])
+            if len(selection) < most and size <= room and secret and not reveals(_texts(call), texts[name]):
+                selection.append(call)
                 texts[name].append(_texts(call))
-                answers[name] |= said
-                arguments[name] |= given
+                answers[name] |= answer_parts
+                arguments[name] |= argument_parts
                 room -= size
-    return tuple(kept)
+    return tuple(selection)
 
 
 def _spread(calls: Iterable[Recorded]) -> Iterator[Recorded]:
@@ -204,14 +204,14 @@ class Guard:
     """Tests that fail without a change and stand alone."""
 
 
-def meets(found: Guarding, required: Guarding) -> bool:
+def meets(reached: Guarding, required: Guarding) -> bool:
     """Return whether a guard is at least as good as required: recorded calls are better than twins, twins better than none."""
-    return GUARDS.index(found) <= GUARDS.index(required)
+    return GUARDS.index(reached) <= GUARDS.index(required)
 
 
 def guards_line(counts: Mapping[str, int]) -> str:
     """Return one line that counts the tasks by guard."""
-    calls, twins, none = (counts.get(each, 0) for each in GUARDS)
+    calls, twins, none = (counts.get(name, 0) for name in GUARDS)
     warning = ", so nothing should be trained on them" if none else ""
     return f"guarded by recorded calls: {calls}; by tests run alone: {twins}; by neither: {none}{warning}"
 

@@ -59,30 +59,30 @@ def grade_script(task: Task, files: Mapping[str, bytes], backend: Backend) -> Gr
     """
     if task.grader != "script":
         raise ValueError(f"task {task.id}: its grader is {task.grader!r}, not 'script'")
-    began, asked = time.monotonic(), task.settings
-    flags, done = {"weak"}, None
+    began, settings = time.monotonic(), task.settings
+    flags, result = {"weak"}, None
     try:
         with start(task, backend) as box:
             bring_scripts(box, task, "tests")  # before the agent's files, which could leave them no room
             try:
-                found = _lay(task, box, files)
+                edits = _lay(task, box, files)
             except OSError as error:
                 return _grade("agent_failed", flags, {}, began, f"the agent's files do not fit into a sandbox: {error}")
-            flags |= set(found.flags)
+            flags |= set(edits.flags)
             try:
-                done = exec_script(box, task, "tests", asked.verifier.timeout_sec, asked.verifier.env)
-                flags |= {"timeout"} if done.timed_out else set()
+                result = exec_script(box, task, "tests", settings.verifier.timeout_sec, settings.verifier.env)
+                flags |= {"timeout"} if result.timed_out else set()
                 rewards, other = _rewards(box)
             except SandboxDied:
                 flags.add("ended_early")
-                return _grade("agent_failed", flags, {}, began, shown(done) if done else "")
+                return _grade("agent_failed", flags, {}, began, shown(result) if result else "")
     except SandboxFailure as error:
         return _grade("infra_error", flags, {}, began, str(error))
     except SandboxDied:  # before anything of the task ran
         return _grade("infra_error", flags, {}, began)
     if rewards and other is not None and _passes(rewards) != _passes(other):
-        return _grade("tampered", flags | {"rewards_disagree"}, other, began, shown(done))
-    return _grade("graded", flags | (set() if rewards else {"no_reward"}), rewards, began, shown(done))
+        return _grade("tampered", flags | {"rewards_disagree"}, other, began, shown(result))
+    return _grade("graded", flags | (set() if rewards else {"no_reward"}), rewards, began, shown(result))
 
 
 def _passes(rewards: Mapping[str, float]) -> bool:
@@ -98,11 +98,11 @@ def run_script(box: Sandbox, task: Task, folder: str, timeout_s: float, env: Map
 def bring_scripts(box: Sandbox, task: Task, folder: str) -> None:
     """Bring the folder `tests` or `solution` into a sandbox. Raises SandboxFailure if it does not fit."""
     name = _SCRIPTS[folder]
-    held = {path: data for path, data in harbor.layout(task).files.items() if path.startswith(f"{folder}/")}
-    if f"{folder}/{name}" not in held:
+    scripts = {path: data for path, data in harbor.layout(task).files.items() if path.startswith(f"{folder}/")}
+    if f"{folder}/{name}" not in scripts:
         raise ValueError(f"task {task.id}: {folder}/{name} is missing")
     try:
-        bring(box, held, "/tmp", mode=0o755)  # scripts are executable, as Harbor makes them
+        bring(box, scripts, "/tmp", mode=0o755)  # scripts are executable, as Harbor makes them
         bring(box, {}, LOGS)
     except OSError as error:
         raise SandboxFailure(f"task {task.id}: {folder} do not fit into a sandbox: {error}") from None
@@ -111,14 +111,14 @@ def bring_scripts(box: Sandbox, task: Task, folder: str) -> None:
 def exec_script(box: Sandbox, task: Task, folder: str, timeout_s: float, env: Mapping[str, str]) -> ExecResult:
     """Run the script of a folder that is in the sandbox already."""
     usual = {} if task.image else {"PYTHONPATH": f"{PLACE}/{TESTING}"}
-    given = usual | variables(task.settings.environment.env) | variables(env)
-    return box.exec([f"/{folder}/{_SCRIPTS[folder]}"], timeout_s=min(timeout_s, 1e6), env=given, granted=True)
+    environment = usual | variables(task.settings.environment.env) | variables(env)
+    return box.exec([f"/{folder}/{_SCRIPTS[folder]}"], timeout_s=min(timeout_s, 1e6), env=environment, granted=True)
 
 
-def shown(done: ExecResult) -> str:
+def shown(result: ExecResult) -> str:
     """Return what a script printed, stdout before stderr, the end of each if it is long."""
     parts = []
-    for data in (done.stdout, done.stderr):
+    for data in (result.stdout, result.stderr):
         text = data.decode("utf-8", "replace").strip()
         parts.append(text if len(text) <= OUTPUT else f"[…]{text[-OUTPUT:]}")
     return "\n".join(filter(None, parts))
@@ -130,15 +130,15 @@ def _lay(task: Task, box: Sandbox, files: Mapping[str, bytes]) -> Changes:
     Raises OSError for files that do not fit."""
     pristine = box.download()
     all_laid = lay_artifacts(box, files)
-    found = changes(task, {path: data for path, data in files.items() if not path.startswith("/")}, pristine)
-    new = {path: data for path, data in found.files.items() if pristine.get(path) != data}
-    for path in sorted(set(pristine) - set(found.files)):
+    edits = changes(task, {path: data for path, data in files.items() if not path.startswith("/")}, pristine)
+    new = {path: data for path, data in edits.files.items() if pristine.get(path) != data}
+    for path in sorted(set(pristine) - set(edits.files)):
         box.remove(path)
     scripts = {path for path, data in new.items() if data.startswith(b"#!")}
     box.upload({path: data for path, data in new.items() if path not in scripts})
     for path in sorted(scripts):
         box.write(path, new[path], mode=0o755)
-    return found if all_laid else replace(found, dropped={**found.dropped, "/": "unsafe_path"})
+    return edits if all_laid else replace(edits, dropped={**edits.dropped, "/": "unsafe_path"})
 
 
 def _rewards(box: Sandbox) -> tuple[dict[str, float], dict[str, float] | None]:
@@ -148,33 +148,33 @@ def _rewards(box: Sandbox) -> tuple[dict[str, float], dict[str, float] | None]:
         box.end_all()
     except OSError as error:
         raise SandboxDied(f"sandbox {box.id}: {error}") from error
-    found = []
+    files = []
     for name in ("reward.json", "reward.txt"):
         program = ["python3", "-I", "-S", "-c", _REWARD, LOGS, name, str(MAX_REWARD_BYTES)]
-        done = box.exec(program, output_bytes=4 * MAX_REWARD_BYTES)
-        if done.stdout or done.exit_code:
-            found.append(parse_rewards(done.stdout) if done.exit_code == 0 else {})
-    return (found or [{}])[0], found[1] if len(found) > 1 else None
+        result = box.exec(program, output_bytes=4 * MAX_REWARD_BYTES)
+        if result.stdout or result.exit_code:
+            files.append(parse_rewards(result.stdout) if result.exit_code == 0 else {})
+    return (files or [{}])[0], files[1] if len(files) > 1 else None
 
 
-def parse_rewards(said: bytes) -> dict[str, float]:
+def parse_rewards(output: bytes) -> dict[str, float]:
     """Parse a file's name, a newline and its content to rewards by name: `reward.json` holds an object of finite numbers,
     `reward.txt` one number, which is called `reward`. Anything else gives nothing."""
-    name, _, content = said.partition(b"\n")
+    name, _, content = output.partition(b"\n")
     if len(content) > MAX_REWARD_BYTES:
         return {}
     try:
-        held = json.loads(content) if name == b"reward.json" else {"reward": float(content)}
+        values = json.loads(content) if name == b"reward.json" else {"reward": float(content)}
     except (ValueError, RecursionError):
         return {}
-    if not isinstance(held, dict) or len(held) > MAX_REWARDS:
+    if not isinstance(values, dict) or len(values) > MAX_REWARDS:
         return {}
-    for key, value in held.items():
+    for key, value in values.items():
         if type(value) not in (int, float) or len(key) > LONGEST_REWARD_NAME or not key.isprintable():
             return {}
         if (isinstance(value, int) and abs(value) > 2**53) or not math.isfinite(value):
             return {}
-    return {key: float(value) for key, value in held.items()}
+    return {key: float(value) for key, value in values.items()}
 
 
 def _grade(status: Status, flags: set[str], rewards: Mapping[str, float], began: float, output: str = "") -> Grade:

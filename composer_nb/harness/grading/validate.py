@@ -36,7 +36,7 @@ ON_ASSERTION = {"AssertionError", "Failed", "failureException"}
 TEST_S = 5.0
 """Time limit of a changed test, in seconds. A test that fails inside a `with` may leave it waiting forever."""
 TESTS_ALONE, TWINS_ALONE = 8, 2
-"""Tests of a task that may run alone, and the twins of each."""
+"""Maximum tests of a task that may run alone, and twins of each."""
 FARTHER = 2.0
 NO_FAILURE = Failure(line=0, message="")
 NEVER_A_TWIN = {"Endless", "NameError", "SyntaxError", "ImportError", "ModuleNotFoundError", "Skipped"}
@@ -107,10 +107,10 @@ def validate_task(
         trials = boxes.run([replace(job(task, gold, keys=keys), hash_seed=seed) for seed in range(repeats)])
     except (SandboxDied, RunnerEnded) as error:
         return Validation(problems=(f"the gold patch ends its sandbox: {error}",))
-    found = _agreed(task, trials)
-    if found.problems or found.plan is None:
-        return found
-    plan, twin_problems, proposed = with_twins(task, found.plan, boxes, repeats=repeats)
+    validation = _agreed(task, trials)
+    if validation.problems or validation.plan is None:
+        return validation
+    plan, twin_problems, proposed = with_twins(task, validation.plan, boxes, repeats=repeats)
     problems = list(twin_problems)
     pristine = workspace(task)
     nothing = grade_pytest(task, pristine, backend, plan, timeout_s=timeout_s, spec=spec)
@@ -122,7 +122,7 @@ def validate_task(
         problems.append("all tests pass without a change")
     if not problems:
         plan = guarded(task, plan, bare.failed, boxes)
-    return replace(found, problems=tuple(problems), plan=plan, fail_to_pass=bare.failed, proposed=proposed)
+    return replace(validation, problems=tuple(problems), plan=plan, fail_to_pass=bare.failed, proposed=proposed)
 
 
 def guarded(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes) -> Plan:
@@ -143,14 +143,13 @@ def standing_alone(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes)
     Raises SandboxFailure."""
     names, gold, pristine = set(failing), gold_files(task), workspace(task)
     tried: dict[str, list[Twin]] = {}
-    seen_places = Counter[tuple[str, int]]()
-    turns = list[tuple[int, int, Twin]]()
-    for number, twin in enumerate(plan.twins):
-        turns.append((seen_places[twin.path, twin.start], number, twin))
-        seen_places[twin.path, twin.start] += 1
-    for _, _, twin in sorted(
-        turns, key=lambda turn: turn[:2]
-    ):  # other expectations of a test before other values of one
+    ranked = list[tuple[int, Twin]]()
+    values = Counter[tuple[str, int]]()
+    for twin in plan.twins:
+        ranked.append((values[twin.path, twin.start], twin))
+        values[twin.path, twin.start] += 1
+    # Other expectations of a test come before other values of one.
+    for _, twin in sorted(ranked, key=lambda pair: pair[0]):
         [*_, key] = twin.keys or ("",)
         some = tried.get(key, [])
         fits = plan.tests.get(key) in names and len(some) < TWINS_ALONE and (some or len(tried) < TESTS_ALONE)
@@ -159,14 +158,14 @@ def standing_alone(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes)
     if len(tried) < INDEPENDENT:
         return plan
     twins = [twin for some in tried.values() for twin in some]
-    made = [
+    jobs = [
         lone_job(task, files, twin, changed)
         for twin in twins
         for files in (gold, pristine)
         for changed in (False, True)
     ]
     try:
-        ran = boxes.run([replace(each, test_s=TEST_S, explain=True) for each in made if each is not None])
+        ran = boxes.run([replace(lone_run, test_s=TEST_S, explain=True) for lone_run in jobs if lone_run is not None])
     except (SandboxDied, RunnerEnded):
         return plan
     lone = set[Twin]()
@@ -179,21 +178,22 @@ def standing_alone(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes)
 
 
 def _shows_itself(wrong: Ran, twin_wrong: Ran) -> bool:
-    """Return whether a twin is much farther than its test from what the start answers: code that has the start would see it."""
-    one, other = (
+    """Return whether the start's value is much closer to the test's than to the twin's: code that knows the start could tell them
+    apart."""
+    values, twin_values = (
         {*failure.compared[1:]} for run in (wrong, twin_wrong) for failure in [*run.failures.values(), NO_FAILURE][:1]
     )
-    if not (len(one) == len(other) == 2 and len(one & other) == 1):
+    if not (len(values) == len(twin_values) == 2 and len(values & twin_values) == 1):
         return False
-    [said], [wanted], [twin] = one & other, one - other, other - one
-    return _distance(said, twin) > FARTHER * _distance(said, wanted)
+    [answer], [expected], [twin] = values & twin_values, values - twin_values, twin_values - values
+    return _distance(answer, twin) > FARTHER * _distance(answer, expected)
 
 
-def _distance(one: str, other: str) -> float:
+def _distance(first: str, second: str) -> float:
     try:
-        return abs(float(one) - float(other))
+        return abs(float(first) - float(second))
     except ValueError:
-        return 1 - SequenceMatcher(None, one, other, autojunk=False).ratio()
+        return 1 - SequenceMatcher(None, first, second, autojunk=False).ratio()
 
 
 def with_twins(task: Task, plan: Plan, boxes: Boxes, *, repeats: int = 3) -> tuple[Plan, tuple[str, ...], int]:

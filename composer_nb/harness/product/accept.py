@@ -85,7 +85,7 @@ def _check(root: Path, before: Blob | None, changes: Changes, path: str) -> Path
         if at.is_symlink() or (at.exists() and not at.is_dir() and parent not in changes):
             raise Conflict(f"{path}: {at} is a link or a file, so nothing was written")
     if before is None and target.is_dir() and not target.is_symlink():
-        for inner in (each for each in target.rglob("*") if each.is_symlink() or not each.is_dir()):
+        for inner in (item for item in target.rglob("*") if item.is_symlink() or not item.is_dir()):
             name = inner.relative_to(root).as_posix()
             if name not in changes or changes[name] is not None:
                 raise Conflict(

@@ -47,11 +47,11 @@ ARMS: Mapping[str, Arm] = {
 
 
 LOST = 0.01
-"""Share of attempts that may be lost to the infrastructure."""
+"""Maximum share of attempts that may be lost to infrastructure faults."""
 
 
 class TooManyLost(ValueError):
-    """More attempts were lost than figures bear."""
+    """Too many attempts were lost for the figures to count."""
 
     exit_status = 1
 
@@ -82,28 +82,30 @@ def figures(
     `dollars_per_task`           mean of an attempt's tokens at `price`: dollars per million tokens read, and written
 
     If no sampled rollout has a grade, return the number of lost rollouts, of all, and the reason of the first."""
-    stops, every = Counter(done.rollout.stop for done in attempts), [*attempts, *greedy]
-    lost = [done for done in every if not done.grade.known]
-    said = [turn.observation for done in lost for turn in done.rollout.turns if turn.error == "ProviderError"]
-    found = {"stops": dict(sorted(stops.items())), "infra_errors": len(lost), "lost_share": len(lost) / len(every)}
-    found["lost_to"] = said[0] if said else ""
-    if not any(done.grade.known for done in attempts):
-        return found | {"n_tasks": 0}
-    greedy = [done for done in greedy if done.grade.known]
-    seconds = [done.rollout.seconds for done in attempts if done.grade.known]
+    stops, every = Counter(attempt.rollout.stop for attempt in attempts), [*attempts, *greedy]
+    lost = [attempt for attempt in every if not attempt.grade.known]
+    reasons = [turn.observation for attempt in lost for turn in attempt.rollout.turns if turn.error == "ProviderError"]
+    losses = {"stops": dict(sorted(stops.items())), "infra_errors": len(lost), "lost_share": len(lost) / len(every)}
+    losses["lost_to"] = reasons[0] if reasons else ""
+    graded = [attempt for attempt in attempts if attempt.grade.known]
+    if not graded:
+        return losses | {"n_tasks": 0}
+    greedy = [attempt for attempt in greedy if attempt.grade.known]
+    seconds = [attempt.rollout.seconds for attempt in graded]
     median, late = (float(value) for value in np.quantile(seconds, [0.5, 0.95]))
     tiny = attempts[0].task.grader == "functions"
     summed = {n: value for n, value in summarise(attempts, greedy or None, seed).items() if tiny or n not in TINY}
-    by_task = scores([done for done in attempts if done.grade.known], lambda done: done.task.id)
+    by_task = scores(graded, lambda attempt: attempt.task.id)
+    dollars = [_dollars(attempt.rollout, price) for attempt in attempts] if price else []
     return {
         **summed,
-        **found,
-        "all_of_k": float(np.mean([min(each) for each in by_task.values()])),
-        "flagged": float(np.mean([bool(done.grade.flags or flags_of(done)) for done in attempts if done.grade.known])),
-        "disqualified": sorted({done.task.id for done in attempts if done.grade.status == "tampered"}),
+        **losses,
+        "all_of_k": float(np.mean([min(solved) for solved in by_task.values()])),
+        "flagged": float(np.mean([bool(attempt.grade.flags or flags_of(attempt)) for attempt in graded])),
+        "disqualified": sorted({attempt.task.id for attempt in attempts if attempt.grade.status == "tampered"}),
         "seconds_p50": median,
         "seconds_p95": late,
-        "dollars_per_task": float(np.mean([_dollars(done.rollout, price) for done in attempts])) if price else None,
+        "dollars_per_task": float(np.mean(dollars)) if dollars else None,
     }
 
 
@@ -143,7 +145,7 @@ def difference(one: Sequence[Attempt], other: Sequence[Attempt], seed: int = 0) 
 
 
 def _means(attempts: Sequence[Attempt]) -> dict[str, float]:
-    by_task = scores([done for done in attempts if done.grade.known], lambda done: done.task.id)
+    by_task = scores([attempt for attempt in attempts if attempt.grade.known], lambda attempt: attempt.task.id)
     return {task: float(np.mean(values)) for task, values in by_task.items()}
 
 
@@ -154,18 +156,18 @@ def compare_evals(first: Path, second: Path, seed: int = 0) -> dict[str, Any]:
     arms = [
         {file.parent.name: _solved(file) for file in sorted(out.glob("*/rollouts.parquet"))} for out in (first, second)
     ]
-    for out, found in zip((first, second), arms, strict=True):
-        if not found:
+    for out, scores_by_arm in zip((first, second), arms, strict=True):
+        if not scores_by_arm:
             raise FileNotFoundError(f"{out}: neither a run nor the folder of an evaluation (composer-nb eval --out)")
     rows: dict[str, Any] = {}
     for arm in arms[0].keys() & arms[1].keys():
         old, new = arms[0][arm], arms[1][arm]
         shared = sorted(old.keys() & new.keys())
-        left_out = [sorted(one.keys() - other.keys()) for one, other in ((old, new), (new, old))]
+        left_out = [sorted(left.keys() - right.keys()) for left, right in ((old, new), (new, old))]
         rows[arm] = {"n_tasks": len(shared), "left_out": left_out}
         if shared:
-            means = [np.array([one[task] for task in shared]) for one in (old, new)]
-            rows[arm]["scores"] = [{"pass_at_1": float(one.mean()), "ci95": bootstrap(one, seed)} for one in means]
+            means = [np.array([solved[task] for task in shared]) for solved in (old, new)]
+            rows[arm]["scores"] = [{"pass_at_1": float(mean.mean()), "ci95": bootstrap(mean, seed)} for mean in means]
             gain = means[1] - means[0]
             rows[arm]["difference"] = {"pass_at_1": float(gain.mean()), "ci95": bootstrap(gain, seed)}
     if not rows:

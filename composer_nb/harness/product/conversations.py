@@ -69,7 +69,7 @@ KEPT = 256
 KEPT_TOKENS = 1 << 20
 """Tokens of conversations that stay known without a `Record`."""
 MARKS = 1 << 16
-"""Answers of which it is known whether they are those of several conversations."""
+"""Maximum entries of `_owners`."""
 Form = Callable[..., ChatRenderer]
 """Makes the chat format of a tokenizer."""
 SYSTEM = ("system", "developer")
@@ -110,7 +110,7 @@ class Conversations:
         """`tokens`: maximum of one conversation."""
         self.policy, self.tokenizer, self.form, self.tokens, self.record = policy, tokenizer, form, tokens, record
         self.temperature = temperature
-        """Of requests that name none."""
+        """Temperature of requests that set none."""
         self._letters = tokens * max(map(len, tokenizer.get_vocab()))
         """No longer text fits into a conversation."""
         self._talks: list[_Talk] = []
@@ -125,10 +125,10 @@ class Conversations:
         self._numbers, self._seeds = count(-1, -1), count()  # numbers that no rollout of RL has
 
     def __call__(
-        self, asked: AnyAsked, there: Callable[[], bool] = lambda: True, told: Told = lambda *part: None
+        self, asked: AnyAsked, there: Callable[[], bool] = lambda: True, report: Told = lambda *part: None
     ) -> Answered:
         if not isinstance(asked, Asked):
-            return self._generate(asked, there, told)
+            return self._generate(asked, there, report)
         if asked.rollout and not self.record:
             raise Refused("rollout: this server records nothing; start it with --record RUN", param="rollout")
         if asked.rollout and asked.user and self._users.setdefault(asked.rollout, asked.user) != asked.user:
@@ -136,38 +136,38 @@ class Conversations:
                 f"rollout: {asked.rollout} is another user's; choose another name", 409, "conflict", "rollout"
             )
         wire = asked.messages
-        system = "\n\n".join(text_of(each) for each in wire if each.get("role") in SYSTEM)
-        spoken = [_plain(each) for each in wire if each.get("role") not in SYSTEM]
+        system = "\n\n".join(text_of(message) for message in wire if message.get("role") in SYSTEM)
+        spoken = [_plain(message) for message in wire if message.get("role") not in SYSTEM]
         renderer = self.form(self.tokenizer, asked.tools) if asked.tools else self.form(self.tokenizer)
         grammar = _grammar(asked, renderer)
         digests = [_digest(b"", [system, asked.tools or [], asked.seed, asked.rollout, asked.user])]
-        for each in spoken:
-            digests.append(_digest(digests[-1], each))
-        user = next((each["content"] for each in spoken if each["role"] == "user"), "")
+        for message in spoken:
+            digests.append(_digest(digests[-1], message))
+        user = next((message["content"] for message in spoken if message["role"] == "user"), "")
         row = Row(name=asked.rollout or "", instruction=user, user=asked.user or "")
         new = _Talk(renderer=renderer, digest=digests[0], row=row)
-        held = self._held(new, asked.n or 1, asked.seed, digests, there)
+        talks = self._held(new, asked.n or 1, asked.seed, digests, there)
         most, work = asked.max_completion_tokens or asked.max_tokens, list[tuple[Request, Turn]]()
         grammars = list[Grammar | None]()
-        drawn = _drawn(asked, asked.top_logprobs)
+        sampling = _drawn(asked, asked.top_logprobs)
         try:
-            reads = [self._read(talk, system, spoken, known) for talk, known in held]
-            for number, ((talk, _), (read, _)) in enumerate(zip(held, reads, strict=True)):
+            reads = [self._read(talk, system, spoken, prefix) for talk, prefix in talks]
+            for number, ((talk, _), (read, _)) in enumerate(zip(talks, reads, strict=True)):
                 grammars.append(grammar and grammar.fresh())
                 held_to = {"allowed": grammars[-1] and grammars[-1].allowed}
-                request = self._request(talk, read, most, "messages", drawn | held_to)
-                work.append((request, Turn(talk.renderer, asked, partial(told, number))))
-            before = len(held[0][0].row.transcript.token_ids) + len(reads[0][0])
+                request = self._request(talk, read, most, "messages", sampling | held_to)
+                work.append((request, Turn(talk.renderer, asked, partial(report, number))))
+            before = len(talks[0][0].row.transcript.token_ids) + len(reads[0][0])
             self._run(work, there)
-            if faults := [each.fault for each in grammars if each and each.fault]:
+            if faults := [grammar.fault for grammar in grammars if grammar and grammar.fault]:
                 raise Refused(f"tools: a call could not be held to its schema: {faults[0]}", param="tools")
             choices = [turn.choice() for _, turn in work]
         except BaseException:
-            for talk, _ in held:
+            for talk, _ in talks:
                 self._end(talk, drop=True)
             raise
-        answers, how = [], _own_distribution(drawn, self.temperature, bool(grammar))
-        for (talk, _), (read, news), (_, turn), (choice, whole) in zip(held, reads, work, choices, strict=True):
+        answers, how = [], _own_distribution(sampling, self.temperature, bool(grammar))
+        for (talk, _), (read, news), (_, turn), (choice, whole) in zip(talks, reads, work, choices, strict=True):
             talk.row.add(read, news, turn.completion, talk.renderer, how)
             if whole:  # otherwise the policy holds more than the client is shown
                 self._mark(talk, _digest(digests[-1], _plain(choice.message)), choice)
@@ -176,7 +176,7 @@ class Conversations:
         return Answered(choices=answers, read=before)
 
     def _mark(self, talk: _Talk, digest: bytes, choice: Choice) -> None:
-        """Note how far a conversation is, and of which messages."""
+        """Record the length of a conversation, and the digest of its messages."""
         talk.marks[digest] = at = len(talk.row.transcript.token_ids)
         if choice.turn:
             talk.unread[at] = [call["id"] for call in choice.turn["calls"]]
@@ -245,17 +245,19 @@ class Conversations:
         choices = [turn.tokens(given.logprobs is not None, of) for turn, of in zip(turns, routes, strict=True)]
         return Answered(choices=choices, read=len(ids))
 
-    def _request(self, talk: _Talk, read: list[int], wanted: int | None, param: str, drawn: dict[str, Any]) -> Request:
+    def _request(
+        self, talk: _Talk, read: list[int], limit: int | None, param: str, sampling: dict[str, Any]
+    ) -> Request:
         """Return what the policy is asked. Raises Refused if a conversation has no room for an answer."""
-        known = talk.row.transcript.token_ids
-        if (before := len(known) + len(read)) >= self.tokens:
+        tokens = talk.row.transcript.token_ids
+        if (before := len(tokens) + len(read)) >= self.tokens:
             raise TooLong(self.tokens, before, param)
-        room, again = min(wanted or self.tokens, self.tokens - before), talk.rollout is None
+        room, again = min(limit or self.tokens, self.tokens - before), talk.rollout is None
         if again:
             talk.rollout = next(self._numbers) * ATTEMPT_STRIDE + talk.drawn_by
         assert talk.rollout is not None
         named: dict[str, Any] = {"rollout": talk.rollout, "user": talk.row.user or talk.row.name}
-        return Request(**named, token_ids=[*(known if again else ()), *read], max_tokens=room, priority=0, **drawn)
+        return Request(**named, token_ids=[*(tokens if again else ()), *read], max_tokens=room, priority=0, **sampling)
 
     def _run(self, work: Sequence[tuple[Request, Turn]], there: Callable[[], bool]) -> None:
         """Have turns written side by side. Raises TimeIsUp when the client goes away."""
@@ -294,7 +296,7 @@ class Conversations:
                 if not there():
                     raise TimeIsUp
                 self._room.wait(LOOK_S)
-            found = [self._one(new, seed, place, digests) for place in range(count)]
+            talks = [self._claim(new, seed, number, digests) for number in range(count)]
             idle = [talk for talk in self._talks if not talk.busy and talk.rollout is not None]
             used = sum(talk.busy or talk.rollout is not None for talk in self._talks)
             for talk in idle[: max(used - most, 0)]:
@@ -307,30 +309,30 @@ class Conversations:
         if self.record and len(self._talks) > KEPT:
             with suppress(StopIteration, Refused):
                 self._store(next(talk.row.name for talk in self._talks if not talk.busy))
-        return found
+        return talks
 
-    def _one(self, new: _Talk, seed: int | None, place: int, digests: Sequence[bytes]) -> tuple[_Talk, int]:
-        drawn_by = (next(self._seeds) if seed is None else seed + (place << 32)) % ATTEMPT_STRIDE
+    def _claim(self, new: _Talk, seed: int | None, number: int, digests: Sequence[bytes]) -> tuple[_Talk, int]:
+        drawn_by = (next(self._seeds) if seed is None else seed + (number << 32)) % ATTEMPT_STRIDE
         name = new.row.name or f"c{uuid.uuid4().hex}"
         row = replace(new.row, name=name, number=self._next(name), transcript=Transcript(), turns=[])
-        for known in range(len(digests) - 2, 0, -1):
-            holding = [talk for talk in reversed(self._talks) if digests[known] in talk.marks]
+        for prefix in range(len(digests) - 2, 0, -1):
+            holding = [talk for talk in reversed(self._talks) if digests[prefix] in talk.marks]
             if not holding:
                 continue
-            ended = [each for each in holding if each.marks[digests[known]] == len(each.row.transcript.token_ids)]
-            talk = next((each for each in ended if not each.busy), holding[-1])
-            at = talk.marks[digests[known]]
-            if self.record and not self._owners.get(digests[known]):
+            ended = [talk for talk in holding if talk.marks[digests[prefix]] == len(talk.row.transcript.token_ids)]
+            talk = next((talk for talk in ended if not talk.busy), holding[-1])
+            at = talk.marks[digests[prefix]]
+            if self.record and not self._owners.get(digests[prefix]):
                 row = talk.row.copy(at, row)
             elif talk in ended and not talk.busy:
                 self._talks.remove(talk)
                 self._talks.append(talk)
                 talk.busy = True
-                return talk, known
+                return talk, prefix
             else:
                 row = talk.row.branch(at, self._next(talk.row.name))
             unread = {at: talk.unread[at]} if at in talk.unread else {}
-            return self._begin(replace(new, row=row, drawn_by=drawn_by, marks={}, unread=unread)), known
+            return self._begin(replace(new, row=row, drawn_by=drawn_by, marks={}, unread=unread)), prefix
         return self._begin(replace(new, row=row, drawn_by=drawn_by, marks={}, unread={})), 0
 
     def _begin(self, talk: _Talk) -> _Talk:
@@ -341,17 +343,17 @@ class Conversations:
         """Return the number of the next branch of a rollout."""
         return max((talk.row.number for talk in self._talks if talk.row.name == name), default=-1) + 1
 
-    def _read(self, talk: _Talk, system: str, spoken: Wire, known: int) -> tuple[list[int], Sequence[Message]]:
+    def _read(self, talk: _Talk, system: str, spoken: Wire, prefix: int) -> tuple[list[int], Sequence[Message]]:
         """Return the new tokens and messages. Raises ValueError for invalid messages, or if the last one is a turn of the
         agent."""
-        before = [call["id"] for call in spoken[known - 1].get("tool_calls", ())] if known else []
-        every = talk.unread.get(len(talk.row.transcript.token_ids), before)
-        told = {each["tool_call_id"] for each in spoken[known:] if "tool_call_id" in each}
-        news = _in_order(messages_of(spoken[known:]), every if {*every} <= told else before)
+        before = [call["id"] for call in spoken[prefix - 1].get("tool_calls", ())] if prefix else []
+        call_ids = talk.unread.get(len(talk.row.transcript.token_ids), before)
+        answered = {message["tool_call_id"] for message in spoken[prefix:] if "tool_call_id" in message}
+        news = _in_order(messages_of(spoken[prefix:]), call_ids if {*call_ids} <= answered else before)
         if not news or not isinstance(news[-1], User | Result):
             raise ValueError("messages: the last one is a user's or a tool's")
-        self._fits(sum(len(each.text) for each in news), "messages")
-        if not known:
+        self._fits(sum(len(message.text) for message in news), "messages")
+        if not prefix:
             return talk.renderer.render(news, system, spelled=True), news
         cut = talk.row.transcript.token_ids[-1] != talk.renderer.end
         end = [talk.renderer.end] if cut and isinstance(news[0], User) else []  # results follow as in `TokenTurnPolicy`
@@ -430,12 +432,12 @@ def _drawn(given: Asked | Complete | Sampling, top: int | None) -> dict[str, Any
     return {"top": top or 0, "temperature": given.temperature, "top_p": given.top_p or 1.0, **kept}
 
 
-def _own_distribution(drawn: Mapping[str, Any], temperature: float, held: bool) -> str:
-    """Return how tokens were drawn if not from the policy's own distribution, whose log-probabilities a learner can compute."""
-    given = {**drawn, "temperature": temperature if drawn["temperature"] is None else drawn["temperature"]}
+def _own_distribution(sampling: Mapping[str, Any], temperature: float, constrained: bool) -> str:
+    """Describe how tokens were sampled; empty for the policy's own distribution, which a learner can compute."""
+    settings = {**sampling, "temperature": temperature if sampling["temperature"] is None else sampling["temperature"]}
     usual = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    parts = [f"{name}={given[name]:g}" for name, value in usual.items() if given[name] != value]
-    return ", ".join(parts + ["held to the schemas of tools"] * held)
+    parts = [f"{name}={settings[name]:g}" for name, value in usual.items() if settings[name] != value]
+    return ", ".join(parts + ["held to the schemas of tools"] * constrained)
 
 
 def _digest(before: bytes, what: Any) -> bytes:

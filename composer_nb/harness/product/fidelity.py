@@ -94,7 +94,7 @@ def open_in(place: str, task: Task, agent: Agent) -> Iterator[Side]:
     """Open the workspace of a task as in `training`, for an agent of it, or as in the `product` for an agent of its chat format.
     Raises ValueError for a task that cannot be opened, and SandboxFailure."""
     if place == "training":
-        with open_session(task, agent.place()) as session:
+        with open_session(task, agent.environment()) as session:
             yield Side(session=session, tools=agent.tools, system=agent.system, schemas=agent.renderer.tools)
         return
     if agent.backend is None or task.image:

@@ -76,28 +76,28 @@ class Row:
     trace: Trace = field(default_factory=Trace)
 
     def add(
-        self, read: Sequence[int], news: Sequence[Message], done: Completion, renderer: ChatRenderer, drawn: str = ""
+        self, read: Sequence[int], news: Sequence[Message], turn: Completion, renderer: ChatRenderer, sampling: str = ""
     ) -> None:
-        """Add a turn, and what was read before it. `drawn`: as for `Turn`."""
-        texts = {each.id: each.text for each in news if isinstance(each, Result)}
-        user = "\n\n".join(each.text for each in news if isinstance(each, User))
-        last = max((place for place, turn in enumerate(self.turns) if not turn.beside), default=0)
-        for place, text in zip(range(last, len(self.turns)), [*texts.values()] or [user], strict=False):
-            self.turns[place] = replace(self.turns[place], observation=text)
+        """Add a turn, and what was read before it. `sampling`: as for `Turn`."""
+        texts = {message.id: message.text for message in news if isinstance(message, Result)}
+        user = "\n\n".join(message.text for message in news if isinstance(message, User))
+        last = max((index for index, call in enumerate(self.turns) if not call.beside), default=0)
+        for index, text in zip(range(last, len(self.turns)), [*texts.values()] or [user], strict=False):
+            self.turns[index] = replace(self.turns[index], observation=text)
         self.transcript.read(read, Kind.OBSERVATION if self.turns else Kind.PROMPT)
-        self.transcript.wrote(done, renderer.kinds(done.token_ids))
-        said = renderer.parse(done.token_ids)
+        self.transcript.wrote(turn, renderer.kinds(turn.token_ids))
+        parsed = renderer.parse(turn.token_ids)
         self.turns += [
             Turn(
                 call=written.call.json if isinstance(written.call, ToolCall) else written.text,
                 observation="",
                 error=None if isinstance(written.call, ToolCall) else "InvalidArguments",
-                said="" if number else said.text,
+                said="" if number else parsed.text,
                 beside=number > 0,
-                drawn=drawn,
+                sampling=sampling,
             )
-            for number, written in enumerate(said.calls)
-        ] or [Turn(call="", observation="", said=said.text, drawn=drawn)]
+            for number, written in enumerate(parsed.calls)
+        ] or [Turn(call="", observation="", said=parsed.text, sampling=sampling)]
 
     def branch(self, at: int, number: int) -> Row:
         """Return a branch that begins after `at` tokens."""
@@ -201,8 +201,8 @@ def served(run: Path) -> dict[str, Attempt]:
 
 def _loaded(file: Path) -> Attempt:
     [named] = pq.read_table(parquet(file), columns=["task_id", "instruction"]).to_pylist()
-    [done] = load_attempts(file, {named["task_id"]: _task(named["task_id"], named["instruction"])})
-    return done
+    [attempt] = load_attempts(file, {named["task_id"]: _task(named["task_id"], named["instruction"])})
+    return attempt
 
 
 def _task(name: str, instruction: str) -> Task:

@@ -62,7 +62,7 @@ from composer_nb.harness.product.wire import (
 LOG = logging.getLogger("uvicorn.error")
 MAX_BODY_BYTES = 16 << 20
 SHORT = 16 << 10
-"""Bytes of a body that is checked at once."""
+"""Maximum bytes of a body that is checked in the event loop."""
 SPARE_CONNECTIONS = 64
 """Connections besides those of the requests that are answered or wait: their requests are told to ask again."""
 TURNED_AWAY = 512
@@ -254,9 +254,9 @@ class ChatServer:
             case "GET", "/health":
                 if self._draining:
                     raise TimeIsUp
-                told: dict[str, Any] = {"policy_version": self._version()} if self._version else {}
+                version: dict[str, Any] = {"policy_version": self._version()} if self._version else {}
                 more = {"replicas": self._replicas(), "canary": self._canary()}
-                return JSONResponse({"status": "ok"} | told | {name: each for name, each in more.items() if each})
+                return JSONResponse({"status": "ok"} | version | {name: value for name, value in more.items() if value})
             case "GET", "/metrics":
                 return PlainTextResponse(self._metrics())
             case "GET", "/v1/models":
@@ -270,8 +270,8 @@ class ChatServer:
                 reply: Reply | MessagesReply
                 named = {"rollout": request.scope["rollout"]} if "rollout" in request.scope else {}
                 if path == "/v1/messages":
-                    given = await _aside(body, self._known(await _aside(body, read_request, body, Messages)).asked)
-                    reply = MessagesReply(given.model_copy(update=named), self.model)
+                    converted = await _aside(body, self._known(await _aside(body, read_request, body, Messages)).asked)
+                    reply = MessagesReply(converted.model_copy(update=named), self.model)
                 elif path == "/v1/completions":
                     text = self._known(await _aside(body, read_request, body, Complete))
                     reply = CompletionReply(text.asked, self.model, text)
@@ -431,9 +431,9 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _aside(body: bytes, check: Callable[..., Answer], *given: Any) -> Answer:
+async def _aside(body: bytes, check: Callable[..., Answer], *args: Any) -> Answer:
     """Return what `check` makes of a body; a long one is checked beside the event loop, in which others are answered."""
-    return check(*given) if len(body) < SHORT else await asyncio.to_thread(check, *given)
+    return check(*args) if len(body) < SHORT else await asyncio.to_thread(check, *args)
 
 
 def _event(chunk: Mapping[str, Any]) -> bytes:

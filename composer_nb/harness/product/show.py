@@ -63,11 +63,12 @@ def decide(work: Work, verdict: str, console: Console) -> int:
     """Show what an agent did, and carry out the verdict of the user.
 
     Returns 0 if the agent finished and its changes are accepted, left for later as was asked, or none, else 1."""
-    done, say = work.conversation, partial(console.print, markup=False, soft_wrap=True)
+    conversation, say = work.conversation, partial(console.print, markup=False, soft_wrap=True)
     if behind := Counter(work.source.left_out.values()):
         text = ", ".join(f"{count} {why}" for why, count in sorted(behind.items()))
         say(f"\nstayed behind: {text}", style="dim")
-    say(f"\n{done.stop} after {len(done.turns)} calls, {done.seconds:.0f} s {visible(done.why)}".rstrip(), style="dim")
+    counts = f"{len(conversation.turns)} calls, {conversation.seconds:.0f} s"
+    say(f"\n{conversation.stop} after {counts} {visible(conversation.why)}".rstrip(), style="dim")
     for path in sorted(work.others):
         what = "a link, a device, or a protected name"
         say(f"not carried back, {what}: {visible(path)}", style="red")
@@ -75,9 +76,9 @@ def decide(work: Work, verdict: str, console: Console) -> int:
         say(f"its files could not be carried out of the sandbox: {visible(work.lost)}", style="red")
     if not work.changes:
         say("it changed nothing")
-        return 0 if done.stop == "finished" else 1
-    shown, left = _beginning(visible_lines(work.diff))
-    console.print(Syntax(shown, "diff", background_color="default", word_wrap=True))
+        return 0 if conversation.stop == "finished" else 1
+    excerpt, left = _beginning(visible_lines(work.diff))
+    console.print(Syntax(excerpt, "diff", background_color="default", word_wrap=True))
     if left:
         say(f"… {left} more characters: all of it is in {work.path.resolve()}/changes.diff", style="red")
     undecided = verdict == "later"
@@ -92,10 +93,10 @@ def decide(work: Work, verdict: str, console: Console) -> int:
     else:
         say(f"undecided: nothing was changed; the diff is {work.path.resolve()}/changes.diff")
         root = str(work.source.root)
-        place = "" if root == os.getcwd() else f" --repository {shlex.quote(root)}"
-        say(f"decide with: composer-nb verdict {shlex.quote(str(work.path))} accept{place}, or reject")
+        option = "" if root == os.getcwd() else f" --repository {shlex.quote(root)}"
+        say(f"decide with: composer-nb verdict {shlex.quote(str(work.path))} accept{option}, or reject")
     say(f"kept: {work.path}", style="dim")
-    return 0 if (verdict == "accept" or undecided) and done.stop == "finished" else 1
+    return 0 if (verdict == "accept" or undecided) and conversation.stop == "finished" else 1
 
 
 def _beginning(text: str) -> tuple[str, int]:

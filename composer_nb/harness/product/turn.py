@@ -101,33 +101,33 @@ class Turn:
     def choice(self) -> tuple[Choice, bool]:
         """Return the turn, and whether it is all that was written: a stop text hides itself and the rest."""
         token_ids = self.token_ids
-        message, kept = self._message(token_ids)
-        found = self._stop(self._spelled(token_ids))
+        message, length = self._message(token_ids)
+        stop = self._stop(self._spelled(token_ids))
         if not message["content"].startswith(self._text):  # a turn that is shown as a text because of what came later
             bare = message["content"].lstrip()
             message["content"] = bare if bare.startswith(self._text) else self._text
-        made = Choice(
+        choice = Choice(
             message=message,
             lead=len(self._lead(token_ids)) if "tool_calls" in message else None,
-            written=len(token_ids[:kept]),
-            cut=kept is None and not self.renderer.stop.issuperset(token_ids[-1:] or [-1]),
-            stopped=self._spelled(token_ids)[slice(*found[::-1])] if found else "",
-            logprobs=self._logprobs(self.drawn[:kept]) if self.asked.logprobs else None,
-            versions=[each.version for each in self.drawn[:kept]],
-            turn=self._unreadable(token_ids) if kept is None and self.asked.tools else None,
+            written=len(token_ids[:length]),
+            cut=length is None and not self.renderer.stop.issuperset(token_ids[-1:] or [-1]),
+            stopped=self._spelled(token_ids)[slice(*stop[::-1])] if stop else "",
+            logprobs=self._logprobs(self.drawn[:length]) if self.asked.logprobs else None,
+            versions=[token.version for token in self.drawn[:length]],
+            turn=self._unreadable(token_ids) if length is None and self.asked.tools else None,
         )
-        return made, kept is None
+        return choice, length is None
 
     def _unreadable(self, token_ids: Sequence[int]) -> dict[str, Any] | None:
         """Return a turn with an unreadable call as the renderer parses it; None for any other."""
-        said = self.renderer.parse(token_ids)
+        parsed = self.renderer.parse(token_ids)
         calls = [
-            {"id": one.id, "text": one.text, "error": str(one.call)}
-            if isinstance(one.call, ToolError)
-            else {"id": one.id, "name": one.call.name, "arguments": json.dumps(dict(one.call.arguments))}
-            for one in said.calls
+            {"id": written.id, "text": written.text, "error": str(written.call)}
+            if isinstance(written.call, ToolError)
+            else {"id": written.id, "name": written.call.name, "arguments": json.dumps(dict(written.call.arguments))}
+            for written in parsed.calls
         ]
-        return {"text": said.text, "calls": calls} if any("error" in call for call in calls) else None
+        return {"text": parsed.text, "calls": calls} if any("error" in call for call in calls) else None
 
     def tokens(self, logprobs: bool, routes: NDArray[Any] | None) -> Choice:
         """Return the turn as tokens, as vLLM writes them."""
@@ -147,26 +147,22 @@ class Turn:
     def _message(self, token_ids: Sequence[int]) -> tuple[dict[str, Any], int | None]:
         """Return a turn as an endpoint's message. If it holds a stop text, the message ends before it, and the number of tokens
         up to the end of the stop text is returned too."""
-        renderer, whole, kept = self.renderer, self._spelled(token_ids), None
-        if found := self._stop(whole):
-            end, at = found
-            kept = len(self._up_to(token_ids, end - 1)) + 1
+        renderer, whole, length = self.renderer, self._spelled(token_ids), None
+        if stop := self._stop(whole):
+            end, at = stop
+            length = len(self._up_to(token_ids, end - 1)) + 1
             whole, token_ids = whole[:at], self._up_to(token_ids, at)
-        said, calls = renderer.parse(token_ids), self._calls(token_ids)
-        if (
-            not calls
-            and isinstance(renderer, CompactRenderer)
-            and self.asked.tools
-            and self.asked.tool_choice != "none"
-        ):
-            calls = _foreign(said)
+        parsed, calls = renderer.parse(token_ids), self._calls(token_ids)
+        offered = self.asked.tools and self.asked.tool_choice != "none"
+        if not calls and offered and isinstance(renderer, CompactRenderer):
+            calls = _foreign(parsed)
         if calls:
-            return {"role": "assistant", "content": said.text, "tool_calls": calls}, kept
-        if kept is not None or renderer.stop.isdisjoint(token_ids[-1:]):
-            said = renderer.parse([*token_ids, renderer.end])
-        if kept is not None and not said.calls:
-            said = renderer.parse(renderer.spell(whole))
-        return wire_of(Said(text=whole) if said.calls else said), kept
+            return {"role": "assistant", "content": parsed.text, "tool_calls": calls}, length
+        if length is not None or renderer.stop.isdisjoint(token_ids[-1:]):
+            parsed = renderer.parse([*token_ids, renderer.end])
+        if length is not None and not parsed.calls:
+            parsed = renderer.parse(renderer.spell(whole))
+        return wire_of(Said(text=whole) if parsed.calls else parsed), length
 
     def _stop(self, text: str) -> tuple[int, int] | None:
         """Return the end and the beginning of the stop text that was complete first."""
@@ -262,9 +258,9 @@ def _qwen(renderer: QwenRenderer, token_ids: Sequence[int], number: int) -> tupl
     schemas = renderer.parameters.get(head[1], {}).get("properties", {})
     arguments, at, last = dict[str, Any](), head.end(), None
     with suppress(ToolError):
-        while (found := PARAMETER.match(body, at)) and found[1] not in arguments:
-            arguments[found[1]] = read_value(found[2], kinds(schemas.get(found[1], {"type": "string"})))
-            at = found.end()
+        while (match := PARAMETER.match(body, at)) and match[1] not in arguments:
+            arguments[match[1]] = read_value(match[2], kinds(schemas.get(match[1], {"type": "string"})))
+            at = match.end()
         begun = _BEGUN.match(body, at)
         if begun and begun[1] not in arguments and kinds(schemas.get(begun[1], {"type": "string"})) == {"string"}:
             last = begun[1], _without_end(begun[2])
@@ -300,10 +296,10 @@ def _compact(renderer: CompactRenderer, token_ids: Sequence[int], number: int) -
     return f"call_{number}", form.tool, _object(arguments, last)
 
 
-def _foreign(said: Said) -> list[dict[str, Any]]:
+def _foreign(parsed: Said) -> list[dict[str, Any]]:
     """Return the call of a tool that was not offered, whose arguments the compact format cannot name."""
-    name = said.calls[0].text.partition(" ")[0].removesuffix("<|end|>") if said.calls else ""
-    return [call_on_wire(said.calls[0].id, name, "{")] if name.isidentifier() and name != DONE else []
+    name = parsed.calls[0].text.partition(" ")[0].removesuffix("<|end|>") if parsed.calls else ""
+    return [call_on_wire(parsed.calls[0].id, name, "{")] if name.isidentifier() and name != DONE else []
 
 
 def _object(members: Mapping[str, Any], last: tuple[str, str] | None) -> str:

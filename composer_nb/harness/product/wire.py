@@ -23,7 +23,7 @@ Count = Annotated[int, Field(ge=1)]
 Named = Annotated[str, Field(pattern=f"^{NAME}$")]
 Zero = Annotated[float, Field(ge=0, le=0)]
 MOST_TOOL_BYTES, MOST_TOOLS_BYTES = 128 << 10, 1 << 20
-"""Maximum size of a tool, and of all tools of a request, as JSON: to check a tool holds up all other requests."""
+"""Maximum size of a tool, and of all tools of a request, as JSON: the check of a tool blocks all other requests."""
 
 
 class Strict(BaseModel):
@@ -113,7 +113,7 @@ class Asked(_Drawn):
         sizes = [len(json.dumps(tool)) for tool in tools or ()]
         if sum(sizes) > MOST_TOOLS_BYTES or max(sizes, default=0) > MOST_TOOL_BYTES:
             raise ValueError(f"at most {MOST_TOOL_BYTES} bytes each and {MOST_TOOLS_BYTES} in all, not {sum(sizes)}")
-        for tool in tools or ():  # one by one: other threads run between two
+        for tool in tools or ():  # one by one, so that other threads run in between
             _Tool.model_validate(tool)
         return tools  # as the client ordered them: the model reads them so
 
@@ -189,8 +189,8 @@ class TooLong(Refused):
 
     def __init__(self, context: int, read: int, param: str) -> None:
         """`context`: maximum tokens of a conversation; `read`: those of this one, or at least so many."""
-        said = f"This model's maximum context length is {context} tokens. However, your messages resulted in {read} tokens."
-        super().__init__(f"{param}: {said} Shorten the conversation.", code="context_length_exceeded", param=param)
+        problem = f"This model's maximum context length is {context} tokens. However, your messages resulted in {read} tokens."
+        super().__init__(f"{param}: {problem} Shorten the conversation.", code="context_length_exceeded", param=param)
         self.anthropic = f"prompt is too long: {read} tokens > {context} maximum"
 
 

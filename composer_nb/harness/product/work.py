@@ -103,8 +103,8 @@ def give_verdict(
     """
     if not (path / CHANGES).is_file():
         raise FileNotFoundError(f"{path}: no agent's work is kept here; give the folder that `composer-nb agent` named")
-    if (said := _told(path).get("verdict")) != "open":
-        raise ValueError(f"{path}: was {visible(str(said)[:80])} before; a verdict is given once")
+    if (earlier := _told(path).get("verdict")) != "open":
+        raise ValueError(f"{path}: was {visible(str(earlier)[:80])} before; a verdict is given once")
     root, before, changes = _kept(path)
     if verdict == "accepted":
         _check_kept(path, root, before, changes)
@@ -122,15 +122,15 @@ def give_verdict(
 def accepted(path: Path) -> tuple[str, str, dict[str, Blob], Changes] | None:
     """Return of the result that is kept in `path` the time of its acceptance, the request, and the changed files before and
     after; None if it was not accepted. Raises OSError for what is missing, ValueError for what is damaged."""
-    told = _told(path)
-    if told.get("verdict") != "accepted":
+    verdict = _told(path)
+    if verdict.get("verdict") != "accepted":
         return None
     file, (_, before, changes) = path / "rollout.parquet", _kept(path)
     try:
         [request] = pq.read_table(parquet(file), columns=["instruction"])["instruction"].to_pylist()
     except (pa.ArrowException, ValueError) as error:
         raise ValueError(f"{file}: damaged ({error!r:.200})") from None
-    return str(told.get("time")), str(request), before, changes
+    return str(verdict.get("time")), str(request), before, changes
 
 
 def _told(path: Path) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def _check_kept(path: Path, root: Path, before: Mapping[str, Blob], changes: Cha
 
 
 def _check_repository(path: Path, root: Path, repository: Path | None) -> None:
-    """Raise ValueError if a result would be written elsewhere than where the user wants it; a diff shows relative paths alone."""
+    """Raise ValueError if a result belongs to another repository than the user named; a diff shows relative paths only."""
     here = Path.cwd()
     checkout = next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
     places = {here.resolve(), checkout.resolve()} if repository is None else {repository.resolve()}

@@ -47,7 +47,7 @@ BOX_UID = 47_811
 """User that starts bubblewrap when the harness is root: a number no account uses."""
 NICE = 10
 SIGNALS = 1024
-"""Signals and timers that wait in a sandbox."""
+"""Maximum pending signals and timers of a sandbox."""
 START_S, END_S = 10.0, 10.0
 """Seconds that the zygote may take to be ready, and a sandbox to end: more on a busy machine."""
 
@@ -119,16 +119,15 @@ class BwrapBackend(ResidentBackend):
         self._probe()
 
     def capabilities(self) -> Capabilities:
-        grouped, crowded, dumps = not isinstance(self._cgroups, str), self._layout.crowded(), unstoppable_dumps()
-        own = bool(self._devices) and not crowded
-        enforced = dict.fromkeys(LIMITS, True) | {"memory_bytes": grouped, "cpus": grouped, "locks": own}
-        enforced["core_dumps"] = not dumps
-        why = {name: str(self._cgroups) for name, held in enforced.items() if not held} | {"core_dumps": dumps}
-        if crowded:
+        why = {"core_dumps": unstoppable_dumps()}
+        if isinstance(self._cgroups, str):
+            why |= {"memory_bytes": self._cgroups, "cpus": self._cgroups}
+        if crowded := self._layout.crowded():
             why["locks"] = f"something is mounted in {', '.join(crowded)}: their files are shared"
-        elif not own:
+        elif not self._devices:
             why["locks"] = "only root can give each sandbox devices of its own: locks on /dev/null are everybody's"
-        why = {name: reason for name, reason in why.items() if not enforced[name]}
+        why = {name: reason for name, reason in why.items() if reason}
+        enforced = {name: name not in why for name in LIMITS}
         uid = os.getuid() if self._uid is None else self._uid
         return Capabilities(backend=self.name, mode="forked", uid=uid, isolated=True, enforced=enforced, why_not=why)
 
@@ -157,7 +156,7 @@ class BwrapBackend(ResidentBackend):
             self._strike(noted)
 
     def _device_folder(self) -> tuple[Path, Resource | None] | None:
-        """Make a folder for devices of each sandbox's own, which nobody else can lock; None where this user may not."""
+        """Make a folder for device files of each sandbox, which no other sandbox can lock; None where this user may not."""
         if self._uid is None:
             return None
         folder = Path(tempfile.mkdtemp(prefix="composer_nb-"))
@@ -174,7 +173,7 @@ class BwrapBackend(ResidentBackend):
 
     def _start(self, spec: SandboxSpec) -> _Machine:
         id = uuid.uuid4().hex
-        # Counted in the sandbox's own user namespace, and of what all sandboxes' user may have.
+        # The kernel counts processes per user namespace, pending signals per user of all sandboxes.
         limits = LIMITS_INSIDE | {"RLIMIT_NPROC": spec.processes + 1, "RLIMIT_SIGPENDING": SIGNALS}
         if isinstance(self._cgroups, str):
             limits["RLIMIT_DATA"] = spec.memory_bytes  # of each process
@@ -190,17 +189,17 @@ class BwrapBackend(ResidentBackend):
             warm=self._layout.warm() if spec.warm and spec.calls is None else [],
         )
         channel, there = socket_pair()
-        made = _Machine(id=id, channel=channel, backend=self)
+        machine = _Machine(id=id, channel=channel, backend=self)
         try:
             if self._devices:
                 make_devices(self._devices[0] / id)
             with there, self._lock:
                 self._check_open()
-                made.lifeline = self._request(settings, there, spec.warm)
+                machine.lifeline = self._request(settings, there, spec.warm)
         except BaseException:
-            made.end()
+            machine.end()
             raise
-        return made
+        return machine
 
     def _request(self, settings: str, there: socket.socket, warm: bool) -> socket.socket:
         """Ask the zygote for a sandbox and return its lifeline. Start a zygote if there is none, or if it is gone."""
@@ -223,27 +222,27 @@ class BwrapBackend(ResidentBackend):
     def _start_zygote(self) -> _Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            made = _Zygote(self._popen(theirs), ours)
+            zygote = _Zygote(self._popen(theirs), ours)
         try:
-            made.noted.append(self._note("process", made.process.pid))
+            zygote.noted.append(self._note("process", zygote.process.pid))
             ours.settimeout(patience(START_S))
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             ours.send(resident_program(json.dumps({"role": "zygote", "layouts": self._layout.plans()})))
             answer, ancillary, _, _ = ours.recvmsg(100, socket.CMSG_SPACE(12))
             if answer != b"ready":
                 raise OSError("it ended at once")
-            made.pid = sender(ancillary)
-            made.noted.append(self._note("process", made.pid))
-            own_copies(self._layout.copies(), made.process)
+            zygote.pid = sender(ancillary)
+            zygote.noted.append(self._note("process", zygote.pid))
+            own_copies(self._layout.copies(), zygote.process)
         except BaseException as error:
-            complaint = self._complaint(made.process)
-            self._end_zygote(made)
+            complaint = self._complaint(zygote.process)
+            self._end_zygote(zygote)
             if not isinstance(error, OSError):
                 raise
             if isinstance(error, TimeoutError) and not complaint:
                 raise SandboxSlow("bubblewrap was not ready in time: the machine is busy") from error
             raise SandboxFailure(f"bubblewrap: {complaint or error}") from error
-        return made
+        return zygote
 
     def _zygote_died(self, warm: bool) -> bool:
         """Return whether the death of the zygote is why a sandbox did not start; then the next request starts another one."""
@@ -288,10 +287,10 @@ class BwrapBackend(ResidentBackend):
     def _popen(self, end: socket.socket) -> subprocess.Popen[bytes]:
         user: dict[str, Any] = {} if self._uid is None else {"user": self._uid, "group": self._uid, "extra_groups": []}
         errors = tempfile.TemporaryFile()
-        with self._data() as data, namespaces(self._layout.copies()) as known:
+        with self._data() as data, namespaces(self._layout.copies()) as namespace_fds:
             try:
-                passed = [*known, *(fd for fd, _ in data.values())]
-                plan, where = str(data.pop(MEMORY)[0]), ",".join(map(str, known)) or "-"
+                passed = [*namespace_fds, *(fd for fd, _ in data.values())]
+                plan, where = str(data.pop(MEMORY)[0]), ",".join(map(str, namespace_fds)) or "-"
                 stage = [self._interpreter.path, "-I", "-S", "-c", STAGE, plan, where]
                 command = [*stage, *self._command(data)]
                 process = launch(command, end, stderr=errors, pass_fds=passed, cwd="/", **user)
@@ -313,11 +312,11 @@ class BwrapBackend(ResidentBackend):
         with contextlib.ExitStack() as stack:
             data: dict[str, tuple[int, str]] = {}
             contents = self._layout.contents() | {MEMORY: (self._layout.copies(), "")}
-            for place, (content, permissions) in contents.items():
+            for path, (content, permissions) in contents.items():
                 file = stack.enter_context(open(os.memfd_create("data"), "w+b"))
                 file.write(content)
                 file.seek(0)
-                data[place] = file.fileno(), permissions
+                data[path] = file.fileno(), permissions
             yield data
 
     def _command(self, data: Mapping[str, tuple[int, str]]) -> list[str]:

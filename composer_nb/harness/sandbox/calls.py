@@ -55,7 +55,7 @@ class CallRequest:
     arguments: tuple[str, ...]
     """Literals such as "([3, 1], 4)"."""
     limits: CallLimits | None = None
-    """None: those of the executor."""
+    """Limits of each call; None takes the executor's."""
 
     def __post_init__(self) -> None:
         for name in self.files:

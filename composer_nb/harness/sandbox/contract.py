@@ -305,18 +305,18 @@ class Sandbox:
             raise ValueError(f"timeout_s={timeout_s!r}: must be above 0 and at most {LONGEST_S:g}")
         if type(output_bytes) is not int or output_bytes < 2:
             raise ValueError(f"output_bytes={output_bytes!r}: must be a whole number, at least 2, a head and a tail")
-        asked = _command(command, cwd, env) | {"timeout_s": timeout_s, "output_bytes": output_bytes, "warm": warm}
+        header = _command(command, cwd, env) | {"timeout_s": timeout_s, "output_bytes": output_bytes, "warm": warm}
         clock, kills = None, self._kills()
         if granted and self._machine.group is not None:
             clock = GrantedTime(self._machine.group, timeout_s, stop)
-            asked["timeout_s"] = min(PATIENCE * timeout_s, LONGEST_S)
-        ran, output = self._ask("exec", _RAN, asked, stdin, asked["timeout_s"], 2 * output_bytes, clock or stop)
+            header["timeout_s"] = min(PATIENCE * timeout_s, LONGEST_S)
+        ran, output = self._ask("exec", _RAN, header, stdin, header["timeout_s"], 2 * output_bytes, clock or stop)
         facts = ran._asdict()
         cut = facts.pop("stdout_bytes")
         if clock is not None and clock.over and ran.stopped:
             facts |= {"timed_out": True, "stopped": False}
         elif clock is not None and ran.timed_out:
-            waited = f"{clock.starved_s:.1f} of {asked['timeout_s']:g} s"
+            waited = f"{clock.starved_s:.1f} of {header['timeout_s']:g} s"
             raise SandboxSlow(f"a command with {timeout_s:g} s waited for a CPU {waited}: run less beside it")
         return ExecResult(stdout=output[:cut], stderr=output[cut:], oom=self._kills() > kills, **facts)
 

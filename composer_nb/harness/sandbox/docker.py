@@ -222,7 +222,7 @@ class DockerBackend(ResidentBackend):
         self._filters = [base64.b64encode(system_call_filter(table, locks=locks)).decode() for locks in (True, False)]
         self._image, self._fetched, self._image_lock = "", set[str](), threading.Lock()
         self._large = set[str]()
-        """Images of more than half the engine's memory."""
+        """Images larger than half the engine's memory."""
         super().__init__(run_id, journal)
 
     def _check_engine(self) -> None:
@@ -236,7 +236,7 @@ class DockerBackend(ResidentBackend):
     def capabilities(self) -> Capabilities:
         enforced = dict.fromkeys(LIMITS, True) | {name: bool(self._facts.get(fact)) for name, fact in COUNTED.items()}
         warnings = "; ".join(self._facts.get("Warnings") or ()) or "the Docker Engine does not say why"
-        why = {name: f"no control group for it: {warnings}" for name, held in enforced.items() if not held}
+        why = {name: f"no control group for it: {warnings}" for name, works in enforced.items() if not works}
         if self._large:
             enforced["page_cache"] = False
             why["page_cache"] = f"not all files stay in memory of {', '.join(sorted(self._large))}: use smaller images"
@@ -271,35 +271,35 @@ class DockerBackend(ResidentBackend):
         with self._lock:
             self._check_open()
             noted = self._note("container", name, mark)
-        made = _Machine(id=name, backend=self, noted=[noted])
+        machine = _Machine(id=name, backend=self, noted=[noted])
         try:
-            held = self._client.api.inspect_image(image)["Config"]
-            if volumes := held.get("Volumes"):
+            config = self._client.api.inspect_image(image)["Config"]
+            if volumes := config.get("Volumes"):
                 raise SandboxUnavailable(
                     f"the image {image} keeps {', '.join(volumes)} on the engine's disk, without a limit: build it without VOLUME"
                 )
             self._fetch(image)
             self._client.api.create_container_from_config(self._configuration(spec, image, mark), name)
             streams = dict.fromkeys(("stdin", "stdout", "stderr", "stream"), 1)
-            made.channel = DockerChannel(self._client.api.attach_socket(name, params=streams))
+            machine.channel = DockerChannel(self._client.api.attach_socket(name, params=streams))
             self._client.api.start(name)
             container = self._client.api.inspect_container(name)
-            made.group = _group(container)
-            if made.group is not None:  # the engine runs on this machine
-                made.group.limit_sockets(spec.memory_bytes)  # no engine does
+            machine.group = _group(container)
+            if machine.group is not None:  # the engine runs on this machine
+                machine.group.limit_sockets(spec.memory_bytes)  # Docker does not
                 hide_network_counts(container["State"]["Pid"])
         except BaseException as error:
             with contextlib.suppress(SandboxFailure):  # the container is in the journal, if there is one
-                made.end()
+                machine.end()
             if isinstance(error, errors()):
                 raise _explained(error, image) from error
             raise
-        environment = dict(each.split("=", 1) for each in held.get("Env") or ()) if spec.image else {}
+        environment = dict(variable.split("=", 1) for variable in config.get("Env") or ()) if spec.image else {}
         program = self._filters[spec.basic]
         settings = resident_settings(spec, filter=program, limits=LIMITS_INSIDE, nice=10, environment=environment)
         with contextlib.suppress(OSError):  # if it has ended already, its answer, which is waited for, is why
-            made.channel.send(resident_program(settings), patience(SEND_S))
-        return made
+            machine.channel.send(resident_program(settings), patience(SEND_S))
+        return machine
 
     def _fetch(self, image: str) -> None:
         """Read all files of an image once, in a container of its own.
@@ -362,9 +362,9 @@ class DockerBackend(ResidentBackend):
                 "ReadonlyRootfs": True,
                 "MaskedPaths": [*(f"/proc/{name}" for name in HIDDEN), "/sys", "/dev/pts"],
                 "Tmpfs": {
-                    place: f"rw,{exec},nosuid,nodev,size={int(spec.disk_bytes * share)},nr_inodes={spec.inodes},"
+                    path: f"rw,{exec},nosuid,nodev,size={int(spec.disk_bytes * share)},nr_inodes={spec.inodes},"
                     f"uid={USER[1]},gid={USER[1]},mode=755"
-                    for place, share, exec in (
+                    for path, share, exec in (
                         (WORKSPACE, 1, "exec"),
                         ("/tmp", 1, "exec"),
                         ("/dev/shm", 0.25, "noexec"),

@@ -19,7 +19,7 @@ from composer_nb.harness.sandbox.system.linux import status_of
 
 SAMPLE_S = 0.05
 PATIENCE = 5.0
-"""A command may take this many times its limit in wall time. If it is not granted its limit by then, the machine is at fault."""
+"""Maximum wall time of a command, in multiples of its limit. A machine that grants less by then is at fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,11 @@ class GrantedTime:
         """Count waits that have ended. Return how long the sandbox would have been starved if waits that go on counted too."""
         before = self._last
         counts = self._read(now)
-        known = {thread: self._threads.get(thread, (0.0, 0.0, before)) for thread in counts}
+        baselines = {thread: self._threads.get(thread, (0.0, 0.0, before)) for thread in counts}
         starved = waiting = before.starved
         asleep = set[str]()
         for thread, (ran, waited) in counts.items():
-            ran_before, waited_before, since = known[thread]
+            ran_before, waited_before, since = baselines[thread]
             used = self._last.ran - since.ran + self._last.throttled - since.throttled
             others = max(0.0, used - (ran - ran_before))
             starved = max(starved, since.starved + waited - waited_before - others)
@@ -93,6 +93,6 @@ class GrantedTime:
         self._counts = counts
         self._last = replace(self._last, starved=starved)
         self._threads = {
-            thread: (*counts[thread], self._last) if thread in asleep else known[thread] for thread in counts
+            thread: (*counts[thread], self._last) if thread in asleep else baselines[thread] for thread in counts
         }
         return waiting

@@ -104,14 +104,14 @@ class Channel:
 
     def wait(self, deadline: float, stop: threading.Event | GrantedTime) -> None:
         """Wait until an answer begins. Once `stop` is set, ask the resident program to end the command."""
-        asked = False
+        sent = False
         while not self._pending:
             left = deadline - time.monotonic()
-            if stop.is_set() and not asked:
+            if stop.is_set() and not sent:
                 self.send(frame_of({"do": "stop"}), left)
-                asked = True
+                sent = True
             try:
-                self._more(left if asked else min(left, STOP_S))
+                self._more(left if sent else min(left, STOP_S))
             except TimeoutError:
                 if time.monotonic() >= deadline:
                     raise

@@ -120,12 +120,11 @@ class Files:
         programs = set(filter(is_elf, self.regular.values()))
         libraries, odd = _linked(programs)
         try:
-            done = subprocess.run(
-                ["ldd", *sorted(odd)], capture_output=True, text=True, env={"LC_ALL": "C"}, check=False
-            )
+            command = ["ldd", *sorted(odd)]
+            result = subprocess.run(command, capture_output=True, text=True, env={"LC_ALL": "C"}, check=False)
         except OSError as error:
             raise SandboxUnavailable(f"ldd, which comes with the C library, cannot be run: {error}") from error
-        libraries |= set(re.findall(r"^\t(?:\S+ => )?(/\S+) \(0x", done.stdout, re.M))
+        libraries |= set(re.findall(r"^\t(?:\S+ => )?(/\S+) \(0x", result.stdout, re.M))
         beside = {os.path.dirname(path) for path in libraries if os.path.basename(path) == "libc.so.6"}
         libraries |= {f"{folder}/{name}" for folder in beside for name in BY_NAME}
         for path in filter(os.path.exists, sorted({*libraries, CACHE})):
@@ -133,29 +132,29 @@ class Files:
 
 
 def _linked(programs: set[str]) -> tuple[set[str], set[str]]:
-    """Return the libraries that programs and their libraries name, and what only `ldd` can tell about."""
+    """Return the libraries that programs need, directly or not, and the files that only `ldd` can resolve."""
     command = [shutil.which("ldconfig", path=f"{WHERE}:/sbin") or "ldconfig", "-p"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     except OSError:
         return set(), programs
     kind = {"x86_64": "x86-64", "aarch64": "AArch64"}.get(os.uname().machine)
-    known = dict(reversed(re.findall(rf"^\t(\S+) \(libc6,{kind}[^)]*\) => (\S+)$", listed, re.M)))
+    paths = dict(reversed(re.findall(rf"^\t(\S+) \(libc6,{kind}[^)]*\) => (\S+)$", listed, re.M)))
     libraries, odd, todo = set[str](), set[str](), set(programs)
     while todo:
         path = todo.pop()
         names = _needed(path)
-        if names is None or not all(name in known or name.startswith("/") for name in names):
+        if names is None or not all(name in paths or name.startswith("/") for name in names):
             odd.add(path)
             continue
-        new = {known.get(name, name) for name in names} - libraries
+        new = {paths.get(name, name) for name in names} - libraries
         libraries |= new
         todo |= new
     return libraries, odd
 
 
 def _needed(path: str) -> list[str] | None:
-    """Return the names of libraries in an ELF file, and the path of its loader; None if it says itself where to look."""
+    """Return the names of libraries in an ELF file, and the path of its loader; None if it has its own search path."""
     load, dynamic, loader, needed, table, rpath, runpath = 1, 2, 3, 1, 5, 15, 29
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if data[4:6] != b"\2\1":
@@ -168,8 +167,8 @@ def _needed(path: str) -> list[str] | None:
         ]
         if any(tag in (rpath, runpath) for tag, _ in tags):
             return None
-        for place in [value for tag, value in tags if tag == table]:
-            [text] = [s[2] + place - s[3] for s in segments if s[0] == load and s[3] <= place < s[3] + s[5]]
+        for address in [value for tag, value in tags if tag == table]:
+            [text] = [s[2] + address - s[3] for s in segments if s[0] == load and s[3] <= address < s[3] + s[5]]
             starts = [text + value for tag, value in tags if tag == needed]
             names += [data[at : data.find(b"\0", at)].decode() for at in starts]
         return names

@@ -42,7 +42,7 @@ for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_m
     with open("/proc/self/" + name, "w") as file:
         file.write(text)
 options = (b"mode=0755,huge=within_size", b"mode=0755")  # large pages, where the kernel has them: a fork takes less time
-mounts = (libc.mount(b"kit", plan["at"].encode(), b"tmpfs", ctypes.c_ulong(6), each) for each in options)
+mounts = (libc.mount(b"kit", plan["at"].encode(), b"tmpfs", ctypes.c_ulong(6), option) for option in options)
 check(all(mounts), "memory for copies of programs")
 os.umask(0o022)
 for folder in plan["folders"]:
@@ -52,13 +52,13 @@ for place, target in plan["links"].items():
 copied = {}
 for place, source in plan["files"].items():
     status = os.stat(source)
-    known = copied.setdefault((status.st_dev, status.st_ino), place)
-    if known != place:
-        os.link(plan["at"] + known, plan["at"] + place)
+    first = copied.setdefault((status.st_dev, status.st_ino), place)
+    if first != place:
+        os.link(plan["at"] + first, plan["at"] + place)
         continue
     shutil.copyfile(source, plan["at"] + place)
     os.chmod(plan["at"] + place, 0o555 if status.st_mode & 0o111 else 0o444)
-    os.utime(plan["at"] + place, ns=(0, status.st_mtime_ns))  # by which Python knows what it has compiled
+    os.utime(plan["at"] + place, ns=(0, status.st_mtime_ns))  # Python checks its bytecode by it
 for _ in range(3):  # so that all pages are among those in use, whatever a sandbox reads: /proc/self/numa_maps tells
     for place in copied.values():
         with open(plan["at"] + place, "rb", buffering=0) as file:
@@ -70,17 +70,17 @@ os.execv(sys.argv[3], sys.argv[3:])
 
 
 _OWNERS: dict[bytes, list[subprocess.Popen[bytes]]] = {}
-"""Plan -> processes in a namespace with its copies."""
+"""Plan -> processes whose namespace holds its copies."""
 
 
 def own_copies(plan: bytes, process: subprocess.Popen[bytes]) -> None:
-    """Note that a process, which has become bubblewrap, is where the copies of a plan are."""
+    """Register a bubblewrap process whose mount namespace holds the copies of a plan."""
     _OWNERS.setdefault(plan, []).append(process)
 
 
 @contextlib.contextmanager
 def namespaces(plan: bytes) -> Iterator[list[int]]:
-    """Open the user and the mount namespace where a plan has been carried out; none if there is none that can be opened."""
+    """Open the user and the mount namespace that hold the copies of a plan; yield no descriptors if none can be opened."""
     owners = _OWNERS[plan] = [process for process in _OWNERS.get(plan, ()) if process.poll() is None]
     with contextlib.ExitStack() as stack:
         fds: list[int] = []
@@ -96,7 +96,7 @@ def namespaces(plan: bytes) -> Iterator[list[int]]:
 
 @functools.cache
 def kit_files(by_another: bool) -> Files:
-    """Return the files to copy; without programs that another user, who copies, may not read. Raises SandboxUnavailable."""
+    """Return the files to copy. `by_another`: leave out programs that only this user can read. Raises SandboxUnavailable."""
     files = host_files()
     for name, path in list(files.regular.items()):
         if by_another and name.startswith(PLACE) and not open_to_all(path):
@@ -113,7 +113,7 @@ def kit_files(by_another: bool) -> Files:
 
 
 def kit_plan(folders: list[str], links: dict[str, str], by_another: bool) -> bytes:
-    """Return what STAGE reads, with more folders and links than those of the files."""
+    """Return the plan that STAGE reads: the files, with further folders and links."""
     files = kit_files(by_another)
     needed = {*folders, *files.folders, *map(os.path.dirname, [*links, *files.links, *files.regular])}
     plan: dict[str, Any] = {"at": MEMORY, "links": files.links | links, "files": files.regular}
@@ -125,4 +125,5 @@ def top_level(text: bytes) -> tuple[list[str], dict[str, str]]:
     """Return the folders and the links of a plan that lie in `/`."""
     plan = json.loads(text)
     tops = {"/" + path.split("/")[1] for path in (*plan["folders"], *plan["files"])} - {"/"}
-    return sorted(tops - {*plan["links"]}), {place: to for place, to in plan["links"].items() if place.count("/") == 1}
+    links: dict[str, str] = plan["links"]
+    return sorted(tops - {*links}), {link: target for link, target in links.items() if link.count("/") == 1}

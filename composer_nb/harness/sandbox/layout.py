@@ -177,15 +177,15 @@ class Layout:
         }
         copies |= {f"{PLACE}/{name}": (content, "0555") for name, content in made_programs().items()}
         private = self.uid is not None
-        hidden = {place: (path, "0555") for place, path in self.programs.items() if private and not open_to_all(path)}
+        hidden = {target: (path, "0555") for target, path in self.programs.items() if private and not open_to_all(path)}
         hidden |= {path: (path, "0444") for path in LOADER if os.path.isfile(path)}
-        copies |= {place: (Path(path).read_bytes(), permissions) for place, (path, permissions) in hidden.items()}
+        copies |= {target: (Path(path).read_bytes(), permissions) for target, (path, permissions) in hidden.items()}
         counted = f"{KIT}/counters"
-        known: dict[str, Content] = {f"{counted}/{name}": (text.encode(), "0444") for name, text in counters().items()}
+        kit: dict[str, Content] = {f"{counted}/{name}": (text.encode(), "0444") for name, text in counters().items()}
         copies |= dict.fromkeys(DEVICES, (b"", "0444"))
-        known[f"{counted}/empty"] = b"", "0444"
-        known[f"{KIT}/{TRIAL}.py"] = TRIAL_TEXT, "0444"
-        return {f"{ROOT}{place}": entry for place, entry in copies.items()} | known
+        kit[f"{counted}/empty"] = b"", "0444"
+        kit[f"{KIT}/{TRIAL}.py"] = TRIAL_TEXT, "0444"
+        return {f"{ROOT}{target}": entry for target, entry in copies.items()} | kit
 
     def warm(self) -> list[str]:
         """Return what the zygote imports pytest from, and its trial (`guest.warm.load`); nothing without pytest."""
@@ -196,21 +196,21 @@ class Layout:
         command = ["--ro-bind", MEMORY, COPY, "--dev", "/dev", "--bind", "/proc", "/proc"]
         folders, links = top_level(self.copies())
         command += [word for folder in folders for word in ("--ro-bind", MEMORY + folder, folder)]
-        command += [word for place, target in links.items() for word in ("--symlink", target, place)]
+        command += [word for path, target in links.items() for word in ("--symlink", target, path)]
         command += [word for tree in self.trees() for word in ("--ro-bind", tree, HOST + tree)]
-        for place in ("root", "new", "scratch", "empty", "counters"):
-            command += ["--dir", f"{KIT}/{place}"]
+        for path in ("root", "new", "scratch", "empty", "counters"):
+            command += ["--dir", f"{KIT}/{path}"]
         folders = [*self.trees(), WORKSPACE, "/tmp", "/proc", "/dev/pts", "/dev/shm", "/etc", PLACE, NOTHING]
         for folder in sorted(folders, key=len):
             if not folder.startswith("/tmp/"):
                 command += ["--dir", f"{ROOT}{folder}"]
-        for place, target in (self._places() | dict(PLACES)).items():
-            if not place.startswith(PLACE):
-                command += ["--symlink", target, ROOT + place]
+        for path, target in (self._places() | dict(PLACES)).items():
+            if not path.startswith(PLACE):
+                command += ["--symlink", target, ROOT + path]
         for name, target in (STREAMS | {"ptmx": "pts/ptmx"}).items():
             command += ["--symlink", target, f"{ROOT}/dev/{name}"]
-        for place, (fd, permissions) in data.items():
-            command += ["--perms", permissions, "--file", str(fd), place]
+        for path, (fd, permissions) in data.items():
+            command += ["--perms", permissions, "--file", str(fd), path]
         return command
 
     def copies(self) -> bytes:

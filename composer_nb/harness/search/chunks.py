@@ -109,14 +109,14 @@ def cut(path: str, data: bytes, lines: Sequence[str]) -> list[Span]:
     if path.endswith((".py", ".pyi")) and _has_few_tokens(lines):
         root = Parser(_PYTHON).parse(data).root_node
         imports: set[int] = set()
-        found = sorted(_definitions(root, imports), key=lambda span: (span.first, -span.last))
-        if found or not root.has_error:
-            return list(_chunks(found, lines, imports))
+        spans = sorted(_definitions(root, imports), key=lambda span: (span.first, -span.last))
+        if spans or not root.has_error:
+            return list(_chunks(spans, lines, imports))
     return list(_windows(Span(first=1, last=len(lines)), lines, _WINDOW))
 
 
 def _has_few_tokens(lines: Sequence[str]) -> bool:
-    """Return whether a file is parsed: 1 MiB of `a\\n` would take 330 MiB."""
+    """Return whether a file is small enough to parse: 1 MiB of `a\\n` would take 330 MiB."""
     try:
         return sum(map(len, lines)) + len(lines) <= MAX_TOKENS or count_tokens("\n".join(lines)) > 0
     except TooLarge:

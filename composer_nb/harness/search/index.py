@@ -130,11 +130,11 @@ class CodeIndex:
             if not self._is_fit(path, data, room):
                 continue
             room -= len(data)
-            known = before.get(path)
-            self._files[path] = known if known and known.data == data else self._cut(path, data)
+            earlier = before.get(path)
+            self._files[path] = earlier if earlier and earlier.data == data else self._cut(path, data)
 
     def _is_fit(self, path: str, data: bytes, room: int) -> bool:
-        """Return whether a file is indexed, and note why not."""
+        """Return whether to index a file; if not, record why in `left_out`."""
         why = unfit(data) or (f"beyond {MOST_BYTES >> 20} MiB in all" if len(data) > room else "")
         ignored = self._ignore.ignored(path)
         if why and data and not ignored:

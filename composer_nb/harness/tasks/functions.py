@@ -167,16 +167,15 @@ def separated(tests: Sequence[FunctionTest]) -> list[tuple[FunctionTest, ...]]:
     for test in tests:
         by_function.setdefault((test.module, test.function), []).append(test)
     groups: list[tuple[FunctionTest, ...]] = []
-    for own in by_function.values():
-        small = _undone(own)
+    for function_tests in by_function.values():
+        small = _undone(function_tests)
         parts: list[list[FunctionTest]] = []
-        for test in own:
+        for test in function_tests:
             call = test.expected, test.arguments
-            fit = [
-                part for part in parts if not reveals(call, [(each.expected, each.arguments) for each in part], small)
-            ]
-            if fit:
-                fit[0].append(test)
+            for part in parts:
+                if not reveals(call, [(other.expected, other.arguments) for other in part], small):
+                    part.append(test)
+                    break
             else:
                 parts.append([test])
         groups += map(tuple, parts)
@@ -185,12 +184,11 @@ def separated(tests: Sequence[FunctionTest]) -> list[tuple[FunctionTest, ...]]:
 
 def _undone(tests: Sequence[FunctionTest]) -> bool:
     """Return whether the answers of at least half of a function's tests are arguments of others: too many for chance."""
-    arguments = [{_bare(repr(each)) for each in literal_eval(test.arguments)} for test in tests]
+    arguments = [{_bare(repr(value)) for value in literal_eval(test.arguments)} for test in tests]
     counts = Counter(text for texts in arguments for text in texts)
-    found = [
-        counts[_bare(test.expected)] > (_bare(test.expected) in own) for test, own in zip(tests, arguments, strict=True)
-    ]
-    return 2 * sum(found) >= len(tests)
+    answers = [_bare(test.expected) for test in tests]
+    repeated = sum(counts[answer] > (answer in texts) for answer, texts in zip(answers, arguments, strict=True))
+    return 2 * repeated >= len(tests)
 
 
 FEW = {"", "None", "True", "False", "0", "1", "-1"}
@@ -207,9 +205,9 @@ def reveals(call: tuple[str, str], others: Iterable[tuple[str, str]], small: boo
 
 
 def _held(call: tuple[str, str], arguments: str, small: bool) -> bool:
-    answer, own = map(_bare, call)
+    answer, own_arguments = map(_bare, call)
     arguments = _bare(arguments)
-    texts = {answer, *(word for word in _WORDS.findall(answer) if word not in own)}
+    texts = {answer, *(word for word in _WORDS.findall(answer) if word not in own_arguments)}
     return any(
         text in arguments if len(text) >= LONG else re.search(rf"(?<![\w.-]){re.escape(text)}(?![\w.])", arguments)
         for text in texts

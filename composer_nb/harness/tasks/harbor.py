@@ -144,8 +144,8 @@ class Settings(_Table):
     @property
     def carried(self) -> list[Artifact]:
         """What an agent leaves for its grade outside a workspace: the folder of Harbor's convention, then `artifacts`."""
-        named = [each if isinstance(each, Artifact) else Artifact(source=each) for each in self.artifacts]
-        return [Artifact(source="/logs/artifacts"), *named]
+        named: list[Artifact | str] = ["/logs/artifacts", *self.artifacts]
+        return [Artifact(source=entry) if isinstance(entry, str) else entry for entry in named]
 
 
 class Kept(BaseModel):

@@ -100,31 +100,31 @@ _TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.S)
 
 def obstacles(task: Task) -> list[str]:
     """Return the requests of a task that no sandbox here can meet, each with the name of its setting."""
-    asked = task.settings
-    place, users = asked.environment, (("agent", asked.agent), ("verifier", asked.verifier))
-    network = [(name, table.network_mode) for name, table in (("environment", place), *users)]
+    settings = task.settings
+    environment, users = settings.environment, (("agent", settings.agent), ("verifier", settings.verifier))
+    network = [(name, table.network_mode) for name, table in (("environment", environment), *users)]
     network = [(name, mode) for name, mode in network if mode not in (None, "no-network")]
     compose = [name for name in harbor.IMAGE_FILES[1:] if task.kept and f"environment/{name}" in task.kept.rest]
-    found: list[tuple[object, str]] = [
-        (place.allow_internet, "environment.allow_internet = true: sandboxes have no network"),
+    checks: list[tuple[object, str]] = [
+        (environment.allow_internet, "environment.allow_internet = true: sandboxes have no network"),
         *((True, f"{name}.network_mode = {mode!r}: sandboxes have no network") for name, mode in network),
         *((True, f"environment/{name}: a sandbox is one container") for name in compose),
-        (place.gpus, "environment.gpus: sandboxes have none"),
-        (place.os.lower() != "linux", f"environment.os = {place.os!r}: sandboxes run Linux"),
-        (place.mcp_servers, "environment.mcp_servers: tools of a task's own are not supported"),
-        (place.healthcheck, "environment.healthcheck: services are not supported"),
-        (asked.verifier.environment, "verifier.environment: a task has one image, which grading uses too"),
-        (asked.verifier.collect, "verifier.collect: only the workspace and artifacts are carried into grading"),
+        (environment.gpus, "environment.gpus: sandboxes have none"),
+        (environment.os.lower() != "linux", f"environment.os = {environment.os!r}: sandboxes run Linux"),
+        (environment.mcp_servers, "environment.mcp_servers: tools of a task's own are not supported"),
+        (environment.healthcheck, "environment.healthcheck: services are not supported"),
+        (settings.verifier.environment, "verifier.environment: a task has one image, which grading uses too"),
+        (settings.verifier.collect, "verifier.collect: only the workspace and artifacts are carried into grading"),
         *(
             (table.user not in (None, "agent"), f"{name}.user = {table.user!r}: a sandbox has one user, who is not root")
             for name, table in users
         ),
         (
-            place.workdir not in (None, WORKSPACE) and not task.image,
-            f"environment.workdir = {place.workdir!r}: without an image it is {WORKSPACE}",
+            environment.workdir not in (None, WORKSPACE) and not task.image,
+            f"environment.workdir = {environment.workdir!r}: without an image it is {WORKSPACE}",
         ),
     ]  # fmt: skip
-    texts = [text for wrong, text in found if wrong]
+    texts = [text for wrong, text in checks if wrong]
     return [*texts, *_unwritable(task), *_image_lines(task), *_unknown_variables(task)]
 
 
@@ -161,16 +161,16 @@ def limits_spec(task: Task) -> SandboxSpec:
 
     A workspace is in memory, so `storage_mb` counts only within `memory_mb`.
     """
-    named, usual = task.metadata.get("image", ""), SandboxSpec()
-    asked = task.settings.environment if task.kept else harbor.Environment()
-    memory = 2 << 30 if named else usual.memory_bytes
-    memory = memory if asked.memory_mb is None else max(asked.memory_mb, 128) * MIB
-    disk = usual.disk_bytes if asked.storage_mb is None else asked.storage_mb * MIB
+    image, usual = task.metadata.get("image", ""), SandboxSpec()
+    environment = task.settings.environment if task.kept else harbor.Environment()
+    memory = 2 << 30 if image else usual.memory_bytes
+    memory = memory if environment.memory_mb is None else max(environment.memory_mb, 128) * MIB
+    disk = usual.disk_bytes if environment.storage_mb is None else environment.storage_mb * MIB
     return SandboxSpec(
-        image=named,
+        image=image,
         memory_bytes=memory,
         disk_bytes=min(disk, (memory - 64 * MIB) // 2),
-        cpus=max(asked.cpus or usual.cpus, 0.01),
+        cpus=max(environment.cpus or usual.cpus, 0.01),
     )
 
 
@@ -179,8 +179,8 @@ def spec_of(task: Task, backend: Backend) -> SandboxSpec:
 
     Raises ValueError for requests that no sandbox here can meet, and SandboxUnavailable for an image that cannot be built.
     """
-    if found := obstacles(task):
-        raise ValueError(f"task {task.id}: {found[0]}")
+    if problems := obstacles(task):
+        raise ValueError(f"task {task.id}: {problems[0]}")
     if backend.name == "process":
         raise ValueError(f"task {task.id}: the backend process isolates nothing and has no /tests: use bwrap or docker")
     named = task.metadata.get("image", "")
@@ -198,25 +198,25 @@ def spec_of(task: Task, backend: Backend) -> SandboxSpec:
 
 def start(task: Task, backend: Backend) -> Sandbox:
     """Return a new sandbox with the task's initial workspace. Raises like `spec_of`, and SandboxFailure."""
-    made = backend.create(spec_of(task, backend))
+    sandbox = backend.create(spec_of(task, backend))
     try:
         if task.image:
-            done = made.exec(["cp", "-a", f"{PRISTINE}/.", "."])
-            if done.exit_code:
+            result = sandbox.exec(["cp", "-a", f"{PRISTINE}/.", "."])
+            if result.exit_code:
                 raise SandboxFailure(
-                    f"task {task.id}: its image's files: {done.stderr[-300:].decode('utf-8', 'replace')}"
+                    f"task {task.id}: its image's files: {result.stderr[-300:].decode('utf-8', 'replace')}"
                 )
-            _check_artifacts(task, made)
-        made.upload(workspace(task))
+            _check_artifacts(task, sandbox)
+        sandbox.upload(workspace(task))
         if packages := packages_of(task):
-            bring(made, packages, PACKAGES_AT)
+            bring(sandbox, packages, PACKAGES_AT)
     except OSError as error:
-        made.destroy()
+        sandbox.destroy()
         raise SandboxFailure(f"task {task.id}: its workspace does not fit into a sandbox: {error}") from error
     except BaseException:
-        made.destroy()
+        sandbox.destroy()
         raise
-    return made
+    return sandbox
 
 
 def workspace(task: Task) -> dict[str, bytes]:
@@ -279,9 +279,9 @@ def packages_digest(packages: Mapping[str, bytes]) -> str:
 
 def bring(box: Sandbox, files: Mapping[str, bytes], at: str, mode: int = 0o644) -> None:
     """Write files to a folder outside the workspace. Raises OSError if they do not fit."""
-    done = box.exec(["python3", "-I", "-S", "-c", _UNPACK, at, str(mode)], stdin=archive_of(files))
-    if done.exit_code:
-        raise OSError(done.stderr[-300:].decode("utf-8", "replace"))
+    result = box.exec(["python3", "-I", "-S", "-c", _UNPACK, at, str(mode)], stdin=archive_of(files))
+    if result.exit_code:
+        raise OSError(result.stderr[-300:].decode("utf-8", "replace"))
 
 
 def artifacts_left(task: Task, box: Sandbox) -> dict[str, bytes]:
@@ -289,13 +289,13 @@ def artifacts_left(task: Task, box: Sandbox) -> dict[str, bytes]:
     carried, and SandboxFailure for what no sandbox sends."""
     if task.grader != "script":
         return {}
-    asked = [(each.source, each.exclude) for each in task.settings.carried]
-    program = ["python3", "-I", "-S", "-c", _PACK, json.dumps([asked, _WRITABLE, _RESERVED])]
-    done = box.exec(program, output_bytes=PACK_BYTES)
-    if done.exit_code or done.truncated:
-        last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+    sources = [(artifact.source, artifact.exclude) for artifact in task.settings.carried]
+    program = ["python3", "-I", "-S", "-c", _PACK, json.dumps([sources, _WRITABLE, _RESERVED])]
+    result = box.exec(program, output_bytes=PACK_BYTES)
+    if result.exit_code or result.truncated:
+        last = result.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
         raise OSError(errno.EFBIG, f"artifacts: {visible(last[:200]) or 'too large'}")
-    return {f"/{info.name.lstrip('/')}": data for info, data in members(done.stdout) if info.isreg()}
+    return {f"/{info.name.lstrip('/')}": data for info, data in members(result.stdout) if info.isreg()}
 
 
 def lay_artifacts(box: Sandbox, files: Mapping[str, bytes]) -> bool:
@@ -317,20 +317,20 @@ def _within(path: str, folders: Iterable[str]) -> bool:
 def _unwritable(task: Task) -> Iterator[str]:
     """Name the artifacts that no agent here can write, or that no grader reads."""
     folders = (WORKSPACE, "/logs", *_WRITABLE, *filter(None, [task.settings.environment.workdir]))
-    for each in task.settings.carried[1:]:
-        if each.service not in (None, "main"):
-            yield f"artifacts: service = {each.service!r}: a sandbox is one container"
-        elif each.source.startswith("/") and not _within(each.source, folders) and not task.image:
-            yield f"artifacts: {each.source!r}: a sandbox can write {', '.join(folders)} alone"
-        elif task.grader != "script" and _within(each.source, folders[1:]):
-            yield f"artifacts: {each.source!r}: the grader {task.grader!r} reads the workspace alone"
+    for artifact in task.settings.carried[1:]:
+        if artifact.service not in (None, "main"):
+            yield f"artifacts: service = {artifact.service!r}: a sandbox is one container"
+        elif artifact.source.startswith("/") and not _within(artifact.source, folders) and not task.image:
+            yield f"artifacts: {artifact.source!r}: a sandbox can write {', '.join(folders)} alone"
+        elif task.grader != "script" and _within(artifact.source, folders[1:]):
+            yield f"artifacts: {artifact.source!r}: the grader {task.grader!r} reads the workspace alone"
 
 
 def _check_artifacts(task: Task, box: Sandbox) -> None:
     """Raise ValueError if a task with an image names artifacts that its agent cannot write."""
-    sources = [each.source for each in task.settings.carried]
-    done = box.exec(["python3", "-I", "-S", "-c", _REAL, *sources])
-    for source, real in zip(sources, done.stdout.decode("utf-8", "replace").split("\0"), strict=False):
+    sources = [artifact.source for artifact in task.settings.carried]
+    result = box.exec(["python3", "-I", "-S", "-c", _REAL, *sources])
+    for source, real in zip(sources, result.stdout.decode("utf-8", "replace").split("\0"), strict=False):
         if not _within(real, (WORKSPACE, *_WRITABLE)):
             raise ValueError(
                 f"task {task.id}: artifacts: {source!r}: a sandbox can write its workspace, /tmp and /logs alone"

@@ -144,15 +144,15 @@ class Task(BaseModel):
         """The limits of calls (grader `functions`), if its task.toml states more than the usual ones."""
         if self.kept is None:
             return None
-        usual, verifier, place = CallLimits(), self.settings.verifier, self.settings.environment
-        seconds = (
-            verifier.timeout_sec if {verifier.timeout_sec} - {harbor.WRITTEN_S, harbor.Verifier().timeout_sec} else 0.0
-        )
+        usual, environment = CallLimits(), self.settings.environment
+        seconds = self.settings.verifier.timeout_sec
+        if seconds in (harbor.WRITTEN_S, harbor.Verifier().timeout_sec):
+            seconds = 0.0  # not stated
         limits = CallLimits(
             cpu_s=max(usual.cpu_s, seconds),
             wall_s=max(usual.wall_s, seconds),
-            memory_bytes=max(usual.memory_bytes, (place.memory_mb or 0) << 20),
-            disk_bytes=max(usual.disk_bytes, (place.storage_mb or 0) << 20),
+            memory_bytes=max(usual.memory_bytes, (environment.memory_mb or 0) << 20),
+            disk_bytes=max(usual.disk_bytes, (environment.storage_mb or 0) << 20),
         )
         return None if limits == usual else limits
 

@@ -48,12 +48,12 @@ def findings(text: str) -> tuple[int, int]:
     data = text.encode("utf-8", "surrogateescape")
     try:
         syntax.count_tokens(text)
-        done = subprocess.run(command, input=data, capture_output=True, cwd="/", env={}, timeout=TIMEOUT_S, check=False)
-        found = [str(each["code"] or "") for each in json.loads(done.stdout)]
+        ran = subprocess.run(command, input=data, capture_output=True, cwd="/", env={}, timeout=TIMEOUT_S, check=False)
+        codes = [str(finding["code"] or "") for finding in json.loads(ran.stdout)]
     except (subprocess.TimeoutExpired, ValueError):
         return 1, 1
-    style = sum(code.startswith(STYLE) for code in found)
-    return len(found) - style, style
+    style = sum(code.startswith(STYLE) for code in codes)
+    return len(codes) - style, style
 
 
 def _changed(rollout: Rollout) -> list[tuple[str, str, str]]:

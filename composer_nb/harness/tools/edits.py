@@ -33,10 +33,6 @@ class Lines:
         """The text with newlines alone."""
         return "\n".join(self.lines) + "\n" * (self.ended and bool(self.lines))
 
-    def with_plain(self, text: str) -> str:
-        """Return another text with the mark and the newlines of this one."""
-        return self.layout.restore(text)
-
 
 def places(lines: Sequence[str], wanted: Sequence[str], start: int) -> Iterator[int]:
     """Yield where `wanted`, at least one line, begins from the line `start` on.
@@ -64,13 +60,13 @@ def replace(text: str, old: str, new: str, every: bool) -> tuple[str, list[int]]
     document = Lines.of(text)
     old, new = (part.replace(document.layout.newline, "\n") for part in (old, new))
     plain = document.plain
-    found = list(_occurrences(plain, old))
-    if not found:
+    starts = list(_occurrences(plain, old))
+    if not starts:
         raise invalid(_why_not(plain, old))
-    if len(found) > 1 and not every:
-        text = f"old_string occurs {len(found)} times: include more context, or set replace_all"
+    if len(starts) > 1 and not every:
+        text = f"old_string occurs {len(starts)} times: include more context, or set replace_all"
         raise invalid(text)
-    return document.with_plain(plain.replace(old, new)), [plain.count("\n", 0, place) + 1 for place in found]
+    return document.layout.restore(plain.replace(old, new)), [plain.count("\n", 0, start) + 1 for start in starts]
 
 
 def _occurrences(text: str, part: str) -> Iterator[int]:

@@ -132,7 +132,7 @@ def updated(change: Change, text: str) -> str:
         lines[place : place + len(hunk.old)] = fresh
         start = place + len(fresh)
     ended = document.ended or not document.lines
-    return document.with_plain(Lines(tuple(lines), ended).plain)
+    return document.layout.restore(Lines(tuple(lines), ended).plain)
 
 
 def _after(lines: Sequence[str], anchor: str, start: int, path: str) -> int:

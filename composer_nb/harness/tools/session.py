@@ -126,16 +126,16 @@ class Session:
         self.seen.discard(path)
         self.touched.add(path)
 
-    def run(self, command: Sequence[str], *, timeout_s: float = QUICK_S, **given: Any) -> ExecResult:
-        """Run a command in the workspace, with a time limit that an overloaded machine does not use up. `given`: as for
+    def run(self, command: Sequence[str], *, timeout_s: float = QUICK_S, **options: Any) -> ExecResult:
+        """Run a command in the workspace, with a time limit that an overloaded machine does not use up. `options`: as for
         `Sandbox.exec`. Raises ToolError (UserAborted) if it was stopped; a timeout is part of the result."""
         try:
-            done = self.sandbox.exec(command, timeout_s=timeout_s, stop=self.stop, granted=True, **given)
+            result = self.sandbox.exec(command, timeout_s=timeout_s, stop=self.stop, granted=True, **options)
         except SandboxSlow as error:
             raise ToolError("Timeout", str(error)) from None
-        if done.stopped:
-            raise ToolError("UserAborted", f"stopped\n{self.fit(clean(done.stdout), 'stopped')}".rstrip())
-        return done
+        if result.stopped:
+            raise ToolError("UserAborted", f"stopped\n{self.fit(clean(result.stdout), 'stopped')}".rstrip())
+        return result
 
     def program(self, command: Sequence[str]) -> ExecResult:
         """Run a tool's own program with a time limit. Raises ToolError (Timeout, UserAborted)."""

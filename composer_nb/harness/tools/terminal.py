@@ -97,12 +97,9 @@ def run_terminal_cmd(
 
 def tested(output: str) -> dict[str, int]:
     """Return how many tests passed and ran, if the last line of an output is pytest's summary of them."""
-    found = _SUMMARY.fullmatch(output.rstrip().rpartition("\n")[2].strip("= "))
-    counts = (
-        {kind: int(count) for count, kind in re.findall(r"\b(\d{1,9}) (passed|failed|error)", found[0])}
-        if found
-        else {}
-    )
+    match = _SUMMARY.fullmatch(output.rstrip().rpartition("\n")[2].strip("= "))
+    pairs = re.findall(r"\b(\d{1,9}) (passed|failed|error)", match[0]) if match else ()
+    counts = {kind: int(count) for count, kind in pairs}
     return {"tests_passed": counts.get("passed", 0), "tests_run": sum(counts.values())} if counts else {}
 
 

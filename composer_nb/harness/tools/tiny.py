@@ -109,14 +109,14 @@ class Workspace:
     def run_visible_tests(self) -> Observation:
         if not self.visible_tests:
             raise ToolError("UnexpectedEnvironment", "no tests here")
-        own = {path: self.files[path] for path in self.own_tests if path in self.files}
+        own_tests = {path: self.files[path] for path in self.own_tests if path in self.files}
         try:
-            tests = parse_test_files({**self.visible_tests, **own})
+            tests = parse_test_files({**self.visible_tests, **own_tests})
         except ValueError as error:
             raise ToolError("UnexpectedEnvironment", str(error)[:110]) from None
         [outcomes] = self.sandboxes.run([request_tests(self.files, tests, self.limits)])
         passed = [passes(test, outcome) for test, outcome in zip(tests, outcomes, strict=True)]
-        first = "" if all(passed) else describe(tests[place := passed.index(False)], outcomes[place])
+        first = "" if all(passed) else describe(tests[index := passed.index(False)], outcomes[index])
         return tested(sum(passed), len(tests), first)
 
 
@@ -138,7 +138,7 @@ def read_file(place: Place, path: str) -> Observation:
 
 
 @tool(mutates=True)
-def edit_line(place: Place, path: str, line: int, text: str) -> Observation:
+def edit_line(workspace: Place, path: str, line: int, text: str) -> Observation:
     """Replace one line of a file by another; its indentation is kept.
 
     path: relative path
@@ -146,13 +146,13 @@ def edit_line(place: Place, path: str, line: int, text: str) -> Observation:
     text = text.strip()
     if "\n" in text or "\r" in text:
         raise invalid("one line")
-    before = _text(place, path)
+    before = _text(workspace, path)
     lines = _lines(before)
     if not 1 <= line <= len(lines):
         raise invalid("no line")
     old = lines[line - 1]
     lines[line - 1] = old[: len(old) - len(old.lstrip("\ufeff").lstrip())] + text + "\r" * old.endswith("\r")
-    return _change(place, path, before, "\n".join(lines) + "\n" * before.endswith("\n"))
+    return _change(workspace, path, before, "\n".join(lines) + "\n" * before.endswith("\n"))
 
 
 @tool(mutates=True)

@@ -210,13 +210,13 @@ class ToolSet:
         return replace(reply, seconds=time.monotonic() - began)
 
 
-def _called(tool: Tool, place: Session | Workspace, arguments: BaseModel) -> Any:
+def _called(tool: Tool, target: Session | Workspace, arguments: BaseModel) -> Any:
     """Return what a tool answers. A tool of the user's own has until the end of the rollout's time, since it may block for ever;
     ours set limits themselves. Raises ToolError (Timeout, UserAborted), and what the tool raises."""
     if tool in TOOLS or tool in TINY:
-        return tool(place, arguments)
+        return tool(target, arguments)
     try:
-        return within(place.left, f"the tool {tool.name}", functools.partial(tool, place, arguments), place.stop)
+        return within(target.left, f"the tool {tool.name}", functools.partial(tool, target, arguments), target.stop)
     except CallTimeout as late:
         log.warning("%s; its thread is left behind", late)
         raise ToolError("Timeout", str(late)) from None

@@ -60,10 +60,10 @@ class WorkspaceSearch:
     def left_out(self, directories: Sequence[str]) -> dict[str, str]:
         """Return the files in these folders that the last search left out, with why."""
         with self._lock:
-            found = self._index.left_out if self._index else {}
+            reasons = self._index.left_out if self._index else {}
             folders = [folder.strip("/") for folder in directories if folder != "."]
-            inside = {path for path in found for at in folders if path == at or path.startswith(f"{at}/")}
-            return {path: why for path, why in found.items() if not folders or path in inside}
+            inside = {path for path in reasons for at in folders if path == at or path.startswith(f"{at}/")}
+            return {path: why for path, why in reasons.items() if not folders or path in inside}
 
     def _fresh(self) -> CodeIndex:
         session = self.session

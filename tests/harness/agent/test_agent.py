@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from composer_nb.harness.agent.chat import Result, Said, Written
 from composer_nb.harness.agent.compact import CompactRenderer
-from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.agent.driver import Seat, drive
 from composer_nb.harness.agent.expert import ScriptedPolicy, expert, one
 from composer_nb.harness.agent.loop import system_text
 from composer_nb.harness.agent.turns import Limits
@@ -171,9 +171,12 @@ def test_the_last_turn_may_finish(agent: Agent, task: Task, typist: Make, boxes:
     assert done.rollout.stop == "finished" and len(done.rollout.turns) == agent.limits.turns
 
 
-def test_time_runs_out(renderer: CompactRenderer, task: Task, typist: Make, boxes: Make) -> None:
+def test_time_runs_out(
+    renderer: CompactRenderer, task: Task, typist: Make, boxes: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     times = iter(range(0, 1000, 4))
-    agent = Agent(renderer, limits=Limits(seconds=10.0, turns=50, tokens=5000), clock=lambda: float(next(times)))
+    monkeypatch.setattr(Seat, "clock", lambda seat: float(next(times)))
+    agent = Agent(renderer, limits=Limits(seconds=10.0, turns=50, tokens=5000))
     [done] = run(agent, task, typist(calls(renderer)), boxes("1"))
     assert done.rollout.stop == "time" and len(done.rollout.turns) == 3
     assert done.grade.status == "graded"

@@ -17,7 +17,7 @@ CODE = st.lists(st.sampled_from(["a = 1", "if a:", "    b()", "", "  c", "return
 @given(SMALL)
 def test_lines_are_the_text(text: str) -> None:
     document = Lines.of(text)
-    assert document.with_plain(document.plain) == text
+    assert document.layout.restore(document.plain) == text
     assert document.plain == document.layout.plain(text)
 
 

@@ -52,15 +52,15 @@ these, `filter` and `nice`: by how much commands stand back behind the resident 
 own, in which it counts."""
 
 
-def resident_settings(spec: SandboxSpec, *, limits: Mapping[str, int] | None = None, **own: Any) -> str:
+def resident_settings(spec: SandboxSpec, *, limits: Mapping[str, int] | None = None, **settings: Any) -> str:
     """Return a resident program's settings as JSON: the argument of `program.main`, and what a zygote is sent.
 
     `limits` come on top of those that every backend sets. With a limit of 1 on core dumps the kernel writes none and starts no
-    program for them; with 0 it starts that of a piped core_pattern. `own`: instead of USUAL.
+    program for them; with 0 it starts that of a piped core_pattern. `settings`: replace those of USUAL.
     """
     common = {"RLIMIT_NOFILE": spec.open_files, "RLIMIT_CORE": 1, "RLIMIT_FSIZE": spec.disk_bytes}
     sizes = {"disk_bytes": spec.disk_bytes, "inodes": spec.inodes, "calls": spec.calls and asdict(spec.calls)}
-    return json.dumps({**USUAL, **sizes, "rlimits": common | dict(limits or {}), **own})
+    return json.dumps({**USUAL, **sizes, "rlimits": common | dict(limits or {}), **settings})
 
 
 def resident_program(settings: str) -> bytes:

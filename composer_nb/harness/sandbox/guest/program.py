@@ -63,7 +63,10 @@ from composer_nb.harness.sandbox.system.linux import (
 )
 
 PR_SET_CHILD_SUBREAPER = 36
-SHARES = {"user/max_inotify_instances": "8", "user/max_inotify_watches": "4096"}  # of what all sandboxes' user may have
+SHARES = {
+    "user/max_inotify_instances": "8",
+    "user/max_inotify_watches": "4096",
+}  # the kernel counts them per user of all sandboxes
 TERMINALS = 32  # pseudo-terminals of a sandbox: the machine has a fixed number, and no limit counts their memory
 
 
@@ -162,27 +165,26 @@ def furnish(settings: Header, layout: Header) -> None:
     read_only, nosuid, nodev, noexec, remount, bind, recursive = 1, 2, 4, 8, 32, 4096, 16384
     new, scratch, empty = layout["new"], layout["scratch"], layout["empty"]
 
-    def overlay(place: str, *lower: str) -> None:
+    def overlay(path: str, *lower: str) -> None:
         folders = [re.sub(r"([\\:,])", r"\\\1", folder) for folder in (*lower, empty)]
-        mount("sandbox", place, "overlay", read_only | nosuid | nodev, "lowerdir=" + ":".join(folders))
+        mount("sandbox", path, "overlay", read_only | nosuid | nodev, "lowerdir=" + ":".join(folders))
 
     overlay(new, *layout["root"])
-    for place, share in layout["writable"].items():
+    for path, share in layout["writable"].items():
         options = f"size={int(settings['disk_bytes'] * share)},nr_inodes={int(settings['inodes'])},mode=0755"
-        mount("sandbox", new + place, "tmpfs", nosuid | nodev, options)
-    for place, lower in layout["trees"].items():
-        os.makedirs(new + place, exist_ok=True)  # in the folder for temporary files; elsewhere it is there
-        if place in layout["crowded"]:
-            mount(lower[0], new + place, "", bind | recursive)
+        mount("sandbox", new + path, "tmpfs", nosuid | nodev, options)
+    for path, lower in layout["trees"].items():
+        os.makedirs(new + path, exist_ok=True)  # in the folder for temporary files; elsewhere it is there
+        if path in layout["crowded"]:
+            mount(lower[0], new + path, "", bind | recursive)
         else:
-            overlay(new + place, *lower)
-    for place in layout["masks"]:
-        mount(new + layout["nothing"], new + place, "", bind)
-    for place in layout["devices"]:
-        mount(settings["devices"] + place.removeprefix("/dev"), new + place, "", bind)
-        mount(
-            place, new + place, "", bind | remount | read_only | nosuid | noexec
-        )  # writing is fine, but not setting times
+            overlay(new + path, *lower)
+    for path in layout["masks"]:
+        mount(new + layout["nothing"], new + path, "", bind)
+    for path in layout["devices"]:
+        mount(settings["devices"] + path.removeprefix("/dev"), new + path, "", bind)
+        # Writing is fine, but not setting times.
+        mount(path, new + path, "", bind | remount | read_only | nosuid | noexec)
     mount("proc", new + "/proc", "proc", nosuid | nodev | noexec)
     if not settings["calls"]:
         terminals = f"newinstance,ptmxmode=0666,mode=620,max={TERMINALS}"

@@ -42,7 +42,7 @@ class Group:
         return self._fields("cpu.stat")["usage_usec"] / 1e6
 
     def throttled_s(self) -> float:
-        """Return for how long its quota of CPU time stopped it, summed over CPUs."""
+        """Return the seconds for which its CPU quota stopped it, summed over CPUs."""
         fields = self._fields("cpu.stat")
         return fields.get("throttled_time", 0) / 1e9 + fields.get("throttled_usec", 0) / 1e6
 
@@ -55,7 +55,7 @@ class Group:
         return self._fields("memory.oom_control" if self.version == 1 else "memory.events").get("oom_kill", 0)
 
     def limit_sockets(self, memory_bytes: int) -> None:
-        """Limit the buffers of sockets to an eighth more: version 1 counts them apart, and not at all without a limit."""
+        """Limit socket buffers to an eighth of the memory, on top of it: version 1 counts them apart, and only under a limit."""
         with contextlib.suppress(OSError):  # not this user's group, or a kernel that does not count them
             self.file("memory.kmem.tcp.limit_in_bytes").write_text(str(memory_bytes // 8))
 

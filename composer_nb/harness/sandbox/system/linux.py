@@ -29,7 +29,7 @@ PR_CAPBSET_DROP, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_SET_DUM
 
 LOAD = "/proc/loadavg"
 BUFFERS = "4096 16384 65536"
-"""Bytes of a connection's buffer: the least, at first, at most."""
+"""Bytes of a connection's buffer: minimum, initial, maximum."""
 
 # PyDLL: calls keep the interpreter's lock, which a raw clone needs.
 libc = ctypes.PyDLL(None, use_errno=True)

@@ -104,21 +104,15 @@ OF_THE_MACHINE = {
 }
 """Options that are refused, by level."""
 CLONE_PIDFD = 0x1000
-NUMBER, ARCHITECTURE, FIRST, SECOND, THIRD, FOURTH, SIXTH = (
-    0,
-    4,
-    16,
-    24,
-    32,
-    40,
-    56,
-)  # offsets; of arguments, the low word
+# Offsets; of arguments, the low word.
+NUMBER, ARCHITECTURE, FIRST, SECOND, THIRD, FOURTH, SIXTH = 0, 4, 16, 24, 32, 40, 56
 
 
 def system_call_filter(table: Mapping[str, int], *, calls: bool = False, locks: bool = True) -> bytes:
     """Compile the filter for `table`, a machine of `linux.MACHINES`. `calls`: for function calls instead of commands. `locks`:
     whether locks and watches have an effect."""
     thread = [_op(BITS, CLONE_VFORK, 1, 0), _op(BITS, CLONE_THREAD, 1, 0), _op(RET, DENY)] if calls else []
+    namespaces = [_op(LOAD, FIRST), _op(BITS, ANY_NAMESPACE | CLONE_PIDFD, 0, 1), _op(RET, DENY)]
     # Both words of the address of a new limit are 0: jump to where the rule after these allows the call.
     reads = [_op(LOAD, THIRD), _op(EQUAL, 0, 0, 2), _op(LOAD, THIRD + 4), _op(EQUAL, 0, 2, 0)]
     options = [
@@ -134,13 +128,7 @@ def system_call_filter(table: Mapping[str, int], *, calls: bool = False, locks: 
         *(_op(*words) for command in HINTS_AND_LEASES for words in ((EQUAL, command, 0, 1), (RET, DENY))),
     ]
     rules = {
-        "clone": [
-            _op(LOAD, FIRST),
-            _op(BITS, ANY_NAMESPACE | CLONE_PIDFD, 0, 1),
-            _op(RET, DENY),
-            *thread,
-            _op(RET, ALLOW),
-        ],
+        "clone": [*namespaces, *thread, _op(RET, ALLOW)],
         "socket": [*_only(FIRST, FAMILIES)[:-1], *_only(THIRD, PROTOCOLS)],
         "socketpair": _only(FIRST, FAMILIES),
         "ioctl": _without(TERMINAL_INPUT),
@@ -195,7 +183,7 @@ def _only(argument: int, values: tuple[int, ...]) -> list[bytes]:
 
 def _without(values: tuple[int, ...], argument: int = SECOND) -> list[bytes]:
     """Refuse calls with one of these as this argument."""
-    checks = [_op(EQUAL, value, len(values) - place, 0) for place, value in enumerate(values)]
+    checks = [_op(EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)]
     return [_op(LOAD, argument), *checks, _op(RET, ALLOW), _op(RET, DENY)]
 
 

@@ -164,7 +164,7 @@ def _passing(
     why = {"failed": "failing", "skipped": "skipped"}
     left_out = {names[key]: why[result.outcome] for key, result in ran.results.items() if not result.passed}
     passing = {key for key, result in ran.results.items() if result.passed}
-    asked = len(names) - sum(each == "skipped" for each in left_out.values())
+    runnable = len(names) - sum(reason == "skipped" for reason in left_out.values())
     if "timeout" in ran.flags and len(passing) < FEWEST:
         raise ValueError(
             f"{repository.name}: its suite takes longer than {running.suite_s:g} s, with {len(names)} tests run by then; choose "
@@ -177,11 +177,11 @@ def _passing(
         after = f"after {list(names.values())[-1]}" if names else "before its first test"
         cause = f": {errors[-1]}" if errors else ""
         raise ValueError(f"{repository.name}: something ends its suite early, {after}{cause}{remedy}")
-    if not asked or len(passing) / asked <= KEPT_SHARE:
+    if not runnable or len(passing) / runnable <= KEPT_SHARE:
         causes = Counter(result.why for result in ran.results.values() if result.outcome == "failed" and result.why)
         errors = errors or [f"mostly {why}" for why, _ in causes.most_common(1)]
         raise ValueError(
-            f"{repository.name}: only {len(passing)} of {asked} tests pass before anything is changed, and more than "
+            f"{repository.name}: only {len(passing)} of {runnable} tests pass before anything is changed, and more than "
             f"{KEPT_SHARE:.0%} must{': ' + errors[-1] if errors else ''}{remedy}"
         )
     if "timeout" in ran.flags:

@@ -157,10 +157,10 @@ def _drawn(unit: Unit, text: str, rng: Random, used: Counter[str]) -> Iterator[C
         tree = cst.parse_module(f"{header}{code}\n")
     except (cst.ParserSyntaxError, RecursionError, syntax.TooLarge):
         return
-    found = _sites(tree, bool(header), rng)
-    rng.shuffle(found)
-    found.sort(key=lambda site: used[site[0]])  # stable
-    for kind, old, new in found:
+    sites = _sites(tree, bool(header), rng)
+    rng.shuffle(sites)
+    sites.sort(key=lambda site: used[site[0]])  # stable
+    for kind, old, new in sites:
         replaced = tree.deep_replace(old, new)
         assert isinstance(replaced, cst.Module)
         new_text = text[: len(text) - len(code)] + replaced.code.removeprefix(header).removesuffix("\n")

@@ -130,13 +130,13 @@ def without_tests(text: str, keys: Iterable[str]) -> str:
     tree = syntax.parse(text)
     spans: dict[int, tuple[int, str]] = {}
     owners: Mapping[int, ast.ClassDef] = {
-        id(each): node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for each in node.body
+        id(child): node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for child in node.body
     }
     gone = [function for key in keys if (function := find(tree, key.rpartition("#")[0].split("::")[1:])) is not None]
     for node in gone:
-        start = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+        start = min([node.lineno, *(child.lineno for child in node.decorator_list)])
         owner = owners.get(id(node))
-        alone = owner is not None and all(any(each is other for other in gone) for each in owner.body)
+        alone = owner is not None and all(any(child is other for other in gone) for child in owner.body)
         spans[start] = (node.end_lineno or node.lineno, " " * node.col_offset + "pass" if alone else "")
     lines = text.split("\n")
     for start, (end, instead) in sorted(spans.items(), reverse=True):

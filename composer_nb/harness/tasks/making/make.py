@@ -69,7 +69,7 @@ def make(
     spec: SandboxSpec | None = None,
     running: Running | None = None,
     require: Guarding = "none",
-    told: Told = lambda state: None,
+    report: Told = lambda state: None,
 ) -> dict[str, Any]:
     """Make up to `limit` tasks of the repository at `path` and write them into `out`. Return what was made, as in `SUMMARY`.
 
@@ -94,11 +94,11 @@ def make(
         _claim(store, repository, seed, out, [running.test_s, list(options.select), *options.paths, *options.ignored])
         if "baseline" not in store.facts:
             if options.dropped:
-                told(State(doing=f"leaving out pytest's {' '.join(options.dropped)}"))
-            found = measure(repository, backend, spec, lambda doing: told(State(doing=doing)), running, options)
-            store.keep_fact("baseline", found.to_json())
+                report(State(doing=f"leaving out pytest's {' '.join(options.dropped)}"))
+            measured = measure(repository, backend, spec, lambda doing: report(State(doing=doing)), running, options)
+            store.keep_fact("baseline", measured.to_json())
         baseline = Baseline.from_json(store.facts["baseline"])
-        maker = Maker(Subject(repository, baseline, backend, spec, seed), store, told, limit, require)
+        maker = Maker(Subject(repository, baseline, backend, spec, seed), store, report, limit, require)
         tasks: list[Task] = []
         try:
             for task in maker.tasks():
@@ -106,9 +106,9 @@ def make(
         finally:
             if tasks:
                 save_tasks(tasks, out / TASKS)
-            made = _summary(maker, tasks, time.monotonic() - began)
-            write_json(out / SUMMARY, made)
-    return made
+            summary = _summary(maker, tasks, time.monotonic() - began)
+            write_json(out / SUMMARY, summary)
+    return summary
 
 
 def prepared(repository: Repository, running: Running) -> tuple[Repository, Options]:
@@ -139,10 +139,10 @@ def _claim(store: Store, repository: Repository, seed: str, out: Path, ways: lis
 class Maker:
     """One run: draws candidates, tries them side by side, and keeps those that make tasks."""
 
-    def __init__(self, subject: Subject, store: Store, told: Told, limit: int, require: Guarding) -> None:
-        reached = {place for reach in subject.baseline.reach.values() for place in reach.depths}
+    def __init__(self, subject: Subject, store: Store, report: Told, limit: int, require: Guarding) -> None:
+        reached = {function for reach in subject.baseline.reach.values() for function in reach.depths}
         self.units = [unit for unit in subject.units if unit.place in reached]
-        self.subject, self.store, self.told, self.limit, self.require = subject, store, told, limit, require
+        self.subject, self.store, self.report, self.limit, self.require = subject, store, report, limit, require
         self.tried, self.below = 0, Counter[str]()
         self.found: dict[str, tuple[Change, Task]] = {}
         """Tasks that were kept, by the change's key."""
@@ -169,27 +169,26 @@ class Maker:
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _kept(self, pool: ThreadPoolExecutor, doing: str, candidates: Iterable[Change], wanted: int) -> Iterator[Task]:
-        """Yield the tasks of the first `wanted` candidates that make one, in the candidates' order."""
+    def _kept(self, pool: ThreadPoolExecutor, doing: str, candidates: Iterable[Change], missing: int) -> Iterator[Task]:
+        """Yield the tasks of the first `missing` candidates that make one, in the candidates' order."""
         stream = iter(candidates)
-        while wanted > 0 and (window := list(islice(stream, min(AHEAD, 2 * wanted)))):
-            fresh = [each for each in window if each.key not in self.store.outcomes]
-            parts = [[self.found[key] for key in each.parts] for each in fresh]
+        while missing > 0 and (window := list(islice(stream, min(AHEAD, 2 * missing)))):
+            fresh = [candidate for candidate in window if candidate.key not in self.store.outcomes]
+            parts = [[self.found[key] for key in candidate.parts] for candidate in fresh]
             for outcome in pool.map(partial(settle, self.subject), fresh, parts):
                 self.store.keep(outcome)
                 self.tried += 1
                 self._tell(doing)
             for change in window:
                 outcome = self.store.outcomes[change.key]
-                task = outcome.task if outcome.verdict == "kept" and wanted else None
-                if task is None:
+                if outcome.task is None or outcome.verdict != "kept" or not missing:
                     continue
-                by: Guarding = "none" if self.require == "none" else guard_of(task).by
+                by: Guarding = "none" if self.require == "none" else guard_of(outcome.task).by
                 if meets(by, self.require):
-                    wanted -= 1
-                    self.found[change.key] = change, task
+                    missing -= 1
+                    self.found[change.key] = change, outcome.task
                     self._tell(doing)
-                    yield task
+                    yield outcome.task
                 else:
                     self.below[by] += 1
                     self._tell(doing)
@@ -202,7 +201,7 @@ class Maker:
 
     def _tell(self, doing: str) -> None:
         below = f"below --require {self.require}: {guards_line(self.below)}" if self.below else ""
-        self.told(State(doing=doing, kept=len(self.found), wanted=self.limit, tried=self.tried, below=below))
+        self.report(State(doing=doing, kept=len(self.found), wanted=self.limit, tried=self.tried, below=below))
 
 
 def _summary(maker: Maker, tasks: Sequence[Task], wall_s: float) -> dict[str, Any]:
@@ -220,12 +219,12 @@ def _summary(maker: Maker, tasks: Sequence[Task], wall_s: float) -> dict[str, An
     kinds = [
         {
             "kind": kind,
-            "tried": len(found),
-            "kept": sum(each.verdict == "kept" for each in found),
-            "verdicts": Counter(str(each.verdict) for each in found),
-            "seconds": round(sum(each.seconds for each in found), 1),
+            "tried": len(outcomes),
+            "kept": sum(outcome.verdict == "kept" for outcome in outcomes),
+            "verdicts": Counter(str(outcome.verdict) for outcome in outcomes),
+            "seconds": round(sum(outcome.seconds for outcome in outcomes), 1),
         }
-        for kind, found in sorted(by_kind.items())
+        for kind, outcomes in sorted(by_kind.items())
     ]
     return {
         "repository": subject.repository.name,

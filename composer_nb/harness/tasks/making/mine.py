@@ -86,11 +86,6 @@ class Candidate:
     """Whether the request is from an agent's log."""
 
     @property
-    def left_out(self) -> dict[str, str]:
-        """Files of the later state that are in no task -> why."""
-        return self.after.left_out if self.after else {}
-
-    @property
     def key(self) -> str:
         """The id, and the request where it is from a log: more conversations may be accepted later."""
         return f"{self.id} {hashlib.sha256(self.request.encode()).hexdigest()}" if self.logged else self.id
@@ -106,7 +101,7 @@ def mine(
     most_lines: int = 400,
     requests: Sequence[Path] = (),
     running: Running | None = None,
-    told: Told = lambda state: None,
+    report: Told = lambda state: None,
 ) -> dict[str, Any]:
     """Make up to `limit` tasks and write them into `out`. The same call continues where it was interrupted.
 
@@ -124,33 +119,33 @@ def mine(
     began, running, left_out = time.monotonic(), running or Running(), dict[str, str]()
     if requests and len(paths) > 1:
         raise ValueError("--requests: only commits hold the changes of agents, so give one checkout and no releases")
-    found = releases(paths) if len(paths) > 1 else history(paths[0], commits, asked(requests))
+    candidates = releases(paths) if len(paths) > 1 else history(paths[0], commits, asked(requests))
     tasks: list[Task] = []
     with Store(out / RECORD) as store:
-        own = hashlib.sha256(repr([[str(path.resolve()) for path in paths], most_lines, running]).encode()).hexdigest()
-        if store.facts.get("mined from", own) != own:
+        origin = repr([[str(path.resolve()) for path in paths], most_lines, running])
+        fingerprint = hashlib.sha256(origin.encode()).hexdigest()
+        if store.facts.get("mined from", fingerprint) != fingerprint:
             raise ValueError(
                 f"--out {out}: holds tasks of another history, or made in another way; choose another folder"
             )
         rows: list[dict[str, Any]] = []
-        for candidate in found:
+        for candidate in candidates:
             if len(tasks) == limit:
                 break
-            told(State(doing=candidate.id, kept=len(tasks), wanted=limit, tried=len(rows)))
-            left_out |= candidate.left_out
-            store.keep_fact("mined from", own)  # once its history could be read
-            if (known := store.outcomes.get(candidate.key)) is None or known.verdict == UNFETCHED:
-                found_now, slow = _outcome(candidate, backend, running, most_lines)
+            report(State(doing=candidate.id, kept=len(tasks), wanted=limit, tried=len(rows)))
+            left_out |= candidate.after.left_out if candidate.after else {}
+            store.keep_fact("mined from", fingerprint)  # once its history could be read
+            if (earlier := store.outcomes.get(candidate.key)) is None or earlier.verdict == UNFETCHED:
+                outcome, slow = _outcome(candidate, backend, running, most_lines)
                 store.keep_fact(f"slow {candidate.key}", str(slow))
-                store.keep(found_now)
-            outcome = store.outcomes[candidate.key]
-            slow = int(store.facts.get(f"slow {candidate.key}", 0))
+                store.keep(outcome)
+            outcome, slow = store.outcomes[candidate.key], int(store.facts.get(f"slow {candidate.key}", 0))
             row = {"id": candidate.id, "logged": candidate.logged, "slow": slow}
             rows.append(row | {"verdict": outcome.verdict, "why": outcome.kind})
             if outcome.task is not None:
                 tasks.append(outcome.task)
                 save_tasks(tasks, out / TASKS)
-    made = {
+    summary = {
         "repository": paths[-1].resolve().name,
         "tasks": len(tasks),
         "tried": len(rows),
@@ -161,8 +156,8 @@ def mine(
         "from_logs": sum(row["logged"] and row["verdict"] == "kept" for row in rows),
         "wall_s": round(time.monotonic() - began, 1),
     }
-    write_json(out / SUMMARY, made)
-    return made
+    write_json(out / SUMMARY, summary)
+    return summary
 
 
 def history(path: Path, commits: int, log: Sequence[Asked] = ()) -> Iterator[Candidate]:
@@ -212,9 +207,9 @@ def history(path: Path, commits: int, log: Sequence[Asked] = ()) -> Iterator[Can
                             raise
                         yield Candidate(id=name, unfit=f"{UNFETCHED}: {_short(error)}; `{fetch}` brings it")
                     else:
-                        known = request_behind(log, before.files, after.files)[:MAX_REQUEST]
-                        asks = known or message
-                        yield Candidate(id=name, before=before, after=after, request=asks, logged=bool(known))
+                        logged_request = request_behind(log, before.files, after.files)[:MAX_REQUEST]
+                        asks = logged_request or message
+                        yield Candidate(id=name, before=before, after=after, request=asks, logged=bool(logged_request))
         except (KeyError, OSError, ValueError, zlib.error, errors.MissingCommitError, errors.ObjectMissing) as error:
             raise ValueError(f"{path}: its history cannot be read: {error!r}") from None
 
@@ -318,14 +313,14 @@ def _outcome(candidate: Candidate, backend: Backend, running: Running, most_line
         return Outcome(key=candidate.key, kind=why, verdict=verdict, seconds=time.monotonic() - began), slow
     task = task.model_copy(update={"files": task.files | current(task, candidate, boxes)})
     task = task.model_copy(update={"metadata": task.metadata | {IDS: json.dumps(sorted(counted.values()))}})
-    found = validate_task(task, backend, timeout_s=running.suite_s, keys=frozenset(counted))
+    validation = validate_task(task, backend, timeout_s=running.suite_s, keys=frozenset(counted))
     verdict, why = "kept", ""
-    if not found.valid or found.plan is None:
-        why = (found.problems or ("no test counts",))[0][:300]
+    if not validation.valid or validation.plan is None:
+        why = (validation.problems or ("no test counts",))[0][:300]
         verdict = "unseen" if why == "all tests pass without a change" else "ungraded"
-    kept = with_plan(task, found.plan) if verdict == "kept" and found.plan else None
+    accepted_task = with_plan(task, validation.plan) if verdict == "kept" and validation.plan else None
     seconds = time.monotonic() - began
-    return Outcome(key=candidate.key, kind=why, verdict=verdict, seconds=seconds, task=kept), slow
+    return Outcome(key=candidate.key, kind=why, verdict=verdict, seconds=seconds, task=accepted_task), slow
 
 
 def first_look(task: Task, boxes: Boxes, running: Running) -> tuple[dict[str, str], int, str]:

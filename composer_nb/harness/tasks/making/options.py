@@ -141,43 +141,42 @@ def _configuration(files: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
         if name not in files:
             continue
         try:
-            held = _toml(files[name], name) if name.endswith(".toml") else _ini(files[name], name)
+            settings = _toml(files[name], name) if name.endswith(".toml") else _ini(files[name], name)
         except ValueError as error:
             raise ValueError(f"{name} cannot be read for pytest's options: {error}") from None
-        if held is not None:
-            return name, held
+        if settings is not None:
+            return name, settings
     return "", {}
 
 
 def _toml(text: str, name: str) -> dict[str, Any] | None:
     document = toml_of(text.removeprefix("\ufeff"))
     if name.endswith("pytest.toml"):  # its settings stand in [pytest], and it counts even without
-        own = document.get("pytest", {})
-        if not isinstance(own, dict) or not (
-            "pytest" in document or all(isinstance(v, dict) for v in document.values())
-        ):
+        settings = document.get("pytest", {})
+        misplaced = "pytest" not in document and not all(isinstance(value, dict) for value in document.values())
+        if misplaced or not isinstance(settings, dict):
             raise ValueError("pytest's settings must stand in a table [pytest]")
-        return own
+        return settings
     tool = document.get("tool", {})
     table = tool.get("pytest") if isinstance(tool, dict) else None
     if not isinstance(table, dict):
         return None
-    held = table.get("ini_options", {key: value for key, value in table.items() if not isinstance(value, dict)})
-    if not isinstance(held, dict):
+    ini_options = table.get("ini_options", {key: value for key, value in table.items() if not isinstance(value, dict)})
+    if not isinstance(ini_options, dict):
         raise ValueError("tool.pytest.ini_options is no table")
-    return held
+    return ini_options
 
 
 def _ini(text: str, name: str) -> dict[str, Any] | None:
     from iniconfig import IniConfig, ParseError
 
     try:
-        held = IniConfig(name, data=text.removeprefix("\ufeff"))
+        config = IniConfig(name, data=text.removeprefix("\ufeff"))
     except ParseError as error:
         raise ValueError(str(error)) from None
     section = "tool:pytest" if name == "setup.cfg" else "pytest"
-    if section in held:
-        return dict(held[section].items())
+    if section in config:
+        return dict(config[section].items())
     return {} if name.endswith("pytest.ini") else None
 
 

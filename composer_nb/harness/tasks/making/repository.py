@@ -166,5 +166,5 @@ def _of_folder(root: Path) -> Iterator[tuple[str, bytes | str]]:
             if reason:
                 yield path, reason
                 continue
-            with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as held:
-                yield path, held.read(MAX_FILE_BYTES + 1)
+            with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as content:
+                yield path, content.read(MAX_FILE_BYTES + 1)

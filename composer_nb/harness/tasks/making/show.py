@@ -39,30 +39,31 @@ def progress(console: Console) -> Iterator[Callable[[State], None]]:
         yield show
 
 
-def table(made: Mapping[str, Any]) -> Table:
+def table(summary: Mapping[str, Any]) -> Table:
     """Return a table with a row for each kind of change, those with most tasks first."""
-    left_out = ", ".join(f"{count} {why}" for why, count in sorted(made["left_out"].items())) or "none"
-    code = {**made["files_left_out"], **made["no_bugs_in"]}
+    left_out = ", ".join(f"{count} {why}" for why, count in sorted(summary["left_out"].items())) or "none"
+    code = {**summary["files_left_out"], **summary["no_bugs_in"]}
     code = {path: reason for path, reason in code.items() if path.endswith(".py")}
     missing = "".join(
         f"\n{visible(path)}: {reason}, so no task is made of it" for path, reason in list(code.items())[:10]
     )
-    kept = sum(kind["kept"] for kind in made["kinds"])
-    found = Table(
-        title=f"{escape(made['repository'])}: {made['tasks']} tasks, of {kept} changes kept, in {made['wall_s']:.0f} s. "
-        f"{made['tests']} tests count ({made['coverage']:.0%} with a twin), {made['suite_s']:.1f} s a run; left out: {left_out}\n"
-        f"{guards_line(Counter(each['by'] for each in made['guards'].values()))}"
-        + (f"\nleft out, below the required guard: {guards_line(made['below'])}" if made["below"] else "")
+    count_kept = sum(kind["kept"] for kind in summary["kinds"])
+    rows = Table(
+        title=f"{escape(summary['repository'])}: {summary['tasks']} tasks, of {count_kept} changes kept, in "
+        f"{summary['wall_s']:.0f} s. {summary['tests']} tests count ({summary['coverage']:.0%} with a twin), "
+        f"{summary['suite_s']:.1f} s a run; left out: {left_out}\n"
+        f"{guards_line(Counter(guard['by'] for guard in summary['guards'].values()))}"
+        + (f"\nleft out, below the required guard: {guards_line(summary['below'])}" if summary["below"] else "")
         + escape(missing),
         box=None,
         pad_edge=False,
         title_justify="left",
     )
     for head in ("kind", "tried", "kept", "yield", "s a task", "why not"):
-        found.add_column(head, justify="left" if head in ("kind", "why not") else "right")
-    for kind in sorted(made["kinds"], key=lambda kind: -kind["kept"]):
+        rows.add_column(head, justify="left" if head in ("kind", "why not") else "right")
+    for kind in sorted(summary["kinds"], key=lambda kind: -kind["kept"]):
         others = [f"{count} {why}" for why, count in sorted(kind["verdicts"].items()) if why != "kept"]
-        tried, kept = kind["tried"], kind["kept"]
-        cost = f"{kind['seconds'] / kept:.1f}" if kept else "-"
-        found.add_row(kind["kind"], str(tried), str(kept), f"{kept / tried:.0%}", cost, ", ".join(others))
-    return found
+        tried, count_kept = kind["tried"], kind["kept"]
+        cost = f"{kind['seconds'] / count_kept:.1f}" if count_kept else "-"
+        rows.add_row(kind["kind"], str(tried), str(count_kept), f"{count_kept / tried:.0%}", cost, ", ".join(others))
+    return rows

@@ -128,8 +128,8 @@ def _parsed(test: str) -> ast.Module:
 def _not_raised(message: str) -> str:
     if not re.search(r"DID NOT RAISE|not raised|DID NOT WARN", message):
         return ""
-    found = re.search(r"(?<![\w.])(\w+(?:\.\w+)*+) not raised|<class '(?:\w+\.)*(\w+)'>", message)
-    return (next(filter(None, found.groups()), "") if found else "") or "an exception"
+    match = re.search(r"(?<![\w.])(\w+(?:\.\w+)*+) not raised|<class '(?:\w+\.)*(\w+)'>", message)
+    return (next(filter(None, match.groups()), "") if match else "") or "an exception"
 
 
 def find(tree: ast.Module, where: list[str]) -> Function | None:

@@ -235,9 +235,8 @@ def repeated(subject: Subject, task: Task, failing: Iterable[str]) -> Task | Ver
 
 def graded(subject: Subject, task: Task) -> tuple[Verdict, Task]:
     """Grade the task by the grader itself, with twins and recorded calls, which its plan then holds."""
-    timeout_s = RUN_S * round(
-        1 + 4 * subject.baseline.suite_s / RUN_S
-    )  # whole, so that it does not vary from run to run
+    # A multiple of RUN_S, so that it does not vary from run to run.
+    timeout_s = RUN_S * round(1 + 4 * subject.baseline.suite_s / RUN_S)
     if timeout_s > RUN_S:
         task = task.model_copy(update={"metadata": task.metadata | {SECONDS: f"{timeout_s:g}"}})
     plan, failing = plan_of(task), json.loads(task.metadata["fail_to_pass"])

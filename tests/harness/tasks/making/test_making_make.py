@@ -258,7 +258,7 @@ def test_an_interrupted_run_goes_on_to_the_same_tasks(checkout, made, tmp_path, 
     wanted = [task.id for task in load_tasks(made / TASKS)]
     shutil.copyfile(made / RECORD, tmp_path / RECORD)
     with pytest.raises(KeyboardInterrupt):
-        make(checkout, tmp_path, backend, limit=LIMIT, told=interrupt)
+        make(checkout, tmp_path, backend, limit=LIMIT, report=interrupt)
     assert [task.id for task in load_tasks(tmp_path / TASKS)] == wanted[:2]
     settled: list[str] = []
     real = making.settle
