@@ -193,7 +193,9 @@ def test_a_page_names_commands_settings_and_files_that_exist(path: Path) -> None
     heads = "|".join(sorted({key.split(".")[0] for key in SETTINGS}))
     named = re.findall(rf"(?<![\w./-])((?:{heads})(?:\.[a-z]\w*)+)(?![\w(/]|\.\w)", text)
     lost += [
-        key for key in named if key not in SETTINGS | REPORTED and not re.search(r"\.(json|md|py|txt|safetensors)$", key)
+        key
+        for key in named
+        if key not in SETTINGS | REPORTED and not re.search(r"\.(json|md|py|txt|safetensors)$", key)
     ]
     for file, name in re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|yml|css|ipynb))(?:::?(\w+))?(?:`| )", text):
         places = [place for place in FILES if f"/{place}".endswith(f"/{file}")]

@@ -158,9 +158,9 @@ def follow(path: Path, name: str, until: Callable[[], bool]) -> None:
     """Send a run's figures to the tracker `name` until `until` returns true. A failure is logged once and retried at growing
     intervals; at the end it is raised. Raises FileNotFoundError if there is no run."""
     run = ReadOnly(path)
-    place = home_of(run) / "trackers" / f"{name}.json"
-    place.parent.mkdir(parents=True, exist_ok=True)
-    sent = Sent(**json.loads(place.read_text())) if place.is_file() else Sent()
+    sent_file = home_of(run) / "trackers" / f"{name}.json"
+    sent_file.parent.mkdir(parents=True, exist_ok=True)
+    sent = Sent(**json.loads(sent_file.read_text())) if sent_file.is_file() else Sent()
     tracker, rest = None, EVERY_S
     try:
         while True:
@@ -175,7 +175,7 @@ def follow(path: Path, name: str, until: Callable[[], bool]) -> None:
                 if rest == EVERY_S:
                     log.warning("%s: %s; what is missing is sent later", name, error)
                 rest = min(2 * rest, LATEST_S)
-            write_json(place, asdict(sent))
+            write_json(sent_file, asdict(sent))
             if ended:
                 return
             until_then = time.monotonic() + rest

@@ -39,13 +39,13 @@ def evaluate(s: Stages, name: str) -> None:
                 info |= {**(s.run.finished(f"eval_{same}") or {}), "same_as": same}
                 del info["seconds"]
             return
-        found = {kind: _score(s, name, kind) for kind in ("heldout", "structures") if s.tasks(kind)}
+        attempts_by_kind = {kind: _score(s, name, kind) for kind in ("heldout", "structures") if s.tasks(kind)}
         if s.ranks.first:
-            sampled, greedy = found["heldout"]
-            own = s.settings.env.reward_function(s.settings.limits.seconds)
-            info |= summarise(sampled, greedy) | {"headroom": headroom(sampled, greedy, s.settings.reward, own)}
-            if "structures" in found:
-                info["structures"] = summarise(*found["structures"])
+            sampled, greedy = attempts_by_kind["heldout"]
+            custom = s.settings.env.reward_function(s.settings.limits.seconds)
+            info |= summarise(sampled, greedy) | {"headroom": headroom(sampled, greedy, s.settings.reward, custom)}
+            if "structures" in attempts_by_kind:
+                info["structures"] = summarise(*attempts_by_kind["structures"])
             s.say(
                 f"eval {name}: pass@1 {info['pass_at_1']:.3f}, greedy {info['pass_greedy']:.3f}, "
                 f"best of {info['k']} {info['best_of_k']:.3f} on {info['n_tasks']} tasks"

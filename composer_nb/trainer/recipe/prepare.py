@@ -275,7 +275,7 @@ def try_reward(settings: Settings, task: Task) -> None:
     bounded = settings.env.reward_function(settings.limits.seconds)
     if bounded is None:
         return
-    own = cast(Any, settings.env.own).reward if sys.stdin is not None and sys.stdin.isatty() else bounded
+    reward_function = cast(Any, settings.env.own).reward if sys.stdin is not None and sys.stdin.isatty() else bounded
     transcript = Transcript()
     transcript.read([0, 1], Kind.PROMPT)
     transcript.wrote(Completion(rollout=0, token_ids=[2], logprobs=[-1.0], policy_versions=[0]), [Kind.TOOL_CALL])
@@ -293,7 +293,7 @@ def try_reward(settings: Settings, task: Task) -> None:
         )
         grade = Grade(status="graded", tests=dict.fromkeys(names, solved))
         try:
-            own_reward(own, Attempt(task=task, rollout=rollout, grade=grade))
+            own_reward(reward_function, Attempt(task=task, rollout=rollout, grade=grade))
         except (ValueError, CallTimeout) as error:
             raise ValueError(f"{error} (on a made-up attempt, before the run)") from None
 

@@ -441,10 +441,10 @@ def _scores(
         return scores
     solved = [solved_by_task(run, name) for run in runs]
     both = sorted(solved[0].keys() & solved[1].keys() & shared)
-    some = bool(both) and any(each and each["n_tasks"] != len(both) for each in scores)
-    for score, found in zip(scores, solved, strict=True):
+    some = bool(both) and any(run_scores and run_scores["n_tasks"] != len(both) for run_scores in scores)
+    for score, solved_tasks in zip(scores, solved, strict=True):
         if score and some:
-            values = np.array([found[task] for task in both])
+            values = np.array([solved_tasks[task] for task in both])
             score |= {"pass_at_1": float(values.mean()), "ci95": bootstrap(values, 0), "n_tasks": len(both)}
     return scores
 

@@ -254,10 +254,10 @@ class Coordinator:
         self.learning, self.due = False, None
         return [TrainerLost(at=time.monotonic(), redo=self.journal.batches(self.saved, self.orchestrator.version))]
 
-    def _learnt(self, step: int, found: dict[str, Any]) -> None:
-        self.learning, self.found = False, found
+    def _learnt(self, step: int, metrics: dict[str, Any]) -> None:
+        self.learning, self.found = False, metrics
 
-    def _saved(self, wanted: int, step: int, state: dict[str, Any] | str) -> None:
+    def _saved(self, requested: int, step: int, state: dict[str, Any] | str) -> None:
         self.run.commit("rl", step, state, [], [], self.seconds)
         self.saved = step
 
@@ -270,10 +270,10 @@ class Coordinator:
 
     def _updated(self, pair: Pair, report: Running) -> list[Event]:
         pair.updating = False
-        known = self.journal.hash_of(report.version)
-        if known is not None and known != report.hash:
+        trained_hash = self.journal.hash_of(report.version)
+        if trained_hash is not None and trained_hash != report.hash:
             raise RunStopped(
-                f"{pair.name} runs {report.hash[:12]} as version {report.version}, the trainer made {known[:12]}; "
+                f"{pair.name} runs {report.hash[:12]} as version {report.version}, the trainer made {trained_hash[:12]}; "
                 "look at services.store"
             )
         self.notes.append(partial(self.journal.log_served, pair.name, report))
@@ -351,15 +351,15 @@ class Coordinator:
 
     def _feed(self) -> None:
         """Give every free worker its work, and every lagging engine the newest version."""
-        wanted = self._serve()
+        newest = self._serve()
         for pair in list(self.pairs.values()):
             if not pair.working and (pair.start or pair.cancel or pair.assigned):
                 pair.working, pair.since = True, time.monotonic()
                 self._ask(pair.worker.call("work", pair.start, pair.cancel, WORK_S), "work", pair)
                 pair.start, pair.cancel = [], []
-            if not pair.updating and pair.version < wanted:
+            if not pair.updating and pair.version < newest:
                 pair.updating = True
-                self._ask(pair.engine.call("update", wanted), "update", pair)
+                self._ask(pair.engine.call("update", newest), "update", pair)
 
     def _end_hung(self) -> None:
         for pair in list(self.pairs.values()):
@@ -390,11 +390,11 @@ class Coordinator:
             return batch(scored=load_batch(file, tasks_by_id(self.run.path)))
         size = len(train.rollouts) // len(train.slots)
         packed = self.journal.packed(train.rollouts)
-        done = [unpack_attempt(p, self.tasks[slot]) for p, (slot, _, _) in zip(packed, train.rollouts, strict=True)]
-        return batch(groups=[done[at : at + size] for at in range(0, len(done), size)])
+        attempts = [unpack_attempt(p, self.tasks[slot]) for p, (slot, _, _) in zip(packed, train.rollouts, strict=True)]
+        return batch(groups=[attempts[at : at + size] for at in range(0, len(attempts), size)])
 
     def keep(self, batch: Batch, groups: list[list[Scored]]) -> None:
-        self.seen = [(each.attempt.rollout, each.attempt.grade) for group in groups for each in group]
+        self.seen = [(scored.attempt.rollout, scored.attempt.grade) for group in groups for scored in group]
         [train] = self.journal.batches(batch.step, batch.step + 1)
         slots, dispatches, _ = zip(*train.rollouts, strict=True)
         columns = {"slot": slots, "dispatch": dispatches}
@@ -409,12 +409,12 @@ class Coordinator:
             self._turn()
         return self.found
 
-    def evaluate(self, batch: Batch, found: dict[str, Any]) -> dict[str, float]:
+    def evaluate(self, batch: Batch, metrics: dict[str, Any]) -> dict[str, float]:
         """Begin an evaluation beside the run. Its scores are recorded when it ends."""
         if batch.step == self.orchestrator.version:
             step = batch.step + 1
             evaluator = self.actors.make(EvaluationService, self.run.path, self.settings, name=f"evaluation-{step}")
-            self._ask(evaluator.call("look", found["version"]), "look", (step, evaluator))
+            self._ask(evaluator.call("look", metrics["version"]), "look", (step, evaluator))
         return {}
 
     def record(self, batch: Batch, point: dict[str, Any], tokens: dict[str, int]) -> None:
@@ -429,7 +429,7 @@ class Coordinator:
             took = [self.took.pop(key, None) for key in train.rollouts]  # unknown for rollouts from before a restart
             point["time"] = {"wall_s": wall, "train_s": train_s, "rollouts_s": took}
             if waits := self.waits:
-                mean = {name: sum(each[name] for each in waits) / len(waits) for name in waits[0]}
+                mean = {name: sum(wait[name] for wait in waits) / len(waits) for name in waits[0]}
                 point["time"]["engine_waits"], self.waits = mean, []
             self.notes.append(partial(self.journal.log_step, step + 1, point, tokens))
             self.run.log("rl", step + 1, point)

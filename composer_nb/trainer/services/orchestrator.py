@@ -275,8 +275,8 @@ class Orchestrator:
 
     def _open(self) -> Iterator[Group]:
         """Yield the groups that are not in training, oldest first."""
-        taken = self.training.slots if self.training else ()
-        return (group for slot, group in list(self.groups.items()) if slot not in taken)
+        in_training = self.training.slots if self.training else ()
+        return (group for slot, group in list(self.groups.items()) if slot not in in_training)
 
     def _train(self) -> None:
         if not self.redo and self.training is None and not (0 < self.schedule.steps <= self.version):
@@ -322,8 +322,8 @@ class Orchestrator:
 
     def _closed(self) -> bool:
         """Return whether no further group is admitted."""
-        taken = self.next_slot - self.books.counts["refilled"]
-        return self.draining or 0 < self.schedule.steps * self.schedule.prompts <= taken
+        admitted = self.next_slot - self.books.counts["refilled"]
+        return self.draining or 0 < self.schedule.steps * self.schedule.prompts <= admitted
 
     def _attempt(self, group: Group) -> int:
         return self.life * ATTEMPTS_A_LIFE + group.attempts
