@@ -19,14 +19,12 @@ class _Lines(logging.Handler):
         print(self.render(self.format(record)), file=getattr(sys, self.stream), flush=True)
 
 
-def print_lines(
-    stream: Literal["stdout", "stderr"] = "stdout", level: int = logging.INFO, render: Callable[[str], str] = str
-) -> None:
-    """Print what the package logs from `level` on, one plain line a record, as `render`. A later call replaces an earlier one.
+def print_lines(stream: Literal["stdout", "stderr"] = "stdout", render: Callable[[str], str] = str) -> None:
+    """Print what the package logs from INFO on, one line a record, as `render` returns it. A later call replaces an earlier one.
 
     The command line calls this itself; a notebook or a program that wants to see the lines calls it once.
     """
     logger = logging.getLogger("composer_nb")
     logger.handlers = [handler for handler in logger.handlers if not isinstance(handler, _Lines)]
     logger.addHandler(_Lines(stream, render))
-    logger.setLevel(level)
+    logger.setLevel(logging.INFO)

@@ -4,9 +4,8 @@
 
 A tracker reads the run's `metrics.jsonl`, so it cannot stop or slow the training. A run may be sent while it is live, later, or
 to several trackers. `trackers/NAME.json` in the run's folder (`home_of`) records the steps sent, from which the same command
-continues. Each
-step of a stage is sent once, under the stage's name, as `rl/reward`. Addresses and credentials come from each service's own
-variables: WANDB_MODE and WANDB_API_KEY, TRACKIO_DIR, MLFLOW_TRACKING_URI (default: mlflow.db beside the run).
+continues. Each step of a stage is sent once, under the stage's name, as `rl/reward`. Addresses and credentials come from each
+service's own variables: WANDB_MODE and WANDB_API_KEY, TRACKIO_DIR, MLFLOW_TRACKING_URI (default: mlflow.db beside the run).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Tracker = tuple[Log, Callable[[], object]]
 
 
 def home_of(run: ReadOnly) -> Path:
-    """Return where trackers of a run write: its own folder, or one under runs/ for an excerpt and for a run of somebody else."""
+    """Return the folder in which trackers of a run write: its own, or one under runs/ for an excerpt or a read-only run."""
     if run.excerpt is None and os.access(run.path, os.W_OK):
         return run.path
     return Path("runs/tracked", f"{run.path.name}-{sha256(os.fsencode(run.path.resolve())).hexdigest()[:8]}").resolve()

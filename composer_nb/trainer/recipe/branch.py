@@ -36,7 +36,8 @@ def branch(source: RunDir, step: int, changes: Mapping[str, Any], runs: Path, na
     Raises ValueError for a step that the source has not trained, or whose trainer cannot be made again, and for settings that the
     steps before depend on.
     """
-    source_settings, settings = settings_after(source, step), override(settings_after(source, step), changes)
+    source_settings = settings_after(source, step)
+    settings = override(source_settings, changes)
     if wrong := [setting for setting in changed(source_settings, settings) if setting.startswith(FIXED)]:
         raise ValueError(f"{wrong[0]}: cannot change at a step, because steps, prompts and versions are numbered by it")
     if not 0 <= step <= (trained_steps := len(source.steps("rl"))):

@@ -43,7 +43,8 @@ def evaluate(s: Stages, name: str) -> None:
         if s.ranks.first:
             sampled, greedy = attempts_by_kind["heldout"]
             custom = s.settings.env.reward_function(s.settings.limits.seconds)
-            info |= summarise(sampled, greedy) | {"headroom": headroom(sampled, greedy, s.settings.reward, custom)}
+            info |= summarise(sampled, greedy)
+            info["headroom"] = headroom(sampled, greedy, s.settings.reward, custom)
             if "structures" in attempts_by_kind:
                 info["structures"] = summarise(*attempts_by_kind["structures"])
             s.say(

@@ -127,27 +127,25 @@ class InProcess:
             self.stages.say(line)
 
 
+TRIES = 3
+"""How often an attempt is dispatched before its loss to infrastructure faults stops the run."""
+
+
 def sample_groups(
-    policy: Policy,
-    agent: Agent,
-    tasks: Mapping[int, Task],
-    group: int,
-    executor: Executor,
-    reward_function: Term | None = None,
-    tries: int = 3,
+    policy: Policy, agent: Agent, tasks: Mapping[int, Task], group: int, executor: Executor, custom: Term | None = None
 ) -> tuple[Sequence[Sequence[Attempt]], int]:
     """Return `group` attempts at each task, and the number of attempts lost to infrastructure faults.
 
     `tasks` are keyed by their place in the order of the run's prompts, which numbers the rollouts and thus determines their
-    draws. A lost attempt is dispatched again, up to `tries` times in all. Raises SandboxFailure after that, because a batch
+    draws. A lost attempt is dispatched again, up to `TRIES` times in all. Raises SandboxFailure after that, because a batch
     without the attempt would be biased.
     """
     order = [(slot * group + sample, task) for slot, task in tasks.items() for sample in range(group)]
     attempts: dict[int, Attempt] = {}
     lost = 0
-    for _ in range(tries):
+    for _ in range(TRIES):
         missing = [number for number in range(len(order)) if number not in attempts]
-        runs = (rewarded(agent.attempt(order[number][1], order[number][0]), reward_function) for number in missing)
+        runs = (rewarded(agent.attempt(order[number][1], order[number][0]), custom) for number in missing)
         results = [(missing[index], result) for index, result in drive(runs, policy, executor)]
         attempts |= {number: result for number, result in results if result.grade.known}
         faults = [result.grade.output or result.grade.status for _, result in results if not result.grade.known]
@@ -155,5 +153,5 @@ def sample_groups(
         if len(attempts) == len(order):
             return [[attempts[i] for i in range(at, at + group)] for at in range(0, len(order), group)], lost
     raise SandboxFailure(
-        f"{len(order) - len(attempts)} attempts got no grade in {tries} tries, the last {faults[-1]!r}; run `composer-nb doctor`"
+        f"{len(order) - len(attempts)} attempts got no grade in {TRIES} tries, the last {faults[-1]!r}; run `composer-nb doctor`"
     )
