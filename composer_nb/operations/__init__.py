@@ -125,13 +125,13 @@ def console() -> Console:
     return terminal
 
 
-def emit(args: argparse.Namespace, found: Any, shown: Callable[[], Any], status: int = 0) -> int:
-    """Print a result as JSON with --json, else the return value of `shown`, escaped as by `console`. Return `status`."""
+def emit(args: argparse.Namespace, result: Any, render: Callable[[], Any], status: int = 0) -> int:
+    """Print a result as JSON with --json, else the return value of `render`, escaped as by `console`. Return `status`."""
     from composer_nb.harness.untrusted import visible_lines
 
     if args.json:
-        print(json.dumps(found, indent=2))
-    elif isinstance(text := shown(), str):
+        print(json.dumps(result, indent=2))
+    elif isinstance(text := render(), str):
         print(visible_lines(text))
     else:
         console().print(text)

@@ -37,12 +37,12 @@ def schema(arguments: Sequence[Argument], without: frozenset[str] | set[str] = f
         if name in without:
             continue
         kind = "boolean" if options.get("action") == "store_true" else _TYPES.get(options.get("type", str), "string")
-        made: dict[str, Any] = {"type": kind, "description": options.get("help", "")}
+        parameter: dict[str, Any] = {"type": kind, "description": options.get("help", "")}
         if options.get("action") == "append" or isinstance(options.get("nargs"), int):
-            made = {"type": "array", "items": {"type": kind}, "description": made["description"]}
+            parameter = {"type": "array", "items": {"type": kind}, "description": parameter["description"]}
         if "choices" in options:
-            made["enum"] = list(options["choices"])
-        properties[_key(name)] = made
+            parameter["enum"] = list(options["choices"])
+        properties[_key(name)] = parameter
         if options.get("required") or not (name.startswith("-") or options.get("nargs") == "?"):
             required.append(_key(name))
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}

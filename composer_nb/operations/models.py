@@ -28,9 +28,9 @@ def convert(args: argparse.Namespace) -> int:
     options = pick(args, "experts", "noise", "format", "seed")
     config = write(args.source, args.out, chosen=args.experts_per_token, **options)
     size = plan_memory(config)
-    found = {"out": str(args.out), "family": config.family, "weights": size.total, "active": size.active}
+    report = {"out": str(args.out), "family": config.family, "weights": size.total, "active": size.active}
     line = f"{args.out}: {config.family}, {size.total / 1e6:.1f} M weights, {size.active / 1e6:.1f} M active per token"
-    return emit(args, found, lambda: line)
+    return emit(args, report, lambda: line)
 
 
 @command(
@@ -97,8 +97,8 @@ def bases(args: argparse.Namespace) -> int:
     measures = override(Measures(), overrides(args.set))
     against = Base.open(args.against, measures.seed) if args.against else None
     opened = [Base.open(name, measures.seed) for name in args.bases]
-    found = compare_bases(opened, read_corpus(args.code).validation, measures, against)
-    return emit(args, found, lambda: base_table(found))
+    comparison = compare_bases(opened, read_corpus(args.code).validation, measures, against)
+    return emit(args, comparison, lambda: base_table(comparison))
 
 
 @command(
@@ -119,12 +119,12 @@ def improve(args: argparse.Namespace) -> int:
 
     weights = {"reward.weights": {"solved": 1.0, "given": 1.0, "invalid_calls": -0.2}}
     settings = override(override(Settings(), weights), overrides(args.set))
-    found = run(args.records, args.model, args.out, args.gate, settings, **pick(args, "store", "samples"))
-    rollouts, gate = found["rollouts"], found["gate"]
+    report = run(args.records, args.model, args.out, args.gate, settings, **pick(args, "store", "samples"))
+    rollouts, gate = report["rollouts"], report["gate"]
     lines = [
         f"{rollouts['trained']} of {rollouts['judged']} judged rollouts trained, {rollouts['stale']} of other weights, "
         f"{rollouts['drawn_otherwise']} drawn with other settings than temperature 1; "
-        f"mean reward {found['reward']:.3f}",
+        f"mean reward {report['reward']:.3f}",
         f"stopped: {gate['stopped']}; {args.out}/candidate is not published"
         if gate["stopped"]
         else f"passed: {args.out}/weights",
@@ -132,5 +132,5 @@ def improve(args: argparse.Namespace) -> int:
     if gate["before"]:
         old, new, (low, high) = gate["before"]["pass_at_1"], gate["after"]["pass_at_1"], gate["ci95"]
         lines.insert(1, f"gate: pass@1 {old:.3f} → {new:.3f} ({gate['gain']:+.3f}, {low:+.3f} to {high:+.3f})")
-    lines += [f"published as version {found['version']} of {args.store}"] if found["version"] is not None else []
-    return emit(args, found, lambda: "\n".join(lines), int(bool(gate["stopped"])))
+    lines += [f"published as version {report['version']} of {args.store}"] if report["version"] is not None else []
+    return emit(args, report, lambda: "\n".join(lines), int(bool(gate["stopped"])))

@@ -129,17 +129,17 @@ def _config(path: Path) -> ModelConfig:
     return read_config(path / "config.json" if path.is_dir() else path).model
 
 
-def _footprint(found: Footprint) -> str:
+def _footprint(footprint: Footprint) -> str:
     """Return a Markdown table."""
     rows = [
-        ("weights", f"{_short(found.total)}, {_short(found.active)} of them active in a token"),
-        ("of the active, embedding table", _short(found.embedding)),
-        *([("heads that predict further ahead", _short(found.ahead))] if found.ahead else []),
-        ("in bfloat16 / float32", f"{_gib(found.bf16_bytes)} / {_gib(found.fp32_bytes)}"),
-        ("optimiser: masters and two moments", _gib(found.optimizer_bytes)),
-        ("training in all, but activations", _gib(found.training_bytes)),
-        ("cache a token, at best in bfloat16", f"{found.cache_bytes / 1024:,.1f} KiB"),
-        ("cache a token, in this project's engine, float32", f"{found.engine_cache_bytes / 1024:,.1f} KiB"),
+        ("weights", f"{_short(footprint.total)}, {_short(footprint.active)} of them active in a token"),
+        ("of the active, embedding table", _short(footprint.embedding)),
+        *([("heads that predict further ahead", _short(footprint.ahead))] if footprint.ahead else []),
+        ("in bfloat16 / float32", f"{_gib(footprint.bf16_bytes)} / {_gib(footprint.fp32_bytes)}"),
+        ("optimiser: masters and two moments", _gib(footprint.optimizer_bytes)),
+        ("training in all, but activations", _gib(footprint.training_bytes)),
+        ("cache a token, at best in bfloat16", f"{footprint.cache_bytes / 1024:,.1f} KiB"),
+        ("cache a token, in this project's engine, float32", f"{footprint.engine_cache_bytes / 1024:,.1f} KiB"),
     ]
     return "\n".join(["| | |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows)])
 

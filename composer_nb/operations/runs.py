@@ -41,12 +41,12 @@ def tour(args: argparse.Namespace) -> int:
     from composer_nb.trainer.recipe.detached import start_detached
     from composer_nb.trainer.recipe.launch import begin_run, start_or_resume
 
-    trackers, chosen = parse(args.track), override(Settings(), overrides(args.set))
-    found = _resumed(args) if args.resume else None
-    chosen = from_dict(found.settings()) if found else chosen
-    require_sandboxes(chosen.env)  # now, not after minutes
-    plain = args.plain or chosen.until != "rl" or chosen.control_steps > 0  # the notebook shows RL
-    run = found or begin_run(chosen, args.runs, "tour")
+    trackers, settings = parse(args.track), override(Settings(), overrides(args.set))
+    resumed = _resumed(args) if args.resume else None
+    settings = from_dict(resumed.settings()) if resumed else settings
+    require_sandboxes(settings.env)  # now, not after minutes
+    plain = args.plain or settings.until != "rl" or settings.control_steps > 0  # the notebook shows RL
+    run = resumed or begin_run(settings, args.runs, "tour")
     print(run.path, flush=True)
     if args.detach:
         start_detached(run.path)
@@ -66,11 +66,11 @@ def tour(args: argparse.Namespace) -> int:
     return _reported(run, args.runs / "tour", *([] if plain else [NOTEBOOK]))
 
 
-def _reported(run: Any, newest: Path, *kept: str) -> int:
+def _reported(run: Any, newest: Path, *files: str) -> int:
     from composer_nb.views.report import pictures, table, write_report
 
     console().print(table(write_report(run, pictures(run))))
-    print("\nkept:", *(f"  {newest / name}" for name in (*kept, "report.html", "report.json")), sep="\n")
+    print("\nkept:", *(f"  {newest / name}" for name in (*files, "report.html", "report.json")), sep="\n")
     return 0
 
 
@@ -181,10 +181,10 @@ def _resumed(args: argparse.Namespace) -> Any:
 
 def tour_notebook() -> Path:
     """Return the path of the tour. Raises FileNotFoundError where the package was installed without its notebooks."""
-    found = Path(__file__).parents[2] / "notebooks" / NOTEBOOK
-    if not found.is_file():
-        raise FileNotFoundError(f"{found}: notebooks come with a checkout; without one use composer-nb tour --plain")
-    return found
+    notebook = Path(__file__).parents[2] / "notebooks" / NOTEBOOK
+    if not notebook.is_file():
+        raise FileNotFoundError(f"{notebook}: notebooks come with a checkout; without one use composer-nb tour --plain")
+    return notebook
 
 
 @command("report", RUN, JSON)
@@ -194,11 +194,11 @@ def report(args: argparse.Namespace) -> int:
     from composer_nb.trainer.recipe.report import build_report
     from composer_nb.views.report import table
 
-    found = build_report(open_run(args.path))
-    scores = found.get("eval", {})
-    if "sharpness" in found.get("sft", {}) and "start" in scores:  # RL starts from the calibrated policy
+    summary = build_report(open_run(args.path))
+    scores = summary.get("eval", {})
+    if "sharpness" in summary.get("sft", {}) and "start" in scores:  # RL starts from the calibrated policy
         scores = {**scores, "start_calibrated": scores["start"]}
-    return emit(args, {**found, "eval": scores} if scores else found, lambda: table(found))
+    return emit(args, {**summary, "eval": scores} if scores else summary, lambda: table(summary))
 
 
 @command(
@@ -288,10 +288,10 @@ def compare(args: argparse.Namespace) -> int:
             write_atomic(args.html, eval_page(scores))
         return emit(args, scores, lambda: eval_table(scores))
     first, second = (ReadOnly(each) for each in args.paths)
-    found = compare(first, second)
+    comparison = compare(first, second)
     if args.html:
-        write_atomic(args.html, page(found, figures(found, first, second)))
-    return emit(args, found, lambda: table(found))
+        write_atomic(args.html, page(comparison, figures(comparison, first, second)))
+    return emit(args, comparison, lambda: table(comparison))
 
 
 @command(

@@ -54,11 +54,11 @@ def scaling(args: argparse.Namespace) -> int:
     if len(points) < 3 or args.loss not in points[0]:
         raise ValueError(f"{args.path}: fewer than three measurements of {args.loss!r} in mid-training")
     tokens, loss = tokens_seen(points).tolist(), [point[args.loss] for point in points]
-    found = predictions(tokens, loss)
+    laws_by_shape = predictions(tokens, loss)
     if args.png:
-        fits = [fit for fit, _ in found.values()]
+        fits = [fit for fit, _ in laws_by_shape.values()]
         write_atomic(args.png, against_tokens(tokens, loss, fits, (len(tokens) + 1) // 2, args.loss).png())
-    laws = {shape: {**asdict(fit), "error": error} for shape, (fit, error) in found.items()}
+    laws = {shape: {**asdict(fit), "error": error} for shape, (fit, error) in laws_by_shape.items()}
     rows = [
         (name, f"{law['intercept']:.3f}", f"{law['slope']:+.4f}", f"{law['error']:+.3f}") for name, law in laws.items()
     ]
@@ -79,14 +79,14 @@ def diff(args: argparse.Namespace) -> int:
     """Show what changed between two checkpoints, and the size of the delta."""
     from composer_nb.trainer import weights
 
-    found: dict[str, Any] = weights.delta_sizes(args.base, args.target)
+    report: dict[str, Any] = weights.delta_sizes(args.base, args.target)
     if args.out:
-        found["out"] = weights.encode_delta(args.base, args.target, args.out).hash
+        report["out"] = weights.encode_delta(args.base, args.target, args.out).hash
     line = (
-        f"full {found['full_bytes']:,} bytes, delta {found['delta_bytes']:,} "
-        f"({found['delta_bytes'] / found['full_bytes']:.1%}); {found['changed_fraction']:.2%} of the weights changed"
+        f"full {report['full_bytes']:,} bytes, delta {report['delta_bytes']:,} "
+        f"({report['delta_bytes'] / report['full_bytes']:.1%}); {report['changed_fraction']:.2%} of the weights changed"
     )
-    return emit(args, found, lambda: line)
+    return emit(args, report, lambda: line)
 
 
 @command(
@@ -110,8 +110,8 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def _version(args: argparse.Namespace, manifest: Any) -> int:
-    found = {"version": manifest.version, "hash": manifest.hash, "bytes": manifest.size}
-    return emit(args, found, lambda: f"version {manifest.version}, {manifest.size:,} bytes, {manifest.hash}")
+    report = {"version": manifest.version, "hash": manifest.hash, "bytes": manifest.size}
+    return emit(args, report, lambda: f"version {manifest.version}, {manifest.size:,} bytes, {manifest.hash}")
 
 
 @command(
@@ -124,9 +124,9 @@ def revert(args: argparse.Namespace) -> int:
     """Publish the weights of an earlier version as the newest, for everyone who follows the store."""
     from composer_nb.improve import revert as publish
 
-    made = publish(args.store, args.to)
-    line = f"version {made} of {args.store} has the weights of version {args.to}"
-    return emit(args, {"version": made, "weights_of": args.to}, lambda: line)
+    version = publish(args.store, args.to)
+    line = f"version {version} of {args.store} has the weights of version {args.to}"
+    return emit(args, {"version": version, "weights_of": args.to}, lambda: line)
 
 
 @command("weights log", arg("store STORE"), JSON)

@@ -52,8 +52,8 @@ def make(args: argparse.Namespace) -> int:
     running = Running(**pick(args, "pytest_args", "packages", "image"), **times)
     with open_backend(args.backend) as backend, progress(Console(stderr=True)) as told:
         options = pick(args, "limit", "seed", "require")
-        made = make(args.path, args.out, backend, running=running, told=told, **options)
-    return emit(args, made, lambda: table(made), int(not made["tasks"]))
+        summary = make(args.path, args.out, backend, running=running, told=told, **options)
+    return emit(args, summary, lambda: table(summary), int(not summary["tasks"]))
 
 
 @command(
@@ -86,15 +86,15 @@ def mine(args: argparse.Namespace) -> int:
     running = Running(**pick(args, "pytest_args", "packages", "image"), suite_s=args.suite_seconds)
     with open_backend(args.backend) as backend, progress(Console(stderr=True)) as told:
         options = pick(args, "limit", "commits", "most_lines") | {"requests": args.requests or ()}
-        made = mine(args.paths, args.out, backend, running=running, told=told, **options)
-    rows = [(str(count), verdict) for verdict, count in made["verdicts"].most_common()]
-    line = f"{made['tasks']} tasks of {made['tried']} changes in {made['wall_s']:.0f} s"
-    line += f", {made['from_logs']} with the request of a log" if args.requests else ""
-    line += f"; {made['slow']} tests take too long to count" if made["slow"] else ""
-    unfetched = [row["why"] for row in made["candidates"] if row["verdict"] == UNFETCHED]
+        summary = mine(args.paths, args.out, backend, running=running, told=told, **options)
+    rows = [(str(count), verdict) for verdict, count in summary["verdicts"].most_common()]
+    line = f"{summary['tasks']} tasks of {summary['tried']} changes in {summary['wall_s']:.0f} s"
+    line += f", {summary['from_logs']} with the request of a log" if args.requests else ""
+    line += f"; {summary['slow']} tests take too long to count" if summary["slow"] else ""
+    unfetched = [row["why"] for row in summary["candidates"] if row["verdict"] == UNFETCHED]
     line += f"; {UNFETCHED}: {unfetched[0]}" if unfetched else ""
     line += f"; reasons: {args.out}/summary.json"
-    return emit(args, made, lambda: Group(text_table(rows, ("changes", "")), line), int(not made["tasks"]))
+    return emit(args, summary, lambda: Group(text_table(rows, ("changes", "")), line), int(not summary["tasks"]))
 
 
 @command("tasks check", arg("path PATH", "a .jsonl file or task directories", type=Path), REQUIRE, BACKEND, JSON)
@@ -107,16 +107,16 @@ def check(args: argparse.Namespace) -> int:
     from composer_nb.harness.tasks.task import read_tasks
     from composer_nb.views.page import text_table
 
-    found = check_tasks(read_tasks(args.path), args.backend, args.require)
-    if not found:
+    checks = check_tasks(read_tasks(args.path), args.backend, args.require)
+    if not checks:
         raise ValueError(f"{args.path}: holds no task")
-    unfit = [(row["id"], row["problem"]) for row in found if not row["ok"]]
-    guards = Counter(row["guard"]["by"] for row in found)
-    fit = len(found) - len(unfit)
-    line = f"{fit} of {len(found)} tasks are fit; {guards_line(guards)}"
+    unfit = [(row["id"], row["problem"]) for row in checks if not row["ok"]]
+    guards = Counter(row["guard"]["by"] for row in checks)
+    fit = len(checks) - len(unfit)
+    line = f"{fit} of {len(checks)} tasks are fit; {guards_line(guards)}"
     return emit(
         args,
-        {"tasks": found, "fit": fit, "unfit": len(unfit), "guards": guards},
+        {"tasks": checks, "fit": fit, "unfit": len(unfit), "guards": guards},
         lambda: Group(*([text_table(unfit, ("task", "problem"))] if unfit else []), line),
         int(bool(unfit)),
     )
@@ -177,19 +177,17 @@ def audit(args: argparse.Namespace) -> int:
     own = EnvSettings(tasks=args.path).own
     tasks = ((task.id, task) for task in tasks_of(args.path, own)) if own else read_tasks(Path(args.path))
     options = {"seconds": args.seconds, "seed": args.seed, "pays": getattr(own, "reward", None)}
-    found = run(tasks, args.backend, **options)
-    if not found["read"]:
+    report = run(tasks, args.backend, **options)
+    if not report["read"]:
         raise ValueError(f"{args.path}: holds no task")
-    rates = [(name, str(row["tried"]), str(row["wrong"])) for name, row in found["probes"].items()]
-    problems = [(row["id"], kind, text) for row in found["tasks"] for kind, text in row["problems"]]
-    slips, planted = (sum(row["slips"][place] for row in found["tasks"]) for place in (0, 1))
-    line = (
-        f"{found['sound']} of {found['audited']} tasks are sound; {found['read'] - found['audited']} were not reached"
-    )
-    line += f"; {slips} of {planted} planted bugs found; {found['seconds']:.0f} s"
+    rates = [(name, str(row["tried"]), str(row["wrong"])) for name, row in report["probes"].items()]
+    problems = [(row["id"], kind, text) for row in report["tasks"] for kind, text in row["problems"]]
+    slips, planted = (sum(row["slips"][place] for row in report["tasks"]) for place in (0, 1))
+    line = f"{report['sound']} of {report['audited']} tasks are sound; {report['read'] - report['audited']} were not reached"
+    line += f"; {slips} of {planted} planted bugs found; {report['seconds']:.0f} s"
     tables = [text_table(rates, ("workspace", "tried", "wrongly graded"))]
     tables += [text_table(problems, ("task", "problem", ""))] if problems else []
-    return emit(args, found, lambda: Group(*tables, line), int(bool(problems)))
+    return emit(args, report, lambda: Group(*tables, line), int(bool(problems)))
 
 
 def _audit_foreign(args: argparse.Namespace) -> int:
@@ -199,13 +197,13 @@ def _audit_foreign(args: argparse.Namespace) -> int:
     from composer_nb.views.page import text_table
 
     kind, _, name = args.path.partition(":")
-    found = audit_verifiers(name) if kind == "verifiers" else audit_openenv(name, **pick(args, "seconds", "seed"))
+    report = audit_verifiers(name) if kind == "verifiers" else audit_openenv(name, **pick(args, "seconds", "seed"))
     rates = [
-        (probe, str(row["tried"]), str(row["wrong"]), "fault" if probe in found["faults"] else "")
-        for probe, row in found["probes"].items()
+        (probe, str(row["tried"]), str(row["wrong"]), "fault" if probe in report["faults"] else "")
+        for probe, row in report["probes"].items()
     ]
     table = text_table(rates, ("answer" if kind == "verifiers" else "probe", "tried", "wrong", ""))
-    return emit(args, found, lambda: Group(table, *found.get("errors", ())), int(bool(found["faults"])))
+    return emit(args, report, lambda: Group(table, *report.get("errors", ())), int(bool(report["faults"])))
 
 
 @command("sandbox check", arg("--backend NAME", "backend", "bwrap"), JSON)
@@ -216,10 +214,10 @@ def attack(args: argparse.Namespace) -> int:
     from composer_nb.labs.attacks.sandbox_check import run_checks
     from composer_nb.views.page import text_table
 
-    found = run_checks(args.backend, lambda case: log.info(f"{case['kind'] or '':>2}  {case['title']}"))
-    cases, kinds = found["cases"], found["kinds"]
+    report = run_checks(args.backend, lambda case: log.info(f"{case['kind'] or '':>2}  {case['title']}"))
+    cases, kinds = report["cases"], report["kinds"]
     table = [("ok" if c["blocked"] else "NOT BLOCKED", str(c["kind"] or ""), c["title"], c["detail"]) for c in cases]
     blocked, right = (sum(one["blocked"] for one in each) for each in (kinds, cases))
     line = f"{blocked} of {len(kinds)} kinds of attack blocked on {args.backend}; {right} of {len(cases)} cases in all"
     status = int(blocked < len(kinds) or right < len(cases))
-    return emit(args, found, lambda: Group(text_table(table, ("", "kind", "attempt", "observed")), line), status)
+    return emit(args, report, lambda: Group(text_table(table, ("", "kind", "attempt", "observed")), line), status)

@@ -86,9 +86,9 @@ CONVENTIONS = Rubric(
 RUBRICS = {"communication": COMMUNICATION, "checked": CHECKED, "conventions": CONVENTIONS}
 
 
-def evidence(done: Attempt, shows: Sequence[Part]) -> dict[str, Any]:
+def evidence(attempt: Attempt, shows: Sequence[Part]) -> dict[str, Any]:
     """Return the parts of an attempt that a judge sees. Hidden tests and the grade are never among them."""
-    before, after = done.task.files, done.rollout.files
+    before, after = attempt.task.files, attempt.rollout.files
     paths = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
     lines = list[str]()
     for path in paths:
@@ -99,13 +99,13 @@ def evidence(done: Attempt, shows: Sequence[Part]) -> dict[str, Any]:
             [(_, start, end, begin, stop)] = [block for block in opcodes(old, new) if block[0] != "equal"]
             lines += [f"--- {path}", *(f"-{line}" for line in old[start:end])]
             lines += [f"+{line}" for line in new[begin:stop]]
-    calls = [f"{turn.call}\n→ {turn.observation}" for turn in done.rollout.turns if turn.call]
+    calls = [f"{turn.call}\n→ {turn.observation}" for turn in attempt.rollout.turns if turn.call]
     parts: dict[Part, str] = {
-        "task": done.task.instruction,
+        "task": attempt.task.instruction,
         "before": "\n".join(f"# {path}\n{before[path]}" for path in paths if path in before),
         "changes": "\n".join(lines),
         "calls": "\n".join(calls),
-        "message": final_message(done.rollout),
+        "message": final_message(attempt.rollout),
     }
     return {name: _cut(parts[name]) for name in shows}
 
