@@ -65,8 +65,8 @@ def bench_settings(policy: str, tasks: Sequence[Task], changes: Mapping[str, Any
     names. Raises ValueError, FileNotFoundError."""
     from composer_nb.settings import override
 
-    tiny, known = check_fit(tasks), known_training(policy)
-    usual = (known and known.limits) or (LIMITS if known or not tiny else UNCOUNTED)
+    tiny, training = check_fit(tasks), known_training(policy)
+    usual = (training and training.limits) or (LIMITS if training or not tiny else UNCOUNTED)
     return override(BenchSettings(limits=usual), changes)
 
 
@@ -85,7 +85,7 @@ def evaluate(
     planner: str = "",
     planner_price: tuple[float, float] | None = None,
     tools: ToolSet | None = None,
-    told: Callable[[str, Attempt], None] = lambda arm, done: None,
+    on_attempt: Callable[[str, Attempt], None] = lambda arm, attempt: None,
 ) -> dict[str, Any]:
     """Attempt every task `samples` times with each arm, `workers` at a time (0: as many as WORKERS says), and once at temperature
     0 if `greedy`; keep every rollout in `out`. Agents have the tools of tiny models at tasks of the grader `functions`, and in
@@ -96,38 +96,39 @@ def evaluate(
     its gain over the first. Raises ValueError for unknown tasks, arms or policies and for an `out` of another policy;
     SandboxUnavailable, ProviderFailure.
     """
-    tiny, known = check_fit(tasks), known_training(policy)
-    own = tools or equipment(policy)[0]
+    tiny, training = check_fit(tasks), known_training(policy)
+    policy_tools = tools or equipment(policy)[0]
     settings = settings or bench_settings(policy, tasks, {})
-    chosen = _tiny_arms(policy, arms, bool(tools) or own.terse or not known) if tiny else arms_of(arms)
+    chosen = _tiny_arms(policy, arms, bool(tools) or policy_tools.terse or not training) if tiny else arms_of(arms)
     _claim(out, {"policy": policy, "is": identity(policy), "backend": backend, "settings": asdict(settings)})
     smallest = detectable(len(tasks), samples)
     LOG.info("%d tasks, %d rollouts each: a difference below %.3f may not show", len(tasks), samples, smallest)
-    found: dict[str, tuple[list[Attempt], list[Attempt]]] = {}
+    attempts_by_arm: dict[str, tuple[list[Attempt], list[Attempt]]] = {}
     with ExitStack() as stack:
         functions = CachedExecutor(stack.enter_context(SandboxExecutor())) if tiny else None
-        made = None if tiny else stack.enter_context(open_backend(backend))
-        if made is not None:
+        sandboxes = None if tiny else stack.enter_context(open_backend(backend))
+        if sandboxes is not None:
             for task in tasks:
-                spec_of(task, made)
+                spec_of(task, sandboxes)
         plans = _plans(planner, tasks, out, workers or WORKERS[tiny], settings) if planner else []
-        asked = [plan.given(task) for plan, task in zip(plans, tasks, strict=True)] if planner else []
+        planned_tasks = [plan.given(task) for plan, task in zip(plans, tasks, strict=True)] if planner else []
         runs = [(name, arm, tasks) for name, arm in chosen.items()]
-        for name, arm, these in [*runs, *([("planned", runs[0][1], asked)] if planner else [])]:
+        for name, arm, arm_tasks in [*runs, *([("planned", runs[0][1], planned_tasks)] if planner else [])]:
             first = name if name != "planned" else runs[0][0]
-            usual = arm.tiny() if tiny else arm.tools()
-            offered = own if first == "all" and (tools or (own.terse and not tiny)) else usual
-            place = Environment(backend=made, functions=functions, tools=offered, limits=settings.limits)
-
-            attempts = partial(_attempts, policy, these, place, workers or WORKERS[tiny], partial(told, name))
-            found[name] = attempts(settings, samples, out / name / "attempts"), []
-            save_attempts(out / name / "rollouts.parquet", found[name][0])
+            arm_tools = arm.tiny() if tiny else arm.tools()
+            agent_tools = policy_tools if first == "all" and (tools or (policy_tools.terse and not tiny)) else arm_tools
+            environment = Environment(backend=sandboxes, functions=functions, tools=agent_tools, limits=settings.limits)
+            run = partial(
+                _attempts, policy, arm_tasks, environment, workers or WORKERS[tiny], partial(on_attempt, name)
+            )
+            attempts_by_arm[name] = run(settings, samples, out / name / "attempts"), []
+            save_attempts(out / name / "rollouts.parquet", attempts_by_arm[name][0])
             if greedy:
-                found[name][1][:] = attempts(replace(settings, temperature=0.0), 1, out / name / "greedy")
-                save_attempts(out / name / "greedy.parquet", found[name][1])
+                attempts_by_arm[name][1][:] = run(replace(settings, temperature=0.0), 1, out / name / "greedy")
+                save_attempts(out / name / "greedy.parquet", attempts_by_arm[name][1])
     about = {"policy": policy, "samples": samples, "backend": backend, "detectable": smallest}
     planned = partial(with_plans, plans=plans, policy=planner, price=planner_price)
-    return _reported(found, settings.seed, out, about, price, planned)
+    return _reported(attempts_by_arm, settings.seed, out, about, price, planned)
 
 
 def _tiny_arms(policy: str, arms: str, fits: bool) -> dict[str, Arm]:
@@ -150,8 +151,8 @@ def _plans(planner: str, tasks: Sequence[Task], out: Path, workers: int, setting
     """Return the plans of a policy, kept in `out`. Raises ValueError for plans of another there."""
     _claim(out / "planned", {"planner": planner, "is": identity(planner), "seed": settings.seed})
     limits = equipment(planner)[1]
-    drawn = {name: getattr(settings, name) for name in ("temperature", "seed")}
-    with open_policy(planner, "", [], limits=limits, slots=workers, **drawn) as cast:
+    options = {name: getattr(settings, name) for name in ("temperature", "seed")}
+    with open_policy(planner, "", [], limits=limits, slots=workers, **options) as cast:
         plans = make_plans(tasks, cast, out / "planned" / "plans", workers, limits.seconds)
     if empty := sum(not plan.text for plan in plans):
         LOG.warning("--planner %s: %d of %d plans are empty; their tasks stay as they are", planner, empty, len(plans))
@@ -159,7 +160,7 @@ def _plans(planner: str, tasks: Sequence[Task], out: Path, workers: int, setting
 
 
 def _reported(
-    found: Mapping[str, tuple[list[Attempt], list[Attempt]]],
+    attempts_by_arm: Mapping[str, tuple[list[Attempt], list[Attempt]]],
     seed: int,
     out: Path,
     about: Mapping[str, Any],
@@ -167,13 +168,13 @@ def _reported(
     planned: Callable[[dict[str, Any]], dict[str, Any]],
 ) -> dict[str, Any]:
     """Return figures by arm, and keep them."""
-    [first, *_] = found.values()
-    ends = [done.rollout for sampled, _ in found.values() for done in sampled]
-    if empty := sum(rollout.stop == "tokens" and not rollout.turns for rollout in ends):
+    [first, *_] = attempts_by_arm.values()
+    rollouts = [attempt.rollout for sampled, _ in attempts_by_arm.values() for attempt in sampled]
+    if empty := sum(rollout.stop == "tokens" and not rollout.turns for rollout in rollouts):
         LOG.warning("%d attempts ended before a turn: raise limits.tokens, or shorten their prompts", empty)
-    report = {name: figures(sampled, greedy, seed, price) for name, (sampled, greedy) in found.items()}
+    report = {name: figures(sampled, greedy, seed, price) for name, (sampled, greedy) in attempts_by_arm.items()}
     report |= {"planned": planned(report["planned"])} if "planned" in report else {}
-    for name, (sampled, _) in found.items():
+    for name, (sampled, _) in attempts_by_arm.items():
         if sampled is not first[0] and (gain := difference(sampled, first[0], seed)):
             report[name]["gain"] = gain
     whole = {**next(iter(report.values())), **about, "package": package_digest(), "seed": seed, "arms": report}
@@ -184,31 +185,31 @@ def _reported(
 def _attempts(
     policy: str,
     tasks: Sequence[Task],
-    place: Environment,
+    environment: Environment,
     workers: int,
-    told: Callable[[Attempt], None],
+    on_attempt: Callable[[Attempt], None],
     settings: BenchSettings,
     samples: int,
     keep: Path,
 ) -> list[Attempt]:
     """Return `samples` attempts at each task, in their order."""
-    held = dict[int, Attempt]()
-    with _turn_policies(policy, tasks, samples, place, settings, workers) as cast:
-        for number, done in attempt_all(tasks, samples, place, cast, keep, workers):
-            held[number] = done
-            told(done)
-    return [held[number] for number in sorted(held)]
+    attempts = dict[int, Attempt]()
+    with _turn_policies(policy, tasks, samples, environment, settings, workers) as cast:
+        for number, attempt in attempt_all(tasks, samples, environment, cast, keep, workers):
+            attempts[number] = attempt
+            on_attempt(attempt)
+    return [attempts[number] for number in sorted(attempts)]
 
 
 @contextmanager
 def _turn_policies(
-    policy: str, tasks: Sequence[Task], samples: int, place: Environment, settings: BenchSettings, workers: int
+    policy: str, tasks: Sequence[Task], samples: int, environment: Environment, settings: BenchSettings, workers: int
 ) -> Iterator[Cast]:
     """Open a policy for attempts. Scripts for the tools of tiny models count tokens, with a tokenizer trained on the tasks."""
     kind, script = parse_policy(policy)
-    if kind != "scripted" or not place.tools.terse or script.endswith(".json"):
-        drawn = {name: getattr(settings, name) for name in ("limits", "summary", "temperature", "seed")}
-        with open_policy(policy, system_text(WORKSPACE), place.tools.schemas, slots=workers, **drawn) as cast:
+    if kind != "scripted" or not environment.tools.terse or script.endswith(".json"):
+        options = {name: getattr(settings, name) for name in ("limits", "summary", "temperature", "seed")}
+        with open_policy(policy, system_text(WORKSPACE), environment.tools.schemas, slots=workers, **options) as cast:
             yield cast
         return
     from composer_nb.trainer.models.tokenizer import train_tokenizer
@@ -218,7 +219,7 @@ def _turn_policies(
         return TINY_SCRIPTS[script](task, Random(f"{script} {settings.seed} {task.id} {sample}"))
 
     texts = [f"{task.instruction}\n{text}" for task in tasks for text in task.files.values()]
-    renderer = CompactRenderer(train_tokenizer(texts, 1024), place.tools.schemas)
+    renderer = CompactRenderer(train_tokenizer(texts, 1024), environment.tools.schemas)
     with Shared(ScriptedPolicy(renderer, play)) as shared:
         yield lambda task, rollout: TokenTurnPolicy(renderer, rollout, settings.limits, shared.ask, shared.release)
 
@@ -236,7 +237,7 @@ def new_folder(under: Path, name: str) -> Path:
     """Return a path below `under`, with the time in its name, that does not exist yet."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     names = (f"{name}-{stamp}{end}" for end in ("", *(f"-{number}" for number in range(2, 1000))))
-    return next(under / each for each in names if not (under / each).exists())
+    return next(under / folder for folder in names if not (under / folder).exists())
 
 
 def run_agent(
@@ -269,16 +270,16 @@ def run_agent(
     if image and backend != "docker":
         raise ValueError(f"--image {image}: the backend {backend} has no images; use --backend docker")
     require_git()
-    source, held = checkout.read_checkout(root), given_packages(packages)
+    source, extras = checkout.read_checkout(root), given_packages(packages)
     if out.exists():
         raise FileExistsError(f"{out}: exists already; give --out a new folder")
     tools, usual = equipment(policy)
     limits = limits or usual
-    with open_backend(backend) as made, open_session(source, tools, made, image, held) as (session, system):
+    with open_backend(backend) as opened, open_session(source, tools, opened, image, extras) as (session, system):
         with open_policy(policy, system, tools.schemas, limits=limits, temperature=temperature, slots=1) as cast:
             turn_policy = cast(None, 0)
             try:
-                done = converse(instruction, turn_policy, tools, session, limits, told)
+                conversation = converse(instruction, turn_policy, tools, session, limits, told)
             finally:
                 segments = turn_policy.close()
         changes, others, lost = dict[str, Blob | None](), frozenset[str](), ""
@@ -286,6 +287,6 @@ def run_agent(
             changes, others = checkout.changed(source, *carry_back(session.sandbox))
         except (SandboxDied, SandboxFailure, OSError) as error:  # the conversation is kept all the same
             lost = str(error)
-    work = Work(path=out, source=source, conversation=done, changes=changes, others=others, lost=lost)
+    work = Work(path=out, source=source, conversation=conversation, changes=changes, others=others, lost=lost)
     keep(work, instruction, segments, policy)
     return work

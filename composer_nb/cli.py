@@ -39,11 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     from composer_nb.harness.untrusted import visible_lines
 
-    given = parser().parse_args(arguments)
+    args = parser().parse_args(arguments)
     # A record may quote a foreign run.
-    print_lines("stdout" if given.lines and not getattr(given, "json", False) else "stderr", shown=visible_lines)
+    print_lines("stdout" if args.lines and not getattr(args, "json", False) else "stderr", render=visible_lines)
     try:
-        return int(COMMANDS[given.command].run(given))
+        return int(COMMANDS[args.command].run(args))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -87,10 +87,10 @@ def improve(
     """
     if out.exists():
         raise ValueError(f"--out {out}: is there already; each update has a folder of its own")
-    began, tasks, known = time.monotonic(), load_tasks(gate), trained_with(start)
-    own = hashlib.sha256(repr([task.model_dump_json() for task in tasks]).encode()).hexdigest()
-    first = first_of(start, own)
-    judged = [told for run in records for told in conversations(run) if told[1].grade.known]
+    began, tasks, training = time.monotonic(), load_tasks(gate), trained_with(start)
+    gate_digest = hashlib.sha256(repr([task.model_dump_json() for task in tasks]).encode()).hexdigest()
+    first = first_of(start, gate_digest)
+    judged = [session for run in records for session in conversations(run) if session[1].grade.known]
     if len(judged) < 2:
         raise ValueError(
             f"{', '.join(map(str, records))}: {len(judged)} rollouts with a verdict; an update compares at least two"
@@ -99,31 +99,31 @@ def improve(
         Publisher(store, owner=OWNER).close()
     model = load_pretrained(start)
     replay = settings.replay if model.config.moe_layers else NO_REPLAY
-    plain = [told for told in judged if not any(turn.sampling for turn in told[1].rollout.turns)]
-    fresh = [told for told in plain if gap(model, told[1], replay) <= STALE]
+    plain = [session for session in judged if not any(turn.sampling for turn in session[1].rollout.turns)]
+    fresh = [session for session in plain if gap(model, session[1], replay) <= STALE]
     if len(fresh) < 2:
         fit = f"{len(fresh)} of {len(plain)} have its log-probabilities"
-        others = {turn.sampling for _, done in judged for turn in done.rollout.turns if turn.sampling}
+        others = {turn.sampling for _, attempt in judged for turn in attempt.rollout.turns if turn.sampling}
         left = f"; {len(judged) - len(plain)} were drawn otherwise ({'; '.join(sorted(others)[:3])})" if others else ""
         raise ValueError(f"--model {start}: did not sample these rollouts at temperature 1; {fit}{left}")
     groups = score_groups(grouped(fresh), settings.reward, settings.loss)
     LOG.info(f"scoring {start} on {len(tasks)} tasks")
-    before = attempts_of(model, known, start, tasks, samples, settings)
-    trained = learn(model, groups, settings, replay)
+    before = attempts_of(model, training, start, tasks, samples, settings)
+    train_metrics = learn(model, groups, settings, replay)
     save_pretrained(model, out / "candidate", dtype=torch.bfloat16)
     LOG.info(f"scoring {out / 'candidate'}")
-    after = attempts_of(model, known, start, tasks, samples, settings)
-    found = {"tasks": own, **judge(before, after, first)}
-    version = publish(store, model) if store and not found["stopped"] else None
-    if not found["stopped"]:
+    after = attempts_of(model, training, start, tasks, samples, settings)
+    gate_result = {"tasks": gate_digest, **judge(before, after, first)}
+    version = publish(store, model) if store and not gate_result["stopped"] else None
+    if not gate_result["stopped"]:
         (out / "weights").symlink_to("candidate")
     report = {
         "rollouts": {"judged": len(judged), "stale": len(plain) - len(fresh), "trained": len(fresh)}
         | {"drawn_otherwise": len(judged) - len(plain)},
-        "reward": float(np.mean([float(each.reward.total or 0.0) for group in groups for each in group])),
-        "invalid_call_rate": behaviour([done for _, done in fresh])["invalid_call_rate"],
-        "train": trained,
-        "gate": found,
+        "reward": float(np.mean([float(scored.reward.total or 0.0) for group in groups for scored in group])),
+        "invalid_call_rate": behaviour([attempt for _, attempt in fresh])["invalid_call_rate"],
+        "train": train_metrics,
+        "gate": gate_result,
         "version": version,
         "seconds": time.monotonic() - began,
     }
@@ -131,40 +131,40 @@ def improve(
     return report
 
 
-def gap(model: Model, done: Attempt, replay: ReplaySettings) -> float:
+def gap(model: Model, attempt: Attempt, replay: ReplaySettings) -> float:
     """Return the mean difference between the recorded log-probabilities of a rollout's sampled tokens and the model's; infinite
     without tokens."""
     parts = []
-    for stream in to_streams(Scored(attempt=done, reward=None, advantage=0.0)):  # type: ignore[arg-type]
+    for stream in to_streams(Scored(attempt=attempt, reward=None, advantage=0.0)):  # type: ignore[arg-type]
         batch = flatten([stream], replay)
         with torch.no_grad():
             logprob_S, _ = score(model, batch, batch.recorded)
         parts.append((logprob_S - batch.sampled_S).abs())
-    found = torch.cat(parts) if parts else torch.zeros(0)
-    return float(found.mean()) if len(found) else float("inf")
+    gaps = torch.cat(parts) if parts else torch.zeros(0)
+    return float(gaps.mean()) if len(gaps) else float("inf")
 
 
 def conversations(run: Path) -> list[tuple[str, Attempt]]:
     """Return the served rollouts of a run, each with the name of its conversation, which may have been stored in several parts. A
     conversation whose verdict named no task is a task of its own, also beside other runs."""
-    found = []
-    for stored, done in served(run).items():
+    rollouts = []
+    for stored, attempt in served(run).items():
         name = re.sub(r"\+\d+$", "", stored)
-        own = f"{run.resolve()}/{name}"
-        if done.task.id in (name, stored):
-            done = replace(done, task=done.task.model_copy(update={"id": own}))
-        found.append((own, done))
-    return found
+        run_name = f"{run.resolve()}/{name}"
+        if attempt.task.id in (name, stored):
+            attempt = replace(attempt, task=attempt.task.model_copy(update={"id": run_name}))
+        rollouts.append((run_name, attempt))
+    return rollouts
 
 
 def grouped(judged: Sequence[tuple[str, Attempt]]) -> list[list[Attempt]]:
     """Return the rollouts of each task that several conversations had, and all others together."""
     by_task: dict[str, list[tuple[str, Attempt]]] = {}
-    for name, done in judged:
-        by_task.setdefault(done.task.id, []).append((name, done))
-    several = [len({name for name, _ in each}) > 1 for each in by_task.values()]
-    groups = [[done for _, done in each] for each in by_task.values()]
-    alone = [done for group, many in zip(groups, several, strict=True) if not many for done in group]
+    for name, attempt in judged:
+        by_task.setdefault(attempt.task.id, []).append((name, attempt))
+    several = [len({name for name, _ in members}) > 1 for members in by_task.values()]
+    groups = [[attempt for _, attempt in members] for members in by_task.values()]
+    alone = [attempt for group, many in zip(groups, several, strict=True) if not many for attempt in group]
     return [*(group for group, many in zip(groups, several, strict=True) if many), *([alone] if alone else ())]
 
 
@@ -187,12 +187,12 @@ def learn(model: Model, groups: list[list[Scored]], settings: Settings, replay: 
 
 
 def attempts_of(
-    model: Model, known: Carried, path: Path, tasks: Sequence[Task], samples: int, settings: Settings
+    model: Model, setup: Carried, path: Path, tasks: Sequence[Task], samples: int, settings: Settings
 ) -> list[Attempt]:
     """Return attempts at the tasks, in the environment that the checkpoint in `path` was trained in, drawn by the seed."""
-    env = EnvSettings(tools=known.tools, renderer=known.renderer, summary=known.summary, backend=settings.env.backend)
+    env = EnvSettings(tools=setup.tools, renderer=setup.renderer, summary=setup.summary, backend=settings.env.backend)
     with Sandboxes(env.backend) as sandboxes:
-        agent = make_agent(env, load_tokenizer(path, needed=()), known.limits or LIMITS, sandboxes)
+        agent = make_agent(env, load_tokenizer(path, needed=()), setup.limits or LIMITS, sandboxes)
         engine = Engine(
             model, stop=agent.renderer.stop, slots=settings.slots, max_length=agent.limits.tokens, seed=settings.seed
         )
@@ -202,14 +202,14 @@ def attempts_of(
 def first_of(start: Path, gate: str) -> dict[str, Any]:
     """Return the gate's figures of the checkpoint with which the updates that led to `start` began; empty if it is no update, or
     passed a gate of other tasks. Raises ValueError for a damaged report."""
-    made = start.resolve().parent / REPORT
+    report_file = start.resolve().parent / REPORT
     try:
-        found: dict[str, Any] = json.loads(made.read_text())["gate"] if made.is_file() else {}
+        gate_result: dict[str, Any] = json.loads(report_file.read_text())["gate"] if report_file.is_file() else {}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{made}: is no report of an update ({error!r:.200}); move it, or the weights beside it"
+            f"{report_file}: is no report of an update ({error!r:.200}); move it, or the weights beside it"
         ) from None
-    return found.get("first") or {} if found.get("tasks") == gate else {}
+    return gate_result.get("first") or {} if gate_result.get("tasks") == gate else {}
 
 
 def judge(before: Sequence[Attempt], after: Sequence[Attempt], first: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -217,12 +217,12 @@ def judge(before: Sequence[Attempt], after: Sequence[Attempt], first: dict[str, 
 
     `first`: figures of the checkpoint with which a chain of updates began. Losses that pass one by one are stopped when they add
     up."""
-    found = difference(after, before)
-    if not found:
+    gain_interval = difference(after, before)
+    if not gain_interval:
         stopped = "no task of the gate has a grade before and after"
         return {"first": first, "before": None, "after": None, "gain": None, "ci95": None, "stopped": stopped}
-    gain, low, high = found
-    old, new = (_figures([done for done in attempts if done.grade.known]) for attempts in (before, after))
+    gain, low, high = gain_interval
+    old, new = (_figures([attempt for attempt in attempts if attempt.grade.known]) for attempts in (before, after))
     stopped = ""
     if high < 0 or gain < -MOST_LOST:
         stopped = f"pass@1 falls by {-gain:.3f} ({-high:.3f} to {-low:.3f})"
@@ -235,10 +235,10 @@ def judge(before: Sequence[Attempt], after: Sequence[Attempt], first: dict[str, 
 
 def _figures(attempts: Sequence[Attempt]) -> dict[str, Any]:
     rates = behaviour(attempts)
-    by_task = scores(attempts, lambda done: done.task.id).values()
+    by_task = scores(attempts, lambda attempt: attempt.task.id).values()
     return {
-        "pass_at_1": float(np.mean([np.mean(each) for each in by_task])),
-        "edits": float(np.mean([Course.of(done.rollout.turns).edited for done in attempts])),
+        "pass_at_1": float(np.mean([np.mean(rewards) for rewards in by_task])),
+        "edits": float(np.mean([Course.of(attempt.rollout.turns).edited for attempt in attempts])),
         **{name: rates[name] for name in ("invalid_call_rate", "sampled_per_task")},
     }
 

@@ -77,8 +77,8 @@ def known_training(policy: str) -> Carried | None:
 def equipment(policy: str) -> tuple[ToolSet, Limits]:
     """Return the tools and limits of a policy in the product: those that its checkpoint was trained with (`known_training`), else
     the product's."""
-    known = known_training(policy)
-    return tools_for(known.tools if known else "cursor"), (known and known.limits) or LIMITS
+    training = known_training(policy)
+    return tools_for(training.tools if training else "cursor"), (training and training.limits) or LIMITS
 
 
 @contextmanager
@@ -151,9 +151,9 @@ def open_endpoint(name: str, temperature: float = 1.0, within_s: float = LISTED_
 def served_with(name: str) -> Carried | None:
     """Return what the model behind `URL[#MODEL]` was trained with, if its server says so, as ours does. Raises like
     `open_endpoint`."""
-    told = _listed(name)[1].get("trained_with")
+    training = _listed(name)[1].get("trained_with")
     try:
-        return read_carried(json.dumps(told)) if told else None
+        return read_carried(json.dumps(training)) if training else None
     except ValueError as error:
         raise ValueError(f"--policy openai:{name}: what its server says of its training is damaged ({error})") from None
 

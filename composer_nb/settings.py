@@ -338,10 +338,10 @@ class Settings:
 
     def require_used(self) -> None:
         """Raise ValueError for a changed setting that a class in `env.tasks` replaces, so that it would have no effect."""
-        own, names = self.env.own, list[str]()
-        if hasattr(own, "reward"):
+        environment, names = self.env.own, list[str]()
+        if hasattr(environment, "reward"):
             names += [f"reward.{name}" for name in changed(RewardSettings(), self.reward)]
-        if hasattr(own, "tools") and self.env.tools != EnvSettings().tools:
+        if hasattr(environment, "tools") and self.env.tools != EnvSettings().tools:
             names.append("env.tools")
         if names:
             part = "tools" if names[0] == "env.tools" else "a reward"
@@ -409,23 +409,23 @@ def override(settings: Tree, values: Mapping[str, Any]) -> Tree:
     An int may stand for a float. Text from a command line may stand for a number, a Boolean or a dictionary. Raises ValueError,
     which names all such settings, for unknown names, wrong types and values out of range.
     """
-    known = types_of(settings)
-    found: dict[str, Any] = {}
+    types = types_of(settings)
+    replacements: dict[str, Any] = {}
     problems: list[str] = []
     for name, value in values.items():
-        if name in known:
+        if name in types:
             try:
-                found[name] = typed(value, known[name], name)
+                replacements[name] = typed(value, types[name], name)
             except ValueError as error:
                 problems.append(str(error))
-        elif inner := [each for each in known if each.startswith(f"{name}.")]:
+        elif inner := [member for member in types if member.startswith(f"{name}.")]:
             problems.append(f"{name} is a group of settings; name one of {', '.join(inner)}")
         else:
-            near = [each for each in difflib.get_close_matches(name, known) if reads(known[each], value)]
+            near = [candidate for candidate in difflib.get_close_matches(name, types) if reads(types[candidate], value)]
             problems.append(f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     if problems:
         raise ValueError(". ".join(problems))
-    return _replaced(settings, found)
+    return _replaced(settings, replacements)
 
 
 def changed(first: Tree, second: Tree) -> dict[str, Any]:

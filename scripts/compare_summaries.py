@@ -218,9 +218,9 @@ def study(seed: int, arm: str, folder: Path, size: Size) -> None:
         model = load_pretrained(file)
         if kind := ARMS[arm]:
             model = reinforced(model, kind, seed, size, sandboxes)
-        found = scored(model, size, sandboxes, seed, cuts=kind is None)
+        scores = scored(model, size, sandboxes, seed, cuts=kind is None)
     write_json(
-        folder / f"{arm} {seed}.json", {"ways": found, "seconds": time.process_time() - begun, "size": asdict(size)}
+        folder / f"{arm} {seed}.json", {"ways": scores, "seconds": time.process_time() - begun, "size": asdict(size)}
     )
 
 

@@ -40,39 +40,30 @@ ROW = "yield.json"
 def measure(folder: Path, out: Path, limit: int, seconds: float) -> dict[str, Any]:
     """Return a repository's row. After `seconds` its command is interrupted, which keeps what it has made."""
     began = time.monotonic()
-    command = [
-        sys.executable,
-        "-m",
-        "composer_nb.cli",
-        "tasks",
-        "make",
-        str(folder),
-        "--out",
-        str(out),
-        "--limit",
-        str(limit),
-    ]
+    command = [sys.executable, "-m", "composer_nb.cli", "tasks", "make"]
+    command += [str(folder), "--out", str(out), "--limit", str(limit)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         try:
-            _, said = process.communicate(timeout=seconds)
+            _, output = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
-            _, said = process.communicate()
+            _, output = process.communicate()
     spent = time.monotonic() - began
     row: dict[str, Any] = {"name": folder.name, "seconds": round(spent), "load": round(os.getloadavg()[0], 1)}
     if not (out / SUMMARY).exists():
-        last = [line for line in said.splitlines() if line.strip()][-1:]
+        last = [line for line in output.splitlines() if line.strip()][-1:]
         return row | {
             "why": f"stopped while {last[0] if last else 'starting'}" if spent > seconds else (last or [""])[0][:300]
         }
-    made = json.loads((out / SUMMARY).read_text())
+    summary = json.loads((out / SUMMARY).read_text())
     verdicts = Counter[str]()
-    for kind in made["kinds"]:
+    for kind in summary["kinds"]:
         verdicts.update(kind["verdicts"])
-    kept = verdicts.pop("kept", 0)
-    guards = Counter(each["by"] for each in made["guards"].values())
+    accepted = verdicts.pop("kept", 0)
+    guards = Counter(guard["by"] for guard in summary["guards"].values())
     return row | {
-        "tests": made["tests"], "left out": sum(made["left_out"].values()), "tried": kept + verdicts.total(), "kept": kept,
+        "tests": summary["tests"], "left out": sum(summary["left_out"].values()),
+        "tried": accepted + verdicts.total(), "kept": accepted,
         **{by: guards[by] for by in ("calls", "twins", "none")},
         "why": ", ".join(f"{count} {why}" for why, count in verdicts.most_common()) + ("; stopped" if spent > seconds else ""),
     }  # fmt: skip
@@ -99,7 +90,7 @@ def gold(out: Path, count: int) -> dict[str, Any]:
             seconds.setdefault(guard_of(task).by, []).append(grade.cost["wall_s"])
             if not grade.passed or grade.flags:
                 refused.append(f"{task.id}: {grade.status} {grade.flags} {grade.failed}")
-    medians = {by: [len(some), round(median(some), 3)] for by, some in seconds.items()}
+    medians = {by: [len(durations), round(median(durations), 3)] for by, durations in seconds.items()}
     return {
         "accepted": count - len(refused),
         "of": count,
@@ -121,11 +112,11 @@ def main() -> None:
         print(json.dumps(gold(args.out, args.gold)))
         return
     for folder in args.folders:
-        place = args.out / folder.name / ROW
-        if not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(json.dumps(measure(folder, place.parent, args.limit, args.seconds)))
-        print(place.read_text(), flush=True)
+        row_file = args.out / folder.name / ROW
+        if not row_file.exists():
+            row_file.parent.mkdir(parents=True, exist_ok=True)
+            row_file.write_text(json.dumps(measure(folder, row_file.parent, args.limit, args.seconds)))
+        print(row_file.read_text(), flush=True)
     print(table([json.loads(path.read_text()) for path in sorted(args.out.glob(f"*/{ROW}"))]))
 
 

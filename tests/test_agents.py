@@ -263,7 +263,12 @@ def test_a_bad_script_is_named(tmp_path: Path, text: str) -> None:
 def test_arms_of_the_bench(tasks: list[Task], tmp_path: Path) -> None:
     heard: list[str] = []
     report = evaluate(
-        "scripted:expert", tasks, tmp_path / "out", samples=2, arms="every", told=lambda arm, done: heard.append(arm)
+        "scripted:expert",
+        tasks,
+        tmp_path / "out",
+        samples=2,
+        arms="every",
+        on_attempt=lambda arm, done: heard.append(arm),
     )
     assert heard == [arm for arm in ARMS for _ in range(4)] and list(report["arms"]) == list(ARMS)
     whole, bash = report["arms"]["all"], report["arms"]["bash"]
@@ -277,7 +282,7 @@ def test_arms_of_the_bench(tasks: list[Task], tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out/report.json").read_text()) == report
     assert pq.read_table(tmp_path / "out/all/rollouts.parquet").num_rows == 4
     heard.clear()
-    evaluate("scripted:expert", tasks, tmp_path / "out", samples=2, told=lambda arm, done: heard.append(arm))
+    evaluate("scripted:expert", tasks, tmp_path / "out", samples=2, on_attempt=lambda arm, done: heard.append(arm))
     assert len(heard) == 4
     with pytest.raises(ValueError, match="holds rollouts of another policy"):
         evaluate("scripted:lazy", tasks, tmp_path / "out", samples=2)

@@ -358,7 +358,7 @@ def test_no_text_of_a_foreign_run_reaches_the_terminal(
 
 
 def test_what_is_logged_and_printed_is_escaped(capsys: Any) -> None:
-    print_lines("stdout", shown=visible_lines)
+    print_lines("stdout", render=visible_lines)
     logging.getLogger("composer_nb.somewhere").info("a %s", HOSTILE)
     given = argparse.Namespace(json=False)
     for shown in (f"b {HOSTILE}", Table(f"c {HOSTILE}", title=f"d {HOSTILE}")):

@@ -233,15 +233,15 @@ def _described(cell: NotebookNode, name: str, message: str) -> str:
     traceback = "\n".join(line for output in cell.get("outputs", []) for line in output.get("traceback", []))
     numbers = re.findall(rf"Cell In\[{cell.execution_count}\], line (\d+)", ESCAPES.sub("", traceback))
     lines = cell.source.split("\n")
-    place, code = f"cell [{cell.execution_count}]", ""
+    location, code = f"cell [{cell.execution_count}]", ""
     if numbers and int(numbers[-1]) <= len(lines):
-        place, code = f"{place}, line {numbers[-1]}", visible(lines[int(numbers[-1]) - 1].strip())[:100]
+        location, code = f"{location}, line {numbers[-1]}", visible(lines[int(numbers[-1]) - 1].strip())[:100]
     message = message.strip() or "no message"
     if name == "SystemExit":  # has no traceback
         message += ", which ends the notebook before its last cell"
     elif name == "AssertionError" and message == "no message" and code:
         message = f"`{code}` does not hold"
-    return f"{name}: {first_line(message)}, in {place}" + (f": `{code}`" if code and code not in message else "")
+    return f"{name}: {first_line(message)}, in {location}" + (f": `{code}`" if code and code not in message else "")
 
 
 def first_line(text: object) -> str:

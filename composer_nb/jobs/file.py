@@ -244,13 +244,13 @@ def _read(path: Path) -> JobFile:
         return JobFile.model_validate(_yaml(path.read_text(encoding="utf-8")))
     except pydantic.ValidationError as error:
         problems = _Problems()
-        for each in error.errors():
-            place = [str(part) for part in each["loc"]]
-            model = NodeFile if len(place) > 1 else JobFile
-            unknown = each["type"] == "extra_forbidden"
-            text = f"unknown; {nearest(place[-1], model.model_fields)}" if unknown else each["msg"]
+        for problem in error.errors():
+            keys = [str(part) for part in problem["loc"]]
+            model = NodeFile if len(keys) > 1 else JobFile
+            unknown = problem["type"] == "extra_forbidden"
+            text = f"unknown; {nearest(keys[-1], model.model_fields)}" if unknown else problem["msg"]
             with problems.noted():
-                raise ValueError(f"{path}: {'.'.join(place) or 'the file'}: {text}") from None
+                raise ValueError(f"{path}: {'.'.join(keys) or 'the file'}: {text}") from None
         problems.raise_all()
         raise
     except ValueError as error:
@@ -346,23 +346,23 @@ def _label(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _check(path: Path, node: Node, name: str, value: Any, known: Mapping[str, type], written: JobFile) -> None:
+def _check(path: Path, node: Node, name: str, value: Any, types: Mapping[str, type], written: JobFile) -> None:
     """Check a parameter: its name, references and type. The type of a reference's value is checked when it is known."""
-    if name not in known:
-        raise ValueError(f"{node.notebook.name} has no parameter {name!r}; {nearest(name, known)}")
+    if name not in types:
+        raise ValueError(f"{node.notebook.name} has no parameter {name!r}; {nearest(name, types)}")
     if "${" in REFERENCE.sub("", json.dumps(value)):
         raise ValueError(f"{path}: {node.name}.{name}={value!r}: a reference is written ${{node.output}}")
     for source, output in references(value):
         if source != JOB and source not in written.nodes:
             raise ValueError(f"{path}: {node.name}.{name}: no node {source!r}; {nearest(source, written.nodes)}")
-        own = source in (JOB, node.family)  # of itself a node knows only where it is
-        outputs = {DIR: "", **({} if own else written.nodes[source].outputs)}
+        is_own = source in (JOB, node.family)  # of itself a node knows only where it is
+        outputs = {DIR: "", **({} if is_own else written.nodes[source].outputs)}
         if output not in outputs:
             raise ValueError(f"{path}: {node.name}: {source} has no output {output!r}; {nearest(output, outputs)}")
     if not list(references(value)):
         check_parameters(node.notebook, {name: value})
     elif isinstance(value, str) and not REFERENCE.fullmatch(value):
-        check_type(node.notebook.name, name, value, known[name])
+        check_type(node.notebook.name, name, value, types[name])
 
 
 def _ordered(path: Path, nodes: Mapping[str, Node], families: Mapping[str, list[Node]]) -> dict[str, Node]:

@@ -28,18 +28,18 @@ def policy_gradient(
         raise ValueError("loss.beta is above 0: this gradient is that of the advantages alone")
     if replay.recorded:
         require_routes(streams, model.config, replay)
-    made = copy.deepcopy(model).requires_grad_()
-    weights = list(made.parameters())
+    policy = copy.deepcopy(model).requires_grad_()
+    weights = list(policy.parameters())
     tokens = max(1.0, float(sum(int(stream.acted[1:].sum()) for stream in streams)))
     total = torch.zeros(sum(weight.numel() for weight in weights))
     metrics: Counter[str] = Counter()
     for chunk in microbatches(streams, budget, settings.together):
         batch = flatten(chunk, replay)
-        logprob_S, _ = score(made, batch, batch.recorded)
+        logprob_S, _ = score(policy, batch, batch.recorded)
         sampled = logprob_S, batch.sampled_S, batch.advantage_S, batch.rollout_S
-        loss, found = policy_loss(*sampled, settings, tokens, batch.length_S)
+        loss, chunk_metrics = policy_loss(*sampled, settings, tokens, batch.length_S)
         total += flat_gradient(loss, weights)
-        metrics.update(found)
+        metrics.update(chunk_metrics)
     return total, dict(metrics)
 
 

@@ -1,10 +1,10 @@
 """The subcommands of `composer-nb`. Each is one function, declared together with its arguments.
 
     @command("report", RUN, JSON)
-    def report(given: argparse.Namespace) -> int:
+    def report(args: argparse.Namespace) -> int:
         'Summarize a run.'
-        found = build_report(open_run(given.path))
-        return emit(given, found, lambda: table(found))
+        summary = build_report(open_run(args.path))
+        return emit(args, summary, lambda: table(summary))
 
 The first line of the docstring is the help text. A command returns the exit status. It raises ValueError and the like for errors
 that the user can fix, which `cli.main` prints as one line. Heavy imports are inside the functions, so that `composer-nb --help`
@@ -94,9 +94,9 @@ def overrides(pairs: Sequence[str]) -> dict[str, str]:
     return values
 
 
-def pick(given: argparse.Namespace, *names: str) -> dict[str, Any]:
+def pick(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Return some of the arguments by name, to pass them on."""
-    return {name: getattr(given, name) for name in names}
+    return {name: getattr(args, name) for name in names}
 
 
 def console() -> Console:
@@ -117,21 +117,21 @@ def console() -> Console:
 
     class Escaping(RenderHook):
         def process_renderables(self, renderables: list[Any]) -> list[Any]:
-            return [Shown(each) for each in renderables]
+            return [Shown(renderable) for renderable in renderables]
 
-    made = Console(highlight=False)
-    made = made if made.is_terminal else Console(highlight=False, width=130)
-    made.push_render_hook(Escaping())
-    return made
+    terminal = Console(highlight=False)
+    terminal = terminal if terminal.is_terminal else Console(highlight=False, width=130)
+    terminal.push_render_hook(Escaping())
+    return terminal
 
 
-def emit(given: argparse.Namespace, found: Any, shown: Callable[[], Any], status: int = 0) -> int:
-    """Print a result as JSON with --json, else the return value of `shown`, escaped as by `console`. Return `status`."""
+def emit(args: argparse.Namespace, result: Any, render: Callable[[], Any], status: int = 0) -> int:
+    """Print a result as JSON with --json, else the return value of `render`, escaped as by `console`. Return `status`."""
     from composer_nb.harness.untrusted import visible_lines
 
-    if given.json:
-        print(json.dumps(found, indent=2))
-    elif isinstance(text := shown(), str):
+    if args.json:
+        print(json.dumps(result, indent=2))
+    elif isinstance(text := render(), str):
         print(visible_lines(text))
     else:
         console().print(text)

@@ -49,7 +49,7 @@ KEY = "An endpoint gets the key in the environment variable OPENAI_API_KEY, if t
     JSON,
     epilog=f"{KEY} --set limits.turns=12, temperature=0.5 or seed=1, and the like.",
 )
-def evaluate(given: argparse.Namespace) -> int:
+def evaluate(args: argparse.Namespace) -> int:
     """Score a policy on tasks."""
     from rich.console import Console, Group
 
@@ -64,51 +64,50 @@ def evaluate(given: argparse.Namespace) -> int:
     from composer_nb.labs.suites import judged, make_suite
     from composer_nb.policies import open_endpoint
 
-    if given.samples < 1 or given.workers < 0:
-        raise ValueError(f"--samples {given.samples} --workers {given.workers}: at least 1 and 0 are needed")
-    if str(given.tasks).startswith(KINDS):
-        if given.judge:
-            raise ValueError(f"--judge {given.judge}: {given.tasks} keeps no rollouts that a rubric could judge")
-        return _evaluate_foreign(given)
-    if bool(given.tasks) == bool(given.suite):
+    if args.samples < 1 or args.workers < 0:
+        raise ValueError(f"--samples {args.samples} --workers {args.workers}: at least 1 and 0 are needed")
+    if str(args.tasks).startswith(KINDS):
+        if args.judge:
+            raise ValueError(f"--judge {args.judge}: {args.tasks} keeps no rollouts that a rubric could judge")
+        return _evaluate_foreign(args)
+    if bool(args.tasks) == bool(args.suite):
         raise ValueError("eval: give either --tasks PATH or --suite NAME")
-    own = None
-    if given.suite:
+    environment = None
+    if args.suite:
         with SandboxExecutor() as boxes:
-            tasks = make_suite(given.suite, CachedExecutor(boxes))
+            tasks = make_suite(args.suite, CachedExecutor(boxes))
     else:
-        tasks, own = load_environment(str(given.tasks))
-    judge, tables = open_endpoint(given.judge.removeprefix("openai:"), 0.0) if given.judge else None, []
-    settings = bench_settings(given.policy, tasks, overrides(given.set))
-    out = given.out or new_folder(Path("runs"), "eval")
-    progress = bench_progress(len(tasks) * (given.samples + given.greedy), Console(stderr=True))
-    done: dict[str, list[Attempt]] = {}
+        tasks, environment = load_environment(str(args.tasks))
+    endpoint, tables = open_endpoint(args.judge.removeprefix("openai:"), 0.0) if args.judge else None, []
+    settings = bench_settings(args.policy, tasks, overrides(args.set))
+    out = args.out or new_folder(Path("runs"), "eval")
+    progress = bench_progress(len(tasks) * (args.samples + args.greedy), Console(stderr=True))
+    attempts_by_arm: dict[str, list[Attempt]] = {}
 
-    def told(arm: str, attempt: Attempt) -> None:
+    def on_attempt(arm: str, attempt: Attempt) -> None:
         progress(arm, attempt)
-        done.setdefault(arm, []).append(attempt)
+        attempts_by_arm.setdefault(arm, []).append(attempt)
 
-    options = pick(given, "samples", "greedy", "arms", "backend", "workers", "planner")
-    options |= {"price": _price(given.price), "planner_price": _price(given.planner_price)}
-    options["tools"] = getattr(own, "tools", None)
-    found = evaluate(given.policy, tasks, out, settings=settings, told=told, **options)
-    became = ""
-    if given.suite:
-        for arm, attempts in done.items():
-            found["arms"][arm]["suite"] = row = judged(attempts, settings.seed)
-            became += (
-                f"\n{given.suite}, {arm}: {row['passed']} passed {row['ci95']}; {row['became']}, {row['lost']} lost"
-            )
-    if judge:
-        for arm, attempts in done.items():
-            kept = RubricJudge(endpoint=judge, folder=out / "judged", within_s=300.0, answer_tokens=4096)
-            sampled = attempts[: len(tasks) * given.samples]  # greedy ones come last
-            found["arms"][arm]["rubrics"] = rubric_levels(kept, sampled)
-        tables.append(_rubric_table(found["arms"]))
-    if given.suite or judge:
-        write_json(out / "report.json", found)
-    emit(given, found, lambda: Group(bench_table(found), *tables, f"{became}\nkept: {out}"))
-    require_attempts(found, out)
+    options = pick(args, "samples", "greedy", "arms", "backend", "workers", "planner")
+    options |= {"price": _price(args.price), "planner_price": _price(args.planner_price)}
+    options["tools"] = getattr(environment, "tools", None)
+    report = evaluate(args.policy, tasks, out, settings=settings, on_attempt=on_attempt, **options)
+    suite_lines = ""
+    if args.suite:
+        for arm, attempts in attempts_by_arm.items():
+            report["arms"][arm]["suite"] = row = judged(attempts, settings.seed)
+            suite_lines += f"\n{args.suite}, {arm}: {row['passed']} passed {row['ci95']}"
+            suite_lines += f"; {row['became']}, {row['lost']} lost"
+    if endpoint:
+        for arm, attempts in attempts_by_arm.items():
+            rubrics = RubricJudge(endpoint=endpoint, folder=out / "judged", within_s=300.0, answer_tokens=4096)
+            sampled_attempts = attempts[: len(tasks) * args.samples]  # greedy ones come last
+            report["arms"][arm]["rubrics"] = rubric_levels(rubrics, sampled_attempts)
+        tables.append(_rubric_table(report["arms"]))
+    if args.suite or endpoint:
+        write_json(out / "report.json", report)
+    emit(args, report, lambda: Group(bench_table(report), *tables, f"{suite_lines}\nkept: {out}"))
+    require_attempts(report, out)
     return 0
 
 
@@ -125,16 +124,16 @@ def _rubric_table(arms: Mapping[str, Any]) -> Table:
     return text_table(rows, ("tools", "pass@1", *names, "no verdict"))
 
 
-def _evaluate_foreign(given: argparse.Namespace) -> int:
+def _evaluate_foreign(args: argparse.Namespace) -> int:
     from composer_nb.foreign import ForeignSettings, evaluate_foreign
     from composer_nb.harness.product.arms import LOST, TooManyLost
     from composer_nb.settings import override
 
-    settings = override(ForeignSettings(), overrides(given.set))
-    found = evaluate_foreign(given.policy, str(given.tasks), given.samples, settings)
+    settings = override(ForeignSettings(), overrides(args.set))
+    found = evaluate_foreign(args.policy, str(args.tasks), args.samples, settings)
     low, high = found["ci95"]
     line = f"reward {found['reward']:.3f} ({low:.3f} to {high:.3f}), best of {found['k']} {found['best_of_k']:.3f}"
-    emit(given, found, lambda: f"{line}, {found['n_tasks']} examples, {found['lost']} attempts lost")
+    emit(args, found, lambda: f"{line}, {found['n_tasks']} examples, {found['lost']} attempts lost")
     if found["lost"] > LOST * found["attempts"]:
         raise TooManyLost(f"{found['lost']} of {found['attempts']} attempts were lost, so these figures do not count")
     return 0
@@ -165,21 +164,21 @@ def _price(text: str) -> tuple[float, float] | None:
     arg("--temperature T", "sampling temperature", 1.0),
     epilog=KEY,
 )
-def agent(given: argparse.Namespace) -> int:
+def agent(args: argparse.Namespace) -> int:
     """Let an agent work on a copy of your repository; you accept or reject the result."""
     from composer_nb.agents import new_folder, run_agent
     from composer_nb.harness.product.show import decide, teller
     from composer_nb.policies import equipment
 
     screen = console()
-    inside = Path.cwd().resolve().is_relative_to(given.path.resolve())  # the result is no part of the repository
-    out = given.out or new_folder(given.path / ".composer_nb" if inside else Path("runs"), "agent")
-    if not 0 <= given.temperature < float("inf"):
-        raise ValueError(f"--temperature {given.temperature:g}: must be 0 or more")
-    limits = replace(equipment(given.policy)[1], seconds=given.seconds)
-    options = pick(given, "backend", "image", "packages", "temperature")
-    work = run_agent(given.path, given.instruction, given.policy, out, limits=limits, told=teller(screen), **options)
-    return decide(work, given.verdict, screen)
+    inside = Path.cwd().resolve().is_relative_to(args.path.resolve())  # the result is no part of the repository
+    out = args.out or new_folder(args.path / ".composer_nb" if inside else Path("runs"), "agent")
+    if not 0 <= args.temperature < float("inf"):
+        raise ValueError(f"--temperature {args.temperature:g}: must be 0 or more")
+    limits = replace(equipment(args.policy)[1], seconds=args.seconds)
+    options = pick(args, "backend", "image", "packages", "temperature")
+    work = run_agent(args.path, args.instruction, args.policy, out, limits=limits, told=teller(screen), **options)
+    return decide(work, args.verdict, screen)
 
 
 @command(
@@ -189,14 +188,14 @@ def agent(given: argparse.Namespace) -> int:
     arg("--repository PATH", "the repository to change, if it is not the current folder", type=Path),
     JSON,
 )
-def verdict(given: argparse.Namespace) -> int:
+def verdict(args: argparse.Namespace) -> int:
     """Accept or reject the result of an agent later."""
     from composer_nb.harness.product.work import give_verdict
 
-    verdict: Literal["accepted", "rejected"] = "accepted" if given.verdict == "accept" else "rejected"
-    root, count = give_verdict(given.path, verdict, given.repository)
+    verdict: Literal["accepted", "rejected"] = "accepted" if args.verdict == "accept" else "rejected"
+    root, count = give_verdict(args.path, verdict, args.repository)
     line = f"accepted: {count} files changed in {root}" if count else "rejected: nothing was changed"
-    return emit(given, {"changed_files": count, "folder": str(root)}, lambda: line)
+    return emit(args, {"changed_files": count, "folder": str(root)}, lambda: line)
 
 
 @command(
@@ -221,7 +220,7 @@ def verdict(given: argparse.Namespace) -> int:
     arg("--host NAME", "address to listen on", "127.0.0.1"),
     arg("--port N", "port to listen on; 0: any free port", 8000),
 )
-def serve(given: argparse.Namespace) -> int:
+def serve(args: argparse.Namespace) -> int:
     """Serve a checkpoint or a script as an OpenAI-compatible server on this machine's loopback."""
     from composer_nb.canary import LEAST, Canary, open_canary
     from composer_nb.harness.agent.scripts import read_script
@@ -246,32 +245,32 @@ def serve(given: argparse.Namespace) -> int:
                 raise
         return 0
 
-    if (given.model is None) == (given.policy is None):
+    if (args.model is None) == (args.policy is None):
         raise ValueError("serve: give either --model DIR or --policy scripted:FILE.json")
-    if (given.follow or given.record) and not given.model:
+    if (args.follow or args.record) and not args.model:
         raise ValueError("--follow and --record need --model DIR, for the model's sizes and its tokenizer")
-    if min(given.slots, given.tokens) < 1 or given.queue < 0 or given.step_tokens < given.slots:
+    if min(args.slots, args.tokens) < 1 or args.queue < 0 or args.step_tokens < args.slots:
         raise ValueError("--slots and --tokens must be above 0, --queue not below it, --step-tokens at least --slots")
-    if not 1 <= given.replicas <= given.slots or (given.replicas > 1 and not given.model):
-        raise ValueError(f"--replicas {given.replicas}: from 1 to --slots {given.slots}, and with --model DIR")
-    if given.canary and not (0 < given.canary < 1 and given.verdicts >= LEAST and given.follow and given.record):
+    if not 1 <= args.replicas <= args.slots or (args.replicas > 1 and not args.model):
+        raise ValueError(f"--replicas {args.replicas}: from 1 to --slots {args.slots}, and with --model DIR")
+    if args.canary and not (0 < args.canary < 1 and args.verdicts >= LEAST and args.follow and args.record):
         needed = f"above 0 and below 1, with --follow STORE, --record RUN and --verdicts of at least {LEAST}"
-        raise ValueError(f"--canary {given.canary:g}: {needed}")
-    address = {**pick(given, "host", "slots", "queue"), "key": os.environ.get("COMPOSER_NB_KEY", "")}
-    if given.model:
-        size = pick(given, "slots", "tokens", "temperature", "follow", "step_tokens", "numerics")
-        trial = {"share": given.canary, "verdicts": given.verdicts, "run": given.record}
+        raise ValueError(f"--canary {args.canary:g}: {needed}")
+    address = {**pick(args, "host", "slots", "queue"), "key": os.environ.get("COMPOSER_NB_KEY", "")}
+    if args.model:
+        size = pick(args, "slots", "tokens", "temperature", "follow", "step_tokens", "numerics")
+        trial = {"share": args.canary, "verdicts": args.verdicts, "run": args.record}
         with (
-            open_canary(given.model, given.replicas, **trial, **size)
-            if given.canary
-            else open_engine(given.model, **size)
-            if given.replicas == 1
-            else open_replicas(given.model, given.replicas, **size)
+            open_canary(args.model, args.replicas, **trial, **size)
+            if args.canary
+            else open_engine(args.model, **size)
+            if args.replicas == 1
+            else open_replicas(args.model, args.replicas, **size)
         ) as engine:
             judged = {"judged": engine.shared.judged} if isinstance(engine.shared, Canary) else {}
-            record = Record(given.record, engine.tokenizer, **judged) if given.record else None
+            record = Record(args.record, engine.tokenizer, **judged) if args.record else None
             answer = Conversations(
-                engine.shared, engine.tokenizer, engine.format, engine.tokens, record, given.temperature
+                engine.shared, engine.tokenizer, engine.format, engine.tokens, record, args.temperature
             )
             address |= {"version": lambda: engine.shared.version, "grade": answer.grade, "trained": engine.known}
             address["context"] = engine.tokens
@@ -279,12 +278,12 @@ def serve(given: argparse.Namespace) -> int:
                 address["replicas"] = engine.shared.states
             address |= {"canary": engine.shared.told} if isinstance(engine.shared, Canary) else {}
             try:
-                return run(ChatServer(answer, given.port, given.model.resolve().name, **address))
+                return run(ChatServer(answer, args.port, args.model.resolve().name, **address))
             finally:
                 for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # what was recorded is stored in any case
                     signal.signal(each, signal.SIG_IGN)
                 answer.close()
-    kind, _, name = given.policy.partition(":")
+    kind, _, name = args.policy.partition(":")
     if kind != "scripted" or not name.endswith(".json"):
-        raise ValueError(f"--policy {given.policy}: give scripted:FILE.json, or a checkpoint as --model DIR")
-    return run(ScriptServer(read_script(Path(name)), given.port, **address))
+        raise ValueError(f"--policy {args.policy}: give scripted:FILE.json, or a checkpoint as --model DIR")
+    return run(ScriptServer(read_script(Path(name)), args.port, **address))

@@ -29,7 +29,7 @@ FOLLOW_S = 0.5
     RUNS,
     lines=True,
 )
-def run(given: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Run the notebooks of a job file.
 
     Return the exit status of the run's state.
@@ -37,7 +37,7 @@ def run(given: argparse.Namespace) -> int:
     from composer_nb.jobs.records import ENDED
     from composer_nb.jobs.runner import run_job
 
-    told = run_job(given.file, overrides(given.set), runs=given.runs, ray=given.ray, resume=given.resume, say=_print)
+    told = run_job(args.file, overrides(args.set), runs=args.runs, ray=args.ray, resume=args.resume, say=_print)
     _print(told["dir"])
     return ENDED[told["state"]]
 
@@ -48,7 +48,7 @@ def run(given: argparse.Namespace) -> int:
     arg("--out FILE", "the job file, a new one (default: the run's name, with .yml)", type=Path),
     JSON,
 )
-def from_run(given: argparse.Namespace) -> int:
+def from_run(args: argparse.Namespace) -> int:
     """Write a job file that trains again with the settings of a run, those that were changed while it was live included.
 
     Raise ValueError for a file that exists, and for an environment of one's own that other folders cannot import.
@@ -63,8 +63,8 @@ def from_run(given: argparse.Namespace) -> int:
     from composer_nb.trainer.recipe.reader import open_run
     from composer_nb.views.page import text_table
 
-    run = open_run(given.path)
-    settings, out = absolute(from_dict(run.settings())), given.out or Path(f"{run.path.name}.yml")
+    run = open_run(args.path)
+    settings, out = absolute(from_dict(run.settings())), args.out or Path(f"{run.path.name}.yml")
     if out.exists():
         raise ValueError(f"{out}: is there already; give another file as --out")
     module, own, _ = (tasks := settings.env.tasks).partition(":")
@@ -85,26 +85,26 @@ def from_run(given: argparse.Namespace) -> int:
     write_atomic(out, "\n".join(lines))
     load_job(out)
     found = {"file": str(out), **parameters, "live": live}
-    return emit(given, found, lambda: text_table([(name, str(value)) for name, value in found.items()], ("", "")))
+    return emit(args, found, lambda: text_table([(name, str(value)) for name, value in found.items()], ("", "")))
 
 
 @command("jobs status", NEWEST, JSON, RUNS, lines=True)
-def status(given: argparse.Namespace) -> int:
+def status(args: argparse.Namespace) -> int:
     """Show the state of a run."""
     from composer_nb.jobs import directory
 
-    return _show(given, directory.status(directory.find(given.runs, given.path)))
+    return _show(args, directory.status(directory.find(args.runs, args.path)))
 
 
 @command("jobs cancel", NEWEST, JSON, RUNS, lines=True)
-def cancel(given: argparse.Namespace) -> int:
+def cancel(args: argparse.Namespace) -> int:
     """End a run, or what is left of one."""
     from composer_nb.jobs import directory
 
-    return _show(given, directory.cancel(directory.find(given.runs, given.path)))
+    return _show(args, directory.cancel(directory.find(args.runs, args.path)))
 
 
-def _show(given: argparse.Namespace, told: Mapping[str, Any]) -> int:
+def _show(args: argparse.Namespace, told: Mapping[str, Any]) -> int:
     from rich.console import Group
     from rich.text import Text
 
@@ -116,7 +116,7 @@ def _show(given: argparse.Namespace, told: Mapping[str, Any]) -> int:
         notes = "; ".join(filter(None, ("kept" if node.get("kept") else "", node.get("error"))))
         rows.append((name, node["state"], str(node["attempt"] or ""), seconds, notes))
     headline = Text(visible_lines(f"{told['id']}  {told['state']}"))
-    return emit(given, told, lambda: Group(headline, text_table(rows, ("node", "state", "attempt", "time", ""))))
+    return emit(args, told, lambda: Group(headline, text_table(rows, ("node", "state", "attempt", "time", ""))))
 
 
 @command(
@@ -127,25 +127,25 @@ def _show(given: argparse.Namespace, told: Mapping[str, Any]) -> int:
     RUNS,
     lines=True,
 )
-def log(given: argparse.Namespace) -> int:
+def log(args: argparse.Namespace) -> int:
     """Print the output of a run or of one of its notebooks.
 
     Raise ValueError for a node that the run does not have, or that has not begun.
     """
     from composer_nb.jobs import directory
 
-    folder = directory.find(given.runs, given.path)
+    folder = directory.find(args.runs, args.path)
     path = folder / "log.txt"
-    if given.node is not None:
+    if args.node is not None:
         nodes = directory.status(folder)["nodes"]
-        if given.node not in nodes:
-            raise ValueError(f"{folder.name} has no node {given.node!r}; it has {', '.join(nodes)}")
-        if not (numbers := directory.attempts(folder, given.node)):
-            raise ValueError(f"{folder.name}: {given.node} has not begun")
-        path = directory.attempt_dir(folder, given.node, numbers[-1]) / "log.txt"
+        if args.node not in nodes:
+            raise ValueError(f"{folder.name} has no node {args.node!r}; it has {', '.join(nodes)}")
+        if not (numbers := directory.attempts(folder, args.node)):
+            raise ValueError(f"{folder.name}: {args.node} has not begun")
+        path = directory.attempt_dir(folder, args.node, numbers[-1]) / "log.txt"
     with path.open(encoding="utf-8", errors="replace") as file:
         while True:
-            over = not (given.follow and directory.alive(folder))
+            over = not (args.follow and directory.alive(folder))
             print(visible_lines(file.read()), end="", flush=True)
             if over:
                 return 0
@@ -153,11 +153,11 @@ def log(given: argparse.Namespace) -> int:
 
 
 @command("jobs sweep", RUNS, lines=True)
-def sweep(given: argparse.Namespace) -> int:
+def sweep(args: argparse.Namespace) -> int:
     """End the processes that killed runs left behind, and correct the runs' records."""
     from composer_nb.jobs import directory
 
-    for folder in sorted(path.parent.resolve() for path in given.runs.glob("*-*/job.json")):
+    for folder in sorted(path.parent.resolve() for path in args.runs.glob("*-*/job.json")):
         try:
             for ended in [] if directory.alive(folder) else directory.sweep(folder):
                 _print(f"{folder.name}: ended {ended['name']} ({ended['pid']})")

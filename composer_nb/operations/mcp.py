@@ -37,21 +37,21 @@ def schema(arguments: Sequence[Argument], without: frozenset[str] | set[str] = f
         if name in without:
             continue
         kind = "boolean" if options.get("action") == "store_true" else _TYPES.get(options.get("type", str), "string")
-        made: dict[str, Any] = {"type": kind, "description": options.get("help", "")}
+        parameter: dict[str, Any] = {"type": kind, "description": options.get("help", "")}
         if options.get("action") == "append" or isinstance(options.get("nargs"), int):
-            made = {"type": "array", "items": {"type": kind}, "description": made["description"]}
+            parameter = {"type": "array", "items": {"type": kind}, "description": parameter["description"]}
         if "choices" in options:
-            made["enum"] = list(options["choices"])
-        properties[_key(name)] = made
+            parameter["enum"] = list(options["choices"])
+        properties[_key(name)] = parameter
         if options.get("required") or not (name.startswith("-") or options.get("nargs") == "?"):
             required.append(_key(name))
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
-def line(name: str, arguments: Sequence[Argument], given: Mapping[str, Any]) -> list[str]:
+def line(name: str, arguments: Sequence[Argument], args: Mapping[str, Any]) -> list[str]:
     """Return the words of a command line, with options first, so that no value is taken for an option. Raises ValueError for an
     argument that the command does not have."""
-    options, places, left = list[str](), list[str](), dict(given)
+    options, places, left = list[str](), list[str](), dict(args)
     for (argument, *_), _ in arguments:
         if (value := left.pop(_key(argument), None)) is None or value is False:
             continue
@@ -66,18 +66,18 @@ def line(name: str, arguments: Sequence[Argument], given: Mapping[str, Any]) -> 
     return [*name.split(), *options, *["--json"] * has_json, *["--", *places] * bool(places)]
 
 
-def require_inside(name: str, arguments: Sequence[Argument], given: Mapping[str, Any], root: Path) -> None:
+def require_inside(name: str, arguments: Sequence[Argument], values: Mapping[str, Any], root: Path) -> None:
     """Raise ValueError for a URL, and for a path that leads out of `root`: what only reads must not fetch anything else."""
     for (argument, *_), options in arguments:
-        value = given.get(_key(argument))
+        value = values.get(_key(argument))
         for text in value if isinstance(value, list) else [value]:
             if not isinstance(text, str):
                 continue
-            place = not argument.startswith("-") or options.get("type") is Path
-            if "://" in text or "::" in text or (place and re.match(r"[\w+.-]+:", text)):
+            is_path = not argument.startswith("-") or options.get("type") is Path
+            if "://" in text or "::" in text or (is_path and re.match(r"[\w+.-]+:", text)):
                 raise ValueError(f"{name}: {text!r} is no path; this server reads the runs below {root}")
             outside = not (root / text).resolve().is_relative_to(root)
-            if outside and (place or "/" in text):
+            if outside and (is_path or "/" in text):
                 raise ValueError(f"{name}: {text!r} lies outside of {root}, whose runs this server reads")
 
 
@@ -136,7 +136,7 @@ class Workspace:
         told = "Show the diff of all changes in the workspace."
         yield {"name": "show_changes", "description": told, "parameters": empty}
 
-    def call(self, name: str, given: Mapping[str, Any]) -> tuple[str, bool]:
+    def call(self, name: str, args: Mapping[str, Any]) -> tuple[str, bool]:
         """Execute a tool call. Return its observation, and whether it failed."""
         from composer_nb.harness.carry import carry_back
         from composer_nb.harness.product.checkout import changed
@@ -147,7 +147,7 @@ class Workspace:
             changes, _ = changed(self._source, *carry_back(self._session.sandbox))
             before = {path: blob for path in self._source.files if (blob := self._source.blob(path))}
             return patch(before, changes).decode("utf-8", "replace") or "nothing was changed", False
-        [reply] = self.tools.run(self._session, [ToolCall(name=name, arguments=dict(given))])
+        [reply] = self.tools.run(self._session, [ToolCall(name=name, arguments=dict(args))])
         return reply.text, bool(reply.error)
 
 
@@ -157,7 +157,7 @@ class Workspace:
     arg("--backend NAME", "sandbox of the workspace", "bwrap"),
     arg("--allow-writes", "offer eval and set too"),
 )
-def mcp(given: argparse.Namespace) -> int:
+def mcp(args: argparse.Namespace) -> int:
     """Serve runs, and a workspace's tools, to an agent over MCP on stdio."""
     try:
         from mcp import stdio_server, types
@@ -165,10 +165,10 @@ def mcp(given: argparse.Namespace) -> int:
     except ImportError:
         raise ValueError("mcp: the SDK is not installed; pip install 'composer-nb[mcp]' brings it") from None
 
-    names = {each.replace(" ", "_"): each for each in (*READS, *WRITES[: 2 * given.allow_writes])}
+    names = {each.replace(" ", "_"): each for each in (*READS, *WRITES[: 2 * args.allow_writes])}
     hidden = {name: WRITERS if name in READS else {"--json"} for name in names.values()}
     with ExitStack() as stack:
-        place = stack.enter_context(Workspace(given.workspace, given.backend)) if given.workspace else None
+        place = stack.enter_context(Workspace(args.workspace, args.backend)) if args.workspace else None
         own = {each["name"]: each for each in place.schemas()} if place else {}
 
         async def listed(context: Any, params: Any) -> Any:

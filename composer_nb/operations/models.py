@@ -20,17 +20,17 @@ from composer_nb.operations import JSON, SET, arg, command, emit, overrides, pic
     JSON,
     epilog="composer-nb tour --set model.start=DIR trains it.",
 )
-def convert(given: argparse.Namespace) -> int:
+def convert(args: argparse.Namespace) -> int:
     """Make a checkpoint from a GGUF file or another checkpoint, upcycled to experts if asked."""
     from composer_nb.trainer.models.convert import convert as write
     from composer_nb.trainer.models.footprint import plan_memory
 
-    options = pick(given, "experts", "noise", "format", "seed")
-    config = write(given.source, given.out, chosen=given.experts_per_token, **options)
+    options = pick(args, "experts", "noise", "format", "seed")
+    config = write(args.source, args.out, chosen=args.experts_per_token, **options)
     size = plan_memory(config)
-    found = {"out": str(given.out), "family": config.family, "weights": size.total, "active": size.active}
-    line = f"{given.out}: {config.family}, {size.total / 1e6:.1f} M weights, {size.active / 1e6:.1f} M active per token"
-    return emit(given, found, lambda: line)
+    report = {"out": str(args.out), "family": config.family, "weights": size.total, "active": size.active}
+    line = f"{args.out}: {config.family}, {size.total / 1e6:.1f} M weights, {size.active / 1e6:.1f} M active per token"
+    return emit(args, report, lambda: line)
 
 
 @command(
@@ -40,16 +40,16 @@ def convert(given: argparse.Namespace) -> int:
     arg("--steps N", "optimiser steps of 4,096 tokens", 200),
     JSON,
 )
-def draft(given: argparse.Namespace) -> int:
+def draft(args: argparse.Namespace) -> int:
     """Train a head that drafts tokens beside a checkpoint: serve is then faster, with the same output."""
     from composer_nb.trainer.drafts import add_draft, rows_of
     from composer_nb.trainer.models.checkpoint import load_pretrained
 
-    if given.steps < 1:
-        raise ValueError(f"--steps {given.steps}: at least 1")
-    same, held = add_draft(load_pretrained(given.model), rows_of(given.rollouts), given.steps, given.model)
-    line = f"{given.model}: of the model's most probable tokens the head names {same:.0%}, on {held} rollouts held out"
-    return emit(given, {"same": same, "held_out": held}, lambda: line)
+    if args.steps < 1:
+        raise ValueError(f"--steps {args.steps}: at least 1")
+    same, held = add_draft(load_pretrained(args.model), rows_of(args.rollouts), args.steps, args.model)
+    line = f"{args.model}: of the model's most probable tokens the head names {same:.0%}, on {held} rollouts held out"
+    return emit(args, {"same": same, "held_out": held}, lambda: line)
 
 
 @command(
@@ -66,16 +66,16 @@ def draft(given: argparse.Namespace) -> int:
     JSON,
     epilog="Settings are those of CorpusSettings, as similar=0.7. composer-nb tour --set data.code=DIR trains on it.",
 )
-def corpus(given: argparse.Namespace) -> int:
+def corpus(args: argparse.Namespace) -> int:
     """Filter repositories by licence, quality, duplicates and leaked tasks into code to train on."""
     from composer_nb.harness.tasks.task import load_tasks
     from composer_nb.settings import override
     from composer_nb.trainer.corpus.build import CorpusSettings, make_corpus
     from composer_nb.views.midtraining import yields
 
-    tasks = [task for path in given.tasks for task in load_tasks(Path(path))]
-    report = make_corpus(given.root, given.out, override(CorpusSettings(), overrides(given.set)), tasks)
-    return emit(given, report, lambda: yields(report))
+    tasks = [task for path in args.tasks for task in load_tasks(Path(path))]
+    report = make_corpus(args.root, args.out, override(CorpusSettings(), overrides(args.set)), tasks)
+    return emit(args, report, lambda: yields(report))
 
 
 @command(
@@ -87,18 +87,18 @@ def corpus(given: argparse.Namespace) -> int:
     JSON,
     epilog="Settings are those of Measures, as questions=200. Figures compare between models of any tokenizer.",
 )
-def bases(given: argparse.Namespace) -> int:
+def bases(args: argparse.Namespace) -> int:
     """Compare models to train, by fresh knowledge, state tracking and the likelihood of a codebase."""
     from composer_nb.labs.bases import Base, Measures, compare_bases
     from composer_nb.settings import override
     from composer_nb.trainer.learning.data import read_corpus
     from composer_nb.views.midtraining import base_table
 
-    measures = override(Measures(), overrides(given.set))
-    against = Base.open(given.against, measures.seed) if given.against else None
-    opened = [Base.open(name, measures.seed) for name in given.bases]
-    found = compare_bases(opened, read_corpus(given.code).validation, measures, against)
-    return emit(given, found, lambda: base_table(found))
+    measures = override(Measures(), overrides(args.set))
+    against = Base.open(args.against, measures.seed) if args.against else None
+    opened = [Base.open(name, measures.seed) for name in args.bases]
+    comparison = compare_bases(opened, read_corpus(args.code).validation, measures, against)
+    return emit(args, comparison, lambda: base_table(comparison))
 
 
 @command(
@@ -112,25 +112,25 @@ def bases(given: argparse.Namespace) -> int:
     SET,
     JSON,
 )
-def improve(given: argparse.Namespace) -> int:
+def improve(args: argparse.Namespace) -> int:
     """Learn from judged conversations in one update, which ships only if it passes a gate."""
     from composer_nb.improve import improve as run
     from composer_nb.settings import Settings, override
 
     weights = {"reward.weights": {"solved": 1.0, "given": 1.0, "invalid_calls": -0.2}}
-    settings = override(override(Settings(), weights), overrides(given.set))
-    found = run(given.records, given.model, given.out, given.gate, settings, **pick(given, "store", "samples"))
-    rollouts, gate = found["rollouts"], found["gate"]
+    settings = override(override(Settings(), weights), overrides(args.set))
+    report = run(args.records, args.model, args.out, args.gate, settings, **pick(args, "store", "samples"))
+    rollouts, gate = report["rollouts"], report["gate"]
     lines = [
         f"{rollouts['trained']} of {rollouts['judged']} judged rollouts trained, {rollouts['stale']} of other weights, "
         f"{rollouts['drawn_otherwise']} drawn with other settings than temperature 1; "
-        f"mean reward {found['reward']:.3f}",
-        f"stopped: {gate['stopped']}; {given.out}/candidate is not published"
+        f"mean reward {report['reward']:.3f}",
+        f"stopped: {gate['stopped']}; {args.out}/candidate is not published"
         if gate["stopped"]
-        else f"passed: {given.out}/weights",
+        else f"passed: {args.out}/weights",
     ]
     if gate["before"]:
         old, new, (low, high) = gate["before"]["pass_at_1"], gate["after"]["pass_at_1"], gate["ci95"]
         lines.insert(1, f"gate: pass@1 {old:.3f} → {new:.3f} ({gate['gain']:+.3f}, {low:+.3f} to {high:+.3f})")
-    lines += [f"published as version {found['version']} of {given.store}"] if found["version"] is not None else []
-    return emit(given, found, lambda: "\n".join(lines), int(bool(gate["stopped"])))
+    lines += [f"published as version {report['version']} of {args.store}"] if report["version"] is not None else []
+    return emit(args, report, lambda: "\n".join(lines), int(bool(gate["stopped"])))

@@ -47,45 +47,45 @@ HEAD = (
     arg("--steps N", "training steps to simulate", 200),
     JSON,
 )
-def plan(given: argparse.Namespace) -> int:
+def plan(args: argparse.Namespace) -> int:
     """Estimate costs: schedules by replayed durations, a model by its config.json."""
-    if given.mesh is not None:
-        return _plan_mesh(given)
-    if given.model is not None:
+    if args.mesh is not None:
+        return _plan_mesh(args)
+    if args.model is not None:
         from composer_nb.trainer.models.footprint import plan_memory
 
-        found = plan_memory(_config(given.model))
-        return emit(given, asdict(found), lambda: _footprint(found))
-    return _plan_schedules(given)
+        found = plan_memory(_config(args.model))
+        return emit(args, asdict(found), lambda: _footprint(found))
+    return _plan_schedules(args)
 
 
-def _plan_schedules(given: argparse.Namespace) -> int:
+def _plan_schedules(args: argparse.Namespace) -> int:
     from composer_nb.labs.planning.fleet import Recorded
     from composer_nb.labs.planning.simulate import Durations, Load, simulate
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.schedule import Schedule
 
-    reached, base, schedules = 0.0, Schedule(steps=given.steps), [*SCHEDULES]
-    if given.write and not given.run:
+    reached, base, schedules = 0.0, Schedule(steps=args.steps), [*SCHEDULES]
+    if args.write and not args.run:
         raise ValueError("--write needs --run, the run whose durations it keeps")
-    if given.run:
-        run = ReadOnly(given.run)
+    if args.run:
+        run = ReadOnly(args.run)
         recorded = Recorded.of_run(run)
         load, reached = recorded.load, recorded.reached
         base = replace(recorded.schedule, steps=len(run.steps("rl")), refill=0)
-        if given.write:
-            recorded.write(given.write)
+        if args.write:
+            recorded.write(args.write)
         schedules.append((base.order, base.ahead, base.bound))
     else:
-        file = given.durations or Path(__file__).parents[2] / "data" / "durations.csv"
+        file = args.durations or Path(__file__).parents[2] / "data" / "durations.csv"
         if not file.is_file():
             raise FileNotFoundError(f"{file}: no durations here; give --durations")
-        load = Load(durations=Durations.read(file), **pick(given, "workers", "capacity", "train_s", "publish_s"))
+        load = Load(durations=Durations.read(file), **pick(args, "workers", "capacity", "train_s", "publish_s"))
     found = []
     for order, ahead, bound in schedules:
         schedule = replace(base, order=order, ahead=ahead, bound=bound)  # type: ignore[arg-type]
         found.append({"order": order, "ahead": ahead, "bound": bound, **simulate(schedule, load)})
-    if given.run:
+    if args.run:
         found[-1]["measured_s"] = reached
     lines = [HEAD, "|---|---|---|---|---|---|---|"]
     for row in found:
@@ -95,28 +95,28 @@ def _plan_schedules(given: argparse.Namespace) -> int:
             f"| {row['staleness_total']:.2f} / {row['staleness_max']} | {row['not_trained']:.1%} "
             f"| {row['half_mean_ratio']:.3f}, {row['half_ks']:.4f} |"
         )
-    if given.run:
+    if args.run:
         predicted = found[-1]["samples_s"]
         lines += [
             "",
             f"The last row is the run's own schedule: {predicted / reached:.2f}× the {reached:.3f} samples/s that it reached.",
         ]
-    return emit(given, found, lambda: "\n".join(lines))
+    return emit(args, found, lambda: "\n".join(lines))
 
 
-def _plan_mesh(given: argparse.Namespace) -> int:
+def _plan_mesh(args: argparse.Namespace) -> int:
     from composer_nb.settings import override
     from composer_nb.trainer.parallel.memory import Load, require_memory, table
     from composer_nb.trainer.parallel.mesh import MeshSettings
 
-    if given.model is None:
+    if args.model is None:
         raise ValueError("--mesh needs --model, a checkpoint or a config.json")
-    pairs = [part.partition("=") for part in given.mesh.split(",") if part]
+    pairs = [part.partition("=") for part in args.mesh.split(",") if part]
     settings = override(MeshSettings(), {name.strip(): value for name, _, value in pairs})
-    load = Load(**pick(given, "tokens", "microbatches", "optimizer", "recompute", "half"), fused=given.half)
-    limit = sys.maxsize if given.memory is None else int(given.memory * 2**30)
-    need = require_memory(_config(given.model), settings, given.ranks, load, limit)
-    return emit(given, asdict(need), lambda: table(need))
+    load = Load(**pick(args, "tokens", "microbatches", "optimizer", "recompute", "half"), fused=args.half)
+    limit = sys.maxsize if args.memory is None else int(args.memory * 2**30)
+    need = require_memory(_config(args.model), settings, args.ranks, load, limit)
+    return emit(args, asdict(need), lambda: table(need))
 
 
 def _config(path: Path) -> ModelConfig:
@@ -129,17 +129,17 @@ def _config(path: Path) -> ModelConfig:
     return read_config(path / "config.json" if path.is_dir() else path).model
 
 
-def _footprint(found: Footprint) -> str:
+def _footprint(footprint: Footprint) -> str:
     """Return a Markdown table."""
     rows = [
-        ("weights", f"{_short(found.total)}, {_short(found.active)} of them active in a token"),
-        ("of the active, embedding table", _short(found.embedding)),
-        *([("heads that predict further ahead", _short(found.ahead))] if found.ahead else []),
-        ("in bfloat16 / float32", f"{_gib(found.bf16_bytes)} / {_gib(found.fp32_bytes)}"),
-        ("optimiser: masters and two moments", _gib(found.optimizer_bytes)),
-        ("training in all, but activations", _gib(found.training_bytes)),
-        ("cache a token, at best in bfloat16", f"{found.cache_bytes / 1024:,.1f} KiB"),
-        ("cache a token, in this project's engine, float32", f"{found.engine_cache_bytes / 1024:,.1f} KiB"),
+        ("weights", f"{_short(footprint.total)}, {_short(footprint.active)} of them active in a token"),
+        ("of the active, embedding table", _short(footprint.embedding)),
+        *([("heads that predict further ahead", _short(footprint.ahead))] if footprint.ahead else []),
+        ("in bfloat16 / float32", f"{_gib(footprint.bf16_bytes)} / {_gib(footprint.fp32_bytes)}"),
+        ("optimiser: masters and two moments", _gib(footprint.optimizer_bytes)),
+        ("training in all, but activations", _gib(footprint.training_bytes)),
+        ("cache a token, at best in bfloat16", f"{footprint.cache_bytes / 1024:,.1f} KiB"),
+        ("cache a token, in this project's engine, float32", f"{footprint.engine_cache_bytes / 1024:,.1f} KiB"),
     ]
     return "\n".join(["| | |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows)])
 

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
     TRACK,
     lines=True,
 )
-def tour(given: argparse.Namespace) -> int:
+def tour(args: argparse.Namespace) -> int:
     """Train a small coding agent from nothing, in a notebook that is run and kept."""
     from composer_nb.harness.environment import require_sandboxes
     from composer_nb.jobs.notebook import run_notebook, terminate_as_interrupt
@@ -41,14 +41,14 @@ def tour(given: argparse.Namespace) -> int:
     from composer_nb.trainer.recipe.detached import start_detached
     from composer_nb.trainer.recipe.launch import begin_run, start_or_resume
 
-    trackers, chosen = parse(given.track), override(Settings(), overrides(given.set))
-    found = _resumed(given) if given.resume else None
-    chosen = from_dict(found.settings()) if found else chosen
-    require_sandboxes(chosen.env)  # now, not after minutes
-    plain = given.plain or chosen.until != "rl" or chosen.control_steps > 0  # the notebook shows RL
-    run = found or begin_run(chosen, given.runs, "tour")
+    trackers, settings = parse(args.track), override(Settings(), overrides(args.set))
+    resumed = _resumed(args) if args.resume else None
+    settings = from_dict(resumed.settings()) if resumed else settings
+    require_sandboxes(settings.env)  # now, not after minutes
+    plain = args.plain or settings.until != "rl" or settings.control_steps > 0  # the notebook shows RL
+    run = resumed or begin_run(settings, args.runs, "tour")
     print(run.path, flush=True)
-    if given.detach:
+    if args.detach:
         start_detached(run.path)
         print(f"the run continues in the background; see composer-nb follow {run.path}")
         return 0
@@ -60,17 +60,17 @@ def tour(given: argparse.Namespace) -> int:
             else:
                 run_notebook(tour_notebook(), run.path / NOTEBOOK, {"run_dir": str(run.path)}, say=log.info)
     except KeyboardInterrupt:
-        same = " --plain" * given.plain + (f" --runs {given.runs}" if given.runs != Path("runs") else "")
+        same = " --plain" * args.plain + (f" --runs {args.runs}" if args.runs != Path("runs") else "")
         print(f"interrupted; resume with: composer-nb tour --resume{same}", file=sys.stderr)
         return 130
-    return _reported(run, given.runs / "tour", *([] if plain else [NOTEBOOK]))
+    return _reported(run, args.runs / "tour", *([] if plain else [NOTEBOOK]))
 
 
-def _reported(run: Any, newest: Path, *kept: str) -> int:
+def _reported(run: Any, newest: Path, *files: str) -> int:
     from composer_nb.views.report import pictures, table, write_report
 
     console().print(table(write_report(run, pictures(run))))
-    print("\nkept:", *(f"  {newest / name}" for name in (*kept, "report.html", "report.json")), sep="\n")
+    print("\nkept:", *(f"  {newest / name}" for name in (*files, "report.html", "report.json")), sep="\n")
     return 0
 
 
@@ -83,7 +83,7 @@ def _reported(run: Any, newest: Path, *kept: str) -> int:
     SET,
     lines=True,
 )
-def rl(given: argparse.Namespace) -> int:
+def rl(args: argparse.Namespace) -> int:
     """Train a checkpoint by RL alone, on tasks of yours; the same command resumes.
 
     A fifth of the tasks is held out for the scores before and after. rl.max_seconds limits the time.
@@ -96,12 +96,12 @@ def rl(given: argparse.Namespace) -> int:
     from composer_nb.trainer.models.tokenizer import format_of
     from composer_nb.trainer.recipe.launch import begin_run, start_or_resume
 
-    trackers = parse(given.track)
-    values: dict[str, Any] = {"model.start": str(given.model.resolve()), "env.tasks": given.tasks}
+    trackers = parse(args.track)
+    values: dict[str, Any] = {"model.start": str(args.model.resolve()), "env.tasks": args.tasks}
     values |= dict.fromkeys(("midtrain.steps", "sft.steps", "data.demonstrations", "data.mistaken_demonstrations"), 0)
-    values |= overrides(given.set)
-    if "env.renderer" not in values and given.model.is_dir():  # the recipe refuses any other
-        values["env.renderer"] = format_of(given.model)
+    values |= overrides(args.set)
+    if "env.renderer" not in values and args.model.is_dir():  # the recipe refuses any other
+        values["env.renderer"] = format_of(args.model)
     own_tools = hasattr(EnvSettings(tasks=values["env.tasks"]).own, "tools")
     if values.get("env.renderer", "compact") != "compact" and not own_tools:
         values = {"env.tools": "cursor"} | values
@@ -113,15 +113,15 @@ def rl(given: argparse.Namespace) -> int:
     require_sandboxes(chosen.env)  # now, not after minutes
     try:
         with terminate_as_interrupt():
-            run = begin_run(chosen, given.out.parent, given.out.name, resume=True, say=log.info)
+            run = begin_run(chosen, args.out.parent, args.out.name, resume=True, say=log.info)
             with Tracking(run.path, trackers):
                 start_or_resume(run.path, say=log.info)
     except KeyboardInterrupt:
-        begun = (given.out / "settings.json").is_file()
+        begun = (args.out / "settings.json").is_file()
         told = "resume with the same command" if begun else "the run had not begun"
         print(f"interrupted; {told}", file=sys.stderr)
         return 130
-    return _reported(run, given.out)
+    return _reported(run, args.out)
 
 
 @command(
@@ -132,7 +132,7 @@ def rl(given: argparse.Namespace) -> int:
     SET,
     lines=True,
 )
-def fork(given: argparse.Namespace) -> int:
+def fork(args: argparse.Namespace) -> int:
     """Go on from a step of a run with other settings, as a new run; the same command resumes.
 
     Steps before its checkpoint are made again from the stored rollouts.
@@ -144,61 +144,61 @@ def fork(given: argparse.Namespace) -> int:
     from composer_nb.trainer.recipe.launch import start_or_resume
     from composer_nb.trainer.records.rundir import open_run
 
-    source, changes = open_run(given.path.resolve()), overrides(given.set)
-    step = (source.pointer("rl") or (0,))[0] if given.step is None else given.step
-    known = given.out.resolve() / "provenance.json"
-    origin = json_of(known.read_text()) if known.is_file() else {}
+    source, changes = open_run(args.path.resolve()), overrides(args.set)
+    step = (source.pointer("rl") or (0,))[0] if args.step is None else args.step
+    provenance = args.out.resolve() / "provenance.json"
+    origin = json_of(provenance.read_text()) if provenance.is_file() else {}
     run = (
-        open_run(known.parent)
+        open_run(provenance.parent)
         if origin.get("forked_from") == source.path.name and origin["forked_at_step"] == step
         else None
     )
     if run is None or from_dict(run.settings()) != override(settings_after(source, step), changes):
-        run = branch(source, step, changes, given.out.parent, given.out.name)
-        told = ", ".join(f"{name}={value}" for name, value in changes.items()) or "the same settings"
-        print(f"{run.path} goes on after step {step} of {source.path} with {told}", flush=True)
+        run = branch(source, step, changes, args.out.parent, args.out.name)
+        change_list = ", ".join(f"{name}={value}" for name, value in changes.items()) or "the same settings"
+        print(f"{run.path} goes on after step {step} of {source.path} with {change_list}", flush=True)
     try:
         with terminate_as_interrupt():
             start_or_resume(run.path, say=log.info)
     except KeyboardInterrupt:
         print("interrupted; resume with the same command", file=sys.stderr)
         return 130
-    return _reported(run, given.out)
+    return _reported(run, args.out)
 
 
-def _resumed(given: argparse.Namespace) -> Any:
+def _resumed(args: argparse.Namespace) -> Any:
     from composer_nb.settings import from_dict, override
     from composer_nb.trainer.recipe.launch import settle
     from composer_nb.trainer.recipe.reader import open_run
 
-    chosen = overrides(given.set)
+    chosen = overrides(args.set)
     if chosen.keys() - {"rl.gate"}:
         raise ValueError("--resume keeps the settings of the run but rl.gate; leave out --set, or start a new run")
-    run = open_run(given.runs / "tour")
+    run = open_run(args.runs / "tour")
     settle(run, override(from_dict(run.settings()), chosen))
     return run
 
 
 def tour_notebook() -> Path:
     """Return the path of the tour. Raises FileNotFoundError where the package was installed without its notebooks."""
-    found = Path(__file__).parents[2] / "notebooks" / NOTEBOOK
-    if not found.is_file():
-        raise FileNotFoundError(f"{found}: notebooks come with a checkout; without one use composer-nb tour --plain")
-    return found
+    notebook = Path(__file__).parents[2] / "notebooks" / NOTEBOOK
+    if not notebook.is_file():
+        raise FileNotFoundError(f"{notebook}: notebooks come with a checkout; without one use composer-nb tour --plain")
+    return notebook
 
 
 @command("report", RUN, JSON)
-def report(given: argparse.Namespace) -> int:
+def report(args: argparse.Namespace) -> int:
     """Summarize a run."""
     from composer_nb.trainer.recipe.reader import open_run
     from composer_nb.trainer.recipe.report import build_report
     from composer_nb.views.report import table
 
-    found = build_report(open_run(given.path))
-    scores = found.get("eval", {})
-    if "sharpness" in found.get("sft", {}) and "start" in scores:  # RL starts from the calibrated policy
+    summary = build_report(open_run(args.path))
+    scores = summary.get("eval", {})
+    if "sharpness" in summary.get("sft", {}) and "start" in scores:  # RL starts from the calibrated policy
         scores = {**scores, "start_calibrated": scores["start"]}
-    return emit(given, {**found, "eval": scores} if scores else found, lambda: table(found))
+    return emit(args, {**summary, "eval": scores} if scores else summary, lambda: table(summary))
 
 
 @command(
@@ -209,7 +209,7 @@ def report(given: argparse.Namespace) -> int:
     SET,
     JSON,
 )
-def headroom(given: argparse.Namespace) -> int:
+def headroom(args: argparse.Namespace) -> int:
     """Say what RL could find, before it starts."""
     from composer_nb.agents import bench_settings, evaluate
     from composer_nb.harness.environment import load_environment
@@ -220,31 +220,31 @@ def headroom(given: argparse.Namespace) -> int:
     from composer_nb.trainer.recipe.reader import open_run
     from composer_nb.views.page import text_table
 
-    if (given.path / "run.db").is_file():
-        found = room.run_headroom(open_run(given.path), given.policy or "start")
-    elif not given.policy:
-        raise ValueError(f"{given.path}: no run; for tasks give --policy too")
+    if (args.path / "run.db").is_file():
+        report = room.run_headroom(open_run(args.path), args.policy or "start")
+    elif not args.policy:
+        raise ValueError(f"{args.path}: no run; for tasks give --policy too")
     else:
-        chosen = overrides(given.set)
-        of_bench = {name: chosen.pop(name) for name in [*chosen] if name.startswith("limits.") or name == "seed"}
-        rewards = override(Settings(), chosen).reward
-        if given.samples < 2:
+        changes = overrides(args.set)
+        bench_changes = {name: changes.pop(name) for name in [*changes] if name.startswith("limits.") or name == "seed"}
+        rewards = override(Settings(), changes).reward
+        if args.samples < 2:
             raise ValueError(
-                f"--samples {given.samples}: at least 2, since one attempt at a task cannot tell what RL could find"
+                f"--samples {args.samples}: at least 2, since one attempt at a task cannot tell what RL could find"
             )
-        listed, own = load_environment(str(given.path))
+        listed, environment = load_environment(str(args.path))
         tasks = {task.id: task for task in listed}
-        settings = bench_settings(given.policy, listed, of_bench)
-        options = {"samples": given.samples, "greedy": True, "tools": getattr(own, "tools", None)}
+        settings = bench_settings(args.policy, listed, bench_changes)
+        options = {"samples": args.samples, "greedy": True, "tools": getattr(environment, "tools", None)}
         with TemporaryDirectory() as out:
-            require_attempts(evaluate(given.policy, listed, Path(out), settings=settings, **options))
+            require_attempts(evaluate(args.policy, listed, Path(out), settings=settings, **options))
             sampled, greedy = (load_attempts(Path(out, "all", f"{n}.parquet"), tasks) for n in ("rollouts", "greedy"))
-        found = room.headroom(sampled, greedy, rewards, getattr(own, "reward", None))
-    return emit(given, found, lambda: text_table([(name, str(value)) for name, value in found.items()], ("", "")))
+        report = room.headroom(sampled, greedy, rewards, getattr(environment, "reward", None))
+    return emit(args, report, lambda: text_table([(name, str(value)) for name, value in report.items()], ("", "")))
 
 
 @command("watch", RUN, HTML, JSON, arg("--port N", "serve a page that follows the run here, until Ctrl-C", 0))
-def watch(given: argparse.Namespace) -> int:
+def watch(args: argparse.Namespace) -> int:
     """Show the state of a run, live or finished."""
     from composer_nb.harness.files import write_atomic
     from composer_nb.harness.untrusted import visible
@@ -252,18 +252,18 @@ def watch(given: argparse.Namespace) -> int:
     from composer_nb.views import dashboard
     from composer_nb.views.page import document, text_table
 
-    seen = read_status(given.path)
-    if given.port:
+    seen = read_status(args.path)
+    if args.port:
         from composer_nb.operations.live import LivePage
 
-        with LivePage(seen.path, given.port) as page:
+        with LivePage(seen.path, args.port) as page:
             print(page.url, flush=True)
             page.wait()
-    if given.html:
-        write_atomic(given.html, document(seen.path.name, [dashboard.board(seen).text]))
-    if not given.json:
+    if args.html:
+        write_atomic(args.html, document(seen.path.name, [dashboard.board(seen).text]))
+    if not args.json:
         print(visible(dashboard.headline(seen)))
-    return emit(given, dashboard.plain(seen), lambda: text_table(list(dashboard.facts(seen)), ("", "")))
+    return emit(args, dashboard.plain(seen), lambda: text_table(list(dashboard.facts(seen)), ("", "")))
 
 
 @command(
@@ -274,7 +274,7 @@ def watch(given: argparse.Namespace) -> int:
     HTML,
     JSON,
 )
-def compare(given: argparse.Namespace) -> int:
+def compare(args: argparse.Namespace) -> int:
     """Compare two runs: settings, scores with intervals, times; or two evaluations, paired by task."""
     from composer_nb.harness.files import write_atomic
     from composer_nb.harness.product.arms import compare_evals
@@ -282,28 +282,28 @@ def compare(given: argparse.Namespace) -> int:
     from composer_nb.trainer.recipe.report import compare
     from composer_nb.views.compare import eval_page, eval_table, figures, page, table
 
-    if not any((path / "run.db").is_file() for path in given.paths):
-        scores = compare_evals(*given.paths)
-        if given.html:
-            write_atomic(given.html, eval_page(scores))
-        return emit(given, scores, lambda: eval_table(scores))
-    first, second = (ReadOnly(each) for each in given.paths)
-    found = compare(first, second)
-    if given.html:
-        write_atomic(given.html, page(found, figures(found, first, second)))
-    return emit(given, found, lambda: table(found))
+    if not any((path / "run.db").is_file() for path in args.paths):
+        scores = compare_evals(*args.paths)
+        if args.html:
+            write_atomic(args.html, eval_page(scores))
+        return emit(args, scores, lambda: eval_table(scores))
+    first, second = (ReadOnly(each) for each in args.paths)
+    comparison = compare(first, second)
+    if args.html:
+        write_atomic(args.html, page(comparison, figures(comparison, first, second)))
+    return emit(args, comparison, lambda: table(comparison))
 
 
 @command(
     "track", RUN, arg("--to NAMES", "tensorboard, wandb, trackio, mlflow (commas between)", required=True), lines=True
 )
-def track(given: argparse.Namespace) -> int:
+def track(args: argparse.Namespace) -> int:
     """Send the figures of a run, live or finished, to trackers; the same command goes on where it ended."""
     from composer_nb.harness.untrusted import visible
     from composer_nb.operations.track import follow, parse
     from composer_nb.trainer.recipe.status import read_status
 
-    path, names = read_status(given.path).path, parse(given.to)
+    path, names = read_status(args.path).path, parse(args.to)
     with ThreadPoolExecutor() as pool:
         ends = {name: pool.submit(follow, path, name, lambda: read_status(path).state != "live") for name in names}
     for name, end in ends.items():
@@ -313,27 +313,27 @@ def track(given: argparse.Namespace) -> int:
 
 
 @command("follow", TOUR, lines=True)
-def follow(given: argparse.Namespace) -> int:
+def follow(args: argparse.Namespace) -> int:
     """Print what a run logs until it ends; Ctrl-C leaves the run alone.
 
     Return 0 when the run is complete, 1 when it ended before that.
     """
     from composer_nb.trainer.recipe.detached import follow
 
-    return int(follow(given.path.resolve(), log.info) != "complete")
+    return int(follow(args.path.resolve(), log.info) != "complete")
 
 
 @command("stop", TOUR, JSON, lines=True)
-def stop(given: argparse.Namespace) -> int:
+def stop(args: argparse.Namespace) -> int:
     """End a live run, wherever it was started; it can be resumed. It is killed if it has not ended after a minute."""
     from composer_nb.trainer.recipe.detached import stop
 
-    stopped = stop(given.path.resolve(), log.info)
-    return emit(given, {"stopped": stopped}, lambda: "stopped" if stopped else "it is not live")
+    stopped = stop(args.path.resolve(), log.info)
+    return emit(args, {"stopped": stopped}, lambda: "stopped" if stopped else "it is not live")
 
 
 @command("set", RUN, arg("pairs NAME=VALUE", "as services.bound=4", nargs="+"), JSON)
-def change(given: argparse.Namespace) -> int:
+def change(args: argparse.Namespace) -> int:
     """Change a setting of a live run; the run records from which step on.
 
     Names and types are checked before the run sees them.
@@ -342,20 +342,20 @@ def change(given: argparse.Namespace) -> int:
     from composer_nb.trainer.recipe.reader import open_run
     from composer_nb.trainer.services.journal import change_live, request_change
 
-    run, changes = open_run(given.path.resolve()), dict[str, Any]()
+    run, changes = open_run(args.path.resolve()), dict[str, Any]()
     current = reduce(override, run.changed_live().values(), from_dict(run.settings()))
-    for name, text in overrides(given.pairs).items():
+    for name, text in overrides(args.pairs).items():
         current = change_live(current, name, text)
         changes[name] = reduce(getattr, name.split("."), current)
     if run.finished("rl") is not None:
         raise ValueError(f"{run.path.name}: its RL is over; nothing is left to change")
     for name, value in changes.items():
         request_change(run, name, value)
-    return emit(given, changes, lambda: "\n".join(f"asked: {name} = {value!r}" for name, value in changes.items()))
+    return emit(args, changes, lambda: "\n".join(f"asked: {name} = {value!r}" for name, value in changes.items()))
 
 
 @command("replay", RUN, arg("--step N", "last step to repeat (all)", type=int), JSON, lines=True)
-def replay(given: argparse.Namespace) -> int:
+def replay(args: argparse.Namespace) -> int:
     """Repeat the RL steps of a run from what it stored, and compare every weight version.
 
     Return 0 when every version came out the same, else 1.
@@ -364,8 +364,8 @@ def replay(given: argparse.Namespace) -> int:
     from composer_nb.trainer.recipe.reader import open_run
     from composer_nb.trainer.recipe.replay import replay
 
-    run = open_run(given.path.resolve())
-    last = given.step if given.step is not None else len(run.steps("rl"))
+    run = open_run(args.path.resolve())
+    last = args.step if args.step is not None else len(run.steps("rl"))
     if last < 1:
         raise ValueError(f"--step {last}: the first step is 1")
     found = []
@@ -374,7 +374,7 @@ def replay(given: argparse.Namespace) -> int:
         same = "same" if one.same else "DIFFERS"
         log.info(f"step {one.step:>5}  version {one.version:>6}  {one.now[:16]}  {same}")
     different = sum(not row["same"] for row in found)
-    return emit(given, found, lambda: f"{len(found)} steps, {different} differ", int(different > 0))
+    return emit(args, found, lambda: f"{len(found)} steps, {different} differ", int(different > 0))
 
 
 @command(
@@ -384,32 +384,32 @@ def replay(given: argparse.Namespace) -> int:
     arg("--down", "end the head, even if it is in use"),
     JSON,
 )
-def up(given: argparse.Namespace) -> int:
+def up(args: argparse.Namespace) -> int:
     """Start a Ray head that outlives notebooks and runs; --ray FOLDER and services.address=FOLDER use it."""
     from composer_nb.trainer.services import head
 
-    if given.down:
-        ended = head.down(given.path)
-        return emit(given, {"ended": ended}, lambda: "ended" if ended else f"no head lives in {given.path}")
-    found = head.up(given.path, given.lease)
+    if args.down:
+        ended = head.down(args.path)
+        return emit(args, {"ended": ended}, lambda: "ended" if ended else f"no head lives in {args.path}")
+    found = head.up(args.path, args.lease)
     line = (
         f"{found.address}, process {found.pid}, for {found.until - time.time():.0f} s and as long as it is used\n"
         f"notebooks run on it with --ray {found.folder}, a run's services with --set services.address={found.folder}"
     )
-    return emit(given, asdict(found), lambda: line)
+    return emit(args, asdict(found), lambda: line)
 
 
 @command("reap", arg("path RUNS", "folder of runs", Path("runs"), nargs="?"), JSON)
-def reap(given: argparse.Namespace) -> int:
+def reap(args: argparse.Namespace) -> int:
     """End what killed runs left on this machine.
 
     Return 0 when nothing is left, 1 when something could not be ended.
     """
     from composer_nb.harness.sandbox.reap import reap
 
-    found = asdict(reap(given.path))
+    found = asdict(reap(args.path))
     kinds = ("containers", "processes", "cgroups", "directories")
     ended = ", ".join(f"{len(found[kind])} {kind}" for kind in kinds if found[kind])
     lines = [f"ended: {ended or 'nothing'}; left alone, because their owners live: {found['kept']}"]
     lines += [f"failed: {line}" for line in found["failed"]]
-    return emit(given, found, lambda: "\n".join(lines), int(bool(found["failed"])))
+    return emit(args, found, lambda: "\n".join(lines), int(bool(found["failed"])))

@@ -18,7 +18,7 @@ from composer_nb.operations import JSON, RUN, STEP, arg, command, emit
     arg("--rollouts N", "rollouts of that step", 16),
     JSON,
 )
-def microscope(given: argparse.Namespace) -> int:
+def microscope(args: argparse.Namespace) -> int:
     """Explain why an engine and the trainer give a run's tokens different log-probabilities."""
     from rich.console import Group
 
@@ -27,10 +27,10 @@ def microscope(given: argparse.Namespace) -> int:
     from composer_nb.trainer.recipe.reader import open_run
     from composer_nb.views.page import text_table
 
-    report = examine_run(open_run(given.path), given.engine, step=given.step, rollouts=given.rollouts)
+    report = examine_run(open_run(args.path), args.engine, step=args.step, rollouts=args.rollouts)
     causes = text_table(list(view.findings(report)), ("cause", "", "first"))
     rows = text_table(list(view.rows(report)), view.HEAD)
-    return emit(given, report.to_dict(), lambda: Group(view.headline(report), rows, causes))
+    return emit(args, report.to_dict(), lambda: Group(view.headline(report), rows, causes))
 
 
 @command(
@@ -40,7 +40,7 @@ def microscope(given: argparse.Namespace) -> int:
     arg("--png FILE", "also draw it", type=Path),
     JSON,
 )
-def scaling(given: argparse.Namespace) -> int:
+def scaling(args: argparse.Namespace) -> int:
     """Fit the held-out loss of a run's mid-training against tokens, and test the fits on its second half."""
     from rich.console import Group
 
@@ -50,22 +50,22 @@ def scaling(given: argparse.Namespace) -> int:
     from composer_nb.views.midtraining import against_tokens, tokens_seen
     from composer_nb.views.page import text_table
 
-    points = open_run(given.path).steps("midtrain")
-    if len(points) < 3 or given.loss not in points[0]:
-        raise ValueError(f"{given.path}: fewer than three measurements of {given.loss!r} in mid-training")
-    tokens, loss = tokens_seen(points).tolist(), [point[given.loss] for point in points]
-    found = predictions(tokens, loss)
-    if given.png:
-        fits = [fit for fit, _ in found.values()]
-        write_atomic(given.png, against_tokens(tokens, loss, fits, (len(tokens) + 1) // 2, given.loss).png())
-    laws = {shape: {**asdict(fit), "error": error} for shape, (fit, error) in found.items()}
+    points = open_run(args.path).steps("midtrain")
+    if len(points) < 3 or args.loss not in points[0]:
+        raise ValueError(f"{args.path}: fewer than three measurements of {args.loss!r} in mid-training")
+    tokens, loss = tokens_seen(points).tolist(), [point[args.loss] for point in points]
+    laws_by_shape = predictions(tokens, loss)
+    if args.png:
+        fits = [fit for fit, _ in laws_by_shape.values()]
+        write_atomic(args.png, against_tokens(tokens, loss, fits, (len(tokens) + 1) // 2, args.loss).png())
+    laws = {shape: {**asdict(fit), "error": error} for shape, (fit, error) in laws_by_shape.items()}
     rows = [
         (name, f"{law['intercept']:.3f}", f"{law['slope']:+.4f}", f"{law['error']:+.3f}") for name, law in laws.items()
     ]
-    title = f"{given.loss}: {loss[0]:.3f} after {tokens[0]:,.0f} tokens, {loss[-1]:.3f} after {tokens[-1]:,.0f}"
+    title = f"{args.loss}: {loss[0]:.3f} after {tokens[0]:,.0f} tokens, {loss[-1]:.3f} after {tokens[-1]:,.0f}"
     head = ("law", "intercept", "slope", "error at the last")
     plain = {"tokens": tokens, "loss": loss, "laws": laws}
-    return emit(given, plain, lambda: Group(title, text_table(rows, head, numbers=True)))
+    return emit(args, plain, lambda: Group(title, text_table(rows, head, numbers=True)))
 
 
 @command(
@@ -75,18 +75,18 @@ def scaling(given: argparse.Namespace) -> int:
     arg("--out DIR", "write the delta as a version directory", type=Path),
     JSON,
 )
-def diff(given: argparse.Namespace) -> int:
+def diff(args: argparse.Namespace) -> int:
     """Show what changed between two checkpoints, and the size of the delta."""
     from composer_nb.trainer import weights
 
-    found: dict[str, Any] = weights.delta_sizes(given.base, given.target)
-    if given.out:
-        found["out"] = weights.encode_delta(given.base, given.target, given.out).hash
+    report: dict[str, Any] = weights.delta_sizes(args.base, args.target)
+    if args.out:
+        report["out"] = weights.encode_delta(args.base, args.target, args.out).hash
     line = (
-        f"full {found['full_bytes']:,} bytes, delta {found['delta_bytes']:,} "
-        f"({found['delta_bytes'] / found['full_bytes']:.1%}); {found['changed_fraction']:.2%} of the weights changed"
+        f"full {report['full_bytes']:,} bytes, delta {report['delta_bytes']:,} "
+        f"({report['delta_bytes'] / report['full_bytes']:.1%}); {report['changed_fraction']:.2%} of the weights changed"
     )
-    return emit(given, found, lambda: line)
+    return emit(args, report, lambda: line)
 
 
 @command(
@@ -94,24 +94,24 @@ def diff(given: argparse.Namespace) -> int:
     *(arg("base BASE", type=Path), arg("delta DELTA", type=Path), arg("out OUT", type=Path)),
     JSON,
 )
-def apply(given: argparse.Namespace) -> int:
+def apply(args: argparse.Namespace) -> int:
     """Write the version that a base and a delta give."""
     from composer_nb.trainer import weights
 
-    return _version(given, weights.apply_delta(given.base, given.delta, given.out))
+    return _version(args, weights.apply_delta(args.base, args.delta, args.out))
 
 
 @command("weights verify", arg("path VERSION", type=Path), JSON)
-def verify(given: argparse.Namespace) -> int:
+def verify(args: argparse.Namespace) -> int:
     """Check every byte of a version directory."""
     from composer_nb.trainer import weights
 
-    return _version(given, weights.verify(given.path))
+    return _version(args, weights.verify(args.path))
 
 
-def _version(given: argparse.Namespace, manifest: Any) -> int:
-    found = {"version": manifest.version, "hash": manifest.hash, "bytes": manifest.size}
-    return emit(given, found, lambda: f"version {manifest.version}, {manifest.size:,} bytes, {manifest.hash}")
+def _version(args: argparse.Namespace, manifest: Any) -> int:
+    report = {"version": manifest.version, "hash": manifest.hash, "bytes": manifest.size}
+    return emit(args, report, lambda: f"version {manifest.version}, {manifest.size:,} bytes, {manifest.hash}")
 
 
 @command(
@@ -120,29 +120,29 @@ def _version(given: argparse.Namespace, manifest: Any) -> int:
     arg("--to N", "version whose weights are published again", required=True, type=int),
     JSON,
 )
-def revert(given: argparse.Namespace) -> int:
+def revert(args: argparse.Namespace) -> int:
     """Publish the weights of an earlier version as the newest, for everyone who follows the store."""
     from composer_nb.improve import revert as publish
 
-    made = publish(given.store, given.to)
-    line = f"version {made} of {given.store} has the weights of version {given.to}"
-    return emit(given, {"version": made, "weights_of": given.to}, lambda: line)
+    version = publish(args.store, args.to)
+    line = f"version {version} of {args.store} has the weights of version {args.to}"
+    return emit(args, {"version": version, "weights_of": args.to}, lambda: line)
 
 
 @command("weights log", arg("store STORE"), JSON)
-def history(given: argparse.Namespace) -> int:
+def history(args: argparse.Namespace) -> int:
     """List the versions of a store or a run; the checkpoints of a run that keeps no versions."""
     from composer_nb.trainer.versions import store
 
-    weights = Path(given.store) / "weights"
+    weights = Path(args.store) / "weights"
     inside = weights / "versions"
-    found = store.log(inside if inside.is_dir() else given.store)
-    if not found:  # an excerpt, or a run without services
+    rows = store.log(inside if inside.is_dir() else args.store)
+    if not rows:  # an excerpt, or a run without services
         sizes = {file.parent.name: file.parent.glob("*.safetensors") for file in sorted(weights.glob("*/config.json"))}
-        found = [{"name": name, "bytes": sum(file.stat().st_size for file in files)} for name, files in sizes.items()]
-    if not found:
-        raise FileNotFoundError(f"{given.store}: no weight versions here")
-    return emit(given, found, lambda: "\n".join(map(_version_line, found)))
+        rows = [{"name": name, "bytes": sum(file.stat().st_size for file in files)} for name, files in sizes.items()]
+    if not rows:
+        raise FileNotFoundError(f"{args.store}: no weight versions here")
+    return emit(args, rows, lambda: "\n".join(map(_version_line, rows)))
 
 
 def _version_line(row: dict[str, Any]) -> str:
@@ -159,10 +159,10 @@ def _version_line(row: dict[str, Any]) -> str:
 
 
 @command("doctor", JSON)
-def doctor(given: argparse.Namespace) -> int:
+def doctor(args: argparse.Namespace) -> int:
     """Show what this machine has and what it lacks."""
     from composer_nb import doctor
 
     found = doctor.diagnose()
     plain = [asdict(finding) for finding in found]
-    return emit(given, plain, lambda: doctor.as_table(found), int(not doctor.healthy(found)))
+    return emit(args, plain, lambda: doctor.as_table(found), int(not doctor.healthy(found)))

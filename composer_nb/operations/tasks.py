@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
     BACKEND,
     JSON,
 )
-def make(given: argparse.Namespace) -> int:
+def make(args: argparse.Namespace) -> int:
     """Make tasks from a repository with tests."""
     if find_spec("libcst") is None:
         raise ValueError("tasks make needs libcst: pip install 'composer_nb[tasks]'")
@@ -48,12 +48,12 @@ def make(given: argparse.Namespace) -> int:
     from composer_nb.harness.tasks.making.options import Running
     from composer_nb.harness.tasks.making.show import progress, table
 
-    times = {"suite_s": given.suite_seconds, "test_s": given.test_seconds}
-    running = Running(**pick(given, "pytest_args", "packages", "image"), **times)
-    with open_backend(given.backend) as backend, progress(Console(stderr=True)) as told:
-        options = pick(given, "limit", "seed", "require")
-        made = make(given.path, given.out, backend, running=running, report=told, **options)
-    return emit(given, made, lambda: table(made), int(not made["tasks"]))
+    times = {"suite_s": args.suite_seconds, "test_s": args.test_seconds}
+    running = Running(**pick(args, "pytest_args", "packages", "image"), **times)
+    with open_backend(args.backend) as backend, progress(Console(stderr=True)) as report:
+        options = pick(args, "limit", "seed", "require")
+        summary = make(args.path, args.out, backend, running=running, report=report, **options)
+    return emit(args, summary, lambda: table(summary), int(not summary["tasks"]))
 
 
 @command(
@@ -71,7 +71,7 @@ def make(given: argparse.Namespace) -> int:
     BACKEND,
     JSON,
 )
-def mine(given: argparse.Namespace) -> int:
+def mine(args: argparse.Namespace) -> int:
     """Make tasks from the commits of a checkout, or from consecutive releases."""
     if find_spec("libcst") is None or find_spec("dulwich") is None:
         raise ValueError("tasks mine needs dulwich and libcst: pip install 'composer_nb[tasks]'")
@@ -83,22 +83,22 @@ def mine(given: argparse.Namespace) -> int:
     from composer_nb.harness.tasks.making.show import progress
     from composer_nb.views.page import text_table
 
-    running = Running(**pick(given, "pytest_args", "packages", "image"), suite_s=given.suite_seconds)
-    with open_backend(given.backend) as backend, progress(Console(stderr=True)) as told:
-        options = pick(given, "limit", "commits", "most_lines") | {"requests": given.requests or ()}
-        made = mine(given.paths, given.out, backend, running=running, report=told, **options)
-    rows = [(str(count), verdict) for verdict, count in made["verdicts"].most_common()]
-    line = f"{made['tasks']} tasks of {made['tried']} changes in {made['wall_s']:.0f} s"
-    line += f", {made['from_logs']} with the request of a log" if given.requests else ""
-    line += f"; {made['slow']} tests take too long to count" if made["slow"] else ""
-    unfetched = [row["why"] for row in made["candidates"] if row["verdict"] == UNFETCHED]
+    running = Running(**pick(args, "pytest_args", "packages", "image"), suite_s=args.suite_seconds)
+    with open_backend(args.backend) as backend, progress(Console(stderr=True)) as report:
+        options = pick(args, "limit", "commits", "most_lines") | {"requests": args.requests or ()}
+        summary = mine(args.paths, args.out, backend, running=running, report=report, **options)
+    rows = [(str(count), verdict) for verdict, count in summary["verdicts"].most_common()]
+    line = f"{summary['tasks']} tasks of {summary['tried']} changes in {summary['wall_s']:.0f} s"
+    line += f", {summary['from_logs']} with the request of a log" if args.requests else ""
+    line += f"; {summary['slow']} tests take too long to count" if summary["slow"] else ""
+    unfetched = [row["why"] for row in summary["candidates"] if row["verdict"] == UNFETCHED]
     line += f"; {UNFETCHED}: {unfetched[0]}" if unfetched else ""
-    line += f"; reasons: {given.out}/summary.json"
-    return emit(given, made, lambda: Group(text_table(rows, ("changes", "")), line), int(not made["tasks"]))
+    line += f"; reasons: {args.out}/summary.json"
+    return emit(args, summary, lambda: Group(text_table(rows, ("changes", "")), line), int(not summary["tasks"]))
 
 
 @command("tasks check", arg("path PATH", "a .jsonl file or task directories", type=Path), REQUIRE, BACKEND, JSON)
-def check(given: argparse.Namespace) -> int:
+def check(args: argparse.Namespace) -> int:
     """Check that every solution scores 1, every start scores 0, and repeats agree."""
     from rich.console import Group
 
@@ -107,16 +107,16 @@ def check(given: argparse.Namespace) -> int:
     from composer_nb.harness.tasks.task import read_tasks
     from composer_nb.views.page import text_table
 
-    found = check_tasks(read_tasks(given.path), given.backend, given.require)
-    if not found:
-        raise ValueError(f"{given.path}: holds no task")
-    unfit = [(row["id"], row["problem"]) for row in found if not row["ok"]]
-    guards = Counter(row["guard"]["by"] for row in found)
-    fit = len(found) - len(unfit)
-    line = f"{fit} of {len(found)} tasks are fit; {guards_line(guards)}"
+    checks = check_tasks(read_tasks(args.path), args.backend, args.require)
+    if not checks:
+        raise ValueError(f"{args.path}: holds no task")
+    unfit = [(row["id"], row["problem"]) for row in checks if not row["ok"]]
+    guards = Counter(row["guard"]["by"] for row in checks)
+    fit = len(checks) - len(unfit)
+    line = f"{fit} of {len(checks)} tasks are fit; {guards_line(guards)}"
     return emit(
-        given,
-        {"tasks": found, "fit": fit, "unfit": len(unfit), "guards": guards},
+        args,
+        {"tasks": checks, "fit": fit, "unfit": len(unfit), "guards": guards},
         lambda: Group(*([text_table(unfit, ("task", "problem"))] if unfit else []), line),
         int(bool(unfit)),
     )
@@ -130,18 +130,18 @@ def check(given: argparse.Namespace) -> int:
     arg("--repository PATH", "files of the repository, so that no image is needed", type=Path),
     JSON,
 )
-def convert(given: argparse.Namespace) -> int:
+def convert(args: argparse.Namespace) -> int:
     """Convert rows of a benchmark to tasks."""
     from composer_nb.harness.tasks.making.repository import read_repository
     from composer_nb.harness.tasks.swe import read_rows
 
-    files = read_repository(given.repository).files if given.repository else None
+    files = read_repository(args.repository).files if args.repository else None
     written, problems = 0, []
-    for place, task in read_rows(given.path, given.format, files):
+    for place, task in read_rows(args.path, args.format, files):
         try:
             if isinstance(task, ValueError):
                 raise task
-            task.to_harbor(given.out / task.id.replace("/", "__"))
+            task.to_harbor(args.out / task.id.replace("/", "__"))
             written += 1
         except ValueError as error:
             problems.append(str(error))
@@ -149,8 +149,8 @@ def convert(given: argparse.Namespace) -> int:
             problems.append(f"{place}: {error.filename} is there already")
     for problem in problems:
         print(visible_lines(problem), file=sys.stderr)
-    line = f"{written} tasks in {given.out}, {len(problems)} rows left out"
-    return emit(given, {"tasks": written, "problems": problems}, lambda: line, int(bool(problems)))
+    line = f"{written} tasks in {args.out}, {len(problems)} rows left out"
+    return emit(args, {"tasks": written, "problems": problems}, lambda: line, int(bool(problems)))
 
 
 @command(
@@ -161,10 +161,10 @@ def convert(given: argparse.Namespace) -> int:
     BACKEND,
     JSON,
 )
-def audit(given: argparse.Namespace) -> int:
+def audit(args: argparse.Namespace) -> int:
     """Try tasks with workspaces that they must accept or refuse, before training on them."""
-    if given.path.startswith(("verifiers:", "openenv:")):
-        return _audit_foreign(given)
+    if args.path.startswith(("verifiers:", "openenv:")):
+        return _audit_foreign(args)
     if find_spec("libcst") is None:
         raise ValueError("audit plants bugs with libcst: pip install 'composer_nb[tasks]'")
     from rich.console import Group
@@ -174,52 +174,50 @@ def audit(given: argparse.Namespace) -> int:
     from composer_nb.labs.audit.audit import audit as run
     from composer_nb.views.page import text_table
 
-    own = EnvSettings(tasks=given.path).own
-    tasks = ((task.id, task) for task in tasks_of(given.path, own)) if own else read_tasks(Path(given.path))
-    options = {"seconds": given.seconds, "seed": given.seed, "pays": getattr(own, "reward", None)}
-    found = run(tasks, given.backend, **options)
-    if not found["read"]:
-        raise ValueError(f"{given.path}: holds no task")
-    rates = [(name, str(row["tried"]), str(row["wrong"])) for name, row in found["probes"].items()]
-    problems = [(row["id"], kind, text) for row in found["tasks"] for kind, text in row["problems"]]
-    slips, planted = (sum(row["slips"][place] for row in found["tasks"]) for place in (0, 1))
-    line = (
-        f"{found['sound']} of {found['audited']} tasks are sound; {found['read'] - found['audited']} were not reached"
-    )
-    line += f"; {slips} of {planted} planted bugs found; {found['seconds']:.0f} s"
+    own = EnvSettings(tasks=args.path).own
+    tasks = ((task.id, task) for task in tasks_of(args.path, own)) if own else read_tasks(Path(args.path))
+    options = {"seconds": args.seconds, "seed": args.seed, "pays": getattr(own, "reward", None)}
+    report = run(tasks, args.backend, **options)
+    if not report["read"]:
+        raise ValueError(f"{args.path}: holds no task")
+    rates = [(name, str(row["tried"]), str(row["wrong"])) for name, row in report["probes"].items()]
+    problems = [(row["id"], kind, text) for row in report["tasks"] for kind, text in row["problems"]]
+    slips, planted = (sum(row["slips"][place] for row in report["tasks"]) for place in (0, 1))
+    line = f"{report['sound']} of {report['audited']} tasks are sound; {report['read'] - report['audited']} were not reached"
+    line += f"; {slips} of {planted} planted bugs found; {report['seconds']:.0f} s"
     tables = [text_table(rates, ("workspace", "tried", "wrongly graded"))]
     tables += [text_table(problems, ("task", "problem", ""))] if problems else []
-    return emit(given, found, lambda: Group(*tables, line), int(bool(problems)))
+    return emit(args, report, lambda: Group(*tables, line), int(bool(problems)))
 
 
-def _audit_foreign(given: argparse.Namespace) -> int:
+def _audit_foreign(args: argparse.Namespace) -> int:
     from rich.console import Group
 
     from composer_nb.foreign import audit_openenv, audit_verifiers
     from composer_nb.views.page import text_table
 
-    kind, _, name = given.path.partition(":")
-    found = audit_verifiers(name) if kind == "verifiers" else audit_openenv(name, **pick(given, "seconds", "seed"))
+    kind, _, name = args.path.partition(":")
+    report = audit_verifiers(name) if kind == "verifiers" else audit_openenv(name, **pick(args, "seconds", "seed"))
     rates = [
-        (probe, str(row["tried"]), str(row["wrong"]), "fault" if probe in found["faults"] else "")
-        for probe, row in found["probes"].items()
+        (probe, str(row["tried"]), str(row["wrong"]), "fault" if probe in report["faults"] else "")
+        for probe, row in report["probes"].items()
     ]
     table = text_table(rates, ("answer" if kind == "verifiers" else "probe", "tried", "wrong", ""))
-    return emit(given, found, lambda: Group(table, *found.get("errors", ())), int(bool(found["faults"])))
+    return emit(args, report, lambda: Group(table, *report.get("errors", ())), int(bool(report["faults"])))
 
 
 @command("sandbox check", arg("--backend NAME", "backend", "bwrap"), JSON)
-def attack(given: argparse.Namespace) -> int:
+def attack(args: argparse.Namespace) -> int:
     """Run every attack against a sandbox backend."""
     from rich.console import Group
 
     from composer_nb.labs.attacks.sandbox_check import run_checks
     from composer_nb.views.page import text_table
 
-    found = run_checks(given.backend, lambda case: log.info(f"{case['kind'] or '':>2}  {case['title']}"))
-    cases, kinds = found["cases"], found["kinds"]
+    report = run_checks(args.backend, lambda case: log.info(f"{case['kind'] or '':>2}  {case['title']}"))
+    cases, kinds = report["cases"], report["kinds"]
     table = [("ok" if c["blocked"] else "NOT BLOCKED", str(c["kind"] or ""), c["title"], c["detail"]) for c in cases]
     blocked, right = (sum(one["blocked"] for one in each) for each in (kinds, cases))
-    line = f"{blocked} of {len(kinds)} kinds of attack blocked on {given.backend}; {right} of {len(cases)} cases in all"
+    line = f"{blocked} of {len(kinds)} kinds of attack blocked on {args.backend}; {right} of {len(cases)} cases in all"
     status = int(blocked < len(kinds) or right < len(cases))
-    return emit(given, found, lambda: Group(text_table(table, ("", "kind", "attempt", "observed")), line), status)
+    return emit(args, report, lambda: Group(text_table(table, ("", "kind", "attempt", "observed")), line), status)

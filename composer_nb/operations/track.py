@@ -4,9 +4,8 @@
 
 A tracker reads the run's `metrics.jsonl`, so it cannot stop or slow the training. A run may be sent while it is live, later, or
 to several trackers. `trackers/NAME.json` in the run's folder (`home_of`) records the steps sent, from which the same command
-continues. Each
-step of a stage is sent once, under the stage's name, as `rl/reward`. Addresses and credentials come from each service's own
-variables: WANDB_MODE and WANDB_API_KEY, TRACKIO_DIR, MLFLOW_TRACKING_URI (default: mlflow.db beside the run).
+continues. Each step of a stage is sent once, under the stage's name, as `rl/reward`. Addresses and credentials come from each
+service's own variables: WANDB_MODE and WANDB_API_KEY, TRACKIO_DIR, MLFLOW_TRACKING_URI (default: mlflow.db beside the run).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Tracker = tuple[Log, Callable[[], object]]
 
 
 def home_of(run: ReadOnly) -> Path:
-    """Return where trackers of a run write: its own folder, or one under runs/ for an excerpt and for a run of somebody else."""
+    """Return the folder in which trackers of a run write: its own, or one under runs/ for an excerpt or a read-only run."""
     if run.excerpt is None and os.access(run.path, os.W_OK):
         return run.path
     return Path("runs/tracked", f"{run.path.name}-{sha256(os.fsencode(run.path.resolve())).hexdigest()[:8]}").resolve()
@@ -64,21 +63,21 @@ def wandb(run: ReadOnly, settings: Mapping[str, Any]) -> Tracker:
 
     name, there = run.path.name, str(home_of(run) / "trackers")
     key = re.sub(r"[^\w.-]", "-", name)
-    made = wandb.init(project=PROJECT, name=name, id=key, resume="allow", dir=there, config=dict(settings))
+    session = wandb.init(project=PROJECT, name=name, id=key, resume="allow", dir=there, config=dict(settings))
 
     def log(figures: Mapping[str, float], step: int) -> None:
         stage = next(iter(figures)).partition("/")[0]
-        made.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
-        made.log({**figures, f"{stage}/step": step})
+        session.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
+        session.log({**figures, f"{stage}/step": step})
 
-    return log, made.finish
+    return log, session.finish
 
 
 def trackio(run: ReadOnly, settings: Mapping[str, Any]) -> Tracker:
     import trackio
 
-    made = trackio.init(project=PROJECT, name=run.path.name, resume="allow", config=dict(settings), embed=False)
-    return lambda figures, step: made.log(dict(figures), step=step), made.finish
+    session = trackio.init(project=PROJECT, name=run.path.name, resume="allow", config=dict(settings), embed=False)
+    return lambda figures, step: session.log(dict(figures), step=step), session.finish
 
 
 def mlflow(run: ReadOnly, settings: Mapping[str, Any]) -> Tracker:
@@ -87,13 +86,13 @@ def mlflow(run: ReadOnly, settings: Mapping[str, Any]) -> Tracker:
 
     name = run.path.name
     client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home_of(run).parent}/mlflow.db")
-    found = client.get_experiment_by_name(PROJECT)
-    place = found.experiment_id if found else client.create_experiment(PROJECT)
+    experiment = client.get_experiment_by_name(PROJECT)
+    experiment_id = experiment.experiment_id if experiment else client.create_experiment(PROJECT)
     quote = '"' if "'" in name else "'"
-    there = client.search_runs([place], f"tags.mlflow.runName = {quote}{name}{quote}")
-    key = (there[0] if there else client.create_run(place, run_name=name)).info.run_id
+    there = client.search_runs([experiment_id], f"tags.mlflow.runName = {quote}{name}{quote}")
+    key = (there[0] if there else client.create_run(experiment_id, run_name=name)).info.run_id
     if not there:
-        params = [Param(each, str(value)[:500]) for each, value in settings.items()]
+        params = [Param(metric, str(value)[:500]) for metric, value in settings.items()]
         for at in range(0, len(params), 100):  # the server refuses more
             client.log_batch(key, params=params[at : at + 100])
 
@@ -109,13 +108,13 @@ TRACKERS = {each.__name__: each for each in (tensorboard, wandb, trackio, mlflow
 
 def parse(names: str) -> list[str]:
     """Return the trackers of a comma-separated list. Raises ValueError for one that does not exist or is not installed."""
-    found = [name for name in names.split(",") if name]
-    for name in found:
+    trackers = [name for name in names.split(",") if name]
+    for name in trackers:
         if name not in TRACKERS:
             raise ValueError(f"--track {name}: there are {', '.join(TRACKERS)}")
         if find_spec(name) is None:
             raise ValueError(f"--track {name}: it is not installed; pip install 'composer-nb[trackers]' brings it")
-    return found
+    return trackers
 
 
 @dataclass(slots=True)
@@ -158,9 +157,9 @@ def follow(path: Path, name: str, until: Callable[[], bool]) -> None:
     """Send a run's figures to the tracker `name` until `until` returns true. A failure is logged once and retried at growing
     intervals; at the end it is raised. Raises FileNotFoundError if there is no run."""
     run = ReadOnly(path)
-    place = home_of(run) / "trackers" / f"{name}.json"
-    place.parent.mkdir(parents=True, exist_ok=True)
-    sent = Sent(**json.loads(place.read_text())) if place.is_file() else Sent()
+    sent_file = home_of(run) / "trackers" / f"{name}.json"
+    sent_file.parent.mkdir(parents=True, exist_ok=True)
+    sent = Sent(**json.loads(sent_file.read_text())) if sent_file.is_file() else Sent()
     tracker, rest = None, EVERY_S
     try:
         while True:
@@ -175,7 +174,7 @@ def follow(path: Path, name: str, until: Callable[[], bool]) -> None:
                 if rest == EVERY_S:
                     log.warning("%s: %s; what is missing is sent later", name, error)
                 rest = min(2 * rest, LATEST_S)
-            write_json(place, asdict(sent))
+            write_json(sent_file, asdict(sent))
             if ended:
                 return
             until_then = time.monotonic() + rest

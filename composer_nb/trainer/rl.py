@@ -3,7 +3,7 @@
     batch   = services.take()            the groups that are due: graded rollouts of one task each; the next ones are under way
     groups  = score_groups(batch)        rewards, and advantages A = R − mean of the group
     streams = streams_of(groups)         tokens with one advantage each: all that the learner sees
-    found   = services.learn(streams)    optimizer steps; each makes a weight version, published for later sampling
+    metrics = services.learn(streams)    optimizer steps; each makes a weight version, published for later sampling
     services.evaluate()                  scores on the tuning tasks, at intervals
     services.record()                    metrics and the ledger of tokens; services.save() writes a checkpoint
 
@@ -95,7 +95,7 @@ class Services(Protocol):
         """Learn from a batch and publish the resulting weight versions. Return metrics, or None if the trainer died: the batches
         since its last checkpoint are then taken again."""
 
-    def evaluate(self, batch: Batch, found: dict[str, Any]) -> dict[str, float]:
+    def evaluate(self, batch: Batch, metrics: dict[str, Any]) -> dict[str, float]:
         """Score the weights on the tuning tasks. Return the scores; empty if they follow later."""
 
     def record(self, batch: Batch, point: dict[str, Any], tokens: dict[str, int]) -> None:
@@ -110,7 +110,7 @@ class Services(Protocol):
 
 def reinforce(services: Services) -> None:
     """Train until no batch is left. Raises GamedError, before the batch is learned, if the monitors stop the run."""
-    watch, asked = Watch.of(services.past()), services.settings.rl.steps
+    watch, total_steps = Watch.of(services.past()), services.settings.rl.steps
     while (batch := services.take()) is not None:
         s = services.settings
         groups = batch.scored
@@ -119,16 +119,16 @@ def reinforce(services: Services) -> None:
             if s.rl.shuffle_rewards:
                 groups = shuffle_rewards(groups, s.loss, Random(f"shuffle {batch.step} {services.ranks.rank}"))
             services.keep(batch, groups)
-        seen = sum(services.ranks.gather(suspects(groups)), Counter[str]())
-        share, told = watch.add(batch.step, seen, s.monitor)
-        if told:
-            services.say(f"rl {batch.step + 1}: {told}")
-        found = services.learn(batch, streams_of(groups, s.loss, services.hinter))
-        if found is None:
+        suspect_counts = sum(services.ranks.gather(suspects(groups)), Counter[str]())
+        flagged_share, warning = watch.add(batch.step, suspect_counts, s.monitor)
+        if warning:
+            services.say(f"rl {batch.step + 1}: {warning}")
+        train_metrics = services.learn(batch, streams_of(groups, s.loss, services.hinter))
+        if train_metrics is None:
             continue
         step, steps = batch.step + 1, services.settings.rl.steps
-        point = measured(groups, batch, s.rl.minibatches, services.ranks) | found
-        point |= {"flagged_share": share, "monitors": dict(seen)}
+        point = measured(groups, batch, s.rl.minibatches, services.ranks) | train_metrics
+        point |= {"flagged_share": flagged_share, "monitors": dict(suspect_counts)}
         if s.rl.evaluate_every and step % s.rl.evaluate_every == 0 and step != steps:
             point |= services.evaluate(batch, point)
         tokens: Counter[str] = sum(services.ranks.gather(ledger(groups, s.loss)), Counter())
@@ -136,16 +136,16 @@ def reinforce(services: Services) -> None:
         if step % SAID_EVERY == 0 or step in (1, steps):
             entropy = f"entropy {point['entropy']:.2f}" if point["entropy"] == point["entropy"] else "no signal"
             services.say(
-                f"rl {step}/{asked}: solved {point['solved']:.3f}, {point['turns']:.1f} calls, "
+                f"rl {step}/{total_steps}: solved {point['solved']:.3f}, {point['turns']:.1f} calls, "
                 f"staleness {point['staleness']:.2f}, {entropy}, {services.seconds:.0f} s"
             )
         if step % s.rl.checkpoint_every == 0 or step == steps:
             services.save(step)
 
 
-def time_is_up(limit: float, steps: int, asked: int) -> str:
+def time_is_up(limit: float, steps: int, total: int) -> str:
     """Return the log line of a stage that ends at its time limit, in seconds."""
-    return f"rl: stopped by rl.max_seconds={limit:g} after {steps} of {asked} steps"
+    return f"rl: stopped by rl.max_seconds={limit:g} after {steps} of {total} steps"
 
 
 def scores_line(step: int, scores: Mapping[str, float]) -> str:
@@ -157,21 +157,24 @@ def scores_line(step: int, scores: Mapping[str, float]) -> str:
 
 
 def score_groups(
-    groups: Sequence[Sequence[Attempt]], rewards: RewardSettings, loss: LossSettings, own: OwnReward | None = None
+    groups: Sequence[Sequence[Attempt]],
+    rewards: RewardSettings,
+    loss: LossSettings,
+    custom: OwnReward | None = None,
 ) -> list[list[Scored]]:
-    """Return the groups with rewards and advantages, without attempts whose reward is unknown. `own`: reward function of an
-    environment, replacing the weighted terms."""
-    totals = [[(done, reward_of(done, rewards, own)) for done in group] for group in groups]
-    known = [[(done, given) for done, given in group if given.total is not None] for group in totals]
-    return [_scored([done for done, _ in group], [given for _, given in group], loss) for group in known]
+    """Return the groups with rewards and advantages, without attempts whose reward is unknown. `custom`: the reward function of
+    an environment, which replaces the weighted terms."""
+    totals = [[(attempt, reward_of(attempt, rewards, custom)) for attempt in group] for group in groups]
+    graded = [[(attempt, rewarded) for attempt, rewarded in group if rewarded.total is not None] for group in totals]
+    return [_scored([attempt for attempt, _ in group], [rewarded for _, rewarded in group], loss) for group in graded]
 
 
-def reward_of(done: Attempt, rewards: RewardSettings, own: OwnReward | None) -> Reward:
+def reward_of(attempt: Attempt, rewards: RewardSettings, custom: OwnReward | None) -> Reward:
     """Return the reward of an attempt; without a total if its own reward blocks. Raises like `own_reward`."""
-    if own is None:
-        return reward(done.rollout, done.grade, rewards)
+    if custom is None:
+        return reward(attempt.rollout, attempt.grade, rewards)
     try:
-        total = own_reward(own, done)
+        total = own_reward(custom, attempt)
     except CallTimeout as late:
         log.warning("%s; the attempt is left out", late)
         return Reward(total=None)
@@ -187,9 +190,10 @@ def shuffle_rewards(groups: list[list[Scored]], loss: LossSettings, rng: Random)
 
 
 def _scored(group: Sequence[Attempt], rewards: Sequence[Reward], loss: LossSettings) -> list[Scored]:
-    values = torch.tensor([given.total for given in rewards], dtype=torch.float32)
-    shares = (values if loss.baseline == "none" else advantages(values, loss.std_norm)).tolist()
-    return [Scored(attempt=d, reward=r, advantage=a) for d, r, a in zip(group, rewards, shares, strict=True)]
+    values = torch.tensor([item.total for item in rewards], dtype=torch.float32)
+    advantage_list = (values if loss.baseline == "none" else advantages(values, loss.std_norm)).tolist()
+    rows = zip(group, rewards, advantage_list, strict=True)
+    return [Scored(attempt=attempt, reward=total, advantage=advantage) for attempt, total, advantage in rows]
 
 
 def to_streams(scored: Scored) -> list[Stream]:
@@ -250,18 +254,18 @@ def ledger(groups: Sequence[Sequence[Scored]], loss: LossSettings) -> Counter[st
 
 def suspects(groups: Sequence[Sequence[Scored]]) -> Counter[str]:
     """Count this rank's rollouts and their tokens, with the counts of the monitors: flags, and shares that may drift."""
-    done = [scored.attempt for group in groups for scored in group]
-    size = Counter[str](samples=len(done), sampled=sum(each.rollout.sampled for each in done))
-    return size + counts(done) + forms(done)
+    attempts = [scored.attempt for group in groups for scored in group]
+    size = Counter[str](samples=len(attempts), sampled=sum(attempt.rollout.sampled for attempt in attempts))
+    return size + counts(attempts) + forms(attempts)
 
 
 def measured(groups: Sequence[Sequence[Scored]], batch: Batch, versions_a_step: int, ranks: Ranks) -> dict[str, Any]:
     """Return the metrics of a batch over all ranks. Staleness: steps since the oldest token of a rollout was sampled."""
-    versions = [drawn for group in groups for s in group if len(drawn := s.attempt.rollout.versions)]
-    ages = [batch.step - int(drawn.min()) // versions_a_step for drawn in versions]
-    mixed = [len(np.unique(drawn)) > 1 for drawn in versions]
-    own = {"lost": float(batch.lost), "drawn": float(len(ages)), "ages": float(sum(ages)), "mixed": float(sum(mixed))}
-    sums = ranks.sums(batch_metrics(groups) | own)
+    versions = [token_versions for group in groups for s in group if len(token_versions := s.attempt.rollout.versions)]
+    ages = [batch.step - int(token_versions.min()) // versions_a_step for token_versions in versions]
+    mixed = [len(np.unique(token_versions)) > 1 for token_versions in versions]
+    local = {"lost": float(batch.lost), "drawn": float(len(ages)), "ages": float(sum(ages)), "mixed": float(sum(mixed))}
+    sums = ranks.sums(batch_metrics(groups) | local)
     return step_point(sums) | {
         "staleness": share(sums["ages"], sums["drawn"]),
         "staleness_max": max(ranks.gather(max(ages, default=0))),

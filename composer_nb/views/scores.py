@@ -55,9 +55,9 @@ def policies(report: Mapping[str, Any]) -> Picture:
     return picture
 
 
-def _gain(found: Mapping[str, Any]) -> str:
-    low, high = found["ci95"]
-    return f"final − {found['over']}: {100 * found['gain']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
+def _gain(gain: Mapping[str, Any]) -> str:
+    low, high = gain["ci95"]
+    return f"final − {gain['over']}: {100 * gain['gain']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
 
 
 def _within_12(score: Mapping[str, Any]) -> float | None:

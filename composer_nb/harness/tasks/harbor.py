@@ -29,6 +29,8 @@ from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.untrusted import beneath, checked, toml_of, visible
 
 WORKSPACE = "environment/workspace"
+PRISTINE = "/composer_nb/workspace"
+"""Folder of a derived image with the files of its working directory."""
 RUNTIME = "host-python"
 WRITTEN_S = 60.0
 """`verifier.timeout_sec` of the directories that this package writes."""

@@ -40,8 +40,6 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import is_plain, visible
 
 MIB = 1 << 20
-PRISTINE = "/composer_nb/workspace"
-"""Folder of a derived image with the files of its working directory."""
 PACKAGES, PACKAGES_DIGEST = "packages", "packages.sha256"
 """Metadata keys of the folder of installed packages for a task's tests, and of its digest."""
 PACKAGES_AT = "/tmp/packages"
@@ -201,7 +199,7 @@ def start(task: Task, backend: Backend) -> Sandbox:
     sandbox = backend.create(spec_of(task, backend))
     try:
         if task.image:
-            result = sandbox.exec(["cp", "-a", f"{PRISTINE}/.", "."])
+            result = sandbox.exec(["cp", "-a", f"{harbor.PRISTINE}/.", "."])
             if result.exit_code:
                 raise SandboxFailure(
                     f"task {task.id}: its image's files: {result.stderr[-300:].decode('utf-8', 'replace')}"
@@ -363,10 +361,10 @@ def _image(task: Task) -> str:
 
 
 def _derived(base: str, where: str) -> str:
-    where = shlex.quote(where)
+    where, pristine = shlex.quote(where), harbor.PRISTINE
     links = " && ".join(f"rm -rf {place} && ln -s {target} {place}" for place, target in PLACES.items())
     workspace = f"rm -rf {where} && ln -s {WORKSPACE} {where}" if where != WORKSPACE else f"mkdir -p {WORKSPACE}"
     return (
         f"FROM {base}\nUSER root\nWORKDIR /\n"
-        f"RUN mkdir -p {where} {PRISTINE} && cp -a {where}/. {PRISTINE} && chmod -R a+rX {PRISTINE} && {workspace} && {links}\n"
+        f"RUN mkdir -p {where} {pristine} && cp -a {where}/. {pristine} && chmod -R a+rX {pristine} && {workspace} && {links}\n"
     )

@@ -16,9 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from composer_nb.harness.tasks.harbor import Kept
+from composer_nb.harness.tasks.harbor import PRISTINE, Kept
 from composer_nb.harness.tasks.patch import apply_patch
-from composer_nb.harness.tasks.runtime import PRISTINE
 from composer_nb.harness.tasks.task import Task
 
 Row = Mapping[str, Any]

@@ -103,17 +103,17 @@ def check_fitted(backend: Backend) -> Iterator[dict[str, Any]]:
     """Yield the rows of `composer-nb sandbox check` for a rule that is fitted to constants, which passes once in eight."""
     for name in ("rows", "tests"):
         task, draws = JOINT[name], Random(name)
-        found = validate_task(task, backend, repeats=1)
-        assert found.plan is not None and found.guard is not None
+        report = validate_task(task, backend, repeats=1)
+        assert report.plan is not None and report.guard is not None
         grades = [
-            grade_pytest(task, {"scale.py": FITTED.encode()}, backend, found.plan, rng=draws) for _ in range(GRADES)
+            grade_pytest(task, {"scale.py": FITTED.encode()}, backend, report.plan, rng=draws) for _ in range(GRADES)
         ]
         passed = sum(grade.passed for grade in grades)
         flagged = any(grade.flags for grade in grades)
         verdict = Verdict(
-            blocked=found.guard.by == "twins" and passed <= GRADES // 3,
+            blocked=report.guard.by == "twins" and passed <= GRADES // 3,
             flagged=flagged,
-            detail=f"guard {found.guard.by}; {passed} of {GRADES} grades passed, by chance one in eight",
+            detail=f"guard {report.guard.by}; {passed} of {GRADES} grades passed, by chance one in eight",
         )
         yield row(f"fitted-to-{name}", 12, f"a rule fitted to all constants of the process: {name}", verdict)
 

@@ -58,7 +58,7 @@ PRESS = "x = []\nwhile True: x.append(bytearray(b'x') * (4 << 20))"
 
 @register(22, "leave a message for a later sandbox in which pages of common files are in memory")
 def page_cache(site: Site) -> Verdict:
-    found = []
+    leaks = []
     for spec in (SPEC, replace(SPEC, basic=True)):
         bits = [random.randrange(2) for _ in range(BITS)]
         with site.backend.create(spec) as box:
@@ -68,10 +68,10 @@ def page_cache(site: Site) -> Verdict:
             except SandboxDied:
                 pass
         with site.backend.create(spec) as box:
-            heard = [int(count > 0) for count in python(box, READ, BITS)]
-        right = sum(one == other for one, other in zip(bits, heard, strict=True))
-        found += [f"{right} of {BITS} bits, {evicted} files evicted"] if any(heard) else []
-    return nothing(found)
+            received = [int(count > 0) for count in python(box, READ, BITS)]
+        correct = sum(sent_bit == received_bit for sent_bit, received_bit in zip(bits, received, strict=True))
+        leaks += [f"{correct} of {BITS} bits, {evicted} files evicted"] if any(received) else []
+    return nothing(leaks)
 
 
 @register(22, "be the first to read a file, which a later sandbox notices")
@@ -114,13 +114,13 @@ def f():
     for _ in range(6):  # one after another
         with site.backend.create(SPEC) as box:
             reports.append(python(box, source))
-    found = {name for report in reports for name in report[0]}
+    leaks = {name for report in reports for name in report[0]}
     if site.backend.name != "docker":  # a container has devices of its own
-        found |= {name for report in reports for name in report[1]}
+        leaks |= {name for report in reports for name in report[1]}
     steps = [later[2] - earlier[2] for earlier, later in itertools.pairwise(reports)]
     if sum(0 < step <= 64 for step in steps) >= 3:
-        found.add(f"ports, which advanced by {steps}")
-    return nothing(sorted(found))
+        leaks.add(f"ports, which advanced by {steps}")
+    return nothing(sorted(leaks))
 
 
 @register(22, "leave a message in what networks count for the whole machine, or in options of sockets")

@@ -38,7 +38,7 @@ class Fork:
     @property
     def solved(self) -> float:
         """The share of the futures that solve the task."""
-        return float(np.mean([done.grade.passed for done in self.attempts]))
+        return float(np.mean([attempt.grade.passed for attempt in self.attempts]))
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -50,9 +50,9 @@ class Fork:
         return f"{self.solved:.0%} ({low:.0%} to {high:.0%})"
 
 
-def verdict(one: Fork, other: Fork) -> str:
+def verdict(first: Fork, second: Fork) -> str:
     """Return whether the futures distinguish two positions: whether their 95 % intervals are apart."""
-    apart = one.interval[0] > other.interval[1] or other.interval[0] > one.interval[1]
+    apart = first.interval[0] > second.interval[1] or second.interval[0] > first.interval[1]
     return "these futures distinguish the two" if apart else "these futures do not distinguish the two"
 
 

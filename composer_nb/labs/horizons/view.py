@@ -103,10 +103,10 @@ def worth(forks: Mapping[str, Sequence[Fork]]) -> Picture:
     """Draw the share of forks that solve the task with its 95 % interval, by the turn (from 1) from which they go on: a line per
     name."""
     picture, ax = style.one_panel(8.5, 2.8)
-    for (name, found), color in zip(forks.items(), (style.BLUE, style.ORANGE, style.GREEN), strict=False):
-        ax.plot([each.turn + 1 for each in found], [each.solved for each in found], "o-", color=color, label=name)
-        for each in found:
-            style.interval(ax, [each.turn + 1, each.turn + 1], each.interval)
+    for (name, series), color in zip(forks.items(), (style.BLUE, style.ORANGE, style.GREEN), strict=False):
+        ax.plot([fork.turn + 1 for fork in series], [fork.solved for fork in series], "o-", color=color, label=name)
+        for fork in series:
+            style.interval(ax, [fork.turn + 1, fork.turn + 1], fork.interval)
     whole_steps(as_share(title(ax, "futures that solve the task, 95 % intervals", "forked before turn", ""), 1.05))
     key(ax, loc="best")
     return picture

@@ -86,9 +86,9 @@ CONVENTIONS = Rubric(
 RUBRICS = {"communication": COMMUNICATION, "checked": CHECKED, "conventions": CONVENTIONS}
 
 
-def evidence(done: Attempt, shows: Sequence[Part]) -> dict[str, Any]:
+def evidence(attempt: Attempt, shows: Sequence[Part]) -> dict[str, Any]:
     """Return the parts of an attempt that a judge sees. Hidden tests and the grade are never among them."""
-    before, after = done.task.files, done.rollout.files
+    before, after = attempt.task.files, attempt.rollout.files
     paths = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
     lines = list[str]()
     for path in paths:
@@ -97,18 +97,15 @@ def evidence(done: Attempt, shows: Sequence[Part]) -> dict[str, Any]:
             lines += difflib.unified_diff(old, new, path, path, lineterm="")
         else:  # without context, in linear time
             [(_, start, end, begin, stop)] = [block for block in opcodes(old, new) if block[0] != "equal"]
-            lines += [
-                f"--- {path}",
-                *(f"-{line}" for line in old[start:end]),
-                *(f"+{line}" for line in new[begin:stop]),
-            ]
-    calls = [f"{turn.call}\n→ {turn.observation}" for turn in done.rollout.turns if turn.call]
+            lines += [f"--- {path}", *(f"-{line}" for line in old[start:end])]
+            lines += [f"+{line}" for line in new[begin:stop]]
+    calls = [f"{turn.call}\n→ {turn.observation}" for turn in attempt.rollout.turns if turn.call]
     parts: dict[Part, str] = {
-        "task": done.task.instruction,
+        "task": attempt.task.instruction,
         "before": "\n".join(f"# {path}\n{before[path]}" for path in paths if path in before),
         "changes": "\n".join(lines),
         "calls": "\n".join(calls),
-        "message": final_message(done.rollout),
+        "message": final_message(attempt.rollout),
     }
     return {name: _cut(parts[name]) for name in shows}
 
@@ -284,10 +281,10 @@ def agreement(levels: Sequence[int | None], labels: Sequence[int]) -> Agreement:
     )
 
 
-def wilson(share: float, n: int, level: float = 0.95) -> tuple[float, float]:
-    """Return Wilson's interval of a share of n (1927): the p with |share − p| ≤ z √(p(1 − p)/n); (0, 1) for n = 0."""
+def wilson(share: float, n: int) -> tuple[float, float]:
+    """Return Wilson's 95 % interval of a share of n (1927): the p with |share − p| ≤ z √(p(1 − p)/n); (0, 1) for n = 0."""
     if not n:
         return 0.0, 1.0
-    z2 = NormalDist().inv_cdf((1 + level) / 2) ** 2 / n
+    z2 = NormalDist().inv_cdf(0.975) ** 2 / n
     middle, half = share + z2 / 2, math.sqrt(z2 * (share * (1 - share) + z2 / 4))
     return max(0.0, (middle - half) / (1 + z2)), min(1.0, (middle + half) / (1 + z2))

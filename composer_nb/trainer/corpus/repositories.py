@@ -45,18 +45,18 @@ def read_files(root: Path, suffixes: Iterable[str], most: int) -> Iterator[tuple
     endings = tuple(suffixes)
     for name, folder, paths, licence in _repositories(root):
         for path in sorted(path for path in paths if path.endswith(endings) and _own(path)):
-            text, place = "", folder / checked(path)
+            text, file = "", folder / checked(path)
             try:
-                regular = not place.is_symlink() and place.is_file() and beneath(folder, path) == place
+                regular = not file.is_symlink() and file.is_file() and beneath(folder, path) == file
             except UnsafeName:
                 regular = False
             if not regular:
                 why = "a link, or missing"
-            elif place.stat().st_size > most:
+            elif file.stat().st_size > most:
                 why = f"more than {most} bytes"
             else:
                 try:
-                    text = _decoded(path, place.read_bytes()).replace("\r\n", "\n")
+                    text = _decoded(path, file.read_bytes()).replace("\r\n", "\n")
                     why = "" if text.strip() else "empty"
                 except ValueError:
                     why = "not UTF-8"

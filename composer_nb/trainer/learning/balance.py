@@ -162,13 +162,13 @@ def deal_out(
     wait for them: then they are cut into smaller runs, which share less. `together`: as for `microbatches`."""
     lengths = [len(streams[number].token_ids) - 1 for family in families for number in family]
     even = sum(map(cost.row, lengths)) / ranks
-    found = []
+    candidates = []
     for most in (math.inf, even / 2, even / 8, 0.0):
         full = partial(_full, limit=limit, cost=cost, most=most)
         cut = [run for family in families for run in runs(streams, family, full, together)]
         packing = pack([run.tokens for run in cut], [cost.run(run) for run in cut], ranks, limit)
-        found.append((packing, cut))
-    packing, cut = min(found, key=lambda each: each[0].step)
+        candidates.append((packing, cut))
+    packing, cut = min(candidates, key=lambda candidate: candidate[0].step)
     parts = [
         [[streams[number] for item in row[rank] for number in cut[item].numbers] for row in packing.items]
         for rank in range(ranks)

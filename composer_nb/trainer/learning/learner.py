@@ -125,10 +125,10 @@ class Learner:
         loss, metrics = policy_loss(*tokens, s, denominator, batch.length_S)
         if penalty is not None:
             loss = loss + penalty
-        found = {"entropy": float(entropy_S.sum()), **metrics}
+        sums = {"entropy": float(entropy_S.sum()), **metrics}
         if not batch.counts:
-            found = dict.fromkeys(found, 0.0)
-        return loss, found | (overlap(seen) | {"rows": float(batch.rows)} if self.replay.on else {})
+            sums = dict.fromkeys(sums, 0.0)
+        return loss, sums | (overlap(seen) | {"rows": float(batch.rows)} if self.replay.on else {})
 
 
 def _share(

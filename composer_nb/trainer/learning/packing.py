@@ -308,8 +308,8 @@ def _added(streams: Sequence[Stream], unit: Sequence[int], before: NDArray[np.in
     for number in unit:
         signature = _signature(streams[number])
         length = len(signature)
-        own = length - _shared(before, signature)
-        tokens, pairs, before = tokens + own, pairs + (length * (length + 1) // 2 if own else 0), signature
+        added = length - _shared(before, signature)
+        tokens, pairs, before = (tokens + added, pairs + (length * (length + 1) // 2 if added else 0), signature)
     return Run(list(unit), tokens, pairs), before
 
 

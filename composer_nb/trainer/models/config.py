@@ -218,13 +218,8 @@ class ModelConfig:
 
 
 _MOST = {
-    **{
-        "num_hidden_layers": 10_000,
-        "num_nextn_predict_layers": 100,
-        "num_experts": 1 << 16,
-        "n_shared_experts": 1 << 10,
-    },
-    **{"vocab_size": 1 << 24, "max_position_embeddings": 1 << 22},
+    **{"num_hidden_layers": 10_000, "num_nextn_predict_layers": 100, "num_experts": 1 << 16},
+    **{"n_shared_experts": 1 << 10, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 22},
     **dict.fromkeys("num_attention_heads num_key_value_heads head_dim v_head_dim".split(), 1 << 16),
     **dict.fromkeys("hidden_size intermediate_size moe_intermediate_size q_lora_rank kv_lora_rank".split(), 1 << 20),
 }

@@ -64,19 +64,19 @@ def upcycle(model: Model, experts: int, chosen: int, noise: float = 0.0, seed: i
         moe_intermediate_size=c.intermediate_size,
         intermediate_size=0,
     )
-    made = empty_model(config, model.embed.dtype)
-    made.companions = model.companions
+    sparse = empty_model(config, model.embed.dtype)
+    sparse.companions = model.companions
     routers, noises = (torch.Generator().manual_seed(seed) for _ in range(2))
-    theirs = dict(model.named_parameters())
-    for name, weight in made.named_parameters():
-        source = theirs.get(name.replace("w_in", "dense_in").replace("w_out", "dense_out"))
+    dense_weights = dict(model.named_parameters())
+    for name, weight in sparse.named_parameters():
+        source = dense_weights.get(name.replace("w_in", "dense_in").replace("w_out", "dense_out"))
         if source is None:  # a router
             weight.copy_(torch.randn(weight.shape, generator=routers) * c.hidden_size**-0.5)
             continue
         weight.copy_(source)  # a dense MLP to each of the experts
-        if noise and name not in theirs:
+        if noise and name not in dense_weights:
             weight.add_(torch.randn(weight.shape, generator=noises) * (noise * source.std()))
-    return made
+    return sparse
 
 
 @torch.no_grad()
@@ -92,12 +92,12 @@ def with_format(model: Model, tokenizer: Tokenizer, format: str) -> tuple[Model,
     if not (new := [token for token in FORMATS[format] if plain.token_to_id(token) is None]):
         return model, tokenizer
     size = max(model.config.vocab_size, tokenizer.get_vocab_size())
-    made = empty_model(replace(model.config, vocab_size=size), model.embed.dtype)
-    made.companions = model.companions
-    theirs = dict(model.named_parameters())
-    for name, weight in made.named_parameters():
-        weight[: len(theirs[name])] = theirs[name]
+    grown = empty_model(replace(model.config, vocab_size=size), model.embed.dtype)
+    grown.companions = model.companions
+    old_weights = dict(model.named_parameters())
+    for name, weight in grown.named_parameters():
+        weight[: len(old_weights[name])] = old_weights[name]
         for token in new if name in ("embed", "head") else ():
             pieces = plain.encode(token, add_special_tokens=False).ids or slice(None)
-            weight[tokenizer.token_to_id(token)] = theirs[name][pieces].mean(0)
-    return made, tokenizer
+            weight[tokenizer.token_to_id(token)] = old_weights[name][pieces].mean(0)
+    return grown, tokenizer

@@ -109,12 +109,12 @@ def _read_format(quantization: Mapping[str, Any]) -> Format:
     _require(quantization, "format", ("pack-quantized",))
     _refuse_unknown(quantization, _NAMES["compressed-tensors"])
     groups = quantization.get("config_groups")
-    if not isinstance(groups, dict) or len(groups) != 1 or not isinstance(one := next(iter(groups.values())), dict):
+    if not isinstance(groups, dict) or len(groups) != 1 or not isinstance(scheme := next(iter(groups.values())), dict):
         raise ValueError("config_groups of more or less than one group is not supported")
-    _require(one, "input_activations", (None,))
-    _require(one, "format", (None, "pack-quantized"))
-    _refuse_unknown(one, _NAMES["group"])
-    weights = one.get("weights")
+    _require(scheme, "input_activations", (None,))
+    _require(scheme, "format", (None, "pack-quantized"))
+    _refuse_unknown(scheme, _NAMES["group"])
+    weights = scheme.get("weights")
     if not isinstance(weights, dict):
         raise ValueError("config_groups without weights is not supported")
     for name, values in _WEIGHTS.items():
@@ -130,10 +130,10 @@ def _require(config: Mapping[str, Any], name: str, values: Sequence[Any]) -> Non
         raise ValueError(f"{name}={config.get(name)!r} is not supported, only {values[0]!r}")
 
 
-def _refuse_unknown(config: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise ValueError for a key that is not in `known`, unless it says nothing."""
+def _refuse_unknown(config: Mapping[str, Any], supported: Collection[str]) -> None:
+    """Raise ValueError for a key that is not in `supported`, unless it says nothing."""
     for name, value in config.items():
-        if name not in known and value not in (None, {}, []):
+        if name not in supported and value not in (None, {}, []):
             stated = visible(f"{name}={value!r}"[:200])
             raise ValueError(
                 f"{stated}: this key is not known and may change what the model computes; remove it if not"
@@ -354,8 +354,8 @@ def _check_keys(raw: Mapping[str, Any], family: Family) -> None:
         if name in raw and raw[name] not in values and (name != "layer_types" or set(raw[name]) != {"full_attention"}):
             raise ValueError(f"{name}={raw[name]!r} is not supported, only {[*values, 'full_attention'][0]!r}")
     fields = ModelConfig.__dataclass_fields__.keys() - {"family", "yarn", *FOREIGN[family]}
-    own = {*_FIXED[family], *_FURTHER.get(family, ()), *_OTHER_NAMES.get(family, ()), "layer_types"}
-    _refuse_unknown(raw, fields | own | _WITHOUT_EFFECT | _ELSEWHERE)
+    family_keys = {*_FIXED[family], *_FURTHER.get(family, ()), *_OTHER_NAMES.get(family, ()), "layer_types"}
+    _refuse_unknown(raw, fields | family_keys | _WITHOUT_EFFECT | _ELSEWHERE)
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -140,9 +140,8 @@ def _growth(part: dict[str, Any]) -> float:
         return max(1, *map(len, texts.split("\0")))
     if part.get("type") == "Replace":
         [(kind, pattern)] = part["pattern"].items()
-        least = (
-            len(pattern) if kind == "String" else 0
-        )  # a regular expression may match nothing, between all characters
+        # A regular expression may match the empty text between all characters.
+        least = len(pattern) if kind == "String" else 0
         return max(1.0, len(part["content"]) / least if least else len(part["content"]) + 1)
     return _GROWTH.get(part.get("type", ""), 1)
 

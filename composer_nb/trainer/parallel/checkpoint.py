@@ -50,8 +50,8 @@ class Reader(dcp.FileSystemReader):
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise ValueError("its metadata describe no checkpoint")
-        for place in metadata.storage_data.values():
-            checked(place.relative_path)
+        for entry in metadata.storage_data.values():
+            checked(entry.relative_path)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

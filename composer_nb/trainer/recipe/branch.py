@@ -36,14 +36,15 @@ def branch(source: RunDir, step: int, changes: Mapping[str, Any], runs: Path, na
     Raises ValueError for a step that the source has not trained, or whose trainer cannot be made again, and for settings that the
     steps before depend on.
     """
-    known, settings = settings_after(source, step), override(settings_after(source, step), changes)
-    if wrong := [each for each in changed(known, settings) if each.startswith(FIXED)]:
+    source_settings = settings_after(source, step)
+    settings = override(source_settings, changes)
+    if wrong := [setting for setting in changed(source_settings, settings) if setting.startswith(FIXED)]:
         raise ValueError(f"{wrong[0]}: cannot change at a step, because steps, prompts and versions are numbered by it")
-    if not 0 <= step <= (done := len(source.steps("rl"))):
-        raise ValueError(f"--step {step}: {source.path.name} has trained {done} steps")
+    if not 0 <= step <= (trained_steps := len(source.steps("rl"))):
+        raise ValueError(f"--step {step}: {source.path.name} has trained {trained_steps} steps")
     if step >= settings.rl.steps:
         raise ValueError(f"rl.steps={settings.rl.steps}: nothing is left after step {step}; raise it")
-    state = trainer_state(source, known, step) if step else None
+    state = trainer_state(source, source_settings, step) if step else None
     run = fork(source, settings, runs=runs, name=name)
     origin = json_of((run.path / "provenance.json").read_text()) | {"forked_at_step": step}
     write_json(run.path / "provenance.json", origin)
@@ -66,17 +67,17 @@ def trainer_state(source: RunDir, settings: Settings, step: int) -> Mapping[str,
     """Return the state of the trainer after `step` steps. Raises ValueError if it is neither kept nor can be made again."""
     if settings.meshed:
         raise ValueError(f"--step {step}: the trainer of a mesh cannot be taken over; give --step 0, the start of RL")
-    if (kept := source.checkpoint("rl")) is not None and kept[0] == step:
-        return kept[1]
+    if (checkpoint := source.checkpoint("rl")) is not None and checkpoint[0] == step:
+        return checkpoint[1]
     if not settings.services.on:
-        steps = f"0 or {kept[0]}" if kept else "0"
+        steps = f"0 or {checkpoint[0]}" if checkpoint else "0"
         raise ValueError(
             f"--step {step}: of a plain loop (services.on=false) only its checkpoint is kept: --step {steps}"
         )
     states: list[Any] = []
-    for one in replay(source, settings, step, lambda trainer: states.append(trainer.state()[1])):
-        if not one.same:
-            raise ValueError(f"--step {step}: step {one.step} comes out differently here (composer-nb replay)")
+    for replayed in replay(source, settings, step, lambda trainer: states.append(trainer.state()[1])):
+        if not replayed.same:
+            raise ValueError(f"--step {step}: step {replayed.step} comes out differently here (composer-nb replay)")
     state: Mapping[str, Tensor] = states[0]
     return state
 

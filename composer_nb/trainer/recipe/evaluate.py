@@ -39,13 +39,14 @@ def evaluate(s: Stages, name: str) -> None:
                 info |= {**(s.run.finished(f"eval_{same}") or {}), "same_as": same}
                 del info["seconds"]
             return
-        found = {kind: _score(s, name, kind) for kind in ("heldout", "structures") if s.tasks(kind)}
+        attempts_by_kind = {kind: _score(s, name, kind) for kind in ("heldout", "structures") if s.tasks(kind)}
         if s.ranks.first:
-            sampled, greedy = found["heldout"]
-            own = s.settings.env.reward_function(s.settings.limits.seconds)
-            info |= summarise(sampled, greedy) | {"headroom": headroom(sampled, greedy, s.settings.reward, own)}
-            if "structures" in found:
-                info["structures"] = summarise(*found["structures"])
+            sampled, greedy = attempts_by_kind["heldout"]
+            custom = s.settings.env.reward_function(s.settings.limits.seconds)
+            info |= summarise(sampled, greedy)
+            info["headroom"] = headroom(sampled, greedy, s.settings.reward, custom)
+            if "structures" in attempts_by_kind:
+                info["structures"] = summarise(*attempts_by_kind["structures"])
             s.say(
                 f"eval {name}: pass@1 {info['pass_at_1']:.3f}, greedy {info['pass_greedy']:.3f}, "
                 f"best of {info['k']} {info['best_of_k']:.3f} on {info['n_tasks']} tasks"
@@ -99,10 +100,10 @@ def compare_numerics(s: Stages) -> None:
         sparse = s.load("final").config.moe_layers > 0
         pairs = list(PAIRS) if sparse else ["bf16"]  # the others differ in experts and routers
         mine = {name: compare_pair(s, name) for name in pairs[s.ranks.rank :: s.ranks.world]}
-        found = {name: result for part in s.ranks.gather(mine) for name, result in part.items()}
+        results = {name: result for part in s.ranks.gather(mine) for name, result in part.items()}
         if s.ranks.first:
-            shown = TOUR if sparse else "bf16"
-            info["replay"] = {**found.pop(shown), "pair": shown, "others": found}
+            main_pair = TOUR if sparse else "bf16"
+            info["replay"] = {**results.pop(main_pair), "pair": main_pair, "others": results}
             info["weights"] = delta_sizes(s.weights("before_final"), s.weights("final"))
             info["fidelity"] = compare_places(s)
 
@@ -115,12 +116,12 @@ def compare_places(s: Stages) -> dict[str, Any] | None:
     if agent.backend is None or task is None:
         return None
     try:
-        calls, found = differences(task, agent)
+        calls, differing = differences(task, agent)
     except (SandboxFailure, SandboxDied, OSError, ValueError) as error:
         return {"task": task.id, "error": str(error)}
-    names = dict.fromkeys(each.what for each in found)
+    names = dict.fromkeys(difference.what for difference in differing)
     s.say(f"training and product: differences in {calls} calls: {', '.join(names) or 'none'}")
-    return {"task": task.id, "calls": calls, "differences": [each.excerpt() for each in found]}
+    return {"task": task.id, "calls": calls, "differences": [difference.excerpt() for difference in differing]}
 
 
 def compare_pair(s: Stages, name: str, weights: str = "final", tasks: int = 48, samples: int = 2) -> dict[str, Any]:

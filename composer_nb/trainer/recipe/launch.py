@@ -79,8 +79,8 @@ def begin_run(
     settings: Settings, runs: Path, name: str, *, resume: bool = False, say: Callable[[str], None] = print
 ) -> RunDir:
     """Return a run with stored settings, ready to be resumed: a new one or, with `resume`, the newest if it has them."""
-    found, why = _begun(runs / name, settings) if resume else (None, "")
-    run = found or new_run(runs, name, settings)
+    begun_run, why = _begun(runs / name, settings) if resume else (None, "")
+    run = begun_run or new_run(runs, name, settings)
     settle(run, settings)
     if why:  # now that there is a new run
         say(f"{why}; {runs / name} is now the new run {run.path.name}")
@@ -101,10 +101,10 @@ def _begun(newest: Path, settings: Settings) -> tuple[RunDir | None, str]:
     if not (path / "settings.json").is_file():
         return None, ""  # there is no run, or it was cut off before it had settings
     run = RunDir(path)
-    known = from_dict(run.settings())
+    run_settings = from_dict(run.settings())
     package = json.loads((path / "provenance.json").read_text(encoding="utf-8"))["package_digest"]
-    if not same(known, settings):
-        old, new = (to_flat(each) for each in (known, absolute(settings)))
+    if not same(run_settings, settings):
+        old, new = (to_flat(settings_tree) for settings_tree in (run_settings, absolute(settings)))
         parts = [f"{name}={old[name]}, now {new[name]}" for name in old if old[name] != new[name]]
         more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
         return None, f"{path} was begun with {'; '.join(parts[:3])}{more}"
@@ -145,19 +145,19 @@ def absolute(settings: Settings) -> Settings:
     """Return the settings with absolute paths, so that they mean the same from any folder. What names no file stays."""
     named = {"data.code": settings.data.code, "model.start": settings.model.start, "env.tasks": settings.env.tasks}
     named["services.address"], store = settings.services.address, settings.services.store
-    found = {name: str(Path(value).expanduser().resolve()) for name, value in named.items() if _is_path(value)}
+    paths = {name: str(Path(value).expanduser().resolve()) for name, value in named.items() if _is_path(value)}
     if store and "://" not in store:  # it may not be there yet
-        found["services.store"] = str(Path(store).expanduser().resolve())
-    return override(settings, found)
+        paths["services.store"] = str(Path(store).expanduser().resolve())
+    return override(settings, paths)
 
 
 def _is_path(value: str) -> bool:
     return value not in ("", "stdlib", "generated") and Path(value).expanduser().exists()
 
 
-def same(known: Settings, settings: Settings) -> bool:
+def same(saved: Settings, settings: Settings) -> bool:
     """Return whether a run with these settings may go on with those; a run that its gate refused may go on without it."""
-    return known in (each := replace(settings, rl=replace(settings.rl, gate=known.rl.gate)), absolute(each))
+    return saved in (merged := replace(settings, rl=replace(settings.rl, gate=saved.rl.gate)), absolute(merged))
 
 
 def settle(run: RunDir, settings: Settings | None) -> Settings:
@@ -165,16 +165,16 @@ def settle(run: RunDir, settings: Settings | None) -> Settings:
     `settings` are given and differ from those of the run, except in `rl.gate`, which is stored again unless RL has begun."""
     saved = run.path / "settings.json"
     if saved.is_file():
-        known = from_dict(run.settings())
-        if settings in (None, known):
-            return known
+        run_settings = from_dict(run.settings())
+        if settings in (None, run_settings):
+            return run_settings
         assert settings is not None
-        if not same(known, settings):
+        if not same(run_settings, settings):
             raise ValueError(
                 f"{run.path} was started with other settings (settings.json); resume it without any, or start a new run"
             )
         if run.excerpt is not None or run.pointer("rl") or run.finished("rl") is not None:
-            return known
+            return run_settings
         settings = absolute(settings)
         write_json(saved, to_dict(settings))
         return settings
@@ -242,11 +242,11 @@ def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name:
     """
     if source.excerpt is not None:
         raise ValueError(f"{source.path} is an excerpt of a run and cannot be forked; start a new run instead")
-    known, settings = absolute(from_dict(source.settings())), absolute(settings)
+    original, settings = absolute(from_dict(source.settings())), absolute(settings)
     used = ("seed", "data", "env", "tokenizer", "model", "optimizer", "midtrain", "extend", "sft", "limits", "eval")
-    if changed := [part for part in used if getattr(known, part) != getattr(settings, part)]:
+    if changed := [part for part in used if getattr(original, part) != getattr(settings, part)]:
         raise ValueError(f"a fork cannot change {', '.join(changed)}: the stages before RL depend on it")
-    finished = {stage: source.finished(stage) for stage in BEFORE_RL if stage != "extend" or known.extend.steps}
+    finished = {stage: source.finished(stage) for stage in BEFORE_RL if stage != "extend" or original.extend.steps}
     if missing := [stage for stage, info in finished.items() if info is None]:
         raise ValueError(f"{source.path} has not finished {', '.join(missing)}; resume it first")
     run = create(runs, name)
@@ -303,7 +303,7 @@ def _run_processes(run: RunDir, programs: Mapping[str, tuple[str, ...]], say: Ca
         logs = [stack.enter_context((run.path / f"{name}.log").open("ab")) for name in programs]
         begins = [log.tell() for log in logs]
         pairs = zip(programs.values(), logs, strict=True)
-        processes = [_start(words, log, heard=log is logs[0]) for words, log in pairs]
+        processes = [_start(words, log, piped=log is logs[0]) for words, log in pairs]
         noted = [journal.made("process", process.pid) for process in processes]
         listener = threading.Thread(target=_relay, args=(processes[0], say), daemon=True)
         try:
@@ -323,10 +323,10 @@ def _run_processes(run: RunDir, programs: Mapping[str, tuple[str, ...]], say: Ca
         raise RunFailed(f"{name.replace('rank', 'rank ')} ended with {code}: {last}", code)
 
 
-def _start(words: Sequence[str], log: IO[bytes], *, heard: bool) -> subprocess.Popen[str]:
+def _start(words: Sequence[str], log: IO[bytes], *, piped: bool) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "composer_nb.trainer.recipe.child", str(os.getpid()), *words],
-        stdout=subprocess.PIPE if heard else log,
+        stdout=subprocess.PIPE if piped else log,
         stderr=log,
         stdin=subprocess.DEVNULL,
         env=os.environ | PROCESS,

@@ -275,25 +275,18 @@ def try_reward(settings: Settings, task: Task) -> None:
     bounded = settings.env.reward_function(settings.limits.seconds)
     if bounded is None:
         return
-    own = cast(Any, settings.env.own).reward if sys.stdin is not None and sys.stdin.isatty() else bounded
+    reward_function = cast(Any, settings.env.own).reward if sys.stdin is not None and sys.stdin.isatty() else bounded
     transcript = Transcript()
     transcript.read([0, 1], Kind.PROMPT)
     transcript.wrote(Completion(rollout=0, token_ids=[2], logprobs=[-1.0], policy_versions=[0]), [Kind.TOOL_CALL])
-    segments, turns = (transcript.segment(Trace()),), (Turn(call=call("finish").json, observation=""),)
+    turns = (Turn(call=call("finish").json, observation=""),)
+    played: dict[str, Any] = {"task_id": task.id, "segments": (transcript.segment(Trace()),), "turns": turns}
     names = [test.id for test in parse_test_files(task.tests)] if task.grader == "functions" else [*task.tests]
     for files, solved in ((task.files | task.solution, True), (task.files, False)):
-        rollout = Rollout(
-            task_id=task.id,
-            segments=segments,
-            turns=turns,
-            files=files,
-            before=task.files,
-            stop="finished",
-            seconds=1.0,
-        )
+        rollout = Rollout(files=files, before=task.files, stop="finished", seconds=1.0, **played)
         grade = Grade(status="graded", tests=dict.fromkeys(names, solved))
         try:
-            own_reward(own, Attempt(task=task, rollout=rollout, grade=grade))
+            own_reward(reward_function, Attempt(task=task, rollout=rollout, grade=grade))
         except (ValueError, CallTimeout) as error:
             raise ValueError(f"{error} (on a made-up attempt, before the run)") from None
 

@@ -80,8 +80,8 @@ class InProcess:
         sampler = as_engine(self.learner.model, self.settings.engine.numerics)
         engine = s.engine(sampler, seed=self.settings.sampling_seed, version=self.version)
         tasks = {slot: self.tasks[slot] for slot in slots}
-        own = self.settings.env.reward_function(self.settings.limits.seconds)
-        groups, lost = sample_groups(engine, s.agent(), tasks, rl.group, s.sandboxes, own)
+        reward_function = self.settings.env.reward_function(self.settings.limits.seconds)
+        groups, lost = sample_groups(engine, s.agent(), tasks, rl.group, s.sandboxes, reward_function)
         return Batch(step=self.step, groups=groups, lost=lost)
 
     def keep(self, batch: Batch, groups: list[list[Scored]]) -> None:
@@ -94,18 +94,18 @@ class InProcess:
         release_memory()
         if streams or not self.step:
             self.stages.publish(self.learner.model, "before_final")
-        found = learn_batch(self.learner, streams, self.ranks, self.settings, self.step, self._lr)
+        train_metrics = learn_batch(self.learner, streams, self.ranks, self.settings, self.step, self._lr)
         self.step += 1
         now = time.perf_counter()
         clock = {"sample_s": sampled - self._begin, "wait_s": waited - sampled, "train_s": now - waited}
         mean = {name: total / self.ranks.world for name, total in self.ranks.sums(clock).items()}
-        return {**found, "version": self.version, "time": {"wall_s": now - self._begin, **mean}}
+        return {**train_metrics, "version": self.version, "time": {"wall_s": now - self._begin, **mean}}
 
-    def evaluate(self, batch: Batch, found: dict[str, Any]) -> dict[str, float]:
+    def evaluate(self, batch: Batch, metrics: dict[str, Any]) -> dict[str, float]:
         scores = {}
         for name, temperature in (("tune_pass_at_1", 1.0), ("tune_greedy", 0.0)):
-            done = evaluate_model(self.stages, self.learner.model, self.stages.tasks("tune"), 1, temperature)
-            scores[name] = float(np.mean([one.grade.passed for one in done]))
+            attempts = evaluate_model(self.stages, self.learner.model, self.stages.tasks("tune"), 1, temperature)
+            scores[name] = float(np.mean([attempt.grade.passed for attempt in attempts]))
         self.say(scores_line(batch.step + 1, scores))
         return scores
 
@@ -127,33 +127,31 @@ class InProcess:
             self.stages.say(line)
 
 
+TRIES = 3
+"""How often an attempt is dispatched before its loss to infrastructure faults stops the run."""
+
+
 def sample_groups(
-    policy: Policy,
-    agent: Agent,
-    tasks: Mapping[int, Task],
-    group: int,
-    executor: Executor,
-    own: Term | None = None,
-    tries: int = 3,
+    policy: Policy, agent: Agent, tasks: Mapping[int, Task], group: int, executor: Executor, custom: Term | None = None
 ) -> tuple[Sequence[Sequence[Attempt]], int]:
     """Return `group` attempts at each task, and the number of attempts lost to infrastructure faults.
 
     `tasks` are keyed by their place in the order of the run's prompts, which numbers the rollouts and thus determines their
-    draws. A lost attempt is dispatched again, up to `tries` times in all. Raises SandboxFailure after that, because a batch
+    draws. A lost attempt is dispatched again, up to `TRIES` times in all. Raises SandboxFailure after that, because a batch
     without the attempt would be biased.
     """
-    order = [(slot * group + place, task) for slot, task in tasks.items() for place in range(group)]
-    done: dict[int, Attempt] = {}
+    order = [(slot * group + sample, task) for slot, task in tasks.items() for sample in range(group)]
+    attempts: dict[int, Attempt] = {}
     lost = 0
-    for _ in range(tries):
-        missing = [number for number in range(len(order)) if number not in done]
-        runs = (rewarded(agent.attempt(order[number][1], order[number][0]), own) for number in missing)
-        results = [(missing[place], result) for place, result in drive(runs, policy, executor)]
-        done |= {number: result for number, result in results if result.grade.known}
+    for _ in range(TRIES):
+        missing = [number for number in range(len(order)) if number not in attempts]
+        runs = (rewarded(agent.attempt(order[number][1], order[number][0]), custom) for number in missing)
+        results = [(missing[index], result) for index, result in drive(runs, policy, executor)]
+        attempts |= {number: result for number, result in results if result.grade.known}
         faults = [result.grade.output or result.grade.status for _, result in results if not result.grade.known]
         lost += len(faults)
-        if len(done) == len(order):
-            return [[done[i] for i in range(at, at + group)] for at in range(0, len(order), group)], lost
+        if len(attempts) == len(order):
+            return [[attempts[i] for i in range(at, at + group)] for at in range(0, len(order), group)], lost
     raise SandboxFailure(
-        f"{len(order) - len(done)} attempts got no grade in {tries} tries, the last one {faults[-1]!r}; run `composer-nb doctor`"
+        f"{len(order) - len(attempts)} attempts got no grade in {TRIES} tries, the last {faults[-1]!r}; run `composer-nb doctor`"
     )

@@ -50,8 +50,8 @@ def replay(
     with closing(Journal(run)) as journal:
         batches = journal.batches(0, until)
         rates = [journal.rate(train.step) for train in batches]
-        made = {version: journal.hash_of(version) for version, *_ in run.query("SELECT version FROM version")}
-    if not made:
+        hashes = {version: journal.hash_of(version) for version, *_ in run.query("SELECT version FROM version")}
+    if not hashes:
         raise ValueError(
             f"{run.path}: its RL was the plain loop (services.on=false), which logs no versions to compare"
         )
@@ -66,7 +66,7 @@ def replay(
         hinter = hinter_of(run, settings)
         for train, lr in zip(batches, rates, strict=True):
             groups = load_batch(batch_file(run.path, train.step), by_id)
-            found = trainer.learn(train.step, lr, streams_of(groups, settings.loss, hinter), [])
-            version = found["version"]
-            yield Replayed(step=train.step + 1, version=version, was=made.get(version) or "", now=found["hash"])
+            metrics = trainer.learn(train.step, lr, streams_of(groups, settings.loss, hinter), [])
+            version = metrics["version"]
+            yield Replayed(step=train.step + 1, version=version, was=hashes.get(version) or "", now=metrics["hash"])
         then(trainer)

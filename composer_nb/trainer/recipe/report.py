@@ -72,16 +72,16 @@ def _built(run: RunDir) -> dict[str, Any]:
         return stored
     begun = (run.path / "settings.json").is_file()
     settings = run.settings() if begun else {}
-    made = _read(run, "provenance.json")
+    provenance = _read(run, "provenance.json")
     finished = [name for (name,) in run.query("SELECT name FROM stage ORDER BY rowid")]
     stages = {name: found for name in _in_order(finished, STAGES) if (found := run.finished(name)) is not None}
     report: dict[str, Any] = {
         "run": run.path.name,
         "complete": all(name in stages for name in stages_of(settings)),
         "seed": settings.get("seed"),
-        "versions": made.get("versions"),
+        "versions": provenance.get("versions"),
         "settings": settings,
-        "provenance": made,
+        "provenance": provenance,
         "stages": {name: found["seconds"] for name, found in stages.items()},
         "wall_s": wall_seconds(run, stages),
     }
@@ -153,8 +153,8 @@ def training(run: RunDir, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     """
     steps = run.steps("rl")
     settings = run.settings()
-    done = stages.get("rl", {})
-    sampled = done.get("sampled") or sum(step["sampled"] for step in steps)
+    rl_stage = stages.get("rl", {})
+    sampled = rl_stage.get("sampled") or sum(step["sampled"] for step in steps)
     seconds = wall_seconds(run, stages)["rl"]
     busy = sum(step["time"]["train_s"] for step in steps)
     tail = steps[-min(10, len(steps)) :]
@@ -168,7 +168,7 @@ def training(run: RunDir, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, 
         "staleness_bound": services["bound"] if services["on"] else 0,
         "staleness_max": max(known(steps, "staleness_max") or known(steps, "staleness"), default=None),
         "staleness_mean": mean(known(steps, "staleness")),
-        **_asynchronous(steps, done),
+        **_asynchronous(steps, rl_stage),
         "optimizer_steps_per_batch": settings["rl"]["minibatches"],
         "trainer_idle": 1.0 - busy / seconds if seconds else None,
         "solved_first": mean(known(steps[: len(tail)], "solved")),
@@ -177,23 +177,23 @@ def training(run: RunDir, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, 
         "trend": reward_trend(steps),
         "last_live": last_live(steps),
         "seconds_per_step": float(np.mean([step["time"]["wall_s"] for step in steps])),
-        **({"stopped_early": done["stopped_early"]} if "stopped_early" in done else {}),
+        **({"stopped_early": rl_stage["stopped_early"]} if "stopped_early" in rl_stage else {}),
         **({"shuffled_rewards": True} if settings["rl"]["shuffle_rewards"] else {}),
     }
 
 
-def _asynchronous(steps: Sequence[Mapping[str, Any]], done: Mapping[str, Any]) -> dict[str, Any]:
+def _asynchronous(steps: Sequence[Mapping[str, Any]], rl_stage: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures that only services provide."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     if "mixed_versions" in steps[-1]:
-        found["mixed_versions"] = mean(known(steps, "mixed_versions"))
+        figures["mixed_versions"] = mean(known(steps, "mixed_versions"))
     if waits := [step["time"]["engine_waits"] for step in steps if "engine_waits" in step["time"]]:
-        found["engine_waits"] = {name: float(np.mean([each[name] for each in waits])) for name in waits[0]}
-        found["engine_idle"] = sum(found["engine_waits"].values())
+        figures["engine_waits"] = {name: float(np.mean([wait[name] for wait in waits])) for name in waits[0]}
+        figures["engine_idle"] = sum(figures["engine_waits"].values())
     for name in ("in_flight", "in_queue"):
-        if counts := done.get("staleness", {}).get(name):
-            found[name] = sum(age * count for age, count in counts) / sum(count for _, count in counts)
-    return found
+        if counts := rl_stage.get("staleness", {}).get(name):
+            figures[name] = sum(age * count for age, count in counts) / sum(count for _, count in counts)
+    return figures
 
 
 def rewards(run: RunDir) -> dict[str, Any]:
@@ -255,10 +255,10 @@ def within_12(run: RunDir, scores: Mapping[str, Mapping[str, Any]], kind: str) -
     """Return the gain in tasks solved within 12 calls over the better policy before RL, with a paired bootstrap over the tasks of
     both; {} if the run has no such tasks."""
     suffix = "" if kind == "heldout" else f"_{kind}"
-    found = {name: score.get(kind, {}) if suffix else score for name, score in scores.items()}
-    if not all("pass_within" in score for score in found.values()):
+    scores_of_kind = {name: score.get(kind, {}) if suffix else score for name, score in scores.items()}
+    if not all("pass_within" in score for score in scores_of_kind.values()):
         return {}
-    befores = [name for name in ("midtrained", "start") if name in found]
+    befores = [name for name in ("midtrained", "start") if name in scores_of_kind]
     *old, new = (solved_by_task(run, name + suffix, 12) for name in (*befores, "final"))
     gains = {name: _paired(before, new) for name, before in zip(befores, old, strict=True)}
     over = min(gains, key=lambda name: gains[name].mean())
@@ -441,10 +441,10 @@ def _scores(
         return scores
     solved = [solved_by_task(run, name) for run in runs]
     both = sorted(solved[0].keys() & solved[1].keys() & shared)
-    some = bool(both) and any(each and each["n_tasks"] != len(both) for each in scores)
-    for score, found in zip(scores, solved, strict=True):
+    some = bool(both) and any(run_scores and run_scores["n_tasks"] != len(both) for run_scores in scores)
+    for score, solved_tasks in zip(scores, solved, strict=True):
         if score and some:
-            values = np.array([found[task] for task in both])
+            values = np.array([solved_tasks[task] for task in both])
             score |= {"pass_at_1": float(values.mean()), "ci95": bootstrap(values, 0), "n_tasks": len(both)}
     return scores
 

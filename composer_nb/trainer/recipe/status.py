@@ -83,17 +83,17 @@ def read_status(path: Path) -> Status:
     """Return the state of the run in `path` at this moment. Raises FileNotFoundError if there is no run."""
     run = ReadOnly(path)
     pid = holder(run.path / LOCK)  # first, so that the reads after the end of a run see its final state
-    found, logged, last_line = reader.database(run), reader.logged_steps(run), reader.last_line(run)
-    stages: dict[str, float] = found["stages"]
+    records, logged, last_line = reader.database(run), reader.logged_steps(run), reader.last_line(run)
+    stages: dict[str, float] = records["stages"]
     settings = run.settings() if (run.path / "settings.json").is_file() else {}
     missing = [name for name in stages_of(settings) if name not in stages]
     complete = last_line.startswith(COMPLETE) or not missing
     state: State = "live" if pid is not None else "complete" if complete else "dead"
-    steps = list(found["steps"])
+    steps = list(records["steps"])
     if state == "live":
         steps += [point for at, point in sorted(logged.get("rl", {}).items()) if at > len(steps)]
     stage = "" if state == "complete" else next(iter(missing), "")
-    done, total, left_s = _progress(stage or "rl", settings, steps, found["checkpoints"], logged)
+    done, total, left_s = _progress(stage or "rl", settings, steps, records["checkpoints"], logged)
     return Status(
         path=run.path,
         state=state,
@@ -102,14 +102,14 @@ def read_status(path: Path) -> Status:
         quiet_s=reader.quiet_seconds(run),
         settings=settings,
         stages=stages,
-        scores=found["scores"],
+        scores=records["scores"],
         stage=stage,
         done=done,
         total=total,
         left_s=left_s if state == "live" and stage else None,
         steps=tuple(steps),
         trained=len(steps),
-        **found["services"],
+        **records["services"],
     )
 
 
@@ -123,13 +123,13 @@ def wait_until(
     """Poll the run until `done` returns true or the run has ended, and return its status. Raises TimeoutError after `seconds`.
 
     With `say`, say what the run does whenever that changes, and after `seconds` return the status as it is: ask again later."""
-    deadline, told = time.monotonic() + seconds, ""
+    deadline, reported_stage = time.monotonic() + seconds, ""
     while not done(status := read_status(path)) and status.state == "live":
         steps = f" {status.done} of {status.total} steps" if status.total else ""
         now = f"{path.name} is at {status.stage or 'its end'}{steps}"
-        if say and status.stage != told:
+        if say and status.stage != reported_stage:
             say(f"{now}; last log line: {status.last_line}")
-            told = status.stage
+            reported_stage = status.stage
         if time.monotonic() > deadline:
             if say:
                 say(f"{now}; ask again later")
@@ -190,14 +190,14 @@ def _prompts_of_files(run: RunDir) -> Counter[int] | None:
     for slot, name in order.places(len(run.steps("rl")) * settings["rl"]["prompts"]):
         places.setdefault(name, []).append(slot)
     counts: Counter[int] = Counter()
-    seen: Counter[str] = Counter()
+    counts_by_task: Counter[str] = Counter()
     for _, table in tables:
         groups = dict(zip(table["group"].to_pylist(), table["task_id"].to_pylist(), strict=True))
         if strange := set(groups.values()) - places.keys():
             raise ValueError(f"{run.path}: rollouts of tasks that are not the run's: {sorted(strange)[:3]}")
         for task in groups.values():
-            counts[places[task][min(seen[task], len(places[task]) - 1)]] += 1
-            seen[task] += 1
+            counts[places[task][min(counts_by_task[task], len(places[task]) - 1)]] += 1
+            counts_by_task[task] += 1
     return counts
 
 

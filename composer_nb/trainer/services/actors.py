@@ -55,7 +55,7 @@ class RayRemote:
     def call(self, method: str, *values: Any) -> Future[Any]:
         outer: Future[Any] = Future()
         inner: Future[Any] = getattr(self._handle, method).remote(*values).future()
-        inner.add_done_callback(lambda done: _settle(outer, done, self._name))
+        inner.add_done_callback(lambda reply: _settle(outer, reply, self._name))
         return outer
 
     def wait(self, method: str, *values: Any) -> Any:
@@ -72,9 +72,9 @@ class RayRemote:
         ray.kill(self._handle)
 
 
-def _settle(outer: Future[Any], done: Future[Any], name: str) -> None:
-    if (error := done.exception()) is None:
-        outer.set_result(done.result())
+def _settle(outer: Future[Any], reply: Future[Any], name: str) -> None:
+    if (error := reply.exception()) is None:
+        outer.set_result(reply.result())
     else:
         outer.set_exception(_meaning(error, name))
 

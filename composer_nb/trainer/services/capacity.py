@@ -35,8 +35,8 @@ class Machine:
 
 def this_machine() -> Machine:
     """The machine that this process runs on."""
-    made, gpus = provenance(), torch.cuda.device_count()
-    code = made["versions"] | {"composer_nb": made["package_digest"][:12]}
+    origin, gpus = provenance(), torch.cuda.device_count()
+    code = origin["versions"] | {"composer_nb": origin["package_digest"][:12]}
     return Machine(name=socket.gethostname(), memory=available_memory(), gpus=gpus, code=code)
 
 
@@ -53,13 +53,13 @@ def machines_of_cluster(run: Path) -> list[Machine]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+    strategies = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
     task = ray.remote(machine_with)
-    asked = [task.options(num_cpus=0, scheduling_strategy=place).remote(run) for place in places]
-    found = []
-    for node, machine in zip(nodes, asked, strict=True):
+    replies = [task.options(num_cpus=0, scheduling_strategy=strategy).remote(run) for strategy in strategies]
+    machines = []
+    for node, reply in zip(nodes, replies, strict=True):
         try:
-            answer = ray.get(machine, timeout=ANSWER_S)
+            answer = ray.get(reply, timeout=ANSWER_S)
         except ray.exceptions.RayError as error:
             if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, NotSeen):
                 raise error.cause from None
@@ -67,8 +67,8 @@ def machines_of_cluster(run: Path) -> list[Machine]:
                 f"services.address: node {node['NodeManagerAddress']} cannot run this package; install the same on all nodes "
                 f"({' '.join(str(error).split())[-300:]})"
             ) from None
-        found.append(replace(answer, gpus=int(node["Resources"].get("GPU", 0))))  # a task sees what it asked for
-    return found
+        machines.append(replace(answer, gpus=int(node["Resources"].get("GPU", 0))))  # a task sees what it asked for
+    return machines
 
 
 def require_room(settings: Settings, machine: Machine) -> None:
@@ -86,8 +86,8 @@ def require_room(settings: Settings, machine: Machine) -> None:
     def need(ranks: int, again: bool) -> int:
         """Return what each of so many ranks needs. Whole rows are dealt, so its part of a batch may be longer by one of them."""
         mesh, half = Mesh.of(cut, ranks), cut.compute == "bfloat16" and not HALF_IS_SLOW
-        each = tokens if s.extend.steps else min(tokens, math.ceil(tokens / mesh.data) + s.limits.tokens)
-        load = Load(tokens=each, optimizer=s.optimizer.name, half=half, recompute=again)
+        tokens_per_rank = tokens if s.extend.steps else min(tokens, math.ceil(tokens / mesh.data) + s.limits.tokens)
+        load = Load(tokens=tokens_per_rank, optimizer=s.optimizer.name, half=half, recompute=again)
         whole = estimate(s.agent_model, Mesh(), load).weights  # is evaluated; the long-context phase begins with two
         return max(estimate(s.agent_model, mesh, load).peak, whole * (2 if s.extend.steps else 1))
 
@@ -100,8 +100,10 @@ def require_room(settings: Settings, machine: Machine) -> None:
         fewer = (f"ranks={ranks}" for ranks in range(s.ranks - 1, 0, -1) if fit(ranks))
         fits = next(fewer, "midtrain.recompute=true" if fit(s.ranks, again=True) else "")
         would = f"{fits} would fit" if fits else "a smaller model.* or midtrain.tokens, or more memory, would do"
-        each, there = need(s.ranks, s.midtrain.recompute) / 2**30, machine.memory / 2**30
-        raise ValueError(f"ranks={s.ranks}: each needs {each:,.2f} GiB before RL, of {there:,.2f} GiB; {would}")
+        gib_needed, gib_free = need(s.ranks, s.midtrain.recompute) / 2**30, machine.memory / 2**30
+        raise ValueError(
+            f"ranks={s.ranks}: each needs {gib_needed:,.2f} GiB before RL, of {gib_free:,.2f} GiB; {would}"
+        )
 
 
 def require_room_for_rl(settings: Settings, machines: Sequence[Machine]) -> None:
@@ -129,8 +131,8 @@ def require_room_for_rl(settings: Settings, machines: Sequence[Machine]) -> None
         mx_dispatch=s.mesh.dispatch == "mxfp8",
     )
     ranks = s.trainers if s.services.on else s.ranks
-    each = min(machine.memory for machine in machines) // ranks  # more ranks would have less each
-    require_memory(s.agent_model, s.mesh, ranks, rl, each, more_ranks=False)
+    memory_per_rank = min(machine.memory for machine in machines) // ranks  # more ranks would have less each
+    require_memory(s.agent_model, s.mesh, ranks, rl, memory_per_rank, more_ranks=False)
 
 
 def _require_gpus(machines: Sequence[Machine]) -> list[int]:

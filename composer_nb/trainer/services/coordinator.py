@@ -159,11 +159,11 @@ class Coordinator:
         self.made += 1
         name, version = f"engine-{self.made}", self._serve()
         s = self.settings
-        given = self.run.path, s, version, s.sampling_seed, name
-        engine = self.actors.make(EngineService, *given, name=name, threads=4, gpus=s.mesh.gpus)
-        what = self.run.path, s.env, s.limits, Order.of(self.started_with), s.rl.group
-        how = (engine, name, s.slots), s.services.lockstep
-        worker = self.actors.make(EnvironmentService, *what, *how, name=f"environment-{self.made}")
+        engine_args = self.run.path, s, version, s.sampling_seed, name
+        engine = self.actors.make(EngineService, *engine_args, name=name, threads=4, gpus=s.mesh.gpus)
+        run_args = self.run.path, s.env, s.limits, Order.of(self.started_with), s.rl.group
+        policy_args = (engine, name, s.slots), s.services.lockstep
+        worker = self.actors.make(EnvironmentService, *run_args, *policy_args, name=f"environment-{self.made}")
         pair = self.pairs[name] = Pair(name, engine, worker, version)
         self._ask(pair.worker.call("work", [], [], 0.0), "join", pair)
 
@@ -199,9 +199,9 @@ class Coordinator:
                     self.begin = self.last = time.perf_counter()
                 return [Joined(at=time.monotonic(), worker=what.name, capacity=self.settings.slots)]
             case "work":
-                return self._worked(what, *result)
+                return self._on_worker_report(what, *result)
             case "learn":
-                self._learnt(what, result)
+                self._on_train_step(what, result)
             case "update":
                 return self._updated(what, result)
             case "tensors":
@@ -210,28 +210,34 @@ class Coordinator:
             case "state":
                 self._saved(what, *result)
             case "look":
-                self._looked(what[0], what[1], result)
+                self._on_evaluation(what[0], what[1], result)
         return []
 
-    def _worked(self, pair: Pair, outcomes: Sequence[Outcome], alive: set[tuple[int, int]]) -> list[Event]:
+    def _on_worker_report(self, pair: Pair, outcomes: Sequence[Outcome], alive: set[tuple[int, int]]) -> list[Event]:
         pair.working = False
         events: list[Event] = []
-        for o in outcomes:
-            places = pair.assigned.get((o.slot, o.attempt), set())
-            places.discard(o.place)
+        for outcome in outcomes:
+            places = pair.assigned.get((outcome.slot, outcome.attempt), set())
+            places.discard(outcome.place)
             if not places:
-                pair.assigned.pop((o.slot, o.attempt), None)
-            name: dict[str, int] = {"slot": o.slot, "attempt": o.attempt, "place": o.place}
-            if o.packed is None:
-                events.append(Faulted(at=time.monotonic(), **name, reason=o.reason, sampled=o.sampled))
+                pair.assigned.pop((outcome.slot, outcome.attempt), None)
+            rollout_key: dict[str, int] = {"slot": outcome.slot, "attempt": outcome.attempt, "place": outcome.place}
+            if outcome.packed is None:
+                events.append(
+                    Faulted(at=time.monotonic(), **rollout_key, reason=outcome.reason, sampled=outcome.sampled)
+                )
                 continue
-            self.notes.append(partial(self.journal.keep, o))
-            self.took[o.slot, o.attempt, o.place] = o.seconds
-            oldest, s, value = o.oldest_version // self.per_step, self.settings, None
+            self.notes.append(partial(self.journal.keep, outcome))
+            self.took[outcome.slot, outcome.attempt, outcome.place] = outcome.seconds
+            oldest, s, total = outcome.oldest_version // self.per_step, self.settings, None
             if s.rl.refill:
-                done = unpack_attempt(o.packed, self.tasks[o.slot])
-                value = reward_of(done, s.reward, s.env.reward_function(s.limits.seconds)).total
-            events.append(Finished(at=time.monotonic(), **name, oldest_version=oldest, sampled=o.sampled, reward=value))
+                attempt = unpack_attempt(outcome.packed, self.tasks[outcome.slot])
+                total = reward_of(attempt, s.reward, s.env.reward_function(s.limits.seconds)).total
+            events.append(
+                Finished(
+                    at=time.monotonic(), **rollout_key, oldest_version=oldest, sampled=outcome.sampled, reward=total
+                )
+            )
         return events + [Alive(at=time.monotonic(), slot=slot, attempt=number) for slot, number in alive]
 
     def _pair_died(self, pair: Pair, died: Exception) -> list[Event]:
@@ -246,7 +252,7 @@ class Coordinator:
         return [Left(at=time.monotonic(), worker=pair.name), *self._served()]
 
     def _trainer_died(self, died: Exception) -> list[Event]:
-        self.say(f"{died}; it goes back to step {self.saved}")
+        self.say(f"{died}; resuming from step {self.saved}")
         self.trainer.kill()
         self.pending = {f: (kind, what) for f, (kind, what) in self.pending.items() if kind not in ("learn", "state")}
         self._make_trainer()
@@ -254,14 +260,14 @@ class Coordinator:
         self.learning, self.due = False, None
         return [TrainerLost(at=time.monotonic(), redo=self.journal.batches(self.saved, self.orchestrator.version))]
 
-    def _learnt(self, step: int, found: dict[str, Any]) -> None:
-        self.learning, self.found = False, found
+    def _on_train_step(self, step: int, metrics: dict[str, Any]) -> None:
+        self.learning, self.found = False, metrics
 
-    def _saved(self, wanted: int, step: int, state: dict[str, Any] | str) -> None:
+    def _saved(self, requested: int, step: int, state: dict[str, Any] | str) -> None:
         self.run.commit("rl", step, state, [], [], self.seconds)
         self.saved = step
 
-    def _looked(self, step: int, evaluator: Remote, scores: dict[str, float]) -> None:
+    def _on_evaluation(self, step: int, evaluator: Remote, scores: dict[str, float]) -> None:
         evaluator.kill()
         [(text,)] = self.run.query("SELECT metrics FROM step WHERE stage = 'rl' AND step = ?", step)
         tokens = dict(self.run.query("SELECT reason, tokens FROM ledger WHERE stage = 'rl' AND step = ?", step))
@@ -270,10 +276,10 @@ class Coordinator:
 
     def _updated(self, pair: Pair, report: Running) -> list[Event]:
         pair.updating = False
-        known = self.journal.hash_of(report.version)
-        if known is not None and known != report.hash:
+        trained_hash = self.journal.hash_of(report.version)
+        if trained_hash is not None and trained_hash != report.hash:
             raise RunStopped(
-                f"{pair.name} runs {report.hash[:12]} as version {report.version}, the trainer made {known[:12]}; "
+                f"{pair.name} runs {report.hash[:12]} as version {report.version}, the trainer made {trained_hash[:12]}; "
                 "look at services.store"
             )
         self.notes.append(partial(self.journal.log_served, pair.name, report))
@@ -351,15 +357,15 @@ class Coordinator:
 
     def _feed(self) -> None:
         """Give every free worker its work, and every lagging engine the newest version."""
-        wanted = self._serve()
+        newest = self._serve()
         for pair in list(self.pairs.values()):
             if not pair.working and (pair.start or pair.cancel or pair.assigned):
                 pair.working, pair.since = True, time.monotonic()
                 self._ask(pair.worker.call("work", pair.start, pair.cancel, WORK_S), "work", pair)
                 pair.start, pair.cancel = [], []
-            if not pair.updating and pair.version < wanted:
+            if not pair.updating and pair.version < newest:
                 pair.updating = True
-                self._ask(pair.engine.call("update", wanted), "update", pair)
+                self._ask(pair.engine.call("update", newest), "update", pair)
 
     def _end_hung(self) -> None:
         for pair in list(self.pairs.values()):
@@ -390,11 +396,11 @@ class Coordinator:
             return batch(scored=load_batch(file, tasks_by_id(self.run.path)))
         size = len(train.rollouts) // len(train.slots)
         packed = self.journal.packed(train.rollouts)
-        done = [unpack_attempt(p, self.tasks[slot]) for p, (slot, _, _) in zip(packed, train.rollouts, strict=True)]
-        return batch(groups=[done[at : at + size] for at in range(0, len(done), size)])
+        attempts = [unpack_attempt(p, self.tasks[slot]) for p, (slot, _, _) in zip(packed, train.rollouts, strict=True)]
+        return batch(groups=[attempts[at : at + size] for at in range(0, len(attempts), size)])
 
     def keep(self, batch: Batch, groups: list[list[Scored]]) -> None:
-        self.seen = [(each.attempt.rollout, each.attempt.grade) for group in groups for each in group]
+        self.seen = [(scored.attempt.rollout, scored.attempt.grade) for group in groups for scored in group]
         [train] = self.journal.batches(batch.step, batch.step + 1)
         slots, dispatches, _ = zip(*train.rollouts, strict=True)
         columns = {"slot": slots, "dispatch": dispatches}
@@ -409,12 +415,12 @@ class Coordinator:
             self._turn()
         return self.found
 
-    def evaluate(self, batch: Batch, found: dict[str, Any]) -> dict[str, float]:
+    def evaluate(self, batch: Batch, metrics: dict[str, Any]) -> dict[str, float]:
         """Begin an evaluation beside the run. Its scores are recorded when it ends."""
         if batch.step == self.orchestrator.version:
             step = batch.step + 1
             evaluator = self.actors.make(EvaluationService, self.run.path, self.settings, name=f"evaluation-{step}")
-            self._ask(evaluator.call("look", found["version"]), "look", (step, evaluator))
+            self._ask(evaluator.call("look", metrics["version"]), "look", (step, evaluator))
         return {}
 
     def record(self, batch: Batch, point: dict[str, Any], tokens: dict[str, int]) -> None:
@@ -429,7 +435,7 @@ class Coordinator:
             took = [self.took.pop(key, None) for key in train.rollouts]  # unknown for rollouts from before a restart
             point["time"] = {"wall_s": wall, "train_s": train_s, "rollouts_s": took}
             if waits := self.waits:
-                mean = {name: sum(each[name] for each in waits) / len(waits) for name in waits[0]}
+                mean = {name: sum(wait[name] for wait in waits) / len(waits) for name in waits[0]}
                 point["time"]["engine_waits"], self.waits = mean, []
             self.notes.append(partial(self.journal.log_step, step + 1, point, tokens))
             self.run.log("rl", step + 1, point)

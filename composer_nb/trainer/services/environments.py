@@ -98,10 +98,10 @@ class RemotePolicy:
         requests = list(self._requests.values())
         self._sent |= self._requests.keys()
         self._requests.clear()
-        done: list[Completion] = self._engine.wait("exchange", self._name, requests)
-        done = [completion for completion in done if completion.rollout in self._under_way]
-        self._under_way -= {completion.rollout for completion in done}
-        return sorted(done, key=lambda completion: completion.rollout)
+        completions: list[Completion] = self._engine.wait("exchange", self._name, requests)
+        completions = [completion for completion in completions if completion.rollout in self._under_way]
+        self._under_way -= {completion.rollout for completion in completions}
+        return sorted(completions, key=lambda completion: completion.rollout)
 
     def release(self, rollout: int) -> Trace | Future[Trace]:
         unsent = self._requests.pop(rollout, None)
@@ -115,7 +115,7 @@ class RemotePolicy:
 
 def _extended(trace: Trace, count: int) -> Trace:
     """Return a trace extended by `count` tokens that were never forwarded."""
-    arrays = {each.name: getattr(trace, each.name) for each in fields(trace)}
+    arrays = {column.name: getattr(trace, column.name) for column in fields(trace)}
     return Trace(**{name: np.concatenate([a, np.zeros((count, *a.shape[1:]), a.dtype)]) for name, a in arrays.items()})
 
 
@@ -162,9 +162,9 @@ class EnvironmentService:
                 rollout, names = self._waiting.pop(0)
                 self._doing[rollout], self._since[rollout] = names, time.monotonic()
                 self._driver.add(rollout, rewarded(self._agent.attempt(self._tasks[names[0]], rollout), self._own))
-            for rollout, done in self._driver.round(seconds):
-                took = time.monotonic() - self._since.pop(rollout)
-                outcomes.append(_outcome(self._doing.pop(rollout), done, took))
+            for rollout, attempt in self._driver.round(seconds):
+                seconds_taken = time.monotonic() - self._since.pop(rollout)
+                outcomes.append(_outcome(self._doing.pop(rollout), attempt, seconds_taken))
         alive = {self._doing[rollout][:2] for rollout in self._driver.moved & self._doing.keys()}
         self._driver.moved.clear()
         return outcomes, alive | {names[:2] for _, names in self._waiting}
@@ -186,18 +186,18 @@ class EnvironmentService:
         self._sandboxes.__exit__(None, None, None)
 
 
-def _outcome(names: tuple[int, int, int], done: Attempt, seconds: float) -> Outcome:
-    slot, number, place = names
-    rollout = done.rollout
+def _outcome(rollout_key: tuple[int, int, int], attempt: Attempt, seconds: float) -> Outcome:
+    slot, number, place = rollout_key
+    rollout = attempt.rollout
     written = rollout.versions
-    known = done.grade.known
+    is_graded = attempt.grade.known
     return Outcome(
         slot=slot,
         attempt=number,
         place=place,
-        packed=pack_attempt(done) if known else None,
+        packed=pack_attempt(attempt) if is_graded else None,
         oldest_version=int(written.min()) if len(written) else 0,
         sampled=rollout.sampled,
         seconds=seconds,
-        reason="" if known else done.grade.output or done.grade.status,
+        reason="" if is_graded else attempt.grade.output or attempt.grade.status,
     )

@@ -142,8 +142,8 @@ def down(folder: Path) -> bool:
 
 def resolve(address: str) -> str:
     """Return the Ray address that `address` names, as `held` does."""
-    with held(address) as found:
-        return found
+    with held(address) as resolved:
+        return resolved
 
 
 @contextmanager
@@ -189,7 +189,7 @@ def end(
 ) -> None:
     """Send a signal to the holder of a lock, and SIGKILL if it holds the lock after `seconds`. Say what is waited for. Raises
     TimeoutError if even that has not ended it after KILLED_S."""
-    began = said = time.monotonic()
+    began = reported = time.monotonic()
     with suppress(ProcessLookupError):
         os.kill(pid, number)
         killed = False
@@ -203,8 +203,8 @@ def end(
                 raise TimeoutError(
                     f"process {pid} outlives SIGKILL: it waits for its disk; look at {lock.parent} later"
                 )
-            if not killed and now - said > SAY_S:
-                said = now
+            if not killed and now - reported > SAY_S:
+                reported = now
                 say(f"waiting for process {pid} to end, {now - began:.0f} s of {seconds:g} s")
             time.sleep(0.05)
 

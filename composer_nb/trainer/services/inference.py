@@ -90,10 +90,10 @@ class Updates:
         if (newest := self.receiver.newest()) is None:
             return None
         rule = self.rule
-        found = rule.of(newest)
-        if found in self.left_out and rule.most < found:
-            found = int(rule.most)
-        return None if found in self.left_out else found
+        version = rule.of(newest)
+        if version in self.left_out and rule.most < version:
+            version = int(rule.most)
+        return None if version in self.left_out else version
 
     def model(self, tensors: Weights) -> Model:
         model = empty_model(self.config)
@@ -158,19 +158,19 @@ class Inference(Shared):
 
         Raises what the engine raises, and ProviderFailure when it has ended."""
         mine, under_way = self._answers.setdefault(client, SimpleQueue()), self._under_way.setdefault(client, set())
-        asked = self.start(*requests)
-        under_way |= {*asked}
-        for answer in asked:
+        answers = self.start(*requests)
+        under_way |= {*answers}
+        for answer in answers:
             answer.add_done_callback(mine.put)
-        found: list[Completion] = []
-        while under_way and not (found and mine.empty()):
+        completions: list[Completion] = []
+        while under_way and not (completions and mine.empty()):
             ended = mine.get()
             if self.lockstep:  # until all turns that ended in this step are here
                 self.between(int)
             under_way.discard(ended)
             if not ended.cancelled():  # it was released
-                found.append(ended.result())
-        return found
+                completions.append(ended.result())
+        return completions
 
     def update(self, version: int, full: Weights | None = None) -> Running:
         """Take a version, from the store or as its tensors, and say what runs now. Raises like `Updates.update`."""
@@ -194,19 +194,19 @@ def following(service: Inference) -> Iterator[None]:
 
 
 def _follow(service: Inference, ended: threading.Event) -> None:
-    updates, engine, wanted = service.updates, service.policy, None
+    updates, engine, target = service.updates, service.policy, None
     assert updates is not None
     with suppress(StoreError):  # what is reported is not pruned
         updates.receiver.report()
     while not ended.wait(LOOK_S):
         try:
-            wanted, now = updates.wanted(), engine.version
-            if wanted is None or wanted == now or wanted < now <= updates.rule.most:
+            target, now = updates.wanted(), engine.version
+            if target is None or target == now or target < now <= updates.rule.most:
                 continue
-            service.update(wanted, updates.receiver.back(wanted) if wanted < now else None)
+            service.update(target, updates.receiver.back(target) if target < now else None)
             updates.receiver.report()
         except (StoreError, TimeoutError) as error:
             LOG.warning("version %d goes on: %s", engine.version, error)
         except Exception as error:  # such as damage, or weights of another model: no later look mends that
-            LOG.warning("version %d goes on, and %s is left out: %r", engine.version, wanted, error)
-            updates.left_out |= set() if wanted is None else {wanted}
+            LOG.warning("version %d goes on, and %s is left out: %r", engine.version, target, error)
+            updates.left_out |= set() if target is None else {target}

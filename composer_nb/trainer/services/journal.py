@@ -63,8 +63,8 @@ class Journal:
 
     def snapshot(self) -> dict[str, Any] | None:
         """Return the orchestrator's last saved state."""
-        found = self._db.execute("SELECT snapshot FROM orchestrator").fetchone()
-        return json_of(found[0]) if found else None
+        row = self._db.execute("SELECT snapshot FROM orchestrator").fetchone()
+        return json_of(row[0]) if row else None
 
     def save(self, snapshot: Mapping[str, Any]) -> None:
         self._db.execute("INSERT OR REPLACE INTO orchestrator VALUES (0, ?)", (json.dumps(snapshot),))
@@ -80,18 +80,18 @@ class Journal:
 
     def packed(self, names: Iterable[Name]) -> list[bytes]:
         """Return packed rollouts. Raises KeyError for a missing one."""
-        found = []
+        packed_rollouts = []
         for name in names:
             row = self._db.execute("SELECT packed FROM rollout WHERE slot=? AND attempt=? AND place=?", name).fetchone()
             if row is None:
                 raise KeyError(f"rollout {name} is not in run.db")
-            found.append(row[0])
-        return found
+            packed_rollouts.append(row[0])
+        return packed_rollouts
 
     def keep_only(self, slots: Iterable[int]) -> None:
         """Remove the rollouts of all other groups, which are trained, and in the file of their step, or replaced."""
-        kept = json.dumps([*slots])
-        self._db.execute("DELETE FROM rollout WHERE slot NOT IN (SELECT value FROM json_each(?))", (kept,))
+        slots_json = json.dumps([*slots])
+        self._db.execute("DELETE FROM rollout WHERE slot NOT IN (SELECT value FROM json_each(?))", (slots_json,))
 
     # The log
 
@@ -125,14 +125,14 @@ class Journal:
 
     def log_version(self, version: int, step: int, hash: str) -> None:
         """Log the hash of a version. Raises ValueError if another hash is logged: a resumed run repeats steps exactly."""
-        known = self.hash_of(version) or hash
-        if known != hash:
-            raise ValueError(f"version {version} came out as {hash[:12]}, was {known[:12]} before: not reproducible")
+        logged = self.hash_of(version) or hash
+        if logged != hash:
+            raise ValueError(f"version {version} came out as {hash[:12]}, was {logged[:12]} before: not reproducible")
         self._db.execute("INSERT OR IGNORE INTO version VALUES (?, ?, ?, ?)", (version, step, hash, time.time()))
 
     def hash_of(self, version: int) -> str | None:
-        found = self._db.execute("SELECT hash FROM version WHERE version = ?", (version,)).fetchone()
-        return found[0] if found else None
+        row = self._db.execute("SELECT hash FROM version WHERE version = ?", (version,)).fetchone()
+        return row[0] if row else None
 
     def log_served(self, engine: str, report: Any) -> None:
         values = (report.version, engine, report.hash, report.read_bytes, report.seconds, report.paused)
@@ -167,13 +167,13 @@ class Journal:
         self._db.close()
 
 
-def change_live(settings: Settings, name: str, value: Any, seen: Iterable[tuple[Rollout, Grade]] = ()) -> Settings:
+def change_live(settings: Settings, name: str, value: Any, rollouts: Iterable[tuple[Rollout, Grade]] = ()) -> Settings:
     """Return `settings` with one change. Raises ValueError for a setting that a live run cannot change, or an unfit value:
-    rewards must be able to score the rollouts in `seen`."""
+    rewards must be able to score the rollouts in `rollouts`."""
     require_live(name)
     changed = override(settings, {name: value})
     changed.require_used()
-    changed.reward.tried(seen)
+    changed.reward.tried(rollouts)
     return changed
 
 

@@ -98,7 +98,7 @@ class Orchestrator:
 
     def held(self) -> int:
         """Sampled tokens of finished rollouts that are neither trained nor dropped: received = held + ledger."""
-        return sum(done.sampled for group in self.groups.values() for done in group.done.values())
+        return sum(finished.sampled for group in self.groups.values() for finished in group.done.values())
 
     # What happens
 
@@ -151,8 +151,8 @@ class Orchestrator:
                 if worker in self.workers:
                     self.workers[worker].suspect = False
                 return "late"
-            done = group.done.get(event.place)
-            return "duplicate" if done and done.attempt == event.attempt else "unknown"
+            finished = group.done.get(event.place)
+            return "duplicate" if finished and finished.attempt == event.attempt else "unknown"
         self._heard(lease)
         self._close(group, event.attempt, event.place)
         if isinstance(event, Faulted):
@@ -171,8 +171,8 @@ class Orchestrator:
         if self.version - event.oldest_version > self.schedule.bound:
             self._drop(group)
         elif group.without_signal and self.books.counts["refilled"] < self.schedule.refill:
-            for done in group.done.values():
-                self.books.settle(done, "zero_advantage")
+            for finished in group.done.values():
+                self.books.settle(finished, "zero_advantage")
             self.books.counts["refilled"] += 1
             del self.groups[group.slot]
 
@@ -205,8 +205,8 @@ class Orchestrator:
             del self.redo[0]
             return None
         for slot in todo.slots:
-            for done in self.groups.pop(slot).done.values():
-                self.books.trained(done, step)
+            for finished in self.groups.pop(slot).done.values():
+                self.books.trained(finished, step)
         self.version, self.training = self.version + 1, None
         self._sweep()
         return None
@@ -254,8 +254,8 @@ class Orchestrator:
         """Restart a group that is too old to train on, as a whole: resampling its long rollouts alone would select by length."""
         for attempt in list(group.leases):
             self._give_up(group, attempt, "stale")
-        for done in group.done.values():
-            self.books.settle(done, "stale")
+        for finished in group.done.values():
+            self.books.settle(finished, "stale")
         group.done.clear()
 
     def _sweep(self) -> None:
@@ -275,8 +275,8 @@ class Orchestrator:
 
     def _open(self) -> Iterator[Group]:
         """Yield the groups that are not in training, oldest first."""
-        taken = self.training.slots if self.training else ()
-        return (group for slot, group in list(self.groups.items()) if slot not in taken)
+        in_training = self.training.slots if self.training else ()
+        return (group for slot, group in list(self.groups.items()) if slot not in in_training)
 
     def _train(self) -> None:
         if not self.redo and self.training is None and not (0 < self.schedule.steps <= self.version):
@@ -322,8 +322,8 @@ class Orchestrator:
 
     def _closed(self) -> bool:
         """Return whether no further group is admitted."""
-        taken = self.next_slot - self.books.counts["refilled"]
-        return self.draining or 0 < self.schedule.steps * self.schedule.prompts <= taken
+        admitted = self.next_slot - self.books.counts["refilled"]
+        return self.draining or 0 < self.schedule.steps * self.schedule.prompts <= admitted
 
     def _attempt(self, group: Group) -> int:
         return self.life * ATTEMPTS_A_LIFE + group.attempts
@@ -383,8 +383,8 @@ class Orchestrator:
         self.books = Books.unpack(snapshot)
         self.groups = {packed["slot"]: Group.unpack(packed) for packed in snapshot["groups"]}
         for group in self.groups.values() if stored is not None else ():
-            for done in group.forget(stored or ()):
-                self.books.settle(done, "lost")
+            for finished in group.forget(stored or ()):
+                self.books.settle(finished, "lost")
         picked = [self.groups[slot] for slot in snapshot["training"]]
         if picked and all(group.complete for group in picked):
             self.training = self._batch(picked)

@@ -82,8 +82,8 @@ class EngineService(Inference):
             return agent.renderer if tools is None else agent.renderer.offering(tools)
 
         answer = Conversations(self, agent.renderer.tokenizer, form, s.limits.tokens)
-        known = trained_in(s.env, s.limits)
-        server = ChatServer(answer, s.services.serve, name, shared=True, version=lambda: self.version, trained=known)
+        training = trained_in(s.env, s.limits)
+        server = ChatServer(answer, s.services.serve, name, shared=True, version=lambda: self.version, trained=training)
         return server.__enter__()
 
     def stop(self) -> None:
@@ -98,10 +98,10 @@ def make_learner(run: RunDir, s: Settings, from_start: bool = False) -> tuple[Le
     model.recompute, model.kernels = s.rl.recompute, s.kernels
     reference = copy.deepcopy(model) if s.loss.beta or s.loss.feedback else None
     optimizer = FlatOptimizer(model, s.optimizer, published=torch.bfloat16)
-    learner, found = Learner(model, optimizer, s.loss, reference, s.replay), run.checkpoint("rl")
-    if from_start or found is None:
+    learner, checkpoint = Learner(model, optimizer, s.loss, reference, s.replay), run.checkpoint("rl")
+    if from_start or checkpoint is None:
         return learner, 0, 0.0
-    step, state, seconds = found
+    step, state, seconds = checkpoint
     optimizer.load(state)
     return learner, step, seconds
 
@@ -237,8 +237,8 @@ class TrainerService:
 
     def _weights(self, version: int) -> Mapping[str, Tensor]:
         """Return the weights of a version from memory, or from the store if another process made them."""
-        known = dict([self._before, (self.version, self._newest)])
-        return known[version] if version in known else self._stored(version)
+        weights = dict([self._before, (self.version, self._newest)])
+        return weights[version] if version in weights else self._stored(version)
 
     def _stored(self, version: int) -> Mapping[str, Tensor]:
         return Receiver(store_url(self._run.path, self._settings), name="trainer").fetch(version).tensors
@@ -268,8 +268,8 @@ class EvaluationService:
             make = partial(make_engine, model, s, agent.renderer.stop, seed=s.seed + 17, version=version)
             for name, temperature in (("tune_pass_at_1", 1.0), ("tune_greedy", 0.0)):
                 engine = make(temperature=temperature)
-                done = list(run_eval(engine, agent, tasks, sandboxes, 1))
-                scores[name] = float(np.mean([one.grade.passed for one in done]))
+                attempts = list(run_eval(engine, agent, tasks, sandboxes, 1))
+                scores[name] = float(np.mean([attempt.grade.passed for attempt in attempts]))
         return scores
 
 

@@ -70,7 +70,7 @@ class Group:
     @property
     def without_signal(self) -> bool:
         """Whether the group is complete and its rewards are known and equal, so that no rollout has an advantage."""
-        rewards = [done.reward for done in self.done.values() if done.reward is not None]
+        rewards = [finished.reward for finished in self.done.values() if finished.reward is not None]
         return self.complete and len(rewards) == self.size and max(rewards) - min(rewards) < 1e-6
 
     def missing(self) -> list[int]:
@@ -79,12 +79,12 @@ class Group:
 
     def oldest(self, served: int) -> int:
         """Return the oldest version that a token of the group can have. Missing rollouts will come from `served`."""
-        known = [d.oldest for d in self.done.values()] + [lease.version for lease in self.leases.values()]
-        return min(known, default=served)
+        versions = [d.oldest for d in self.done.values()] + [lease.version for lease in self.leases.values()]
+        return min(versions, default=served)
 
     def forget(self, stored: Container[tuple[int, int, int]]) -> list[Done]:
         """Remove finished rollouts (slot, attempt, place) that are not stored, and return them."""
-        lost = [place for place, done in self.done.items() if (self.slot, done.attempt, place) not in stored]
+        lost = [place for place, finished in self.done.items() if (self.slot, finished.attempt, place) not in stored]
         return [self.done.pop(place) for place in lost]
 
     def pack(self) -> dict[str, Any]:
@@ -124,13 +124,13 @@ class Books:
         if what:
             self.ledger[what] += sampled
 
-    def settle(self, done: Done, what: str) -> None:
+    def settle(self, rollout: Done, what: str) -> None:
         """Book the use of a finished rollout."""
-        self.ledger[what] += done.sampled
+        self.ledger[what] += rollout.sampled
 
-    def trained(self, done: Done, step: int) -> None:
-        self.settle(done, "trained")
-        sampled, waited = done.finished - done.oldest, step - done.finished
+    def trained(self, rollout: Done, step: int) -> None:
+        self.settle(rollout, "trained")
+        sampled, waited = rollout.finished - rollout.oldest, step - rollout.finished
         passed = {"in_flight": sampled, "in_queue": waited, "total": sampled + waited}
         for name, versions in passed.items():
             self.staleness.setdefault(name, Counter())[versions] += 1

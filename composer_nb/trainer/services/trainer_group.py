@@ -27,11 +27,11 @@ class TrainerGroup:
         self._begun: Future[Any] = Future()
         self._members[0].call("meet").add_done_callback(self._met)
 
-    def _met(self, done: Future[str]) -> None:
-        if (error := done.exception()) is not None:
+    def _met(self, meeting: Future[str]) -> None:
+        if (error := meeting.exception()) is not None:
             self._begun.set_exception(error)
         else:
-            begun = together([member.call("turn", 0, "begin", done.result()) for member in self._members])
+            begun = together([member.call("turn", 0, "begin", meeting.result()) for member in self._members])
             _chain(begun, self._begun.set_result, self._begun)
 
     def call(self, method: str, *values: Any) -> Future[Any]:
@@ -44,9 +44,9 @@ class TrainerGroup:
         if method == "state":
             _chain(inner, lambda begun: self._when_saved(begun[0], outer), outer)
         elif method == "tensors":
-            _chain(inner, lambda found: outer.set_result(_joined(found)), outer)
+            _chain(inner, lambda results: outer.set_result(_joined(results)), outer)
         else:
-            _chain(inner, lambda found: outer.set_result(found[0]), outer)
+            _chain(inner, lambda results: outer.set_result(results[0]), outer)
         return outer
 
     def wait(self, method: str, *values: Any) -> Any:
@@ -117,6 +117,6 @@ def _chain(inner: Future[Any], then: Callable[[Any], None], outer: Future[Any]) 
     inner.add_done_callback(done)
 
 
-def _joined(found: list[tuple[int, dict[str, Any]]]) -> tuple[int, dict[str, Any]]:
+def _joined(parts: list[tuple[int, dict[str, Any]]]) -> tuple[int, dict[str, Any]]:
     """Return the common version of all ranks, and its parts from each."""
-    return found[0][0], {name: tensor for _, tensors in found for name, tensor in tensors.items()}
+    return parts[0][0], {name: tensor for _, tensors in parts for name, tensor in tensors.items()}

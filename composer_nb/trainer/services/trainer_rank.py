@@ -48,8 +48,8 @@ class TrainerRank(TrainerService):
         """Return the "host:port" at which the other ranks find this one."""
         local = self._settings.services.address.startswith(LOOPBACK) or not self._settings.services.address
         host = LOOPBACK if local else _own_address()
-        self._place = place = meeting_place(host)
-        return f"{host}:{place.port}"
+        self._place = store = meeting_place(host)
+        return f"{host}:{store.port}"
 
     def turn(self, number: int, method: str, *values: Any) -> Any:
         """Execute a call of all ranks with this number, from 0, after all calls with lower numbers."""
@@ -69,18 +69,18 @@ class TrainerRank(TrainerService):
         host, _, port = address.rpartition(":")
         if host == LOOPBACK:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        place = self._place or dist.TCPStore(host, int(port), is_master=False, timeout=PATIENCE)
+        store = self._place or dist.TCPStore(host, int(port), is_master=False, timeout=PATIENCE)
         if s.mesh.device == "cuda":
             torch.cuda.set_device(0)  # the only one that Ray shows to this process
-        join(self._rank, s.trainers, place, s.mesh.device)
+        join(self._rank, s.trainers, store, s.mesh.device)
         self._ranks = team = Team(Mesh.of(s.mesh, s.trainers), s.mesh.device)
         model = self._load(team)
         self._optimizer = ShardedOptimizer(model, team, s.optimizer, published=torch.bfloat16)
         self._learner = Learner(model, self._optimizer, s.loss, self._load(team) if s.loss.beta else None, s.replay)
         self._aside = [dist.new_group(backend="gloo") for _ in range(2)]
         self.step, self._kept = 0, -1
-        if (found := self._run.pointer("rl")) is not None:
-            self.step, folder, _ = found
+        if (checkpoint := self._run.pointer("rl")) is not None:
+            self.step, folder, _ = checkpoint
             restore(self._optimizer, folder, self._aside[0])
             self._kept = self.step
         self._saving: Future[Any] | None = None

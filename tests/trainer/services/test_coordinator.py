@@ -475,7 +475,7 @@ def test_a_run_with_the_changes_of_a_live_one_in_its_settings_ends_with_the_same
     assert list(live) == ["2", "4"]
 
     again, planned = begun("planned", IN_STEP | {"rl.steps": 4, "services.changes": live})
-    cut_off(again, planned, 2, "_learnt")
+    cut_off(again, planned, 2, "_on_train_step")
     go(again, planned)
     assert again.changed_live() == live and weights(again) == weights(run)
     assert again.query("SELECT COUNT(*) FROM change") == [(2,)]
@@ -492,7 +492,7 @@ def test_what_was_refused_is_not_in_force_after_a_resume_either(begun):
     run, settings = begun("refused", {"services.ahead": 1, "services.bound": 2, "rl.steps": 4})
     for name, value in WRONG.items():
         request_change(run, name, value)
-    said = cut_off(run, settings, 2, "_learnt")
+    said = cut_off(run, settings, 2, "_on_train_step")
     assert sum(line.startswith("refused: ") for line in said) == len(WRONG)
     assert [step for (step,) in run.query("SELECT step FROM change")] == [REFUSED] * len(WRONG)
     go(run, settings)
@@ -504,9 +504,9 @@ def test_a_change_that_came_after_a_checkpoint_does_not_change_what_is_done_agai
     run, settings = begun(
         "regrouped", {"services.ahead": 1, "services.bound": 2, "rl.steps": 6, "rl.checkpoint_every": 5}
     )
-    cut_off(run, settings, 2, "_learnt")
+    cut_off(run, settings, 2, "_on_train_step")
     request_change(run, "rl.group", 6)
-    cut_off(run, settings, 2, "_learnt")
+    cut_off(run, settings, 2, "_on_train_step")
     go(run, settings)
     made = [len(tasks) for _, tasks in trained(run)]
     assert len(run.steps("rl")) == 6 and made[:2] == [8, 8] and made[-1] == 12
@@ -515,7 +515,7 @@ def test_a_change_that_came_after_a_checkpoint_does_not_change_what_is_done_agai
 def test_versions_that_a_resumed_trainer_makes_again_are_not_pruned(begun):
     few = {"services.full_every": 1, "rl.checkpoint_every": 20, "rl.minibatches": 2, "rl.steps": 5}
     run, settings = begun("pruned", {"services.ahead": 1, "services.bound": 2} | few)
-    cut_off(run, settings, 4, "_learnt")
+    cut_off(run, settings, 4, "_on_train_step")
     go(run, settings)
     assert len(run.steps("rl")) == 5
 
@@ -556,7 +556,7 @@ def test_two_runs_may_share_a_store(begun, tmp_path: Path):
     shared = {"services.ahead": 1, "services.bound": 2, "services.store": str(tmp_path / "shared")}
     first, settings = begun("first", shared)
     second, _ = begun("second", shared)
-    cut_off(first, settings, 1, "_learnt")
+    cut_off(first, settings, 1, "_on_train_step")
     go(second, settings)
     go(first, settings)
     assert {path.name for path in (tmp_path / "shared").iterdir()} == {first.path.name, second.path.name}
@@ -654,7 +654,7 @@ def test_damaged_versions_are_never_served(begun):
     run, settings = begun("damaged", {"services.ahead": 1, "services.bound": 3, "rl.steps": 6})
     actors = Threads()
     coordinator = Coordinator(run, settings, actors, lambda line: None)
-    learnt = coordinator._learnt
+    learnt = coordinator._on_train_step
 
     def spoil(step: int, found: dict[str, Any]) -> Any:
         if step % 2:
@@ -671,7 +671,7 @@ def test_damaged_versions_are_never_served(begun):
                 part.replace(file)
         return learnt(step, found)
 
-    coordinator._learnt = spoil  # type: ignore[method-assign]
+    coordinator._on_train_step = spoil  # type: ignore[method-assign]
     try:
         coordinator.go()
     finally:

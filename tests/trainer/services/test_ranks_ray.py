@@ -85,7 +85,7 @@ def test_a_rank_that_is_killed_costs_no_prompt(loop: RunDir, runs: Path, head: H
     for kill, at in enumerate((1, 5)):
         wait(lambda at=at: len(run.steps("rl")) >= at)  # type: ignore[misc]
         os.kill(rank_pids(head)[kill], signal.SIGKILL)
-        wait(lambda kill=kill: sum("it goes back to step" in line for line in said) > kill)  # type: ignore[misc]
+        wait(lambda kill=kill: sum("resuming from step" in line for line in said) > kill)  # type: ignore[misc]
     alive.join(400)
     assert not alive.is_alive(), said[-5:]
     tasks = [task for _, ids in trained(run) for task in ids]
