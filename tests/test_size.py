@@ -8,7 +8,7 @@ import tokenize
 
 from tests.test_imports import PACKAGE, imported, modules
 
-SIZES = {"package": 47_500, "rl": 9_850}
+SIZES = {"package": 47_704, "rl": 9_654}
 """Code lines of the package, and of what `trainer/rl.py` imports, as last recorded."""
 SLACK = 1.02
 """What a contribution may add before the record has to be looked at again."""
