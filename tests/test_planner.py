@@ -106,5 +106,5 @@ def test_tiny_models_lose_grep_without_search(tmp_path: Path, capsys: pytest.Cap
     asked = ["eval", "--policy", "scripted:blind", "--tasks", str(HELDOUT), "--out", str(tmp_path / "out")]
     assert main([*asked, "--arms", "bash"]) == 2
     assert "no-search" in capsys.readouterr().err
-    assert main([*asked, "--arms", "no-search"]) == 2 and "calls grep" in capsys.readouterr().err
+    assert main([*asked, "--arms", "no-search"]) == 2 and "call grep" in capsys.readouterr().err
     assert main([*asked, "--planner", "nothing:x"]) == 2 and "--policy nothing:x" in capsys.readouterr().err

@@ -268,7 +268,11 @@ def test_new_versions_are_taken_in_the_middle_of_an_answer_and_every_answer_name
         old, new = parts[-1].choices[0].weight_versions
         assert (old["version"], old["start"], new["version"]) == (4, 0, 5) and old["end"] == new["start"] > 0
         spoiled = turned(model, float("nan"))
-        publisher.publish(6, spoiled, FILES)
+        with (
+            monkeypatch.context() as careless
+        ):  # as by another program: this publisher refuses numbers that are not finite
+            careless.setattr("composer_nb.trainer.versions.publisher.require_finite", lambda *names: None)
+            publisher.publish(6, spoiled, FILES)
         wait_until(lambda: "6 is left out" in caplog.text)
         publisher.publish(7, turned(model, 1.0), FILES)
         wait_until(lambda: small.engine.version == 7)

@@ -50,7 +50,8 @@ class Bandit:
             reward=RewardSettings(),
             loss=LossSettings(),
             monitor=MonitorSettings(window=256, stop=stop),
-            env=SimpleNamespace(own=SimpleNamespace(reward=pays) if hole else None),
+            env=SimpleNamespace(reward_function=lambda seconds: pays if hole else None),
+            limits=SimpleNamespace(seconds=60.0),
         )
         self.random, self.logit, self.step = Random(0), math.log(0.01), 0
         self.points: list[dict[str, Any]] = []

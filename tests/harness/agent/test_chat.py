@@ -132,7 +132,7 @@ def test_a_turn_survives_the_way_there_and_back_or_is_refused(
         held = json.dumps([dict(call.arguments) for call in calls], ensure_ascii=False)
         other = [v for call in calls for k, v in call.arguments.items() if k in "mu" and isinstance(v, str) and v != ""]
         assert "</parameter>" in held or any(
-            read_value(v, SCHEMAS["u"]) != v or read_value(v, SCHEMAS["m"]) != v for v in other
+            read_value(v, kinds(SCHEMAS["u"])) != v or read_value(v, kinds(SCHEMAS["m"])) != v for v in other
         ), strings
         return
     read = renderer.parse(token_ids)

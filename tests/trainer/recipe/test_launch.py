@@ -153,7 +153,7 @@ def test_a_launcher_that_failed_frees_its_run(run: RunDir, no_ranks: None) -> No
 
 def test_the_ranks_do_not_hold_the_lock(run: RunDir, worker: Path, tmp_path: Path) -> None:
     """Otherwise a child that outlives its launcher would keep everybody out."""
-    worker.write_text(f"#!/bin/sh\nls -l /proc/$$/fd > {tmp_path}/open-$8\n")
+    worker.write_text(f"#!/bin/sh\nls -l /proc/$$/fd > {tmp_path}/open-$9\n")
     go(run.path)
     for rank in range(2):
         held = (tmp_path / f"open-{rank}").read_text()
@@ -179,7 +179,7 @@ def test_last_words_are_of_this_launch(run: RunDir, worker: Path, program: str, 
 
 
 def test_the_journal_names_ranks_and_folder_while_they_are_there(run: RunDir, worker: Path, tmp_path: Path) -> None:
-    worker.write_text(f"#!/bin/sh\nsleep 0.3\ncat {run.path}/journal/*.jsonl > {tmp_path}/seen-$8\n")
+    worker.write_text(f"#!/bin/sh\nsleep 0.3\ncat {run.path}/journal/*.jsonl > {tmp_path}/seen-$9\n")
     go(run.path)
     seen = (tmp_path / "seen-0").read_text()
     assert seen.count('"kind": "process"') == 2 and seen.count('"kind": "directory"') == 1
