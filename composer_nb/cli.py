@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from composer_nb.logs import print_lines
 from composer_nb.operations import COMMANDS
+from composer_nb.operations.logs import print_lines
 
 GROUPS = {
     "jobs": "run notebooks headless: a graph of them, here or on a Ray cluster",

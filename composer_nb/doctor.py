@@ -22,7 +22,7 @@ from subprocess import DEVNULL
 from rich.markup import escape
 from rich.table import Table
 
-from composer_nb.machine import available_cores, available_memory
+from composer_nb.trainer.services.machine import available_cores, available_memory
 
 GIB = 2**30
 LEAST_MEMORY_GIB = 4.0  # a trainer, a notebook kernel and a few sandboxes side by side

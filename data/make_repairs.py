@@ -12,8 +12,8 @@ import argparse
 from pathlib import Path
 
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
-from composer_nb.harness.tasks.repairs import buggy_prints, fingerprints, make_tasks
 from composer_nb.harness.tasks.task import Task, save_tasks
+from composer_nb.tour.repairs import buggy_prints, fingerprints, make_tasks
 
 
 def main() -> None:

@@ -73,9 +73,9 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Any:
     """A finished run, to be read only; `copy_of` gives one to change. Test processes side by side share one."""
-    from composer_nb.settings import Settings, override
     from composer_nb.trainer.recipe.launch import start_or_resume
     from composer_nb.trainer.records.rundir import open_run
+    from composer_nb.trainer.settings import Settings, override
 
     shared = tmp_path_factory.getbasetemp()
     if worker_id != "master":

@@ -21,8 +21,8 @@ from composer_nb import cli
 from composer_nb.harness import environment
 from composer_nb.harness.tasks.task import Task, save_tasks
 from composer_nb.harness.untrusted import visible_lines
-from composer_nb.logs import print_lines
 from composer_nb.operations import COMMANDS, emit
+from composer_nb.operations.logs import print_lines
 from composer_nb.trainer.records.rundir import RunDir
 
 TASK = Task(

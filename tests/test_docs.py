@@ -19,10 +19,10 @@ from PIL import Image
 
 from composer_nb import cli
 from composer_nb.jobs.check import notebook_digest
-from composer_nb.settings import Settings, types_of
 from composer_nb.trainer.recipe.reader import EXAMPLES, ReadOnly
 from composer_nb.trainer.recipe.report import build_report
-from scripts import make_docs, notebook_pages
+from composer_nb.trainer.settings import Settings, types_of
+from scripts.docs import make_docs, notebook_pages
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -237,7 +237,9 @@ def test_an_environment_of_ones_own_runs_in_this_process_as_its_page_says(tmp_pa
 
 
 def test_llms_txt_is_current() -> None:
-    assert (ROOT / "llms.txt").read_text(encoding="utf-8") == make_docs.llms_txt(), "run scripts/make_docs.py --llms"
+    assert (ROOT / "llms.txt").read_text(encoding="utf-8") == make_docs.llms_txt(), (
+        "run scripts/docs/make_docs.py --llms"
+    )
 
 
 def keep_run(source: Path, ran: nbformat.NotebookNode, build: Path) -> None:
@@ -352,7 +354,7 @@ def test_a_page_for_github_is_stale_after_a_change_of_code_and_renewed_after_one
     before = (pages / "a.md").read_text(encoding="utf-8")
 
     made_up(tmp_path, "# Another", "1")
-    assert notebook_pages.fault(source, pages).endswith("present prose; run scripts/make_docs.py --text")
+    assert notebook_pages.fault(source, pages).endswith("present prose; run scripts/docs/make_docs.py --text")
     assert make_docs.write_pages(pages) == [] and notebook_pages.fault(source, pages) == ""
     assert (pages / "a.md").read_text(encoding="utf-8") == before.replace("# A\n", "# Another\n")
 

@@ -14,7 +14,9 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
 @pytest.mark.slow
 def test_bench_measures_everything():
-    done = subprocess.run([sys.executable, SCRIPTS / "machine_bench.py", "--json"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "bench" / "machine_bench.py", "--json"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     figures = {name: value for name, value in found.items() if isinstance(value, float)}

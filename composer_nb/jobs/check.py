@@ -30,7 +30,7 @@ def check_parameters(source: Path, given: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{source.name} has no parameter {name!r}; {nearest(name, known)}")
         check_type(source.name, name, value, known[name])
     if given.get("overrides"):
-        from composer_nb.settings import Settings, override
+        from composer_nb.trainer.settings import Settings, override
 
         override(Settings(), given["overrides"])
     return dict(given)

@@ -32,7 +32,7 @@ from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.jobs import processes
 from composer_nb.jobs.check import check_outputs, check_parameters, notebook_digest, outputs_cell
 from composer_nb.jobs.records import ENDED, OUTPUTS, file_digest, now, reserve, write_record
-from composer_nb.provenance import commit, package_digest
+from composer_nb.trainer.records.provenance import commit, package_digest
 
 START_S = 180
 """Seconds a kernel may take to start, more on a busy machine: ten at once on two cores take most of a minute."""

@@ -18,7 +18,7 @@ from typing import Any
 from composer_nb.jobs import processes
 from composer_nb.jobs.executor import spawn
 from composer_nb.jobs.file import Job, Node
-from composer_nb.provenance import package_digest
+from composer_nb.trainer.records.provenance import package_digest
 from composer_nb.trainer.services.cluster import attach
 
 STOP, KILL = "stop", "kill"

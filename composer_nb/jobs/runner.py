@@ -33,7 +33,7 @@ from composer_nb.jobs.directory import STOP_S
 from composer_nb.jobs.executor import Executor, Local
 from composer_nb.jobs.file import DIR, JOB, Job, Node, load_job, name_of, references, resolve
 from composer_nb.jobs.records import ENDED, file_digest, now, read_json, reserve, write_record
-from composer_nb.provenance import package_digest
+from composer_nb.trainer.records.provenance import package_digest
 
 TICK_S = 0.1
 ANSWERS_S = 5.0

@@ -20,7 +20,7 @@ VARIABLE = "COMPOSER_NB_KERNELS"
 OLDEST = (9, 0)
 """Compute capability of Hopper, the oldest that kernels are compiled for."""
 interpreter_is_repaired = False
-"""Set by `scripts/triton_interpreter.py`: as it comes, Triton's interpreter computes wrongly what the kernels rest on."""
+"""Set by `scripts/bench/triton_interpreter.py`: as it comes, Triton's interpreter computes wrongly what the kernels rest on."""
 
 
 @cache
@@ -59,7 +59,9 @@ def _no_triton(device: torch.device, interpreted: bool) -> str:
     if triton_version() is None:
         return "triton is not installed"
     if interpreted:
-        repaired = "the interpreter is wrong in casts and products: scripts/triton_interpreter.py repairs it for tests"
+        repaired = (
+            "the interpreter is wrong in casts and products: scripts/bench/triton_interpreter.py repairs it for tests"
+        )
         return "" if interpreter_is_repaired else repaired
     if interpreting():
         return "TRITON_INTERPRET is set, and interpreted kernels are run only where they are asked for"

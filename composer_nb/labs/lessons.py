@@ -10,7 +10,6 @@ from random import Random
 import torch
 
 from composer_nb.labs.rewards.rescore import StoredBatch
-from composer_nb.settings import RlSettings
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings, advantages
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
@@ -18,6 +17,7 @@ from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.rl import Scored, to_streams
+from composer_nb.trainer.settings import RlSettings
 
 Groups = list[list[Stream]]
 

@@ -29,10 +29,10 @@ from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.syntax import literal_eval
 from composer_nb.harness.tasks.functions import literal, parse_tests
-from composer_nb.harness.tasks.miniatures import MODULES, make_miniatures
-from composer_nb.harness.tasks.repairs import home_of, split_at
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.terms.conduct import asked_back, final_message, unfounded_claims
+from composer_nb.tour.miniatures import MODULES, make_miniatures
+from composer_nb.tour.repairs import home_of, split_at
 
 Draw = Callable[[Task, Random], Task | None]
 """Makes a task of a suite from a miniature repository with a bug; None if it is unfit."""

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer_nb.harness.product import SLOTS
 from composer_nb.operations import JSON, SET, arg, command, console, emit, overrides, pick
+from composer_nb.production import SLOTS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,16 +53,16 @@ def evaluate(args: argparse.Namespace) -> int:
     """Score a policy on tasks."""
     from rich.console import Console, Group
 
-    from composer_nb.agents import bench_settings, evaluate, new_folder
-    from composer_nb.foreign import KINDS
     from composer_nb.harness.environment import load_environment
     from composer_nb.harness.files import write_json
-    from composer_nb.harness.product.arms import require_attempts
-    from composer_nb.harness.product.show import bench_progress, bench_table
     from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
     from composer_nb.labs.rewards.judges import RubricJudge, rubric_levels
     from composer_nb.labs.suites import judged, make_suite
-    from composer_nb.policies import open_endpoint
+    from composer_nb.production.agents import bench_settings, evaluate, new_folder
+    from composer_nb.production.arms import require_attempts
+    from composer_nb.production.foreign import KINDS
+    from composer_nb.production.policies import open_endpoint
+    from composer_nb.production.show import bench_progress, bench_table
 
     if args.samples < 1 or args.workers < 0:
         raise ValueError(f"--samples {args.samples} --workers {args.workers}: at least 1 and 0 are needed")
@@ -125,9 +125,9 @@ def _rubric_table(arms: Mapping[str, Any]) -> Table:
 
 
 def _evaluate_foreign(args: argparse.Namespace) -> int:
-    from composer_nb.foreign import ForeignSettings, evaluate_foreign
-    from composer_nb.harness.product.arms import LOST, TooManyLost
-    from composer_nb.settings import override
+    from composer_nb.production.arms import LOST, TooManyLost
+    from composer_nb.production.foreign import ForeignSettings, evaluate_foreign
+    from composer_nb.trainer.settings import override
 
     settings = override(ForeignSettings(), overrides(args.set))
     found = evaluate_foreign(args.policy, str(args.tasks), args.samples, settings)
@@ -166,9 +166,9 @@ def _price(text: str) -> tuple[float, float] | None:
 )
 def agent(args: argparse.Namespace) -> int:
     """Let an agent work on a copy of your repository; you accept or reject the result."""
-    from composer_nb.agents import new_folder, run_agent
-    from composer_nb.harness.product.show import decide, teller
-    from composer_nb.policies import equipment
+    from composer_nb.production.agents import new_folder, run_agent
+    from composer_nb.production.policies import equipment
+    from composer_nb.production.show import decide, teller
 
     screen = console()
     inside = Path.cwd().resolve().is_relative_to(args.path.resolve())  # the result is no part of the repository
@@ -190,7 +190,7 @@ def agent(args: argparse.Namespace) -> int:
 )
 def verdict(args: argparse.Namespace) -> int:
     """Accept or reject the result of an agent later."""
-    from composer_nb.harness.product.work import give_verdict
+    from composer_nb.production.work import give_verdict
 
     verdict: Literal["accepted", "rejected"] = "accepted" if args.verdict == "accept" else "rejected"
     root, count = give_verdict(args.path, verdict, args.repository)
@@ -222,13 +222,13 @@ def verdict(args: argparse.Namespace) -> int:
 )
 def serve(args: argparse.Namespace) -> int:
     """Serve a checkpoint or a script as an OpenAI-compatible server on this machine's loopback."""
-    from composer_nb.canary import LEAST, Canary, open_canary
     from composer_nb.harness.agent.scripts import read_script
-    from composer_nb.harness.product.conversations import Conversations
-    from composer_nb.harness.product.record import Record
-    from composer_nb.harness.product.serve import ChatServer, ScriptServer
-    from composer_nb.policies import open_engine
-    from composer_nb.replicas import Replicas, open_replicas
+    from composer_nb.production.canary import LEAST, Canary, open_canary
+    from composer_nb.production.conversations import Conversations
+    from composer_nb.production.policies import open_engine
+    from composer_nb.production.record import Record
+    from composer_nb.production.replicas import Replicas, open_replicas
+    from composer_nb.production.serve import ChatServer, ScriptServer
 
     def run(server: ChatServer) -> int:
         with server:

@@ -58,9 +58,9 @@ def from_run(args: argparse.Namespace) -> int:
     from composer_nb.harness.files import write_atomic
     from composer_nb.jobs.file import load_job
     from composer_nb.operations.runs import tour_notebook
-    from composer_nb.settings import Settings, changed, from_dict, override
     from composer_nb.trainer.recipe.launch import absolute
     from composer_nb.trainer.recipe.reader import open_run
+    from composer_nb.trainer.settings import Settings, changed, from_dict, override
     from composer_nb.views.page import text_table
 
     run = open_run(args.path)

@@ -113,10 +113,10 @@ class Workspace:
         self._root, self._backend = root, backend
 
     def __enter__(self) -> Workspace:
-        from composer_nb.harness.product.checkout import read_checkout
-        from composer_nb.harness.product.diff import require_git
-        from composer_nb.harness.product.work import open_session, tools_for
         from composer_nb.harness.sandbox import open_backend
+        from composer_nb.production.checkout import read_checkout
+        from composer_nb.production.diff import require_git
+        from composer_nb.production.work import open_session, tools_for
 
         require_git()
         self._source, self.tools = read_checkout(self._root), tools_for("cursor")
@@ -139,9 +139,9 @@ class Workspace:
     def call(self, name: str, args: Mapping[str, Any]) -> tuple[str, bool]:
         """Execute a tool call. Return its observation, and whether it failed."""
         from composer_nb.harness.carry import carry_back
-        from composer_nb.harness.product.checkout import changed
-        from composer_nb.harness.product.diff import patch
         from composer_nb.harness.tools.tool_call import ToolCall
+        from composer_nb.production.checkout import changed
+        from composer_nb.production.diff import patch
 
         if name == "show_changes":
             changes, _ = changed(self._source, *carry_back(self._session.sandbox))

@@ -69,8 +69,8 @@ def draft(args: argparse.Namespace) -> int:
 def corpus(args: argparse.Namespace) -> int:
     """Filter repositories by licence, quality, duplicates and leaked tasks into code to train on."""
     from composer_nb.harness.tasks.task import load_tasks
-    from composer_nb.settings import override
     from composer_nb.trainer.corpus.build import CorpusSettings, make_corpus
+    from composer_nb.trainer.settings import override
     from composer_nb.views.midtraining import yields
 
     tasks = [task for path in args.tasks for task in load_tasks(Path(path))]
@@ -90,8 +90,8 @@ def corpus(args: argparse.Namespace) -> int:
 def bases(args: argparse.Namespace) -> int:
     """Compare models to train, by fresh knowledge, state tracking and the likelihood of a codebase."""
     from composer_nb.labs.bases import Base, Measures, compare_bases
-    from composer_nb.settings import override
     from composer_nb.trainer.learning.data import read_corpus
+    from composer_nb.trainer.settings import override
     from composer_nb.views.midtraining import base_table
 
     measures = override(Measures(), overrides(args.set))
@@ -114,8 +114,8 @@ def bases(args: argparse.Namespace) -> int:
 )
 def improve(args: argparse.Namespace) -> int:
     """Learn from judged conversations in one update, which ships only if it passes a gate."""
-    from composer_nb.improve import improve as run
-    from composer_nb.settings import Settings, override
+    from composer_nb.production.improve import improve as run
+    from composer_nb.trainer.settings import Settings, override
 
     weights = {"reward.weights": {"solved": 1.0, "given": 1.0, "invalid_calls": -0.2}}
     settings = override(override(Settings(), weights), overrides(args.set))

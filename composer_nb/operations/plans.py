@@ -105,9 +105,9 @@ def _plan_schedules(args: argparse.Namespace) -> int:
 
 
 def _plan_mesh(args: argparse.Namespace) -> int:
-    from composer_nb.settings import override
     from composer_nb.trainer.parallel.memory import Load, require_memory, table
     from composer_nb.trainer.parallel.mesh import MeshSettings
+    from composer_nb.trainer.settings import override
 
     if args.model is None:
         raise ValueError("--mesh needs --model, a checkpoint or a config.json")

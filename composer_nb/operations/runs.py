@@ -37,9 +37,9 @@ def tour(args: argparse.Namespace) -> int:
     from composer_nb.jobs.notebook import run_notebook, terminate_as_interrupt
     from composer_nb.operations.live import LivePage
     from composer_nb.operations.track import Tracking, parse
-    from composer_nb.settings import Settings, from_dict, override
     from composer_nb.trainer.recipe.detached import start_detached
     from composer_nb.trainer.recipe.launch import begin_run, start_or_resume
+    from composer_nb.trainer.settings import Settings, from_dict, override
 
     trackers, settings = parse(args.track), override(Settings(), overrides(args.set))
     resumed = _resumed(args) if args.resume else None
@@ -92,9 +92,9 @@ def rl(args: argparse.Namespace) -> int:
     from composer_nb.harness.environment import EnvSettings, require_sandboxes
     from composer_nb.jobs.notebook import terminate_as_interrupt
     from composer_nb.operations.track import Tracking, parse
-    from composer_nb.settings import Settings, override
     from composer_nb.trainer.models.tokenizer import format_of
     from composer_nb.trainer.recipe.launch import begin_run, start_or_resume
+    from composer_nb.trainer.settings import Settings, override
 
     trackers = parse(args.track)
     values: dict[str, Any] = {"model.start": str(args.model.resolve()), "env.tasks": args.tasks}
@@ -139,10 +139,10 @@ def fork(args: argparse.Namespace) -> int:
     """
     from composer_nb.harness.untrusted import json_of
     from composer_nb.jobs.notebook import terminate_as_interrupt
-    from composer_nb.settings import from_dict, override
     from composer_nb.trainer.recipe.branch import branch, settings_after
     from composer_nb.trainer.recipe.launch import start_or_resume
     from composer_nb.trainer.records.rundir import open_run
+    from composer_nb.trainer.settings import from_dict, override
 
     source, changes = open_run(args.path.resolve()), overrides(args.set)
     step = (source.pointer("rl") or (0,))[0] if args.step is None else args.step
@@ -167,9 +167,9 @@ def fork(args: argparse.Namespace) -> int:
 
 
 def _resumed(args: argparse.Namespace) -> Any:
-    from composer_nb.settings import from_dict, override
     from composer_nb.trainer.recipe.launch import settle
     from composer_nb.trainer.recipe.reader import open_run
+    from composer_nb.trainer.settings import from_dict, override
 
     chosen = overrides(args.set)
     if chosen.keys() - {"rl.gate"}:
@@ -211,13 +211,13 @@ def report(args: argparse.Namespace) -> int:
 )
 def headroom(args: argparse.Namespace) -> int:
     """Say what RL could find, before it starts."""
-    from composer_nb.agents import bench_settings, evaluate
     from composer_nb.harness.environment import load_environment
-    from composer_nb.harness.product.arms import require_attempts
     from composer_nb.harness.store import load_attempts
-    from composer_nb.settings import Settings, override
+    from composer_nb.production.agents import bench_settings, evaluate
+    from composer_nb.production.arms import require_attempts
     from composer_nb.trainer import headroom as room
     from composer_nb.trainer.recipe.reader import open_run
+    from composer_nb.trainer.settings import Settings, override
     from composer_nb.views.page import text_table
 
     if (args.path / "run.db").is_file():
@@ -277,7 +277,7 @@ def watch(args: argparse.Namespace) -> int:
 def compare(args: argparse.Namespace) -> int:
     """Compare two runs: settings, scores with intervals, times; or two evaluations, paired by task."""
     from composer_nb.harness.files import write_atomic
-    from composer_nb.harness.product.arms import compare_evals
+    from composer_nb.production.arms import compare_evals
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.recipe.report import compare
     from composer_nb.views.compare import eval_page, eval_table, figures, page, table
@@ -338,9 +338,9 @@ def change(args: argparse.Namespace) -> int:
 
     Names and types are checked before the run sees them.
     """
-    from composer_nb.settings import from_dict, override
     from composer_nb.trainer.recipe.reader import open_run
     from composer_nb.trainer.services.journal import change_live, request_change
+    from composer_nb.trainer.settings import from_dict, override
 
     run, changes = open_run(args.path.resolve()), dict[str, Any]()
     current = reduce(override, run.changed_live().values(), from_dict(run.settings()))
@@ -360,9 +360,9 @@ def replay(args: argparse.Namespace) -> int:
 
     Return 0 when every version came out the same, else 1.
     """
-    from composer_nb.settings import from_dict
     from composer_nb.trainer.recipe.reader import open_run
     from composer_nb.trainer.recipe.replay import replay
+    from composer_nb.trainer.settings import from_dict
 
     run = open_run(args.path.resolve())
     last = args.step if args.step is not None else len(run.steps("rl"))

@@ -122,7 +122,7 @@ def _version(args: argparse.Namespace, manifest: Any) -> int:
 )
 def revert(args: argparse.Namespace) -> int:
     """Publish the weights of an earlier version as the newest, for everyone who follows the store."""
-    from composer_nb.improve import revert as publish
+    from composer_nb.production.improve import revert as publish
 
     version = publish(args.store, args.to)
     line = f"version {version} of {args.store} has the weights of version {args.to}"

@@ -193,7 +193,7 @@ def audit(args: argparse.Namespace) -> int:
 def _audit_foreign(args: argparse.Namespace) -> int:
     from rich.console import Group
 
-    from composer_nb.foreign import audit_openenv, audit_verifiers
+    from composer_nb.production.foreign import audit_openenv, audit_verifiers
     from composer_nb.views.page import text_table
 
     kind, _, name = args.path.partition(":")

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from composer_nb.harness.product.arms import detectable as smallest
-from composer_nb.harness.product.show import call_line
-from composer_nb.harness.product.work import Work
 from composer_nb.harness.rollout import Turn
 from composer_nb.harness.untrusted import as_html
+from composer_nb.production.arms import detectable as smallest
+from composer_nb.production.show import call_line
+from composer_nb.production.work import Work
 from composer_nb.views import style
 from composer_nb.views.page import Html, box
 from composer_nb.views.style import Picture, as_share, key, one_panel, title

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from composer_nb.harness.rollout import Segment
-from composer_nb.labs.retrace import Recomputed
+from composer_nb.trainer.learning.retrace import Recomputed
 from composer_nb.views import style
 
 Floats = NDArray[np.float64]

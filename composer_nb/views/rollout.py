@@ -20,12 +20,12 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from composer_nb.harness.grading.grade import Attempt
-from composer_nb.harness.product.record import served as served_by
 from composer_nb.harness.rollout import Kind, Segment
 from composer_nb.harness.store import load_attempts
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.untrusted import as_html, beneath
-from composer_nb.labs.retrace import Recomputed, recompute
+from composer_nb.production.record import served as served_by
+from composer_nb.trainer.learning.retrace import Recomputed, recompute
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.prompts import tasks_by_id

@@ -259,7 +259,7 @@ REVIEWED = {
         "jobs/runner.py run_job",
     },
     "the name of a served rollout, which requests hold to letters, digits and a few signs": {
-        "harness/product/record.py _file",
+        "production/record.py _file",
     },
     "names that the package makes itself": {
         "agents.py evaluate",
@@ -288,8 +288,8 @@ REVIEWED = {
         "machine.py cgroup_limits",
     },
     "regular files that a walk of the same folder, without its links, has found": {
-        "harness/product/checkout.py _ignore",
-        "harness/product/checkout.py _read",
+        "production/checkout.py _ignore",
+        "production/checkout.py _read",
     },
 }
 """Functions whose joins were read, by the reason why they are harmless."""

@@ -22,10 +22,6 @@ from iniconfig import IniConfig
 
 from composer_nb.harness.agent.chat import Said
 from composer_nb.harness.carry import Blob
-from composer_nb.harness.product import work
-from composer_nb.harness.product.diff import patch
-from composer_nb.harness.product.serve import ScriptServer
-from composer_nb.harness.product.work import CHANGES, DIFF, give_verdict
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.store import load_attempts
 from composer_nb.harness.tasks.making.options import plugins_in, read_options
@@ -41,6 +37,10 @@ from composer_nb.harness.tasks.scope import in_scope
 from composer_nb.harness.tasks.swe import from_swebench, read_rows
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import parquet
+from composer_nb.production import work
+from composer_nb.production.diff import patch
+from composer_nb.production.serve import ScriptServer
+from composer_nb.production.work import CHANGES, DIFF, give_verdict
 from composer_nb.trainer.learning.data import load_rows
 from composer_nb.trainer.models.shards import read_shard
 

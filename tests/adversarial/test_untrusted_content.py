@@ -21,8 +21,6 @@ from rich.console import Console
 from composer_nb.cli import main
 from composer_nb.harness.agent.chat import Said
 from composer_nb.harness.carry import Blob
-from composer_nb.harness.product.diff import patch
-from composer_nb.harness.product.show import teller
 from composer_nb.harness.sandbox.contract import Sandbox, SandboxSpec, members
 from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.sandbox.host import Channel
@@ -30,6 +28,8 @@ from composer_nb.harness.sandbox.process import ProcessBackend
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import as_html, json_of, visible, visible_lines
 from composer_nb.jobs.file import load_job
+from composer_nb.production.diff import patch
+from composer_nb.production.show import teller
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.recipe.status import read_status
 from composer_nb.trainer.records.rundir import RunDir

@@ -16,12 +16,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from composer_nb.harness.carry import Blob
-from composer_nb.harness.product.accept import Conflict, accept
-from composer_nb.harness.product.checkout import changed, read_checkout
 from composer_nb.harness.tasks import harbor
 from composer_nb.harness.tasks.patch import apply_patch
 from composer_nb.harness.untrusted import UnsafeName, beneath, checked, protected, single
 from composer_nb.jobs import directory
+from composer_nb.production.accept import Conflict, accept
+from composer_nb.production.checkout import changed, read_checkout
 from composer_nb.trainer.models.shards import read_shards
 from composer_nb.trainer.parallel.checkpoint import Reader
 from composer_nb.trainer.records.rundir import RunDir

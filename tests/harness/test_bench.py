@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.agent.compact import CompactRenderer
-from composer_nb.harness.agent.expert import one
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.bench import behaviour, filtered_best_of, run_eval, summarise
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Kind, Rollout, Segment, Turn
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.tour.expert import one
 
 EDIT = Turn(call=ToolCall(name="edit_line", arguments={"path": "f.py"}).json, observation="ok")
 BAD_EDIT = Turn(call=EDIT.call, observation="error: no line", error="InvalidArguments")

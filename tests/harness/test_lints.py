@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from composer_nb.harness.syntax import lints
-from composer_nb.harness.tasks.programs import draw_program
+from composer_nb.tour.programs import draw_program
 
 RUFF = shutil.which("ruff", path=sysconfig.get_path("scripts"))
 SOURCES = {

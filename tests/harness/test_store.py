@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.agent.expert import one
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.policy import Trace
@@ -25,6 +24,7 @@ from composer_nb.harness.rollout import Rollout, Segment, Turn
 from composer_nb.harness.store import load_attempts, save_attempts
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.tour.expert import one
 
 TEXT = st.text(max_size=10) | st.sampled_from(["\u2028", "\ud800", "\0", '"'])
 TURNS = st.builds(

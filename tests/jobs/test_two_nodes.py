@@ -15,13 +15,13 @@ from test_jobs_fire import Bench
 
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.jobs.on_ray import run_attempt
-from composer_nb.settings import Settings, override
 from composer_nb.trainer.recipe.launch import fork
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.actors import NotSeen
 from composer_nb.trainer.services.environments import EnvironmentService
 from composer_nb.trainer.services.services import EngineService, EvaluationService, TrainerService
 from composer_nb.trainer.services.trainer_rank import TrainerRank
+from composer_nb.trainer.settings import Settings, override
 from tests.conftest import TINY
 
 pytest.importorskip("ray", reason="Ray is an extra")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from scripts.aot import Expect, Spec
+from scripts.bench.aot import Expect, Spec
 
 
 @triton.jit

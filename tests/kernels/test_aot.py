@@ -13,8 +13,8 @@ import pytest
 
 import composer_nb.kernels
 from composer_nb.kernels.triton_runtime import interpreting, triton_version
-from scripts.aot import PACKAGE, Compiled, Expect, Spec, compile_spec, failures, gate, specs_of, table
-from scripts.check_kernels import main
+from scripts.bench.aot import PACKAGE, Compiled, Expect, Spec, compile_spec, failures, gate, specs_of, table
+from scripts.bench.check_kernels import main
 
 needs_triton = pytest.mark.skipif(triton_version() is None, reason="no Triton here; it has wheels for Linux")
 
@@ -60,7 +60,7 @@ def test_each_expectation(change: dict[str, object], expect: Expect, said: str |
 def test_what_is_planted_is_caught_and_what_is_good_passes():
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), os.environ["PYTHONPATH"]])
-    script = here.parents[1] / "scripts" / "check_kernels.py"
+    script = here.parents[1] / "scripts" / "bench" / "check_kernels.py"
     done = subprocess.run(
         [sys.executable, script, "--arch", "90", "--module", "planted_triton"],
         env=os.environ | {"PYTHONPATH": path},

@@ -14,7 +14,7 @@ import torch
 
 from composer_nb.kernels.moe.plain import Plan
 from composer_nb.kernels.triton_runtime import triton_version
-from scripts.gpu_bench_tools import Case, Found, Target, as_json, route_logits, run_case, table
+from scripts.bench.gpu_bench_tools import Case, Found, Target, as_json, route_logits, run_case, table
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_targets(value: float, said: str):
 
 def test_peers_blocks_lie_as_torch_wants_them(monkeypatch: pytest.MonkeyPatch):
     """Its check of shapes and strides is that of a GPU; no number is computed."""
-    monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "bench")
     import gpu_peers
 
     own, sizes = torch.nn.functional.scaled_mm, list[int]()
@@ -132,7 +132,7 @@ def test_forms_take_turns_and_one_that_fails_is_a_hole():
 
 def run(*arguments: str, script: str = "bench_gpu.py") -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(ROOT / "scripts" / script), *arguments]
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / script), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from composer_nb.kernels import triton_runtime
 from composer_nb.kernels.formats.microscaling import mx_quantize_reference, nvfp4_quantize_reference
 from composer_nb.kernels.triton_runtime import choose
-from scripts import triton_interpreter
+from scripts.bench import triton_interpreter
 
 pytest.importorskip("triton", reason="no Triton here; it has wheels for Linux")
 

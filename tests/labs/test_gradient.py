@@ -11,13 +11,13 @@ import torch
 
 from composer_nb.harness.rewards import Reward
 from composer_nb.labs.gradient import cosine, inner_products, policy_gradient
-from composer_nb.labs.retrace import retrace
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY, ReplaySettings
+from composer_nb.trainer.learning.retrace import retrace
 from composer_nb.trainer.rl import Scored, to_streams
 
 

@@ -8,9 +8,9 @@ import torch
 
 from composer_nb.harness.policy import route_checks
 from composer_nb.harness.rewards import Reward
-from composer_nb.labs import retrace as module
-from composer_nb.labs.retrace import recompute, reroute, retrace
 from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning import retrace as module
+from composer_nb.trainer.learning.retrace import recompute, reroute, retrace
 from composer_nb.trainer.models.variants import PAIRS, variant
 from composer_nb.trainer.recipe.mismatch import compare, figures, measure_mismatch
 from composer_nb.trainer.rl import Scored, to_streams

@@ -17,11 +17,11 @@ from composer_nb.harness.attempt import Environment, attempt
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
-from composer_nb.harness.tasks.repairs import home_of, split_at
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.labs.suites import SUITES, judged, make_suite
+from composer_nb.tour.repairs import home_of, split_at
 
 
 @pytest.fixture(scope="module")

@@ -22,12 +22,12 @@ from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.store import load_attempts, save_attempts
 from composer_nb.harness.tasks.task import load_tasks
-from composer_nb.settings import from_dict
 from composer_nb.trainer.headroom import headroom
 from composer_nb.trainer.recipe.report import POLICIES
 from composer_nb.trainer.records.batches import load_batch, save_batch
 from composer_nb.trainer.records.rundir import RunDir, to_json
 from composer_nb.trainer.rl import batch_metrics, ledger, score_groups, step_point
+from composer_nb.trainer.settings import from_dict
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
 NOT_LEARNT = {"infra_errors", "version", "staleness", "time", "lr", "tune_pass_at_1", "tune_greedy"}

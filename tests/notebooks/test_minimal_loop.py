@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
-from composer_nb import settings as config
 from composer_nb.harness.policy import Request
 from composer_nb.jobs.check import parameters_of
 from composer_nb.jobs.notebook import run_notebook
+from composer_nb.trainer import settings as config
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning import loss as package
 from composer_nb.trainer.learning.learner import Learner

@@ -12,10 +12,10 @@ import pytest
 
 from composer_nb import cli
 from composer_nb.jobs.file import load_job
-from composer_nb.settings import Settings, override
 from composer_nb.trainer.recipe.launch import settle
 from composer_nb.trainer.records.rundir import RunDir, create
 from composer_nb.trainer.services.journal import Journal
+from composer_nb.trainer.settings import Settings, override
 
 
 def began(tmp_path: Path, **given: Any) -> RunDir:

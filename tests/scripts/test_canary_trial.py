@@ -7,7 +7,7 @@ from argparse import Namespace
 import numpy as np
 import pytest
 
-from scripts.canary_trial import simulate
+from scripts.studies.canary_trial import simulate
 
 
 @pytest.mark.parametrize(("difference", "outcome"), [(-0.5, "withdrawn"), (0.3, "promoted")])

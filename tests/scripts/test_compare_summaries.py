@@ -13,7 +13,7 @@ from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.policy import Trace
 from composer_nb.harness.rollout import Kind, Rollout, Transcript
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "studies"))
 import compare_summaries as script
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from composer_nb.harness.environment import Sandboxes, carried
-from composer_nb.harness.product.work import tools_for
-from composer_nb.settings import Settings, override
+from composer_nb.production.work import tools_for
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.convert import with_format
@@ -20,7 +19,8 @@ from composer_nb.trainer.recipe.prepare import make_data, make_tokenizer
 from composer_nb.trainer.recipe.recipe import fine_tune, midtrain
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.rundir import create
-from scripts import demo_smollm as module
+from composer_nb.trainer.settings import Settings, override
+from scripts.studies import demo_smollm as module
 
 FEW: dict[str, Any] = {
     "data.mistaken_demonstrations": 6,

@@ -15,8 +15,8 @@ from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.trainer.learning.data import Row
 from composer_nb.trainer.models.tokenizer import train_tokenizer
-from scripts.masked import Masked, without_tries
-from scripts.measure_tour import restarted
+from scripts.studies.masked import Masked, without_tries
+from scripts.studies.measure_tour import restarted
 
 TASK = Task(
     id="a",

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from composer_nb.harness.product.record import served
 from composer_nb.harness.tasks.task import load_tasks
-from composer_nb.improve import publish
-from composer_nb.settings import Settings
+from composer_nb.production.improve import publish
+from composer_nb.production.record import served
 from composer_nb.trainer.model import load_pretrained
 from composer_nb.trainer.recipe.reader import EXAMPLES
+from composer_nb.trainer.settings import Settings
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "studies"))
 import production_loop as script
 
 START, FINAL = (EXAMPLES[0] / "weights" / name for name in ("start", "final"))

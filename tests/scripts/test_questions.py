@@ -12,9 +12,9 @@ from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.search.embedding import Embedding
 from composer_nb.harness.search.index import CodeIndex
 from composer_nb.harness.tasks.task import Task
-from scripts.retrieval.measure import answers, figures, ranks, score, table
-from scripts.retrieval.questions import Question, mine
-from scripts.retrieval.traces import Lines, Step, followed, labels, steps_of, trace_questions, traced
+from scripts.data.retrieval.measure import answers, figures, ranks, score, table
+from scripts.data.retrieval.questions import Question, mine
+from scripts.data.retrieval.traces import Lines, Step, followed, labels, steps_of, trace_questions, traced
 
 SOURCE = '''"""A module."""
 

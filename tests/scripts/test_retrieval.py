@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from composer_nb.harness.search.chunks import chunk_file
-from scripts.retrieval.questions import Question
-from scripts.retrieval.training import (
+from scripts.data.retrieval.questions import Question
+from scripts.data.retrieval.training import (
     RetrievalSettings,
     draw,
     heldout,

@@ -13,9 +13,9 @@ from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task, save_tasks
-from composer_nb.settings import Settings, override, to_dict
 from composer_nb.trainer.records.rundir import RunDir, create
-from scripts import speedrun as module
+from composer_nb.trainer.settings import Settings, override, to_dict
+from scripts.bench import speedrun as module
 
 
 @pytest.fixture

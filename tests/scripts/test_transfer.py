@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from scipy.stats import spearmanr
 
-from scripts.transfer import figure, law, rank_correlation, row, within_seeds
+from scripts.studies.transfer import figure, law, rank_correlation, row, within_seeds
 
 
 def test_the_correlation_is_that_of_ranks():

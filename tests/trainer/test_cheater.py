@@ -10,7 +10,6 @@ from tokenizers import Tokenizer
 from composer_nb.harness.agent.chat import Said
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.agent.expert import Script, ScriptedPolicy, one
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.grading.grade import Attempt
@@ -23,6 +22,7 @@ from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.labs.attacks.patch_check import plan_for
 from composer_nb.labs.attacks.patch_target import MODULE, RIGHT, TARGET
 from composer_nb.labs.attacks.patches import patches
+from composer_nb.tour.expert import Script, ScriptedPolicy, one
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.rl import batch_metrics, ledger, score_groups, streams_of
 

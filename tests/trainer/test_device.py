@@ -12,7 +12,6 @@ import torch
 
 from composer_nb.harness.policy import Request
 from composer_nb.labs.rewards.rescore import stored_batch
-from composer_nb.settings import Settings, override
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.data import Row
 from composer_nb.trainer.learning.learner import Learner
@@ -29,6 +28,7 @@ from composer_nb.trainer.recipe.mismatch import compare_streams, figures
 from composer_nb.trainer.recipe.reader import example_run
 from composer_nb.trainer.recipe.replay import replay
 from composer_nb.trainer.rl import to_streams
+from composer_nb.trainer.settings import Settings, override
 
 S = Settings()
 

@@ -20,8 +20,7 @@ from torch.nn import functional as F
 
 from composer_nb.cli import main
 from composer_nb.harness.policy import Completion, Drawn
-from composer_nb.policies import open_engine
-from composer_nb.settings import MidtrainSettings
+from composer_nb.production.policies import open_engine
 from composer_nb.trainer.drafts import (
     FILE,
     Draft,
@@ -39,6 +38,7 @@ from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import supervise, train_step
 from composer_nb.trainer.models.transformer import Model, PackedRows
 from composer_nb.trainer.recipe.recipe import midtrain_plan
+from composer_nb.trainer.settings import MidtrainSettings
 from tests.trainer.forked import on_ranks
 
 

@@ -15,12 +15,12 @@ from composer_nb.harness.policy import Trace
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.rollout import Rollout, Transcript, Turn
 from composer_nb.harness.tasks.task import Task
-from composer_nb.settings import from_dict, override, to_dict
 from composer_nb.trainer.headroom import headroom, refusal, run_headroom
 from composer_nb.trainer.recipe.launch import settle, start_or_resume
 from composer_nb.trainer.recipe.reader import open_run
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.settings import from_dict, override, to_dict
 
 EDIT, TEST = '{"name": "edit_line"}', '{"name": "run_tests"}'
 

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from composer_nb.harness.agent.compact import CompactRenderer
-from composer_nb.harness.agent.expert import ScriptedPolicy, one
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.rewards import Reward, RewardSettings
 from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
@@ -21,6 +20,7 @@ from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.kernels.moe.routing import Replay
+from composer_nb.tour.expert import ScriptedPolicy, one
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning import learner as learning
 from composer_nb.trainer.learning.learner import Learner

@@ -25,7 +25,6 @@ from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
 from composer_nb.harness.store import load_attempts, pack_attempt, save_attempts, unpack_attempt
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.microscope.frozen import Batch
-from composer_nb.labs.retrace import reroute, retrace
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
@@ -33,6 +32,7 @@ from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import Stream, families, flatten, microbatches, score
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.replay_settings import FULL
+from composer_nb.trainer.learning.retrace import reroute, retrace
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.recipe.mismatch import measure_mismatch
 from composer_nb.trainer.rl import Batch as RlBatch

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from composer_nb.agents import run_agent
-from composer_nb.harness.product.work import Work
 from composer_nb.harness.rollout import Turn
+from composer_nb.production.agents import run_agent
+from composer_nb.production.work import Work
 from composer_nb.views import agent
 
 SCRIPT = [

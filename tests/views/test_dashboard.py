@@ -18,10 +18,10 @@ from pixels import drawn
 
 from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.system.linux import patience
-from composer_nb.settings import Settings, override, to_dict
 from composer_nb.trainer.recipe.reader import Slot
 from composer_nb.trainer.recipe.status import read_status
 from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.settings import Settings, override, to_dict
 from composer_nb.views import dashboard
 from composer_nb.views.dashboard import Dashboard
 from tests.trainer.recipe.test_status import live

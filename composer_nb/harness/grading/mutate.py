@@ -2,7 +2,7 @@
 
 Whoever reads a changed expectation must not tell it from an original by its form. It keeps type, length, letter case, sign, and
 number of digits and decimals. Among many proposals the one is chosen that resembles the original most in how common its letters
-are in the suite (trigrams) and how often it occurs there. `scripts/twin_classifier.py` measures how well that works.
+are in the suite (trigrams) and how often it occurs there. `scripts/studies/twin_classifier.py` measures how well that works.
 """
 
 from __future__ import annotations

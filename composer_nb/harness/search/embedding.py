@@ -5,7 +5,7 @@ Words lose their endings. A term's id is 64 bits of its BLAKE2b digest, so an in
 vocabulary.
 
 A text's vector is the mean of its terms' vectors, each times the term's weight, scaled to length 1. A term's own weight (its idf
-when training began) is the length of its vector. `scripts/retrieval/training.py` trains the embedding. On disk it is a
+when training began) is the length of its vector. `scripts/data/retrieval/training.py` trains the embedding. On disk it is a
 safetensors file: `vectors` int8[V, W], `scales` float16[V], and one JSON of metadata with the V terms and their provenance.
 """
 
@@ -122,10 +122,10 @@ def load_embedding(path: Path) -> Embedding:
         if not len(names) == len(vectors) == len(scales) or not names:
             raise ValueError(f"{len(names)} terms, {len(vectors)} vectors, {len(scales)} scales")
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no embedding; scripts/make_retrieval.py makes it") from None
+        raise FileNotFoundError(f"{path}: no embedding; scripts/data/make_retrieval.py makes it") from None
     except (SafetensorError, ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(
-            f"{path}: not an embedding, or damaged ({error}); scripts/make_retrieval.py makes it"
+            f"{path}: not an embedding, or damaged ({error}); scripts/data/make_retrieval.py makes it"
         ) from None
     ids = np.array([term_id(name) for name in names], np.uint64)
     order = np.argsort(ids)

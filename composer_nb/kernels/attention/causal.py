@@ -4,7 +4,7 @@ Long rows in float32 on a CPU go block by block: all heads of a block's queries 
 block's last one in one matrix product, what is between the products is one compiled pass, and backwards the weights are computed
 again from the softmax's normaliser (FlashAttention-2, arXiv 2307.08691). Nothing is padded. A block's scores are in memory once,
 backwards twice, for all heads. torch's own fused kernel takes about 1.5 times as long on rows of 512 tokens
-(`scripts/model_bench.py`), and less on rows of 128.
+(`scripts/bench/model_bench.py`), and less on rows of 128.
 
 Dimensions: N tokens, Q query heads, G key heads, r = Q/G, M = N·r, C width of queries and keys, V width of values; of a block, B
 queries of a key head and T keys.

@@ -16,7 +16,6 @@ import numpy as np
 
 from composer_nb.harness.agent.chat import User
 from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.agent.expert import unsampled
 from composer_nb.harness.agent.turns import News, Spoken, TokenTurnPolicy
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.grading.grade import Attempt
@@ -24,6 +23,7 @@ from composer_nb.harness.policy import Completion, Policy, Request, Trace
 from composer_nb.harness.rollout import Kind, Rollout
 from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.labs.rewards.judges import wilson
+from composer_nb.tour.expert import unsampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

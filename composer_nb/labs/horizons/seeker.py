@@ -10,13 +10,13 @@ import re
 from collections.abc import Callable
 
 from composer_nb.harness.agent.chat import ChatRenderer, Said
-from composer_nb.harness.agent.expert import TINY, WithoutModel, substitution
 from composer_nb.harness.agent.scripts import turn
 from composer_nb.harness.agent.summary import PROMPTED
 from composer_nb.harness.policy import Request, Trace
-from composer_nb.harness.tasks.miniatures import ENUMERABLE
-from composer_nb.harness.tasks.repairs import neighbours, split_at
 from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.tour.expert import TINY, WithoutModel, substitution
+from composer_nb.tour.miniatures import ENUMERABLE
+from composer_nb.tour.repairs import neighbours, split_at
 
 _TEST, _UNDO, _FINISH = (ToolCall(name=name, arguments={}) for name in ("run_tests", "undo", "finish"))
 _DONE = "left: finish"

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from composer_nb.labs.planning.simulate import Durations, Load, measured
-from composer_nb.settings import from_dict
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.schedule import Schedule
+from composer_nb.trainer.settings import from_dict
 from composer_nb.trainer.versions.store import log
 from composer_nb.views import style
 from composer_nb.views.style import Picture, key, title

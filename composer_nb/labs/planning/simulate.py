@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from composer_nb.settings import from_dict
 from composer_nb.trainer.recipe.reader import rl_tables
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.schedule import (
@@ -41,6 +40,7 @@ from composer_nb.trainer.schedule import (
     Trained,
 )
 from composer_nb.trainer.services.orchestrator import Orchestrator
+from composer_nb.trainer.settings import from_dict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

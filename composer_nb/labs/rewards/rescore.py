@@ -30,7 +30,6 @@ from torch import Tensor
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.labs.gradient import flat_gradient, inner_products
-from composer_nb.settings import Settings, from_dict, override
 from composer_nb.trainer.learning.loss import policy_loss
 from composer_nb.trainer.learning.packing import flatten, score
 from composer_nb.trainer.models.checkpoint import load_pretrained
@@ -40,6 +39,7 @@ from composer_nb.trainer.recipe.reader import stored_steps, telling_step, weight
 from composer_nb.trainer.records.batches import load_batch
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Scored, score_groups, shuffle_rewards, to_streams
+from composer_nb.trainer.settings import Settings, from_dict, override
 
 NO_SIGNAL = 1e-6
 """Advantages up to this size are not trained on (`rl.trains`)."""

@@ -20,7 +20,7 @@ import composer_nb.harness.terms  # noqa: F401  registers the terms that sliders
 from composer_nb.harness.rewards import TERMS, Effort, RewardSettings, effort_curve
 from composer_nb.labs.rewards.judges import Agreement
 from composer_nb.labs.rewards.rescore import Lab, StoredBatch, Verdict, judge, rescore
-from composer_nb.settings import changed, override
+from composer_nb.trainer.settings import changed, override
 from composer_nb.views import style
 from composer_nb.views.page import shown
 from composer_nb.views.style import Picture, from_zero, key, title

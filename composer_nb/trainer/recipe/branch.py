@@ -17,13 +17,13 @@ from torch import Tensor
 
 from composer_nb.harness.files import write_json
 from composer_nb.harness.untrusted import json_of
-from composer_nb.settings import Settings, changed, from_dict, override
 from composer_nb.trainer.recipe.launch import absolute, fork
 from composer_nb.trainer.recipe.replay import replay
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.journal import Journal
 from composer_nb.trainer.services.orchestrator import Orchestrator
 from composer_nb.trainer.services.slots import Group
+from composer_nb.trainer.settings import Settings, changed, from_dict, override
 
 FIXED = ("rl_seed", "rl.prompts", "rl.minibatches", "curriculum", "mesh", "services.on", "ranks")
 """Settings that number prompts and versions, or say what a checkpoint looks like."""

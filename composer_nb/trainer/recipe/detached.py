@@ -18,10 +18,10 @@ from subprocess import Popen
 from typing import Literal
 
 from composer_nb.harness.sandbox.reap import reap
-from composer_nb.settings import Settings
 from composer_nb.trainer.recipe.launch import COMPLETE, LOCK, SAID, RunFailed, new_run, settle, start_or_resume
 from composer_nb.trainer.records.rundir import RunDir, open_run
 from composer_nb.trainer.services.head import begin, end, holder
+from composer_nb.trainer.settings import Settings
 
 START_S = 120.0
 POLL_S = 0.5

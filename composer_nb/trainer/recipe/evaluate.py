@@ -10,10 +10,10 @@ from typing import Any
 from composer_nb.harness.bench import run_eval, summarise
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Trace
-from composer_nb.harness.product.fidelity import differences
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task
+from composer_nb.production.fidelity import differences
 from composer_nb.trainer.headroom import headroom
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.models.variants import PAIRS, TOUR, variant

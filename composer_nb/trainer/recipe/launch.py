@@ -21,13 +21,13 @@ from typing import IO
 from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.journal import FOLDER, Journal
 from composer_nb.harness.sandbox.reap import reap
-from composer_nb.settings import Settings, from_dict, override, to_dict, to_flat
 from composer_nb.trainer.headroom import refusal
 from composer_nb.trainer.recipe.prepare import check_inputs
 from composer_nb.trainer.records.rundir import RunDir, create, open_run, provenance
 from composer_nb.trainer.services import LOST
 from composer_nb.trainer.services.capacity import require_room, require_room_for_rl, this_machine
 from composer_nb.trainer.services.head import PROCESS, SILENT, claim, held, holder, last_words
+from composer_nb.trainer.settings import Settings, from_dict, override, to_dict, to_flat
 
 LOCK, SAID = "launch.lock", "said.log"
 """Files in a run directory: the lock of its launcher, and the launcher's log."""

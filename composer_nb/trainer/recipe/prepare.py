@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from composer_nb.harness.agent.compact import SPECIALS
-from composer_nb.harness.agent.expert import changes_lines
 from composer_nb.harness.attempt import Agent, tools_of
 from composer_nb.harness.blocking import CallTimeout
 from composer_nb.harness.environment import TO_CONVERT, EnvSettings, Sandboxes, make_agent, tasks_of
@@ -31,17 +30,18 @@ from composer_nb.harness.rewards import own_reward
 from composer_nb.harness.rollout import Kind, Rollout, Transcript, Turn
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.tasks.functions import parse_test_files
-from composer_nb.harness.tasks.miniatures import make_miniatures
-from composer_nb.harness.tasks.repairs import buggy, buggy_prints, fingerprints, make_tasks
 from composer_nb.harness.tasks.runtime import PACKAGES, PACKAGES_DIGEST, start
 from composer_nb.harness.tasks.task import LOWERED, Task, load_tasks, save_tasks
 from composer_nb.harness.tools.tool_call import call
-from composer_nb.settings import DataSettings, Settings, override
+from composer_nb.tour.expert import changes_lines
+from composer_nb.tour.miniatures import make_miniatures
+from composer_nb.tour.repairs import buggy, buggy_prints, fingerprints, make_tasks
 from composer_nb.trainer.learning.data import demonstrate, demonstration_rows, read_corpus, save_rows
 from composer_nb.trainer.learning.infill import GAP_TOKENS, gap_tokens
 from composer_nb.trainer.models.checkpoint import Source
 from composer_nb.trainer.models.tokenizer import FORMATS, load_tokenizer, train_tokenizer
 from composer_nb.trainer.recipe.stages import Stages
+from composer_nb.trainer.settings import DataSettings, Settings, override
 
 SCORED = ("heldout", "structures", "tune")
 """Kinds of tasks that no policy trains on."""

@@ -23,7 +23,6 @@ import torch
 from composer_nb.harness.agent.chat import User
 from composer_nb.harness.bench import bootstrap
 from composer_nb.harness.policy import Request
-from composer_nb.settings import ExtendSettings, MidtrainSettings
 from composer_nb.trainer.drafts import FILE, Joint, add_draft
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.headroom import refusal
@@ -47,6 +46,7 @@ from composer_nb.trainer.recipe.evaluate import compare_numerics, evaluate, eval
 from composer_nb.trainer.recipe.prepare import make_data, make_tokenizer
 from composer_nb.trainer.recipe.reinforce import reinforcement
 from composer_nb.trainer.recipe.stages import Stages
+from composer_nb.trainer.settings import ExtendSettings, MidtrainSettings
 
 
 def run_recipe(s: Stages) -> None:

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from composer_nb.settings import Settings
 from composer_nb.trainer.prompts import tasks_by_id
 from composer_nb.trainer.records.batches import batch_file, load_batch
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import streams_of
 from composer_nb.trainer.services.journal import Journal
 from composer_nb.trainer.services.services import TrainerService, hinter_of
+from composer_nb.trainer.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from composer_nb.harness.bench import bootstrap
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.untrusted import beneath, json_of
-from composer_nb.settings import from_dict, to_dict
 from composer_nb.trainer.recipe.reader import rl_tables, solved_by_task
 from composer_nb.trainer.records.rundir import RunDir, well_formed
 from composer_nb.trainer.rl import FAILED
+from composer_nb.trainer.settings import from_dict, to_dict
 
 POLICIES = ("base", "midtrained", "start", "final")
 STAGES = (

@@ -17,7 +17,6 @@ from composer_nb.harness.attempt import Agent
 from composer_nb.harness.environment import Sandboxes, carry, make_agent
 from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.harness.untrusted import beneath
-from composer_nb.settings import Settings
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.data import Row, load_rows
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
@@ -33,6 +32,7 @@ from composer_nb.trainer.parallel.owned import load_cut, save_held
 from composer_nb.trainer.parallel.team import Team
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.services import make_engine
+from composer_nb.trainer.settings import Settings
 
 AnyOptimizer = FlatOptimizer | ShardedOptimizer
 

@@ -175,8 +175,8 @@ def prompts(path: Path) -> Prompts | None:
 def _prompts_of_files(run: RunDir) -> Counter[int] | None:
     """Return the number of trained groups of each prompt, where a group is one task's rollouts in one file; None if the tasks, or
     the rollouts of a step, are not stored."""
-    from composer_nb.settings import from_dict
     from composer_nb.trainer.prompts import Order, prompt_order
+    from composer_nb.trainer.settings import from_dict
 
     if not (run.path / "data" / "rl.jsonl").is_file():
         return None

@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from composer_nb.harness.environment import Sandboxes
 from composer_nb.harness.sandbox.journal import FOLDER
-from composer_nb.settings import Settings, from_dict
 from composer_nb.trainer.learning.ranks import ALONE, Ranks, set_up_process
 from composer_nb.trainer.parallel.mesh import Mesh
 from composer_nb.trainer.parallel.team import Team, join
 from composer_nb.trainer.recipe.recipe import run_recipe
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.rundir import RunDir, full_disk
+from composer_nb.trainer.settings import Settings, from_dict
 
 
 def main(arguments: list[str]) -> None:

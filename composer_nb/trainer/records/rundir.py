@@ -32,7 +32,7 @@ from torch import Tensor
 from composer_nb.harness.files import point, replacing, write_atomic
 from composer_nb.harness.plain import to_json
 from composer_nb.harness.untrusted import beneath, check_database, json_of
-from composer_nb.provenance import changed, commit, package_digest
+from composer_nb.trainer.records.provenance import changed, commit, package_digest
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS stage (name TEXT PRIMARY KEY, seconds REAL NOT NULL, info TEXT NOT NULL);
@@ -93,7 +93,7 @@ class RunDir:
 
     @property
     def excerpt(self) -> dict[str, Any] | None:
-        """Contents of an excerpt of a larger run (`scripts/make_example.py`); None for a full run."""
+        """Contents of an excerpt of a larger run (`scripts/data/make_example.py`); None for a full run."""
         file = self.path / EXCERPT
         return json_of(file.read_text()) if file.is_file() else None
 

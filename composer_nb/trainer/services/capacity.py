@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from composer_nb.kernels.linear import HALF_IS_SLOW
-from composer_nb.machine import available_memory
-from composer_nb.settings import Settings
 from composer_nb.trainer.parallel.memory import Load, estimate, require_memory
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 from composer_nb.trainer.records.rundir import provenance
 from composer_nb.trainer.services.actors import NotSeen, require_seen
+from composer_nb.trainer.services.machine import available_memory
+from composer_nb.trainer.settings import Settings
 
 ANSWER_S = 120.0
 """A node that has to start a worker and import torch first answers within so long."""

@@ -24,7 +24,6 @@ from composer_nb.harness.blocking import TooManyBlocked
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.store import unpack_attempt
-from composer_nb.settings import Settings, override
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.prompts import Order, prompt_order, tasks_by_id
@@ -58,6 +57,7 @@ from composer_nb.trainer.services.journal import Journal, change_live
 from composer_nb.trainer.services.orchestrator import Orchestrator
 from composer_nb.trainer.services.services import EngineService, EvaluationService, TrainerService, hinter_of, store_url
 from composer_nb.trainer.services.trainer_group import TrainerGroup
+from composer_nb.trainer.settings import Settings, override
 from composer_nb.trainer.versions.manifest import WeightFault
 from composer_nb.trainer.versions.store import stored_bytes
 

@@ -17,10 +17,10 @@ from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.plain import to_json
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.untrusted import json_of
-from composer_nb.settings import Settings, override
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.schedule import Changes, Train, require_live
 from composer_nb.trainer.services.environments import Outcome
+from composer_nb.trainer.settings import Settings, override
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS rollout

@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 
 from composer_nb.harness.sandbox.journal import FOLDER, Journal
-from composer_nb.settings import from_dict
 from composer_nb.trainer.records.rundir import RunDir, full_disk
 from composer_nb.trainer.services import LOST
 from composer_nb.trainer.services.actors import ActorDied, RayActors
 from composer_nb.trainer.services.capacity import machines_of_cluster, require_room_for_rl
 from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
 from composer_nb.trainer.services.head import resolve
+from composer_nb.trainer.settings import from_dict
 
 BEGINS_S = 240.0
 """Time limit of Ray's start, which takes ten seconds, or a minute on a busy machine."""

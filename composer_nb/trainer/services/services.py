@@ -26,7 +26,6 @@ from composer_nb.harness.bench import run_eval
 from composer_nb.harness.environment import Sandboxes, carry, make_agent, trained_in
 from composer_nb.harness.sandbox.journal import FOLDER
 from composer_nb.harness.tasks.task import load_tasks
-from composer_nb.settings import Settings
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
@@ -46,6 +45,7 @@ from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Hinter
 from composer_nb.trainer.services.actors import require_seen
 from composer_nb.trainer.services.inference import Inference, Running, Updates, fetch
+from composer_nb.trainer.settings import Settings
 from composer_nb.trainer.versions.manifest import state_hash
 from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher
 from composer_nb.trainer.versions.receiver import Receiver
@@ -75,8 +75,8 @@ class EngineService(Inference):
 
     def _open(self, name: str, s: Settings, agent: Agent) -> Any:
         """Serve users, too. A request without tools gets the tools of training."""
-        from composer_nb.harness.product.conversations import Conversations
-        from composer_nb.harness.product.serve import ChatServer
+        from composer_nb.production.conversations import Conversations
+        from composer_nb.production.serve import ChatServer
 
         def form(tokenizer: Tokenizer, tools: Any = None) -> ChatRenderer:
             return agent.renderer if tools is None else agent.renderer.offering(tools)

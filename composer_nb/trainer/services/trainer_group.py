@@ -9,9 +9,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from composer_nb.settings import Settings
 from composer_nb.trainer.services.actors import ActorDied, RayActors
 from composer_nb.trainer.services.trainer_rank import TrainerRank
+from composer_nb.trainer.settings import Settings
 
 HEARD_S = 20.0
 """Seconds to wait for the report of a rank's death: when one dies, the others fail too, and may report first."""

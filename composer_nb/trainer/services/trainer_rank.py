@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composer_nb.settings import Settings
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.ranks import set_up_process
 from composer_nb.trainer.models.checkpoint import side_files
@@ -30,6 +29,7 @@ from composer_nb.trainer.parallel.team import PATIENCE, Team, join, meeting_plac
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.actors import require_seen
 from composer_nb.trainer.services.services import TrainerService, store_url
+from composer_nb.trainer.settings import Settings
 from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher
 
 LOOPBACK = "127.0.0.1"

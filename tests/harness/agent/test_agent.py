@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from composer_nb.harness.agent.chat import Result, Said, Written
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import Seat, drive
-from composer_nb.harness.agent.expert import ScriptedPolicy, expert, one
 from composer_nb.harness.agent.loop import system_text
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent, limits_of
@@ -29,6 +28,7 @@ from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, SandboxE
 from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.tour.expert import ScriptedPolicy, expert, one
 
 TEST = ToolCall(name="run_tests", arguments={})
 FINISH = ToolCall(name="finish", arguments={})

@@ -16,7 +16,7 @@ from composer_nb.harness.agent.grammar import Grammar
 from composer_nb.harness.agent.kimi import KimiRenderer
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.tools.tool_call import ToolCall
-from tests.harness.product.test_product_calls import FORMATS
+from tests.production.test_product_calls import FORMATS
 
 PAIR = {"type": "object", "properties": {"a": {"type": ["number", "null"]}}, "required": ["a"]}
 PUT = {

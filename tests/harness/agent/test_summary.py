@@ -12,7 +12,6 @@ from tokenizers import AddedToken, Tokenizer
 from composer_nb.harness.agent.chat import ChatRenderer, Result, Said, User
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.agent.expert import Script, ScriptedPolicy, digest, one
 from composer_nb.harness.agent.kimi import KimiRenderer
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.scripts import turn
@@ -29,6 +28,7 @@ from composer_nb.harness.tools.arguments import Todo
 from composer_nb.harness.tools.tiny import HISTORY, Workspace
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.tour.expert import Script, ScriptedPolicy, digest, one
 
 READ = ToolCall(name="read_file", arguments={"path": "f.py"})
 TEST = ToolCall(name="run_tests", arguments={})

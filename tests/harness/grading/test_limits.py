@@ -13,7 +13,6 @@ from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.grading.plan import Plan, digest, with_plan
 from composer_nb.harness.grading.pytest_grader import grade_pytest, limit_of
 from composer_nb.harness.grading.validate import validate_task
-from composer_nb.harness.product.arms import figures
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox import contract
 from composer_nb.harness.sandbox.calls import Executor
@@ -22,6 +21,7 @@ from composer_nb.harness.store import pack_attempt, unpack_attempt
 from composer_nb.harness.tasks.harbor import Kept
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tiny import Workspace
+from composer_nb.production.arms import figures
 from tests.harness.starving import hogs, starve
 
 TEST = "from f import f\n\n\ndef test_one():\n    assert f(1) == 2\n\n\ndef test_two():\n    assert f(2) == 3\n"

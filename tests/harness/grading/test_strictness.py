@@ -9,7 +9,6 @@ import pytest
 
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.agent.expert import ScriptedPolicy, one
 from composer_nb.harness.attempt import Agent, tools_of
 from composer_nb.harness.environment import EnvSettings
 from composer_nb.harness.grading.check import check_task
@@ -21,6 +20,7 @@ from composer_nb.harness.tasks.task import Task, save_tasks
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.labs.attacks.patch_target import TARGET
+from composer_nb.tour.expert import ScriptedPolicy, one
 from composer_nb.trainer.recipe.prepare import own_tasks
 
 

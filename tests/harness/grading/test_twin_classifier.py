@@ -12,7 +12,7 @@ import pytest
 
 from composer_nb.harness.grading import twins
 
-SCRIPT = Path(__file__).parents[3] / "scripts/twin_classifier.py"
+SCRIPT = Path(__file__).parents[3] / "scripts/studies/twin_classifier.py"
 KNOWN = 0.06
 """How much above chance it is known to be; docs/grading.md says so too."""
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from composer_nb.harness.search import index
 from composer_nb.harness.search.embedding import Embedding, load_embedding, stem, term_id, weigh
 from composer_nb.harness.search.index import K1, B, CodeIndex, fused, ranking
-from scripts.retrieval.storage import save_embedding
+from scripts.data.retrieval.storage import save_embedding
 
 WORDS = ["open", "reader", "matrix", "rotate", "cache", "evict", "parser"]
 

@@ -10,7 +10,6 @@ import pytest
 
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.agent.expert import WithoutModel, one
 from composer_nb.harness.agent.scripts import turn as turn_
 from composer_nb.harness.agent.summary import SummarySettings
 from composer_nb.harness.agent.turns import Limits
@@ -24,6 +23,7 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.labs.horizons import view
 from composer_nb.labs.horizons.fork import ablate, fork, head_before, summary_before, turns_of, verdict
+from composer_nb.tour.expert import WithoutModel, one
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.rl import Scored, to_streams
 

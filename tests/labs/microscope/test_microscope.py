@@ -18,8 +18,8 @@ from composer_nb.labs.microscope.evidence import UNEXPLAINED
 from composer_nb.labs.microscope.frozen import Batch
 from composer_nb.labs.microscope.microscope import Report, examine, figures, kl_divergence
 from composer_nb.labs.microscope.numerics import Program, observe, record
-from composer_nb.labs.retrace import with_checks
 from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning.retrace import with_checks
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.models.variants import Numerics, variant
 

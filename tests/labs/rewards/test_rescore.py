@@ -28,7 +28,6 @@ from composer_nb.labs.rewards.rescore import (
     stored_scores,
     verdict,
 )
-from composer_nb.settings import Settings, override
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.loss import policy_loss
 from composer_nb.trainer.learning.packing import flatten, score
@@ -36,6 +35,7 @@ from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Scored, to_streams
 from composer_nb.trainer.services.journal import Journal, request_change
+from composer_nb.trainer.settings import Settings, override
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ import torch
 from composer_nb.harness.rewards import Effort, RewardSettings, effort_curve
 from composer_nb.labs.rewards import view as rewards
 from composer_nb.labs.rewards.rescore import Lab, judge, open_lab, shuffled, verdict
-from composer_nb.settings import Settings, override
 from composer_nb.trainer.recipe.reader import example_run
 from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.settings import Settings, override
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.settings import MidtrainSettings, RlSettings
 from composer_nb.trainer.learning.data import CODE_ROW, Row, deal, mixture, mixture_code
 from composer_nb.trainer.learning.optimizer import FlatOptimizer, trapezoid
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import cross_entropy, share, supervise, train_step
 from composer_nb.trainer.models.transformer import Model, ModelConfig, balance_loss
 from composer_nb.trainer.recipe.recipe import midtrain_plan
+from composer_nb.trainer.settings import MidtrainSettings, RlSettings
 
 CONFIG = ModelConfig(
     vocab_size=31, hidden_size=16, num_hidden_layers=2, head_dim=8, moe_intermediate_size=8, max_position_embeddings=64

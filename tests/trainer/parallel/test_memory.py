@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_nb.cli import main
-from composer_nb.settings import override
 from composer_nb.trainer.learning.data import Row
 from composer_nb.trainer.learning.muon import OptimizerSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
@@ -29,6 +28,7 @@ from composer_nb.trainer.parallel.memory import Load, Need, estimate, require_me
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
 from composer_nb.trainer.parallel.team import Team
+from composer_nb.trainer.settings import override
 from tests.trainer.forked import on_ranks
 
 

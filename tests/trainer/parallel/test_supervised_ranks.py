@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_nb.harness.environment import Sandboxes
-from composer_nb.settings import Settings, override
 from composer_nb.trainer.learning.data import Row
 from composer_nb.trainer.learning.muon import OptimizerSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
@@ -31,6 +30,7 @@ from composer_nb.trainer.parallel.team import Team
 from composer_nb.trainer.recipe.recipe import _train
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.settings import Settings, override
 from tests.trainer.forked import on_ranks
 from tests.trainer.parallel.test_sharding import GQA, MLA, assert_same, made
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from composer_nb.harness.tasks.task import Task
-from composer_nb.settings import Settings, override
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.recipe import recipe
+from composer_nb.trainer.settings import Settings, override
 
 TASK = Task(
     id="a",

@@ -16,10 +16,10 @@ import pytest
 from rich.console import Console
 
 from composer_nb.harness.tasks.task import load_tasks, save_tasks
-from composer_nb.settings import Settings
 from composer_nb.trainer.recipe.reader import EXAMPLES, ReadOnly
 from composer_nb.trainer.recipe.report import build_report, compare, difference, differing, gained, shared_tasks
 from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.settings import Settings
 from composer_nb.views.compare import page, table
 
 

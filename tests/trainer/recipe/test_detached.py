@@ -14,13 +14,13 @@ import pytest
 
 from composer_nb.cli import main
 from composer_nb.harness.files import write_json
-from composer_nb.settings import Settings, override, to_dict
 from composer_nb.trainer.recipe import detached, launch
 from composer_nb.trainer.recipe.detached import follow, start_detached, stop
 from composer_nb.trainer.recipe.launch import RunFailed, start_or_resume
 from composer_nb.trainer.records.rundir import RunDir, create
 from composer_nb.trainer.services import head
 from composer_nb.trainer.services.head import holder
+from composer_nb.trainer.settings import Settings, override, to_dict
 
 LAUNCHER = """
 import signal, sys, time

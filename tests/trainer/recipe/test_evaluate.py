@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from composer_nb.settings import Settings, override
 from composer_nb.trainer.recipe import evaluate, report
+from composer_nb.trainer.settings import Settings, override
 
 
 @pytest.mark.parametrize(

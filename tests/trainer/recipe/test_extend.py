@@ -10,12 +10,12 @@ import pytest
 import torch
 from test_recipe import MICRO
 
-from composer_nb.settings import Settings, override
 from composer_nb.trainer.learning.data import Row, mixture, mixture_code
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.transformer import Model, ModelConfig, Yarn
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.report import build_report
+from composer_nb.trainer.settings import Settings, override
 from composer_nb.views.report import pictures
 
 SHORT = {"model.max_position_embeddings": 256, "limits.tokens": 272, "extend.steps": 4, "extend.factor": 2.0}

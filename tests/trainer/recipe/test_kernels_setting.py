@@ -11,7 +11,6 @@ import torch
 
 from composer_nb.harness.policy import Request
 from composer_nb.labs.rewards.rescore import model_before
-from composer_nb.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer.engine import Engine, pack
 from composer_nb.trainer.learning.data import Row
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
@@ -19,6 +18,7 @@ from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import train_step
 from composer_nb.trainer.models.transformer import Kernels, Model, ModelConfig
 from composer_nb.trainer.models.variants import PAIRS, variant
+from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
 from tests.conftest import TINY
 
 CONFIG = ModelConfig(

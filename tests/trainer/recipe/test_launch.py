@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from composer_nb.harness.files import write_json
-from composer_nb.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer.recipe import launch
 from composer_nb.trainer.recipe.detached import start_detached
 from composer_nb.trainer.recipe.launch import BEFORE_RL, LOST, RunBusy, RunFailed, fork, start_or_resume
 from composer_nb.trainer.records.rundir import RunDir, create
+from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
 
 PYTHON = sys.executable
 LEAVER = """

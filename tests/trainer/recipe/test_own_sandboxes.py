@@ -25,13 +25,13 @@ from composer_nb.harness.sandbox.contract import Sandbox
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.labs.attacks.snippets import SETUP
-from composer_nb.settings import Settings, override
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.prepare import unguarded
 from composer_nb.trainer.recipe.reader import EXAMPLES
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.coordinator import Coordinator
+from composer_nb.trainer.settings import Settings, override
 from composer_nb.views.report import fact_rows, fidelity_line
 from tests.trainer.services.test_coordinator import cut_off
 from tests.trainer.services.threads import Threads

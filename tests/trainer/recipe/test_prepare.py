@@ -16,7 +16,6 @@ import torch
 from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.agent.expert import ScriptedPolicy
 from composer_nb.harness.agent.scripts import turn
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.environment import EnvSettings, Sandboxes, carried, make_agent
@@ -27,7 +26,7 @@ from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tasks.runtime import PACKAGES
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
 from composer_nb.harness.tools.tool_call import ToolCall
-from composer_nb.settings import DataSettings, Settings, override
+from composer_nb.tour.expert import ScriptedPolicy
 from composer_nb.trainer.learning.data import code_rows
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.ranks import Ranks
@@ -44,6 +43,7 @@ from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.rundir import create
 from composer_nb.trainer.rl import score_groups
 from composer_nb.trainer.services.journal import change_live
+from composer_nb.trainer.settings import DataSettings, Settings, override
 
 ALONE: dict[str, Any] = dict.fromkeys(
     ("midtrain.steps", "sft.steps", "data.demonstrations", "data.mistaken_demonstrations"), 0

@@ -19,17 +19,17 @@ import pytest
 from tokenizers import Tokenizer
 
 from composer_nb import cli
-from composer_nb import settings as config
 from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tasks.task import load_tasks, save_tasks
-from composer_nb.settings import Settings, from_dict, override, to_dict
+from composer_nb.trainer import settings as config
 from composer_nb.trainer.models.companions import read_companions, template, token_ids
 from composer_nb.trainer.recipe.launch import RunFailed, fork, start_or_resume
 from composer_nb.trainer.recipe.prepare import _drop_leaks
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.recipe.status import prompts
 from composer_nb.trainer.records.rundir import RunDir, create
+from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
 from composer_nb.views.report import pictures
 
 MICRO: dict[str, Any] = {

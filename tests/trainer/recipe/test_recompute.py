@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from composer_nb.harness.environment import Sandboxes
-from composer_nb.settings import Settings, override
 from composer_nb.trainer.learning.data import Row
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import train_step
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.settings import Settings, override
 
 SMALL = ModelConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, head_dim=8, moe_intermediate_size=16)
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from composer_nb.harness.environment import Sandboxes
-from composer_nb.settings import Settings, from_dict, override
 from composer_nb.trainer.corpus.build import CorpusSettings, make_corpus
 from composer_nb.trainer.drafts import Draft, load_draft, save_draft
 from composer_nb.trainer.learning.data import code_rows, read_corpus
@@ -22,6 +21,7 @@ from composer_nb.trainer.recipe.launch import start_or_resume
 from composer_nb.trainer.recipe.recipe import run_recipe
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.settings import Settings, from_dict, override
 from tests.conftest import ROOT, TINY
 
 

@@ -247,7 +247,7 @@ def test_provenance_names_code_and_machine(monkeypatch):
     assert found["versions"] == versions() and found["versions"]["torch"] == torch.__version__
     assert len(found["package_digest"]) == 64 and found["package_digest"] == provenance()["package_digest"]
     assert found["cores"] >= 1 and json.loads(json.dumps(found)) == found
-    monkeypatch.setattr("composer_nb.provenance._git", lambda *_: None)
+    monkeypatch.setattr("composer_nb.trainer.records.provenance._git", lambda *_: None)
     without = provenance()
     assert without["commit"] is None and without["changed"] is None, "unknown is not unchanged"
 

@@ -26,7 +26,6 @@ from composer_nb.harness.files import write_json
 from composer_nb.harness.rewards import TERMS
 from composer_nb.labs.planning.simulate import measured, simulate
 from composer_nb.labs.rewards.rescore import rescore, settings_at, stored_batch, stored_scores, weights_of
-from composer_nb.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer import rl
 from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face, load_pretrained, published
 from composer_nb.trainer.models.transformer import Model
@@ -44,6 +43,7 @@ from composer_nb.trainer.services.actors import ActorDied
 from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
 from composer_nb.trainer.services.journal import REFUSED, request_change
 from composer_nb.trainer.services.services import EngineService, TrainerService, store_url
+from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer.versions.manifest import state_hash
 from composer_nb.trainer.versions.store import Store
 from composer_nb.views.report import pictures

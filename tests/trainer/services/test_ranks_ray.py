@@ -14,10 +14,10 @@ import pytest
 from test_coordinator import IN_STEP, MICRO, points, trained, versions, weights
 from test_services_ray import below, wait
 
-from composer_nb.settings import Settings, override
 from composer_nb.trainer.recipe.launch import RunFailed, begin_run, fork, start_or_resume
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.head import Head
+from composer_nb.trainer.settings import Settings, override
 
 pytestmark = pytest.mark.slow
 

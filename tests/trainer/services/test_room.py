@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from composer_nb.harness.files import write_json
-from composer_nb.settings import Settings, override, to_dict
 from composer_nb.trainer.recipe import launch
 from composer_nb.trainer.recipe.launch import start_or_resume
 from composer_nb.trainer.records.rundir import create
 from composer_nb.trainer.services import capacity as room
 from composer_nb.trainer.services.capacity import Machine, require_room, require_room_for_rl, this_machine
+from composer_nb.trainer.settings import Settings, override, to_dict
 
 GIB = 1 << 30
 

@@ -20,12 +20,12 @@ from test_coordinator import IN_STEP, MICRO, points, trained, versions, weights
 from composer_nb.harness.sandbox.journal import started
 from composer_nb.harness.sandbox.reap import reap
 from composer_nb.harness.sandbox.system.linux import patience
-from composer_nb.settings import Settings, override
 from composer_nb.trainer.recipe.detached import follow, start_detached, stop
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.replay import replay
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.head import Head, find, holder
+from composer_nb.trainer.settings import Settings, override
 
 pytestmark = pytest.mark.slow
 

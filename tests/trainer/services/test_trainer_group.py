@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from composer_nb.harness.sandbox.system.linux import patience
-from composer_nb.settings import Settings, override
 from composer_nb.trainer.models.checkpoint import save_pretrained
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.actors import ActorDied
 from composer_nb.trainer.services.services import TrainerService, store_url
 from composer_nb.trainer.services.trainer_group import TrainerGroup, together
 from composer_nb.trainer.services.trainer_rank import TrainerRank
+from composer_nb.trainer.settings import Settings, override
 from composer_nb.trainer.versions.receiver import Receiver
 from tests.trainer.forked import on_ranks
 from tests.trainer.parallel.test_sharding import GQA, made, streams

@@ -36,7 +36,6 @@ from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.syntax import nodes_of
 from composer_nb.harness.tasks.making.changes import changed_lines
 from composer_nb.harness.tasks.making.instructions import without_tests
-from composer_nb.harness.tasks.making.logs import Asked, asked, request_behind
 from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, State, Told, prepared
 from composer_nb.harness.tasks.making.options import Running, read_options
 from composer_nb.harness.tasks.making.repository import Repository, of_files, read_repository, supports_tests, unwanted
@@ -46,6 +45,7 @@ from composer_nb.harness.tasks.runtime import limits_spec, workspace
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import Task, save_tasks
 from composer_nb.harness.untrusted import opcodes
+from composer_nb.production.requests import Asked, asked, request_behind
 
 if TYPE_CHECKING:
     from dulwich.repo import Repo

@@ -1,0 +1,461 @@
+"""Serve a policy that continues tokens to clients that send the whole conversation with every request.
+
+A request without tools gets those of `form`: none, or in the compact format those of training.
+
+A request that continues one of our answers reads only its new messages, and every token stays as it was sampled. One that goes
+on from an earlier answer, since the agent rewrote its history, is a branch: it reads the tokens up to there as they were sampled,
+and the rest anew. Any other request is read from its beginning. When room is needed, the policy forgets the conversation that has
+been idle longest; while all are in use, a request waits. The policy forgets a conversation at once whose client went away, even
+in the middle of a turn. The tokens of conversations that the policy has forgotten stay known, up to KEPT_TOKENS.
+
+A call that cannot be read is sent with its arguments up to there (`turn.py`). If the policy has forgotten the conversation, it is
+read as a call with those. A turn whose first call has no name is sent as text; if the client sends that text back, it is read as
+the tokens that it spells.
+
+With a `Record`, conversations become stored rollouts when they are graded, when there are too many of them, or when the server
+closes (`record.py`). Several may be equal up to an answer: of other users, or of one, with equal answers. None of them is
+continued then, since nobody can tell which is meant: the request gets a conversation of its own, with a copy of what is equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from composer_nb.harness.agent.chat import ChatRenderer, Message, Result, Said, User
+from composer_nb.harness.agent.endpoint import Wire
+from composer_nb.harness.agent.endpoint import spoken as spoken_by
+from composer_nb.harness.agent.grammar import Grammar
+from composer_nb.harness.agent.shared import Answering
+from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Drawn, Request, TimeIsUp, Trace
+from composer_nb.harness.rollout import Transcript
+from composer_nb.production.record import Record, Row, Verdict
+from composer_nb.production.turn import Continuation, Turn
+from composer_nb.production.wire import (
+    Answered,
+    AnyAsked,
+    Asked,
+    Choice,
+    Complete,
+    Generate,
+    Refused,
+    Sampling,
+    Told,
+    TooLong,
+    arguments_of,
+    messages_of,
+    text_of,
+)
+
+LOOK_S = 0.1
+"""Seconds between two checks whether a client is still there."""
+GATHER_S = 0.01
+"""Tokens that come within so many seconds are told together: each part of an answer costs as much as reading all of it so far."""
+KEPT = 256
+"""Conversations that stay known; a `Record` stores the one that has been idle longest."""
+KEPT_TOKENS = 1 << 20
+"""Tokens of conversations that stay known without a `Record`."""
+MARKS = 1 << 16
+"""Maximum entries of `_owners`."""
+Form = Callable[..., ChatRenderer]
+"""Makes the chat format of a tokenizer."""
+SYSTEM = ("system", "developer")
+"""Roles of system texts."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Talk:
+    """A conversation, with its tokens as the policy saw them."""
+
+    renderer: ChatRenderer
+    digest: bytes
+    """Of its system text, tools, seed, name and user: where its messages begin."""
+    row: Row
+    drawn_by: int = 0
+    """Decides the random draws."""
+    rollout: int | None = None
+    """The policy's name for it; None: the policy does not hold it."""
+    marks: dict[bytes, int] = field(default_factory=dict)
+    """Digest of its messages up to each of our answers -> tokens up to there."""
+    unread: dict[int, list[str]] = field(default_factory=dict)
+    """Tokens up to an answer with an unreadable call -> ids of all its calls (`Choice.turn`)."""
+    busy: bool = True
+
+
+class Conversations:
+    """Answers requests (`serve.Answerer`). Thread-safe."""
+
+    def __init__(
+        self,
+        policy: Answering,
+        tokenizer: Tokenizer,
+        form: Form,
+        tokens: int,
+        record: Record | None = None,
+        temperature: float = 1.0,
+    ) -> None:
+        """`tokens`: maximum of one conversation."""
+        self.policy, self.tokenizer, self.form, self.tokens, self.record = policy, tokenizer, form, tokens, record
+        self.temperature = temperature
+        """Temperature of requests that set none."""
+        self._letters = tokens * max(map(len, tokenizer.get_vocab()))
+        """No longer text fits into a conversation."""
+        self._talks: list[_Talk] = []
+        """Known ones, the one that has been idle longest first."""
+        self._owners: dict[bytes, str] = {}
+        """Digest of the messages up to an answer -> name of the rollout; empty if there are several."""
+        self._users: dict[str, str] = {}
+        """Name of a rollout -> its user, where both were told."""
+        self._door = threading.Lock()
+        """Held by the request that waits for room: those behind it do not overtake it."""
+        self._room = threading.Condition()
+        self._numbers, self._seeds = count(-1, -1), count()  # numbers that no rollout of RL has
+
+    def __call__(
+        self, asked: AnyAsked, there: Callable[[], bool] = lambda: True, report: Told = lambda *part: None
+    ) -> Answered:
+        if not isinstance(asked, Asked):
+            return self._generate(asked, there, report)
+        if asked.rollout and not self.record:
+            raise Refused("rollout: this server records nothing; start it with --record RUN", param="rollout")
+        if asked.rollout and asked.user and self._users.setdefault(asked.rollout, asked.user) != asked.user:
+            raise Refused(
+                f"rollout: {asked.rollout} is another user's; choose another name", 409, "conflict", "rollout"
+            )
+        wire = asked.messages
+        system = "\n\n".join(text_of(message) for message in wire if message.get("role") in SYSTEM)
+        spoken = [_plain(message) for message in wire if message.get("role") not in SYSTEM]
+        renderer = self.form(self.tokenizer, asked.tools) if asked.tools else self.form(self.tokenizer)
+        grammar = _grammar(asked, renderer)
+        digests = [_digest(b"", [system, asked.tools or [], asked.seed, asked.rollout, asked.user])]
+        for message in spoken:
+            digests.append(_digest(digests[-1], message))
+        user = next((message["content"] for message in spoken if message["role"] == "user"), "")
+        row = Row(name=asked.rollout or "", instruction=user, user=asked.user or "")
+        new = _Talk(renderer=renderer, digest=digests[0], row=row)
+        talks = self._held(new, asked.n or 1, asked.seed, digests, there)
+        most, work = asked.max_completion_tokens or asked.max_tokens, list[tuple[Request, Turn]]()
+        grammars = list[Grammar | None]()
+        sampling = _drawn(asked, asked.top_logprobs)
+        try:
+            reads = [self._read(talk, system, spoken, prefix) for talk, prefix in talks]
+            for number, ((talk, _), (read, _)) in enumerate(zip(talks, reads, strict=True)):
+                grammars.append(grammar and grammar.fresh())
+                held_to = {"allowed": grammars[-1] and grammars[-1].allowed}
+                request = self._request(talk, read, most, "messages", sampling | held_to)
+                work.append((request, Turn(talk.renderer, asked, partial(report, number))))
+            before = len(talks[0][0].row.transcript.token_ids) + len(reads[0][0])
+            self._run(work, there)
+            if faults := [grammar.fault for grammar in grammars if grammar and grammar.fault]:
+                raise Refused(f"tools: a call could not be held to its schema: {faults[0]}", param="tools")
+            choices = [turn.choice() for _, turn in work]
+        except BaseException:
+            for talk, _ in talks:
+                self._end(talk, drop=True)
+            raise
+        answers, how = [], _own_distribution(sampling, self.temperature, bool(grammar))
+        for (talk, _), (read, news), (_, turn), (choice, whole) in zip(talks, reads, work, choices, strict=True):
+            talk.row.add(read, news, turn.completion, talk.renderer, how)
+            if whole:  # otherwise the policy holds more than the client is shown
+                self._mark(talk, _digest(digests[-1], _plain(choice.message)), choice)
+            self._end(talk, drop=not whole, wrote=True)
+            answers.append(replace(choice, rollout=talk.row.name if self.record else ""))
+        return Answered(choices=answers, read=before)
+
+    def _mark(self, talk: _Talk, digest: bytes, choice: Choice) -> None:
+        """Record the length of a conversation, and the digest of its messages."""
+        talk.marks[digest] = at = len(talk.row.transcript.token_ids)
+        if choice.turn:
+            talk.unread[at] = [call["id"] for call in choice.turn["calls"]]
+        with self._room:
+            if self.record and self._owners.setdefault(digest, talk.row.name) != talk.row.name:
+                self._owners[digest] = ""
+            if len(self._owners) > MARKS:
+                del self._owners[next(iter(self._owners))]
+
+    def grade(self, name: str, verdict: Verdict) -> int:
+        """Store a rollout with its grade, or grade one that is stored. Return the number of its branches.
+
+        Raises Refused for an unknown rollout, and one that is being continued."""
+        if self.record is None:
+            raise Refused("this server records nothing; start it with --record RUN", 404, "not_found")
+        self._store(name)
+        try:
+            return self.record.grade(name, verdict)
+        except KeyError:
+            raise Refused(f"no rollout {name!r} was recorded here", 404, "not_found") from None
+
+    def close(self) -> None:
+        """Store all conversations that were not stored yet."""
+        for name in dict.fromkeys(talk.row.name for talk in self._talks) if self.record else ():
+            self._store(name)
+
+    def _store(self, name: str) -> None:
+        """Store a conversation with its branches, and know it no longer."""
+        with self._room:
+            talks = [talk for talk in self._talks if talk.row.name == name]
+            if any(talk.busy for talk in talks):
+                raise Refused(f"rollout {name}: a request is under way", 409, "conflict")
+            for talk in talks:
+                self._forget(talk)
+                self._talks.remove(talk)
+            self._room.notify_all()
+        if self.record and talks:
+            self.record.keep(name, [talk.row for talk in talks])
+
+    def _generate(self, asked: Generate | Complete, there: Callable[[], bool], told: Told) -> Answered:
+        """Continue tokens, in conversations that nothing goes on with."""
+        renderer, vocabulary, kind = self.form(self.tokenizer), self.tokenizer.get_vocab_size(), Turn
+        given: Complete | Sampling
+        if isinstance(asked, Complete):
+            param, given, how, kind = "prompt", asked, asked.asked, Continuation
+            text = asked.prompt if isinstance(asked.prompt, str) else ""
+            self._fits(len(text), param)
+            ids = self.tokenizer.encode(text, add_special_tokens=False).ids if text else [*asked.prompt]
+        else:
+            param, given, how = "prompt_token_ids", asked.sampling_params, Asked(messages=[{}])
+            ids = asked.prompt_token_ids
+        if not ids or max(ids) >= vocabulary:
+            raise Refused(f"{param}: at least one token, and none above {vocabulary - 1}", param=param)
+        new = _Talk(renderer=renderer, digest=b"", row=Row(name="", user=how.user or ""))
+        held = self._held(new, given.n or 1, given.seed, [b""], there)
+        drawn = _drawn(given, given.logprobs)
+        try:
+            turns = [kind(renderer, how, partial(told, number)) for number in range(len(held))]
+            requests = [self._request(talk, ids, given.max_tokens, param, drawn) for talk, _ in held]
+            self._run([*zip(requests, turns, strict=True)], there)
+        finally:
+            traces = [self._end(talk, drop=True) for talk, _ in held]
+        if isinstance(asked, Complete):
+            return Answered(choices=[turn.choice()[0] for turn in turns], read=len(ids))
+        routes = [trace.routes if asked.return_routed_experts else None for trace in traces]
+        choices = [turn.tokens(given.logprobs is not None, of) for turn, of in zip(turns, routes, strict=True)]
+        return Answered(choices=choices, read=len(ids))
+
+    def _request(
+        self, talk: _Talk, read: list[int], limit: int | None, param: str, sampling: dict[str, Any]
+    ) -> Request:
+        """Return what the policy is asked. Raises Refused if a conversation has no room for an answer."""
+        tokens = talk.row.transcript.token_ids
+        if (before := len(tokens) + len(read)) >= self.tokens:
+            raise TooLong(self.tokens, before, param)
+        room, again = min(limit or self.tokens, self.tokens - before), talk.rollout is None
+        if again:
+            talk.rollout = next(self._numbers) * ATTEMPT_STRIDE + talk.drawn_by
+        assert talk.rollout is not None
+        named: dict[str, Any] = {"rollout": talk.rollout, "user": talk.row.user or talk.row.name}
+        return Request(**named, token_ids=[*(tokens if again else ()), *read], max_tokens=room, priority=0, **sampling)
+
+    def _run(self, work: Sequence[tuple[Request, Turn]], there: Callable[[], bool]) -> None:
+        """Have turns written side by side. Raises TimeIsUp when the client goes away."""
+        news: SimpleQueue[tuple[int, Drawn | Future[Completion]]] = SimpleQueue()
+        puts = [partial(_put, news, number) for number in range(len(work))]
+        requests = [replace(request, heard=put) for (request, _), put in zip(work, puts, strict=True)]
+        for answer, put in zip(self.policy.start(*requests), puts, strict=True):
+            answer.add_done_callback(put)
+        open_turns = dict(enumerate(turn for _, turn in work))
+        while open_turns:
+            if not there():
+                raise TimeIsUp
+            with suppress(Empty):
+                number, what = news.get(timeout=LOOK_S)
+                heard = [(number, what), *(news.get() for _ in range(news.qsize()))]
+                for number, what in heard:
+                    if number in open_turns and open_turns[number].hear(what):
+                        del open_turns[number]
+                for number in {number for number, _ in heard} & open_turns.keys():
+                    if open_turns[number].tell():
+                        del open_turns[number]
+                        self.policy.release(work[number][0].rollout)
+            if open_turns:
+                time.sleep(GATHER_S)
+
+    def _held(
+        self, new: _Talk, count: int, seed: int | None, digests: Sequence[bytes], there: Callable[[], bool]
+    ) -> list[tuple[_Talk, int]]:
+        """Return a conversation for each choice of a request, and how many of its messages are known; 0 for a `new` one.
+        Waits while too many are in use. Raises TimeIsUp when the client goes away."""
+        most = self.policy.capacity
+        if count > most:
+            raise Refused(f"n: {count} choices, and {most} conversations are held at a time", param="n")
+        with self._door, self._room:
+            while sum(talk.busy for talk in self._talks) + count > most:
+                if not there():
+                    raise TimeIsUp
+                self._room.wait(LOOK_S)
+            talks = [self._claim(new, seed, number, digests) for number in range(count)]
+            idle = [talk for talk in self._talks if not talk.busy and talk.rollout is not None]
+            used = sum(talk.busy or talk.rollout is not None for talk in self._talks)
+            for talk in idle[: max(used - most, 0)]:
+                self._forget(talk)
+            forgotten = [talk for talk in self._talks if not talk.busy and talk.rollout is None]
+            size = sum(len(talk.row.transcript.token_ids) for talk in forgotten)
+            while not self.record and forgotten and (len(self._talks) > KEPT or size > KEPT_TOKENS):
+                size -= len(forgotten[0].row.transcript.token_ids)
+                self._talks.remove(forgotten.pop(0))
+        if self.record and len(self._talks) > KEPT:
+            with suppress(StopIteration, Refused):
+                self._store(next(talk.row.name for talk in self._talks if not talk.busy))
+        return talks
+
+    def _claim(self, new: _Talk, seed: int | None, number: int, digests: Sequence[bytes]) -> tuple[_Talk, int]:
+        drawn_by = (next(self._seeds) if seed is None else seed + (number << 32)) % ATTEMPT_STRIDE
+        name = new.row.name or f"c{uuid.uuid4().hex}"
+        row = replace(new.row, name=name, number=self._next(name), transcript=Transcript(), turns=[])
+        for prefix in range(len(digests) - 2, 0, -1):
+            holding = [talk for talk in reversed(self._talks) if digests[prefix] in talk.marks]
+            if not holding:
+                continue
+            ended = [talk for talk in holding if talk.marks[digests[prefix]] == len(talk.row.transcript.token_ids)]
+            talk = next((talk for talk in ended if not talk.busy), holding[-1])
+            at = talk.marks[digests[prefix]]
+            if self.record and not self._owners.get(digests[prefix]):
+                row = talk.row.copy(at, row)
+            elif talk in ended and not talk.busy:
+                self._talks.remove(talk)
+                self._talks.append(talk)
+                talk.busy = True
+                return talk, prefix
+            else:
+                row = talk.row.branch(at, self._next(talk.row.name))
+            unread = {at: talk.unread[at]} if at in talk.unread else {}
+            return self._begin(replace(new, row=row, drawn_by=drawn_by, marks={}, unread=unread)), prefix
+        return self._begin(replace(new, row=row, drawn_by=drawn_by, marks={}, unread={})), 0
+
+    def _begin(self, talk: _Talk) -> _Talk:
+        self._talks.append(talk)
+        return talk
+
+    def _next(self, name: str) -> int:
+        """Return the number of the next branch of a rollout."""
+        return max((talk.row.number for talk in self._talks if talk.row.name == name), default=-1) + 1
+
+    def _read(self, talk: _Talk, system: str, spoken: Wire, prefix: int) -> tuple[list[int], Sequence[Message]]:
+        """Return the new tokens and messages. Raises ValueError for invalid messages, or if the last one is a turn of the
+        agent."""
+        before = [call["id"] for call in spoken[prefix - 1].get("tool_calls", ())] if prefix else []
+        call_ids = talk.unread.get(len(talk.row.transcript.token_ids), before)
+        answered = {message["tool_call_id"] for message in spoken[prefix:] if "tool_call_id" in message}
+        news = _in_order(messages_of(spoken[prefix:]), call_ids if {*call_ids} <= answered else before)
+        if not news or not isinstance(news[-1], User | Result):
+            raise ValueError("messages: the last one is a user's or a tool's")
+        self._fits(sum(len(message.text) for message in news), "messages")
+        if not prefix:
+            return talk.renderer.render(news, system, spelled=True), news
+        cut = talk.row.transcript.token_ids[-1] != talk.renderer.end
+        end = [talk.renderer.end] if cut and isinstance(news[0], User) else []  # results follow as in `TokenTurnPolicy`
+        return end + talk.renderer.render(news, spelled=True, after=True), news
+
+    def _fits(self, letters: int, param: str) -> None:
+        """Raise Refused for a text that is too long for any conversation, before the time for its tokens is spent."""
+        if letters > self._letters:
+            raise TooLong(self.tokens, -(-letters * self.tokens // self._letters), param)
+
+    def _end(self, talk: _Talk, drop: bool, wrote: bool = False) -> Trace:
+        """Let others use the room of a conversation. `drop`: the policy forgets it. `wrote`: this request got its answer. Returns
+        the records of what is forgotten."""
+        with self._room:
+            trace = self._forget(talk) if drop else Trace()
+            if drop and not talk.marks and not (wrote and self.record):
+                self._talks.remove(talk)
+            talk.busy = False
+            self._room.notify_all()
+            return trace
+
+    def _forget(self, talk: _Talk) -> Trace:
+        """Have the policy forget a conversation."""
+        if talk.rollout is None:
+            return Trace()
+        trace = self.policy.release(talk.rollout)
+        talk.rollout = None
+        if self.record:
+            talk.row.traced(trace)
+        return trace
+
+
+def _grammar(asked: Asked, renderer: ChatRenderer) -> Grammar | None:
+    """Return what a turn is held to: calls of all tools if one must be called or one is `strict`, of one tool if it must be.
+    Raises Refused for a tool that is not there, and for schemas that this format cannot be held to."""
+    known = {tool["function"]["name"]: tool["function"] for tool in renderer.tools}
+    if not asked.must_call and (asked.tool_choice == "none" or not any(each.get("strict") for each in known.values())):
+        return None
+    names = [asked.tool] if asked.tool else [*known]
+    if not names or not known.keys() >= {*names}:
+        raise Refused(f"tool_choice: {asked.tool or 'required'}: there is no such tool", param="tool_choice")
+    several = asked.parallel_tool_calls is not False and not asked.tool
+    try:
+        return Grammar.of_calls(renderer, names, text=not asked.must_call, several=several)
+    except ValueError as error:
+        raise Refused(str(error), param="tools") from None
+
+
+def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
+    """Return messages with the results in the order of their calls. `ids`: calls that wait for a result at the beginning. Raises
+    ValueError for a call without a result, and a result without a call."""
+    found: list[Message] = []
+    waiting: dict[str, Result | None] = dict.fromkeys(ids)
+    for each in messages:
+        if isinstance(each, Result):
+            if waiting.get(each.id, each) is not None:
+                raise ValueError(f"messages: a result of {each.id!r}, and no call of that id waits for one")
+            waiting[each.id] = each
+            if all(waiting.values()):
+                found += [result for result in waiting.values() if result is not None]
+                waiting = {}
+            continue
+        if waiting:
+            break
+        found.append(each)
+        waiting = dict.fromkeys(written.id for written in each.calls) if isinstance(each, Said) else {}
+    if waiting:
+        lacking = [name for name, result in waiting.items() if result is None]
+        raise ValueError(f"messages: no result of {', '.join(map(repr, lacking))}")
+    return found
+
+
+def _drawn(given: Asked | Complete | Sampling, top: int | None) -> dict[str, Any]:
+    """Return how a request wants tokens to be drawn, and how many of the most probable ones it wants to see."""
+    kept = {"top_k": given.top_k or 0, "min_p": given.min_p or 0.0}
+    return {"top": top or 0, "temperature": given.temperature, "top_p": given.top_p or 1.0, **kept}
+
+
+def _own_distribution(sampling: Mapping[str, Any], temperature: float, constrained: bool) -> str:
+    """Describe how tokens were sampled; empty for the policy's own distribution, which a learner can compute."""
+    settings = {**sampling, "temperature": temperature if sampling["temperature"] is None else sampling["temperature"]}
+    usual = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    parts = [f"{name}={settings[name]:g}" for name, value in usual.items() if settings[name] != value]
+    return ", ".join(parts + ["held to the schemas of tools"] * constrained)
+
+
+def _digest(before: bytes, what: Any) -> bytes:
+    return hashlib.sha256(before + json.dumps(what, sort_keys=True).encode()).digest()
+
+
+def _put(news: SimpleQueue[Any], number: int, what: Drawn | Future[Completion]) -> None:
+    news.put((number, what))
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message in one form, since clients write the same in several ways. Raises ValueError for an invalid one."""
+    if message.get("function_call"):
+        raise ValueError("messages: function_call: give the call as tool_calls")
+    calls = {"tool_call_id": message["tool_call_id"]} if message.get("tool_call_id") else {}
+    if message.get("tool_calls"):
+        calls["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": arguments_of(call["function"]["arguments"])}}
+            for call in spoken_by(message)[0].get("tool_calls", [])
+        ]
+    return {"role": message.get("role"), "content": text_of(message), **calls}

@@ -1,0 +1,73 @@
+"""Requests behind commits: what a user asked the agent whose accepted change a commit holds.
+
+A commit is traced back by the lines that the agent added, as Cursor traces committed code to requests for CursorBench ("Cursor
+Blame"). The logs are the folders in which `composer-nb agent` keeps its results.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from composer_nb.harness.tasks.harbor import decoded
+from composer_nb.harness.tasks.making.repository import Repository
+from composer_nb.production.work import CHANGES, accepted
+
+SHARE = 0.5
+"""A commit is a request's if it adds this share of the lines that the agent added, and they are this share of what it adds."""
+Lines = Counter[tuple[str, str]]
+"""Paths and lines, without indentation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request, with the source lines that the agent added for it."""
+
+    time: str
+    """When the change was accepted."""
+    request: str
+    lines: Lines
+
+
+def asked(paths: Sequence[Path]) -> list[Asked]:
+    """Return the requests whose changes were accepted, the earliest first. Each path is the folder of a result, or holds such
+    folders. Raises FileNotFoundError where no result is kept, and ValueError for a damaged one."""
+    found = []
+    for folder in (each for path in paths for each in _folders(path)):
+        if (kept := accepted(folder)) is not None:
+            time, request, before, after = kept
+            old, new = (
+                {path: decoded(blob.data) or "" for path, blob in files.items() if blob is not None}
+                for files in (before, after)
+            )
+            found.append(Asked(time=time, request=request, lines=added(old, new)))
+    return sorted((each for each in found if each.lines), key=lambda each: each.time)
+
+
+def _folders(path: Path) -> Iterator[Path]:
+    held = [path] if (path / CHANGES).is_file() else sorted(file.parent for file in path.glob(f"*/{CHANGES}"))
+    if not held:
+        raise FileNotFoundError(f"{path}: no agent's work is kept here; give a folder that `composer-nb agent` named")
+    yield from held
+
+
+def added(before: dict[str, str], after: dict[str, str]) -> Lines:
+    """Return the lines that source files gain. A line that moves inside a file is none, nor is one without a letter or digit."""
+    lines = Lines()
+    for path in Repository(name="", files=after).sources:
+        if after[path] != before.get(path):
+            old, new = (Counter(map(str.strip, files.get(path, "").split("\n"))) for files in (before, after))
+            lines.update({(path, line): count for line, count in (new - old).items() if re.search(r"\w", line)})
+    return lines
+
+
+def request_behind(log: Sequence[Asked], before: dict[str, str], after: dict[str, str]) -> str:
+    """Return what the user asked for in the conversations that a commit holds; empty if they do not explain it."""
+    new = added(before, after) if log else Lines()
+    those = [each for each in log if (each.lines & new).total() >= SHARE * each.lines.total()]
+    explained = sum((each.lines for each in those), Lines()) & new
+    enough = those and explained.total() >= SHARE * new.total()
+    return "\n\n".join(dict.fromkeys(each.request for each in those)) if enough else ""

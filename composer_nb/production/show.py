@@ -1,0 +1,170 @@
+"""Terminal output of the agent and the bench: turns as they come, a diff with a question, progress, a table."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import termios
+import tty
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.syntax import Syntax
+from rich.table import Table
+
+from composer_nb.harness.agent.chat import Said
+from composer_nb.harness.grading.grade import Attempt
+from composer_nb.harness.rewards import called
+from composer_nb.harness.rollout import Turn
+from composer_nb.harness.untrusted import visible, visible_lines
+from composer_nb.production.work import Work
+
+SHOWN_LINES = 8
+"""Lines shown of an observation."""
+SHOWN_DIFF = 200_000
+"""Characters shown of a diff."""
+
+
+def teller(console: Console) -> Callable[[Said | Turn], None]:
+    """Return a function that prints turns as they come. Text of a model or a tool cannot move the cursor or set colours."""
+
+    def tell(event: Said | Turn) -> None:
+        if isinstance(event, Said):
+            if event.text:
+                console.out(visible_lines(event.text), highlight=False)
+            return
+        if not event.call and event.error is None:
+            return
+        colour = "red" if event.error else "cyan"
+        console.print(f"[{colour}]{escape(call_line(event))}[/] [dim]{event.seconds * 1e3:.0f} ms[/]", soft_wrap=True)
+        lines = visible_lines(event.observation).splitlines()
+        more = [f"… {len(lines) - SHOWN_LINES} more lines"] if len(lines) > SHOWN_LINES else []
+        for line in [*lines[:SHOWN_LINES], *more]:
+            console.out(f"  {line[:200]}", style="dim", highlight=False)
+
+    return tell
+
+
+def call_line(turn: Turn) -> str:
+    """Return a call as one line, such as `read_file target_file=a.py`."""
+    tool, arguments = called(turn)
+    if not tool:
+        return visible(f"(a call that could not be read) {turn.call}")[:200].rstrip()
+    parts = [f"{name}={visible_lines(str(value))!r}"[:80] for name, value in arguments.items()]
+    return visible(" ".join([tool, *parts]))[:200]
+
+
+def decide(work: Work, verdict: str, console: Console) -> int:
+    """Show what an agent did, and carry out the verdict of the user.
+
+    Returns 0 if the agent finished and its changes are accepted, left for later as was asked, or none, else 1."""
+    conversation, say = work.conversation, partial(console.print, markup=False, soft_wrap=True)
+    if behind := Counter(work.source.left_out.values()):
+        text = ", ".join(f"{count} {why}" for why, count in sorted(behind.items()))
+        say(f"\nstayed behind: {text}", style="dim")
+    counts = f"{len(conversation.turns)} calls, {conversation.seconds:.0f} s"
+    say(f"\n{conversation.stop} after {counts} {visible(conversation.why)}".rstrip(), style="dim")
+    for path in sorted(work.others):
+        what = "a link, a device, or a protected name"
+        say(f"not carried back, {what}: {visible(path)}", style="red")
+    if work.lost:
+        say(f"its files could not be carried out of the sandbox: {visible(work.lost)}", style="red")
+    if not work.changes:
+        say("it changed nothing")
+        return 0 if conversation.stop == "finished" else 1
+    excerpt, left = _beginning(visible_lines(work.diff))
+    console.print(Syntax(excerpt, "diff", background_color="default", word_wrap=True))
+    if left:
+        say(f"… {left} more characters: all of it is in {work.path.resolve()}/changes.diff", style="red")
+    undecided = verdict == "later"
+    if verdict == "ask":
+        verdict = _asked(console) if sys.stdin.isatty() else "later"
+    if verdict == "accept":
+        work.accept()
+        say(f"accepted: {len(work.changes)} files changed in {work.source.root}")
+    elif verdict == "reject":
+        work.reject()
+        say("rejected: nothing was changed")
+    else:
+        say(f"undecided: nothing was changed; the diff is {work.path.resolve()}/changes.diff")
+        root = str(work.source.root)
+        option = "" if root == os.getcwd() else f" --repository {shlex.quote(root)}"
+        say(f"decide with: composer-nb verdict {shlex.quote(str(work.path))} accept{option}, or reject")
+    say(f"kept: {work.path}", style="dim")
+    return 0 if (verdict == "accept" or undecided) and conversation.stop == "finished" else 1
+
+
+def _beginning(text: str) -> tuple[str, int]:
+    """Return whole lines of at most SHOWN_DIFF characters, and the number of characters after them."""
+    if len(text) <= SHOWN_DIFF:
+        return text, 0
+    end = text.rfind("\n", 0, SHOWN_DIFF) + 1 or SHOWN_DIFF
+    return text[:end], len(text) - end
+
+
+def _asked(console: Console) -> str:
+    """Ask for one key, without Enter. Keys that were pressed before the question do not answer it."""
+    keys = {b"y": "accept", b"n": "reject", b"\x04": "later", b"": "later"}
+    console.print("accept these changes? \\[y/n] ", end="")
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)  # drops what was typed so far
+        while (key := os.read(sys.stdin.fileno(), 1).lower()) not in keys:
+            pass
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+    console.print(keys[key])
+    return keys[key]
+
+
+def bench_progress(total: int, console: Console) -> Callable[[str, Attempt], None]:
+    """Return a function that prints one line for each rollout that ends."""
+    done: Counter[str] = Counter()
+    solved: Counter[str] = Counter()
+
+    def tell(arm: str, attempt: Attempt) -> None:
+        done[arm] += 1
+        solved[arm] += attempt.grade.passed
+        counts = f"{arm}: {solved[arm]} of {done[arm]} solved, {total - done[arm]} to go"
+        console.print(f"{counts}: {visible(attempt.task.id)} {attempt.grade.status}", highlight=False, markup=False)
+
+    return tell
+
+
+COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "pass@1": lambda row: f"{row['pass_at_1']:.3f}",
+    "95 %": lambda row: "{:.3f}–{:.3f}".format(*row["ci95"]),
+    "best of k": lambda row: f"{row['best_of_k']:.3f} (k={row['k']})",
+    "all of k": lambda row: f"{row['all_of_k']:.3f}",
+    "tasks": lambda row: str(row["n_tasks"]),
+    "tokens": lambda row: f"{row['tokens_per_task']:.0f}",
+    "calls": lambda row: f"{row['tool_calls_per_task']:.1f}",
+    "invalid": lambda row: "–" if row["invalid_call_rate"] is None else f"{row['invalid_call_rate']:.1%}",
+    "s p50": lambda row: f"{row['seconds_p50']:.1f}",
+    "s p95": lambda row: f"{row['seconds_p95']:.1f}",
+    "flagged": lambda row: f"{row['flagged']:.1%}",
+    "$": lambda row: "–" if row["dollars_per_task"] is None else f"{row['dollars_per_task']:.4f}",
+    "timeouts": lambda row: str(row["timeouts"]),
+    "lost": lambda row: str(row["infra_errors"]),
+    "gain": lambda row: "{:+.3f} ({:+.3f} to {:+.3f})".format(*row["gain"]) if "gain" in row else "",
+}
+
+
+def bench_table(report: Mapping[str, Any]) -> Table:
+    """Return a table with a row for each arm."""
+    title = escape(f"{report['policy']}, {report['samples']} rollouts a task")
+    found = Table("tools", title=title, title_justify="left", box=None, pad_edge=False)
+    for name in COLUMNS:
+        found.add_column(name, justify="right")
+    for arm, row in report["arms"].items():
+        if row["n_tasks"]:
+            found.add_row(arm, *(shown(row) for shown in COLUMNS.values()))
+        else:
+            why = escape(visible(row["lost_to"])[:200]) or "see composer-nb doctor"
+            found.add_row(arm, f"no grade: {row['infra_errors']} lost, {why}")
+    return found

@@ -1,0 +1,318 @@
+"""A turn of a policy on its way to a client: its text in parts, what ends it, and its calls.
+
+A call is shown once its name is known, with its arguments as JSON so far. What is shown only grows, since a stream cannot take
+anything back. The JSON of a call is complete if, and only if, the call can be read: one that was cut off, or is malformed, has
+its arguments up to there, in a stream and in a whole answer. A turn whose first call has no name is a text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from base64 import b64encode
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic_core import from_json
+
+from composer_nb.harness.agent.chat import ChatRenderer, Piece, Said
+from composer_nb.harness.agent.compact import DONE, CompactRenderer
+from composer_nb.harness.agent.endpoint import call_on_wire
+from composer_nb.harness.agent.kimi import ARGUMENT, ID, KimiRenderer
+from composer_nb.harness.agent.qwen import FUNCTION, PARAMETER, QwenRenderer, kinds, read_value
+from composer_nb.harness.policy import Completion, Drawn
+from composer_nb.harness.tools.tool_call import ToolCall, ToolError
+from composer_nb.production.wire import Asked, Calls, Choice, Logprobs, wire_of
+
+_BEGUN = re.compile(r"\s*<parameter=([^\n<>]+)>\n?(.*)", re.S)
+_CLOSING = "\n</parameter>"
+_CLOSED = re.compile(r"\n?</parameter>\s*(?:<[^\n<>]*)?\Z")
+"""The end of a parameter, for all that is known."""
+
+
+class Turn:
+    """A turn while it is written, and at its end. `told` takes the next part of its text, its calls so far, and the next
+    part of its log-probabilities."""
+
+    def __init__(self, renderer: ChatRenderer, asked: Asked, told: Callable[[str, Calls, Logprobs], None]) -> None:
+        self.renderer, self.asked, self.told = renderer, asked, told
+        self.drawn: list[Drawn] = []
+        self._text, self._count, self._called = "", 0, list[dict[str, Any]]()
+        """Text, tokens and calls that were told."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [each.token for each in self.drawn]
+
+    @property
+    def completion(self) -> Completion:
+        tokens, logprobs, versions = ([each[place] for each in self.drawn] for place in range(3))
+        return Completion(rollout=-1, token_ids=tokens, logprobs=logprobs, policy_versions=versions)  # type: ignore[arg-type]
+
+    def hear(self, what: Drawn | Future[Completion]) -> bool:
+        """Take the next token, or the whole turn at its end. Return whether this is the end."""
+        if isinstance(what, Drawn):
+            self.drawn.append(what)
+            return False
+        done = what.result()
+        if not self.drawn:  # the policy does not tell tokens as it draws them
+            self.drawn = [Drawn(*one) for one in zip(done.token_ids, done.logprobs, done.policy_versions, strict=True)]
+        return True
+
+    def tell(self) -> bool:
+        """Tell what is new and cannot change any more. Return whether a stop text ends the turn."""
+        asked, token_ids = self.asked, self.token_ids
+        if asked.stops and self._stop(self._spelled(token_ids)):
+            return True
+        if asked.stream:
+            said, late = self._said(token_ids), max(map(len, asked.stops), default=1) - 1
+            calls = self._calls(self._up_to(token_ids, len(self._spelled(token_ids)) - late) if late else token_ids)
+            sure = len(said.text.rstrip("\ufffd")) - late
+            text = self._lead(token_ids) if calls else "" if said.calls else said.text[: max(sure, 0)].rstrip()
+            new = text[len(self._text) :] if text.startswith(self._text) else ""
+            if new or calls != self._called:
+                self.told(new, calls, self._logprobs(self.drawn[self._count :]) if asked.logprobs else ())
+                self._text, self._count, self._called = self._text + new, len(self.drawn), calls
+        return False
+
+    def _calls(self, token_ids: Sequence[int]) -> list[dict[str, Any]]:
+        return [] if self.asked.tool_choice == "none" else calls_of(self.renderer, token_ids)
+
+    def _lead(self, token_ids: Sequence[int]) -> str:
+        """Return the text before the first call."""
+        special = self.renderer.special
+        before = next((n for n, token in enumerate(token_ids) if token in special), len(token_ids))
+        return self._said(token_ids[:before]).text
+
+    def _up_to(self, token_ids: Sequence[int], letters: int) -> Sequence[int]:
+        """Return the tokens that have at most so many letters."""
+        count = bisect_left(range(len(token_ids)), letters + 1, key=lambda n: len(self._spelled(token_ids[: n + 1])))
+        return token_ids[:count]
+
+    def _said(self, token_ids: Sequence[int]) -> Said:
+        return self.renderer.parse([*token_ids, self.renderer.end])
+
+    def choice(self) -> tuple[Choice, bool]:
+        """Return the turn, and whether it is all that was written: a stop text hides itself and the rest."""
+        token_ids = self.token_ids
+        message, length = self._message(token_ids)
+        stop = self._stop(self._spelled(token_ids))
+        if not message["content"].startswith(self._text):  # a turn that is shown as a text because of what came later
+            bare = message["content"].lstrip()
+            message["content"] = bare if bare.startswith(self._text) else self._text
+        choice = Choice(
+            message=message,
+            lead=len(self._lead(token_ids)) if "tool_calls" in message else None,
+            written=len(token_ids[:length]),
+            cut=length is None and not self.renderer.stop.issuperset(token_ids[-1:] or [-1]),
+            stopped=self._spelled(token_ids)[slice(*stop[::-1])] if stop else "",
+            logprobs=self._logprobs(self.drawn[:length]) if self.asked.logprobs else None,
+            versions=[token.version for token in self.drawn[:length]],
+            turn=self._unreadable(token_ids) if length is None and self.asked.tools else None,
+        )
+        return choice, length is None
+
+    def _unreadable(self, token_ids: Sequence[int]) -> dict[str, Any] | None:
+        """Return a turn with an unreadable call as the renderer parses it; None for any other."""
+        parsed = self.renderer.parse(token_ids)
+        calls = [
+            {"id": written.id, "text": written.text, "error": str(written.call)}
+            if isinstance(written.call, ToolError)
+            else {"id": written.id, "name": written.call.name, "arguments": json.dumps(dict(written.call.arguments))}
+            for written in parsed.calls
+        ]
+        return {"text": parsed.text, "calls": calls} if any("error" in call for call in calls) else None
+
+    def tokens(self, logprobs: bool, routes: NDArray[Any] | None) -> Choice:
+        """Return the turn as tokens, as vLLM writes them."""
+        file = BytesIO()
+        if routes is not None:
+            np.save(file, routes[:-1])
+        return Choice(
+            message={},
+            written=len(self.drawn),
+            cut=not self.renderer.stop.issuperset(self.token_ids[-1:]),
+            logprobs=_logprobs(self.drawn, _numbered) if logprobs else None,
+            versions=[each.version for each in self.drawn],
+            token_ids=self.token_ids,
+            routes=None if routes is None else b64encode(file.getvalue()).decode(),
+        )
+
+    def _message(self, token_ids: Sequence[int]) -> tuple[dict[str, Any], int | None]:
+        """Return a turn as an endpoint's message. If it holds a stop text, the message ends before it, and the number of tokens
+        up to the end of the stop text is returned too."""
+        renderer, whole, length = self.renderer, self._spelled(token_ids), None
+        if stop := self._stop(whole):
+            end, at = stop
+            length = len(self._up_to(token_ids, end - 1)) + 1
+            whole, token_ids = whole[:at], self._up_to(token_ids, at)
+        parsed, calls = renderer.parse(token_ids), self._calls(token_ids)
+        offered = self.asked.tools and self.asked.tool_choice != "none"
+        if not calls and offered and isinstance(renderer, CompactRenderer):
+            calls = _foreign(parsed)
+        if calls:
+            return {"role": "assistant", "content": parsed.text, "tool_calls": calls}, length
+        if length is not None or renderer.stop.isdisjoint(token_ids[-1:]):
+            parsed = renderer.parse([*token_ids, renderer.end])
+        if length is not None and not parsed.calls:
+            parsed = renderer.parse(renderer.spell(whole))
+        return wire_of(Said(text=whole) if parsed.calls else parsed), length
+
+    def _stop(self, text: str) -> tuple[int, int] | None:
+        """Return the end and the beginning of the stop text that was complete first."""
+        found = [(place + len(stop), place) for stop in self.asked.stops if (place := text.find(stop)) >= 0]
+        return min(found, default=None)
+
+    def _spelled(self, token_ids: Sequence[int]) -> str:
+        plain = [token for token in token_ids if token not in self.renderer.stop]
+        return str(self.renderer.tokenizer.decode(plain, skip_special_tokens=False))
+
+    def _logprobs(self, drawn: Sequence[Drawn]) -> list[dict[str, Any]]:
+        return _logprobs([each for each in drawn if each.token not in self.renderer.stop], self._named)
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.renderer.tokenizer.decode([token], skip_special_tokens=False)
+        part = "\ufffd" in text  # a token of part of a character: the text does not tell its bytes
+        return {"token": text, "logprob": logprob, "bytes": None if part else list(text.encode())}
+
+
+class Continuation(Turn):
+    """A text while it is written: there are no calls in it."""
+
+    def _said(self, token_ids: Sequence[int]) -> Said:
+        return Said(text=self._spelled(token_ids))
+
+    def _calls(self, token_ids: Sequence[int]) -> list[dict[str, Any]]:
+        return []
+
+    def _message(self, token_ids: Sequence[int]) -> tuple[dict[str, Any], int | None]:
+        message, kept = super()._message([*token_ids, self.renderer.end])
+        whole, found = self._spelled(token_ids), self._stop(self._spelled(token_ids))
+        return {**message, "content": whole[: found[1]] if found else whole}, kept
+
+
+def calls_of(renderer: ChatRenderer, token_ids: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the calls of a turn, which need not have ended, in OpenAI's form: all up to the first that cannot be read, and what
+    is known of that one."""
+    made, calls = list[dict[str, Any]](), renderer.parse(token_ids).calls
+    if isinstance(renderer, CompactRenderer) and renderer.call in token_ids and renderer.end not in token_ids:
+        last = len(token_ids) - 1 - [*token_ids][::-1].index(renderer.call)  # what stands before it is complete
+        whole = renderer.parse([*token_ids[:last], renderer.end]).calls
+        calls = (*whole, *calls[len(whole) :])
+    for number, written in enumerate(calls):
+        call, shown = written.call, None
+        match renderer:
+            case KimiRenderer():
+                shown = _kimi(renderer, token_ids, number, isinstance(call, ToolCall))
+            case _ if isinstance(call, ToolCall):
+                shown = written.id, call.name, json.dumps(dict(call.arguments))
+            case QwenRenderer():
+                shown = _qwen(renderer, token_ids, number)
+            case CompactRenderer():
+                shown = _compact(renderer, token_ids, number)
+        made += [call_on_wire(*shown)] if shown else []
+        if shown is None or isinstance(call, ToolError):
+            break
+    return made
+
+
+def _pieces(renderer: ChatRenderer, token_ids: Sequence[int], number: int, opening: str) -> list[Piece]:
+    """Return what was written between the token that begins a call and that of the next one."""
+    places = [place for place, token in enumerate(token_ids) if token == renderer.ids[opening]]
+    [start, end] = [*places, *[len(token_ids)] * (number + 2)][number : number + 2]
+    return renderer.pieces(token_ids[start + 1 : end])
+
+
+def _kimi(renderer: KimiRenderer, token_ids: Sequence[int], number: int, done: bool) -> tuple[str, str, str] | None:
+    """Return a call with its arguments as the model wrote them, without a last brace if it is not `done`."""
+    match _pieces(renderer, token_ids, number, "<|tool_call_begin|>"):
+        case [str(id), mark, str(text), *_] if mark == renderer.ids[ARGUMENT] and (found := ID.fullmatch(id.strip())):
+            known = text if done else _beginning(text.rstrip("\ufffd")).rstrip().removesuffix("}")
+            return (id.strip(), found[1], known) if known else None
+    return None
+
+
+def _beginning(text: str) -> str:
+    """Return the part of a text with which a JSON object can begin."""
+
+    def wrong(size: int) -> bool:
+        with suppress(ValueError):
+            return not isinstance(from_json(text[:size], allow_partial=True), dict)
+        return bool(text[:size].strip())
+
+    return text if not wrong(len(text)) else text[: bisect_left(range(len(text)), True, key=wrong) - 1]
+
+
+def _qwen(renderer: QwenRenderer, token_ids: Sequence[int], number: int) -> tuple[str, str, str] | None:
+    """Return a call with its arguments so far. A string comes as it is written, any other value at its end."""
+    [piece, *_] = [*_pieces(renderer, token_ids, number, "<tool_call>"), ""]
+    body = piece.rstrip("\ufffd") if isinstance(piece, str) else ""
+    if (head := FUNCTION.match(body)) is None:
+        return None
+    schemas = renderer.parameters.get(head[1], {}).get("properties", {})
+    arguments, at, last = dict[str, Any](), head.end(), None
+    with suppress(ToolError):
+        while (match := PARAMETER.match(body, at)) and match[1] not in arguments:
+            arguments[match[1]] = read_value(match[2], kinds(schemas.get(match[1], {"type": "string"})))
+            at = match.end()
+        begun = _BEGUN.match(body, at)
+        if begun and begun[1] not in arguments and kinds(schemas.get(begun[1], {"type": "string"})) == {"string"}:
+            last = begun[1], _without_end(begun[2])
+    return f"call_{number}", head[1], _object(arguments, last)
+
+
+def _without_end(value: str) -> str:
+    """Return the part of a value of Qwen's format that is no part of its end."""
+    if (closed := _CLOSED.sub("", value)) != value:
+        return closed
+    ends = (tag[:size] for size in range(len(_CLOSING), 0, -1) for tag in (_CLOSING, _CLOSING[1:]))
+    return value.removesuffix(next((end for end in ends if value.endswith(end)), ""))
+
+
+def _compact(renderer: CompactRenderer, token_ids: Sequence[int], number: int) -> tuple[str, str, str] | None:
+    """Return a call with its arguments so far, once its first line has ended."""
+    texts = [""]
+    for piece in _pieces(renderer, [renderer.call, *token_ids], number, "<|call|>"):  # its cue begins a call
+        if piece == renderer.to:
+            texts.append("")
+        elif isinstance(piece, str):
+            texts[-1] += piece
+    form = renderer.words.get(texts[0].partition(" ")[0])
+    if len(texts) < 2 or form is None or (head := form.head.fullmatch(texts[0])) is None:
+        return None
+    names, arguments, last = (*form.short, *form.long), dict[str, Any](), None
+    known = [*head.groups(), *texts[1:-1]]
+    with suppress(ToolError):
+        for name, text in zip(names, known, strict=False):
+            arguments[name] = form.value(name, text)
+        if len(known) < len(names) and form.types.get(names[len(known)]) == "string":
+            last = names[len(known)], texts[-1].rstrip("\ufffd")
+    return f"call_{number}", form.tool, _object(arguments, last)
+
+
+def _foreign(parsed: Said) -> list[dict[str, Any]]:
+    """Return the call of a tool that was not offered, whose arguments the compact format cannot name."""
+    name = parsed.calls[0].text.partition(" ")[0].removesuffix("<|end|>") if parsed.calls else ""
+    return [call_on_wire(parsed.calls[0].id, name, "{")] if name.isidentifier() and name != DONE else []
+
+
+def _object(members: Mapping[str, Any], last: tuple[str, str] | None) -> str:
+    """Return the beginning of a JSON object, up to within the text of its last member."""
+    text = json.dumps(dict(members))[:-1]
+    if last is None:
+        return text
+    return f"{text}{', ' if members else ''}{json.dumps(last[0])}: {json.dumps(last[1])[:-1]}"
+
+
+def _numbered(token: int, logprob: float) -> dict[str, Any]:
+    return {"token": f"token_id:{token}", "logprob": logprob}
+
+
+def _logprobs(drawn: Sequence[Drawn], named: Callable[[int, float], dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**named(*each[:2]), "top_logprobs": [named(*other) for other in each.top]} for each in drawn]

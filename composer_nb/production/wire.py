@@ -1,0 +1,459 @@
+"""Chat requests and answers in OpenAI's form. A parameter is honoured or refused; none is ignored."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import from_json
+
+from composer_nb.harness.agent.chat import Message, Result, Said, User, Written
+from composer_nb.harness.agent.endpoint import call_on_wire, spoken
+from composer_nb.harness.tools.tool_call import ToolCall, ToolError
+from composer_nb.production.record import NAME
+
+Probability = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Named = Annotated[str, Field(pattern=f"^{NAME}$")]
+Zero = Annotated[float, Field(ge=0, le=0)]
+MOST_TOOL_BYTES, MOST_TOOLS_BYTES = 128 << 10, 1 << 20
+"""Maximum size of a tool, and of all tools of a request, as JSON: the check of a tool blocks all other requests."""
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class _Schema(BaseModel):
+    """What a JSON Schema must be for the formats to read it."""
+
+    type: str | list[str] = []
+    enum: list[Any] = []
+    anyOf: list[_Schema | bool] = []
+    oneOf: list[_Schema | bool] = []
+    allOf: list[_Schema | bool] = []
+    properties: dict[str, _Schema | bool] = {}
+    required: list[str] = []
+    defs: dict[str, _Schema | bool] = Field({}, alias="$defs")
+    definitions: dict[str, _Schema | bool] = {}
+
+
+class _Function(BaseModel):
+    name: str
+    description: str | None = None
+    parameters: _Schema = Field({}, validate_default=True)
+    strict: bool | None = None
+
+
+class _Tool(BaseModel):
+    type: Literal["function"]
+    function: _Function
+
+
+class _Name(Strict):
+    name: Annotated[str, Field(min_length=1)]
+
+
+class _Chosen(Strict):
+    type: Literal["function"]
+    function: _Name
+
+
+class _Drawn(Strict):
+    """Parameters of requests for text, whether it follows messages or text."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Probability | None = None
+    top_k: Count | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stream: bool | None = None
+    stream_options: dict[Literal["include_usage"], bool] | None = None
+    user: str | None = None
+    # Accepted with the values that change nothing.
+    frequency_penalty: Zero | None = None
+    presence_penalty: Zero | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+
+
+class Asked(_Drawn):
+    """The body of a request. Parameters that it does not name are refused."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _Chosen | None = None
+    parallel_tool_calls: bool | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    rollout: Named | None = None
+    """Name of the rollout that the conversation belongs to, for a server that records."""
+    # Accepted with the values that change nothing.
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    store: Literal[False] | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    @field_validator("tools")
+    @classmethod
+    def _tools(cls, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        sizes = [len(json.dumps(tool)) for tool in tools or ()]
+        if sum(sizes) > MOST_TOOLS_BYTES or max(sizes, default=0) > MOST_TOOL_BYTES:
+            raise ValueError(f"at most {MOST_TOOL_BYTES} bytes each and {MOST_TOOLS_BYTES} in all, not {sum(sizes)}")
+        for tool in tools or ():  # one by one, so that other threads run in between
+            _Tool.model_validate(tool)
+        return tools  # as the client ordered them: the model reads them so
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice not in ("auto", "none", None)
+
+    @property
+    def tool(self) -> str | None:
+        """Name of the one tool that must be called."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, _Chosen) else None
+
+    @property
+    def stops(self) -> list[str]:
+        found = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [text for text in found if text]
+
+
+class Sampling(Strict):
+    """Settings of sampling of a `Generate`, by vLLM's names."""
+
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Probability = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    seed: int | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """Log-probabilities of the drawn tokens, and of so many of the most probable ones."""
+
+
+class Generate(Strict):
+    """The body of a request for tokens that follow tokens."""
+
+    prompt_token_ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
+    model: str | None = None
+    sampling_params: Sampling = Sampling()
+    return_routed_experts: bool = False
+    stream: Literal[False] = False
+
+
+class Complete(_Drawn):
+    """The body of a request for text that follows text or tokens."""
+
+    prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    max_tokens: Annotated[Count, BeforeValidator(lambda given: 16 if given is None else given)] = 16
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    # Accepted with the values that change nothing.
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
+    echo: Literal[False] | None = None
+    suffix: None = None
+
+    @property
+    def asked(self) -> Asked:
+        """Its sampling as that of a conversation."""
+        known = self.model_dump(include={"max_tokens", *_Drawn.model_fields})
+        return Asked(messages=[{}], logprobs=self.logprobs is not None, top_logprobs=self.logprobs, **known)
+
+
+class Refused(ValueError):
+    """A request that is answered with an error."""
+
+    def __init__(
+        self, message: str, status: int = 400, code: str = "invalid_value", param: str | None = None, **headers: str
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.headers = status, code, param, headers
+
+
+class TooLong(Refused):
+    """A conversation without room for an answer, in the words by which clients such as litellm tell it from other errors."""
+
+    def __init__(self, context: int, read: int, param: str) -> None:
+        """`context`: maximum tokens of a conversation; `read`: those of this one, or at least so many."""
+        problem = f"This model's maximum context length is {context} tokens. However, your messages resulted in {read} tokens."
+        super().__init__(f"{param}: {problem} Shorten the conversation.", code="context_length_exceeded", param=param)
+        self.anthropic = f"prompt is too long: {read} tokens > {context} maximum"
+
+
+AnyAsked = Asked | Generate | Complete
+Logprobs = Sequence[Mapping[str, Any]]
+"""Log-probabilities of tokens, in OpenAI's form."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A turn on the wire."""
+
+    message: Mapping[str, Any]
+    written: int
+    """Tokens."""
+    lead: int | None = None
+    """Letters of its text before the first call; None: all."""
+    cut: bool = False
+    """The turn was cut off by a limit of tokens."""
+    logprobs: Logprobs | None = None
+    """Log-probability of each written token."""
+    versions: Sequence[int] = ()
+    """Policy version of each token."""
+    token_ids: Sequence[int] = ()
+    """For a `Generate`."""
+    stopped: str = ""
+    """The stop text that ended it."""
+    turn: Mapping[str, Any] | None = None
+    """Text and calls of a turn with an unreadable call: each has its id, and `error` or name and arguments. An agent that answers
+    these calls by their ids continues as it would beside the engine."""
+    rollout: str = ""
+    """Name of its rollout, on a server that records."""
+    routes: str | None = None
+    """Experts [T - 1, L, K] of all tokens read and written but the last, as a .npy file in base64."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """The answer to a request: its choices, and the tokens that were read for it."""
+
+    choices: Sequence[Choice]
+    read: int
+
+
+Body = TypeVar("Body", bound=BaseModel)
+Calls = Sequence[Mapping[str, Any]]
+Told = Callable[[int, str, Calls, Logprobs], None]
+"""Takes what is known of an unfinished answer: number of a choice, next part of its text, its calls so far, and the next part of
+its log-probabilities."""
+
+
+def read_request(body: bytes, kind: type[Body]) -> Body:
+    """Return the body of a request. Raises Refused, which names the first parameter that is wrong."""
+    try:
+        asked = kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        names = [str(part) for part in first["loc"]]
+        unknown = first["type"] == "extra_forbidden"
+        why = "this server does not support it" if unknown else first["msg"]
+        code = "unsupported_parameter" if unknown else "invalid_value"
+        param = names[0] if names else None
+        raise Refused(f"{'.'.join(names) or 'the body'}: {why}", code=code, param=param) from None
+    if isinstance(asked, Asked) and asked.top_logprobs and not asked.logprobs:
+        raise Refused("top_logprobs: only beside logprobs=true", param="top_logprobs")
+    return asked
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return the content of a message, which may come in parts. Raises ValueError if it is not text."""
+    content = message.get("content") or ""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("messages: a content must be text, or parts that are texts")
+    whole = "".join(map(str, texts))
+    if any("\ud800" <= letter <= "\udfff" for letter in whole):
+        raise ValueError("messages: a content holds half of a surrogate pair, which is not a character")
+    return whole
+
+
+def messages_of(wire: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Return a conversation in canonical form, without system texts. Raises ValueError for an invalid message."""
+    messages: list[Message] = []
+    for held in wire:
+        match held:
+            case {"role": "system" | "developer"}:
+                pass
+            case {"role": "user", "content": str() | list()}:
+                messages.append(User(text=text_of(held)))
+            case {"role": "tool", "tool_call_id": str(name), "content": str() | list()}:
+                messages.append(Result(id=name, text=text_of(held)))
+            case {"role": "assistant"}:
+                said, calls = spoken(held)
+                pairs = zip(said.get("tool_calls", ()), calls, strict=True)
+                written = tuple(Written(id=told["id"], call=_read(told, call)) for told, call in pairs)
+                messages.append(Said(text=said["content"], calls=written))
+            case _:
+                raise ValueError(f"messages: this is not a message: {json.dumps(held)[:200]}")
+    return messages
+
+
+def _read(told: Mapping[str, Any], call: ToolCall | ToolError) -> ToolCall | ToolError:
+    """Return a call that was cut off or could not be read with the arguments that it has."""
+    name, text = told["function"]["name"], told["function"]["arguments"]
+    return call if isinstance(call, ToolCall) or not name else ToolCall(name=name, arguments=arguments_of(text))
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """Return what can be read of an object that need not be complete, as Anthropic's client does."""
+    try:
+        known = from_json(text, allow_partial=True)
+    except ValueError:
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def wire_of(said: Said) -> dict[str, Any]:
+    """Return a turn as an endpoint's message."""
+    calls = []
+    for written in said.calls:
+        if isinstance(written.call, ToolCall):
+            calls.append(call_on_wire(written.id, written.call.name, json.dumps(dict(written.call.arguments))))
+    return {"role": "assistant", "content": said.text} | ({"tool_calls": calls} if calls else {})
+
+
+def generated(done: Answered, model: str) -> dict[str, Any]:
+    """Return the answer to a `Generate`, in vLLM's form."""
+    choices = [
+        {
+            **_choice(number, choice, "length" if choice.cut else "stop"),
+            "token_ids": list(choice.token_ids),
+            "policy_versions": list(choice.versions),
+            **({} if choice.routes is None else {"routed_experts": choice.routes}),
+        }
+        for number, choice in enumerate(done.choices)
+    ]
+    head = {"id": f"gen-{uuid.uuid4().hex}", "model": model, "system_fingerprint": _fingerprint(done)}
+    return {**head, "choices": choices, "usage": _usage(done)}
+
+
+class Reply:
+    """Writes the answer to one request: whole, or as the chunks of a stream."""
+
+    kind = "chat.completion"
+
+    def __init__(self, asked: Asked, model: str, body: Complete | None = None) -> None:
+        """`body`: what is asked for, where it is no conversation."""
+        self.asked, self.body = asked, body or asked
+        self._head: dict[str, Any] = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._sent: dict[int, tuple[int, int]] = {}
+        """Letters and log-probabilities of each choice sent so far."""
+        self._called: dict[tuple[int, int], int] = {}
+        """Letters of the arguments of each call sent so far, by the numbers of its choice and its own."""
+
+    def whole(self, done: Answered) -> dict[str, Any]:
+        choices = [self._whole(number, choice) for number, choice in enumerate(done.choices)]
+        self._head["system_fingerprint"] = _fingerprint(done)
+        return {**self._head, "object": self.kind, "choices": choices, "usage": _usage(done)}
+
+    def part(self, number: int, text: str, calls: Calls, logprobs: Logprobs) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of a part of an answer."""
+        letters, tokens = self._sent.get(number, (0, 0))
+        if text or logprobs or number not in self._sent:
+            role = {} if number in self._sent else {"role": "assistant"}
+            self._sent[number] = letters + len(text), tokens + len(logprobs)
+            yield self._chunk(number, {**role, "content": text}, logprobs=_logprobs(logprobs) if logprobs else None)
+        for place, call in enumerate(shown(calls, self.asked)):
+            sent, arguments = self._called.get((number, place)), call["function"]["arguments"]
+            if sent is None:
+                named = {**call, "function": {**call["function"], "arguments": ""}}
+                yield self._chunk(number, {"tool_calls": [{"index": place, **named}]})
+            if more := arguments[sent or 0 :]:
+                yield self._chunk(number, {"tool_calls": [{"index": place, "function": {"arguments": more}}]})
+            self._called[number, place] = len(arguments)
+
+    def rest(self, done: Answered) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of all that was not sent yet."""
+        self._head["system_fingerprint"] = _fingerprint(done)
+        for number, choice in enumerate(done.choices):
+            message, (letters, tokens) = self._message(choice), self._sent.get(number, (0, 0))
+            text, logprobs = message["content"][letters:], (choice.logprobs or ())[tokens:]
+            yield from self.part(number, text, message.get("tool_calls", ()), logprobs)
+            yield self._chunk(number, {}, finish_reason=self._reason(choice), **spoke(choice))
+        if self._counted:
+            yield {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": _usage(done)}
+
+    @property
+    def _counted(self) -> bool:
+        return bool((self.asked.stream_options or {}).get("include_usage"))
+
+    def _chunk(self, number: int, delta: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+        choice = {"index": number, "delta": delta, "logprobs": None, "finish_reason": None, **more}
+        counted = {"usage": None} if self._counted else {}
+        return {**self._head, "object": "chat.completion.chunk", "choices": [choice], **counted}
+
+    def _whole(self, number: int, choice: Choice) -> dict[str, Any]:
+        turn = {} if choice.turn is None else {"turn": choice.turn}
+        return {**_choice(number, choice, self._reason(choice)), "message": self._message(choice), **turn}
+
+    def _message(self, choice: Choice) -> dict[str, Any]:
+        calls = shown(choice.message.get("tool_calls", ()), self.asked)
+        return {**choice.message, **({"tool_calls": calls} if calls else {})}
+
+    def _reason(self, choice: Choice) -> str:
+        return "length" if choice.cut else "tool_calls" if "tool_calls" in choice.message else "stop"
+
+
+class CompletionReply(Reply):
+    """Writes the answer to a `Complete`."""
+
+    kind = "text_completion"
+
+    def _whole(self, number: int, choice: Choice) -> dict[str, Any]:
+        text = choice.message["content"]
+        return self._text(number, text, self._reason(choice), choice.logprobs) | spoke(choice)
+
+    def _chunk(self, number: int, delta: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+        told = (more.get("logprobs") or {}).get("content")
+        choice = self._text(number, delta.get("content", ""), more.get("finish_reason"), told)
+        return {**self._head, "object": self.kind, "choices": [choice]}
+
+    def _text(self, number: int, text: str, reason: str | None, told: Logprobs | None) -> dict[str, Any]:
+        logprobs = told and {
+            "tokens": [each["token"] for each in told],
+            "token_logprobs": [each["logprob"] for each in told],
+            "top_logprobs": [{top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in told],
+        }
+        return {"index": number, "text": text, "logprobs": logprobs or None, "finish_reason": reason}
+
+
+def shown(calls: Calls, asked: Asked) -> Calls:
+    """Return the calls that a client wants to see."""
+    return calls[:1] if asked.parallel_tool_calls is False else calls
+
+
+def _choice(number: int, choice: Choice, reason: str) -> dict[str, Any]:
+    logprobs = None if choice.logprobs is None else _logprobs(choice.logprobs)
+    return {"index": number, "finish_reason": reason, "logprobs": logprobs, **spoke(choice)}
+
+
+def spoke(choice: Choice) -> dict[str, Any]:
+    """Return the policy version of the last token, and which versions wrote which tokens, in vLLM's form."""
+    named = {"rollout": choice.rollout} if choice.rollout else {}
+    if not choice.versions:
+        return named
+    spans, end = list[dict[str, int]](), 0
+    for version, same in groupby(choice.versions):
+        start, end = end, end + len([*same])
+        spans.append({"version": version, "start": start, "end": end})
+    return {**named, "policy_version": choice.versions[-1], "weight_versions": spans}
+
+
+def _fingerprint(done: Answered) -> str | None:
+    """Return the newest version that spoke."""
+    newest = max((version for choice in done.choices for version in choice.versions), default=-1)
+    return f"v{newest}" if newest >= 0 else None
+
+
+def _logprobs(found: Logprobs) -> dict[str, Any]:
+    return {"content": list(found), "refusal": None}
+
+
+def _usage(done: Answered) -> dict[str, int]:
+    written = sum(choice.written for choice in done.choices)
+    return {"prompt_tokens": done.read, "completion_tokens": written, "total_tokens": done.read + written}

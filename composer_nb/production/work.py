@@ -1,0 +1,222 @@
+"""The result of an agent on a user's repository: kept in a folder until the user accepts or rejects it, and after."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from composer_nb.harness.agent.loop import Conversation, system_text
+from composer_nb.harness.carry import EXECUTABLE, PLAIN, Blob
+from composer_nb.harness.files import write_atomic
+from composer_nb.harness.grading.grade import Attempt, Grade
+from composer_nb.harness.rollout import Segment
+from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.store import save_attempts
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.session import Session, shown
+from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.harness.tools.workspace import Indexes
+from composer_nb.harness.untrusted import HISTORY, json_of, parquet, visible
+from composer_nb.production.accept import Conflict, accept
+from composer_nb.production.checkout import Checkout
+from composer_nb.production.diff import Changes, patch
+
+Verdict = Literal["accepted", "rejected", "open"]
+DIFF, CHANGES = "changes.diff", "changes.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The result of an agent on a user's repository, kept in the folder `path`."""
+
+    path: Path
+    source: Checkout
+    conversation: Conversation
+    changes: Changes
+    others: frozenset[str] = frozenset()
+    """Paths that cannot come back: links, devices, protected names."""
+    lost: str = ""
+    """Reason why its files could not be carried out of the sandbox; then there are no changes."""
+
+    @property
+    def patch(self) -> bytes:
+        """The changes as a patch of the repository as the agent got it."""
+        return self._patch(whole=True)
+
+    @property
+    def diff(self) -> str:
+        """The patch for reading: binary files are described. Bytes that are not UTF-8 are lone surrogates."""
+        return self._patch(whole=False).decode("utf-8", "surrogateescape")
+
+    def _patch(self, whole: bool) -> bytes:
+        before = {path: blob for path in self.changes if (blob := self.source.blob(path)) is not None}
+        return patch(before, self.changes, whole)
+
+    def accept(self) -> None:
+        """Write the changes into the repository. Raises Conflict or OSError, and then nothing is written; ValueError if a verdict
+        was given before, or nothing was changed."""
+        give_verdict(self.path, "accepted", self.source.root)
+
+    def reject(self) -> None:
+        """Note that the changes are rejected. Raises ValueError if a verdict was given before."""
+        give_verdict(self.path, "rejected")
+
+
+def tools_for(name: str) -> ToolSet:
+    """Return the tools of this name (`ToolSet.named`) for an agent in the product. Raises ValueError for those of an environment
+    of your own: the file of a checkpoint makes nobody import a module."""
+    if ":" in name:
+        raise ValueError(f"the checkpoint was trained with the tools of {name}, which only its training has")
+    return ToolSet.named(name, Indexes())
+
+
+@contextmanager
+def open_session(
+    source: Checkout, tools: ToolSet, backend: Backend, image: str = "", packages: Mapping[str, bytes] | None = None
+) -> Iterator[tuple[Session, str]]:
+    """Open an agent's session in a new sandbox with a copy of a user's repository; with the system text that it is told."""
+    with source.start(backend, image, packages) as box:
+        session = tools.open(box)
+        yield session, system_text(session.root)
+
+
+def give_verdict(
+    path: Path, verdict: Literal["accepted", "rejected"], repository: Path | None = None
+) -> tuple[Path, int]:
+    """Carry out the verdict on the result that is kept in `path`, and note it.
+
+    A result names its repository, and whoever sent it may have written that name. It must be `repository`, by default the current
+    folder or the checkout around it. Returns the repository and the number of files changed in it. Raises Conflict, which names
+    the diff, or OSError, and then nothing is written; FileNotFoundError where no result is kept; ValueError if a verdict was
+    given before, if nothing was changed, or if it is for another repository.
+    """
+    if not (path / CHANGES).is_file():
+        raise FileNotFoundError(f"{path}: no agent's work is kept here; give the folder that `composer-nb agent` named")
+    if (earlier := _told(path).get("verdict")) != "open":
+        raise ValueError(f"{path}: was {visible(str(earlier)[:80])} before; a verdict is given once")
+    root, before, changes = _kept(path)
+    if verdict == "accepted":
+        _check_kept(path, root, before, changes)
+        _check_repository(path, root, repository)
+        if not changes:
+            raise ValueError(f"{path}: nothing was changed, so there is nothing to accept")
+        try:
+            accept(root, before, changes)
+        except Conflict as error:
+            raise Conflict(f"{error}; the diff is {path.resolve() / DIFF}") from None
+    _write_verdict(path, verdict)
+    return root, len(changes) if verdict == "accepted" else 0
+
+
+def accepted(path: Path) -> tuple[str, str, dict[str, Blob], Changes] | None:
+    """Return of the result that is kept in `path` the time of its acceptance, the request, and the changed files before and
+    after; None if it was not accepted. Raises OSError for what is missing, ValueError for what is damaged."""
+    verdict = _told(path)
+    if verdict.get("verdict") != "accepted":
+        return None
+    file, (_, before, changes) = path / "rollout.parquet", _kept(path)
+    try:
+        [request] = pq.read_table(parquet(file), columns=["instruction"])["instruction"].to_pylist()
+    except (pa.ArrowException, ValueError) as error:
+        raise ValueError(f"{file}: damaged ({error!r:.200})") from None
+    return str(verdict.get("time")), str(request), before, changes
+
+
+def _told(path: Path) -> dict[str, Any]:
+    told = json_of((path / "verdict.json").read_text(encoding="utf-8"))
+    return told if isinstance(told, dict) else {}
+
+
+def _kept(path: Path) -> tuple[Path, dict[str, Blob], Changes]:
+    try:
+        return _unpack(json_of((path / CHANGES).read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path / CHANGES}: damaged ({error!r:.200})") from None
+
+
+def _check_kept(path: Path, root: Path, before: Mapping[str, Blob], changes: Changes) -> None:
+    """Raise ValueError for changes that would go into a repository's history or below a relative path, or that the diff does not
+    show. A change to what is there already is not shown, but could remove folders."""
+    if not root.is_absolute() or any(part.casefold() in HISTORY for part in (*root.parts, *root.resolve().parts)):
+        raise ValueError(f"{path / CHANGES}: {visible(str(root))} is no repository's folder; nothing was written")
+    unshown = any(before.get(name) == blob for name, blob in changes.items())
+    if unshown or patch(before, changes) != (path / DIFF).read_bytes():
+        raise ValueError(f"{path}: {CHANGES} is not what {DIFF} shows; nothing was written")
+
+
+def _check_repository(path: Path, root: Path, repository: Path | None) -> None:
+    """Raise ValueError if a result belongs to another repository than the user named; a diff shows relative paths only."""
+    here = Path.cwd()
+    checkout = next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
+    places = {here.resolve(), checkout.resolve()} if repository is None else {repository.resolve()}
+    if root.resolve() not in places:
+        raise ValueError(
+            f"{path}: its changes are for {visible(str(root))}; nothing was written. If you want them there, add --repository "
+            f"{visible(shlex.quote(str(root)))}"
+        )
+
+
+def _pack(work: Work) -> dict[str, Any]:
+    """Return what `accept` needs: the repository, and each changed file before and after."""
+
+    def packed(blob: Blob | None) -> dict[str, str] | None:
+        return None if blob is None else {"mode": blob.mode, "data": base64.b64encode(blob.data).decode()}
+
+    changes = {path: [packed(work.source.blob(path)), packed(blob)] for path, blob in work.changes.items()}
+    return {"repository": os.fspath(work.source.root.resolve()), "changes": changes}
+
+
+def _unpack(held: Mapping[str, Any]) -> tuple[Path, dict[str, Blob], Changes]:
+    """Return the repository, its changed files as the agent saw them, and the changes: the inverse of `_pack`."""
+
+    def unpacked(blob: Mapping[str, Any] | None) -> Blob | None:
+        if blob is not None and blob["mode"] not in (PLAIN, EXECUTABLE):
+            raise ValueError(f"mode {blob['mode']!r}")
+        return None if blob is None else Blob(data=base64.b64decode(blob["data"]), mode=blob["mode"])
+
+    changes = {path: (unpacked(old), unpacked(new)) for path, (old, new) in held["changes"].items()}
+    before = {path: old for path, (old, _) in changes.items() if old is not None}
+    return Path(held["repository"]), before, {path: new for path, (_, new) in changes.items()}
+
+
+def keep(work: Work, instruction: str, segments: tuple[Segment, ...], policy: str) -> None:
+    """Make the folder of a result and write it there, with an open verdict."""
+    done, name = work.conversation, shown(work.source.root.name)
+    work.path.mkdir(parents=True)
+    if work.path.resolve().is_relative_to(work.source.root.resolve()):
+        # The folder lies in the repository but is not part of it.
+        (work.path / ".gitignore").write_text("*\n", encoding="utf-8")
+    before = {path: data.decode("utf-8", "surrogateescape") for path, data in work.source.files.items()}
+    after = dict(before)
+    for path, blob in work.changes.items():
+        after.pop(path, None)
+        if blob is not None:
+            after[path] = blob.data.decode("utf-8", "surrogateescape")
+    rollout = done.rollout(name, segments, after, before)
+    changed = {path: before[path] for path in work.changes if path in before}
+    # Not a task that would pass the checks of one: storing needs its name and files alone.
+    task = Task.model_construct(id=name, instruction=instruction, files=before)
+    save_attempts(
+        work.path / "rollout.parquet",
+        [Attempt(task=task, rollout=rollout, grade=Grade(status="ungraded"))],
+        {"instruction": [instruction], "policy": [shown(policy)], "before": [json.dumps(changed)]},
+    )
+    (work.path / DIFF).write_bytes(work.patch)
+    write_atomic(work.path / CHANGES, json.dumps(_pack(work)))
+    _write_verdict(work.path, "open")
+
+
+def _write_verdict(path: Path, verdict: Verdict) -> None:
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    write_atomic(path / "verdict.json", json.dumps({"verdict": verdict, "time": when}))

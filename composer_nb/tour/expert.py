@@ -1,0 +1,428 @@
+"""A scripted expert that repairs tasks in the real harness, with mistakes at a given rate, and the policy that plays scripts.
+
+Scripts know the solution, and their rollouts become demonstrations. They act only through tools, so that a demonstration looks
+token for token like the rollout of a model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from shlex import quote
+
+from composer_nb.harness.agent.chat import ChatRenderer, Message, Said
+from composer_nb.harness.agent.scripts import turn
+from composer_nb.harness.agent.turns import Script as ChatScript
+from composer_nb.harness.policy import Completion, Request, Trace, first_segment
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.tool_call import ToolCall, call
+from composer_nb.tour.miniatures import ENUMERABLE
+from composer_nb.tour.repairs import bugs, home_of, neighbours, split_at
+
+Script = Generator[Said, str, None]
+"""Yields turns, and is sent the text of the last observation of each."""
+
+
+def one(each: ToolCall) -> Said:
+    """Return a turn of one call."""
+    return turn([each])
+
+
+_TEST_CALL, _UNDO, _LINT = call("run_tests"), call("undo"), call("read_lints")
+_TEST = one(_TEST_CALL)
+
+
+def expert(task: Task, rng: Random, mistake_rate: float) -> Script:
+    """Read, edit, test (in 7 of 10 tasks), finish; or, at the given rate, a mistake first.
+
+    Two of three mistakes are of place: the expert rewrites a correct line, the tool says that nothing changed, and it looks
+    elsewhere. The others are of substance: a random change of the program, or a wrong fix of the right line. The tests find
+    these, and then the expert gives up one time in four. After a mistake there may be another, up to three; then the expert
+    fixes the program and tests it. Raises ValueError for a task that is not solved by changing lines of one file.
+    """
+    path = min(task.solution, default="")
+    now, wanted = task.files.get(path, "").rstrip("\n"), task.solution.get(path, "").rstrip("\n")
+    if not changes_lines(task):
+        raise ValueError(f"task {task.id}: the expert changes lines of one file; the solution changes something else")
+    yield one(call("read_file", path=path))
+    tried: list[int] = []
+    passed = gives_up = False
+    while not passed and not gives_up and len(tried) < 3 and rng.random() < mistake_rate:
+        edit, now = _mistake(path, now, wanted, rng, tried)
+        tried.append(edit.arguments["line"] - 1)
+        if (yield one(edit)) == "same":
+            continue
+        passed = (yield _TEST).startswith("pass")
+        gives_up = not passed and rng.random() < 0.25
+    if not passed and not gives_up:
+        while now != wanted:
+            place = _first_difference(now, wanted)
+            edit, now = _edit(path, now, place, wanted.split("\n")[place])
+            yield one(edit)
+        if tried or rng.random() < 0.7:
+            yield _TEST
+    yield TINY.finish
+
+
+TRIES = 6
+"""Edits that a searcher tries, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verbs:
+    """What a searcher does, as calls of a set of tools."""
+
+    test: ToolCall
+    find: Callable[[str], ToolCall]
+    """By the name of a function."""
+    read: Callable[[str], ToolCall]
+    """By path."""
+    change: Callable[[str, str, str], ToolCall]
+    """By path, old text and new text."""
+    finish: Said
+    undo: Callable[[str], ToolCall] | None = None
+    """By path. Without it an edit is taken back by another one."""
+
+
+TINY = Verbs(
+    test=_TEST_CALL,
+    find=lambda name: call("grep", pattern=f"def {name}"),
+    read=lambda path: call("read_file", path=path),
+    change=lambda path, old, new: call("substitute", path=path, old=old, new=new),
+    undo=lambda path: _UNDO,
+    finish=one(call("finish")),
+)
+
+
+def _in_terminal(command: str) -> ToolCall:
+    return call("run_terminal_cmd", command=command, is_background=False, timeout_ms=5000)
+
+
+PRODUCT = Verbs(
+    test=_in_terminal("python -m pytest -q -x --tb=short -rN"),
+    find=TINY.find,
+    read=lambda path: call("read_file", target_file=path),
+    change=lambda path, old, new: call("search_replace", file_path=path, old_string=old, new_string=new),
+    undo=lambda path: _in_terminal(f"git checkout -q -- {quote(path)}"),
+    finish=turn([], "I made the tests pass."),
+)
+
+
+def searches(tools: Collection[str]) -> Verbs | None:
+    """Return how a searcher works with the tools of these names; None where it cannot."""
+    if "finish" in tools:
+        return TINY if "undo" in tools else replace(TINY, undo=None)
+    return PRODUCT if {"run_terminal_cmd", "grep", "read_file", "search_replace"} <= {*tools} else None
+
+
+def searcher(task: Task, rng: Random, verbs: Verbs = TINY) -> Script:
+    """Test, search the function that failed, read its module; then try single changes of it, each with a test in the same turn,
+    undone if the test fails, until one passes.
+
+    The right change comes at a random place between the first and the last try, as if it were not known and the changes were
+    drawn without repeats. Every try is one to learn from. Where the instruction says what the function should do, the first is
+    right.
+
+    A gap is filled, and a lint removed, at the first try, with the tools of tiny models. Raises ValueError for a bug that is
+    undone by no single change."""
+    if "kind" in task.metadata:
+        yield from (_write_test if task.metadata["kind"] == "tests" else _mend)(task)
+        return
+    [right] = task.solution.values()
+    path, texts = yield from _look(task, verbs)
+    if (answer := right.rstrip("\n")) not in texts:
+        raise ValueError(f"task {task.id}: its solution is no single change of the function whose test fails")
+    count = 0 if ":" in task.instruction else rng.randrange(TRIES)
+    wrong = [text for text in rng.sample(texts, len(texts)) if text != answer]
+    yield from _try(path, task.files[path], [*wrong[:count], answer], verbs)
+
+
+def _mend(task: Task) -> Script:
+    """Look at what fails or is found, read the module of the function, write the lines that differ and check them."""
+    [(path, right)] = task.solution.items()
+    check = _LINT if task.metadata["kind"] == "lint" else _TEST_CALL
+    yield one(check)
+    yield one(TINY.find(task.metadata["function"]))
+    yield one(TINY.read(path))
+    yield turn([_replace(path, task.files[path], right), check, *[_TEST_CALL] * (check == _LINT)])
+    yield TINY.finish
+
+
+def _write_test(task: Task) -> Script:
+    """Read the function and its tests, add one that wants what another wants, and write what the function gave instead."""
+    [(path, right)] = task.solution.items()
+    name, now = task.metadata["function"], task.files[path]
+    yield one(TINY.find(name))
+    yield turn([TINY.read(each) for each in (home_of(name, task.files), path)])
+    guess = re.sub(" == .*", now[now.rindex(" == ") :].rstrip("\n"), right, count=1)
+    yield turn([_replace(path, now, guess), _TEST_CALL])
+    if guess != right:
+        yield turn([_replace(path, guess, right), _TEST_CALL])
+    yield TINY.finish
+
+
+def _replace(path: str, now: str, wanted: str) -> ToolCall:
+    """Return the call that writes the lines of a file that differ, with as many others as make them unique."""
+    old, new = now.split("\n"), wanted.split("\n")
+    shorter, after = min(len(old), len(new)), 0
+    first = next((n for n in range(shorter) if old[n] != new[n]), shorter)
+    while after < shorter - first and old[-1 - after] == new[-1 - after]:
+        after += 1
+    if first in (len(old) - after, len(new) - after):  # lines that come or go are named with the one after them
+        after -= 1
+    while now.count("\n".join(old[first : len(old) - after])) > 1:
+        first -= 1
+    before, text = ("\n".join(lines[first : len(lines) - after]) for lines in (old, new))
+    return TINY.change(path, before, text)
+
+
+def blind(task: Task, rng: Random) -> Script:
+    """Do as `searcher` does without knowing the answer: try every single change of the function that failed, in a random order,
+    until the tests pass or the rollout is over. What a policy finds beyond this it has learnt."""
+    path, texts = yield from _look(task, TINY)
+    yield from _try(path, task.files[path], rng.sample(texts, len(texts)), TINY)
+
+
+def _look(task: Task, verbs: Verbs) -> Generator[Said, str, tuple[str, list[str]]]:
+    """Test, search the function that failed, and read its module. Returns the module's path, and its texts with the function
+    changed in one place. Raises ValueError if no failed test names a function."""
+    failed = yield one(verbs.test)
+    if (called := re.search(r"(?::|assert) (\w+)\(", failed)) is None:
+        raise ValueError(f"task {task.id}: no failed test names a function: {failed}")
+    yield one(verbs.find(called[1]))
+    path = home_of(called[1], task.files)
+    yield one(verbs.read(path))
+    start, code, end = split_at(task.files[path].rstrip("\n"), called[1])
+    return path, list(dict.fromkeys(start + text + end for _, text in neighbours(code, ENUMERABLE)))
+
+
+def _try(path: str, now: str, texts: Sequence[str], verbs: Verbs) -> Script:
+    """Try texts of a module, each with a test in the same turn, undone if the test fails, until one passes; then finish."""
+    now, back = now.rstrip("\n"), list[ToolCall]()
+    for text in texts:
+        seen = yield turn([*back, verbs.change(path, *substitution(now, text)), verbs.test])
+        if "pass" in seen and "fail" not in seen:
+            break
+        back = [verbs.undo(path) if verbs.undo else verbs.change(path, *substitution(text, now))]
+    yield verbs.finish
+
+
+_PARTS = re.compile(r"\n| ?\w+| ?[^\w\s]+|\s")
+
+
+def substitution(now: str, wanted: str) -> tuple[str, str]:
+    """Return the texts whose exchange makes `wanted` of `now`, which differ in one place: the operator that changes, with the
+    words on both sides of it, and as many parts before them as make it unique in the file. A model finds its place by copying the
+    words."""
+    old, new = _PARTS.findall(now), _PARTS.findall(wanted)
+    place = next(n for n, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1])
+    first = next((n for n in range(place - 1, -1, -1) if _ends_side(old[n])), place)
+    last = next((n for n in range(place + 1, len(old)) if _ends_side(old[n])), place)
+    while first and now.count("".join(old[first : last + 1])) > 1:
+        first -= 1
+    return "".join(old[first : last + 1]), "".join(new[first : last + 1])
+
+
+def _ends_side(part: str) -> bool:
+    """Return whether the side of an operator ends with this part: with a word."""
+    return part.strip().isidentifier() or part.strip().isdigit()
+
+
+def step_by_step(script: ChatScript) -> Script:
+    """Play a script of conversations with one call a turn."""
+    talk: list[Message] = []
+    while not talk or (isinstance(talk[-1], Said) and talk[-1].calls):
+        said = script(talk)
+        talk.append(said)
+        for each in [Said(calls=(written,)) for written in said.calls] or [said]:  # noqa: UP028
+            yield each  # `yield from` would send the answers to the list
+
+
+def changes_lines(task: Task) -> bool:
+    """Return whether the solution only changes lines of one file, without their indentation."""
+    [path, *more] = task.solution or [""]
+    if more or path not in task.files:
+        return False
+    now, wanted = task.files[path], task.solution[path]
+    return _indents(now.rstrip("\n")) == _indents(wanted.rstrip("\n"))
+
+
+def _indents(text: str) -> list[str]:
+    """Return the indentation of each line, which the tool keeps."""
+    return [line[: len(line) - len(line.lstrip())] for line in text.split("\n")]
+
+
+def _first_difference(now: str, wanted: str) -> int:
+    lines, right = now.split("\n"), wanted.split("\n")
+    return next(place for place in range(len(lines)) if lines[place] != right[place])
+
+
+def _mistake(path: str, now: str, wanted: str, rng: Random, tried: list[int]) -> tuple[ToolCall, str]:
+    """Return an edit that does not fix the program, and the program after it. A mistake of place is not made twice."""
+    lines, right = now.split("\n"), wanted.split("\n")
+    sound = [place for place in range(1, len(lines)) if lines[place] == right[place] and place not in tried]
+    if sound and rng.random() < 2 / 3:
+        place = rng.choice(sound)
+        return _edit(path, now, place, lines[place])
+    for _ in range(100):  # about every third draw is usable
+        drawn = bugs(now if rng.random() < 0.5 else wanted, rng)
+        if drawn is None or drawn[1] == wanted:
+            continue
+        wrong = drawn[1].split("\n")
+        places = [place for place in range(len(lines)) if lines[place] != wrong[place]]
+        if len(places) == 1:
+            return _edit(path, now, places[0], wrong[places[0]])
+    raise ValueError(f"{path}: found no mistake to make; the expert's mistakes are those of `repairs.bugs`")
+
+
+def _edit(path: str, now: str, place: int, line: str) -> tuple[ToolCall, str]:
+    """Return the call that writes `line` at `place` (from 0), and the program after it."""
+    lines = now.split("\n")
+    after = "\n".join([*lines[:place], line, *lines[place + 1 :]])
+    return call("edit_line", path=path, line=place + 1, text=line.strip()), after
+
+
+def digest(log: Sequence[tuple[Said, str]]) -> str:
+    """Return a summary of turns and of what answered each: what fails, what was tried and how that failed, and what is left."""
+    failing, lines, left = "", list[str](), "test"
+    for said, seen in log:
+        calls = [written.call for written in said.calls]
+        edits = [each for each in calls if isinstance(each, ToolCall) and each.name in _EDITS]
+        if not edits and seen.startswith("fail"):
+            failing = seen
+        for edit in edits:
+            lines.append(f"tried {' > '.join(str(edit.arguments[name]) for name in _EDITS[edit.name])}: {seen[:40]}")
+            left = "finish" if seen.startswith("pass") else "undo, then change something else"
+    return "\n".join([*([failing] if failing else []), *lines, f"left: {left}"])
+
+
+_EDITS = {"edit_line": ("line", "text"), "substitute": ("old", "new")}
+
+
+@dataclass(slots=True)
+class _Play:
+    """A script under way."""
+
+    script: Script
+    said: Said
+    """Its last message."""
+    seen: str = ""
+    """The observations that answered it."""
+    log: list[tuple[Said, str]] = field(default_factory=list)
+    reads: bool = False
+    """The policy reads a file of its own accord: the answer is not for the script."""
+
+    def look(self) -> Said | None:
+        """Return the last call that read a file, if there was one: a summary leaves out what it showed."""
+        calls = [written.call for said, _ in self.log for written in said.calls]
+        return next((one(c) for c in reversed(calls) if isinstance(c, ToolCall) and c.name == "read_file"), None)
+
+
+class WithoutModel:
+    """A policy that writes by rule what a model would sample. A rollout is answered at once and leaves no trace."""
+
+    def __init__(self, renderer: ChatRenderer, capacity: int = 256) -> None:
+        self.renderer, self.capacity = renderer, capacity
+        self._requests: list[Request] = []
+
+    def submit(self, request: Request) -> None:
+        self._requests.append(request)
+
+    def step(self) -> list[Completion]:
+        requests, self._requests = self._requests, []
+        return [self._answer(request) for request in sorted(requests, key=lambda request: request.rollout)]
+
+    def release(self, rollout: int) -> Trace:
+        self._requests = [request for request in self._requests if request.rollout != rollout]
+        return Trace()
+
+    def written(self, request: Request) -> list[int]:
+        """Return the turn that answers a request, which may be longer than it allows."""
+        raise NotImplementedError
+
+    def _answer(self, request: Request) -> Completion:
+        return unsampled(request.rollout, self.written(request)[: request.max_tokens])
+
+
+def unsampled(rollout: int, token_ids: Sequence[int]) -> Completion:
+    """Return a completion that no model wrote."""
+    size = len(token_ids)
+    return Completion(rollout=rollout, token_ids=list(token_ids), logprobs=[0.0] * size, policy_versions=[-1] * size)
+
+
+class ScriptedPolicy(WithoutModel):
+    """Plays one script a rollout. Deterministic, for tests and demonstrations without a model.
+
+    Where it is asked for a summary it writes a `digest`, and reads the file again that it read last. Raises ValueError when a
+    script ends before its agent does.
+    """
+
+    def __init__(
+        self, renderer: ChatRenderer, script: Callable[[int], Script], capacity: int = 256, chained: bool = False
+    ) -> None:
+        """`chained`: rollouts may have several segments, so a script is kept when a segment ends."""
+        super().__init__(renderer, capacity)
+        self.script, self.chained = script, chained
+        self._plays: dict[int, _Play] = {}
+        self._live: set[int] = set()
+        self._queries = [renderer.ask(text) for text in renderer.queries.values()]
+
+    def release(self, rollout: int) -> Trace:
+        self._live.discard(rollout)
+        if not self.chained and (play := self._plays.pop(rollout, None)):
+            play.script.close()
+        return super().release(rollout)
+
+    def _answer(self, request: Request) -> Completion:
+        try:
+            return super()._answer(request)
+        except StopIteration:
+            raise ValueError(f"the script of rollout {request.rollout} ended before its agent") from None
+
+    def written(self, request: Request) -> list[int]:
+        root = first_segment(request.rollout)
+        begins = request.rollout not in self._live
+        self._live.add(request.rollout)
+        if begins and request.rollout == root:
+            script = self.script(root)
+            self._plays[root] = _Play(script, next(script))
+            return self.renderer.turn(self._plays[root].said)
+        play = self._plays[root]
+        if (seen := self._observed(request)) is not None and not play.reads:
+            play.seen = seen
+            play.log.append((play.said, seen))
+        play.reads = False
+        if any(list(request.token_ids[-len(query) :]) == query for query in self._queries):
+            return self.renderer.encoded([digest(play.log), self.renderer.end])
+        if begins and seen is None and (look := play.look()):
+            play.reads = True
+            return self.renderer.turn(look)
+        play.said = play.script.send(play.seen)
+        return self.renderer.turn(play.said)
+
+    def _observed(self, request: Request) -> str | None:
+        """Return the last observation among the tokens of a request, if there is one."""
+        out, end = (self.renderer.ids[token] for token in self.renderer.around)
+        read = list(request.token_ids)
+        if out not in read:
+            return None
+        last = len(read) - read[::-1].index(out)
+        return str(self.renderer.tokenizer.decode(read[last : read.index(end, last)], skip_special_tokens=False))
+
+
+def lazy(task: Task, rng: Random) -> Script:
+    """Finish at once."""
+    yield TINY.finish
+
+
+TINY_SCRIPTS: Mapping[str, Callable[[Task, Random], Script]] = {
+    "expert": lambda task, random: expert(task, random, 0.0),
+    "lazy": lazy,
+    "searcher": searcher,
+    "blind": blind,
+}
+"""Policies without a model at tasks of the grader `functions`. `blind` and `lazy` do not know the answer."""
+GREPPING = ("searcher", "blind")
+"""Those that need the tool `grep`."""

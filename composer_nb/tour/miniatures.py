@@ -1,0 +1,217 @@
+"""Miniature repositories: a few modules of small functions, with a bug or a gap in one function, and tests of each.
+
+No instruction says what to change: a failed test names the function, a search finds its module, and trials find the answer. Most
+instructions say only that tests fail; some also specify the function. Bugs are of the kinds that an agent can enumerate
+(`ENUMERABLE`), so that reading, trying and testing suffice to solve a task.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from random import Random
+from typing import Any, Literal
+
+from composer_nb.harness import syntax
+from composer_nb.harness.sandbox.calls import CallOutcome, Executor
+from composer_nb.harness.tasks.functions import render_tests
+from composer_nb.harness.tasks.task import Task
+from composer_nb.tour.programs import Program, draw_program
+from composer_nb.tour.repairs import (
+    Candidate,
+    bugs,
+    distinct,
+    draw_candidate,
+    evaluate,
+    neighbours,
+    run_programs,
+)
+
+Kind = Literal["bug", "feature", "tests", "lint"]
+"""bug: a test fails. feature: a function or a branch is missing. tests: the tests of a function are too weak, and the agent adds
+tests that mutants fail. lint: a name is unused or does not exist."""
+ENUMERABLE = frozenset({"compare", "operator", "augmented"})
+VISIBLE, HIDDEN, OTHERS = 12, 10, 2
+"""Numbers of visible and of hidden tests of the changed function, and of tests of every other function on either side."""
+MOST = 3
+"""Maximum modules of a repository."""
+MUTANTS = 3
+"""Maximum mutants of a task of the kind `tests`."""
+IMPORTS, SPARE = ("math", "os", "re", "json"), ("spare", "extra", "draft", "old")
+MODULES = ("core", "util", "stats", "tools", "data", "calc")
+NAMES = (
+    *("total", "count", "pick", "scan", "join", "find", "rank", "part", "step", "mark", "load", "pack", "sort", "move"),
+    *("peek", "read", "near", "last", "item", "rows", "name", "kind", "line", "text", "size", "time", "path", "call"),
+)
+
+
+def make_miniatures(
+    seed: str,
+    count: int,
+    *,
+    heldout: bool,
+    executor: Executor,
+    told: float = 0.25,
+    families: frozenset[str] = frozenset(),
+    kinds: Sequence[Kind] = ("bug",),
+) -> Iterator[Task]:
+    """Return `count` distinct tasks whose function has a held-out structure, or one of the others, the same for the same seed.
+
+    `told`: share of bug tasks whose instruction specifies the function. `families`: only these, if any are given. `kinds`: the
+    kinds of tasks. Iteration raises ValueError if a thousand draws yield no new task."""
+    rng = Random(f"miniatures {seed} {heldout}")
+
+    def draw() -> Candidate | None:
+        kind = kinds[0] if len(kinds) == 1 else rng.choice(kinds)
+        return draw_candidate(rng, heldout, VISIBLE + HIDDEN, PLANTS[kind], families)
+
+    def make(candidate: Candidate, outcomes: tuple[CallOutcome, ...]) -> Task | None:
+        return _task(candidate, outcomes, rng, rng.random() < told, executor)
+
+    return (task for task, _, _ in distinct(count, draw, make, executor, ahead=True))
+
+
+def _bug(source: str, rng: Random) -> tuple[str, str] | None:
+    return bugs(source, rng, ENUMERABLE)
+
+
+def _gap(source: str, rng: Random) -> tuple[str, str]:
+    """Replace a branch, or the whole body, by `pass`."""
+    tree = syntax.parse(source)
+    bodies = [each.body for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.For | ast.While)]
+    branches = [(body, n) for body in bodies for n, one in enumerate(body) if isinstance(one, ast.If)]
+    if branches and rng.random() < 0.5:
+        body, place = rng.choice(branches)
+        body[place] = ast.Pass()
+    else:
+        bodies[0][:] = [ast.Pass()]
+    return "feature", ast.unparse(tree)
+
+
+def _litter(source: str, rng: Random) -> tuple[str, str]:
+    """Add an unused import or name, or use a name that does not exist."""
+    head, *lines = source.split("\n")
+    way = rng.choice(("import", "name", "missing"))
+    if way == "missing":
+        used = rng.choice([*re.finditer(r"\b[a-z]+\b(?!=)", lines[-1])][1:])  # not `return`
+        lines[-1] = lines[-1][: used.start()] + rng.choice(SPARE) + lines[-1][used.end() :]
+    else:
+        added = f"import {rng.choice(IMPORTS)}" if way == "import" else f"{rng.choice(SPARE)} = {rng.randrange(10)}"
+        lines.insert(0, f"    {added}")
+    return "lint", "\n".join([head, *lines])
+
+
+PLANTS: Mapping[Kind, Callable[[str, Random], tuple[str, str] | None]] = {
+    "bug": _bug,
+    "feature": _gap,
+    "tests": lambda source, rng: (planted := _bug(source, rng)) and ("tests", planted[1]),
+    "lint": _litter,
+}
+
+
+def _deal(
+    candidate: Candidate, outcomes: Sequence[CallOutcome], executor: Executor
+) -> tuple[list[int], list[int], list[str]] | None:
+    """Return the inputs of the visible and of the hidden tests, and for the kind `tests` the mutants, which all fail the first
+    hidden test and pass all visible ones. None if the change shows on fewer than three inputs, or on too many."""
+    failing = [i for i, pair in enumerate(zip(outcomes, candidate.right, strict=True)) if pair[0] != pair[1]]
+    places = range(len(outcomes))
+    if candidate.kind == "lint":
+        return [*places[:VISIBLE]], [*places[VISIBLE:]], []
+    if len(failing) < 3:
+        return None
+    first, *rest = failing
+    if candidate.kind != "tests":
+        order = [first, *(i for i in places if i not in (first, rest[-1])), rest[-1]]
+        return order[:VISIBLE], order[VISIBLE:], []
+    weak = [i for i in places if i not in failing][:OTHERS]
+    if len(weak) < OTHERS:
+        return None
+    first = min(failing, key=lambda i: len(repr((candidate.inputs[i], candidate.wanted[i]))))
+    hidden = [first, *(i for i in places if i not in (first, *weak))]
+    mutants, source, tried = [candidate.buggy], candidate.program.source, (first, *weak)
+    near = [] if "while" in source else [text for _, text in neighbours(source, ENUMERABLE) if text != candidate.buggy]
+    given = tuple(candidate.inputs[i] for i in tried)
+    wanted = [False, *[True] * OTHERS]
+    for text, found in zip(near, run_programs(near, [given] * len(near), executor), strict=True):
+        if found and [each == candidate.right[i] for each, i in zip(found, tried, strict=True)] == wanted:
+            mutants.append(text)
+    return weak, hidden, mutants[:MUTANTS]
+
+
+def _task(
+    candidate: Candidate, outcomes: tuple[CallOutcome, ...], rng: Random, told: bool, executor: Executor
+) -> Task | None:
+    """Return the task of a candidate whose change has these `outcomes`; None if it is unfit (`_deal`)."""
+    if (dealt := _deal(candidate, outcomes, executor)) is None:
+        return None
+    visible, hidden, mutants = dealt
+    program, cases = candidate.program, list(zip(candidate.inputs, candidate.wanted, strict=True))
+    name, *names = rng.sample(NAMES, 2 * MOST)
+    modules = rng.sample(MODULES, rng.randint(1, MOST))
+    home = rng.randrange(len(modules))
+    texts: dict[str, list[str]] = {module: [] for module in modules}
+    tests: dict[str, str] = {}
+    hidden_tests: dict[str, str] = {}
+    for place, module in enumerate(modules):
+        if place != home or rng.random() < 0.3:
+            other, inputs, wanted = _sibling(rng, program.heldout)
+            called = names.pop()
+            texts[module].append(_named(other.source, called))
+            given = list(zip(inputs, wanted, strict=True))
+            tests[f"test_{called}.py"] = render_tests(module, called, given[:OTHERS])
+            hidden_tests[f"test_hidden_{called}.py"] = render_tests(module, called, given[OTHERS:])
+        if place == home:
+            texts[module].append(_named(candidate.buggy, name))
+            tests[f"test_{name}.py"] = render_tests(module, name, [cases[i] for i in visible])
+            hidden_tests[f"test_hidden_{name}.py"] = render_tests(module, name, [cases[i] for i in hidden])
+    path, code = f"{modules[home]}.py", _named(program.source, name)
+    held = {f"{module}.py": "\n\n".join(parts) + "\n" for module, parts in texts.items()}
+    right = held[path].replace(_named(candidate.buggy, name), code)
+    digest = hashlib.sha256(repr((held, candidate.inputs)).encode()).hexdigest()[:12]
+    written = f"test_{name}.py"
+    kind = candidate.kind if candidate.kind in PLANTS else "bug"
+    task = Task(
+        id=f"{program.family}-{digest}",
+        instruction=_asked(kind, f"{name}: {program.spec}", told),
+        files=held | tests,
+        tests=hidden_tests,
+        solution={path: right},
+        source_scope=tuple(held),
+        metadata={"family": program.family, "bug": candidate.kind, "structure": program.structure, "function": name},
+    )
+    if kind == "bug":
+        return task
+    known: dict[str, Any] = {"metadata": task.metadata | {"kind": kind}}
+    if kind == "lint":
+        known["strictness"] = "lints"
+    if kind == "tests":
+        wrong = [{path: right.replace(code, _named(mutant, name))} for mutant in mutants]
+        added = render_tests(modules[home], name, [cases[hidden[0]]]).partition("\n\n\n")[2].replace("_0", f"_{OTHERS}")
+        answer = tests[written].replace("def test_0", f"{added}\n\ndef test_0")
+        known["metadata"]["mutants"] = json.dumps(wrong)
+        known |= {"files": task.files | {path: right}, "solution": {written: answer}, "source_scope": (written,)}
+    return Task.model_validate(task.model_dump() | known)
+
+
+def _asked(kind: str, what: str, told: bool) -> str:
+    """Return the instruction of a task."""
+    if kind in ("feature", "tests"):
+        return f"{'add' if kind == 'feature' else 'test'} {what}"
+    return "fix the lints" if kind == "lint" else f"fix {what}" if told else "fix the tests"
+
+
+def _named(source: str, name: str) -> str:
+    return source.replace("def f(", f"def {name}(", 1)
+
+
+def _sibling(rng: Random, heldout: bool) -> tuple[Program, list[tuple[object, ...]], list[object]]:
+    """Return a correct program on the same side of the split, with inputs and results."""
+    program = draw_program(rng)
+    while program.heldout != heldout:
+        program = draw_program(rng)
+    inputs, wanted = evaluate(program, 2 * OTHERS, rng)
+    return program, list(inputs), list(wanted)

@@ -1,0 +1,332 @@
+"""Repair tasks: a small correct program, one planted bug, and tests that distinguish the two.
+
+A bug is one change of the syntax tree that changes exactly one line. A task is kept only if the program has at least three
+distinct results on twelve inputs, and the bug shows on at least two of them. Bugs are executed only in a sandbox, where an
+endless loop can be killed; a bug that never returns is not kept.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import copy
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from random import Random
+from typing import Any
+
+from composer_nb.harness import syntax
+from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, Executor
+from composer_nb.harness.tasks.functions import is_test, literal, parse_test_files, render_tests, request_tests
+from composer_nb.harness.tasks.task import Task
+from composer_nb.tour.programs import Program, draw_arguments, draw_program
+
+VISIBLE, HIDDEN = 4, 8
+BATCH = 64
+"""Number of bugs tried in one sandbox."""
+
+_COMPARE = [ast.Gt, ast.Lt, ast.GtE, ast.LtE, ast.Eq, ast.NotEq]
+_BINARY = [ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod]
+_AUGMENTED = [ast.Add, ast.Sub, ast.Mult]
+_CHOICES: dict[str, list[Any]] = {"compare": _COMPARE, "operator": _BINARY, "augmented": [*_AUGMENTED, ast.FloorDiv]}
+_AGGREGATES = ["sum", "max", "min", "len", "sorted"]
+
+
+def bugs(source: str, rng: Random, kinds: Collection[str] = ()) -> tuple[str, str] | None:
+    """Plant one bug, of one of `kinds` if any are given. Return (kind, changed source), or None if the drawn change does not
+    change exactly one line."""
+    tree = syntax.parse(source)
+    sites = [site for site in _sites(tree) if not kinds or site[0] in kinds]
+    if not sites:
+        return None
+    kind, index = rng.choice(sites)
+    changed = syntax.parse(source)
+    _change(kind, list(ast.walk(changed))[index], rng, _locals(tree))
+    text = ast.unparse(ast.fix_missing_locations(changed))
+    return (kind, text) if _one_line(source, text) else None
+
+
+def neighbours(source: str, kinds: Collection[str]) -> list[tuple[str, str]]:
+    """Return (kind, changed source) of every change of these kinds that changes exactly one line, without repeats."""
+    tree = syntax.parse(source)
+    found: dict[str, str] = {}
+    for kind, index in dict.fromkeys(_sites(tree)):
+        for choice in range(len(_CHOICES[kind])) if kind in kinds else ():
+            changed = syntax.parse(source)
+            node: Any = list(ast.walk(changed))[index]
+            new = _CHOICES[kind][choice]()
+            if kind == "compare":
+                node.ops = [new]
+            else:
+                node.op = new
+            text = ast.unparse(changed)
+            if text != source and _one_line(source, text):
+                found.setdefault(text, kind)
+    return [(kind, text) for text, kind in found.items()]
+
+
+def _one_line(source: str, text: str) -> bool:
+    before, after = source.split("\n"), text.split("\n")
+    return len(before) == len(after) and sum(a != b for a, b in zip(before, after, strict=True)) == 1
+
+
+def _locals(tree: ast.AST) -> list[str]:
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    return sorted(name for name in names if not hasattr(builtins, name))
+
+
+def _sites(tree: ast.AST) -> list[tuple[str, int]]:
+    sites: list[tuple[str, int]] = []
+    for index, node in enumerate(ast.walk(tree)):
+        match node:
+            case ast.Compare():
+                sites += [("compare", index)] * 3
+            case ast.BinOp():
+                sites += [("operator", index), ("swap", index)]
+            case ast.AugAssign():
+                sites.append(("augmented", index))
+            case ast.Constant(value=int()):
+                sites.append(("constant", index))
+            case ast.Name(id=name, ctx=ast.Load()) if name in _AGGREGATES:
+                sites.append(("aggregate", index))
+            case ast.Name(id=name, ctx=ast.Load()) if not hasattr(builtins, name):
+                sites.append(("name", index))
+    return sites
+
+
+def _change(kind: str, node: Any, rng: Random, names: Sequence[str]) -> None:
+    def other(choices: Sequence[Any], now: object) -> Any:
+        return rng.choice([choice for choice in choices if choice != now])
+
+    match kind:
+        case "compare":
+            node.ops = [other(_COMPARE, type(node.ops[0]))()]
+        case "operator" | "augmented":
+            node.op = other(_BINARY if kind == "operator" else _AUGMENTED, type(node.op))()
+        case "swap":
+            node.left, node.right = node.right, node.left
+        case "constant":
+            node.value = max(0, node.value + rng.choice([-1, 1]))
+        case "aggregate":
+            node.id = other(_AGGREGATES, node.id)
+        case "name":
+            if len(names) > 1:
+                node.id = other(names, node.id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A program with a bug and the inputs on which both are tried."""
+
+    program: Program
+    kind: str
+    buggy: str
+    inputs: tuple[tuple[object, ...], ...]
+    wanted: tuple[object, ...]
+
+    @property
+    def right(self) -> tuple[CallOutcome, ...]:
+        """Outcomes of the correct program."""
+        return tuple(CallOutcome(status="returned", text=repr(value)) for value in self.wanted)
+
+
+def draw_candidate(
+    rng: Random,
+    heldout: bool,
+    count: int = VISIBLE + HIDDEN,
+    plant: Callable[[str, Random], tuple[str, str] | None] = bugs,
+    families: Collection[str] = (),
+) -> Candidate | None:
+    """Draw one candidate with `count` inputs; None if the draw is unfit. `plant` changes the program and names the change.
+    `families`: only these, if any are given. The reference program is trusted, so it runs in this process."""
+    program = draw_program(rng)
+    if program.heldout != heldout or (families and program.family not in families):
+        return None
+    planted = plant(program.source, rng)
+    if planted is None:
+        return None
+    inputs, wanted = evaluate(program, count, rng)
+    if len({repr(value) for value in wanted}) < 3 or len({repr(given) for given in inputs}) < len(inputs):
+        return None
+    return Candidate(program=program, kind=planted[0], buggy=planted[1], inputs=inputs, wanted=wanted)
+
+
+def evaluate(program: Program, count: int, rng: Random) -> tuple[tuple[tuple[object, ...], ...], tuple[object, ...]]:
+    """Return inputs and results of a trusted program."""
+    inputs = tuple(draw_arguments(rng, program) for _ in range(count))
+    scope: dict[str, Any] = {}
+    exec(compile(program.source, "f.py", "exec"), scope)
+    return inputs, tuple(scope["f"](*copy.deepcopy(arguments)) for arguments in inputs)
+
+
+def run_programs(
+    sources: Sequence[str], inputs: Sequence[tuple[tuple[object, ...], ...]], sandboxes: Executor
+) -> list[tuple[CallOutcome, ...] | None]:
+    """Return the outcomes of each program on its inputs, or None if it does not end.
+
+    Many programs share one sandbox and its CPU time, so the program that is running at the limit may not be the one that used the
+    time. It is tried again alone, and the programs after it are tried again together.
+    """
+    results: dict[int, tuple[CallOutcome, ...] | None] = {}
+    batches = [list(range(i, min(i + BATCH, len(sources)))) for i in range(0, len(sources), BATCH)]
+    while batches:
+        outcomes = sandboxes.run([_batch_request([sources[i] for i in b], [inputs[i] for i in b]) for b in batches])
+        following = []
+        for batch, outcome in zip(batches, outcomes, strict=True):
+            position = 0
+            for place, index in enumerate(batch):
+                calls = outcome[position : position + len(inputs[index])]
+                position += len(calls)
+                if any(call.status in ("timeout", "died", "not_run") for call in calls):
+                    if len(batch) == 1:
+                        results[index] = None
+                    else:
+                        following += [rest for rest in ([index], batch[place + 1 :]) if rest]
+                    break
+                results[index] = calls
+        batches = following
+    return [results[index] for index in range(len(sources))]
+
+
+def _batch_request(sources: Sequence[str], inputs: Sequence[tuple[tuple[object, ...], ...]]) -> CallRequest:
+    functions = [source.replace("def f(", f"def f{place}(", 1) for place, source in enumerate(sources)]
+    run = "def run(place, arguments):\n    return globals()[f'f{place}'](*arguments)\n"
+    arguments = [repr((place, given)) for place, all_given in enumerate(inputs) for given in all_given]
+    files = {"run.py": "\n\n".join([*functions, run])}
+    return CallRequest(files=files, module="run", function="run", arguments=tuple(arguments))
+
+
+def make_task(candidate: Candidate, outcomes: tuple[CallOutcome, ...]) -> Task | None:
+    """Return the task of a candidate whose bug has these `outcomes`; None if the bug shows on fewer than two inputs, or all
+    hidden tests expect the same.
+
+    The first visible test fails at the start; the others are drawn in order, so that hidden tests fail as well.
+    """
+    fails = [outcome != right for outcome, right in zip(outcomes, candidate.right, strict=True)]
+    if sum(fails) < 2:
+        return None
+    failing = [index for index, failed in enumerate(fails) if failed]
+    passing = [index for index, failed in enumerate(fails) if not failed][: VISIBLE - 1]
+    visible = [failing[0], *passing, *failing[2:]][:VISIBLE]
+    cases = list(zip(candidate.inputs, candidate.wanted, strict=True))
+    hidden = [cases[index] for index in range(len(cases)) if index not in visible]
+    if len({repr(value) for _, value in hidden}) < 2:  # else a constant would pass
+        return None
+    program = candidate.program
+    digest = hashlib.sha256((candidate.buggy + repr(candidate.inputs)).encode()).hexdigest()[:12]
+    return Task(
+        id=f"{program.family}-{digest}",
+        instruction=f"fix f.py: {program.spec}",
+        files={"f.py": candidate.buggy + "\n", "test_f.py": render_tests("f", "f", [cases[i] for i in visible])},
+        tests={"test_hidden.py": render_tests("f", "f", hidden)},
+        solution={"f.py": program.source + "\n"},
+        source_scope=("f.py",),
+        metadata={"family": program.family, "bug": candidate.kind, "structure": program.structure},
+    )
+
+
+def make_tasks(seed: str, count: int, *, heldout: bool, executor: CachedExecutor) -> Iterator[Task]:
+    """Yield `count` distinct tasks of the held-out structures, or of the others. The same seed gives the same tasks.
+
+    The executor caches the results of the buggy and the correct programs, so demonstrations execute only other code. Raises
+    ValueError if a thousand draws yield no new task.
+    """
+    rng = Random(f"repairs {seed} {heldout}")
+    for task, candidate, outcomes in distinct(count, lambda: draw_candidate(rng, heldout), make_task, executor):
+        _remember(executor, task, candidate.inputs, task.files, outcomes)
+        _remember(executor, task, candidate.inputs, task.files | task.solution, candidate.right)
+        yield task
+
+
+def distinct(
+    count: int,
+    draw: Callable[[], Candidate | None],
+    make: Callable[[Candidate, tuple[CallOutcome, ...]], Task | None],
+    executor: Executor,
+    ahead: bool = False,
+) -> Iterator[tuple[Task, Candidate, tuple[CallOutcome, ...]]]:
+    """Yield `count` tasks with different bugs or instructions, each with its candidate and the outcomes of its bug. Only as many
+    candidates run as are likely to be needed. `ahead`: draw a thousand before the first task is made, so that `draw` and `make`
+    can share a random number generator.
+
+    Raises ValueError if a thousand draws yield no new task."""
+    seen: set[tuple[str, str]] = set()
+    while len(seen) < count:
+        before = len(seen)
+        draws = (draw() for _ in range(16 * BATCH))
+        fit = filter(None, list(draws) if ahead else draws)
+        while candidates := list(islice(fit, max(16, 2 * (count - len(seen))))):
+            programs, inputs = [each.buggy for each in candidates], [each.inputs for each in candidates]
+            found = run_programs(programs, inputs, executor)
+            for candidate, outcomes in zip(candidates, found, strict=True):
+                task = make(candidate, outcomes) if outcomes is not None else None
+                if task is None or outcomes is None or (key := (task.instruction, candidate.buggy)) in seen:
+                    continue
+                seen.add(key)
+                yield task, candidate, outcomes
+                if len(seen) == count:
+                    return
+        if len(seen) == before:
+            raise ValueError(
+                f"only {before} of {count} tasks could be made; ask for fewer (or see `composer-nb doctor`)"
+            )
+
+
+def _remember(
+    executor: CachedExecutor,
+    task: Task,
+    inputs: Sequence[object],
+    files: Mapping[str, str],
+    outcomes: Sequence[CallOutcome],
+) -> None:
+    """Cache the results of `files` on these inputs, in the form of the visible and the hidden tests."""
+    known = {literal(given): outcome for given, outcome in zip(inputs, outcomes, strict=True)}
+    for tests in (task.visible_tests, task.tests):
+        request = request_tests(files, parse_test_files(tests))
+        executor.remember(request, [known[arguments] for arguments in request.arguments])
+
+
+def buggy(task: Task) -> str:
+    """Return the program with the bug: the file that the solution changes, or in a repository the function, renamed to `f`."""
+    return _program(task, task.files)
+
+
+def _program(task: Task, files: Mapping[str, str]) -> str:
+    name = task.metadata.get("function")
+    if name is None:
+        return files[min(task.solution)]
+    text = files[home_of(name, task.files)]
+    return split_at(text, name)[1].replace(f"def {name}(", "def f(", 1)
+
+
+def home_of(name: str, files: Mapping[str, str]) -> str:
+    """Return the path of the module that defines a function."""
+    return next(path for path, text in files.items() if f"def {name}(" in text and not is_test(path))
+
+
+def split_at(source: str, name: str) -> tuple[str, str, str]:
+    """Return the text before a function of a module, the function, and the text after it."""
+    start = source.index(f"def {name}(")
+    end = source.find("\n\ndef ", start)
+    end = len(source.rstrip("\n")) if end < 0 else end
+    return source[:start], source[start:end], source[end:]
+
+
+def fingerprints(tasks: Iterable[Task]) -> set[str]:
+    """Return digests that training and tasks of new structures must not share: of the structure, of the correct program, and of
+    the program with the bug together with the instruction."""
+    prints: set[str] = set()
+    for task in tasks:
+        right = _program(task, task.files | task.solution)
+        texts = (task.metadata["structure"], right, task.instruction + buggy(task))
+        prints |= {hashlib.sha256(text.encode()).hexdigest()[:20] for text in texts}
+    return prints
+
+
+def buggy_prints(tasks: Iterable[Task]) -> set[str]:
+    """Return digests of the programs with bugs. Training must contain no such program of a held-out task, and no correct program
+    of a new structure as a bug."""
+    return {hashlib.sha256(buggy(task).encode()).hexdigest()[:20] for task in tasks}

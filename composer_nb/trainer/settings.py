@@ -1,0 +1,477 @@
+"""The tree of settings, with the same dotted names in notebooks, job files and on the command line.
+
+    settings = override(Settings(), {"rl.steps": 20})
+
+`override` checks names, types (pydantic) and ranges. The resolved tree is saved in the run directory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field
+
+from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.environment import EnvSettings
+from composer_nb.harness.monitors import MonitorSettings
+from composer_nb.harness.plain import Count, NotNegative, Positive, Share, Some, reads, typed
+from composer_nb.harness.rewards import RewardSettings
+from composer_nb.kernels.moe.recipes import RECIPES
+from composer_nb.tour.miniatures import Kind
+from composer_nb.trainer.learning.data import CODE_ROW
+from composer_nb.trainer.learning.infill import InfillSettings
+from composer_nb.trainer.learning.loss import LossSettings
+from composer_nb.trainer.learning.muon import OptimizerSettings
+from composer_nb.trainer.learning.optimizer import trapezoid
+from composer_nb.trainer.learning.replay_settings import ReplaySettings
+from composer_nb.trainer.models.hf_config import read_config
+from composer_nb.trainer.models.tokenizer import TokenizerSettings
+from composer_nb.trainer.models.transformer import Kernels, ModelConfig
+from composer_nb.trainer.models.variants import ENGINES, EngineSettings
+from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
+from composer_nb.trainer.prompts import CurriculumSettings
+from composer_nb.trainer.schedule import Schedule, ServicesSettings, require_live
+
+Seed = Annotated[int, Field(ge=-(2**62), le=2**62)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSettings:
+    """Settings of tasks, demonstrations and code."""
+
+    code: str = "stdlib"
+    """Python source to train on: `stdlib`, a folder of Python files, or a corpus made by `composer-nb corpus`."""
+    level: Literal["functions", "repositories"] = "repositories"
+    """Level of the generated tasks. repositories: a few modules with tests, where most instructions do not specify the function
+    (`miniatures.py`). functions, the easiest level: one function in one file, specified in a sentence (`repairs.py`)."""
+    kinds: tuple[Kind, ...] = ("bug",)
+    """Kinds of tasks in repositories, drawn with equal probability: a `bug` to find, a `feature` to write, weak `tests` to extend
+    or a `lint` to remove (`miniatures.py`). The published measurements use the default."""
+    told: Share = 0.25
+    """Share of the bug tasks in repositories whose instruction specifies the function."""
+    demonstrations: Count = 1024
+    """Clean demonstrations for mid-training, one per task."""
+    mistaken_demonstrations: Count = 2048
+    """Demonstrations for the policy that RL starts from. They contain mistakes or, in repositories, come from an expert that
+    searches for the answer (`expert.py`)."""
+    rl_tasks: Some = 1400
+    rl_turns: Count = 7
+    """Maximum turns of a rollout in RL on repositories, enough for three tries: an earlier reward says more about each try. 0:
+    `limits.turns`, which always applies to scored tasks."""
+    heldout_tasks: Some = 460
+    """Tasks that score the policies: new instances of program structures that occur in training."""
+    structure_tasks: Count = 160
+    """Further tasks that score the policies, reported separately: program structures that never occur in training."""
+    tune_tasks: Some = 96
+    """Tasks with new structures, for calibration and for evaluation during RL."""
+    mistake_rate: Share = 0.5
+    """Probability of a mistake before the correct edit, and of another after each mistake, up to three."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings(ModelConfig):
+    """The initial model of a run: a checkpoint, or random weights of these sizes."""
+
+    start: str = ""
+    """Folder of a checkpoint and its tokenizer; the checkpoint determines the sizes. Empty: random weights."""
+    induction: bool = True
+    """Initialize random weights with an induction head where the sizes allow it, so that a small model can copy from the start
+    (`models/induction.py`)."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder that `start` names."""
+        return Path(self.start).expanduser()
+
+    @property
+    def architecture(self) -> ModelConfig:
+        """The configuration of the checkpoint, or the one given here. Raises ValueError if the checkpoint's is not supported or
+        contradicts a size given here."""
+        sizes = {name: getattr(self, name) for name in ModelConfig.__dataclass_fields__}
+        if not self.start:
+            return ModelConfig(**sizes)
+        try:
+            found = read_config(self.folder / "config.json").model
+        except (OSError, ValueError) as error:
+            raise ValueError(f"model.start={self.start!r}: {error}") from None
+        for name, value in sizes.items():
+            if value not in (getattr(ModelConfig(), name), getattr(found, name)):
+                raise ValueError(f"model.{name}={value!r}: model.start has {getattr(found, name)!r}; leave it out")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MidtrainSettings:
+    """Continued training on code, then on demonstrations with code mixed in."""
+
+    steps: Count = 1600
+    """Steps of this stage; 0 leaves it out."""
+    tokens: Some = 768
+    """Tokens per step, over all ranks."""
+    lr: NotNegative = 3e-3
+    warmup: Share = 0.04
+    """Share of the steps during which the learning rate rises."""
+    constant: Share = 0.5
+    """The learning rate is constant up to this share of the steps, then falls linearly to 3 %."""
+    weight_decay: NotNegative = 0.05
+    clip: NotNegative = 1.0
+    code_first: Share = 0.05
+    """Share of the steps, at the start, that train on code alone."""
+    code_share: Share = 0.1
+    """Share of code tokens in the later steps."""
+    rehearsal: Share = 0.0
+    """Share of the rows of code that are replaced by text sampled from the initial checkpoint, to reduce forgetting."""
+    context_weight: NotNegative = 0.2
+    """Loss weight of the tokens that the agent reads; the tokens that it writes have weight 1."""
+    code_weight: NotNegative = 0.5
+    infill: InfillSettings = field(default_factory=InfillSettings)
+    balance: NotNegative = 1e-3
+    """Weight of the load-balancing loss."""
+    recompute: bool = False
+    """Recompute layers in the backward pass of every supervised stage, as `rl.recompute` does in RL."""
+    draft_steps: Count = 0
+    """Steps that train a draft head on the frozen model, for speculative decoding in `serve`; 0: no head."""
+    draft_weight: NotNegative = 0.0
+    """Weight of the head's loss relative to the model's. Above 0, head and model train jointly from the step where the learning
+    rate begins to fall. At 0, the head trains only after mid-training and does not affect the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtendSettings:
+    """Long-context phase between mid-training and fine-tuning. YaRN extends the positions, and rows use all of them."""
+
+    steps: Count = 0
+    """Steps of this phase; 0 leaves it out."""
+    factor: Annotated[float, Field(ge=1)] = 4.0
+    """Positions after this phase, as a multiple of `model.max_position_embeddings`."""
+    tokens: Some = 4096
+    """Tokens per step, over all ranks."""
+    code_share: Share = 0.8
+    """Share of tokens from long rows of code; the rest are demonstrations."""
+    lr: NotNegative = 5e-4
+    clip: NotNegative = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftSettings:
+    """Fine-tuning on demonstrations with mistakes: the policy that RL starts from."""
+
+    steps: Count = 300
+    """Steps of this stage; 0 leaves it out."""
+    tokens: Some = 2048
+    lr: NotNegative = 1e-3
+    clip: NotNegative = 1.0
+    sharpness: tuple[Positive, ...] = (1.0, 1.4, 2.0)
+    """Candidate factors for all logits; the best on the tuning tasks is applied after fine-tuning. Empty: none is applied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlSettings:
+    """Reinforcement learning with groups of fixed size, for one epoch."""
+
+    steps: Some = 160
+    prompts: Some = 8
+    """Tasks per step."""
+    group: Annotated[int, Field(ge=2)] = 8
+    """Rollouts per task, at least two: the advantage compares a rollout with the rest of its group."""
+    minibatches: Some = 1
+    """Optimizer steps per batch."""
+    lr: NotNegative = 2.5e-4
+    """Peak learning rate. The rate rises over `warmup` steps, then falls linearly to a twentieth at the last step, or over the
+    second half of `max_seconds` if that is lower."""
+    warmup: Count = 6
+    clip: NotNegative = 1.0
+    refill: NotNegative = 0.0
+    """Maximum number of groups that are replaced because all their rewards are equal, as a share of the trained groups. Needs
+    services.on=true, and enough tasks in `data.rl_tasks`."""
+    checkpoint_every: Some = 20
+    evaluate_every: Count = 0
+    """Steps between evaluations on the tuning tasks; 0: none. None follows the last step: the held-out tasks follow instead."""
+    microbatch_tokens: Some = 4096
+    recompute: bool = False
+    """Recompute layers in the backward pass. This saves memory and takes about a third more time."""
+    tokens_per_rollout: Some = 64
+    """Constant in the loss denominator, prompts × group × this, so that the gradient does not depend on a batch's length."""
+    gate: bool = True
+    """Refuse RL if the initial policy's attempts solve no held-out task, or earn equal rewards within each (`composer-nb
+    headroom`). A refused run may be resumed with `false`."""
+    shuffle_rewards: bool = False
+    """Control: permute the rewards of each batch at random, so that nothing can be learned."""
+    max_seconds: NotNegative = 330.0
+    """Time limit of RL in seconds, from the first rollout; 0: none. No step begins after it, as the report says. A limit lowers
+    the learning rate with time, because a policy that is cut off at a high rate scores lower. Such a run is not reproducible."""
+
+    def rate(self, step: int, seconds: float = 0.0) -> float:
+        """Return the learning rate of a step that begins after `seconds` of RL."""
+        share = self.warmup / self.steps
+        factor = trapezoid(step, self.steps, share, share, 0.05)
+        if self.max_seconds:
+            factor = min(factor, trapezoid(min(seconds, self.max_seconds) - 1, self.max_seconds, 0.0, 0.5, 0.05))
+        return self.lr * factor
+
+    def denominator(self, loss: LossSettings) -> float:
+        """Return the number that divides the summed loss of a batch."""
+        return float(self.prompts * self.group * (1 if loss.length_norm else self.tokens_per_rollout))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSettings:
+    samples: Some = 4
+    """Rollouts per task at temperature 1, which is k in best-of-k. One greedy rollout is added."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """All settings of a run."""
+
+    seed: Seed = 0
+    rl_seed: Seed = 0
+    """Additional seed for RL, so that several RL runs can share one mid-training."""
+    until: Literal["midtrain", "sft", "rl"] = "rl"
+    """Stage after which the run ends. No evaluation follows `midtrain` and `sft`."""
+    control_steps: Count = 0
+    """Control: steps of supervised training on all demonstrations, instead of RL."""
+    ranks: Some = 2
+    """Number of training processes; each has one thread."""
+    matmul: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the operands of float32 matrix products. bfloat16 rounds them if the processor has AMX; sums are float32."""
+    mesh: MeshSettings = field(default_factory=MeshSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    env: EnvSettings = field(default_factory=EnvSettings)
+    limits: Limits = field(default_factory=Limits)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    midtrain: MidtrainSettings = field(default_factory=MidtrainSettings)
+    extend: ExtendSettings = field(default_factory=ExtendSettings)
+    sft: SftSettings = field(default_factory=SftSettings)
+    rl: RlSettings = field(default_factory=RlSettings)
+    curriculum: CurriculumSettings = field(default_factory=CurriculumSettings)
+    loss: LossSettings = field(default_factory=LossSettings)
+    replay: ReplaySettings = field(default_factory=ReplaySettings)
+    kernels: Kernels = field(default_factory=Kernels)
+    reward: RewardSettings = field(default_factory=RewardSettings)
+    monitor: MonitorSettings = field(default_factory=MonitorSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
+    eval: EvalSettings = field(default_factory=EvalSettings)
+    services: ServicesSettings = field(default_factory=ServicesSettings)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if settings of two groups contradict each other."""
+        if not self.model.start or self.model.folder.is_dir():  # a finished run is read without its checkpoint
+            self._check_model(self.model.architecture)
+        if self.services.on:
+            self.schedule()
+        elif self.meshed and self.until == "rl" and not self.control_steps:
+            raise ValueError("mesh.*: RL on a mesh needs services.on=true; else leave mesh.* at its defaults")
+        elif self.rl.prompts < self.ranks:
+            raise ValueError(f"rl.prompts={self.rl.prompts}: must be at least ranks ({self.ranks}) unless services.on")
+        if self.loss.feedback and self.meshed:
+            raise ValueError("loss.feedback: its teacher's rows are not split over ranks; leave mesh.* at its defaults")
+        data, clean = self.data, self.midtrain.steps + self.extend.steps
+        if clean and not data.demonstrations:
+            raise ValueError("data.demonstrations=0: midtrain.steps and extend.steps must be 0 too, they train on them")
+        if self.midtrain.draft_steps and not self.midtrain.steps:
+            raise ValueError("midtrain.draft_steps: needs midtrain.steps above 0, whose end it is")
+        if self.midtrain.draft_weight and not self.midtrain.draft_steps:
+            raise ValueError("midtrain.draft_weight: needs midtrain.draft_steps above 0, which begin the head")
+        if self.midtrain.draft_weight and self.meshed:
+            raise ValueError("midtrain.draft_weight: a head learns beside whole weights; leave mesh.* at its defaults")
+        if self.midtrain.rehearsal and not self.model.start:
+            raise ValueError("midtrain.rehearsal: needs model.start, because random weights have nothing to forget")
+        if not data.kinds:
+            raise ValueError("data.kinds=[]: at least one kind is needed")
+        if data.kinds != ("bug",) and data.level == "functions":
+            raise ValueError(f"data.kinds={list(data.kinds)}: tasks of data.level='functions' have bugs alone")
+        if self.sft.steps and not data.mistaken_demonstrations:
+            raise ValueError("data.mistaken_demonstrations=0: sft.steps must be 0 too, it trains on them")
+        if (self.rl.refill or self.services.changes) and not self.services.on:
+            raise ValueError(f"{'rl.refill' if self.rl.refill else 'services.changes'}: needs services.on=true")
+        if changes := self.services.changes:
+            for name in {name for values in changes.values() for name in values}:
+                require_live(name)
+            reduce(override, changes.values(), replace(self, services=replace(self.services, changes={})))
+        if not self.env.path and self.data.rl_tasks < (needed := self.prompts_needed):
+            raise ValueError(
+                f"data.rl_tasks={self.data.rl_tasks}: must be at least rl.steps × rl.prompts × (1 + rl.refill) "
+                f"({needed}): each task is taken once"
+            )
+
+    def _check_model(self, model: ModelConfig) -> None:
+        Mesh.of(self.mesh, self.ranks).require_experts(model.num_experts if model.moe_layers else 1)
+        numerics, narrow = ENGINES[self.engine.numerics], (model.hidden_size, model.moe_intermediate_size)
+        for bits, group, widths in ((numerics.expert_bits, 32, narrow), (numerics.router_bits, 64, narrow[:1])):
+            if bits and any(width % min(group, width) for width in widths):
+                raise ValueError(
+                    f"engine.numerics={self.engine.numerics!r}: model.hidden_size and model.moe_intermediate_size must be "
+                    f"multiples of {group}, its quantization group"
+                )
+        multiple = RECIPES[self.kernels.recipe].multiple
+        if any(width % multiple for width in narrow):
+            raise ValueError(
+                f"kernels.recipe={self.kernels.recipe!r}: model.hidden_size and model.moe_intermediate_size must be multiples "
+                f"of {multiple}, its block size"
+            )
+        if (self.midtrain.steps or self.extend.steps) and model.max_position_embeddings < CODE_ROW:
+            raise ValueError(
+                f"model.max_position_embeddings={model.max_position_embeddings}: must be at least {CODE_ROW}, "
+                "the length of a row of code"
+            )
+        if self.limits.tokens > (most := self.agent_model.max_position_embeddings):
+            raise ValueError(
+                f"limits.tokens={self.limits.tokens}: must be at most model.max_position_embeddings ({most}"
+                f"{', of model.start' if self.model.start else ''}), times extend.factor if extend.steps is above 0"
+            )
+        if self.extend.steps and self.extend.tokens * self.extend.code_share < most:
+            raise ValueError(
+                f"extend.tokens={self.extend.tokens}: times extend.code_share ({self.extend.code_share:g}) it must give at "
+                f"least one row of {most} tokens, the positions after stretching"
+            )
+
+    def require_used(self) -> None:
+        """Raise ValueError for a changed setting that a class in `env.tasks` replaces, so that it would have no effect."""
+        environment, names = self.env.own, list[str]()
+        if hasattr(environment, "reward"):
+            names += [f"reward.{name}" for name in changed(RewardSettings(), self.reward)]
+        if hasattr(environment, "tools") and self.env.tools != EnvSettings().tools:
+            names.append("env.tools")
+        if names:
+            part = "tools" if names[0] == "env.tools" else "a reward"
+            why = f"has no effect, because env.tasks={self.env.tasks!r} has {part} of its own"
+            raise ValueError(f"{names[0]}: {why}; leave it out, or change the class")
+
+    @property
+    def agent_model(self) -> ModelConfig:
+        """Model configuration of the agent, after the long-context phase if there is one. Raises like `architecture`."""
+        model = self.model.architecture
+        return model.stretched(self.extend.factor) if self.extend.steps else model
+
+    @property
+    def searched(self) -> bool:
+        """Whether the expert of the demonstrations searches for its answer."""
+        return self.env.path is None and self.data.level == "repositories"
+
+    @property
+    def supervised(self) -> bool:
+        """Whether a supervised stage has steps."""
+        return any((self.midtrain.steps, self.extend.steps, self.sft.steps, self.control_steps))
+
+    @property
+    def prompts_needed(self) -> int:
+        """Maximum number of tasks that RL uses, each once."""
+        return math.ceil(self.rl.steps * self.rl.prompts * (1 + self.rl.refill))
+
+    @property
+    def sampling_seed(self) -> int:
+        """Seed of everything that RL samples; rollouts differ by their numbers."""
+        return self.seed * 10_007 + self.rl_seed
+
+    @property
+    def slots(self) -> int:
+        """Concurrent rollouts per engine."""
+        return min(self.engine.slots, self.env.sandboxes) if self.env.boxed else self.engine.slots
+
+    @property
+    def trainers(self) -> int:
+        """Number of processes of the trainer service: `ranks` with a mesh, else one."""
+        return self.ranks if self.meshed else 1
+
+    @property
+    def meshed(self) -> bool:
+        """Whether ranks share one model on a mesh: in supervised stages and in the trainer service."""
+        return replace(self.mesh, device="cpu") != MeshSettings()
+
+    def schedule(self) -> Schedule:
+        """Return the schedule of the orchestrator. Raises ValueError, which names the setting, if one does not fit."""
+        v = self.services
+        return Schedule(
+            **{name: getattr(self.rl, name) for name in ("prompts", "group", "steps")},
+            **{name: getattr(v, name) for name in ("ahead", "bound", "window", "order", "retries", "deaths")},
+            hang_s=v.hang_s + self.limits.seconds,  # longer than any turn or call of a rollout
+            refill=round(self.rl.refill * self.rl.steps * self.rl.prompts),
+        )
+
+
+Tree = TypeVar("Tree")
+
+
+def override(settings: Tree, values: Mapping[str, Any]) -> Tree:
+    """Return a copy of a tree of dataclasses with dotted names replaced; all values are set together.
+
+    An int may stand for a float. Text from a command line may stand for a number, a Boolean or a dictionary. Raises ValueError,
+    which names all such settings, for unknown names, wrong types and values out of range.
+    """
+    types = types_of(settings)
+    replacements: dict[str, Any] = {}
+    problems: list[str] = []
+    for name, value in values.items():
+        if name in types:
+            try:
+                replacements[name] = typed(value, types[name], name)
+            except ValueError as error:
+                problems.append(str(error))
+        elif inner := [member for member in types if member.startswith(f"{name}.")]:
+            problems.append(f"{name} is a group of settings; name one of {', '.join(inner)}")
+        else:
+            near = [candidate for candidate in difflib.get_close_matches(name, types) if reads(types[candidate], value)]
+            problems.append(f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    if problems:
+        raise ValueError(". ".join(problems))
+    return _replaced(settings, replacements)
+
+
+def changed(first: Tree, second: Tree) -> dict[str, Any]:
+    """Return by dotted name the values of `second` that differ from those of `first`, as `override` takes them."""
+    old, new = to_flat(first), to_flat(second)
+    differ = {name: value for name, value in new.items() if value != old[name]}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in differ.items()}
+
+
+def to_dict(settings: Any) -> dict[str, Any]:
+    """Return the tree as nested dictionaries, ready for JSON."""
+    return dataclasses.asdict(settings)
+
+
+def to_flat(settings: Any) -> dict[str, Any]:
+    """Return the values of the tree by dotted name."""
+    return {name: reduce(getattr, name.split("."), settings) for name in types_of(settings)}
+
+
+def from_dict(saved: Mapping[str, Any]) -> Settings:
+    """Return the settings that `to_dict` saved. Raises ValueError as `override` does."""
+    return override(Settings(), _flat(saved, "", Settings()))
+
+
+def _flat(tree: Mapping[str, Any], prefix: str, node: Any) -> dict[str, Any]:
+    """Return the leaves of a saved tree by dotted name; a dictionary of unknown settings is a leaf."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = getattr(node, key, None)
+        nested = isinstance(value, Mapping) and dataclasses.is_dataclass(inner)
+        found |= _flat(value, f"{prefix}{key}.", inner) if nested else {prefix + key: value}
+    return found
+
+
+def types_of(settings: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the type of every setting of a tree by dotted name, with its range."""
+    found: dict[str, Any] = {}
+    for name, wanted in typing.get_type_hints(type(settings), include_extras=True).items():
+        value, full = getattr(settings, name), prefix + name
+        found |= types_of(value, f"{full}.") if dataclasses.is_dataclass(value) else {full: wanted}
+    return found
+
+
+def _replaced(node: Any, values: Mapping[str, Any]) -> Any:
+    changes: dict[str, Any] = {name: value for name, value in values.items() if "." not in name}
+    for group in {name.partition(".")[0] for name in values} - changes.keys():
+        inner = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{group}.")}
+        changes[group] = _replaced(getattr(node, group), inner)
+    return dataclasses.replace(node, **changes)

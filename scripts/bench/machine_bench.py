@@ -1,0 +1,228 @@
+"""Measure this machine on the code that a run uses: `make bench`, or `python scripts/bench/machine_bench.py [--json]`.
+
+One process, one torch thread, the tour's model at its default size with random weights. Speed does not depend on what the
+weights are, but a rollout's length does: without a stop token every turn here runs into its limit, so the engine's rollouts
+are the longest there are; scripted ones are as long as a good policy's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.attempt import Agent
+from composer_nb.harness.bench import run_eval
+from composer_nb.harness.grading.front import grade
+from composer_nb.harness.grading.pytest_grader import grade_pytest
+from composer_nb.harness.policy import Request
+from composer_nb.harness.sandbox import open_backend
+from composer_nb.harness.sandbox.calls import CachedExecutor, Executor, SandboxExecutor
+from composer_nb.harness.sandbox.errors import SandboxUnavailable
+from composer_nb.harness.tasks.functions import parse_test_files, request_tests
+from composer_nb.harness.tasks.task import Task
+from composer_nb.labs.attacks.patch_check import plan_for
+from composer_nb.labs.attacks.patch_target import TARGET
+from composer_nb.tour.expert import ScriptedPolicy, expert
+from composer_nb.tour.repairs import make_tasks
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
+from composer_nb.trainer.learning.ranks import Ranks, set_up_process
+from composer_nb.trainer.learning.supervised import train_step
+from composer_nb.trainer.models.tokenizer import train_tokenizer
+from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.settings import Settings
+from scripts.bench import episode_bench, sandbox_bench
+
+TASKS, EXECUTIONS, GRADES, PYTEST_GRADES = 48, 200, 100, 20
+
+
+def measure(say: Callable[[str], None]) -> dict[str, Any]:
+    """Every figure by name; takes a minute or two. `workspaces`: by backend, figures or why it does not work here."""
+    threads = torch.get_num_threads()
+    set_up_process(0)
+    try:
+        say("sandboxes …")
+        with SandboxExecutor() as sandboxes:
+            tasks = list(make_tasks("bench", TASKS, heldout=False, executor=CachedExecutor(sandboxes)))
+            found: dict[str, Any] = sandbox_speed(sandboxes, tasks) | {"sandbox_mode": sandboxes.capabilities().mode}
+        found["grade_cpu_ms"] = grade_cpu(tasks)
+        say("harness and engine …")
+        found |= engine_speed(tasks)
+        say("training …")
+        found |= training_speed()
+        say("sandboxes with a workspace …")
+        found["workspaces"] = dict(sandbox_bench.report())
+        say("grades by pytest …")
+        for name, figures in found["workspaces"].items():
+            if not isinstance(figures, str):
+                figures |= pytest_grades(name)
+        say("episodes …")
+        try:
+            found["episode"] = episode_bench.measure()
+        except (RuntimeError, SandboxUnavailable) as error:
+            found["episode"] = str(error)
+        return found | {"machine": platform.machine(), "torch": torch.__version__}
+    finally:
+        torch.set_num_threads(threads)
+
+
+def sandbox_speed(sandboxes: Executor, tasks: list[Task]) -> dict[str, float]:
+    """Milliseconds for one fresh sandbox that runs a task's hidden tests, one after another, and executions a second when
+    they come all at once."""
+    requests = [request_tests(task.files | task.solution, parse_test_files(task.tests)) for task in tasks]
+    several = list(itertools.islice(itertools.cycle(requests), EXECUTIONS))
+    sandboxes.run(several[:4])  # the first starts the fleet
+    spent = []
+    for request in several:
+        start = time.perf_counter()
+        sandboxes.run([request])
+        spent.append((time.perf_counter() - start) * 1000)
+    start = time.perf_counter()
+    sandboxes.run(several)
+    batch = time.perf_counter() - start
+    p50, p95 = (float(x) for x in np.quantile(spent, [0.5, 0.95]))
+    return {"sandbox_p50_ms": p50, "sandbox_p95_ms": p95, "sandbox_per_s": EXECUTIONS / batch}
+
+
+def grade_cpu(tasks: list[Task]) -> float:
+    """CPU milliseconds a grade, ours and the sandbox's: what a fleet used for many grades, less what one used for none."""
+
+    def cpu(grades: int) -> float:
+        before = _cpu_seconds()
+        with SandboxExecutor() as sandboxes:
+            for number in range(1 + grades):  # the first starts the fleet
+                task = tasks[number % len(tasks)]
+                grade(task, task.files | task.solution, sandboxes)
+        return _cpu_seconds() - before
+
+    return (cpu(GRADES) - cpu(0)) / GRADES * 1000
+
+
+def pytest_grades(name: str) -> dict[str, float]:
+    """Milliseconds that a grade by pytest (three runs of sixteen trivial tests, each in a sandbox of its own) takes beyond what
+    the tests take."""
+    right = {path: text.encode() for path, text in (TARGET.files | TARGET.solution).items()}
+    beyond = []
+    with open_backend(name) as backend:
+        plan = plan_for(TARGET, backend)
+        for _ in range(1 + PYTEST_GRADES):
+            found = grade_pytest(TARGET, right, backend, plan)
+            if not found.passed:
+                raise RuntimeError(f"a right answer was graded {found.status} by {name}: {', '.join(found.flags)}")
+            beyond.append(1e3 * (found.cost["wall_s"] - found.cost["tests_s"]))
+    p50, p95 = (float(x) for x in np.quantile(beyond[1:], [0.5, 0.95]))  # the first makes what all have in common
+    return {"grade_beyond_tests_ms_p50": p50, "grade_beyond_tests_ms_p95": p95}
+
+
+def _cpu_seconds() -> float:
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in usage)
+
+
+def engine_speed(tasks: list[Task]) -> dict[str, float]:
+    """Tokens a second of the engine at its default number of slots, and rollouts a second from prompt to grade, of random
+    weights and of the scripted expert. Every execution is a real one here; a run remembers identical ones."""
+    settings = Settings()
+    corpus = [task.instruction + text for task in tasks for text in task.files.values()]
+    renderer = CompactRenderer(train_tokenizer(corpus, settings.model.vocab_size))
+    agent = Agent(renderer, limits=settings.limits)
+    torch.manual_seed(0)
+    model = Model(settings.model.architecture)
+
+    def engine() -> Engine:
+        return Engine(model, stop=frozenset(), slots=settings.engine.slots, max_length=settings.limits.tokens)
+
+    slots, length = settings.engine.slots, 48
+    texts = [renderer.prompt(tasks[n % TASKS].instruction) for n in range(slots)]
+    prompts = [Request(rollout=n, token_ids=ids, max_tokens=length) for n, ids in enumerate(texts)]
+    engine().generate(prompts[:2])  # compiles the attention
+    with _clock() as spent:
+        fast = engine()
+        fast.generate(prompts)
+    found = {"engine_tokens_per_s": fast.sampled / spent[0], "engine_forwarded_per_s": fast.forwarded / spent[0]}
+    with SandboxExecutor() as sandboxes:
+        scripted = ScriptedPolicy(renderer, lambda n: expert(tasks[n], Random(n), 0.5), capacity=slots)
+        for name, policy in (("scripted", scripted), ("engine", engine())):
+            with _clock() as spent:
+                done = list(run_eval(policy, agent, tasks[:24], sandboxes, 1))
+            found[f"{name}_rollouts_per_s"] = len(done) / spent[0]
+    return found
+
+
+def training_speed(steps: int = 6) -> dict[str, float]:
+    """Tokens a second of mid-training's step at its default size."""
+    settings = Settings()
+    torch.manual_seed(0)
+    model = Model(settings.model.architecture)
+    optimizer, random = FlatOptimizer(model), np.random.default_rng(0)
+    rows = [
+        Row(random.integers(8, settings.model.vocab_size, 128).astype(np.int32), np.ones(128, np.float32))
+        for _ in range(max(1, settings.midtrain.tokens // 128))
+    ]
+
+    def step() -> float:
+        return train_step(model, rows, optimizer, Ranks(), lr=1e-4, balance=1e-3, clip=1.0)["tokens"]
+
+    step()
+    with _clock() as spent:
+        tokens = sum(step() for _ in range(steps))
+    return {"training_tokens_per_s": tokens / spent[0]}
+
+
+@contextmanager
+def _clock() -> Iterator[list[float]]:
+    spent: list[float] = []
+    start = time.perf_counter()
+    yield spent
+    spent.append(time.perf_counter() - start)
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The figures as a table for a log or a README."""
+    rows = [
+        ("one sandbox, p50", f"{found['sandbox_p50_ms']:.1f} ms"),
+        ("one sandbox, p95", f"{found['sandbox_p95_ms']:.1f} ms"),
+        ("sandboxes in one batch", f"{found['sandbox_per_s']:.0f} a second"),
+        ("CPU of one grade", f"{found['grade_cpu_ms']:.1f} ms"),
+        ("engine, sampled", f"{found['engine_tokens_per_s']:,.0f} tokens a second"),
+        ("training", f"{found['training_tokens_per_s']:,.0f} tokens a second"),
+        ("rollouts of a script", f"{found['scripted_rollouts_per_s']:.1f} a second"),
+        ("longest rollouts of the engine", f"{found['engine_rollouts_per_s']:.1f} a second"),
+    ]
+    note = (
+        f"One process, one torch thread, torch {found['torch']} on {found['machine']}, sandbox {found['sandbox_mode']}."
+    )
+    for backend, figures in found["workspaces"].items():
+        if isinstance(figures, str):
+            rows.append((f"{backend}", f"not measured: {figures}"))
+        else:
+            rows += [(f"{backend}: {name}", f"{value:,.1f}") for name, value in figures.items()]
+    episode = found["episode"]
+    told = f"episode: not measured: {episode}" if isinstance(episode, str) else episode_bench.markdown(episode)
+    return "\n".join(["| what | measured |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows), "", note, "", told])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="measure this machine, in a minute or two")
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    found = measure(lambda line: print(line, file=sys.stderr, flush=True))
+    print(json.dumps(found, indent=1) if asked.json else markdown(found))
+
+
+if __name__ == "__main__":
+    main()

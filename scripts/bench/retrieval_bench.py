@@ -1,0 +1,69 @@
+#!/usr/bin/env python3
+"""Measure how well search answers questions about repositories:
+
+    scripts/bench/retrieval_bench.py DIR... [--questions 150] [--kind docstring] [--traces TASKS ROLLOUTS]...
+
+Each DIR is an unpacked source distribution that the embedding has not seen. Its questions are mined
+(`retrieval/questions.py`), and at most `--questions` of them are drawn with a fixed seed. With `--traces`, questions are
+what agents on a repository's tasks said and came to need. Prints a Markdown table per repository, and one for all questions.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+from retrieval.measure import ranks, table
+from retrieval.questions import Mined, mine, read_repository
+from retrieval.traces import read_traces
+
+from composer_nb.harness.search.embedding import SHIPPED, load_embedding
+from composer_nb.harness.search.index import CodeIndex
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", type=Path, nargs="*", metavar="DIR")
+    parser.add_argument("--questions", type=int, default=150)
+    parser.add_argument("--kind", default="docstring", choices=["docstring", "bug"])
+    parser.add_argument("--traces", type=Path, nargs=2, action="append", default=[], metavar=("TASKS", "ROLLOUTS"))
+    parser.add_argument("--embedding", type=Path, default=SHIPPED)
+    arguments = parser.parse_args()
+    embedding = load_embedding(arguments.embedding)
+    found: dict[str, list[NDArray[np.float64]]] = {}
+    if not arguments.folders and not arguments.traces:
+        parser.error("nothing to ask: name a DIR or --traces TASKS ROLLOUTS")
+    asks = [(folder.name, mine(read_repository(folder)), arguments.kind) for folder in arguments.folders]
+    for tasks, rollouts in arguments.traces:
+        files, questions = read_traces(tasks, rollouts)
+        asks.append((f"agents, {tasks.parent.name}", Mined(files=files, questions=tuple(questions)), "trace"))
+    for name, mined, kind in asks:
+        asked = [question for question in mined.questions if question.kind == kind]
+        if not asked:
+            parser.error(f"{name}: no question of the kind {kind} can be made of it")
+        asked = Random(0).sample(asked, min(arguments.questions, len(asked)))
+        index = CodeIndex.build(mined.files, embedding)
+        each = ranks(index, asked)
+        show(
+            f"{name}: {len(asked)} questions, {len(index.table().paths)} files, {len(index.table().file)} chunks", each
+        )
+        for way, rank in each.items():
+            found.setdefault(way, []).append(rank)
+    total = {way: np.concatenate(rank) for way, rank in found.items()}
+    show(f"all {len(total['fused'])} questions", total)
+
+
+def show(title: str, found: dict[str, NDArray[np.float64]]) -> None:
+    print(f"\n**{title}**\n\n| | recall@5 | recall@10 | MRR |\n|---|---|---|---|")
+    for way, scores in table(found).items():
+        cells = (f"{each.mean:+.3f}" if " - " in way else f"{each.mean:.3f}" for each in scores.values())
+        ranges = (f"[{each.low:.3f}, {each.high:.3f}]" for each in scores.values())
+        print(f"| {way} | " + " | ".join(f"{cell} {span}" for cell, span in zip(cells, ranges, strict=True)) + " |")
+    print(flush=True)
+
+
+if __name__ == "__main__":
+    main()

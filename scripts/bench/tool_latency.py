@@ -1,0 +1,68 @@
+"""How long each tool of `ToolSet.cursor` takes on a tree of 5,000 files, one call at a time, as a table in Markdown.
+
+python scripts/bench/tool_latency.py [--backend bwrap|docker|process] [--calls N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+
+from composer_nb.harness.sandbox import BACKENDS, open_backend
+from composer_nb.harness.sandbox.contract import SandboxSpec
+from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.harness.tools.toolset import ToolSet
+
+FILES = 5000
+BODY = "".join(f"def f{n}(x):\n    return x + {n}\n\n\n" for n in range(20))
+CALLS: dict[str, dict[str, object]] = {
+    "read_file": {"target_file": "p1/m1.py"},
+    "search_replace": {"file_path": "p2/m2.py", "old_string": "x + 7", "new_string": "x + 7"},
+    "write": {"file_path": "new.py", "contents": BODY},
+    "delete_file": {"target_file": "new.py"},
+    "list_dir": {"target_directory": "p1"},
+    "glob_file_search": {"glob_pattern": "m12*.py"},
+    "grep": {"pattern": r"return x \+ 1999", "output_mode": "content"},
+    "run_terminal_cmd": {"command": "true", "is_background": False},
+    "read_lints": {"paths": ["p1/m1.py"]},
+    "todo_write": {"merge": False, "todos": [{"id": "1", "content": "x", "status": "pending"}]},
+    "apply_patch": {
+        "patch": "--- a/p3/m3.py\n+++ b/p3/m3.py\n@@ -1,2 +1,2 @@\n def f0(x):\n-    return x + 0\n+    return x + 0\n"
+    },
+}
+
+
+def calls(tool: str, number: int) -> list[ToolCall]:
+    """One turn: the call, and what must come before it."""
+    arguments = dict(CALLS[tool])
+    if tool == "search_replace":  # to and fro, so that each changes something
+        words = ["x + 7\n", "x + 77\n"]
+        arguments |= {"old_string": words[number % 2], "new_string": words[1 - number % 2]}
+    before = [ToolCall(name="write", arguments=CALLS["write"])] if tool == "delete_file" else []
+    return [*before, ToolCall(name=tool, arguments=arguments)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=BACKENDS, default="bwrap")
+    parser.add_argument("--calls", type=int, default=100)
+    told = parser.parse_args()
+    tools: ToolSet = ToolSet.cursor()
+    with open_backend(told.backend) as backend, backend.create(SandboxSpec(trusted=True)) as box:
+        box.upload({f"p{n % 50}/m{n}.py": BODY.encode() for n in range(FILES)})
+        session = tools.open(box)
+        print(
+            f"backend {told.backend}, {told.calls} calls each, load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n"
+        )
+        print("| tool | median ms | 95th percentile ms |\n|---|---|---|")
+        for tool in CALLS:
+            replies = [tools.run(session, calls(tool, number))[-1] for number in range(told.calls)]
+            if wrong := [reply for reply in replies if reply.error]:
+                raise SystemExit(f"{tool}: {wrong[0].text}")
+            times = sorted(1000 * reply.seconds for reply in replies)
+            print(f"| `{tool}` | {statistics.median(times):.1f} | {times[int(0.95 * len(times))]:.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

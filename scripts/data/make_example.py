@@ -1,0 +1,208 @@
+#!/usr/bin/env python3
+"""Cuts a complete run down to what a notebook can look at in a checkout: `scripts/data/make_example.py RUN OUT`.
+
+Kept whole: the metrics of every step, the ledger, stages, settings, the tokenizer, and report.json as the full run has it. Kept
+in part: rollouts of three RL steps (the first, one at a third, the last that trained on something) with their routes, the
+attempts at some held-out tasks, the tasks that these name, the first demonstrations, and the weights that RL began with, that
+its last step started from, and that it ended with. With `--scores` only what a comparison of runs needs is kept: no rollouts of
+RL, no weights. `excerpt.json` counts what is left, and makes the result read-only for the package. Paths and names of the
+machine are removed. RUN is only read; an OUT that is itself an excerpt is replaced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import shutil
+import socket
+import sqlite3
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from PIL import Image
+
+from composer_nb.harness.files import write_json
+from composer_nb.harness.store import load_attempts, save_attempts
+from composer_nb.harness.tasks.task import load_tasks, save_tasks
+from composer_nb.trainer.learning.data import load_rows, save_rows
+from composer_nb.trainer.recipe.reader import open_run, telling_step
+from composer_nb.trainer.recipe.report import POLICIES, build_report
+from composer_nb.trainer.records.rundir import EXCERPT, RunDir
+from composer_nb.views.report import pictures
+
+HELDOUT_TASKS, STRUCTURE_TASKS, DEMONSTRATIONS = 48, 16, 64
+WEIGHTS = ("start", "before_final", "final")
+LIMIT = 20_000_000
+"""Bytes; a larger result is refused."""
+LEFT_OVER = ("rollout", "checkpoint", "orchestrator")
+"""Tables of what a run works with and no reader needs."""
+TEXTS = ("*.json", "*.jsonl", "run.db")
+
+
+def excerpt(run: RunDir, out: Path, scores_only: bool = False) -> dict[str, Any]:
+    """Makes `out` from `run` and returns what was kept. Raises ValueError for a run that is not complete, for an `out` that is
+    something else than an excerpt, and when the result is too large or names the machine."""
+    report = build_report(run)
+    if not report["complete"]:
+        raise ValueError(f"{run.path} is not complete; resume it first")
+    if out.exists() and not (out / EXCERPT).is_file():
+        raise ValueError(f"{out} is there already and is no excerpt of a run")
+    part = out.with_name(out.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    for folder in ("data", "rollouts", "weights"):
+        (part / folder).mkdir(parents=True)
+    last = telling_step(run)
+    steps = [] if scores_only else sorted({1, max(1, round(last / 3)), last})
+    kept = {
+        "run": report["run"],
+        "rollouts_of_rl_steps": steps,
+        "of_rl_steps": report["train"]["steps"],
+        **keep_heldout(run, part),
+        **keep_batches(run, part, steps),
+        **({} if scores_only else keep_demonstrations(run, part)),
+    }
+    shutil.copyfile(run.path / "data" / "tokenizer.json", part / "data" / "tokenizer.json")
+    shutil.copyfile(run.path / "metrics.jsonl", part / "metrics.jsonl")
+    keep_database(run, part, steps)
+    kept["weights"] = [] if scores_only else keep_weights(run, part)
+    report |= {name: impersonal(report[name]) for name in ("settings", "provenance")}
+    for name, value in {"report": report | {"excerpt": kept}, "excerpt": kept}.items():
+        write_json(part / f"{name}.json", value)
+    for name in ("settings", "provenance"):
+        write_json(part / f"{name}.json", report[name])
+    check(part, run)
+    shutil.rmtree(out, ignore_errors=True)
+    part.rename(out)
+    return kept
+
+
+def keep_heldout(run: RunDir, part: Path) -> dict[str, int]:
+    """Some held-out tasks, chosen by the hash of their names, with every policy's attempts; some tasks of new structures."""
+    tasks = {task.id: task for task in load_tasks(run.path / "data" / "heldout.jsonl")}
+    chosen = set(sorted(tasks, key=lambda name: hashlib.sha256(name.encode()).hexdigest())[:HELDOUT_TASKS])
+    save_tasks([task for name, task in tasks.items() if name in chosen], part / "data" / "heldout.jsonl")
+    save_tasks(load_tasks(run.path / "data" / "structures.jsonl")[:STRUCTURE_TASKS], part / "data" / "structures.jsonl")
+    for policy in POLICIES:
+        name = f"rollouts/eval_{policy}.parquet"
+        attempts = [done for done in load_attempts(run.path / name, tasks) if done.task.id in chosen]
+        save_attempts(part / name, attempts)
+    return {"heldout_tasks": len(chosen), "of_heldout_tasks": len(tasks)}
+
+
+def keep_batches(run: RunDir, part: Path, steps: Sequence[int]) -> dict[str, int]:
+    """The rollouts of RL steps, from 1, as they are, and the tasks of these."""
+    named: set[str] = set()
+    for step in steps:
+        for file in (run.path / "rollouts").glob(f"rl_{step - 1:05d}_*"):
+            shutil.copyfile(file, part / "rollouts" / file.name)
+            if file.suffix == ".parquet":
+                named |= set(pc.unique(pq.read_table(file, columns=["task_id"])["task_id"]).to_pylist())
+    tasks = load_tasks(run.path / "data" / "rl.jsonl")
+    save_tasks([task for task in tasks if task.id in named], part / "data" / "rl.jsonl")
+    return {"rl_tasks": len(named), "of_rl_tasks": len(tasks)}
+
+
+def keep_demonstrations(run: RunDir, part: Path) -> dict[str, int]:
+    """The first demonstrations of each kind."""
+    counts = {}
+    for kind in ("clean", "mistaken"):
+        rows = load_rows(run.path / "data" / f"{kind}-000.npz")[:DEMONSTRATIONS]
+        save_rows(rows, part / "data" / f"{kind}-000.npz")
+        counts[f"{kind}_demonstrations"] = len(rows)
+    return counts
+
+
+def keep_database(run: RunDir, part: Path, steps: Sequence[int]) -> None:
+    """`run.db` in one file that needs no journal, without what only a running process needs."""
+    with closing(sqlite3.connect(part / "run.db")) as db:
+        with closing(run.connect()) as source:
+            source.backup(db)
+        db.execute("PRAGMA journal_mode=DELETE")
+        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        with db:
+            for table in tables.intersection(LEFT_OVER):
+                db.execute(f"DELETE FROM {table}")
+            if "batch" in tables:
+                logged = ", ".join(str(step - 1) for step in steps)
+                db.execute(f"DELETE FROM batch WHERE step NOT IN ({logged})")
+        db.execute("VACUUM")
+
+
+def keep_weights(run: RunDir, part: Path) -> list[str]:
+    """Copy the versions that RL began with, that its last step started from, and that it ended with."""
+    for name in WEIGHTS:
+        shutil.copytree(run.path / "weights" / name, part / "weights" / name)
+    return list(WEIGHTS)
+
+
+def picture(run: RunDir, file: Path) -> None:
+    """Draw the scores of every policy, and RL below them."""
+    drawn = pictures(run)
+    parts = [Image.open(BytesIO(drawn[name][1])).convert("RGBA") for name in ("policies", "rl")]
+    whole = Image.new("RGB", (max(part.width for part in parts), sum(part.height for part in parts)), "white")
+    at = 0
+    for part in parts:
+        whole.paste(part, ((whole.width - part.width) // 2, at), part)
+        at += part.height
+    whole.save(file, optimize=True)
+
+
+def impersonal(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree of settings or of provenance without places, and with no more of the system than its name."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            value = impersonal(value)
+        elif isinstance(value, str) and ("/" in value or "\\" in value):
+            value = ""
+        found[name] = value.split("-")[0] if name == "system" else value
+    return found
+
+
+def check(part: Path, run: RunDir) -> None:
+    """Raises ValueError when the result is too large, or when a file of it names this machine or a place on it."""
+    if size(part) > LIMIT:
+        sizes = sorted(((file.stat().st_size, file.name) for file in files(part)), reverse=True)
+        raise ValueError(f"{size(part):,} bytes, more than {LIMIT:,}; the largest: {sizes[:5]}")
+    names = {str(run.path), str(Path.home()), str(Path.cwd()), socket.gethostname()} - {"/", ""}
+    pattern = re.compile(rb"(?<!\w)(?:" + b"|".join(re.escape(name.encode()) for name in sorted(names)) + rb")(?!\w)")
+    for file in (file for text in TEXTS for file in part.glob(text)):
+        if found := pattern.search(file.read_bytes()):
+            raise ValueError(f"{file.name} names the machine: {found[0].decode()}")
+
+
+def files(folder: Path) -> list[Path]:
+    return [file for file in folder.rglob("*") if file.is_file()]
+
+
+def size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in files(folder))
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--scores", action="store_true", help="keep only what a comparison of runs needs")
+    parser.add_argument("--picture", type=Path, metavar="PNG", help="also draw the run's scores and its RL")
+    given = parser.parse_args(words)
+    try:
+        kept = excerpt(open_run(given.run), given.out.absolute(), given.scores)
+        if given.picture:
+            picture(open_run(given.run), given.picture)
+    except (ValueError, OSError, pa.ArrowException) as error:
+        raise SystemExit(str(error)) from None
+    print(json.dumps(kept, indent=2))
+    print(f"{size(given.out):,} bytes in {given.out}")
+
+
+if __name__ == "__main__":
+    main()

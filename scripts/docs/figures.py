@@ -1,0 +1,177 @@
+#!/usr/bin/env python3
+"""The small figures of docs/figures.md, each as a table: `scripts/docs/figures.py NAME [PATH …]`.
+
+kl                 mean and variance of k1, k2 and k3 on Gaussians, sampled and in closed form
+mix PATH …         what tasks ask for
+sizes PATH …       lines that solutions change, and characters of requests: quartiles
+during RUN         mean and best of a group while RL runs
+formats            what a later token and another division change in stored numbers
+precision          loss of a tiny mixture of experts whose products are quantised, over three seeds
+zigzag             attention work of the busiest rank of a context, over the mean
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from composer_nb.harness.tasks.task import Task, load_tasks
+from composer_nb.kernels.formats.microscaling import nvfp4_quantize_reference
+from composer_nb.labs.formats import FORMATS, changed_past
+from composer_nb.trainer.learning.loss import kl_estimate
+from composer_nb.trainer.models.config import Kernels, ModelConfig
+from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.parallel.context import zigzag as zigzag_shares
+from composer_nb.trainer.recipe.reader import open_run
+
+Row = tuple[object, ...]
+
+
+def closed_form(kind: str, mean: float) -> tuple[float, float]:
+    """Return mean and variance of an estimator of KL(N(0, 1) ‖ N(mean, 1)) on samples of the first."""
+    m, s = mean**2 / 2, mean  # k1 is normal with this mean and deviation; E[ρ] = 1, E[ρ k1] = −m
+    if kind == "k1":
+        return m, s**2
+    if kind == "k2":
+        return (m**2 + s**2) / 2, (2 * s**4 + 4 * m**2 * s**2) / 4
+    return m, math.expm1(s**2) - s**2
+
+
+def kl(count: int = 10_000_000) -> Iterator[Row]:
+    yield "mean of the reference", "estimator", "mean", "exact", "variance", "exact"
+    x = torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for mean in (0.1, 0.5, 1.0, 2.0):
+        for kind in ("k1", "k2", "k3"):
+            found = kl_estimate(-(x**2) / 2, -((x - mean) ** 2) / 2, kind)
+            first, second = closed_form(kind, mean)
+            yield mean, kind, f"{found.mean():.4g}", f"{first:.4g}", f"{found.var():.4g}", f"{second:.4g}"
+
+
+def mix(tasks: list[Task]) -> Iterator[Row]:
+    yield "kind", "family", "bug", "tasks", "share"
+    names = (("kind", "bug"), ("family", "–"), ("bug", "–"))
+    counted = Counter(tuple(task.metadata.get(name, other) for name, other in names) for task in tasks)
+    yield from ((*key, n, f"{n / len(tasks):.0%}") for key, n in counted.most_common())
+
+
+def changed_lines(task: Task) -> int:
+    """Return the lines that a solution adds and removes."""
+    pairs = [(task.files.get(path, "").splitlines(), text.splitlines()) for path, text in task.solution.items()]
+    return sum(line[0] in "+-" for old, new in pairs for line in difflib.ndiff(old, new))
+
+
+def sizes(tasks: list[Task]) -> Iterator[Row]:
+    yield "figure", "least", "lower quartile", "median", "upper quartile", "most", "tasks"
+    solved = [task for task in tasks if task.solution]
+    for name, values in (
+        ("lines changed", [changed_lines(task) for task in solved]),
+        ("characters of the request", [len(task.instruction) for task in tasks]),
+    ):
+        yield name, *np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist(), len(values)
+
+
+def during(run: Path, parts: int = 4) -> Iterator[Row]:
+    steps = open_run(run).steps("rl")
+    yield "steps", "mean", "best of a group"
+    for part in np.array_split(np.arange(len(steps)), parts):
+        means = [np.mean([steps[n][name] for n in part]) for name in ("solved", "best_of_group")]
+        yield f"{part[0] + 1} to {part[-1] + 1}", *(f"{value:.3f}" for value in means)
+
+
+def formats() -> Iterator[Row]:
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(2048, 2048, generator=random) * torch.randn(2048, 1, generator=random).exp()
+    x = x.bfloat16().float()
+    few = x[:64].clone()
+    few[-1] = 3 * few.abs().max() * few[-1].sign()  # the last token holds the largest number, and grows
+    yield "what", "differs"
+    for name, quantize in FORMATS.items():
+        yield f"{name}: earlier tokens, if the last is tripled", int((changed_past(quantize, few) != 0).sum())
+    scale = x.abs().amax(1, keepdim=True) / 2688
+    amax = x.unflatten(1, (-1, 16)).abs().amax(2) / 6
+    exact, fast = (amax / scale).to(torch.float8_e4m3fn), (amax * (1 / scale)).to(torch.float8_e4m3fn)
+    assert torch.equal(exact.view(torch.uint8), nvfp4_quantize_reference(x).scale.view(torch.uint8))
+    wrong = exact.view(torch.uint8) != fast.view(torch.uint8)
+    yield "NVFP4, x · (1/s) for x / s: scales of 16", f"{wrong.float().mean():.1e}"
+    yield "the same: tokens with such a scale", f"{wrong.any(1).float().mean():.0%}"
+
+
+def losses(recipe: str, text: torch.Tensor, seed: int, steps: int) -> float:
+    """Train a mixture of experts on bytes; return its loss on the last eighth of them, nats a byte."""
+    torch.manual_seed(seed)
+    config = ModelConfig(
+        vocab_size=256, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, max_position_embeddings=128,
+    )  # fmt: skip
+    model = Model(config)
+    model.kernels = Kernels(recipe=recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    held, random = len(text) * 7 // 8, torch.Generator().manual_seed(seed)
+
+    def loss(at: torch.Tensor) -> torch.Tensor:
+        rows = torch.stack([text[n : n + 129] for n in at.tolist()])
+        return F.cross_entropy(model(rows[:, :-1])[0].flatten(0, 1), rows[:, 1:].flatten())
+
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(torch.randint(held - 129, (4,), generator=random)).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return float(loss(torch.arange(held, len(text) - 129, 512)))
+
+
+def precision(steps: int = 200) -> Iterator[Row]:
+    library = Path(sysconfig.get_path("stdlib"))
+    read = b"".join((library / name).read_bytes() for name in ("argparse.py", "ast.py", "inspect.py", "typing.py"))
+    text = torch.tensor(list(read))
+    yield "recipe", "held-out loss by seed", "mean less that of bf16", "largest difference of a seed"
+    base = [losses("bf16", text, seed, steps) for seed in range(3)]
+    for recipe in ("bf16", "mxfp8", "nvfp4"):
+        found = base if recipe == "bf16" else [losses(recipe, text, seed, steps) for seed in range(3)]
+        off = [one / other - 1 for one, other in zip(found, base, strict=True)]
+        shown = " ".join(f"{each:.4f}" for each in found)
+        yield recipe, shown, f"{np.mean(off):+.2%}", f"{max(map(abs, off)):.2%}"
+
+
+def zigzag(tokens: int = 4096) -> Iterator[Row]:
+    yield "ranks", "contiguous", "zigzag"
+    for ranks in (2, 4, 8):
+        plain = torch.arange(tokens).chunk(ranks)
+        works = [[int((share + 1).sum()) for share in shares] for shares in (plain, zigzag_shares(tokens, ranks))]
+        yield ranks, *(f"{max(work) * ranks / sum(work):.4f}" for work in works)
+
+
+def table(rows: Iterable[Row]) -> str:
+    head, *others = [" | ".join(map(str, row)) for row in rows]
+    rule = "|".join("---" for _ in head.split(" | "))
+    return "\n".join([f"| {head} |", f"|{rule}|", *(f"| {row} |" for row in others)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    alone = {"kl": kl, "formats": formats, "precision": precision, "zigzag": zigzag}
+    parser.add_argument("name", choices=[*alone, "mix", "sizes", "during"])
+    parser.add_argument("paths", nargs="*", type=Path)
+    given = parser.parse_args()
+    if (given.name in alone) == bool(given.paths):
+        parser.error(f"{given.name}: {'takes no path' if given.paths else 'give a path'}")
+    if given.name in alone:
+        print(table(alone[given.name]()))
+    elif given.name == "during":
+        print(table(during(given.paths[0])))
+    else:
+        held = [task for path in given.paths for task in load_tasks(path)]
+        print(table((mix if given.name == "mix" else sizes)(held)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,482 @@
+#!/usr/bin/env python3
+"""compare_behaviour.py compaction|habits|effort|curriculum [--seeds N]: comparisons over seeds, as tables for docs/log.md.
+
+compaction: a policy without a model that knows its context alone (`labs/horizons/seeker.py`), with summaries of its own,
+summaries by a long instruction, and a cut, at two triggers. habits: a tiny policy is taught an easy repair with two bad habits, a
+useless read first and a message for each call; then RL with textual feedback, with a penalty of failed calls, with the effort
+penalty, or with none of these. effort: a tiny policy is taught easy and hard repairs in few and in many words; then RL with and
+without the effort penalty. curriculum: the example's policy before RL goes on with tasks in their order, with tasks drawn by
+effort. One thread; medians with the least and the most of the seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+
+from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.agent.hints import hints_of
+from composer_nb.harness.agent.scripts import turn
+from composer_nb.harness.agent.summary import SummarySettings
+from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.attempt import Agent
+from composer_nb.harness.bench import run_eval
+from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
+from composer_nb.harness.grading.grade import Attempt, Grade
+from composer_nb.harness.policy import Completion, Request
+from composer_nb.harness.rewards import Effort, RewardSettings, term
+from composer_nb.harness.rollout import Rollout
+from composer_nb.harness.tasks.functions import render_tests
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.labs.horizons.compaction import figures
+from composer_nb.labs.horizons.seeker import Seeker
+from composer_nb.tour.miniatures import make_miniatures
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.learner import Learner
+from composer_nb.trainer.learning.loss import LossSettings
+from composer_nb.trainer.learning.optimizer import FlatOptimizer
+from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.learning.supervised import train_step
+from composer_nb.trainer.models.checkpoint import load_pretrained
+from composer_nb.trainer.models.config import ModelConfig
+from composer_nb.trainer.models.induction import plant_induction
+from composer_nb.trainer.models.tokenizer import load_tokenizer
+from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.prompts import CurriculumSettings, Order, Tried, chosen, kind_of, named
+from composer_nb.trainer.recipe.reader import example_run
+from composer_nb.trainer.rl import score_groups, streams_of
+
+TOKENIZER = load_tokenizer(example_run().path / "data")
+Figures = Mapping[str, float]
+
+
+def table(found: Mapping[str, Sequence[Figures]], names: Iterable[str]) -> str:
+    """Return rows of a Markdown table: for each arm the median of each figure over seeds, with its range."""
+    names = list(names)
+    lines = [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+    for arm, runs in found.items():
+        cells = []
+        for name in names:
+            values = [run[name] for run in runs]
+            form = ".0f" if max(map(abs, values)) >= 20 else ".2f"
+            cells.append(f"{np.median(values):{form}} ({min(values):{form}} to {max(values):{form}})")
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+# Compaction
+
+
+def compaction(seeds: int, count: int = 16, triggers: Sequence[int] = (400, 200)) -> str:
+    found: dict[str, list[dict[str, float]]] = {}
+    with Sandboxes() as sandboxes:
+        for seed in range(seeds):
+            made = make_miniatures(f"compaction {seed}", count, heldout=False, executor=sandboxes.functions)
+            tasks = list(made)
+
+            def attempts(tasks: list[Task] = tasks, **summary: Any) -> dict[str, float]:
+                settings = EnvSettings(summary=SummarySettings(**summary))
+                agent = make_agent(settings, TOKENIZER, Limits(turns=24, tokens=8000), sandboxes)
+                return figures(list(run_eval(Seeker(agent.renderer), agent, tasks, sandboxes, samples=1)), TOKENIZER)
+
+            whole = attempts()
+            ways = {"one segment": whole}
+            for trigger in triggers:
+                for kind in ("self", "prompted", "truncate"):
+                    ways[f"{kind}, trigger {trigger}"] = attempts(kind=kind, trigger=trigger)
+            for way, each in ways.items():
+                found.setdefault(way, []).append({**each, "error": whole["solved"] - each["solved"]})
+    return table(found, ("solved", "error", "summary tokens", "reused", "forgotten", "tried twice"))
+
+
+# Habits
+
+
+MISSING = "g.py"
+PROMPTS, GROUP = 4, 6
+LOOKS = (3, 6, 12)
+"""Steps of RL after which figures are taken."""
+
+
+@term
+def failed_calls(rollout: Rollout, grade: Grade) -> float:
+    """Return the share of calls that failed."""
+    return sum(each.error is not None for each in rollout.turns) / max(1, rollout.calls)
+
+
+def task(number: int) -> Task:
+    """An easy repair: the request names the number, and one sign is wrong."""
+    n, name = number % 10, "f"
+    right, wrong = (f"def f(x):\n    return x {sign} {n}\n" for sign in "+-")
+    return Task(
+        id=f"add-{number}",
+        instruction=f"fix f.py: x plus {n}",
+        files={"f.py": wrong, "test_f.py": render_tests("f", name, [((1,), 1 + n), ((5,), 5 + n)])},
+        tests={"test_hidden.py": render_tests("f", name, [((7,), 7 + n), ((20,), 20 + n)])},
+        solution={"f.py": right},
+        source_scope=("f.py",),
+    )
+
+
+class Played(Seeker):
+    """Rollout k of `talks` says its k-th list of messages."""
+
+    talks: Sequence[Sequence[Sequence[ToolCall]]] = ()
+
+    def _answer(self, request: Request) -> Completion:
+        said = self._contexts.setdefault(request.rollout, [])
+        said.append(0)
+        ids = self.renderer.turn(turn(self.talks[request.rollout][len(said) - 1]))
+        none = [0.0] * len(ids)
+        return Completion(rollout=request.rollout, token_ids=ids, logprobs=none, policy_versions=[-1] * len(ids))
+
+
+def messages(number: int, habit: bool, parallel: bool) -> list[list[ToolCall]]:
+    calls = [
+        ToolCall(name="substitute", arguments={"path": "f.py", "old": "x -", "new": "x +"}),
+        ToolCall(name="run_tests", arguments={}),
+        ToolCall(name="finish", arguments={}),
+    ]
+    first = [[ToolCall(name="read_file", arguments={"path": MISSING})]] if habit else []
+    return [*first, *([calls] if parallel else [[call] for call in calls])]
+
+
+def demonstrations(agent: Agent, sandboxes: Sandboxes, rng: Random, count: int = 120) -> list[Row]:
+    """Return examples: six in ten with the bad habit, one in seven in one message; a quarter heeds the hint about the read."""
+    kinds = [(rng.random() < 0.6, rng.random() < 0.15) for _ in range(count)]
+    policy = Played(agent.renderer)
+    policy.talks = [messages(n, *kind) for n, kind in enumerate(kinds)]
+    done = dict(drive([agent.attempt(task(n), n) for n in range(count)], policy, sandboxes.functions))
+    bad = next(done[n].rollout for n, (habit, _) in enumerate(kinds) if habit)
+    [hint] = hints_of(bad, agent.renderer, agent.tools)[0]
+    rows = []
+    for n, (habit, _) in enumerate(kinds):
+        [segment] = done[n].rollout.segments
+        ids, weight = segment.token_ids, np.where(segment.acted, 1.0, 0.1).astype(np.float32)
+        if not habit and n % 5 < 3:
+            ids = np.concatenate([ids[: hint.at], np.array(hint.token_ids, np.int32), ids[hint.at :]])
+            weight = np.concatenate(
+                [weight[: hint.at], np.full(len(hint.token_ids), 0.1, np.float32), weight[hint.at :]]
+            )
+        rows.append(Row(ids, weight))
+    return rows
+
+
+def taught(seed: int, steps: int, made: Callable[[Random], list[Row]]) -> Model:
+    """Return a model that has learnt the demonstrations that `made` draws."""
+    torch.manual_seed(seed)
+    shape = ModelConfig(vocab_size=TOKENIZER.get_vocab_size(), num_hidden_layers=2, max_position_embeddings=512)
+    model = Model(shape)
+    plant_induction(model, seed)
+    model.requires_grad_()
+    rng = Random(seed)
+    rows, optimizer = made(rng), FlatOptimizer(model, published=torch.bfloat16)
+    for step in range(steps):
+        lr = 3e-3 * min(1.0, (step + 1) / 10, (steps - step) / (steps / 2))
+        train_step(model, rng.sample(rows, 10), optimizer, Ranks(), lr=lr, balance=1e-3, clip=1.0)
+    return model
+
+
+def figures_of(attempts: Sequence[Attempt]) -> dict[str, float]:
+    rollouts = [done.rollout for done in attempts]
+    habits = [MISSING in each.turns[0].call for each in rollouts if each.turns]
+    return {
+        "solved": float(np.mean([done.grade.passed for done in attempts])),
+        "useless read first": float(np.mean(habits)),
+        "calls": float(np.mean([each.calls for each in rollouts])),
+        "messages": float(np.mean([each.messages for each in rollouts])),
+        "written tokens": float(np.mean([each.sampled for each in rollouts])),
+    }
+
+
+Arm = tuple[dict[str, float], float, Effort]
+"""Weights of the reward, `loss.feedback`, and the effort penalty."""
+NONE = Effort()
+ARMS: dict[str, Arm] = {
+    "solved alone": ({"solved": 1.0}, 0.0, NONE),
+    "and feedback 0.1": ({"solved": 1.0}, 0.1, NONE),
+    "and feedback 0.3": ({"solved": 1.0}, 0.3, NONE),
+    "and failed calls −0.3": ({"solved": 1.0, "failed_calls": -0.3}, 0.0, NONE),
+    "and effort 0.3": ({"solved": 1.0}, 0.0, Effort(weight=0.3, turns=0.5, tool_call_tokens=0.01)),
+}
+
+
+def engine_at(model: Model, agent: Agent, seed: int, step: int) -> Engine:
+    """Return what samples the rollouts of a step."""
+    size = {"slots": GROUP * PROMPTS, "max_length": agent.limits.tokens}
+    return Engine(model, stop=agent.renderer.stop, seed=seed, version=step, **size)
+
+
+def trained(
+    start: Model,
+    agent: Agent,
+    sandboxes: Sandboxes,
+    seed: int,
+    arm: Arm,
+    steps: int,
+    task: Callable[[int], Task] = task,
+) -> tuple[Model, list[list[Attempt]]]:
+    """Return the policy after RL, and the attempts of each step and of the end: `PROMPTS` groups of 6 rollouts."""
+    weights, feedback, effort = arm
+    rewards = RewardSettings(weights=weights, effort=effort)
+    loss, model = LossSettings(feedback=feedback), copy.deepcopy(start)
+    reference = copy.deepcopy(start).requires_grad_(False) if feedback else None
+    learner = Learner(model, FlatOptimizer(model, published=torch.bfloat16), loss, reference)
+    hinter = partial(hints_of, renderer=agent.renderer, tools=agent.tools) if feedback else None
+    kept = []
+    for step in range(steps + 1):
+        engine = engine_at(model, agent, seed, step)
+        places = range(step * GROUP * PROMPTS, (step + 1) * GROUP * PROMPTS)
+        done = dict(drive([agent.attempt(task(1000 + n // GROUP), n) for n in places], engine, sandboxes.functions))
+        kept.append([done[n] for n in range(len(places))])
+        groups = [kept[-1][at : at + GROUP] for at in range(0, len(places), GROUP)]
+        if step < steps and (streams := streams_of(score_groups(groups, rewards, loss), loss, hinter)):
+            each = {
+                "minibatches": 1,
+                "denominator": GROUP * PROMPTS * 24.0,
+                "lr": 3e-4 * min(1.0, (step + 1) / 3),
+                "clip": 1.0,
+            }
+            learner.learn(streams, Ranks(), Random(step), budget=4096, **each)
+    return model, kept
+
+
+def habits(seeds: int, taught_steps: int = 120) -> str:
+    found: dict[str, list[dict[str, float]]] = {}
+    with Sandboxes() as sandboxes:
+        agent = make_agent(EnvSettings(), TOKENIZER, Limits(turns=6, turn_tokens=64, tokens=400), sandboxes)
+        for seed in range(seeds):
+            start = taught(seed, taught_steps, partial(demonstrations, agent, sandboxes))
+            for arm in ARMS:
+                _, kept = trained(start, agent, sandboxes, seed, ARMS[arm], LOOKS[-1])
+                by_step = [figures_of(each) for each in kept]
+                if arm == "solved alone":
+                    found.setdefault("start", []).append(by_step[0])
+                for after in LOOKS:
+                    found.setdefault(f"{arm}, {after} steps", []).append(by_step[after])
+                print(f"seed {seed}, {arm}: {by_step[-1]}", flush=True)
+    return table(found, ("solved", "useless read first", "calls", "messages", "written tokens"))
+
+
+# Effort
+
+
+PENALTIES: dict[str, Arm] = {
+    "solved alone": ({"solved": 1.0}, 0.0, NONE),
+    "and effort 0.1": ({"solved": 1.0}, 0.0, Effort(weight=0.1, turns=0.3, tool_call_tokens=0.03)),
+    "and effort 0.2": ({"solved": 1.0}, 0.0, Effort(weight=0.2, turns=0.3, tool_call_tokens=0.03)),
+    "and effort 0.4": ({"solved": 1.0}, 0.0, Effort(weight=0.4, turns=0.3, tool_call_tokens=0.03)),
+}
+
+
+def either(number: int) -> Task:
+    """Return the easy repair if `number` is even, else a hard one: one of two signs is wrong, and only a test says which."""
+    if number % 2 == 0:
+        return task(number)
+    n, name, first = number % 10, "f", _first(number)
+    line = f"def f(x):\n    return x - {n} - x * x\n"
+
+    def cases(*values: int) -> list[tuple[tuple[int, ...], int]]:
+        return [((x,), x + n - x * x if first else x - n + x * x) for x in values]
+
+    return Task(
+        id=f"either-{number}",
+        instruction="fix f.py: one sign",
+        files={"f.py": line, "test_f.py": render_tests("f", name, cases(2, 5))},
+        tests={"test_hidden.py": render_tests("f", name, cases(7, 11))},
+        solution={"f.py": line.replace(*SIGNS[first])},
+        source_scope=("f.py",),
+    )
+
+
+SIGNS = {True: ("x -", "x +"), False: ("- x *", "+ x *")}
+"""The repairs of hard tasks, by whether the first sign is wrong."""
+
+
+def _first(number: int) -> bool:
+    return Random(number).random() < 0.5
+
+
+def words(number: int, rng: Random) -> list[list[ToolCall]]:
+    """Return the messages of a demonstration: often a useless read first, edits of all lines, and one call a message."""
+    wordy, habit, apart = (rng.random() < share for share in (0.6, 0.6, 0.8))
+    files = either(number).files
+
+    def sub(old: str, new: str) -> ToolCall:
+        texts = (files["f.py"], files["f.py"].replace(old, new)) if wordy else (old, new)
+        return ToolCall(name="substitute", arguments={"path": "f.py", "old": texts[0], "new": texts[1]})
+
+    test, undo, finish = (ToolCall(name=name, arguments={}) for name in ("run_tests", "undo", "finish"))
+    guess = number % 2 == 0 or rng.random() < 0.5
+    steps = [[sub(*SIGNS[guess]), test]]
+    if number % 2 and guess != _first(number):
+        steps += [[undo, sub(*SIGNS[not guess]), test]]
+    read = [[ToolCall(name="read_file", arguments={"path": "test_f.py"})]] if habit else []
+    steps = [*read, *steps, [finish]]
+    return [[call] for step in steps for call in step] if apart else steps
+
+
+def told(agent: Agent, sandboxes: Sandboxes, rng: Random, count: int = 240) -> list[Row]:
+    """Return demonstrations of easy and hard repairs. All of them succeed."""
+    policy = Played(agent.renderer)
+    policy.talks = [words(n, rng) for n in range(count)]
+    done = dict(drive([agent.attempt(either(n), n) for n in range(count)], policy, sandboxes.functions))
+    assert all(each.grade.passed for each in done.values())
+    segments = [done[n].rollout.segments[0] for n in range(count)]
+    return [Row(each.token_ids, np.where(each.acted, 1.0, 0.1).astype(np.float32)) for each in segments]
+
+
+def spent(model: Model, agent: Agent, sandboxes: Sandboxes, seed: int, count: int = 96) -> dict[str, float]:
+    """Return what half as many easy and as many hard tasks took that nothing trained on, one rollout each."""
+    engine = Engine(model, stop=agent.renderer.stop, slots=48, max_length=agent.limits.tokens, seed=999 + seed)
+    done = dict(drive([agent.attempt(either(50_000 + n), n) for n in range(count)], engine, sandboxes.functions))
+    found: dict[str, float] = {}
+    for kind, odd in (("easy", 0), ("hard", 1)):
+        mine = [done[n] for n in range(odd, count, 2)]
+        rollouts = [each.rollout for each in mine]
+        found[f"{kind} solved"] = float(np.mean([each.grade.passed for each in mine]))
+        found[f"{kind} tokens"] = float(np.mean([each.sampled for each in rollouts]))
+        found[f"{kind} calls a message"] = sum(e.calls for e in rollouts) / sum(e.messages for e in rollouts)
+    return found
+
+
+def effort(seeds: int, taught_steps: int = 240, steps: int = 60) -> str:
+    found: dict[str, list[dict[str, float]]] = {}
+    with Sandboxes() as sandboxes:
+        agent = make_agent(EnvSettings(), TOKENIZER, Limits(turns=12, turn_tokens=96, tokens=512), sandboxes)
+        for seed in range(seeds):
+            start = taught(seed, taught_steps, partial(told, agent, sandboxes))
+            found.setdefault("start", []).append(spent(start, agent, sandboxes, seed))
+            print(f"seed {seed}, start: {found['start'][-1]}", flush=True)
+            for name, arm in PENALTIES.items():
+                model, _ = trained(start, agent, sandboxes, seed, arm, steps, either)
+                found.setdefault(name, []).append(spent(model, agent, sandboxes, seed))
+                print(f"seed {seed}, {name}: {found[name][-1]}", flush=True)
+    return table(found, found["start"][0])
+
+
+# Curriculum
+
+
+POOL, STEPS, TUNE = 160, 16, 64
+"""Tasks to choose from, steps of RL with `PROMPTS` groups of `GROUP` rollouts, and tasks that score before and after."""
+CURRICULA = {
+    "in order": CurriculumSettings(),
+    "harder .75": CurriculumSettings(harder=0.75, start=0.25),
+}
+
+
+def scored_tasks(model: Model, agent: Agent, sandboxes: Sandboxes, tasks: Sequence[Task], easy: set[str]) -> Figures:
+    """Return the shares solved of the tasks of easy kinds and of the others, and calls; two rollouts a task."""
+    engine = Engine(model, stop=agent.renderer.stop, slots=64, max_length=agent.limits.tokens, seed=999)
+    done = list(run_eval(engine, agent, tasks, sandboxes, samples=2))
+    shares = {
+        True: [d.grade.passed for d in done if d.task.id in easy],
+        False: [d.grade.passed for d in done if d.task.id not in easy],
+    }
+    return {
+        "solved": float(np.mean([d.grade.passed for d in done])),
+        "easy kinds": float(np.mean(shares[True])),
+        "hard kinds": float(np.mean(shares[False])),
+        "calls": float(np.mean([d.rollout.calls for d in done])),
+    }
+
+
+def learnt(
+    start: Model, agent: Agent, sandboxes: Sandboxes, seed: int, pool: Sequence[Task], c: CurriculumSettings
+) -> tuple[Model, Figures]:
+    """Return the policy after `STEPS` steps of RL under a curriculum, and what its steps were like from `start` on."""
+    model, known = copy.deepcopy(start), {task.id: task for task in pool}
+    order = Order(seed=str(seed), prompts=PROMPTS, steps=STEPS, curriculum=c)
+    learner = Learner(model, FlatOptimizer(model, published=torch.bfloat16), LossSettings())
+    used, tried, late = list[str](), list[Tried](), list[dict[str, float]]()
+    for step in range(STEPS):
+        names = chosen(step, order, known, used, tried)
+        engine = engine_at(model, agent, seed, step)
+        jobs = [
+            agent.attempt(named(name, known), step * GROUP * PROMPTS + at * GROUP + n)
+            for at, name in enumerate(names)
+            for n in range(GROUP)
+        ]
+        done = dict(drive(jobs, engine, sandboxes.functions))
+        groups = [[done[at * GROUP + n] for n in range(GROUP)] for at in range(PROMPTS)]
+        used += names
+        scored = score_groups(groups, RewardSettings(), LossSettings())
+        for name, group in zip(names, groups, strict=True):
+            turns, solved = (
+                float(np.mean(v)) for v in zip(*((len(d.rollout.turns), d.grade.passed) for d in group), strict=True)
+            )
+            tried.append(Tried(name, turns, 0.0, solved))
+        if step >= STEPS // 4:
+            late.append(
+                {
+                    "live groups": float(np.mean([any(abs(s.advantage) > 1e-6 for s in group) for group in scored])),
+                    "solved in RL": float(np.mean([each.solved for each in tried[-PROMPTS:]])),
+                    "calls in RL": float(np.mean([each.turns for each in tried[-PROMPTS:]])),
+                }
+            )
+        if streams := streams_of(scored, LossSettings()):
+            given: dict[str, Any] = {
+                "minibatches": 1,
+                "denominator": GROUP * PROMPTS * 64.0,
+                "lr": 5e-4 * min(1.0, (step + 1) / 6),
+                "clip": 1.0,
+            }
+            learner.learn(streams, Ranks(), Random(step), budget=4096, **given)
+    return model, {name: float(np.mean([each[name] for each in late])) for name in late[0]}
+
+
+def curriculum(seeds: int) -> str:
+    found: dict[str, list[Figures]] = {}
+    run = example_run()
+    start = load_pretrained(run.path / "weights" / "start")
+    start.requires_grad_()
+    with Sandboxes() as sandboxes:
+        agent = make_agent(EnvSettings(), TOKENIZER, Limits(turns=16, turn_tokens=64, tokens=512), sandboxes)
+        for seed in range(seeds):
+            pool = list(make_miniatures(f"curriculum {seed}", POOL, heldout=False, executor=sandboxes.functions))
+            tune = list(make_miniatures(f"curriculum tune {seed}", TUNE, heldout=False, executor=sandboxes.functions))
+            engine = Engine(start, stop=agent.renderer.stop, slots=64, max_length=512, seed=998)
+            calls: dict[tuple[str, ...], list[int]] = {}
+            for done in run_eval(engine, agent, tune, sandboxes, samples=1):
+                calls.setdefault(kind_of(done.task), []).append(done.rollout.calls)
+            middle = np.median([n for each in calls.values() for n in each])
+            easy = {task.id for task in tune if np.mean(calls[kind_of(task)]) <= middle}
+            found.setdefault("start", []).append(
+                scored_tasks(start, agent, sandboxes, tune, easy)
+                | dict.fromkeys(("live groups", "solved in RL", "calls in RL"), float("nan"))
+            )
+            for arm, settings in CURRICULA.items():
+                begun = time.process_time()
+                model, late = learnt(start, agent, sandboxes, seed, pool, settings)
+                found.setdefault(arm, []).append({**scored_tasks(model, agent, sandboxes, tune, easy), **late})
+                print(f"seed {seed}, {arm}: {found[arm][-1]}, {time.process_time() - begun:.0f} s", flush=True)
+    return table(found, ("solved", "easy kinds", "hard kinds", "calls", "live groups", "solved in RL", "calls in RL"))
+
+
+STUDIES = {"compaction": compaction, "habits": habits, "effort": effort, "curriculum": curriculum}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=tuple(STUDIES))
+    parser.add_argument("--seeds", type=int, default=5)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    begun = time.process_time()
+    print(STUDIES[given.what](given.seeds))
+    print(f"{time.process_time() - begun:.0f} CPU-seconds")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+#!/usr/bin/env python3
+"""What a setting does to RL, in pairs: `scripts/studies/measure_arms.py RUN --arm NAME [KEY=VALUE …] --arm NAME [KEY=VALUE …]`.
+
+Forks a finished run at the start of RL, once an arm and seed. The arms of a seed see the same prompts and draw the same random
+numbers; the final weights are scored as they are published, by the run's own evaluation. Prints a Markdown table
+(docs/benchmarks.md keeps some) and what each further arm gains over the first, with half the 95 % interval (Student's t).
+Interrupted, it can be started again: complete runs are kept.
+
+    --arm without replay.level=none --arm with replay.level=ids+order --set engine.numerics=int4-experts    replay of routes
+    --arm one ranks=2 --arm two ranks=2 mesh.shard=2 mesh.ep=2 --set services.on=true services.lockstep=true    trainer ranks
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from composer_nb.trainer.recipe.launch import fork, start_or_resume
+from composer_nb.trainer.recipe.report import build_report
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.settings import Settings, from_dict, override
+
+SCORES = ("pass_at_1", "pass_greedy", "best_of_k")
+LAST = 15
+"""Steps whose metrics are averaged."""
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""97.5 % points of Student's t with 1, 2, … degrees of freedom."""
+
+
+def run(source: RunDir, runs: Path, name: str, settings: Settings) -> dict[str, Any]:
+    """Scores and metrics of a fork: begun, or taken up again."""
+    path = runs / name
+    if not (path / "run.db").is_file():
+        fork(source, settings, runs=runs, name=name)
+    print(f"== {name}", flush=True)
+    done = start_or_resume(path, say=lambda line: print(line, flush=True))
+    report, steps = build_report(done), done.steps("rl")
+    found = {score: report["eval"]["final"][score] for score in SCORES} | {"seconds": report["wall_s"]["rl"]}
+    for metric in ("solved", "k3", "masked", "replay_overlap"):
+        values = [step[metric] for step in steps[-LAST:] if step.get(metric) is not None]
+        found[metric] = float(np.mean(values)) if values else float("nan")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--arm", nargs="+", action="append", required=True, metavar="NAME KEY=VALUE")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--runs", type=Path, default=Path("runs/arms"))
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="of every arm")
+    arguments = parser.parse_args()
+    if len({name for name, *_ in arguments.arm}) < len(arguments.arm):
+        parser.error("--arm: two arms have one name")
+    if len(arguments.seeds) > len(STUDENT) + 1:
+        parser.error(f"--seeds: at most {len(STUDENT) + 1}")
+    source = RunDir(arguments.run.resolve())
+    base = {"rl.steps": arguments.steps, "rl.max_seconds": 0.0, "rl.evaluate_every": 0, "services.on": False}
+    base |= dict(pair.split("=", 1) for pair in arguments.set)
+    arms: dict[str, list[dict[str, Any]]] = {name: [] for name, *_ in arguments.arm}
+    for seed in arguments.seeds:
+        for name, *pairs in arguments.arm:
+            own = dict(pair.split("=", 1) for pair in pairs)
+            settings = override(from_dict(source.settings()), base | own | {"rl_seed": seed})
+            arms[name].append(run(source, arguments.runs, f"{name}-{seed}", settings))
+    print(f"\n{arguments.steps} batches; pass@1 / greedy / best of 4; metrics of the last {LAST} steps\n")
+    print("| seed | arm | scores | solved | k3 | clipped | overlap | RL s |")
+    print("|---|---|---|---|---|---|---|---|")
+    for place, seed in enumerate(arguments.seeds):
+        for name, found in arms.items():
+            f = found[place]
+            scores = " / ".join(f"{f[score]:.3f}" for score in SCORES)
+            print(
+                f"| {seed} | {name} | {scores} | {f['solved']:.3f} | {f['k3']:.1e} | {f['masked']:.2%} | "
+                f"{f['replay_overlap']:.4f} | {f['seconds']:.0f} |"
+            )
+    print()
+    (first, without), *others = arms.items()
+    for name, found in others:
+        for score in (*SCORES, "solved"):
+            gains = [100 * (b[score] - a[score]) for a, b in zip(without, found, strict=True)]
+            half = STUDENT[len(gains) - 2] * statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else np.inf
+            print(
+                f"{score}: {name} − {first}, mean {np.mean(gains):+.1f} ± {half:.1f} points, "
+                f"median {statistics.median(gains):+.1f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,532 @@
+"""`composer-nb agent`, `eval` with the product's tools, and `serve`, as a user calls them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from termios import ICANON, tcgetattr
+from typing import Any
+
+import openai
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+
+from composer_nb.cli import main
+from composer_nb.harness.agent.loop import LIMITS, Conversation
+from composer_nb.harness.agent.scripts import read_script
+from composer_nb.harness.grading.grade import Attempt
+from composer_nb.harness.grading.plan import with_plan
+from composer_nb.harness.grading.validate import validate_task
+from composer_nb.harness.rollout import Turn
+from composer_nb.harness.sandbox.bwrap import BwrapBackend
+from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
+from composer_nb.harness.sandbox.errors import SandboxDied
+from composer_nb.harness.sandbox.image import host_image
+from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.harness.tasks.task import Task, save_tasks
+from composer_nb.harness.tools.tiny import Workspace
+from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.production.accept import Conflict
+from composer_nb.production.agents import BenchSettings, bench_settings, evaluate, run_agent
+from composer_nb.production.arms import ARMS, arms_of
+from composer_nb.production.checkout import read_checkout
+from composer_nb.production.conversations import Conversations
+from composer_nb.production.policies import open_engine
+from composer_nb.production.serve import ChatServer, ScriptServer
+from composer_nb.production.show import bench_table, decide
+from composer_nb.production.work import Work
+from composer_nb.tour.miniatures import make_miniatures
+from composer_nb.trainer.recipe.reader import EXAMPLES, example_run
+from composer_nb.views.rollout import held_out
+from tests.harness.stubborn import said, stubborn
+
+WRONG, RIGHT = "def double(x):\n    return x + x + 1\n", "def double(x):\n    return x + x\n"
+
+
+def call(name: str, **arguments: object) -> dict[str, object]:
+    return {"name": name, "arguments": arguments}
+
+
+SCRIPT = [
+    {
+        "text": "I look.",
+        "calls": [call("grep", pattern="def"), call("codebase_search", query="double", target_directories=[])],
+    },
+    {"calls": [call("search_replace", file_path="f.py", old_string="x + x + 1", new_string="x + x")]},
+    {"calls": [call("run_terminal_cmd", command="python -m pytest -q", is_background=False)]},
+    {"text": "One was added for no reason."},
+]
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    made = tmp_path / "repository"
+    made.mkdir()
+    (made / "f.py").write_text(WRONG)
+    (made / "test_f.py").write_text("from f import double\n\ndef test_double():\n    assert double(2) == 4\n")
+    return made
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.json"
+    path.write_text(json.dumps(SCRIPT))
+    return path
+
+
+@pytest.fixture
+def url(script: Path) -> Iterator[str]:
+    with ScriptServer(read_script(script)) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def tasks() -> list[Task]:
+    made = [
+        Task(
+            id=f"double-{number}",
+            instruction="double is off",
+            grader="pytest",
+            files={"f.py": WRONG, "other.py": f"n = {number}\n"},
+            tests={"test_f.py": "from f import double\n\ndef test_double():\n    assert double(2) == 4\n"},
+            solution={"f.py": RIGHT},
+            source_scope=("*.py",),
+        )
+        for number in range(2)
+    ]
+    with BwrapBackend() as backend:
+        found = [validate_task(task, backend) for task in made]
+    return [with_plan(task, each.plan) for task, each in zip(made, found, strict=True) if each.plan]
+
+
+def test_an_agent_behind_a_server_from_question_to_verdict(
+    repository: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    asked = ["agent", str(repository), "fix double", "--policy", f"openai:{url}", "--out", str(out)]
+    assert main([*asked, "--verdict", "accept"]) == 0
+    assert (repository / "f.py").read_text() == RIGHT and not (repository / ".composer_nb").exists()
+    said = capsys.readouterr().out
+    assert "1 passed" in said and "One was added for no reason." in said and "+    return x + x" in said
+    [row] = pq.read_table(out / "rollout.parquet").to_pylist()
+    assert row["status"] == "ungraded" and row["instruction"] == "fix double" and row["written_tokens"] > 0
+    assert json.loads(row["files"]) == {"f.py": RIGHT} and json.loads(row["before"]) == {"f.py": WRONG}
+    assert json.loads((out / "verdict.json").read_text())["verdict"] == "accepted"
+
+
+@pytest.mark.parametrize("way", ["silent", "slow head", "slow body"])
+def test_a_server_that_never_answers_does_not_outlast_seconds(
+    repository: Path, tasks: list[Task], tmp_path: Path, way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with stubborn(way, said("I write.", name="write", file_path="n.py", contents="n = 1\n")) as server:
+        asked = ["agent", str(repository), "fix", "--policy", f"openai:{server.url}", "--out", str(tmp_path / "out")]
+        assert main([*asked, "--seconds", "3", "--verdict", "accept"]) == 1
+        assert "time after 1 calls" in capsys.readouterr().out and (repository / "n.py").read_text() == "n = 1\n"
+        settings = BenchSettings(limits=replace(LIMITS, seconds=2.0))
+        report = evaluate(f"openai:{server.url}", tasks, tmp_path / "bench", samples=1, settings=settings)
+        row = report["arms"]["all"]
+        assert row["infra_errors"] == 2 and "not one answer within 2 s" in row["lost_to"]
+
+
+@pytest.mark.parametrize("verdict", ["reject", "later", "ask"])
+def test_nothing_is_changed_without_a_yes(repository: Path, script: Path, tmp_path: Path, verdict: str) -> None:
+    out = tmp_path / "out"
+    asked = [
+        "agent",
+        str(repository),
+        "fix it",
+        "--policy",
+        f"scripted:{script}",
+        "--out",
+        str(out),
+        "--verdict",
+        verdict,
+    ]
+    assert main(asked) == (0 if verdict == "later" else 1) and (repository / "f.py").read_text() == WRONG
+    assert json.loads((out / "verdict.json").read_text())["verdict"] == ("rejected" if verdict == "reject" else "open")
+    subprocess.run(["git", "apply", str(out / "changes.diff")], cwd=repository, check=True)
+    assert (repository / "f.py").read_text() == RIGHT
+
+
+def test_git_shows_nothing_of_what_is_kept_inside_the_repository(
+    repository: Path, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repository)
+    asked = ["agent", ".", "fix it", "--policy", f"scripted:{script}", "--verdict", "later"]
+    for _ in range(2):  # of an earlier one, the agent and the next diff see nothing either
+        main(asked)
+    subprocess.run(["git", "init", "-q"], check=True)
+    told = subprocess.run(["git", "status", "--porcelain", "-uall"], capture_output=True, text=True, check=True)
+    assert told.stdout == "?? f.py\n?? test_f.py\n"
+    folders = sorted((repository / ".composer_nb").iterdir())
+    assert len(folders) == 2 and len({(each / "changes.diff").read_bytes() for each in folders}) == 1
+
+
+def test_what_the_user_wrote_meanwhile_stays(repository: Path, script: Path, tmp_path: Path) -> None:
+    work = run_agent(repository, "fix it", f"scripted:{script}", tmp_path / "out")
+    (repository / "f.py").write_text("mine\n")
+    with pytest.raises(Conflict, match=r"f\.py: has changed"):
+        work.accept()
+    assert (repository / "f.py").read_text() == "mine\n"
+
+
+def test_a_verdict_may_be_given_later(
+    repository: Path, script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "the work"
+    asked = ["agent", str(repository), "fix it", "--policy", f"scripted:{script}", "--out", str(out)]
+    main([*asked, "--verdict", "later"])
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "composer-nb verdict" in line]
+    words = shlex.split(line.partition("composer-nb ")[2].partition(",")[0])
+    assert words == ["verdict", str(out), "accept", "--repository", str(repository)]
+    assert main(words[:3]) == 2 and "its changes are for" in capsys.readouterr().err
+    (repository / "f.py").write_text("mine\n")
+    assert (
+        main(words) == 2
+        and f"f.py: has changed since the agent got it; nothing was written; the diff is {out}/changes.diff"
+        in capsys.readouterr().err
+    )
+    (repository / "f.py").write_text(WRONG)
+    (repository / "f.py").chmod(0o600)
+    assert main(words) == 0 and f"accepted: 1 files changed in {repository}" in capsys.readouterr().out
+    assert (repository / "f.py").read_text() == RIGHT and (repository / "f.py").stat().st_mode & 0o777 == 0o600
+    assert main([*words[:2], "reject"]) == 2 and "was accepted before" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"instruction": " "}, "the instruction is empty"),
+        ({"instruction": "fix caf\udce9"}, "the instruction is not UTF-8"),
+        ({"path": "nowhere"}, "no folder here"),
+        ({"policy": "scripted:expert"}, "give scripted:FILE.json"),
+        ({"policy": "scripted:none.json"}, "none.json"),
+        ({"policy": "vllm:here"}, "write vllm:URL#DIR"),
+        ({"policy": "x:here"}, "no such kind; give DIR, openai:URL"),
+        ({"policy": "openai:http://127.0.0.1:9/v1"}, "127.0.0.1:9"),
+        ({"policy": "nowhere"}, "no such checkpoint directory"),
+        ({"backend": "chroot"}, "backend must be one of"),
+        ({"image": "python:3.12"}, "has no images; use --backend docker"),
+        ({"packages": "nowhere"}, "--packages nowhere: holds no file; fill it by pip install --target"),
+    ],
+)
+def test_bad_input_is_one_line(
+    repository: Path, script: Path, tmp_path: Path, changed: dict[str, str], told: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("composer_nb.harness.agent.endpoint.LONGEST_WAIT_S", 0)
+    given = {
+        "path": str(repository),
+        "instruction": "fix it",
+        "policy": f"scripted:{script}",
+        "backend": "bwrap",
+    } | changed
+    options = ["--policy", given["policy"], "--backend", given["backend"], "--image", given.get("image", "")]
+    options += ["--out", str(tmp_path / "out"), *(["--packages", given["packages"]] if "packages" in given else [])]
+    assert main(["agent", given["path"], given["instruction"], *options]) == 2
+    [line] = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert told in line
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "[]",
+        '[{"calls": [{"name": "x"}]}]',
+        '[{"calls": [{"name": "x", "arguments": {}}]}]',
+        "no",
+        '[{"text": 5}]',
+        '[{"calls": [{"name": 5, "arguments": {}}]}, {"text": "x"}]',
+        pytest.param("[" * 100_000, id="deep"),
+    ],
+)
+def test_a_bad_script_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "s.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"s\.json: .*(script|turn)"):
+        read_script(path)
+
+
+def test_arms_of_the_bench(tasks: list[Task], tmp_path: Path) -> None:
+    heard: list[str] = []
+    report = evaluate(
+        "scripted:expert",
+        tasks,
+        tmp_path / "out",
+        samples=2,
+        arms="every",
+        on_attempt=lambda arm, done: heard.append(arm),
+    )
+    assert heard == [arm for arm in ARMS for _ in range(4)] and list(report["arms"]) == list(ARMS)
+    whole, bash = report["arms"]["all"], report["arms"]["bash"]
+    assert (whole["pass_at_1"], whole["n_tasks"], whole["k"], whole["infra_errors"]) == (1.0, 2, 2, 0)
+    assert (bash["pass_at_1"], bash["invalid_call_rate"], bash["gain"]) == (
+        0.0,
+        pytest.approx(2 / 3),
+        [-1.0, -1.0, -1.0],
+    )
+    assert report["arms"]["no-descriptions"]["gain"] == [0.0, 0.0, 0.0]
+    assert json.loads((tmp_path / "out/report.json").read_text()) == report
+    assert pq.read_table(tmp_path / "out/all/rollouts.parquet").num_rows == 4
+    heard.clear()
+    evaluate("scripted:expert", tasks, tmp_path / "out", samples=2, on_attempt=lambda arm, done: heard.append(arm))
+    assert len(heard) == 4
+    with pytest.raises(ValueError, match="holds rollouts of another policy"):
+        evaluate("scripted:lazy", tasks, tmp_path / "out", samples=2)
+
+
+@pytest.mark.slow
+def test_an_arm_that_is_lost_costs_no_other(tasks: list[Task], tmp_path: Path, script: Path) -> None:
+    report = evaluate(f"scripted:{script}", tasks[:1], tmp_path / "out", samples=1)
+    assert report["arms"]["all"]["n_tasks"] == 1
+    dead = evaluate("openai:http://127.0.0.1:9/v1#m", tasks[:1], tmp_path / "dead", samples=1, arms="all,bash")
+    for row in dead["arms"].values():
+        assert (
+            row["n_tasks"] == 0 and row["infra_errors"] == 1 and "127.0.0.1:9" in row["lost_to"] and "gain" not in row
+        )
+    Console(file=io.StringIO()).print(bench_table(dead))
+    script.write_text('[{"text": "nothing"}]')
+    with pytest.raises(ValueError, match="another policy, backend or settings"):
+        evaluate(f"scripted:{script}", tasks[:1], tmp_path / "out", samples=1)
+    with pytest.raises(ValueError, match="another policy, backend or settings"):
+        evaluate("openai:http://127.0.0.1:9/v1#m", tasks[:1], tmp_path / "dead", samples=1, backend="docker")
+
+
+def test_what_can_not_be_carried_out_loses_no_conversation(
+    repository: Path, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def died(*_: object) -> None:
+        raise SandboxDied("its memory was used up")
+
+    monkeypatch.setattr("composer_nb.production.agents.carry_back", died)
+    work = run_agent(repository, "fix", f"scripted:{script}", tmp_path / "out")
+    assert work.lost == "its memory was used up" and not work.changes and len(work.conversation.turns) == 5
+    assert pq.read_table(tmp_path / "out/rollout.parquet").num_rows == 1 and (repository / "f.py").read_text() == WRONG
+
+
+@pytest.mark.docker
+def test_an_agent_in_an_image(repository: Path, script: Path, tmp_path: Path, docker_client: Any) -> None:
+    """An image with a package that this machine has not, which the repository's tests need."""
+    tag = "composer-nb-test:project"
+    lines = [
+        f"FROM {host_image(docker_client)}",
+        "USER 0",
+        "RUN mkdir -p /opt/site && echo 'two = 2' > /opt/site/project_needs.py",
+    ]
+    text = "\n".join([*lines, "ENV PYTHONPATH=/opt/site"])
+    docker_client.images.build(fileobj=io.BytesIO(text.encode()), tag=tag, rm=True)
+    (repository / "run.sh").write_text("#!/bin/sh\n")
+    command = "python -c 'import project_needs' && chmod +x run.sh && printf '\\0' > logo.png && echo works"
+    script.write_text(
+        json.dumps([{"calls": [call("run_terminal_cmd", command=command, is_background=False)]}, {"text": "Done."}])
+    )
+    try:
+        work = run_agent(repository, "fix", f"scripted:{script}", tmp_path / "out", backend="docker", image=tag)
+    finally:
+        docker_client.images.remove(tag, force=True)
+    assert "works" in work.conversation.turns[0].observation and not work.others and not work.lost
+    work.accept()
+    assert os.access(repository / "run.sh", os.X_OK) and (repository / "logo.png").read_bytes() == b"\0"
+
+
+def test_no_changes_are_no_verdict(repository: Path, tmp_path: Path) -> None:
+    path = tmp_path / "idle.json"
+    path.write_text('[{"text": "' + "x" * 60_000 + '"}]')
+    assert main(["agent", str(repository), "fix", "--policy", f"scripted:{path}", "--out", str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out/verdict.json").read_text())["verdict"] == "open"
+
+
+@pytest.mark.parametrize(("keys", "verdict"), [(b"xY", "accepted"), (b"n", "rejected"), (b"\x04", "open")])
+def test_one_key_decides_and_none_from_before_the_question(
+    repository: Path, script: Path, tmp_path: Path, keys: bytes, verdict: str
+) -> None:
+    ours, theirs = os.openpty()
+    words = ["agent", str(repository), "fix it", "--policy", f"scripted:{script}", "--out", str(tmp_path / "out")]
+    os.write(ours, b"y" if verdict == "rejected" else b"n")
+    command = [sys.executable, "-m", "composer_nb.cli", *words]
+    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as ran:
+        os.close(theirs)
+        assert ran.stdout is not None
+        shown = b""
+        while not shown.endswith(b"[y/n] ") and (part := ran.stdout.read1()):  # type: ignore[attr-defined]
+            shown += part
+        while tcgetattr(ours)[3] & ICANON:  # the question is there before the terminal hands out single keys
+            time.sleep(0.01)
+        os.write(ours, keys)
+        shown += ran.stdout.read()
+    os.close(ours)
+    assert json.loads((tmp_path / "out/verdict.json").read_text())["verdict"] == verdict, shown.decode()
+
+
+def test_a_folder_of_any_name_keeps_what_was_done(repository: Path, script: Path, tmp_path: Path) -> None:
+    named = repository.rename(tmp_path / os.fsdecode(b"caf\xe9"))
+    work = run_agent(named, "fix it", f"scripted:{script}", tmp_path / "out")
+    assert pq.read_table(tmp_path / "out/rollout.parquet")["task_id"].to_pylist() == ["caf\ufffd"]
+    work.accept()
+    assert (named / "f.py").read_text() == RIGHT
+
+
+def test_what_an_endpoint_answers_is_no_markup(repository: Path, tmp_path: Path) -> None:
+    failed = Turn(call="", observation="status 400: [/INST] [red]no", error="ProviderError")
+    done = Conversation(turns=(failed,), stop="infrastructure", why=failed.observation)
+    work = Work(path=tmp_path, source=read_checkout(repository), conversation=done, changes={})
+    shown = io.StringIO()
+    console = Console(file=shown, width=200)
+    assert decide(work, "later", console) == 1
+    rows = {"all": {"n_tasks": 0, "infra_errors": 1, "lost_to": done.why}}
+    console.print(bench_table({"policy": "[/p]", "samples": 1, "arms": rows}))
+    assert shown.getvalue().count("[/INST] [red]no") == 2
+
+
+def test_a_port_that_is_taken_is_named(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ScriptServer(read_script(script)) as server:
+        port = server.url.rpartition(":")[2].removesuffix("/v1")
+        assert main(["serve", "--policy", f"scripted:{script}", "--port", port]) == 2
+    assert f"--port {port}" in capsys.readouterr().err
+
+
+def test_schemas_without_descriptions_keep_their_names() -> None:
+    tools = ARMS["all"].tools()
+    plain = ARMS["no-descriptions"].tools().schemas
+    assert "description" not in json.dumps(plain) and [s["function"]["name"] for s in plain] == list(tools.tools)
+    for full, bare in zip(tools.schemas, plain, strict=True):
+        assert (
+            full["function"]["parameters"]["properties"].keys() == bare["function"]["parameters"]["properties"].keys()
+        )
+    with pytest.raises(ValueError, match="--arms zsh: there are all, bash"):
+        arms_of("all,zsh")
+
+
+def test_eval_on_the_command_line(tasks: list[Task], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tasks(tasks, tmp_path / "tasks.jsonl")
+    asked = ["eval", "--tasks", str(tmp_path / "tasks.jsonl"), "--samples", "1", "--out", str(tmp_path / "out")]
+    assert main([*asked, "--policy", "scripted:lazy", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["arms"]["all"]["pass_at_1"] == 0.0
+    assert main([*asked, "--policy", "scripted:lazy"]) == 0
+    assert "pass@1" in capsys.readouterr().out
+    bare = tasks[0].model_copy(update={"metadata": {}})
+    save_tasks([bare], tmp_path / "tasks.jsonl")
+    assert main([*asked, "--policy", "scripted:lazy"]) == 2
+    assert "has no plan of its tests" in capsys.readouterr().err
+
+
+def test_serve_says_where_and_ends_with_ctrl_c(script: Path) -> None:
+    command = [sys.executable, "-m", "composer_nb.cli", "serve", "--policy", f"scripted:{script}", "--port", "0"]
+    heed = partial(
+        signal.signal, signal.SIGINT, signal.SIG_DFL
+    )  # a shell's background jobs, these tests perhaps, ignore it
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("http://127.0.0.1:")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=patience(20)) == 130
+
+
+def test_a_verdict_is_given_once(repository: Path, script: Path, tmp_path: Path) -> None:
+    work = run_agent(repository, "fix double", f"scripted:{script}", tmp_path / "out")
+    work.accept()
+    for again in (work.reject, work.accept):
+        with pytest.raises(ValueError, match="was accepted before"):
+            again()
+    assert json.loads((tmp_path / "out" / "verdict.json").read_text())["verdict"] == "accepted"
+
+
+# What was trained here, at work in the product
+
+
+@pytest.fixture(scope="module")
+def solved() -> Attempt:
+    """The shortest greedy attempt of the example's policy that solved its task."""
+    greedy = held_out(example_run(), "final").values()
+    return min((s.attempt for s in greedy if s.attempt.grade.passed), key=lambda done: len(done.rollout.turns))
+
+
+@pytest.fixture
+def keeper(solved: Attempt, tmp_path: Path) -> Path:
+    made = tmp_path / "keeper"
+    made.mkdir()
+    for path, text in solved.task.files.items():
+        (made / path).write_text(text)
+    return made
+
+
+TRAINED = EXAMPLES[0] / "weights" / "final"
+
+
+def test_what_a_run_trained_mends_a_repository(solved: Attempt, keeper: Path, tmp_path: Path) -> None:
+    """The policy of the example run, greedy, does in the product's sandbox what it did in its evaluation."""
+    out = tmp_path / "out"
+    asked = ["agent", str(keeper), solved.task.instruction, "--policy", str(TRAINED), "--out", str(out)]
+    assert main([*asked, "--temperature", "0", "--verdict", "accept"]) == 0
+    assert {path: (keeper / path).read_text() for path in solved.task.files} == solved.rollout.files
+    [row] = pq.read_table(out / "rollout.parquet").to_pylist()
+    turns = json.loads(row["turns"])
+    assert [each["call"] for each in turns] == [turn.call for turn in solved.rollout.turns]
+    assert [each["observation"] for each in turns] == [turn.observation for turn in solved.rollout.turns]
+    assert row["stop"] == "finished" and any(each["observation"].startswith("pass") for each in turns)
+
+
+def test_what_a_run_trained_is_served(solved: Attempt, keeper: Path) -> None:
+    """A client that carries out the calls itself gets the same work done through the chat API."""
+    tools = ToolSet.tiny()
+    files = {path.name: path.read_text() for path in keeper.iterdir()}
+    messages: list[Any] = [{"role": "user", "content": solved.task.instruction}]
+    with open_engine(TRAINED, slots=2, tokens=500, temperature=0.0) as engine:
+        answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
+        with (
+            ChatServer(answer) as server,
+            openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
+            SandboxExecutor() as functions,
+        ):
+            place = Workspace(files=files, visible_tests=solved.task.visible_tests, sandboxes=functions)
+            ended = False
+            while not ended and len(messages) < 40:
+                given: Any = {"model": "model", "messages": messages, "tools": tools.schemas}
+                said = client.chat.completions.create(**given).choices[0].message
+                calls = [
+                    ToolCall(name=c.function.name, arguments=json.loads(c.function.arguments)) for c in said.tool_calls
+                ]
+                replies = tools.answer(place, calls)
+                ended = any(reply.ends for reply in replies)
+                messages.append(said.model_dump(exclude_none=True))
+                messages += [
+                    {"role": "tool", "tool_call_id": call.id, "content": reply.text}
+                    for call, reply in zip(said.tool_calls, replies, strict=True)
+                ]
+    assert ended and place.files == solved.rollout.files
+
+
+def test_scripts_at_miniature_repositories(tmp_path: Path) -> None:
+    """The expert knows the answer, the searcher comes to it, and who is blind needs luck; limits are the command's."""
+    with SandboxExecutor() as sandboxes:
+        made = list(make_miniatures("scripts", 12, heldout=False, executor=CachedExecutor(sandboxes)))
+
+    def scored(name: str, workers: int = 0) -> dict[str, Any]:
+        settings = bench_settings(f"scripted:{name}", made, {"limits.turns": 12})
+        out = tmp_path / f"{name}-{workers}"
+        return evaluate(f"scripted:{name}", made, out, samples=1, settings=settings, workers=workers)
+
+    idle = evaluate("scripted:lazy", made[:2], tmp_path / "lazy", samples=1, arms="every")
+    assert idle["pass_at_1"] == 0 and list(idle["arms"]) == ["all", "no-search"]
+    assert idle["tool_calls_per_task"] == 1 and idle["timeouts"] == 0
+    assert list(evaluate("scripted:blind", made[:1], tmp_path / "some", samples=1, arms="every")["arms"]) == ["all"]
+    with pytest.raises(ValueError, match="with the arms all, no-search; scripts that call grep have 'all' alone"):
+        evaluate("scripted:blind", made[:1], tmp_path / "none", samples=1, arms="all,no-search")
+    found = {name: scored(name) for name in ("expert", "searcher", "blind")}
+    assert {**scored("blind", 3), "arms": 0} == {**found["blind"], "arms": 0}, "who works on what changes nothing"
+    assert found["expert"]["pass_at_1"] == 1 and found["expert"]["tool_calls_per_task"] <= 4
+    assert found["searcher"]["pass_at_1"] > 0.8 > found["blind"]["pass_at_1"]
+    assert found["blind"]["calls_per_turn"] > 1.5 and found["blind"]["finishes"] < 1

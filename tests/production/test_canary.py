@@ -1,0 +1,236 @@
+"""A new version for a share of the users first: the statistics by simulation, the rest with real processes and a tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from composer_nb.cli import main
+from composer_nb.production.canary import FILE, LEAST, Canary, Trial, is_early, open_canary
+from composer_nb.production.conversations import Conversations
+from composer_nb.production.record import Record, served
+from composer_nb.production.serve import ChatServer
+from composer_nb.trainer.models.checkpoint import load_pretrained
+from composer_nb.trainer.services.inference import Updates
+from composer_nb.trainer.versions.publisher import Publisher
+from composer_nb.trainer.versions.rule import Rule
+from tests.production import conftest as product
+from tests.production import test_replicas as several
+from tests.production.test_replicas import SIZE
+from tests.production.test_serve_engine import ASKED, FILES, turned, wait_until
+
+tokenizer, model, path = product.tokenizer, several.model, several.path
+SHARE, VERDICTS = 0.5, LEAST
+
+
+def users(*verdicts: float) -> dict[str, dict[str, float]]:
+    """Return one verdict of each user."""
+    return {f"u{n}": {f"r{n}": each} for n, each in enumerate(verdicts)}
+
+
+def run_trial(early: float, usual: float, verdicts: int, seed: int, many: int = 10**9) -> tuple[str, int]:
+    """Return the outcome with `many` users, of whom a fifth are early and each accepts with a probability of his own around these
+    means, and the number of verdicts on the new version."""
+    rng, trial = np.random.default_rng(seed), Trial(1, verdicts)
+    own: dict[str, float] = {}
+    while not (outcome := trial.outcome):
+        user = f"{seed} {rng.integers(many)}"
+        mean, side = (early, trial.early) if is_early(user, 0.2) else (usual, trial.usual)
+        accepts = own.setdefault(user, rng.beta(4 * mean, 4 * (1 - mean)))
+        given = side.setdefault(user, {})
+        given[f"{user} {len(given)}"] = float(rng.random() < accepts)
+    return outcome, trial.counts()["early"]
+
+
+@pytest.mark.parametrize("many", [150, 10**9])
+def test_a_version_as_good_as_the_old_one_is_seldom_withdrawn_though_each_verdict_is_looked_at(many: int) -> None:
+    """Whether each user gives one verdict or several."""
+    found = [run_trial(0.55, 0.55, 60, seed, many) for seed in range(15)]
+    assert sum(outcome == "withdrawn" and count < 60 for outcome, count in found) <= 1
+    assert sum(outcome == "promoted" for outcome, _ in found) >= 8  # the others lie more than MOST_LOST below by chance
+
+
+def test_a_version_that_breaks_things_is_withdrawn_long_before_the_last_verdict() -> None:
+    found = [run_trial(0.05, 0.55, 500, seed) for seed in range(12)]
+    assert {outcome for outcome, _ in found} == {"withdrawn"}
+    assert np.median([count for _, count in found]) < 60
+
+
+def test_nothing_is_decided_on_few_users_and_a_loss_that_chance_could_explain_is_not_promoted() -> None:
+    few = Trial(1, 10, {"one": {f"r{n}": 0.0 for n in range(500)}, **users(*[0.0] * (LEAST - 2))}, users(*[1.0] * 500))
+    assert few.outcome == ""
+    usual = users(*[1.0] * 60, *[0.0] * 40)
+    lost = Trial(1, 100, users(*[1.0] * 50, *[0.0] * 50), usual)
+    assert lost.interval()[2] > 0
+    assert lost.outcome == "withdrawn"
+    assert Trial(1, 100, users(*[1.0] * 58, *[0.0] * 42), usual).outcome == "promoted"
+
+
+@given(st.floats(-100, 100), st.integers(LEAST, 200), st.integers(LEAST, 200))
+def test_equal_verdicts_are_promoted(value: float, early: int, usual: int) -> None:
+    assert Trial(1, LEAST, users(*[value] * early), users(*[value] * usual)).outcome == "promoted"
+
+
+def test_one_rejection_among_few_withdraws_nothing() -> None:
+    assert Trial(1, 200, users(0.0, *[1.0] * (LEAST - 1)), users(*[1.0] * 1000)).outcome == ""
+
+
+def test_the_share_of_users_is_as_asked_and_a_larger_one_holds_the_smaller() -> None:
+    names = [f"user {n}" for n in range(10_000)]
+    for share in (0.01, 0.2, 0.5):
+        assert np.mean([is_early(user, share) for user in names]) == pytest.approx(share, abs=0.02)
+    assert {user for user in names if is_early(user, 0.1)} < {user for user in names if is_early(user, 0.3)}
+
+
+@dataclass(frozen=True)
+class Site:
+    canary: Canary
+    server: ChatServer
+    client: openai.OpenAI
+
+    def ask(self, user: str, name: str, messages: list[Any] = ASKED) -> str:
+        """Return the answer of a recorded conversation."""
+        to = self.client.with_options(base_url=self.server.url.replace("/v1", f"/rollouts/{name}/v1"))
+        given: dict[str, Any] = {"model": "model", "user": user, "max_tokens": 4, "seed": 0}
+        return to.chat.completions.create(messages=messages, **given).choices[0].message.content or ""
+
+    def judge(self, name: str, reward: float) -> None:
+        url = self.server.url.replace("/v1", f"/rollouts/{name}/grade")
+        assert httpx.post(url, json={"reward": reward}, timeout=60).status_code == 200
+
+    @property
+    def health(self) -> Any:
+        return httpx.get(self.server.url.replace("/v1", "/health"), timeout=60).json()
+
+
+@contextmanager
+def site(path: Path, store: str, run: Path) -> Iterator[Site]:
+    with open_canary(path, 1, share=SHARE, verdicts=VERDICTS, run=run, follow=store, **SIZE) as engine:
+        record = Record(run, engine.tokenizer, engine.shared.judged)
+        answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens, record)
+        told: dict[str, Any] = {
+            "version": lambda: engine.shared.version,
+            "replicas": engine.shared.states,
+            "canary": engine.shared.told,
+            "grade": answer.grade,
+        }
+        with (
+            ChatServer(answer, slots=4, **told) as server,
+            openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
+        ):
+            yield Site(engine.shared, server, client)
+
+
+def versions(run: Path, name: str) -> set[int]:
+    return {int(v) for each in served(run)[name].rollout.segments for v in each.policy_version[each.acted]}
+
+
+def test_a_bad_version_leaves_its_users_and_a_good_one_reaches_all_of_them(path: Path, tmp_path: Path) -> None:
+    store, run = str(tmp_path / "store"), tmp_path / "run"
+    weights = load_pretrained(path)
+    early, usual = (
+        [f"u{n}" for n in range(200) if is_early(f"u{n}", SHARE) == first][:LEAST] for first in (True, False)
+    )
+    with closing(Publisher(store, owner="test")) as publisher:
+        publisher.publish(3, turned(weights, 0.0), FILES)
+        with site(path, store, run) as here:
+            assert here.health["canary"] == {"share": SHARE, "early": 3, "trusted": 3, "withdrawn": -1}
+
+            publisher.publish(4, turned(weights, 0.5), FILES)
+            wait_until(lambda: here.canary.early.version == 4)
+            first = here.ask(early[0], "open")
+            for user in usual:
+                here.ask(user, f"{user}-4")
+                here.judge(f"{user}-4", 1.0)
+            for user in early:
+                here.ask(user, f"{user}-4")
+                here.judge(f"{user}-4", 1.0)  # a second verdict takes the place of the first
+                here.judge(f"{user}-4", 0.0)
+            assert here.canary.known.withdrawn == 4
+            assert (versions(run, f"{early[0]}-4"), versions(run, f"{usual[0]}-4")) == ({4}, {3})
+            wait_until(lambda: here.canary.early.version == 3)
+            # The conversation goes on, in the old version from its next token on.
+            here.ask(early[0], "open", [*ASKED, {"role": "assistant", "content": first}, ASKED[0]])
+            here.judge("open", 1.0)
+            assert versions(run, "open") == {3, 4}
+            assert here.health["canary"] == {"share": SHARE, "early": 3, "trusted": 3, "withdrawn": 4}
+
+            publisher.publish(6, turned(weights, 0.25), FILES)
+            wait_until(lambda: here.canary.early.version == 6)
+            assert here.canary.usual.version == 3
+            for number, (new, old) in enumerate(zip(early, usual, strict=True)):
+                for user in (new, old):
+                    here.ask(user, f"{user}-6")
+                    here.judge(f"{user}-6", float(number % 2))
+                if number == 0:
+                    trial = here.health["canary"]
+                    assert (trial["trying"], trial["verdicts"]) == (6, {"early": 1, "usual": 1})
+                    here.judge(f"{old}-4", 0.0)  # of before the trial
+                    assert here.health["canary"]["verdicts"] == {"early": 1, "usual": 1}
+            assert here.health["canary"] == {"share": SHARE, "early": 6, "trusted": 6, "withdrawn": 4}
+            assert "composer_nb_canary_trusted 6" in httpx.get(here.server.url.replace("/v1", "/metrics")).text
+            wait_until(lambda: here.canary.usual.version == 6)
+
+        publisher.publish(7, turned(weights, 0.1), FILES)
+        with site(path, store, run) as here:
+            wait_until(lambda: here.canary.early.version == 7)
+            assert here.canary.usual.version == 6
+            assert here.health["canary"]["trying"] == 7
+    for text, why in (
+        ("{", "damaged"),
+        (json.dumps({"store": "elsewhere", "trusted": 6}), "is of elsewhere"),
+        (json.dumps({"store": store, "trusted": 9}), "trusts version 9"),
+    ):
+        (run / FILE).write_text(text)
+        with pytest.raises(ValueError, match=why), site(path, store, run):
+            pass
+
+
+def test_versions_that_cannot_be_used_do_not_keep_a_withdrawn_one_alive(path: Path, tmp_path: Path) -> None:
+    model = load_pretrained(path)
+    with closing(Publisher(tmp_path, owner="test")) as publisher:
+        for version in (3, 4, 5):
+            publisher.publish(version, turned(model, version / 8), FILES)
+    updates = Updates(tmp_path, "test", model.config)
+    wanted = []
+    for rule, left_out in (
+        (Rule(), {5}),
+        (Rule(after=4, most=3), {5}),
+        (Rule(after=4, most=3), {3, 5}),
+        (Rule(4, 3), set()),
+    ):
+        updates.rule, updates.left_out = rule, left_out
+        wanted.append(updates.wanted())
+    assert wanted == [None, 3, None, 5]
+    for version in (3, 4):
+        updates.first(version)
+    assert torch.equal((updates.receiver.back(3) or {})["model.norm.weight"], turned(model, 3 / 8)["model.norm.weight"])
+    assert updates.receiver.version == 3 and updates.first(4) is not None
+
+
+def test_a_store_without_a_version_is_refused(path: Path, tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="no version yet"),
+        open_canary(path, 1, share=0.1, verdicts=20, run=tmp_path, follow=str(tmp_path / "store"), **SIZE),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    "given", [["--canary", "0.1"], ["--canary", "1.5", "--follow", "s", "--record", "r"], ["--canary", "-1"]]
+)
+def test_serve_says_what_a_canary_needs(given: list[str], path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--model", str(path), *given]) == 2
+    assert "--canary" in capsys.readouterr().err

@@ -1,0 +1,455 @@
+"""A checkpoint directory as an agent: its tokenizer with Qwen's tokens and chat template, the engine, the loop, the server.
+
+`transformers` renders the template, as an independent word on which tokens a conversation is. The model is small and random, so
+it babbles: what the loop makes of that is part of what is tested.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
+from tokenizers.models import BPE
+
+from composer_nb.cli import main
+from composer_nb.harness.agent.chat import Said, Written
+from composer_nb.harness.agent.endpoint import Endpoint
+from composer_nb.harness.agent.loop import LIMITS, converse, system_text
+from composer_nb.harness.agent.qwen import HOW, QwenRenderer
+from composer_nb.harness.agent.shared import Shared
+from composer_nb.harness.agent.turns import Limits, TokenTurnPolicy
+from composer_nb.harness.environment import Carried, EnvSettings, carry
+from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
+from composer_nb.harness.rollout import Kind
+from composer_nb.harness.sandbox.bwrap import BwrapBackend
+from composer_nb.harness.sandbox.contract import WORKSPACE
+from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.harness.tasks.task import load_tasks
+from composer_nb.harness.tools.tool_call import ToolCall, ToolError
+from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.production import policies
+from composer_nb.production.agents import evaluate, run_agent
+from composer_nb.production.arms import ARMS
+from composer_nb.production.conversations import Conversations
+from composer_nb.production.policies import equipment, open_engine, trained_with
+from composer_nb.production.serve import ChatServer
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.models.checkpoint import save_pretrained
+from composer_nb.trainer.models.tokenizer import train_tokenizer
+from composer_nb.trainer.models.transformer import Model, ModelConfig
+from tests.tiny_models import SIZES
+
+FUNCTIONS = Path(__file__).parents[2] / "data" / "example" / "data" / "heldout.jsonl"
+POSITIONS = 12_288
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+ADDED = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEMPLATE = """\
+{%- for m in messages -%}
+{%- if m.role == "system" -%}
+<|im_start|>system¶{{ m.content }}
+{%- if tools -%}
+¶¶# Tools¶¶<tools>¶
+{%- for tool in tools -%}
+{%- set f = tool.function -%}
+<function>¶<name>{{ f.name }}</name>¶<description>{{ f.description | trim }}</description>¶<parameters>¶
+{%- for name, told in f.parameters.properties.items() -%}
+<parameter>¶<name>{{ name }}</name>¶
+{%- for key, value in told.items() -%}
+<{{ key }}>{{ value if value is string else value | tojson }}</{{ key }}>¶
+{%- endfor -%}
+</parameter>¶
+{%- endfor -%}
+{%- for key, value in f.parameters.items() if key not in ("type", "properties") -%}
+<{{ key }}>{{ value | tojson }}</{{ key }}>¶
+{%- endfor -%}
+</parameters>¶</function>¶
+{%- endfor -%}
+</tools>HOW
+{%- endif -%}
+<|im_end|>¶
+{%- elif m.role == "user" -%}
+<|im_start|>user¶{{ m.content }}<|im_end|>¶
+{%- elif m.role == "assistant" -%}
+<|im_start|>assistant¶{{ m.content }}
+{%- if m.tool_calls -%}
+{%- if m.content -%}¶¶{%- endif -%}
+{%- for call in m.tool_calls -%}
+{%- if not loop.first -%}¶{%- endif -%}
+<tool_call>¶<function={{ call.function.name }}>¶
+{%- for name, value in call.function.arguments.items() -%}
+<parameter={{ name }}>¶{{ value if value is string else value | tojson }}¶</parameter>¶
+{%- endfor -%}
+</function>¶</tool_call>
+{%- endfor -%}
+{%- endif -%}
+<|im_end|>¶
+{%- else -%}
+{%- if loop.first or loop.previtem.role != "tool" -%}<|im_start|>user¶{%- endif -%}
+<tool_response>¶{{ m.content }}¶</tool_response>¶
+{%- if loop.last or loop.nextitem.role != "tool" -%}<|im_end|>¶{%- endif -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant¶{%- endif -%}"""
+
+
+def made_tokenizer() -> Tokenizer:
+    made = Tokenizer(BPE())
+    made.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    texts = [json.dumps(ARMS["all"].tools().schemas), system_text(WORKSPACE), HOW] * 2
+    made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, show_progress=False))
+    made.add_special_tokens(SPECIAL)
+    made.add_tokens([AddedToken(token, special=False, normalized=False) for token in ADDED])
+    return made
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its vocabulary is padded, as in the published ones: it can write ids that no token has."""
+    path, tokenizer = tmp_path_factory.mktemp("models") / "small", made_tokenizer()
+    torch.manual_seed(0)
+    config = ModelConfig(
+        vocab_size=tokenizer.get_vocab_size() + 7,
+        max_position_embeddings=POSITIONS,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    )
+    save_pretrained(Model(config), path, dtype=torch.bfloat16)
+    tokenizer.save(str(path / "tokenizer.json"))
+    template = TEMPLATE.replace("HOW", HOW.replace("\n", "¶")).replace("¶", '{{ "\\n" }}')
+    told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": template}
+    (path / "tokenizer_config.json").write_text(json.dumps(told))
+    return path
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoint: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(checkpoint)
+
+
+def templated(oracle: Any, messages: Sequence[dict[str, Any]], tools: Any = None) -> list[int]:
+    text = oracle.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+    return list(oracle(text, add_special_tokens=False)["input_ids"])
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    made = tmp_path / "repository"
+    made.mkdir()
+    (made / "f.py").write_text("def double(x):\n    return x + x + 1\n")
+    return made
+
+
+class Watched:
+    """What the engine of a run was asked and answered."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked, self.answered, self.engines = list[list[int]](), list[list[int]](), list[Engine]()
+        submit, step, make = Engine.submit, Engine.step, Engine.__init__
+
+        def made(engine: Engine, *given: Any, **more: Any) -> None:
+            make(engine, *given, **more)
+            self.engines.append(engine)
+
+        def submitted(engine: Engine, request: Request) -> None:
+            self.asked.append(list(request.token_ids))
+            submit(engine, request)
+
+        def stepped(engine: Engine) -> Any:
+            done = step(engine)
+            self.answered += [list(each.token_ids) for each in done]
+            return done
+
+        monkeypatch.setattr(Engine, "__init__", made)
+        monkeypatch.setattr(Engine, "submit", submitted)
+        monkeypatch.setattr(Engine, "step", stepped)
+
+
+def test_a_checkpoint_that_babbles(
+    checkpoint: Path, oracle: Any, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(monkeypatch)
+    limits = Limits(turns=6, turn_tokens=60, tokens=131_072, seconds=600)
+    work = run_agent(repository, "fix double", str(checkpoint), tmp_path / "out", limits=limits)
+    done, tools = work.conversation, ARMS["all"].tools().schemas
+    assert done.stop in ("turns", "finished") and (repository / "f.py").read_text().endswith("+ 1\n")
+    opening = [{"role": "system", "content": system_text(WORKSPACE)}, {"role": "user", "content": "fix double"}]
+    assert watched.asked[0] == templated(oracle, opening, tools)
+    turns = [turn for turn in done.turns if turn.error or turn.call]
+    assert {turn.error for turn in turns} == {"InvalidArguments"}
+    after = oracle("\n", add_special_tokens=False)["input_ids"]
+    groups: list[list[dict[str, Any]]] = []
+    for turn in turns:
+        groups += [] if turn.beside else [[]]
+        groups[-1].append({"role": "tool", "content": turn.observation})
+    assert len(watched.asked) > 1
+    for read, group in zip(watched.asked[1:], groups, strict=False):
+        assert read == after + templated(oracle, group)
+    # Nothing was read twice: what is in the cache is the whole conversation as it was read and written.
+    [engine] = watched.engines
+    assert engine.forwarded == sum(map(len, watched.asked)) + sum(map(len, watched.answered)) - 1
+
+
+def test_a_tiny_model_that_babbles(repository: Path, tmp_path: Path) -> None:
+    """The compact format, with the tools of tiny models, up to the end of what the model reads."""
+    path, tokenizer = tmp_path / "tiny", train_tokenizer(["read f.py test done"], 300)
+    torch.manual_seed(0)
+    config = ModelConfig(**SIZES | {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 400})
+    save_pretrained(Model(config), path, dtype=torch.bfloat16)
+    tokenizer.save(str(path / "tokenizer.json"))
+    limits = Limits(turns=100, turn_tokens=20, tokens=131_072, seconds=600)
+    done = run_agent(repository, "fix double", str(path), tmp_path / "out", limits=limits).conversation
+    assert done.stop == "tokens" and {turn.error for turn in done.turns} == {"InvalidArguments"}
+    assert {turn.observation for turn in done.turns} == {"error: bad call"}
+
+
+@pytest.fixture(scope="module")
+def compact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the compact format that was trained with the tools of the product."""
+    path, tokenizer = tmp_path_factory.mktemp("models") / "compact", train_tokenizer(["read f.py test done"], 300)
+    torch.manual_seed(0)
+    config = ModelConfig(**SIZES | {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 400})
+    save_pretrained(Model(config), path, dtype=torch.bfloat16)
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+def test_a_checkpoint_carries_its_environment(compact: Path, repository: Path, tmp_path: Path) -> None:
+    """Its tools and limits are those of its training, at work and behind the server; without the file, those of its format."""
+    assert trained_with(compact) == Carried(renderer="compact", tools="tiny")
+    carry(compact, EnvSettings(tools="cursor"), Limits(turns=2, turn_tokens=9, tokens=300))
+    tools, limits = equipment(str(compact))
+    assert "run_terminal_cmd" in tools.tools and (limits.turns, limits.turn_tokens) == (2, 9)
+    work = run_agent(repository, "fix double", str(compact), tmp_path / "out")
+    assert work.conversation.stop == "turns" and work.conversation.written <= 18
+    with open_engine(compact, slots=1, tokens=300) as engine:
+        call = Said(calls=(Written(id="call_0", call=ToolCall(name="list_dir", arguments={"target_directory": "."})),))
+        renderer = engine.format(engine.tokenizer)
+        assert renderer.parse(renderer.turn(call)) == call
+    few = load_tasks(FUNCTIONS)[:2]
+    with pytest.raises(ValueError, match="agents have the tiny tools, with the arms"):
+        evaluate(str(compact), few, tmp_path / "bench", samples=1)
+    carry(compact, EnvSettings(), Limits(turns=1, tokens=400))
+    found = evaluate(str(compact), few, tmp_path / "bench", samples=1, workers=2)
+    assert found["tool_calls_per_task"] == found["calls_per_turn"]  # one turn each
+
+
+def test_a_served_checkpoint_is_offered_the_tools_of_its_training(
+    compact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carry(compact, EnvSettings(), Limits(turns=3, turn_tokens=9, tokens=300))
+    with open_engine(compact, slots=1, tokens=300) as engine:
+        answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
+        with ChatServer(answer, model="tour", trained=engine.known) as server:
+            for name in ("", "#tour"):
+                tools, limits = equipment(f"openai:{server.url}{name}")
+                assert (set(tools.tools), limits) == (set(ToolSet.tiny().tools), trained_with(compact).limits)
+            assert "run_terminal_cmd" in equipment(f"openai:{server.url}#another")[0].tools
+        with ChatServer(answer, trained=replace(engine.known, tools="my.module:Mine")) as server:
+            with pytest.raises(ValueError, match="which only its training has"):
+                equipment(f"openai:{server.url}")
+        with ChatServer(answer, trained=replace(engine.known, renderer="none")) as server:  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match=r"its training is damaged \(renderer "):
+                equipment(f"openai:{server.url}")
+            gone = f"openai:{server.url}"
+    tools, limits = equipment(f"{gone}#named")
+    assert "run_terminal_cmd" in tools.tools and limits == LIMITS
+    monkeypatch.setattr(policies, "Endpoint", partial(Endpoint, retries=0))
+    with pytest.raises(ProviderFailure):
+        equipment(gone)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "damaged"),
+        ('{"renderer": "xml", "tools": "tiny"}', "renderer"),
+        (
+            '{"renderer": "compact", "tools": "tiny", "limits": {"turns": 0}}',
+            "limits.turns Input should be greater than",
+        ),
+        ('{"renderer": "compact", "tools": "os:abort"}', "trained with the tools of os:abort, which"),
+    ],
+)
+def test_a_damaged_environment_is_one_line(
+    compact: Path, repository: Path, tmp_path: Path, text: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (compact / "environment.json").write_text(text)
+    asked = ["agent", str(repository), "fix", "--policy", str(compact), "--out", str(tmp_path / "out")]
+    assert main(asked) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert why in line
+
+
+class Typed:
+    """A policy that writes these turns."""
+
+    capacity = 1
+
+    def __init__(self, turns: Sequence[list[int]]) -> None:
+        self.turns, self.held, self.seen = list(turns), list[int](), list[list[int]]()
+
+    def submit(self, request: Request) -> None:
+        self.held += request.token_ids
+        self.seen.append(list(self.held))
+
+    def step(self) -> list[Completion]:
+        written = self.turns.pop(0)
+        self.held += written
+        zeros = [0] * len(written)
+        return [Completion(rollout=0, token_ids=written, logprobs=[0.0] * len(written), policy_versions=zeros)]
+
+    def release(self, rollout: int) -> Trace:
+        return Trace()
+
+
+def test_turn_after_turn_the_tokens_are_the_templates(checkpoint: Path, oracle: Any) -> None:
+    tools = ARMS["all"].tools()
+    renderer = QwenRenderer(Tokenizer.from_file(str(checkpoint / "tokenizer.json")), tools.schemas)
+    look = [
+        ToolCall(name="read_file", arguments={"target_file": "f.py"}),
+        ToolCall(name="grep", arguments={"pattern": "def", "output_mode": "count"}),
+    ]
+    said = [
+        ("I look.", look),
+        ("", [ToolCall(name="read_file", arguments={"target_file": "f.py", "offset": 1, "limit": 1})]),
+        ("", [ToolCall(name="read_file", arguments={"target_file": "none.py"})]),
+        ("It is well.", []),
+    ]
+    written = [
+        Said(text=text, calls=tuple(Written(id=f"call_{n}", call=call) for n, call in enumerate(calls)))
+        for text, calls in said
+    ]
+    policy = Typed([renderer.turn(each) for each in written])
+    with BwrapBackend() as backend, backend.create() as box, Shared(policy) as shared:
+        box.write("f.py", b"def f():\n    return 1\n")
+        limits = Limits(turns=9, turn_tokens=4000, tokens=60_000)
+        turn_policy = TokenTurnPolicy(renderer, 0, limits, shared.ask, shared.release, "You fix.")
+        done = converse("fix f", turn_policy, tools, tools.open(box))
+        [segment] = turn_policy.close()
+    talk: list[dict[str, Any]] = [{"role": "system", "content": "You fix."}, {"role": "user", "content": "fix f"}]
+    observations = iter([turn.observation for turn in done.turns if turn.call])
+    for (text, calls), seen in zip(said, policy.seen, strict=True):
+        assert seen == templated(oracle, talk, tools.schemas)
+        wire = [{"type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}} for c in calls]
+        talk.append({"role": "assistant", "content": text} | ({"tool_calls": wire} if wire else {}))
+        talk += [{"role": "tool", "content": next(observations)} for _ in calls]
+    assert done.stop == "finished" and segment.token_ids.tolist() == policy.held
+    whole = oracle.apply_chat_template(talk, tools=tools.schemas, tokenize=False).removesuffix("\n")
+    assert policy.held == oracle(whole, add_special_tokens=False)["input_ids"]
+
+
+def test_a_thinking_model_is_read_and_other_special_tokens_end_a_turn(checkpoint: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    renderer = QwenRenderer(tokenizer, ARMS["all"].tools().schemas)
+    call = "<tool_call>\n<function=read_file>\n<parameter=target_file>\nf.py\n</parameter>\n</function>\n</tool_call>"
+    text = f"<think>\nI look.\n</think>\n\n{call}<|im_end|>"
+    written = tokenizer.encode(text, add_special_tokens=False).ids
+    said = renderer.parse(written)
+    assert said.text == "<think>\nI look.\n</think>"
+    assert [each.call for each in said.calls] == [ToolCall(name="read_file", arguments={"target_file": "f.py"})]
+    assert renderer.kinds(written)[0] == Kind.THINKING and renderer.kinds(written)[-2] == Kind.TOOL_CALL
+    end, thought = tokenizer.token_to_id("<|endoftext|>"), tokenizer.token_to_id("<think>")
+    assert {end, tokenizer.token_to_id("<|im_end|>")} <= renderer.stop and thought not in renderer.stop
+    [bad] = renderer.parse([*renderer.encode("Done."), end]).calls
+    assert isinstance(bad.call, ToolError)
+
+
+def test_a_conversation_is_as_long_as_the_model_reads(checkpoint: Path, repository: Path, tmp_path: Path) -> None:
+    """131,072 tokens are the usual limit, and more than this model, and many published ones, read."""
+    asked = ["agent", str(repository), "x " * POSITIONS, "--policy", str(checkpoint), "--out", str(tmp_path / "out")]
+    assert main([*asked, "--verdict", "later"]) == 1
+    with open_engine(checkpoint, slots=1, tokens=131_072) as engine:
+        assert engine.tokens == POSITIONS
+
+
+def test_a_checkpoint_behind_the_server(checkpoint: Path, oracle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched, tools = Watched(monkeypatch), ARMS["bash"].tools().schemas
+    talk: list[dict[str, Any]] = [{"role": "system", "content": "You fix."}, {"role": "user", "content": "fix f"}]
+    with (
+        open_engine(checkpoint, slots=2, tokens=4000) as engine,
+        ChatServer(Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)) as server,
+    ):
+        endpoint = Endpoint(url=server.url, model="model", retries=0)
+        assert list(endpoint.models()) == ["model"]
+        first = endpoint.complete(talk, tools, 40)
+        assert watched.asked[0] == templated(oracle, talk, tools) and first.read == len(watched.asked[0])
+        assert first.written == len(watched.answered[0]) <= 40
+        forwarded = watched.engines[0].forwarded
+        talk += [first.message, {"role": "user", "content": [{"type": "text", "text": "go on"}]}]
+        second = endpoint.complete(talk, tools, 40)
+        new = templated(oracle, [{"role": "user", "content": "go on"}])
+        new = [*oracle("<|im_end|>\n", add_special_tokens=False)["input_ids"], *new]  # the turn before was cut off
+        assert watched.asked[1] == new and second.read == first.read + first.written + len(new)
+        assert watched.engines[0].forwarded - forwarded == len(new) + second.written
+        # What was never said here is read from its beginning, and makes room for itself.
+        for text in "abc":
+            other = [talk[0], {"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}, talk[1]]
+            endpoint.complete(other, tools, 5)
+            assert watched.asked[-1] == templated(oracle, other, tools)
+        for wrong, why in (
+            ({"messages": [talk[1]], "max_tokens": 0}, "max_tokens: Input should be greater"),
+            ({"messages": [talk[1], first.message]}, "the last one is"),
+            ({"messages": [{"role": "user", "content": "x " * 5000}]}, "maximum context length is 4000 tokens"),
+            ({"messages": [talk[1]], "tools": ["x"]}, "tools.0: Input should be an object"),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a content must be text"),
+            ({"messages": [7]}, "messages.0: Input should be an object"),
+        ):
+            with pytest.raises(ProviderFailure, match=f"status 400 .*{why}"):
+                endpoint.ask("POST", "chat/completions", float("inf"), wrong)
+
+        def answer(**given: Any) -> str:
+            asked = {"messages": talk[:2], "max_tokens": 20, **given}
+            told = endpoint.ask("POST", "chat/completions", float("inf"), asked)
+            return str(told["choices"][0]["message"]["content"])
+
+        assert answer(seed=5) == answer(seed=5) != answer(seed=6)
+        assert answer(temperature=0, seed=5) == answer(temperature=0, seed=6) == answer(top_p=1e-9)
+        asked = {"messages": talk[:2], "stream": True, "max_tokens": 5}
+        request = urllib.request.Request(f"{server.url}/chat/completions", json.dumps(asked).encode())
+        with urllib.request.urlopen(request) as reply:
+            streamed = reply.read().decode()
+        *pieces, end = [line.removeprefix("data: ") for line in streamed.split("\n\n") if line.strip()]
+        assert end == "[DONE]" and json.loads(pieces[0])["choices"][0]["delta"]["role"] == "assistant"
+
+
+@pytest.mark.slow
+def test_serving_a_checkpoint_from_the_command_line(checkpoint: Path, repository: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "composer_nb.cli", "serve", "--model", str(checkpoint), "--port", "0"]
+    process = subprocess.Popen([*command, "--tokens", "12000"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        limits = Limits(turns=2, turn_tokens=30, tokens=10_000, seconds=300)
+        work = run_agent(repository, "fix", f"openai:{url}", tmp_path / "out", limits=limits)
+        assert work.conversation.stop in ("finished", "turns", "tokens") and work.conversation.written > 0
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=patience(60)) == 130

@@ -1,0 +1,192 @@
+"""Environments of verifiers and of OpenEnv, by the real libraries where they are installed."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import BaseModel
+
+from composer_nb.cli import main
+from composer_nb.harness.agent.scripts import read_script
+from composer_nb.harness.tasks.task import load_tasks, save_tasks
+from composer_nb.production import foreign
+from composer_nb.production.foreign import ForeignSettings, audit_verifiers, evaluate_foreign
+from composer_nb.production.improve import conversations, grouped, improve
+from composer_nb.production.serve import ScriptServer
+from composer_nb.trainer.settings import Settings, override
+from tests.production.test_serve_record import POLICY, recording
+
+DOUBLES = """
+import verifiers as vf
+from datasets import Dataset
+
+def load_environment():
+    rows = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(5, 9)]
+
+    def right(completion, answer, **kwargs):
+        return float(WHEN)
+
+    short = {"max_tokens": 16}
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[right]), sampling_args=short)
+"""
+COUNTER = """
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+
+class Add(Action):
+    number: int
+
+class Sum(Observation):
+    sum: int
+
+class Adds(Environment):
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        self.sum, self.steps = seed, 0
+        return Sum(sum=self.sum)
+
+    def step(self, action, timeout_s=None, **kwargs):
+        self.sum, self.steps = self.sum + action.number, self.steps + 1
+        return Sum(sum=self.sum, reward=action.number, done=self.steps == 3)
+
+    @property
+    def state(self):
+        return State()
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def doubles(place: Path) -> Iterator[str]:
+    pytest.importorskip("verifiers", reason="pip install 'verifiers<0.4' brings it")
+    for name, when in {
+        "sound": "completion[-1].content.strip() == answer",
+        "loose": "answer in completion[-1].content",
+        "signs": "sum(not sign.isalpha() for sign in completion[-1].content) / (len(completion[-1].content) or 1)",
+    }.items():
+        (place / f"{name}_env.py").write_text(DOUBLES.replace("WHEN", when))
+    yield "sound_env"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_audit_of_verifiers_finds_a_rubric_that_looks_for_the_answer_anywhere(
+    doubles: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert all(row == {"tried": 4, "wrong": 0} for row in audit_verifiers(doubles)["probes"].values())
+    assert main(["audit", "verifiers:sound_env"]) == 0 and main(["audit", "verifiers:loose_env"]) == 1
+    assert "many numbers" in capsys.readouterr().out
+    assert audit_verifiers("loose_env")["probes"]["many numbers"] == {"tried": 4, "wrong": 4}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_policy_at_an_environment_of_verifiers(doubles: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "s.json").write_text(json.dumps([{"text": "12"}]))
+    with ScriptServer(read_script(tmp_path / "s.json")) as server:
+        monkeypatch.setenv("OPENAI_API_KEY", server.key or "none")
+        found = evaluate_foreign(f"openai:{server.url}", f"verifiers:{doubles}", 2)
+    assert (found["reward"], found["n_tasks"], found["k"], found["lost"]) == (0.25, 4, 2, 0)
+    with pytest.raises(ValueError, match="composer-nb serve"):
+        evaluate_foreign("scripted:lazy", f"verifiers:{doubles}", 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_policy_learns_what_an_environment_of_verifiers_rewards(doubles: str, tmp_path: Path) -> None:
+    """From the example's policy, on requests unlike any that it has read; signs that are no letters are rewarded."""
+    save_tasks(load_tasks(POLICY.parents[1] / "data" / "heldout.jsonl")[:2], tmp_path / "gate.jsonl")
+    policy, rewards = POLICY, list[float]()
+    settings = override(Settings(), {"rl.lr": 3e-3, "rl.minibatches": 4, "reward.weights": {"given": 1.0}})
+    for cycle in range(3):
+        run = tmp_path / f"run{cycle}"
+        with recording(run, policy=policy) as server:
+            graded = ForeignSettings(grade=True)
+            rewards.append(evaluate_foreign(f"openai:{server.url}", "verifiers:signs_env", 12, graded)["reward"])
+        judged = conversations(run)
+        assert np.mean([done.grade.rewards["reward"] for _, done in judged]) == pytest.approx(rewards[-1])
+        assert [len(group) for group in grouped(judged)] == [12] * 4, "an example is a group"
+        if cycle < 2:
+            improve([run], policy, tmp_path / f"out{cycle}", tmp_path / "gate.jsonl", settings, samples=1)
+            policy = tmp_path / f"out{cycle}" / "candidate"
+    assert rewards[2] > rewards[0] + 0.1, rewards
+
+
+def test_a_reward_needs_a_server_that_records(tmp_path: Path) -> None:
+    (tmp_path / "s.json").write_text(json.dumps([{"text": "12"}]))
+    with ScriptServer(read_script(tmp_path / "s.json")) as server:
+        for policy in (f"openai:{server.url}", f"scripted:{tmp_path}/s.json"):
+            with pytest.raises(ValueError, match="serve it with `composer-nb serve --record RUN`"):
+                evaluate_foreign(policy, "verifiers:any", 1, ForeignSettings(grade=True))
+
+
+def test_episodes_are_recorded_with_their_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No action of a policy that was never asked for JSON is valid, so each episode ends at its first turn."""
+
+    class Act(BaseModel):
+        number: int
+
+    class Seen(BaseModel):
+        done: bool = False
+
+    class Room:
+        def reset(self, seed: int) -> Seen:
+            return Seen()
+
+    monkeypatch.setattr(foreign, "load_openenv", lambda name: (Room(), Act))
+    with recording(tmp_path / "run") as server:
+        settings = ForeignSettings(grade=True, count=2)
+        found = evaluate_foreign(f"openai:{server.url}", "openenv:room:Room:Act", 2, settings)
+    assert found["reward"] == 0.0 and found["n_tasks"] == 2
+    groups = grouped(conversations(tmp_path / "run"))
+    assert sorted(done.task.id for group in groups for done in group) == [
+        f"openenv:room:Room:Act#{n // 2}" for n in range(4)
+    ]
+    assert all(done.grade.rewards == {"reward": 0.0} and done.rollout.segments for group in groups for done in group)
+
+
+@pytest.mark.parametrize(
+    ("turns", "reward"),
+    [
+        (['{"number": 2}'], 6.0),
+        (['I add {"number": 1} now', "done"], 1.0),
+        (["nothing"], 0.0),
+        (['{"number": "x"}'], 0.0),
+    ],
+)
+def test_a_policy_at_an_environment_of_openenv(
+    turns: list[str], reward: float, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("openenv.core", reason="pip install openenv-core brings it")
+    (place / "counter_env.py").write_text(textwrap.dedent(COUNTER))
+    (place / "s.json").write_text(json.dumps([{"text": text} for text in turns]))
+    named = "openenv:counter_env:Adds:Add"
+    asked = [
+        "eval",
+        "--policy",
+        f"scripted:{place}/s.json",
+        "--tasks",
+        named,
+        "--samples",
+        "2",
+        "--set",
+        "count=3",
+        "--json",
+    ]
+    assert main(asked) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["reward"], found["n_tasks"], found["k"]) == (reward, 3, 2)
+    assert main([*asked[:-2], "limits.turns=2"]) == 2 and "limits.turns" in capsys.readouterr().err
+
+
+def test_what_is_missing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    for tasks in ("verifiers:no_such_environment", "openenv:json:Nothing", "openenv:json:Nothing:Action"):
+        policy = "openai:http://127.0.0.1:9/v1#m"
+        assert main(["eval", "--policy", policy, "--tasks", tasks]) == 2
+        assert tasks.split(":")[0] in capsys.readouterr().err

@@ -1,0 +1,172 @@
+"""The audit of OpenEnv's environments: faults that are planted, one at a time, in sound ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import BaseModel, Field
+
+from composer_nb.cli import main
+from composer_nb.production.foreign import ONE, RANDOM, audit_openenv, drawn
+
+BEGIN = """
+import random
+from typing import Annotated, Literal
+from pydantic import Field
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+
+class Seen(Observation):
+    text: str
+
+class Base(Environment):
+    @property
+    def state(self):
+        return State()
+
+    def over(self, text, reward=None, done=True):
+        return Seen(text=text, reward=reward, done=done)
+"""
+GUESS = """
+class Act(Action):
+    number: Annotated[int, Field(ge=0, le=9)]
+
+class Env(Base):
+    def reset(self, seed=None, **kwargs):
+        self.wanted, self.bonus = random.Random(seed).randrange(10), 0
+        return Seen(text=f"{self.wanted} is wanted")
+
+    def step(self, action, **kwargs):
+        return self.over("over", float(action.number == self.wanted))
+"""
+ASKS = """
+class Act(Action):
+    answer: str
+    sure: bool = False
+
+class Env(Base):
+    def reset(self, seed=None, **kwargs):
+        a, b = random.Random(seed).choices(range(5, 100), k=2)
+        self.answer, self.left = str(a + b), 3
+        return Seen(text=f"What is {a} + {b}?")
+
+    def step(self, action, **kwargs):
+        right, self.left = action.answer == self.answer, self.left - 1
+        return self.over("right" if right else "wrong", float(right), right or not self.left)
+"""
+WALK = """
+class Act(Action):
+    move: Literal["left", "stay", "right"]
+
+class Env(Base):
+    def reset(self, seed=None, **kwargs):
+        self.away, self.left = random.Random(seed).choice([-6, -4, -3, 3, 4, 6]), 10
+        return Seen(text=str(self.away))
+
+    def step(self, action, **kwargs):
+        before, self.left = abs(self.away), self.left - 1
+        self.away += {"left": 1, "stay": 0, "right": -1}[action.move]
+        return self.over(str(self.away), before - abs(self.away), not self.left or not self.away)
+"""
+GUESSED, ANSWERED = "float(action.number == self.wanted)", "float(right)"
+PAID = ("the smallest action", "the request, repeated", "a refusal", "many numbers", "many choices", ONE, RANDOM)
+PLANTED: dict[str, tuple[str, str, str, set[str]]] = {
+    "a guess": (GUESS, "", "", set()),
+    "a question": (ASKS, "", "", set()),
+    "a walk": (WALK, "", "", set()),
+    "a seed that is not used": (GUESS, "Random(seed)", "Random()", {"two resets", "a new environment"}),
+    "noise": (WALK, "before - abs(self.away)", "before - abs(self.away) + random.random()", {"a new environment"}),
+    "what another episode left": (
+        WALK,
+        "before, self.left =",
+        "self.moves = getattr(self, 'moves', 0) + 0.01\n        before, self.left = self.moves +",
+        {"the same environment"},
+    ),
+    "what another environment left": (
+        GUESS,
+        "        return self.over(",
+        "        Env.played = getattr(Env, 'played', 0) + 1\n        return self.over(str(Env.played) + ",
+        {"a new environment"},
+    ),
+    "no end": (WALK, "not self.left or not self.away", "False", {"no end"}),
+    "a reward that is no number": (GUESS, GUESSED, "float('nan')", {"no reward"}),
+    "a reward without an end": (GUESS, GUESSED, "float('inf') * (action.number == 7)", {"no reward"}),
+    "no reward": (ASKS, ANSWERED, "None", {"no reward"}),
+    "an action that is valid and unknown": (
+        GUESS,
+        GUESSED,
+        "{n: 0.0 for n in range(9)}[action.number]",
+        {"an exception"},
+    ),
+    "pay for any answer": (ASKS, "action.answer == self.answer", "True", set(PAID)),
+    "pay for words": (ASKS, "action.answer == self.answer", "action.answer != ''", {*PAID} - {"the smallest action"}),
+    "pay for an empty answer": (ASKS, "action.answer == self.answer", "not action.answer", {"the smallest action"}),
+    "the answer anywhere": (ASKS, "action.answer == self.answer", "self.answer in action.answer", {"many numbers"}),
+    "pay for length": (ASKS, "action.answer == self.answer", "len(action.answer) > 20", {"the request, repeated"}),
+    "the same answer at every seed": (WALK, "[-6, -4, -3, 3, 4, 6]", "[3, 4, 5, 6, 7, 8, 9, 10, 11, 12]", {ONE}),
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    pytest.importorskip("openenv.core", reason="pip install openenv-core brings it")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+
+
+def written(place: Path, case: str) -> str:
+    code, old, new, _ = PLANTED[case]
+    assert old in code
+    module = f"planted_{[*PLANTED].index(case)}"
+    (place / f"{module}.py").write_text(BEGIN + (code.replace(old, new) if old else code))
+    return f"{module}:Env:Act"
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_what_is_planted_is_found_and_nothing_else_is_reported(case: str, place: Path) -> None:
+    found, faults = audit_openenv(written(place, case)), PLANTED[case][-1]
+    assert faults <= set(found["faults"]) and bool(faults) == bool(found["faults"])
+    assert all(kind in PAID for kind in found["faults"]) or set(found["faults"]) - faults <= {"the same environment"}
+    assert bool(found["errors"]) == (faults == {"an exception"})
+
+
+def test_the_command(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", f"openenv:{written(place, 'a question')}"]) == 0
+    assert "fault" not in capsys.readouterr().out
+    assert main(["audit", f"openenv:{written(place, 'the answer anywhere')}"]) == 1
+    rows = {line.strip() for line in capsys.readouterr().out.splitlines()}
+    assert any(row.startswith("many numbers") and row.endswith("fault") for row in rows)
+    assert main(["audit", f"openenv:{written(place, 'an action that is valid and unknown')}", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["faults"] == ["an exception"] and found["errors"] == ["KeyError(9)"]
+    few = audit_openenv(written(place, "a walk"), seconds=0.0)
+    assert few["tasks"] == 1 and few["probes"][ONE]["tried"] == 0, "one seed is played in any case"
+
+
+class Part(BaseModel):
+    name: Annotated[str, Field(min_length=2, max_length=4)]
+    size: Annotated[float, Field(gt=0, lt=1)]
+
+
+class Wide(BaseModel):
+    number: Annotated[int, Field(gt=3)]
+    parts: Annotated[list[Part], Field(min_length=1, max_length=2)]
+    choice: Literal["b", "c"] | None
+    kind: Literal["k"] = "k"
+    note: str = "none"
+    more: dict[str, Any] = {}
+
+
+def test_values_of_a_schema() -> None:
+    schema = Wide.model_json_schema()
+    made = [Wide.model_validate(drawn(schema, schema, Random(seed), "")) for seed in range(200)]
+    assert {len(each.parts) for each in made} == {1, 2} and {each.choice for each in made} == {"b", "c", None}
+    least = {"number": 4, "parts": [{"name": "aa", "size": 0}], "choice": "b"}
+    assert drawn(schema, schema, None, "") == least
+    told = drawn(schema, schema, None, "a text")
+    assert told["note"] == "a text" and told["parts"][0]["name"] == "a te"

@@ -1,0 +1,246 @@
+"""Learning from production: what is trained, what is left out, and what the gate stops."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from composer_nb.cli import main
+from composer_nb.harness.grading.grade import Attempt, Grade
+from composer_nb.harness.rollout import Rollout, Turn
+from composer_nb.harness.store import save_attempts
+from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
+from composer_nb.production.conversations import Conversations
+from composer_nb.production.improve import (
+    FEWER_EDITS,
+    attempts_of,
+    conversations,
+    first_of,
+    gap,
+    grouped,
+    improve,
+    judge,
+    publish,
+)
+from composer_nb.production.policies import open_engine, trained_with
+from composer_nb.production.record import Record, Verdict, keep_judged, served
+from composer_nb.production.serve import ChatServer
+from composer_nb.trainer.model import load_pretrained, save_pretrained
+from composer_nb.trainer.recipe.reader import EXAMPLES
+from composer_nb.trainer.settings import Settings
+from composer_nb.trainer.versions.publisher import Publisher
+from composer_nb.trainer.versions.receiver import Receiver, SecondWriter
+
+START = EXAMPLES[0] / "weights" / "final"
+TASKS = EXAMPLES[0] / "data" / "heldout.jsonl"
+SETTINGS = Settings()
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gate") / "tasks.jsonl"
+    save_tasks(load_tasks(TASKS)[:6], path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations with the checkpoint, judged by users who accept what solves their task."""
+    run, model = tmp_path_factory.mktemp("record"), load_pretrained(START)
+    attempts = attempts_of(model, trained_with(START), START, load_tasks(TASKS)[6:15], 1, SETTINGS)
+    keep_judged(run, attempts, [0.75 if done.grade.passed else -0.25 for done in attempts])
+    last = next((run / "rollouts").glob("served_user8.parquet"))
+    undecided = replace(served(run)["user8"], grade=Grade(status="ungraded"))
+    save_attempts(last, [undecided], {"instruction": ["fix"]})
+    return run
+
+
+def words(record: Path, gate: Path, out: Path, **settings: Any) -> list[str]:
+    given = ["improve", str(record), "--model", str(START), "--gate", str(gate), "--out", str(out), "--samples", "1"]
+    return [*given, *(part for name, value in settings.items() for part in ("--set", f"{name}={value}"))]
+
+
+def test_a_group_is_a_named_task_that_several_conversations_had(record: Path, tmp_path: Path) -> None:
+    done = served(record)["user0"]
+    kept = [("one", "alice", "alice"), ("one", "alice+1", "alice"), ("two", "alice", "alice")]
+    for run, stored, task in [
+        *kept,
+        ("one", "bob", "issue 1"),
+        ("two", "carol", "issue 1"),
+        ("two", "dave", "issue 2"),
+    ]:
+        (folder := tmp_path / run / "rollouts").mkdir(parents=True, exist_ok=True)
+        named = replace(
+            done, task=done.task.model_copy(update={"id": task}), rollout=replace(done.rollout, task_id=task)
+        )
+        save_attempts(folder / f"served_{stored}.parquet", [named], {"instruction": ["fix"]})
+    groups = grouped([told for run in ("one", "two") for told in conversations(tmp_path / run)])
+    assert [len(group) for group in groups] == [2, 4] and {each.task.id for each in groups[0]} == {"issue 1"}
+    assert len({each.task.id for each in groups[1]}) == 3, (
+        "alice's parts are one conversation, and each run has its own alice"
+    )
+
+
+def test_one_update_ships_and_can_be_taken_back(record: Path, gate: Path, tmp_path: Path, capsys: Any) -> None:
+    store, out = str(tmp_path / "store"), tmp_path / "out"
+    first = publish(store, load_pretrained(START))
+    assert main([*words(record, gate, out, **{"rl.lr": 1e-6}), "--store", store]) == 0
+    assert "passed" in capsys.readouterr().out
+    found = json.loads((out / "improve.json").read_text())
+    assert (
+        found["rollouts"] == {"judged": 8, "drawn_otherwise": 0, "stale": 0, "trained": 8}
+        and found["gate"]["stopped"] == ""
+    )
+    judged = [done.grade.rewards["reward"] for done in served(record).values() if done.grade.known]
+    assert -0.25 <= found["reward"] <= sum(judged) / 8 + 1e-6, "invalid calls cost something"
+    newest = Receiver(store).fetch(found["version"]).tensors
+    held, before = (load_pretrained(path).state_dict() for path in (out / "weights", START))
+    assert any(not torch.equal(held[name], before[name]) for name in before)
+    assert first_of(out / "weights", found["gate"]["tasks"]) == found["gate"]["before"]
+    assert found["version"] == first + 1 and trained_with(out / "weights") == trained_with(START)
+
+    assert main(["weights", "revert", store, "--to", str(first)]) == 0
+    again = Receiver(store).fetch(first + 2).tensors
+    old = Receiver(store).fetch(first).tensors
+    assert all(torch.equal(again[name], old[name]) for name in old)
+    assert any(not torch.equal(again[name], newest[name]) for name in old)
+
+
+def test_the_gate_stops_what_a_bad_update_makes(record: Path, gate: Path, tmp_path: Path, capsys: Any) -> None:
+    store, out = str(tmp_path / "store"), tmp_path / "out"
+    first = publish(store, load_pretrained(START))
+    assert main([*words(record, gate, out, **{"rl.lr": 0.5}), "--store", store]) == 1
+    assert "stopped" in capsys.readouterr().out
+    assert Receiver(store).newest() == first and (out / "candidate").is_dir() and not (out / "weights").exists()
+
+
+def test_rollouts_of_other_weights_are_left_out(record: Path, gate: Path, tmp_path: Path) -> None:
+    model = load_pretrained(START)
+    done = next(iter(served(record).values()))
+    assert gap(model, done, SETTINGS.replay) < 1e-3
+    silent = replace(done, rollout=replace(done.rollout, segments=()))
+    assert gap(model, silent, SETTINGS.replay) == float("inf"), "without tokens nothing shows whose they are"
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+    assert gap(model, done, SETTINGS.replay) > 0.05
+    save_pretrained(model, tmp_path / "other", tokenizer=START / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"did not sample these rollouts at temperature 1; 0 of 8"):
+        improve([record], tmp_path / "other", tmp_path / "out", gate, SETTINGS)
+
+
+OTHERWISE = {
+    "temperature": {"temperature": 0.9},
+    "top_p": {"top_p": 0.95},
+    "top_k": {"extra_body": {"top_k": 40}},
+    "min_p": {"extra_body": {"min_p": 0.01}},
+    "greedy": {"temperature": 0},
+}
+
+
+def test_turns_that_a_request_had_drawn_from_another_distribution_are_left_out(gate: Path, tmp_path: Path) -> None:
+    """However near its log-probabilities are."""
+    run, asked = tmp_path / "record", [{"role": "user", "content": "fix f.py"}]
+    with open_engine(START, slots=2, tokens=512) as engine:
+        record = Record(run, engine.tokenizer)
+        answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens, record)
+        with ChatServer(answer, grade=answer.grade) as server:
+            client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+            for name, given in ({"plain": {}, "same": {"temperature": 1, "top_p": 1}} | OTHERWISE).items():
+                body = {**given.pop("extra_body", {}), "rollout": name}
+                client.chat.completions.create(model="model", messages=asked, max_tokens=12, extra_body=body, **given)
+                answer.grade(name, Verdict(reward=1.0))
+    turns = {name: {turn.sampling for turn in done.rollout.turns} for name, done in served(run).items()}
+    assert turns.pop("plain") == turns.pop("same") == {""}
+    assert turns == {
+        **{"temperature": {"temperature=0.9"}, "top_p": {"top_p=0.95"}, "top_k": {"top_k=40"}},
+        **{"min_p": {"min_p=0.01"}, "greedy": {"temperature=0"}},
+    }
+    found = improve([run], START, tmp_path / "out", gate, SETTINGS, samples=1)
+    assert found["rollouts"] == {"judged": 7, "drawn_otherwise": 5, "stale": 0, "trained": 2}
+    for name in ("plain", "same"):
+        (run / "rollouts" / f"served_{name}.parquet").unlink()
+    with pytest.raises(ValueError, match=r"at temperature 1; 0 of 0 have .*; 5 were drawn otherwise \(min_p=0.01; "):
+        improve([run], START, tmp_path / "other", gate, SETTINGS)
+
+
+def test_a_store_of_another_writer_is_refused_before_anything_is_learnt(
+    record: Path, gate: Path, tmp_path: Path
+) -> None:
+    Publisher(tmp_path / "store", owner="trainer")  # a run that publishes there
+    with pytest.raises(SecondWriter, match="written by 'trainer'"):
+        improve([record], START, tmp_path / "out", gate, SETTINGS, store=str(tmp_path / "store"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_input_is_refused_before_anything_is_learnt(record: Path, gate: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "empty/rollouts").mkdir(parents=True)
+    assert main(words(tmp_path / "empty", gate, tmp_path / "out")) == 2
+    assert "0 rollouts with a verdict" in capsys.readouterr().err
+    assert main(words(record, gate, tmp_path)) == 2
+    assert "is there already" in capsys.readouterr().err and list(tmp_path.iterdir()) == [tmp_path / "empty"]
+
+
+def attempts(passed: Sequence[float], edits: float = 1.0) -> list[Attempt]:
+    """Ten attempts at each of some tasks: these shares pass, and this share edits something."""
+    edit = Turn(call='{"name": "edit_line", "arguments": {}}', observation="")
+    made = []
+    for number, share in enumerate(passed):
+        task = Task.model_construct(id=str(number), instruction="", files={}, metadata={})
+        for one in range(10):
+            turns = (edit,) if one < 10 * edits else (Turn(call="", observation="", said="Shall I?"),)
+            rollout = Rollout(task_id=task.id, segments=(), turns=turns, files={}, stop="finished")
+            grade = Grade(status="graded", tests={"t": one < 10 * share})
+            made.append(Attempt(task=task, rollout=rollout, grade=grade))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "gain", "stopped"),
+    [
+        (attempts([0.5] * 8), attempts([0.6] * 8), 0.1, ""),
+        (attempts([0.5] * 8), attempts([0.5] * 8), 0.0, ""),
+        (attempts([0.5, 0.6] * 4), attempts([0.6, 0.4] * 4), -0.05, ""),
+        (attempts([0.5] * 8), attempts([0.4] * 8), -0.1, "pass@1 falls by 0.100"),
+        (attempts([0.5] * 8), attempts([0.6] * 8, edits=0.9 - FEWER_EDITS), 0.1, "80% of attempts edit something"),
+    ],
+)
+def test_the_gate(before: list[Attempt], after: list[Attempt], gain: float, stopped: str) -> None:
+    found = judge(before, after)
+    assert found["gain"] == pytest.approx(gain) and found["ci95"][0] <= gain + 1e-9
+    assert stopped in found["stopped"] if stopped else found["stopped"] == ""
+
+
+def test_small_losses_that_pass_one_by_one_are_stopped_when_they_add_up() -> None:
+    first = judge(attempts([0.5] * 8), attempts([0.5] * 8))["first"]
+    shares = [(0.5, 0.95), (0.5, 0.9), (0.5, 0.8)]
+    steps = [judge(attempts([0.5] * 8), attempts([p] * 8, edits=e), first)["stopped"] for p, e in shares]
+    assert steps[:2] == ["", ""] and "80% of attempts edit something, 100% before" in steps[2]
+    solved = judge(attempts([0.4, 0.5] * 4), attempts([0.4, 0.4, 0.5, 0.4] * 2), first)["stopped"]
+    assert "and was 0.500 before these updates" in solved
+
+
+def test_the_first_of_a_chain_of_updates_is_known_by_its_gate(tmp_path: Path) -> None:
+    (tmp_path / "one" / "candidate").mkdir(parents=True)
+    (start := tmp_path / "one" / "weights").symlink_to("candidate")
+    assert first_of(start, "tasks") == {} == first_of(START, "tasks")
+    known = {"gate": {"tasks": "tasks", "first": {"pass_at_1": 0.5, "edits": 1.0}}}
+    (tmp_path / "one" / "improve.json").write_text(json.dumps(known))
+    assert first_of(start, "tasks") == known["gate"]["first"] and first_of(start, "other tasks") == {}
+    (tmp_path / "one" / "improve.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"improve\.json: is no report of an update"):
+        first_of(start, "tasks")
+
+
+def test_tasks_that_a_sandbox_lost_are_compared_nowhere_and_without_any_nothing_ships() -> None:
+    lost = [replace(done, grade=Grade(status="infra_error")) for done in attempts([0.5])]
+    found = judge([*lost, *attempts([0.5] * 8)[10:]], attempts([0.6] * 8))
+    assert found["gain"] == pytest.approx(0.1) and found["stopped"] == ""
+    assert judge(lost, attempts([0.6]))["stopped"] == "no task of the gate has a grade before and after"

@@ -1,0 +1,432 @@
+"""The loop, attempts and their grades, in real sandboxes: what each kind of turn policy leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from composer_nb.harness.agent.chat import Message, Result, Said, Written
+from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.agent.endpoint import Endpoint, EndpointTurnPolicy
+from composer_nb.harness.agent.loop import LIMITS, converse
+from composer_nb.harness.agent.qwen import QwenRenderer
+from composer_nb.harness.agent.scripts import expert, lazy, play, turn
+from composer_nb.harness.agent.shared import Shared
+from composer_nb.harness.agent.turns import Limits, News, ScriptTurnPolicy, Spoken, TokenTurnPolicy
+from composer_nb.harness.attempt import Environment, attempt
+from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
+from composer_nb.harness.grading.grade import Attempt
+from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
+from composer_nb.harness.rewards import TERMS, RewardSettings, reward
+from composer_nb.harness.rollout import Kind
+from composer_nb.harness.sandbox.bwrap import BwrapBackend
+from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
+from composer_nb.harness.store import load_attempts, pack_attempt, save_attempts, unpack_attempt
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.arguments import Arguments
+from composer_nb.harness.tools.tool_call import Tool, ToolCall, ToolError
+from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.harness.tools.workspace import Indexes
+from composer_nb.production.arms import figures
+from composer_nb.production.attempts import attempt_all
+from composer_nb.production.serve import ScriptServer
+from composer_nb.tour.expert import Script, ScriptedPolicy, step_by_step
+from composer_nb.tour.expert import expert as line_expert
+from composer_nb.trainer.models.tokenizer import train_tokenizer
+from tests.harness.stubborn import WAYS, said, stubborn
+from tests.production.conftest import DATES
+
+EDIT = {"name": "write", "file_path": "dates2.py", "contents": "x\n"}
+READ = ToolCall(name="read_file", arguments={"target_file": "dates.py"})
+
+
+@pytest.fixture
+def place() -> Iterator[Environment]:
+    with BwrapBackend() as backend:
+        yield Environment(backend=backend, tools=ToolSet.cursor(search=Indexes()))
+
+
+def shell(command: str, **more: object) -> ToolCall:
+    return ToolCall(name="run_terminal_cmd", arguments={"command": command, "is_background": False, **more})
+
+
+def test_the_expert_solves_and_the_lazy_one_does_not(place: Environment, task: Task) -> None:
+    solved, idle = (attempt(task, place, ScriptTurnPolicy(script(task))) for script in (expert, lazy))
+    assert (
+        solved.grade.passed
+        and solved.rollout.stop == "finished"
+        and solved.rollout.files["dates.py"] == task.solution["dates.py"]
+    )
+    assert not idle.grade.passed and idle.grade.known and idle.rollout.files == task.files
+    assert (solved.rollout.calls, solved.rollout.messages, idle.rollout.calls, idle.rollout.messages) == (3, 4, 0, 1)
+
+
+def test_an_endpoint_does_what_the_script_behind_it_does(place: Environment, task: Task) -> None:
+    with ScriptServer(expert(task)) as server:
+        endpoint = Endpoint(url=server.url, model="scripted")
+        done = attempt(task, place, EndpointTurnPolicy(endpoint, "system", place.tools.schemas, LIMITS))
+    here = attempt(task, place, ScriptTurnPolicy(expert(task)))
+    assert done.grade.passed and min(done.rollout.counted) > 0 and done.rollout.tokens == sum(done.rollout.counted)
+    plain = [[dataclasses.replace(each, seconds=0.0) for each in attempt.rollout.turns] for attempt in (done, here)]
+    assert plain[0] == plain[1] and done.grade == here.grade
+
+
+def test_an_endpoint_that_fails_is_no_fault_of_the_agents(place: Environment, task: Task) -> None:
+    endpoint = Endpoint(url="http://127.0.0.1:9/v1", model="m", retries=0)
+    done = attempt(task, place, EndpointTurnPolicy(endpoint, "", [], LIMITS))
+    assert done.rollout.stop == "infrastructure" and done.grade.status == "infra_error"
+    [said] = done.rollout.turns
+    assert said.error == "ProviderError" and "127.0.0.1:9" in said.observation and done.rollout.calls == 0
+
+
+class Typed:
+    """A policy that writes these token ids, turn by turn, whatever it is asked."""
+
+    capacity = 2
+
+    def __init__(self, turns: Sequence[list[int]]) -> None:
+        self.turns, self.asked, self.released = turns, list[Request](), list[int]()
+        self._waiting: list[Request] = []
+
+    def submit(self, request: Request) -> None:
+        self.asked.append(request)
+        self._waiting.append(request)
+
+    def step(self) -> list[Completion]:
+        request = self._waiting.pop(0)
+        written = self.turns[len(self.asked) - 1][: request.max_tokens]
+        return [
+            Completion(
+                rollout=request.rollout,
+                token_ids=written,
+                logprobs=[-1.0] * len(written),
+                policy_versions=[7] * len(written),
+            )
+        ]
+
+    def release(self, rollout: int) -> Trace:
+        self.released.append(rollout)
+        return Trace()
+
+
+def test_tokens_are_kept_as_they_were_read_and_written(place: Environment, task: Task, tokenizer: Tokenizer) -> None:
+    renderer = QwenRenderer(tokenizer, place.tools.schemas)
+    turns = [
+        renderer.turn(Said(text="I look.", calls=(Written(id="call_0", call=READ), Written(id="call_1", call=READ)))),
+        [*renderer.encode("<function=read_file> spelled out"), renderer.end],
+        renderer.turn(Said(text="It is well.")),
+    ]
+    policy = Typed(turns)
+    with Shared(policy) as shared:
+        done = attempt(task, place, TokenTurnPolicy(renderer, 5, LIMITS, shared.ask, shared.release, "system"))
+    [segment] = done.rollout.segments
+    assert policy.released == [5] and done.rollout.stop == "finished" and done.rollout.invalid_calls == 1
+    whole = [
+        token for request, written in zip(policy.asked, turns, strict=True) for token in [*request.token_ids, *written]
+    ]
+    assert segment.token_ids.tolist() == whole
+    assert segment.token_ids[segment.acted].tolist() == [token for written in turns for token in written]
+    assert set(segment.policy_version[segment.acted]) == {7} and set(segment.policy_version[~segment.acted]) == {-1}
+    kinds = [Kind(kind) for kind, before in zip(segment.kind, [-1, *segment.kind[:-1]], strict=True) if kind != before]
+    assert kinds == [
+        Kind.PROMPT, Kind.THINKING, Kind.TOOL_CALL, Kind.OBSERVATION, Kind.FINAL_MESSAGE, Kind.OBSERVATION, Kind.FINAL_MESSAGE,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("limits", "stop"), [({"turns": 1}, "turns"), ({"seconds": 1e-6}, "time"), ({"tokens": 10}, "tokens")]
+)
+def test_limits_end_a_conversation(place: Environment, task: Task, limits: dict[str, float], stop: str) -> None:
+    class Counting(ScriptTurnPolicy):
+        def say(self, news: News, until: float) -> Spoken:
+            return dataclasses.replace(super().say(news, until), read=8, written=3)
+
+    with place.backend.create() as box:
+        given = dataclasses.replace(Limits(turns=5, tokens=100, seconds=60), **limits)  # type: ignore[arg-type]
+        done = converse("x", Counting(play([turn([READ])])), place.tools, place.tools.open(box), given)
+    assert done.stop == stop and len(done.turns) == 1
+
+
+def test_a_conversation_that_has_no_room_ends(place: Environment, task: Task, tokenizer: Tokenizer) -> None:
+    renderer, limits = QwenRenderer(tokenizer, place.tools.schemas), dataclasses.replace(LIMITS, tokens=50)
+    with Shared(Typed([])) as shared:
+        done = attempt(task, place, TokenTurnPolicy(renderer, 0, limits, shared.ask, shared.release, "a system text"))
+    assert done.rollout.stop == "tokens" and not done.rollout.turns and not done.grade.passed and done.grade.known
+
+
+def test_ctrl_c_ends_it_and_keeps_what_was_done(place: Environment) -> None:
+    def script(talk: Sequence[Message]) -> Said:
+        if len(talk) > 2:
+            raise KeyboardInterrupt
+        return turn([READ])
+
+    with place.backend.create() as box:
+        done = converse("x", ScriptTurnPolicy(script), place.tools, place.tools.open(box))
+    assert done.stop == "interrupted" and len(done.turns) == 1
+
+
+def test_invalid_calls_are_answered_in_their_places(place: Environment, backend: Backend) -> None:
+    bad = Written(id="b", call=ToolError("InvalidArguments", "not JSON"))
+    seen: list[Message] = []
+
+    def script(talk: Sequence[Message]) -> Said:
+        seen[:] = talk
+        return (
+            Said(calls=(Written(id="a", call=READ), bad, Written(id="c", call=READ)))
+            if len(talk) == 1
+            else Said(text="ok")
+        )
+
+    with backend.create() as box:
+        box.write("dates.py", b"x")
+        done = converse("x", ScriptTurnPolicy(script), place.tools, place.tools.open(box))
+    assert seen[2:] == [
+        Result(id="a", text="1|x"),
+        Result(id="b", text="error (InvalidArguments): not JSON"),
+        Result(id="c", text="1|x"),
+    ]
+    assert [each.beside for each in done.turns] == [False, True, True, False]
+
+
+def test_a_call_on_a_file_that_is_not_there_is_no_invalid_one(place: Environment, task: Task) -> None:
+    """In the rollout, in the bench's rate, in the reward and in what the agent reads."""
+    missing = [
+        ToolCall(name="read_file", arguments={"target_file": "no/such.py"}),
+        ToolCall(name="delete_file", arguments={"target_file": "none.py"}),
+        ToolCall(name="list_dir", arguments={"target_directory": "none"}),
+        ToolCall(name="grep", arguments={"pattern": "x", "path": "none"}),
+        ToolCall(name="search_replace", arguments={"file_path": "none.py", "old_string": "a", "new_string": "b"}),
+        ToolCall(name="apply_patch", arguments={"patch": "*** Begin Patch\n*** Delete File: none.py\n*** End Patch"}),
+    ]
+    wrong = [
+        ToolCall(name="read_file", arguments={"file": 1}),
+        ToolCall(name="read_file", arguments={"target_file": "/etc"}),
+    ]
+    done = attempt(task, place, ScriptTurnPolicy(play([turn([*missing, *wrong]), Said(text="")])))
+    assert [each.error for each in done.rollout.turns[:8]] == ["UnexpectedEnvironment"] * 6 + ["InvalidArguments"] * 2
+    assert all("error (UnexpectedEnvironment): " in each.observation for each in done.rollout.turns[:6])
+    assert figures([done])["invalid_call_rate"] == TERMS["invalid_calls"](done.rollout, done.grade) == 2 / 8
+
+
+def test_changes_too_large_to_keep_are_the_agents_failure(place: Environment, task: Task) -> None:
+    fill = shell("head -c 20000000 /dev/zero > zeros; chmod 000 dates.py")
+    done = attempt(task, place, ScriptTurnPolicy(play([turn([fill]), Said(text="")])))
+    assert done.grade.status == "agent_failed" and len(pack_attempt(done)) < 1 << 20
+    noisy = shell("head -c 9000000 /dev/urandom > noise")
+    done = attempt(task, place, ScriptTurnPolicy(play([turn([noisy]), Said(text="")])))
+    assert unpack_attempt(pack_attempt(done), task).rollout.files == done.rollout.files and len(done.rollout.files) == 4
+
+
+def test_the_limit_of_time_ends_calls_that_run(place: Environment, backend: Backend) -> None:
+    with backend.create() as box:
+        limits = dataclasses.replace(LIMITS, seconds=1.0)
+        script = play([turn([shell("sleep 3000")] * 5)])
+        done = converse("x", ScriptTurnPolicy(script), place.tools, place.tools.open(box), limits)
+    assert done.stop == "time" and {each.error for each in done.turns} == {"UserAborted"}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_model_server_outlasts_the_limit_of_time(place: Environment, task: Task, way: str) -> None:
+    """What was done until then is graded; where nothing ever came, nothing is known of an agent."""
+    limits = dataclasses.replace(LIMITS, seconds=3.0)
+    for turns, stop, status in (([], "infrastructure", "infra_error"), ([said("", **EDIT)], "time", "graded")):
+        with stubborn(way, *turns) as server:
+            turn_policy = EndpointTurnPolicy(Endpoint(url=server.url, model="m"), "", place.tools.schemas, limits)
+            done = attempt(task, dataclasses.replace(place, limits=limits), turn_policy)
+        if done.rollout.stop == "infrastructure" and turns:  # it failed for good before, as by too long an answer
+            assert way == "a stream for ever"
+            continue
+        assert (done.rollout.stop, done.grade.status) == (stop, status) and done.rollout.calls == len(turns)
+        assert ("dates2.py" in done.rollout.files) == bool(turns)
+
+
+class Endless(Typed):
+    """Never comes to the end of a turn."""
+
+    def step(self) -> list[Completion]:
+        time.sleep(0.01)
+        return []
+
+
+def test_an_engine_that_does_not_end_its_turn_is_not_waited_for(
+    place: Environment, task: Task, tokenizer: Tokenizer
+) -> None:
+    limits, renderer = dataclasses.replace(LIMITS, seconds=0.5), QwenRenderer(tokenizer, place.tools.schemas)
+    policy = Endless([])
+    with Shared(policy) as shared:
+        turn_policy = TokenTurnPolicy(renderer, 4, limits, shared.ask, shared.release, "s")
+        done = attempt(task, dataclasses.replace(place, limits=limits), turn_policy)
+        [request] = policy.asked
+        assert done.rollout.stop == "time" and policy.released == [4]
+        assert done.rollout.segments[0].token_ids.tolist() == list(request.token_ids)
+
+
+def test_an_agent_that_leaves_more_than_can_be_carried_away_failed(place: Environment, task: Task) -> None:
+    """Sparse files: they take no memory where they lie."""
+    fill = shell("python - <<'E'\nimport os\nfor n in range(400): open(f'f{n}','wb').truncate(1 << 20)\nE")
+    done = attempt(task, place, ScriptTurnPolicy(play([turn([fill]), Said(text="")])))
+    assert done.rollout.turns[0].error is None and done.grade.status == "agent_failed" and not done.grade.passed
+
+
+def test_a_sandbox_out_of_memory_is_answered_with_errors_and_fails_the_agent(
+    place: Environment, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def died(*_: object) -> str:
+        raise SandboxDied("its memory was used up")
+
+    monkeypatch.setattr("composer_nb.harness.attempt.carry_back", died)
+    grow = Tool(name="grow", description="", arguments=Arguments, run=died)
+    full = dataclasses.replace(place, tools=ToolSet(tools={"grow": grow}))
+    call = ToolCall(name="grow", arguments={})
+    done = attempt(task, full, ScriptTurnPolicy(play([turn([call]), turn([call]), Said(text="")])))
+    assert [each.error for each in done.rollout.turns] == ["UnexpectedEnvironment"] * 2 + [None]
+    assert (done.rollout.stop, done.grade.status) == ("finished", "agent_failed")
+
+
+def test_a_sandbox_that_does_not_start_is_infrastructure(
+    place: Environment, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise SandboxFailure("none today")
+
+    monkeypatch.setattr(place.backend, "create", refuse)
+    done = attempt(task, place, ScriptTurnPolicy(lazy(task)))
+    assert done.grade.status == "infra_error" and done.rollout.stop == "infrastructure"
+
+
+def test_attempts_survive_storing(place: Environment, task: Task, tmp_path: Path) -> None:
+    script = play([turn([shell("printf '\\377' > bytes.bin; rm old.py; echo more >> README")]), Said(text="done")])
+    done = attempt(task, place, ScriptTurnPolicy(script))
+    assert (
+        "old.py" not in done.rollout.files
+        and done.rollout.files["bytes.bin"].encode("utf-8", "surrogateescape") == b"\xff"
+    )
+    save_attempts(tmp_path / "a.parquet", [done])
+    for back in (*load_attempts(tmp_path / "a.parquet", {task.id: task}), unpack_attempt(pack_attempt(done), task)):
+        assert back.rollout.files == done.rollout.files and back.rollout.turns == done.rollout.turns
+        assert (back.rollout.seconds, back.rollout.counted, back.grade) == (done.rollout.seconds, (0, 0), done.grade)
+
+
+def test_what_was_killed_goes_on(place: Environment, task: Task, tmp_path: Path) -> None:
+    tasks = [task.model_copy(update={"id": f"t{n}"}) for n in range(3)]
+    cast: list[str] = []
+
+    def turn_policy(task: Task, rollout: int) -> ScriptTurnPolicy:
+        cast.append(f"{task.id} {rollout}")
+        if len(cast) == 4:
+            raise KeyError("killed")
+        return ScriptTurnPolicy(expert(task))
+
+    with pytest.raises(KeyError):
+        list(attempt_all(tasks, 2, place, turn_policy, tmp_path, workers=1))
+    kept = len(list(tmp_path.iterdir()))
+    assert 3 <= kept < 6
+    cast[:] = [""] * 4
+    again = Environment(backend=BwrapBackend(), tools=place.tools)
+    with again.backend:
+        done = [each for _, each in attempt_all(tasks, 2, again, turn_policy, tmp_path, workers=1)]
+    assert len(done) == 6 and len(cast) == 4 + 6 - kept and all(each.grade.passed for each in done)
+
+
+def test_a_policy_that_breaks_breaks_for_all_who_ask() -> None:
+    class Broken(Typed):
+        def step(self) -> list[Completion]:
+            raise RuntimeError("out of memory")
+
+    with Shared(Broken([])) as shared:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="out of memory"):
+                shared.ask(Request(rollout=0, token_ids=[1], max_tokens=1))
+    closed = Shared(Typed([[1]]))
+    with closed:
+        assert closed.ask(Request(rollout=0, token_ids=[1], max_tokens=1)).token_ids == [1]
+    with pytest.raises(ProviderFailure, match="closed"):
+        closed.ask(Request(rollout=0, token_ids=[1], max_tokens=1))
+
+
+def test_search_sees_edits_commands_and_forks_apart(place: Environment, backend: Backend) -> None:
+    def ask(query: str) -> ToolCall:
+        return ToolCall(name="codebase_search", arguments={"query": query, "target_directories": ["."]})
+
+    edit = ToolCall(name="write", arguments={"file_path": "b.py", "contents": "def walrus():\n    return 1\n"})
+    gone = ToolCall(name="delete_file", arguments={"target_file": "b.py"})
+    with backend.create() as box, backend.create() as other:
+        for each in (box, other):
+            each.write("a.py", b"def penguin():\n    return 1\n")
+        session, second = place.tools.open(box), place.tools.open(other)
+
+        def texts(*calls: ToolCall) -> list[str]:
+            return [reply.text for reply in place.tools.run(session, calls)]
+
+        assert "a.py:1" in texts(ask("penguin"))[0]
+        assert "b.py:1" in texts(edit, ask("walrus"))[1]
+        assert "b.py" not in texts(gone, ask("walrus"))[1]
+        assert "c.py" in texts(shell("echo 'def ostrich(): pass' > c.py"), ask("ostrich"))[1]
+        assert place.tools.run(second, [ask("ostrich")])[0].text.find("c.py") == -1
+        [found] = texts(shell("printf 'a\\0' | tee d.bin e.bin f.bin > g.bin"), ask("ostrich"))[1:]
+        assert found.endswith("\n\n(not searched: d.bin: no text, e.bin: no text, f.bin: no text, and 1 more)")
+
+
+def test_the_empty_trace_of_a_script(task: Task) -> None:
+    [segment] = ScriptTurnPolicy(lazy(task)).close()
+    assert not len(segment.token_ids) and isinstance(segment.token_ids, np.ndarray)
+
+
+# What a run samples is what the product does
+
+
+@pytest.fixture(scope="module")
+def compact() -> Tokenizer:
+    return train_tokenizer([DATES, "read_file search_replace run_terminal_cmd dates.py"], 400)
+
+
+def trained_in(env: EnvSettings, compact: Tokenizer, task: Task, make: Callable[[Task], Script]) -> Attempt:
+    """An attempt as the stages and services of a run make it, by a policy that plays a script."""
+    with Sandboxes(env.backend) as sandboxes:
+        agent = make_agent(env, compact, Limits(turns=20, turn_tokens=400, tokens=6000), sandboxes)
+        policy = ScriptedPolicy(agent.renderer, lambda rollout: make(task))
+        [(_, done)] = drive([agent.attempt(task, 3)], policy, sandboxes)
+        assert "functions" not in vars(sandboxes), "these need bubblewrap, which a host with Docker alone may lack"
+    return done
+
+
+@pytest.mark.parametrize("tools", ["cursor", "tiny"])
+def test_a_rollout_of_a_run_has_the_products_sandbox_and_grade(
+    place: Environment, task: Task, compact: Tokenizer, tools: Literal["tiny", "cursor"]
+) -> None:
+    env = EnvSettings(tasks="given", tools=tools)
+    plays: dict[str, Callable[[Task], Script]] = {
+        "cursor": lambda task: step_by_step(expert(task)),
+        "tiny": lambda task: line_expert(task, Random(0), 0.0),
+    }
+    done = trained_in(env, compact, task, plays[tools])
+    assert done.grade.passed and done.rollout.stop == "finished" and not done.rollout.invalid_calls
+    [segment] = done.rollout.segments
+    assert len(segment.token_ids) == done.rollout.tokens and segment.acted.sum() == done.rollout.sampled
+    if tools == "cursor":
+        here = attempt(task, place, ScriptTurnPolicy(expert(task)))
+        assert [turn.call for turn in done.rollout.turns] == [turn.call for turn in here.rollout.turns]
+        assert [turn.observation for turn in done.rollout.turns] == [turn.observation for turn in here.rollout.turns]
+        assert done.rollout.files["dates.py"] == here.rollout.files["dates.py"] == task.solution["dates.py"]
+
+
+def test_an_attempt_to_fool_the_tests_trains_as_a_failure(task: Task, compact: Tokenizer) -> None:
+    """It is not sampled again like a fault of the machine."""
+    equal = "    def __eq__(self, other):\n        return True\n\n    __hash__ = None\n"
+    text = f"class Any(tuple):\n{equal}\n\ndef parse(text):\n    return Any()\n"
+    write = ToolCall(name="write", arguments={"file_path": "dates.py", "contents": text})
+    read = ToolCall(name="read_file", arguments={"target_file": "dates.py"})
+    turns = [turn([read]), turn([write]), Said(text="Done.")]
+    done = trained_in(EnvSettings(tasks="given", tools="cursor"), compact, task, lambda task: (one for one in turns))
+    assert done.grade.status == "tampered" and done.grade.known
+    scored = reward(done.rollout, done.grade, RewardSettings(weights={"solved": 1.0, "tampered": -0.5}))
+    assert scored.total == -0.5

@@ -1,0 +1,247 @@
+"""Calls while they are written: what is shown of them only grows, in every format, and a stream adds up to the whole answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from composer_nb.harness.agent.chat import ChatRenderer, Result, Said, User, Written
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.kimi import KimiRenderer
+from composer_nb.harness.agent.qwen import QwenRenderer
+from composer_nb.harness.agent.shared import Shared
+from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.production.conversations import Conversations
+from composer_nb.production.serve import ChatServer
+from composer_nb.production.turn import calls_of
+from composer_nb.production.wire import Asked, arguments_of
+from tests.production.conftest import Turns
+
+ASKED: list[Any] = [{"role": "user", "content": "fix f"}]
+PROPERTIES = {name: {"type": kind} for name, kind in (("path", "string"), ("text", "string"), ("line", "integer"))}
+PROPERTIES |= {"all": {"type": "boolean"}}
+SCHEMA = {"type": "object", "properties": PROPERTIES, "required": ["path", "text"]}
+TOOL = {"type": "function", "function": {"name": "put", "parameters": SCHEMA}}
+
+
+def spelling(kind: type[ChatRenderer]) -> ChatRenderer:
+    """Return a format on a tokenizer of bytes."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(letters)}, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_tokens([AddedToken(token, special=True, normalized=False) for token in kind.tokens])
+    return kind(made, [TOOL])
+
+
+FORMATS = {kind.__name__: spelling(kind) for kind in (QwenRenderer, KimiRenderer, CompactRenderer)}
+PUT = "<tool_call>\n<function=put>\n<parameter=path>\nf.py\n</parameter>\n<parameter=text>\n"
+PUT_END = "\n</parameter>\n</function>\n</tool_call>"
+SECTION = "<|tool_calls_section_begin|><|tool_call_begin|>functions.put:0<|tool_call_argument_begin|>"
+SECTION_END = "<|tool_call_end|><|tool_calls_section_end|>"
+KIMI_NEXT = '<|tool_call_end|><|tool_call_begin|>functions.put:1<|tool_call_argument_begin|>{"path": "g"}'
+WRITTEN = [
+    ("QwenRenderer", f"I put.\n\n{PUT}größer \U0001f600\n\n{PUT_END}\n{PUT}2{PUT_END}"),
+    ("QwenRenderer", f"{PUT}a</parameter>b</parameter>\n<c{PUT_END} and text after it"),
+    ("QwenRenderer", f"{PUT}x\n</parameter>\n<parameter=line>\nmany\n</parameter>\n</function>\n</tool_call>"),
+    ("QwenRenderer", f"{PUT}x\n</parameter>\n<parameter=line>\n12\n</parameter>\n</function>\n</tool_call>"),
+    ("QwenRenderer", f"{PUT}x\n</parameter>\n<parameter=path>\nagain{PUT_END}"),
+    ("QwenRenderer", f"I try.\n<tool_call>\nput(1){PUT_END}{PUT}x{PUT_END}"),
+    ("QwenRenderer", f"One.{PUT}x{PUT_END}</tool_call>{PUT}y{PUT_END}"),
+    ("QwenRenderer", f"I write <function= and {PUT}x{PUT_END}"),
+    ("KimiRenderer", f'I put.{SECTION}{{"path": "f.py",  "text": "gr\\u00f6ßer }}"}}\n{KIMI_NEXT}{SECTION_END}'),
+    ("KimiRenderer", f'{SECTION}{{"path": {{"a": 1}}}}{SECTION_END}'),
+    ("KimiRenderer", f'{SECTION}{{"path": "f", "path": "g"}}{SECTION_END}'),
+    ("KimiRenderer", f'{SECTION}{{"path" "f"}}{SECTION_END}'),
+    ("KimiRenderer", f"{SECTION}[1, 2]{SECTION_END}"),
+    ("KimiRenderer", f"{SECTION}nothing{SECTION_END}"),
+    ("KimiRenderer", f'{SECTION.replace("functions.put:0", "put the")}{{"path": "f"}}{SECTION_END}'),
+    ("CompactRenderer", 'put f.py<|to|>two\nlines<|to|>{"all": true, "line": 3}'),
+    ("CompactRenderer", "put f.py<|to|>größer"),
+    ("CompactRenderer", "put f.py<|to|>x<|call|>put g.py<|to|>y"),
+    ("CompactRenderer", "put f.py<|to|>x<|to|>nothing"),
+    ("CompactRenderer", "put f.py<|to|>x<|call|>babble<|call|>put g.py<|to|>y"),
+    ("CompactRenderer", "put f.py g.py<|to|>x"),
+    ("CompactRenderer", "done<|to|>All is well."),
+    ("CompactRenderer", "babble"),
+]
+
+
+def shown(calls: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    return [(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+def check(renderer: ChatRenderer, ids: Sequence[int]) -> None:
+    """What is shown after each token begins with what was shown before it; JSON is complete where the parser has a call."""
+    before: list[tuple[str, str, str]] = []
+    for end in range(1, len(ids) + 1):
+        now = shown(calls_of(renderer, ids[:end]))
+        for old, new in zip(before, now, strict=False):
+            assert new[:2] == old[:2] and new[2].startswith(old[2])
+        assert len(now) >= len(before) and all(arguments for _, _, arguments in now)
+        ended = isinstance(renderer, CompactRenderer) and ids[-1] == renderer.end
+        complete = list(ids[:end]).count(renderer.call) if isinstance(renderer, CompactRenderer) and ended else 0
+        read = (*renderer.parse(ids).calls[:complete], *renderer.parse(ids[:end]).calls[complete:])
+        for (id, name, arguments), written in zip(now, read, strict=False):
+            if isinstance(written.call, ToolCall):
+                assert (id, name, json.loads(arguments)) == (written.id, written.call.name, written.call.arguments)
+            else:
+                assert arguments_of(arguments) is not None and not whole(arguments)
+        before = now
+
+
+def whole(arguments: str) -> bool:
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize(("name", "text"), WRITTEN)
+def test_what_is_shown_of_calls_only_grows(name: str, text: str) -> None:
+    renderer = FORMATS[name]
+    check(renderer, renderer.spell(text))
+    cut = renderer.spell(text)[:-4]
+    check(renderer, [*cut, renderer.end])
+
+
+def test_calls_before_one_that_was_cut_off_are_shown() -> None:
+    schema = {"type": "object", "properties": {"at": {"type": "integer"}}, "required": ["at"]}
+    tools = [{"type": "function", "function": {"name": "look", "parameters": schema}}]
+    for name, text in (
+        ("CompactRenderer", "look 2<|call|>look 31<|call|>lo"),
+        (
+            "QwenRenderer",
+            "\n".join(
+                ["<tool_call>\n<function=look>\n<parameter=at>\n{}\n</parameter>\n</function>\n</tool_call>"] * 2
+            ).format(2, 31),
+        ),
+    ):
+        renderer = FORMATS[name].offering(tools)
+        found = shown(calls_of(renderer, renderer.spell(text)[:-1]))
+        assert [(name, json.loads(arguments)) for _, name, arguments in found] == [
+            ("look", {"at": 2}),
+            ("look", {"at": 31}),
+        ]
+
+
+PARTS = st.sampled_from(
+    ["</parameter>", "\n", "<parameter=text>", "<parameter=line>", "</function>", "<", "é", "x", '"', "\\", "{", "}", " ",
+     "<tool_call>", "</tool_call>", "<function=put>", "<|to|>", "<|call|>", '{"path":', "put f", SECTION, SECTION_END, "12"]
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(FORMATS)), st.lists(PARTS, max_size=12))
+def test_whatever_a_model_writes(name: str, parts: list[str]) -> None:
+    begin = {"QwenRenderer": PUT, "KimiRenderer": SECTION + '{"path": "', "CompactRenderer": "put f.py<|to|>"}[name]
+    check(FORMATS[name], FORMATS[name].spell(begin + "".join(parts)))
+
+
+def test_the_arguments_of_a_call_come_before_it_ends() -> None:
+    call = ToolCall(name="put", arguments={"path": "f.py", "text": "x" * 50})
+    for renderer in FORMATS.values():
+        id = "functions.put:0" if isinstance(renderer, KimiRenderer) else "call_0"
+        ids = renderer.turn(Said(calls=(Written(id=id, call=call),)))
+        sizes = [sum(len(each[2]) for each in shown(calls_of(renderer, ids[:end]))) for end in range(len(ids))]
+        grown = [after - before for before, after in zip(sizes, sizes[1:], strict=False) if after > before]
+        assert len(grown) >= 50 and max(grown) < 40, "letter by letter, whatever stands between two values"
+
+
+# -- Over HTTP -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def served(renderer: ChatRenderer, *turns: list[int]) -> Iterator[tuple[ChatServer, Turns]]:
+    policy = Turns(*turns)
+    policy.pause_s = 0.001
+    talk = Conversations(Shared(policy), renderer.tokenizer, type(renderer), 3000)
+    with talk.policy, ChatServer(talk, slots=policy.capacity) as server:
+        yield server, policy
+
+
+def told(parts: Sequence[Any]) -> tuple[str, list[tuple[str, str, str]], str]:
+    """Return text, calls and reason of a stream as OpenAI's client has it."""
+    calls: dict[int, list[str]] = {}
+    for call in (call for part in parts for call in part.delta.tool_calls or ()):
+        calls.setdefault(call.index, [call.id, call.function.name, ""])[2] += call.function.arguments
+    text = "".join(part.delta.content or "" for part in parts)
+    return text, [(id, name, given) for id, name, given in (calls[n] for n in sorted(calls))], parts[-1].finish_reason
+
+
+@pytest.mark.parametrize("cut", [0, 3, 25])
+@pytest.mark.parametrize(("name", "text"), WRITTEN)
+def test_a_stream_adds_up_to_the_whole_answer_for_both_clients(name: str, text: str, cut: int) -> None:
+    renderer = FORMATS[name]
+    turn = renderer.spell(text)[: -cut or None]
+    if len(turn) < 5:
+        turn = renderer.spell(text)
+    asked: dict[str, Any] = {"model": "model", "messages": ASKED, "max_tokens": len(turn)}
+    tools: Any = [{"name": "put", "input_schema": SCHEMA}]
+    with (
+        served(renderer, *[turn] * 4) as (server, _),
+        openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
+        anthropic.Anthropic(base_url=server.url[:-3], api_key="none", max_retries=0) as other,
+    ):
+        want = client.chat.completions.create(**asked, tools=[TOOL]).choices[0]
+        parts = [each.choices[0] for each in client.chat.completions.create(**asked, tools=[TOOL], stream=True)]
+        message = other.messages.create(**asked, tools=tools)
+        with other.messages.stream(**asked, tools=tools) as stream:
+            streamed = stream.get_final_message()
+    calls = [(each.id, each.function.name, each.function.arguments) for each in want.message.tool_calls or ()]
+    assert told(parts) == (want.message.content, calls, want.finish_reason)
+    blocks = [block.model_dump(exclude_none=True) for block in message.content]
+    assert [block.model_dump(exclude_none=True) for block in streamed.content] == blocks
+    assert streamed.stop_reason == message.stop_reason
+    assert [(each["id"], each["name"]) for each in blocks if each["type"] == "tool_use"] == [each[:2] for each in calls]
+    assert "".join(each.get("text", "") for each in blocks) == want.message.content
+    reasons = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+    assert message.stop_reason == reasons[want.finish_reason]
+
+
+@pytest.mark.parametrize("stop", ["f1", "\n<tool_call>", "put>", "</parameter>\n"])
+def test_a_stop_text_ends_a_stream_as_it_ends_the_whole_answer(stop: str) -> None:
+    renderer = FORMATS["QwenRenderer"]
+    turn = renderer.spell(f"I put.{PUT}f0{PUT_END}\n{PUT}f1{PUT_END}")
+    with (
+        served(renderer, turn, turn) as (server, _),
+        openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
+    ):
+        asked: dict[str, Any] = {"model": "model", "messages": ASKED, "tools": [TOOL], "stop": stop}
+        want = client.chat.completions.create(**asked).choices[0]
+        parts = [each.choices[0] for each in client.chat.completions.create(**asked, stream=True)]
+    calls = [(each.id, each.function.name, each.function.arguments) for each in want.message.tool_calls or ()]
+    assert told(parts) == (want.message.content, calls, want.finish_reason)
+    put = '{"path": "f.py", "text": "'
+    ends: dict[str, list[str]] = {"f1": [put + 'f0"}', put], "\n<tool_call>": [put + 'f0"}'], "put>": []}
+    assert [arguments for _, _, arguments in calls] == ends.get(stop, ['{"path": "f.py'])
+
+
+def test_a_conversation_goes_on_after_a_call_that_was_cut_off() -> None:
+    """In the cache, with the tokens as they were sampled, and the result after them as in training (`TokenTurnPolicy`); and read
+    anew by a server that has never seen it."""
+    renderer = FORMATS["QwenRenderer"]
+    cut, done = renderer.spell(f"I put.\n\n{PUT}half of a te")[:-1], renderer.turn(Said(text="Done."))
+    with Shared(Turns(cut, done, done)) as shared:
+        policy = shared.policy
+        assert isinstance(policy, Turns)
+        asked = Asked(messages=ASKED, tools=[TOOL], max_tokens=len(cut))
+        known = Conversations(shared, renderer.tokenizer, QwenRenderer, 3000)
+        first = known(asked).choices[0]
+        assert first.cut and json.loads(first.message["tool_calls"][0]["function"]["arguments"] + '"}')
+        more = [*ASKED, first.message, {"role": "tool", "tool_call_id": "call_0", "content": "not JSON"}]
+        for talk in (known, Conversations(shared, renderer.tokenizer, QwenRenderer, 3000)):
+            talk(Asked(messages=more, tools=[TOOL]))
+    prompt, rest, anew = ([*each.token_ids] for each in policy.asked)
+    assert prompt == renderer.render([User(text="fix f")])
+    assert rest == renderer.read([Result(id="call_0", text="not JSON")])
+    read = renderer.tokenizer.decode(anew, skip_special_tokens=False)
+    assert "f.py\n</parameter>\n</function>" in read and "not JSON" in read and anew[: len(prompt)] == prompt

@@ -1,0 +1,374 @@
+"""What of a user's repository an agent sees, and how its changes come back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_nb.harness import carry
+from composer_nb.harness.carry import EXECUTABLE, PLAIN, Blob, carry_back
+from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.production import checkout
+from composer_nb.production.accept import Changes, Conflict
+from composer_nb.production.accept import accept as accept_changes
+from composer_nb.production.checkout import Checkout, changed, read_checkout
+from composer_nb.production.diff import patch
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    made = tmp_path / "repository"
+    for path, text in {
+        "a.py": "x = 1\n", "sub/b.py": "y = 1\n", ".gitignore": ".env\nbuilt/\n", ".env": "KEY=1", "built/o": "o",
+        ".git/config": "[core]", "sub/__pycache__/b.pyc": "b", "run.sh": "#!/bin/sh\n",
+    }.items():  # fmt: skip
+        (made / path).parent.mkdir(parents=True, exist_ok=True)
+        (made / path).write_text(text)
+    (made / "run.sh").chmod(0o755)
+    (made / "out").symlink_to("/etc/passwd")
+    (made / "folder").symlink_to("/etc")
+    return made
+
+
+def test_what_an_agent_sees(root: Path, backend: Backend) -> None:
+    seen = read_checkout(root)
+    assert set(seen.files) == {"a.py", "sub/b.py", ".gitignore", "run.sh"} and seen.executable == {"run.sh"}
+    assert (
+        seen.left_out[".env"] == "ignored"
+        and seen.left_out["out"] == "a link or device"
+        and seen.left_out[".git"] == "history"
+    )
+    with seen.start(backend) as box:
+        assert {path: data for path, data in box.download().items() if not path.startswith(".git/")} == dict(seen.files)
+        assert {entry.name: entry.mode & 0o777 for entry in box.entries()}["run.sh"] == 0o755
+
+
+def seen_blobs(seen: Checkout) -> dict[str, Blob]:
+    return {path: blob for path in seen.files if (blob := seen.blob(path))}
+
+
+def accept(seen: Checkout, changes: Changes) -> None:
+    accept_changes(seen.root, seen_blobs(seen), changes)
+
+
+def held(root: Path) -> dict[str, tuple[str, bytes, bool]]:
+    """Everything in a folder: kind, contents, whether it can be executed."""
+    found: dict[str, tuple[str, bytes, bool]] = {}
+    for path in sorted(root.rglob("*")):
+        name = path.relative_to(root).as_posix()
+        if path.is_symlink():
+            found[name] = "link", os.fsencode(os.readlink(path)), False
+        elif path.is_file():
+            found[name] = "file", path.read_bytes(), os.access(path, os.X_OK)
+        else:
+            found[name] = "folder", b"", False
+    return found
+
+
+def test_changes_come_back_and_nothing_else_does(root: Path) -> None:
+    seen = read_checkout(root)
+    after = seen_blobs(seen) | {
+        "a.py": Blob(data=b"x = 2\n"),
+        "new/c.py": Blob(data=b"z\n"),
+        "run.sh": Blob(data=b"#!/bin/bash\n", mode=EXECUTABLE),
+        ".composer_nb/log": Blob(data=b""),
+        "p.pyc": Blob(data=b""),
+    }
+    del after["sub/b.py"]
+    changes, others = changed(seen, after)
+    assert list(changes) == ["a.py", "new/c.py", "run.sh", "sub/b.py"] and changes["sub/b.py"] is None and not others
+    (root / "a.py").chmod(0o600)
+    owner = os.geteuid() or 12345  # only root gives files away
+    os.chown(root / "a.py", owner, -1)
+    accept(seen, changes)
+    assert (root / "a.py").stat().st_uid == owner
+    assert (root / "a.py").read_text() == "x = 2\n" and (root / "new/c.py").read_text() == "z\n"
+    assert not (root / "sub/b.py").exists() and (root / "a.py").stat().st_mode & 0o777 == 0o600
+    assert os.access(root / "run.sh", os.X_OK) and (root / ".env").read_text() == "KEY=1"
+    assert not list(root.glob(".composer_nb*"))
+
+
+@pytest.mark.parametrize("what", ["edited", "deleted", "linked", "there", "folder", "leads out", "permissions"])
+def test_a_conflict_changes_nothing(root: Path, what: str) -> None:
+    seen = read_checkout(root)
+    texts = {"a.py": b"x = 2\n", "sub/b.py": b"y = 2\n", "new/c.py": b"z\n"}
+    changes: dict[str, Blob | None] = {path: Blob(data=data) for path, data in texts.items()}
+    if what == "edited":
+        (root / "sub/b.py").write_text("mine\n")
+    elif what == "deleted":
+        (root / "sub/b.py").unlink()
+    elif what == "linked":
+        (root / "new").symlink_to("/tmp")
+    elif what == "there":
+        changes[".env"] = Blob(data=b"KEY=2")
+    elif what == "folder":
+        (root / "new").write_text("a file")
+    elif what == "permissions":
+        (root / "sub/b.py").chmod(0o755)
+    else:
+        changes["../c.py"] = Blob(data=b"")
+    with pytest.raises(Conflict, match=r"b\.py|c\.py|\.env"):
+        accept(seen, changes)
+    assert (root / "a.py").read_text() == "x = 1\n" and (root / ".env").read_text() == "KEY=1"
+
+
+COMMANDS = {
+    "binary": r"printf '\0\1\377' > logo.png; head -c 70000 /dev/urandom > new.bin; printf '\0' >> a.py",
+    "sqlite": "python3 -c \"import sqlite3; c = sqlite3.connect('d.db'); c.execute('create table t (x)'); c.commit()\"",
+    "a file becomes a folder": "rm a.py; mkdir a.py; echo 1 > a.py/one; echo 2 > a.py/two",
+    "a folder becomes a file": "rm -r sub; echo 1 > sub",
+    "modes": "chmod +x a.py; chmod -x run.sh; echo '#!/bin/sh' > new.sh; chmod 750 new.sh",
+    "names": r"""mkdir 'a b'; echo 1 > 'a b/c d'; echo 2 > $'tab\there'; echo 3 > $'\377'; echo 4 > 'q"q'; : > empty""",
+    "gone": "rm -r sub run.sh",
+}
+
+
+@pytest.mark.parametrize("what", COMMANDS)
+def test_what_is_shown_kept_and_accepted_is_one(root: Path, tmp_path: Path, backend: Backend, what: str) -> None:
+    shutil.rmtree(root / "sub/__pycache__")
+    seen = read_checkout(root)
+    with seen.start(backend) as box:
+        done = box.exec(["bash", "-ec", COMMANDS[what]])
+        assert done.exit_code == 0, done.stderr
+        changes, others = changed(seen, *carry_back(box))
+    assert changes and not others
+    before = held(root)
+    copy = tmp_path / "copy"
+    shutil.copytree(root, copy, symlinks=True)
+    kept, shown = (patch(seen_blobs(seen), changes, whole) for whole in (True, False))
+    heads = [[line for line in text.split(b"\n") if line.startswith(b"diff --git ")] for text in (kept, shown)]
+    assert heads[0] == heads[1] and len(set(heads[0])) == len(changes)
+    git_env = {"PATH": os.environ["PATH"]}
+    subprocess.run(["git", "apply", "-"], cwd=copy, input=kept, check=True, env=git_env)
+    accept(seen, changes)
+    assert held(root) == held(copy) != before
+    subprocess.run(["git", "apply", "-R", "-"], cwd=copy, input=kept, check=True, env=git_env)
+    assert held(copy) == before
+
+
+@pytest.mark.parametrize("call", range(1, 30))
+def test_what_fails_in_the_middle_is_undone(root: Path, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operation on the file system fails once."""
+    shutil.rmtree(root / "sub/__pycache__")
+    seen, before = read_checkout(root), held(root)
+    changes = {
+        "a.py": None, "a.py/x": Blob(data=b"x"), "deep/er/c.py": Blob(data=b"z\n"), "run.sh": Blob(data=b"r\n"),
+        "sub": Blob(data=b"s"), "sub/b.py": None,
+    }  # fmt: skip
+    calls = 0
+
+    def failing(name: str) -> None:
+        real = getattr(os, name)
+
+        def once(*given: object, **more: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                raise OSError(28, "no space left on device")
+            return real(*given, **more)
+
+        monkeypatch.setattr(os, name, once)
+
+    for name in ("rename", "mkdir", "rmdir", "fchmod"):
+        failing(name)
+    try:
+        accept(seen, changes)
+    except OSError:
+        monkeypatch.undo()
+        assert held(root) == before
+    else:
+        monkeypatch.undo()
+        assert (root / "a.py/x").read_text() == "x" and (root / "sub").read_text() == "s"
+
+
+@pytest.mark.parametrize("left", ["sub/__pycache__/b.pyc", "sub/.env", "sub/mine.py"])
+def test_a_folder_with_what_the_agent_did_not_see_becomes_no_file(root: Path, left: str) -> None:
+    shutil.rmtree(root / "sub/__pycache__")
+    seen = read_checkout(root)
+    (root / left).parent.mkdir(exist_ok=True)
+    (root / left).write_text("mine")
+    before = held(root)
+    with pytest.raises(Conflict, match=f"sub: is a folder with {Path(left).name}"):
+        accept(seen, {"sub": Blob(data=b"s"), "sub/b.py": None})
+    assert held(root) == before
+
+
+def after_commands(root: Path, backend: Backend, command: str) -> tuple[dict[str, Blob | None], frozenset[str]]:
+    seen = read_checkout(root)
+    with seen.start(backend) as box:
+        box.exec(["bash", "-c", command])
+        return changed(seen, *carry_back(box))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "chmod 000 sub",
+        "chmod 000 a.py",
+        "rm a.py && ln -s /etc/passwd a.py",
+        "rm a.py && ln -s sub/b.py a.py",
+        "rm a.py; mkfifo a.py",
+    ],
+)
+def test_what_is_there_in_another_way_is_not_deleted(root: Path, backend: Backend, command: str) -> None:
+    changes, others = after_commands(root, backend, command)
+    assert changes == {} and others == ({"a.py"} if "rm" in command else set())
+
+
+@pytest.mark.parametrize("target", ["/etc/passwd", "../outside", ".GIT/hooks", "git~1", ".env", "sub/b.py", "new"])
+def test_no_link_comes_back(root: Path, backend: Backend, target: str) -> None:
+    changes, others = after_commands(root, backend, f"ln -s {target} new; mkdir deep; ln -s ../{target} deep/er")
+    assert changes == {} and others == {"new", "deep/er"}
+
+
+def test_what_stayed_behind_does_not_come_back(root: Path, backend: Backend) -> None:
+    command = (
+        "mkdir built; echo o > built/new; echo KEY > .env; echo x > out; rm -rf .git; git init -q .; echo z > c.py"
+    )
+    assert after_commands(root, backend, command)[0] == {"c.py": Blob(data=b"z\n")}
+
+
+def test_a_history_is_made_once_and_copied(root: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = "git status --porcelain; git log --format='%H %ct'; git config --list --local; git ls-files; "
+    look += "find . | sort; stat -c %Y a.py"
+    seen = read_checkout(root)
+    said = []
+    for _ in range(3):
+        with seen.start(backend) as box:
+            said.append(box.exec(["sh", "-c", look]).stdout)
+            box.exec(["sh", "-c", "echo more >> a.py; git commit -qam more; git config user.name other"])
+        monkeypatch.setattr(carry, "_HISTORY", "exit 1")
+    assert said[0].count(b"946684800") == 2 and said == said[:1] * 3
+    (root / "a.py").write_text("x = 3\n")
+    with read_checkout(root).start(backend) as box:
+        assert not box.exec(["git", "status"]).stdout, "other files have a history of their own"
+
+
+def test_only_a_history_that_was_made_is_kept(root: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What keeps git from its work in one sandbox, such as a full disk, says nothing about the next."""
+    (root / "a.py").write_text("x = 4\n")
+    (root / os.fsdecode(b"odd\xff\n.py")).write_text("x = 4\n")
+    seen = read_checkout(root)
+    for script, found in (("mkdir .git; exit 1", []), (carry._HISTORY, ["HEAD"]), ("exit 1", ["HEAD"])):
+        monkeypatch.setattr(carry, "_HISTORY", script)
+        with seen.start(backend) as box:
+            assert [each.name for each in box.entries() if each.name == ".git"] == [".git"] * len(found)
+            assert set(found) <= {each.name for each in box.entries(".git" if found else ".")}
+            assert os.fsdecode(b"odd\xff\n.py") in box.download()
+
+
+def test_a_history_of_very_many_files_is_not_kept(
+    root: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their names and objects alone take memory, however little is in them."""
+    monkeypatch.setattr(carry, "_histories", {})
+    monkeypatch.setattr(carry, "KEPT_BYTES", 20_000)
+    for number in range(60):
+        (root / f"{number}.py").write_text(f"x = {number}\n")
+    with read_checkout(root).start(backend) as box:
+        assert box.exec(["git", "status", "--short"]).exit_code == 0 and not carry._histories
+
+
+def test_git_works_in_the_copy_and_nothing_of_it_comes_back(root: Path, backend: Backend, tmp_path: Path) -> None:
+    for name in ("pre-commit", "post-commit", "post-index-change"):
+        hook = root / ".git" / "hooks" / name
+        hook.parent.mkdir(exist_ok=True)
+        hook.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+        hook.chmod(0o755)
+    run = f"touch {tmp_path}/ran; cat"
+    (root / ".git" / "config").write_text(f'[core]\nfsmonitor = "{run}"\n[filter "f"]\nclean = "{run}"\n')
+    (root / ".gitattributes").write_text("*.py filter=f\n")
+    seen = read_checkout(root)
+    with seen.start(backend) as box:
+
+        def git(line: str) -> str:
+            done = box.exec(["sh", "-c", f"git {line}"])
+            assert done.exit_code == 0, done.stderr
+            return done.stdout.decode()
+
+        assert git("rev-list --count HEAD") == "1\n" and git("status --porcelain") == ""
+        assert set(git("ls-files").splitlines()) == set(seen.files)
+        box.write("a.py", b"x = 2\n")
+        box.write("new/.git/config", b"[core]\n")
+        assert "-x = 1\n+x = 2\n" in git("diff")
+        git("commit -qam 'the fix' && git checkout -qb other && rm .git/HEAD && mkfifo .git/HEAD")
+        changes, others = changed(seen, *carry_back(box))
+    assert changes == {"a.py": Blob(data=b"x = 2\n")} and not others
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_worktrees_history_stays_where_it_is(root: Path, backend: Backend) -> None:
+    shutil.rmtree(root / ".git")
+    (root / ".git").write_text("gitdir: /elsewhere\n")
+    assert ".git" not in read_checkout(root).files
+    assert after_commands(root, backend, "git init -q . && echo 1 > .git/x")[0] == {}
+    assert (root / ".git").read_text() == "gitdir: /elsewhere\n"
+
+
+def test_bad_repositories_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError, match="no folder here"):
+        read_checkout(tmp_path / "none")
+    with pytest.raises(ValueError, match="holds no file"):
+        read_checkout(tmp_path)
+    (tmp_path / "f").write_text("text")
+    with pytest.raises(NotADirectoryError, match="not a folder"):
+        read_checkout(tmp_path / "f")
+    monkeypatch.setattr(checkout, "MAX_BYTES", 3)
+    with pytest.raises(ValueError, match="more than .* files or .*cursorignore"):
+        read_checkout(tmp_path)
+
+
+# What a stranger found
+
+
+def repository_of(tmp_path: Path, **files: str) -> Path:
+    """`a__b="text"` is a file a/b."""
+    root = tmp_path / "outer" / "repository"
+    for name, text in files.items():
+        file = root / name.replace("__", "/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
+
+
+def plain(text: str) -> Blob:
+    return Blob(data=text.encode(), mode=PLAIN)
+
+
+def test_a_folder_of_folders_may_become_a_file(tmp_path: Path):
+    root = repository_of(tmp_path, a__y__z="1", a__b="2", p__k="k")
+    accept(read_checkout(root), {"a/y/z": None, "a/b": None, "a": plain("f\n")})
+    assert (root / "a").read_text() == "f\n" and sorted(path.name for path in root.iterdir()) == ["a", "p"]
+
+
+def test_an_undoing_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    root = repository_of(tmp_path, a="precious\n", b="2\n")
+    rename = os.rename
+
+    def failing(source: Any, target: Any) -> None:
+        if str(target) == str(root / "b") and "new-" in str(source):
+            (root / "a" / "user.txt").write_text("by an editor")
+            raise OSError(28, "No space left on device")
+        rename(source, target)
+
+    checkout = read_checkout(root)
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(OSError, match="No space left on device.*not all could be put back, it lies in"):
+        accept(checkout, {"a": None, "a/x": plain("9\n"), "b": plain("3\n")})
+    assert "precious\n" in [file.read_text() for file in root.rglob("*") if file.is_file()]
+
+
+def test_ignore_files_above_a_named_folder_hold(tmp_path: Path):
+    root = repository_of(tmp_path, pkg__a="x", pkg__secrets="key", pkg__sub__b="y", pkg__sub__c="z")
+    (root / ".git").mkdir()
+    (root / ".gitignore").write_text("secrets\n/pkg/sub/c\npkg/\n")
+    (root.parent / ".gitignore").write_text("a\n")  # of another repository, or of none
+    checkout = read_checkout(root / "pkg")
+    assert set(checkout.files) == {"a", "sub/b"}, "the folder itself was named, so that it is ignored says nothing"
+    changes, _ = changed(checkout, {"a": plain("x"), "sub/b": plain("y"), "secrets": plain("other")})
+    assert not changes

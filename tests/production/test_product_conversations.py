@@ -1,0 +1,188 @@
+"""A policy behind a server whose clients send whole conversations: what it reads, what it goes on with, what it forgets."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from composer_nb.harness.agent.chat import Said, User, Written
+from composer_nb.harness.agent.endpoint import Endpoint
+from composer_nb.harness.agent.qwen import QwenRenderer
+from composer_nb.harness.agent.shared import Shared
+from composer_nb.harness.policy import Completion, ProviderFailure
+from composer_nb.harness.sandbox.system.linux import patience
+from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.production.conversations import Conversations
+from composer_nb.production.serve import ChatServer
+from composer_nb.production.wire import Asked
+from tests.production.conftest import TOOL, Turns
+
+
+def test_a_conversation_goes_on_in_the_cache_and_another_makes_room(tokenizer: Tokenizer) -> None:
+    renderer = QwenRenderer(tokenizer, [TOOL])
+    call = Said(text="I look.", calls=(Written(id="call_0", call=ToolCall(name="look", arguments={"at": "f"})),))
+    done, broken = renderer.turn(Said(text="Done.")), [*renderer.encode("<tool_call>{"), renderer.end]
+    policy = Turns(renderer.turn(call), done, done, broken, done, done)
+    start: list[dict[str, Any]] = [{"role": "system", "content": "You fix."}, {"role": "user", "content": "fix f"}]
+    with Shared(policy) as shared, ChatServer(Conversations(shared, tokenizer, QwenRenderer, 3000)) as server:
+        endpoint = Endpoint(url=server.url, model=next(iter(Endpoint(url=server.url).models())), retries=0)
+        first = endpoint.complete(start, [TOOL], 400)
+        assert policy.asked[0].token_ids == renderer.render([User(text="fix f")], "You fix.")
+        [made] = first.message["tool_calls"]
+        assert (
+            made["function"] == {"name": "look", "arguments": '{"at": "f"}'} and first.message["content"] == "I look."
+        )
+        assert (first.read, first.written) == (len(policy.asked[0].token_ids), len(renderer.turn(call)))
+        talk = [*start, first.message, {"role": "tool", "tool_call_id": made["id"], "content": "1|x"}]
+        second = endpoint.complete(talk, [TOOL], 400)
+        assert second.message["content"] == "Done." and policy.asked[1].rollout == policy.asked[0].rollout
+        text = renderer.tokenizer.decode(list(policy.asked[1].token_ids), skip_special_tokens=False)
+        assert (
+            "1|x" in text
+            and "fix f" not in text
+            and second.read == first.read + first.written + len(policy.asked[1].token_ids)
+        )
+        more = [*talk, second.message, {"role": "user", "content": [{"type": "text", "text": "and?"}]}]
+        endpoint.complete(more, [TOOL], 400)
+        assert policy.asked[2].rollout == policy.asked[0].rollout
+        assert policy.asked[2].token_ids == renderer.render([User(text="and?")], after=True)
+        # A call that can not be read is a text; another conversation with other tools is another rollout.
+        assert endpoint.complete(start, [], 400).message == {"role": "assistant", "content": "<tool_call>{"}
+        assert policy.asked[3].rollout != policy.asked[0].rollout and not policy.released
+        # What was changed is read from its beginning, and the one that has waited longest goes.
+        endpoint.complete([*talk[:-1], {**talk[-1], "content": "2|y"}], [TOOL], 400)
+        assert policy.released == [policy.asked[0].rollout]
+        assert len(policy.asked[4].token_ids) > len(policy.asked[0].token_ids)
+
+
+def test_what_is_refused_costs_no_room(tokenizer: Tokenizer) -> None:
+    renderer = QwenRenderer(tokenizer)
+    user, said = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+    policy = Turns(*[renderer.turn(Said(text="ok"))] * 2)
+    with Shared(policy) as shared, ChatServer(Conversations(shared, tokenizer, QwenRenderer, 300)) as server:
+        endpoint = Endpoint(url=server.url, model="model", retries=0)
+        for body, why in (
+            ({"messages": [user], "max_tokens": -1}, "max_tokens: Input should be greater"),
+            ({"messages": [user], "n": 3}, "n: 3 choices, and 2 conversations"),
+            ({"messages": [user, said]}, "the last one is"),
+            (
+                {"messages": [{"role": "user", "content": "x" * 400}]},
+                "maximum context length is 300 tokens.*in 419 tokens",
+            ),
+            ({"messages": [{"role": "user", "content": "x" * 10**6}]}, "context_length_exceeded.* is 300 tokens"),
+            ({"messages": [user], "tools": ["x"]}, "tools.0: Input should be an object"),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a content must be text"),
+            ({"messages": [7]}, "messages.0: Input should be an object"),
+            ({"messages": []}, "messages: List should have at least 1"),
+            ({"messages": [{"role": "judge", "content": "x"}]}, "this is not a message"),
+        ):
+            with pytest.raises(ProviderFailure, match=f"status 400 .*{why}"):
+                endpoint.ask("POST", "chat/completions", float("inf"), body)
+        assert not policy.asked
+        request = urllib.request.Request(
+            f"{server.url}/chat/completions", json.dumps({"messages": [user], "stream": True}).encode()
+        )
+        with urllib.request.urlopen(request) as reply:
+            *pieces, end = [part.removeprefix("data: ") for part in reply.read().decode().split("\n\n") if part]
+        said = [json.loads(piece)["choices"][0]["delta"].get("content", "") for piece in pieces]
+        assert end == "[DONE]" and "".join(said) == "ok"
+        assert json.loads(pieces[-1])["choices"][0]["finish_reason"] == "stop"
+        endpoint.complete([user], [], 10)
+
+
+def test_a_turn_that_was_cut_off_is_closed_before_the_next(tokenizer: Tokenizer) -> None:
+    renderer = QwenRenderer(tokenizer, [TOOL])
+    policy = Turns(renderer.encode("half a sentence"), renderer.turn(Said(text="Done.")))
+    start: list[dict[str, Any]] = [{"role": "user", "content": "fix f"}]
+    with Shared(policy) as shared:
+        talk = Conversations(shared, tokenizer, QwenRenderer, 3000)
+        first = talk(Asked(messages=start, tools=[TOOL]))
+        assert first.choices[0].cut
+        more = [*start, first.choices[0].message, {"role": "user", "content": "go on"}]
+        talk(Asked(messages=more, tools=[TOOL]))
+    wanted = [User(text="fix f"), Said(text="half a sentence"), User(text="go on")]
+    held = [*policy.asked[0].token_ids, *renderer.encode("half a sentence"), *policy.asked[1].token_ids]
+    assert held == renderer.render(wanted, "") and not policy.released
+
+
+def test_results_are_of_the_calls_whose_ids_they_have(tokenizer: Tokenizer) -> None:
+    renderer = QwenRenderer(tokenizer, [TOOL])
+    calls = tuple(Written(id=f"call_{n}", call=ToolCall(name="look", arguments={"at": f"f{n}"})) for n in range(2))
+    turn, done = renderer.turn(Said(text="", calls=calls)), renderer.turn(Said(text="Done."))
+    policy = Turns(turn, done, done)
+    start: list[dict[str, Any]] = [{"role": "user", "content": "fix f"}]
+    with Shared(policy) as shared:
+        talk = Conversations(shared, tokenizer, QwenRenderer, 3000)
+        first = talk(Asked(messages=start, tools=[TOOL])).choices[0].message
+        a, b = ({"role": "tool", "tool_call_id": f"call_{n}", "content": f"of {n}"} for n in range(2))
+        for wrong, why in (
+            ([a], "no result of 'call_1'"),
+            ([a, a], "no call of that id waits"),
+            ([a, {**b, "tool_call_id": "x"}], "a result of 'x'"),
+            ([{"role": "user", "content": "and?"}], "no result of 'call_0', 'call_1'"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                talk(Asked(messages=[*start, first, *wrong], tools=[TOOL]))
+        talk(Asked(messages=[*start, first, b, a], tools=[TOOL]))  # read anew, since the refusals forgot it
+        text = tokenizer.decode(list(policy.asked[1].token_ids), skip_special_tokens=False)
+        assert 0 < text.index("of 0") < text.index("of 1")
+
+
+def test_a_call_that_nobody_could_read_can_be_told_again(tokenizer: Tokenizer) -> None:
+    renderer = QwenRenderer(tokenizer, [TOOL])
+    broken = renderer.spell("I look.\n<tool_call>\nlook(f)\n</tool_call>")  # without a name
+    done = renderer.turn(Said(text="Done."))
+    start: list[dict[str, Any]] = [{"role": "developer", "content": "You fix."}, {"role": "user", "content": "fix f"}]
+    policy = Turns(broken, done)
+    with Shared(policy) as shared:
+        first = (
+            Conversations(shared, tokenizer, QwenRenderer, 3000)(Asked(messages=start, tools=[TOOL])).choices[0].message
+        )
+        assert "tool_calls" not in first
+        more = [*start, first, {"role": "user", "content": "what?"}]
+        Conversations(shared, tokenizer, QwenRenderer, 3000)(Asked(messages=more, tools=[TOOL]))  # has not seen it
+    prompt, again = ([*each.token_ids] for each in policy.asked)
+    assert prompt == renderer.render([User(text="fix f")], "You fix.")
+    assert again == [*prompt, *broken, *renderer.render([User(text="what?")], after=True)]
+
+
+class Mute(Turns):
+    """Never answers."""
+
+    def step(self) -> list[Completion]:
+        time.sleep(0.01)
+        return []
+
+
+def test_a_client_that_went_away_leaves_no_rollout_behind(tokenizer: Tokenizer) -> None:
+    policy = Mute()
+    with Shared(policy) as shared, ChatServer(Conversations(shared, tokenizer, QwenRenderer, 3000)) as server:
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        request = urllib.request.Request(f"{server.url}/chat/completions", json.dumps(body).encode())
+        with pytest.raises(TimeoutError):
+            urllib.request.urlopen(request, timeout=0.2)
+        until = time.monotonic() + patience(20)
+        while not policy.released and time.monotonic() < until:
+            time.sleep(0.05)
+        assert policy.released == [policy.asked[0].rollout]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": "\ud800"}]},
+        {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": 5}}]},
+    ],
+)
+def test_no_request_is_left_without_an_answer(tokenizer: Tokenizer, body: dict[str, Any]) -> None:
+    with Shared(Turns()) as shared, ChatServer(Conversations(shared, tokenizer, QwenRenderer, 3000)) as server:
+        request = urllib.request.Request(f"{server.url}/chat/completions", json.dumps(body).encode())
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=patience(30))
+        assert refused.value.code == 400 and json.loads(refused.value.read())["error"]["message"]

@@ -1,0 +1,200 @@
+"""Whether training and the product look the same, and whether the comparison would see it if they did not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from composer_nb.harness import environment
+from composer_nb.harness.agent.loop import LIMITS
+from composer_nb.harness.agent.scripts import expert
+from composer_nb.harness.attempt import Agent
+from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
+from composer_nb.harness.tasks.runtime import ALLOWED, PACKAGES, PACKAGES_DIGEST, packages_digest, read_packages
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools import files
+from composer_nb.harness.tools.tiny import TINY
+from composer_nb.harness.tools.tool_call import Reply, ToolCall
+from composer_nb.harness.tools.toolset import NAMES, ToolSet
+from composer_nb.production import fidelity, work
+from composer_nb.production.fidelity import (
+    PLACES,
+    Side,
+    differences,
+    observations,
+    probes,
+    tiny_probes,
+    two_samples,
+)
+from composer_nb.trainer.models.tokenizer import train_tokenizer
+
+CURSOR = EnvSettings(tasks="tasks", tools="cursor", renderer="qwen")
+
+
+@pytest.fixture(scope="module")
+def sandboxes() -> Iterator[Sandboxes]:
+    with Sandboxes() as made:
+        yield made
+
+
+@pytest.fixture
+def agent(tokenizer: Tokenizer, sandboxes: Sandboxes) -> Agent:
+    """As an environment worker makes it."""
+    return make_agent(CURSOR, tokenizer, LIMITS, sandboxes)
+
+
+@pytest.fixture
+def product(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`product(change)`: the product with another side."""
+
+    def changed(change: Any) -> None:
+        original = fidelity.open_in
+
+        @contextmanager
+        def open_in(place: str, task: Task, agent: Agent) -> Iterator[Side]:
+            with original(place, task, agent) as side:
+                yield (change(side) or side) if place == "product" else side
+
+        monkeypatch.setattr(fidelity, "open_in", open_in)
+
+    return changed
+
+
+def test_every_tool_is_probed_and_answers_the_same(task: Task, agent: Agent) -> None:
+    assert {call.name for call in probes(task.files)} - {"unknown_tool"} == set(NAMES)
+    calls, found = differences(task, agent)
+    assert calls > 25 and found == []
+
+
+def test_the_tools_of_tiny_models_are_probed_and_answer_the_same(task: Task, sandboxes: Sandboxes) -> None:
+    assert {call.name for call in tiny_probes(task.files)} - {"unknown_tool"} == {tool.name for tool in TINY}
+    tokens = train_tokenizer(["def f(x):"], 400)
+    calls, found = differences(task, make_agent(EnvSettings(tasks="tasks"), tokens, LIMITS, sandboxes))
+    assert calls == 23 and found == []
+
+
+@pytest.mark.parametrize(
+    "tools", ["cursor", "read_file,search_replace,run_terminal_cmd", "grep,substitute,run_tests,finish"]
+)
+def test_the_product_offers_what_a_checkpoint_was_trained_with_in_any_format(
+    task: Task, sandboxes: Sandboxes, tools: str
+) -> None:
+    tokens = train_tokenizer(["def f(x):"], 400)
+    calls, found = differences(
+        task, make_agent(replace(CURSOR, tools=tools, renderer="compact"), tokens, LIMITS, sandboxes)
+    )
+    assert calls > 8 and found == []
+
+
+def test_packages_of_a_task_are_in_both_places(task: Task, agent: Agent, tmp_path: Path) -> None:
+    (tmp_path / "dateful.py").write_text("x = 1\n")
+    (tmp_path / ALLOWED).touch()
+    own = {PACKAGES: str(tmp_path), PACKAGES_DIGEST: packages_digest(read_packages(tmp_path))}
+    held = task.model_copy(update={"metadata": {**task.metadata, **own}})
+    assert differences(held, agent)[1] == []
+    for place in PLACES:
+        with fidelity.open_in(place, held, agent) as side:
+            [done] = side.tools.answer(side.session, [ToolCall(name="run_terminal_cmd", arguments=IMPORTS)])
+        assert "dateful.py" in side.tools.observation(done)
+
+
+IMPORTS = {"command": "python -c 'import dateful; print(dateful.__file__)'", "is_background": False}
+PLANTS = {
+    "reply": {"run_terminal_cmd"},
+    "system text": {"system text"},
+    "description": {"description of read_file"},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("where", PLANTS)
+def test_a_word_more_in_either_place_is_found(
+    task: Task, tokenizer: Tokenizer, sandboxes: Sandboxes, monkeypatch: pytest.MonkeyPatch, where: str, place: str
+) -> None:
+    """It is planted in what the RL worker, or the product, is made of."""
+
+    def more(tools: ToolSet) -> ToolSet:
+        if where == "description":
+            read = replace(files.read_file, description=f"{files.read_file.description} ok")
+            return replace(tools, tools={**tools.tools, "read_file": read})
+        if where == "reply":
+            return Wordy(**{name: getattr(tools, name) for name in ("tools", "search", "terse", "described")})
+        return tools
+
+    if place == "training":
+        toolset: Any = EnvSettings.toolset
+        monkeypatch.setattr(EnvSettings, "toolset", property(lambda env: more(toolset.fget(env))))
+        if where == "system text":
+            monkeypatch.setattr(environment, "system_text", lambda root: f"A coding agent at {root}")
+    else:
+        original = work.tools_for
+        monkeypatch.setattr(work, "tools_for", lambda name: more(original(name)))
+        if where == "system text":
+            monkeypatch.setattr(work, "system_text", lambda root: f"A coding agent at {root}")
+    _, found = differences(task, make_agent(CURSOR, tokenizer, LIMITS, sandboxes))
+    assert {each.what for each in found} == PLANTS[where]
+    for each in found:
+        shown = each.excerpt(40)
+        assert shown["training"] != shown["product"] and max(len(shown[side]) for side in PLACES) <= 40
+
+
+class Wordy(ToolSet):
+    """Tools whose terminal says a word more."""
+
+    def observation(self, reply: Reply) -> str:
+        return super().observation(reply) + " ok" * (reply.call.name == "run_terminal_cmd")
+
+
+def test_a_file_that_differs_is_seen(task: Task, agent: Agent, product: Any) -> None:
+    product(lambda side: side.session.sandbox.write("README", b"dates \n"))
+    assert {each.what for each in differences(task, agent)[1]} >= {"read_file"}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_files_do_not_tell_when_they_were_written(task: Task, agent: Agent, place: str) -> None:
+    """Files of one upload would have different times when the clock ticks in between, and so another order."""
+    with fidelity.open_in(place, task, agent) as side:
+        times = side.session.sandbox.exec(["sh", "-c", "find . -path ./.git -prune -o -type f -exec stat -c %Y {} +"])
+    assert times.stdout.decode().split() == ["946684800"] * len(task.files)
+
+
+def test_what_cannot_be_compared_is_refused(task: Task, agent: Agent) -> None:
+    with pytest.raises(ValueError, match="need a backend of sandboxes"):
+        differences(task, replace(agent, backend=None))
+
+
+def test_two_samples_of_one_kind_and_of_two(task: Task, agent: Agent) -> None:
+    first, second = ([observations(place, task, agent, expert(task)) for _ in range(8)] for place in PLACES)
+    same = two_samples(first, second)
+    assert same.auc == pytest.approx(0.5) and same.chance > 0.5 and same.observations == 48
+    told = [[f"{text} (in {n} ms)" for n, text in enumerate(talk)] for talk in second]
+    apart = two_samples(first, told)
+    assert apart.auc == 1.0 and apart.chance < 0.05
+    with pytest.raises(ValueError, match="at least 5 pairs"):
+        two_samples(first[:4], second)
+
+
+def test_the_level_and_the_power_of_two_samples_in_pairs() -> None:
+    """Conversations about one thing are alike within a pair; a word more in a part of one side's answers is to be found."""
+    lot = np.random.default_rng(0)
+
+    def talks(word: str, noise: float) -> list[list[str]]:
+        topics = [f"topic {n} " * 5 for n in range(10)]
+        return [
+            [
+                topic + ("other " if lot.random() < noise else "") + (word if lot.random() < 0.3 else "")
+                for _ in range(4)
+            ]
+            for topic in topics
+        ]
+
+    false = [two_samples(talks("", 0.1), talks("", 0.1), seed, shuffles=39).chance for seed in range(40)]
+    found = [two_samples(talks("", 0.05), talks("added", 0.05), seed, shuffles=39).chance for seed in range(20)]
+    assert np.mean(np.array(false) <= 0.05) <= 0.15 and np.mean(np.array(found) <= 0.05) >= 0.4

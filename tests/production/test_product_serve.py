@@ -1,0 +1,620 @@
+"""The server as OpenAI's own client sees it, and as hostile, slow and impatient ones do."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tokenizers import Tokenizer
+
+from composer_nb.harness.agent.chat import ChatRenderer, Message, Said, Written
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.qwen import QwenRenderer
+from composer_nb.harness.agent.shared import Shared
+from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.production import serve, wire
+from composer_nb.production.conversations import Conversations
+from composer_nb.production.serve import ChatServer, ScriptServer
+from composer_nb.production.wire import Answered, Asked, Choice, Generate, Told
+from composer_nb.trainer.models.tokenizer import train_tokenizer
+from tests.production.conftest import TOOL, Turns
+
+ASKED: list[Any] = [{"role": "user", "content": "fix f"}]
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def tiny_tokenizer() -> Tokenizer:
+    return train_tokenizer(["read f.py look at f"], 300)
+
+
+@contextmanager
+def served(
+    tokenizer: Tokenizer, *turns: list[int], form: type[ChatRenderer] = QwenRenderer
+) -> Iterator[tuple[openai.OpenAI, Turns]]:
+    policy = Turns(*turns)
+    with (
+        Shared(policy) as shared,
+        ChatServer(Conversations(shared, tokenizer, form, 3000), slots=policy.capacity) as server,
+        openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
+    ):
+        yield client, policy
+
+
+def chat(client: openai.OpenAI, **given: Any) -> Any:
+    return client.chat.completions.create(**{"model": "model", "messages": ASKED, **given})
+
+
+def script(messages: Sequence[Message]) -> Said:
+    return Said(text="Done.")
+
+
+@pytest.fixture
+def scripted() -> Iterator[ScriptServer]:
+    with ScriptServer(script) as server:
+        yield server
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+# -- OpenAI's client -----------------------------------------------------------------------------------------
+
+
+def test_a_turn_with_its_log_probabilities(tokenizer: Tokenizer) -> None:
+    turn = QwenRenderer(tokenizer).turn(Said(text="Über all."))
+    with served(tokenizer, turn, turn) as (client, policy):
+        assert [each.id for each in client.models.list()] == ["model"]
+        assert client.get("/../health", cast_to=dict[str, str]) == {"status": "ok"}
+        done = chat(client, logprobs=True, temperature=0.3, top_p=0.9, max_tokens=50)
+        told = done.choices[0].logprobs.content
+        assert "".join(each.token for each in told if each.bytes) in "Über all." and len(told) == len(turn) - 1
+        assert b"ber all." in b"".join(bytes(each.bytes) for each in told if each.bytes)
+        assert {each.logprob for each in told} == {-0.5} and done.usage.completion_tokens == len(turn)
+        assert (policy.asked[0].temperature, policy.asked[0].top_p, policy.asked[0].max_tokens) == (0.3, 0.9, 50)
+        parts = [*chat(client, stream=True, stream_options={"include_usage": True})]
+        said = [part.choices[0].delta.content or "" for part in parts if part.choices]
+        assert policy.asked[1].temperature is None and "".join(said) == "Über all."
+        assert parts[-1].usage.completion_tokens == len(turn) and not parts[-1].choices
+
+
+def test_a_seed_decides_what_is_drawn(tokenizer: Tokenizer) -> None:
+    turn = QwenRenderer(tokenizer).turn(Said(text="Done."))
+    with served(tokenizer, *[turn] * 6) as (client, policy):
+        for seed in (7, 7, 8, -7, None, None):
+            chat(client, seed=seed)
+        drawn = [each.rollout % (1 << 40) for each in policy.asked]
+        assert drawn[0] == drawn[1] and len({*drawn}) == 5 and len({each.rollout for each in policy.asked}) == 6
+        said = {"role": "assistant", "content": "Done."}
+        policy.turns += [turn, turn]
+        for seed, known in ((None, True), (9, False)):  # another seed is another conversation
+            chat(client, seed=seed, messages=[*ASKED, said, ASKED[0]])
+            assert (policy.asked[-1].rollout in [each.rollout for each in policy.asked[:-1]]) is known
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "shown"),
+    [
+        ("one two three", "two", "one"),
+        ("one two three", ["three", "two"], "one"),
+        ("one two three", ["four"], "one two three"),
+        ("one two three", "e", "on"),
+        ("one two", "two", "one"),
+        ("grün und blau", "ün", "gr"),
+    ],
+)
+def test_a_text_that_stops_a_turn_is_not_shown(
+    text: str, stop: str | list[str], shown: str, tokenizer: Tokenizer
+) -> None:
+    turn = QwenRenderer(tokenizer).turn(Said(text=text))
+    with served(tokenizer, turn, turn[:-1], turn) as (client, policy):
+        done = chat(client, stop=stop)
+        assert (done.choices[0].message.content, done.choices[0].finish_reason) == (shown, "stop")
+        # What stopped it stays between the policy and the server: the next request is read from its beginning.
+        again = [*ASKED, {"role": "assistant", "content": shown}, {"role": "user", "content": "go on"}]
+        cut = shown != text
+        assert bool(policy.released) is cut and (done.usage.completion_tokens < len(turn)) is cut
+        late = chat(client, stop=stop, max_tokens=len(turn) - 1)
+        assert late.choices[0].finish_reason == ("stop" if cut else "length")
+        chat(client, messages=again)
+        assert ("fix f" in tokenizer.decode(list(policy.asked[2].token_ids))) is cut
+
+
+def test_calls_are_made_as_the_client_chooses(tokenizer: Tokenizer) -> None:
+    calls = tuple(Written(id=f"call_{n}", call=ToolCall(name="look", arguments={"at": f"f{n}"})) for n in range(2))
+    turn = QwenRenderer(tokenizer, [TOOL]).turn(Said(calls=calls))
+    with served(tokenizer, *[turn] * 5) as (client, _):
+
+        def called(**given: Any) -> Any:
+            return chat(client, tools=[TOOL], **given).choices[0]
+
+        assert [each.function.arguments for each in called().message.tool_calls] == ['{"at": "f0"}', '{"at": "f1"}']
+        assert len(called(parallel_tool_calls=False).message.tool_calls) == 1
+        silent = called(tool_choice="none")
+        assert silent.message.tool_calls is None and silent.finish_reason == "stop" and "f1" in silent.message.content
+        # A text that stops the turn after its first call leaves that call; inside of a call, what there is of it.
+        first = called(stop="f1")
+        assert [each.function.arguments for each in first.message.tool_calls] == ['{"at": "f0"}', '{"at": "']
+        after = called(stop="\n<tool_call>")
+        assert [each.id for each in after.message.tool_calls] == ["call_0"] and after.finish_reason == "tool_calls"
+
+
+CALLS = "<tool_call>\n<function=look>\n<parameter=at>\nf\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        ("Über all. ", {}),
+        (f"I look.\n\n{CALLS}\n{CALLS}", {}),
+        (f"I look.\n\n{CALLS}\n{CALLS}", {"parallel_tool_calls": False}),
+        (f" I look.\n{CALLS}", {"tool_choice": "none"}),
+        ("\n I look.\n<tool_call>\n<function=lo", {}),
+        ("I write <function=", {}),
+        ("one two three four", {"stop": ["three", "four"]}),
+        ("one two three four", {"stop": "e t", "logprobs": True}),
+        ("ab abc", {"stop": ["abc", "b a"]}),
+    ],
+)
+def test_a_stream_adds_up_to_the_whole_answer(text: str, given: dict[str, Any], tokenizer: Tokenizer) -> None:
+    turn = QwenRenderer(tokenizer, [TOOL]).spell(text)
+    with served(tokenizer, turn, turn) as (client, policy):
+        policy.pause_s = 0.002
+        whole = chat(client, tools=[TOOL], **given).choices[0]
+        parts = [each.choices[0] for each in chat(client, tools=[TOOL], stream=True, **given)]
+    said = "".join(part.delta.content or "" for part in parts)
+    assert said == whole.message.content or (text[0] in " \n" and said == whole.message.content.lstrip())
+    assert parts[-1].finish_reason == whole.finish_reason
+    calls: dict[int, list[str]] = {}
+    for call in (call for part in parts for call in part.delta.tool_calls or ()):
+        calls.setdefault(call.index, [call.id, call.function.name, ""])[2] += call.function.arguments
+    wanted = [[call.id, call.function.name, call.function.arguments] for call in whole.message.tool_calls or ()]
+    assert [calls[n] for n in sorted(calls)] == wanted
+    told = [each.token for part in parts if part.logprobs for each in part.logprobs.content]
+    assert told == [each.token for each in (whole.logprobs.content if whole.logprobs else ())]
+
+
+def test_a_model_of_the_compact_format(tiny_tokenizer: Tokenizer) -> None:
+    tiny, looks = CompactRenderer(tiny_tokenizer), CompactRenderer(tiny_tokenizer, [TOOL])
+    read = Said(calls=(Written(id="call_0", call=ToolCall(name="read_file", arguments={"path": "f.py"})),))
+    look = Said(calls=(Written(id="call_0", call=ToolCall(name="look", arguments={"at": "f"})),))
+    said = looks.turn(Said(text="All is well."))
+    turns = [tiny.turn(read), looks.turn(look), said, tiny.encode("babble"), said]
+    with served(tiny_tokenizer, *turns, form=CompactRenderer) as (client, policy):
+        first = chat(client).choices[0].message  # without tools it has those of tiny models
+        assert [(each.function.name, each.function.arguments) for each in first.tool_calls] == [
+            ("read_file", '{"path": "f.py"}')
+        ]
+        second = chat(client, tools=[TOOL]).choices[0].message
+        told = [*ASKED, second, {"role": "tool", "tool_call_id": "call_0", "content": "1|x"}]
+        last = chat(client, tools=[TOOL], messages=told).choices[0]
+        assert (last.message.content, last.finish_reason, last.message.tool_calls) == ("All is well.", "stop", None)
+        assert list(policy.asked[2].token_ids) == looks.observation("1|x")
+        assert chat(client).choices[0].message.content == "babble"
+        assert chat(client, tools=[TOOL], stop="well").choices[0].message.content == "All is"
+        with pytest.raises(openai.BadRequestError, match="begin with the same word"):
+            chat(client, tools=[TOOL, TOOL])
+        for role in ("system", "developer"):  # such as any agent sends: it is left out
+            policy.turns.append(said)
+            chat(client, tools=[TOOL], messages=[{"role": role, "content": "You fix. " * 9000}, *ASKED])
+            assert policy.asked[-1].token_ids == policy.asked[0].token_ids
+
+
+STRICT = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "strict": True,
+        "parameters": {"type": "object", "properties": {"at": {"type": "string", "pattern": "a"}}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "code"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+        ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice", "invalid_value"),
+        ({"tool_choice": "auto", "tools": [STRICT]}, "tools", "invalid_value"),
+        ({"tool_choice": {"type": "function", "function": {"name": ""}}}, "tool_choice", "invalid_value"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "invalid_value"),
+        ({"n": 3}, "n", "invalid_value"),
+        ({"n": 0}, "n", "invalid_value"),
+        ({"temperature": 3}, "temperature", "invalid_value"),
+        ({"temperature": -0.1}, "temperature", "invalid_value"),
+        ({"top_p": 0}, "top_p", "invalid_value"),
+        ({"seed": "7"}, "seed", "invalid_value"),
+        ({"stop": ["a"] * 5}, "stop", "invalid_value"),
+        ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "invalid_value"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "invalid_value"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
+        ({"tools": [{"type": "function", "function": {"name": 5}}]}, "tools", "invalid_value"),
+        ({"messages": []}, "messages", "invalid_value"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}, *ASKED]}, "messages", "invalid_value"),
+        ({"extra_body": {"stream_options": {"include": True}}}, "stream_options", "invalid_value"),
+        ({"messages": [*ASKED, {"role": "assistant", "content": "y"}]}, "messages", "invalid_value"),
+        ({"messages": [{"role": "user", "content": "x" * 9000}]}, "messages", "context_length_exceeded"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(
+    given: dict[str, Any], param: str, code: str, tokenizer: Tokenizer
+) -> None:
+    with served(tokenizer) as (client, policy):
+        with pytest.raises(openai.BadRequestError) as refused:
+            chat(client, **given)
+        error = refused.value
+        assert (error.param, error.code, error.type) == (param, code, "invalid_request_error")
+        assert str(error.body["message"]).startswith(param) and not policy.asked
+
+
+def test_what_changes_nothing_is_accepted(tokenizer: Tokenizer) -> None:
+    turn = QwenRenderer(tokenizer).turn(Said(text="Done."))
+    usual: dict[str, Any] = {
+        "n": 1,
+        "response_format": {"type": "text"},
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+    }
+    with served(tokenizer, turn) as (client, _):
+        usual |= {"service_tier": "auto", "prompt_cache_key": "k", "modalities": ["text"], "safety_identifier": "s"}
+        usual |= {"logit_bias": {}, "store": False, "user": "me", "metadata": {"a": "b"}, "tool_choice": "auto"}
+        assert chat(client, **usual, tools=[TOOL], stop=[], top_logprobs=0).choices[0].message.content == "Done."
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "status", "shown"),
+    [
+        ("x", {}, 200, "Done."),
+        ([{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}], {"system": "y"}, 200, "Done."),
+        ([{"type": "image", "source": {}}], {}, 400, "a content must be text, or parts that are texts"),
+        ("x", {"rollout": "../x"}, 400, "rollout: String should match pattern"),
+        ("x", {"top_k": 0}, 400, "top_k: Input should be greater than or equal to 1"),
+    ],
+)
+def test_messages_in_anthropics_form(
+    scripted: ScriptServer, content: Any, more: dict[str, Any], status: int, shown: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 9, **more}
+    answer = httpx.post(f"{scripted.url}/messages", json=body)
+    assert answer.status_code == status
+    found = answer.json()
+    assert shown in (found["content"][0]["text"] if status == 200 else found["error"]["message"])
+
+
+def test_another_model_is_not_found(scripted: ScriptServer) -> None:
+    with openai.OpenAI(base_url=scripted.url, api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.NotFoundError) as refused:
+            chat(client, model="gpt-5")
+        assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
+        for given in ({"stop": "x"}, {"logprobs": True}, {"tool_choice": "none"}):
+            with pytest.raises(openai.BadRequestError, match="a script does not support it"):
+                chat(client, model="scripted", **given)
+        with pytest.raises(openai.NotFoundError, match="nothing at POST /v1/embeddings"):
+            client.embeddings.create(model="scripted", input="x")
+
+
+def test_a_fault_of_the_servers_is_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(messages: Sequence[Message]) -> Said:
+        raise RuntimeError("lost")
+
+    with ScriptServer(broken) as server, openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.InternalServerError, match="lost") as failed:
+            chat(client, model="scripted")
+        assert (failed.value.code, failed.value.type) == ("internal_error", "server_error")
+    assert "lost" in caplog.text
+
+
+# -- the queue -----------------------------------------------------------------------------------------------
+
+
+class Held:
+    """An answerer that answers when it may, and notes whom it answers."""
+
+    def __init__(self) -> None:
+        self.may, self.begun, self.gone = threading.Event(), list[str](), list[str]()
+
+    def __call__(self, asked: Asked | Generate, there: Callable[[], bool], told: Told) -> Answered:
+        assert isinstance(asked, Asked)
+        [message] = asked.messages
+        self.begun.append(message["content"])
+        while not self.may.wait(0.02):
+            if not there():
+                self.gone.append(message["content"])
+                raise serve.TimeIsUp
+        said = {"role": "assistant", "content": message["content"]}
+        return Answered(choices=[Choice(message=said, written=1)], read=1)
+
+
+def post(server: ChatServer, text: str) -> socket.socket:
+    body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+    return send(
+        server, b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body), body
+    )
+
+
+def send(server: ChatServer, *data: bytes) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", server._socket.getsockname()[1]), timeout=PATIENCE_S)
+    client.sendall(b"".join(data))
+    return client
+
+
+def status(client: socket.socket) -> int:
+    return int(client.makefile("rb").readline().split()[1])
+
+
+def test_requests_wait_in_order_and_too_many_are_told_when_to_ask_again() -> None:
+    answer = Held()
+    with ChatServer(answer, slots=1, queue=2) as server:
+        clients = [post(server, "a")]
+        wait_until(lambda: answer.begun == ["a"])
+        for number, text in enumerate("bc", 2):
+            clients.append(post(server, text))
+            wait_until(lambda number=number: len(server._work) == number)
+        with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.RateLimitError) as refused:
+                chat(client)
+        assert refused.value.response.headers["retry-after"] == "1" and refused.value.code == "rate_limit_exceeded"
+        clients.pop(1).close()  # whoever goes away leaves the queue
+        wait_until(lambda: len(server._work) == 2)
+        clients.append(post(server, "d"))
+        wait_until(lambda: len(server._work) == 3)
+        answer.may.set()
+        assert [status(each) for each in clients] == [200] * 3 and answer.begun == ["a", "c", "d"]
+
+
+def test_the_end_of_the_server_ends_what_it_does_and_what_waits() -> None:
+    answer = Held()
+    with ChatServer(answer, slots=1) as server:
+        clients = [post(server, "a")]
+        wait_until(lambda: answer.begun == ["a"])
+        clients.append(post(server, "b"))
+        wait_until(lambda: len(server._work) == 2)
+    assert answer.gone == ["a"] == answer.begun
+    assert [status(each) for each in clients] == [503, 503]
+
+
+SLOW = """
+import time
+from composer_nb.harness.agent.chat import Said
+from composer_nb.production.serve import ScriptServer
+
+with ScriptServer(lambda messages: time.sleep(1) or Said(text="x" * 4_000_000)) as server:
+    print(server.url, flush=True)
+    try:
+        server.wait()
+    except KeyboardInterrupt:
+        server.drain()
+"""
+
+
+def test_an_answer_under_way_at_ctrl_c_arrives_whole() -> None:
+    run = [sys.executable, "-c", f"import signal; signal.signal(2, signal.default_int_handler); {SLOW.strip()}"]
+    with subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stderr
+        request = urllib.request.Request(f"{process.stdout.readline().strip()}/chat/completions", BODY)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(lambda: urllib.request.urlopen(request).read())
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+            assert len(answer.result()) > 4_000_000
+        assert (process.wait(), process.stderr.read()) == (0, "")
+
+
+# -- hostile and slow clients --------------------------------------------------------------------------------
+
+
+def answers(client: socket.socket) -> list[int]:
+    """Statuses of all answers until the server ends the connection."""
+    with client, client.makefile("rb") as reply:
+        return [int(part[:3]) for part in reply.read().split(b"HTTP/1.1 ")[1:]]
+
+
+BODY = json.dumps({"messages": ASKED}).encode()
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+HIDDEN = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+LENGTH = b"Content-Length: %d\r\n" % len(BODY)
+
+
+@pytest.mark.parametrize(
+    ("request_", "refused"),
+    [
+        (POST + LENGTH + b"Content-Length: %d\r\n\r\n" % (len(BODY) + len(HIDDEN)) + BODY + HIDDEN, 400),
+        (POST + LENGTH + b"Transfer-Encoding: chunked\r\n\r\n" + BODY + HIDDEN, 400),
+        (
+            POST + LENGTH + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(BODY) + BODY + b"\r\n0\r\n\r\n" + HIDDEN,
+            400,
+        ),
+        (POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n" + HIDDEN, 400),
+        (POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n" + HIDDEN, 400),
+        (POST + b"Content-Length: +%d\r\n\r\n" % len(BODY) + BODY + HIDDEN, 400),
+        (POST + b"Content-Length : %d\r\n\r\n" % len(BODY) + BODY + HIDDEN, 400),
+        (POST + b"Host: evil.example\r\n" + LENGTH + b"\r\n" + BODY + HIDDEN, 400),
+        (b"GET /health HTTP/1.1\r\n\r\n" + HIDDEN, 400),
+        (b"GET /health HTTP/1.0\r\n\r\n" + HIDDEN, 403),
+        (b"GET /health HTTP/1.1\r\nHost: evil.example\r\n\r\n" + HIDDEN, 403),
+        (b"GET /health HTTP/1.1\r\nHost: localhost.evil.example:80\r\n\r\n" + HIDDEN, 403),
+        (b"GET /health HTTP/1.1\r\nHost: [::1\r\n\r\n" + HIDDEN, 403),
+        (b"GET /health HTTP/1.1\r\nHost: 192.0.2.1\r\n\r\n" + HIDDEN, 403),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\n\r\n" + HIDDEN, 403),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nOrigin: null\r\n\r\n" + HIDDEN, 403),
+        (b"GET /health HTTP/1.1\r\nHost: localhost:1\r\nOrigin: http://localhost:2\r\n\r\n" + HIDDEN, 403),
+        (POST + b"Origin: http://evil.example\r\n" + LENGTH + b"\r\n" + BODY, 403),
+        (POST + b"Content-Length: %d\r\n\r\n" % (17 << 20), 413),
+        (
+            POST
+            + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % (serve.MAX_BODY_BYTES + 1)
+            + b" " * (serve.MAX_BODY_BYTES + 1),
+            413,
+        ),
+    ],
+)
+def test_one_refusal_and_the_connection_ends(request_: bytes, refused: int, scripted: ScriptServer) -> None:
+    assert answers(send(scripted, request_)) == [refused]
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:80", "127.0.0.1:8000", "[::1]:8000"])
+def test_the_names_of_the_loopback_and_the_same_origin_are_served(host: str, scripted: ScriptServer) -> None:
+    head = f"GET /health HTTP/1.1\r\nHost: {host}\r\nOrigin: http://{host}\r\nConnection: close\r\n\r\n"
+    assert answers(send(scripted, head.encode())) == [200]
+
+
+def test_the_server_listens_on_the_loopback_unless_it_is_told_another_address() -> None:
+    with ScriptServer(script) as server:
+        assert server._socket.getsockname()[0] == "127.0.0.1"
+    with ScriptServer(script, host="127.0.0.2") as server:
+        port = server._socket.getsockname()[1]
+        client = socket.create_connection(("127.0.0.2", port), timeout=PATIENCE_S)
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.2:%d\r\nConnection: close\r\n\r\n" % port)
+        assert answers(client) == [200]
+    with ScriptServer(script, host="0.0.0.0") as server:
+        client = socket.create_connection(("127.0.0.3", server._socket.getsockname()[1]), timeout=PATIENCE_S)
+        known = HIDDEN.replace(b"localhost", b"127.0.0.3").replace(b"/v1/models", b"/health")
+        client.sendall(known + b"GET / HTTP/1.1\r\nHost: 127.0.0.4\r\n\r\n")
+        assert answers(client) == [200, 403]
+    with pytest.raises(ValueError, match="--host nowhere.invalid"):
+        ScriptServer(script, host="nowhere.invalid")
+
+
+def test_beyond_the_loopback_or_with_a_key_a_request_must_bring_it() -> None:
+    for given in ({"key": "secret"}, {"host": "0.0.0.0"}):
+        with ScriptServer(script, **given) as server:
+            url = f"http://127.0.0.1:{server._socket.getsockname()[1]}/v1"
+            for key in (server.key, "wrong"):
+                with openai.OpenAI(base_url=url, api_key=key, max_retries=0) as client:
+                    if key == server.key:
+                        assert chat(client, model="scripted").choices[0].message.content == "Done."
+                    else:
+                        with pytest.raises(openai.AuthenticationError) as refused:
+                            client.models.list()
+                        assert refused.value.code == "invalid_api_key"
+                    assert client.get("/../health", cast_to=dict[str, str]) == {"status": "ok"}
+    with ScriptServer(script) as server:
+        assert server.key == ""
+
+
+@pytest.mark.parametrize(
+    ("parts", "ends_with"),
+    [
+        ((b"",), []),
+        ((b"GET /health HTTP/1.1\r\nX: ", b"y"), []),
+        ((POST + b"Content-Length: 99\r\n\r\n", b" "), [408]),
+        ((POST + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"), [408]),
+        ((b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n", b" "), [408]),
+        ((HIDDEN + b"GET /health HTTP/1.1\r\nX: ", b"y"), [200]),
+    ],
+)
+def test_slow_clients_are_given_up(
+    parts: tuple[bytes, ...], ends_with: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "ARRIVE_S", 2.0)
+    monkeypatch.setattr(serve, "KEEP_S", 1.0)
+    with ScriptServer(script) as server:
+        client = send(server, parts[0])
+        ended = threading.Event()
+
+        def drip() -> None:
+            while not ended.wait(0.05):
+                try:
+                    client.sendall(parts[-1])
+                except OSError:
+                    return
+
+        threading.Thread(target=drip, daemon=True).start()
+        found = b""
+        try:
+            while data := client.recv(9999):
+                found += data
+        except ConnectionResetError:
+            pass
+        ended.set()
+        assert [int(part[:3]) for part in found.split(b"HTTP/1.1 ")[1:]] == ends_with
+        wait_until(lambda: not server._server.server_state.connections)
+
+
+@pytest.mark.parametrize("head", [b"", b"Connection: close\r\n"])
+def test_a_client_that_does_not_read_its_answer_is_given_up(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "KEEP_S", 1.0)
+    with ScriptServer(lambda messages: Said(text="x" * (32 << 20))) as server:
+        client = send(server, POST + head + LENGTH + b"\r\n" + BODY)
+        state = server._server.server_state
+        wait_until(lambda: state.total_requests == 1 and not state.connections)
+        client.close()
+
+
+def test_slow_clients_take_no_thread_and_only_so_many_connections(
+    scripted: ScriptServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scripted._server.config.http, "most", 10)
+    threads = threading.active_count()
+    clients = [send(scripted, b"GET /health HTTP/1.1\r\n") for _ in range(30)]
+    held = scripted._server.server_state.connections
+    wait_until(lambda: len(held) == 10)
+    assert threading.active_count() <= threads + 1
+    assert answers(send(scripted, POST + LENGTH + b"\r\n" + BODY)) == [429]
+    for client in clients:
+        client.close()
+    wait_until(lambda: not held)
+    assert answers(send(scripted, HIDDEN.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))) == [200]
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages"])
+def test_large_tools_are_checked_beside_the_event_loop_and_bounded(
+    path: str, scripted: ScriptServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While they are checked, others are answered."""
+    checked, check = list[str](), wire._Tool.model_validate
+
+    def noted(tool: Any) -> Any:
+        checked.append(threading.current_thread().name)
+        return check(tool)
+
+    monkeypatch.setattr(wire._Tool, "model_validate", noted)
+
+    def ask(count: int, size: int) -> httpx.Response:
+        schema = {"type": "object", "properties": {f"a{number}": {} for number in range(size)}}
+        function = {"name": "f", "parameters": schema}
+        tool = {"type": "function", "function": function}
+        if path == "/messages":
+            tool = {"name": "f", "input_schema": schema}
+        body = {"messages": ASKED, "max_tokens": 5, "tools": [tool] * count}
+        return httpx.post(f"{scripted.url}{path}", json=body, timeout=PATIENCE_S)
+
+    assert ask(30, 500).status_code == 200 and "serve" not in checked and len(checked) == 30
+    assert ask(1, 2).status_code == 200 and checked[30:] == ["serve"]
+    for count, size in ((1, 20_000), (300, 500)):
+        refused = ask(count, size)
+        assert refused.status_code == 400 and "131072 bytes each and 1048576 in all" in refused.text
+    assert len(checked) == 31
+
+
+def test_a_call_of_a_tool_that_was_not_offered_is_a_call(tiny_tokenizer: Tokenizer) -> None:
+    """An agent answers it as any other wrong call; it does not end the conversation. Without tools, it is a text."""
+    renderer = CompactRenderer(tiny_tokenizer)
+    turn = [*renderer.encode("look at f"), renderer.end]
+    with served(tiny_tokenizer, turn, turn, form=CompactRenderer) as (client, _):
+        tools = [tool for tool in renderer.tools if tool["function"]["name"] != "look"]
+        choice = chat(client, tools=tools).choices[0]
+        [call] = choice.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("look", "{") and choice.finish_reason == "tool_calls"
+        assert choice.model_extra["turn"]["calls"][0]["error"] == "bad call"
+        assert chat(client).choices[0].message.content == "look at f"

@@ -1,0 +1,254 @@
+"""Several engines behind one front: real processes with a tiny random model, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import psutil
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from composer_nb.harness.policy import ProviderFailure, Request
+from composer_nb.production import replicas
+from composer_nb.production.conversations import Conversations
+from composer_nb.production.policies import open_engine
+from composer_nb.production.replicas import Replicas, open_replicas
+from composer_nb.production.serve import ChatServer
+from composer_nb.trainer.drafts import Draft, save_draft
+from composer_nb.trainer.models.checkpoint import load_pretrained, published, save_pretrained
+from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.versions.publisher import Publisher
+from tests.production import conftest as product
+from tests.production import test_serve_engine as single
+from tests.production.test_serve_engine import ASKED, FILES, LONG, tool, turned, wait_until
+
+tokenizer = product.tokenizer
+model = single.model
+SIZE: dict[str, Any] = {"slots": 8, "tokens": LONG, "step_tokens": 64}
+
+
+@dataclass(frozen=True)
+class Pair:
+    path: Path
+    """The checkpoint."""
+    publisher: Publisher
+    service: Replicas
+    server: ChatServer
+    client: openai.OpenAI
+
+    def chat(self, **given: Any) -> Any:
+        return self.client.chat.completions.create(**{"model": "model", "messages": ASKED, **given})
+
+    @property
+    def running(self) -> list[int]:
+        return [state["running"] for state in self.service.states()]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, model: Model, tokenizer: Tokenizer) -> Path:
+    """A checkpoint with a head that drafts badly."""
+    made = tmp_path_factory.mktemp("model")
+    tokenizer.save(str(made / "t.json"))
+    save_pretrained(model, made / "m", dtype=torch.bfloat16, tokenizer=made / "t.json")
+    torch.manual_seed(0)
+    save_draft(Draft(model.config.hidden_size), made / "m")
+    return made / "m"
+
+
+@pytest.fixture(scope="module")
+def pair(path: Path) -> Iterator[Pair]:
+    store = path.parent / "store"
+    publisher = Publisher(store, owner="test")
+    publisher.publish(3, published(load_pretrained(path)), FILES)
+    with open_replicas(path, 2, **SIZE, follow=str(store), numerics="int8") as engine:
+        answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
+        told: dict[str, Any] = {"version": lambda: engine.shared.version, "replicas": engine.shared.states}
+        with (
+            ChatServer(answer, slots=4, **told) as server,
+            openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
+        ):
+            yield Pair(path, publisher, engine.shared, server, client)
+
+
+@contextmanager
+def alone(path: Path, **given: Any) -> Iterator[Conversations]:
+    with open_engine(path, **SIZE, **given) as engine:
+        yield Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
+
+
+def told(choice: Any) -> list[tuple[str, float]]:
+    return [(each.token, each.logprob) for each in choice.logprobs.content]
+
+
+def test_two_replicas_write_what_one_engine_writes_with_eight_bits_and_drafts(pair: Pair) -> None:
+    """Whole answers, several choices, a second turn of each conversation, and calls that are held to their schema."""
+    forced = {"tools": [tool("look", strict=True, all="boolean", deep="boolean")], "tool_choice": "required"}
+
+    def talk(client: Any, seed: int) -> list[Any]:
+        def ask(**given: Any) -> Any:
+            given = {"model": "model", "seed": seed, "logprobs": True, **given}
+            return client.chat.completions.create(**given).choices
+
+        first = ask(messages=ASKED, max_tokens=20 + seed, n=1 + seed % 2)
+        more = [*ASKED, {"role": "assistant", "content": first[0].message.content}, ASKED[0]]
+        [second] = ask(messages=more, max_tokens=30)
+        [called] = ask(messages=ASKED, max_tokens=400, **forced)
+        assert json.loads(called.message.tool_calls[0].function.arguments).keys() == {"all", "deep"}
+        return [told(each) for each in (*first, second, called)]
+
+    with ThreadPoolExecutor(2) as clients:  # each holds three at most: none is forgotten
+        found = [*clients.map(lambda seed: talk(pair.client, seed), range(8))]
+    with (
+        alone(pair.path, numerics="int8") as answer,
+        ChatServer(answer) as server,
+        openai.OpenAI(base_url=server.url, api_key="none") as client,
+    ):
+        assert found == [talk(client, seed) for seed in range(8)]
+    assert all(state["held"] for state in pair.service.states()), "both worked"
+
+
+def test_a_conversation_stays_where_its_cache_is_while_that_is_idle(pair: Pair) -> None:
+    moved = [state["moved_total"] for state in pair.service.states()]
+    messages: list[Any] = [*ASKED]
+    for _ in range(5):
+        said = pair.chat(messages=messages, seed=77, max_tokens=8).choices[0].message.content
+        messages += [{"role": "assistant", "content": said}, ASKED[0]]
+    assert [state["moved_total"] for state in pair.service.states()] == moved
+
+
+def test_a_replica_without_work_takes_a_turn_over_in_the_middle(pair: Pair) -> None:
+    """Two at each. Those of the first end early; then one of the other two moves there, records and all."""
+    requests = [Request(rollout=-(1 << 40) + n, token_ids=[40, 41, 42], max_tokens=1500) for n in range(40)]
+    with open_engine(pair.path, **SIZE, numerics="int8") as engine:
+        wanted = [(engine.shared.ask(each), engine.shared.release(each.rollout)) for each in requests]
+    order = sorted(range(40), key=lambda n: len(wanted[n][0].token_ids))
+    chosen = [order[0], order[-1], order[1], order[-2]]
+    moved = [state["moved_total"] for state in pair.service.states()]
+    done = [answer.result(60) for answer in pair.service.start(*(requests[n] for n in chosen))]
+    assert [state["moved_total"] for state in pair.service.states()] == [moved[0] + 1, moved[1]]
+    for n, ended in zip(chosen, done, strict=True):
+        (same, there), here = wanted[n], pair.service.release(requests[n].rollout)
+        assert (ended.token_ids, ended.logprobs) == (same.token_ids, same.logprobs)
+        for name in ("route_valid", "routes", "checks"):
+            np.testing.assert_array_equal(getattr(here, name), getattr(there, name))
+
+
+def test_what_cannot_be_continued_is_refused_and_changes_nothing(pair: Pair) -> None:
+    request = Request(rollout=-(9 << 40), token_ids=[5], max_tokens=LONG)
+    with pytest.raises(ValueError, match="past limits.tokens"):
+        pair.service.start(request)[0].result(60)
+    [answer] = pair.service.start(Request(rollout=request.rollout, token_ids=[5, 6], max_tokens=2))
+    assert answer.result(60).token_ids
+    assert len(pair.service.release(request.rollout).route_valid) == 4
+
+
+def test_every_replica_takes_a_new_version_and_each_answer_names_its_own(pair: Pair, model: Model) -> None:
+    assert pair.chat(max_tokens=3).system_fingerprint == "v3" and pair.service.version == 3
+    pair.publisher.publish(4, turned(model, 0.25), FILES)
+    wait_until(lambda: pair.service.version == 4)
+    with ThreadPoolExecutor(4) as clients:
+        found = [*clients.map(lambda seed: pair.chat(seed=seed, max_tokens=9).system_fingerprint, range(4))]
+    assert found == ["v4"] * 4
+
+
+def test_what_a_killed_replica_had_under_way_goes_on_elsewhere_with_the_same_tokens(pair: Pair) -> None:
+    with ThreadPoolExecutor(4) as clients:
+        whole = clients.map(lambda seed: pair.chat(seed=seed, max_tokens=400, logprobs=True).choices[0], range(24))
+        wanted = [told(each) for each in whole]
+
+    def streamed(seed: int) -> list[tuple[str, float]]:
+        given = {"seed": seed, "max_tokens": 400, "logprobs": True, "stream": True}
+        parts = [part.choices[0] for part in pair.chat(**given)]
+        return [pair for part in parts if part.logprobs for pair in told(part)]
+
+    with ThreadPoolExecutor(4) as clients:
+        asked = [clients.submit(streamed, seed) for seed in range(24)]
+        wait_until(lambda: pair.running[0] > 0)
+        os.kill(pair.service.states()[0]["pid"], signal.SIGKILL)
+        assert [each.result(120) for each in asked] == wanted
+    wait_until(lambda: pair.service.states()[0]["restarts_total"] == 1)
+    health = pair.client.get("/../health", cast_to=dict[str, Any])
+    version = pair.service.version  # 4 after the test before, which may run in another process
+    assert health["policy_version"] == version and [each["restarts_total"] for each in health["replicas"]] == [1, 0]
+    until = time.monotonic() + 300  # it loads torch again, maybe beside much else
+    while not all(state["ready"] for state in pair.service.states()):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    with urllib.request.urlopen(pair.server.url.removesuffix("/v1") + "/metrics") as reply:
+        lines = reply.read().decode().splitlines()
+    assert 'composer_nb_replica_restarts_total{replica="0"} 1' in lines
+    assert "# TYPE composer_nb_replica_restarts_total counter" in lines
+    assert f'composer_nb_replica_policy_version{{replica="1"}} {version}' in lines
+    with ThreadPoolExecutor(4) as clients:
+        answered = [*clients.map(lambda seed: pair.chat(seed=seed, max_tokens=20, logprobs=True), range(4))]
+    assert [told(each.choices[0]) for each in answered] == [each[:20] for each in wanted[:4]]
+
+
+def test_a_checkpoint_that_no_process_can_open_is_refused_and_none_is_left(path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match="--numerics int9: there are float32"),
+        open_replicas(path, 1, **SIZE, numerics="int9"),
+    ):
+        pass
+    assert not [each for each in psutil.Process().children() if each.name().startswith("replica-")]
+
+
+def test_a_process_that_hangs_while_it_loads_is_given_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "LOAD_S", 0.01)
+    with pytest.raises(ProviderFailure, match="died before it was ready"), open_replicas(path, 1, **SIZE):
+        pass
+    assert not [each for each in psutil.Process().children() if each.name().startswith("replica-")]
+
+
+def test_the_end_of_a_server_answers_what_is_under_way_and_leaves_no_process(path: Path) -> None:
+    """The signal reaches all its processes at once, as from a terminal or a supervisor."""
+    words = ["-m", "composer_nb.cli", "serve", "--model", str(path), "--replicas", "2", "--port", "0"]
+    front = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert front.stdout is not None
+        url = front.stdout.readline().strip()
+        processes = psutil.Process(front.pid).children(recursive=True)
+
+        def running() -> bool:
+            with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics") as reply:
+                figures = reply.read().decode()
+            return (
+                "composer_nb_requests_running 2\n" in figures
+                and re.search(r"replica_running\S+ [1-9]", figures) is not None
+            )
+
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client, ThreadPoolExecutor(2) as clients:
+            given: dict[str, Any] = {"model": "m", "messages": ASKED, "max_tokens": 3000}
+            given |= {"stop": "no such text", "temperature": 2.0, "n": 4}
+            asked = [clients.submit(client.chat.completions.create, **given, seed=seed) for seed in (1, 2)]
+            wait_until(running)
+            os.killpg(front.pid, signal.SIGTERM)
+            assert all(each.result(60).usage.completion_tokens for each in asked)
+        assert front.wait(120) == 130
+        assert not psutil.wait_procs(processes, 10)[1]
+    finally:
+        front.kill()
+        front.wait()
+
+
+def test_a_closed_service_refuses(pair: Pair) -> None:
+    pair.service.__exit__(None, None, None)
+    with pytest.raises(ProviderFailure, match="were closed"):
+        pair.service.start(Request(rollout=0, token_ids=[5], max_tokens=2))
+    assert pair.service.release(0).route_valid.size == 0

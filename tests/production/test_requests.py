@@ -1,0 +1,120 @@
+"""Requests behind commits: an agent's change, committed with a message that says nothing, and what is not traced back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dulwich import porcelain
+
+from composer_nb.cli import main
+from composer_nb.harness.grading.front import grade
+from composer_nb.harness.grading.plan import gold_files
+from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.tasks.making.mine import mine
+from composer_nb.harness.tasks.task import load_tasks
+from composer_nb.production.requests import added, asked, request_behind
+from composer_nb.production.work import CHANGES
+from tests.harness.tasks.making.test_making_mine import EMPTY, MEAN, RANGE, SPREAD, SUMS, TESTS
+
+FIRST, SECOND = "mean([]) crashes, make it 0", "how far apart are values? add spread"
+
+
+def commit(root: Path, message: str, **files: str) -> None:
+    for name, text in files.items():
+        (root / f"{name}.py").write_text(text)
+    porcelain.add(root, [str(root / f"{name}.py") for name in ("sums", "test_sums")])
+    porcelain.commit(root, message.encode(), author=b"A <a@b.c>", committer=b"A <a@b.c>", sign=False)
+
+
+def work(root: Path, out: Path, request: str, old: str, new: str, verdict: str = "accept") -> None:
+    """Let an agent replace a text of `sums.py`, as a user does."""
+    edit = {"name": "search_replace", "arguments": {"file_path": "sums.py", "old_string": old, "new_string": new}}
+    out.parent.mkdir(exist_ok=True)
+    script = out.parent / f"{out.name}.json"
+    script.write_text(json.dumps([{"calls": [edit]}, {"text": "Done."}]))
+    words = ["agent", str(root), request, "--policy", f"scripted:{script}", "--out", str(out), "--verdict", verdict]
+    assert main(words) == (verdict != "accept")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return a checkout and the folder of three conversations about it: two that were accepted, and one that was rejected."""
+    root = tmp_path_factory.mktemp("logs") / "sums"
+    root.mkdir()
+    runs, end = root.parent / "runs", "    return total(values) / len(values)\n"
+    porcelain.init(root)
+    commit(root, "begin", sums=SUMS, test_sums=TESTS)
+    work(root, runs / "rejected", "mean of nothing should be nan", end, f"    assert values\n{end}", "reject")
+    work(root, runs / "first", FIRST, end, f"    if not values:\n        return 0.0\n{end}")
+    commit(root, "wip", test_sums=TESTS + EMPTY)  # with the agent's change as it is
+    work(root, runs / "second", SECOND, end, end + RANGE)
+    edited = (root / "sums.py").read_text().replace("def spread(values):", "def spread(values):\n    'Of values.'")
+    commit(root, "Add some things that were missing here", sums=edited, test_sums=TESTS + EMPTY + SPREAD)
+    return root, runs
+
+
+def test_a_commit_that_says_nothing_becomes_a_task_with_the_users_request(
+    checkout: tuple[Path, Path], tmp_path: Path, backend: Backend, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, runs = checkout
+    out = str(tmp_path / "out")
+    assert main(["tasks", "mine", str(root), "--out", out, "--json"]) == 0  # without logs, `wip` asks for nothing
+    assert json.loads(capsys.readouterr().out)["verdicts"] == {"kept": 1, "no request": 1, "first": 1}
+    assert main(["tasks", "mine", str(root), "--out", out, "--requests", str(runs), "--json"]) == 0  # resumes
+    made = json.loads(capsys.readouterr().out)
+    assert made["verdicts"] == {"kept": 2, "first": 1} and made["from_logs"] == 2
+    second, first = load_tasks(Path(out))
+    assert first.instruction == FIRST and second.instruction == SECOND  # which names `spread` itself
+    assert first.files["sums.py"] == SUMS and first.solution == {"sums.py": MEAN}
+    assert grade(first, gold_files(first), backend).passed
+    one = ["--requests", str(runs / "second"), str(runs / "rejected")]
+    assert main(["tasks", "mine", str(root), "--out", out, *one]) == 0
+    assert "1 tasks of 3 changes" in (said := " ".join(capsys.readouterr().out.split()))
+    assert "1 with the request of a log" in said
+
+
+def test_what_is_not_traced_back(checkout: tuple[Path, Path]) -> None:
+    log = asked([checkout[1]])
+    assert [each.request for each in log] == [FIRST, SECOND], "a rejected change is no request"
+
+    def behind(before: str, after: str, path: str = "sums.py") -> str:
+        return request_behind(log, {path: before}, {path: after})
+
+    assert behind(SUMS, MEAN) == FIRST
+    assert behind(SUMS, MEAN + RANGE) == f"{FIRST}\n\n{SECOND}", "a commit may hold several"
+    assert behind(SUMS, MEAN.replace("        return 0.0", "        return float(0)")) == FIRST, "half of it"
+    assert behind(SUMS, SUMS.replace("    return total", "    values or 0\n    return total")) == ""
+    assert behind(SUMS, MEAN + "".join(f"v{n} = {n}\n" for n in range(3))) == "", "most of it is something else"
+    assert behind(MEAN, SUMS) == "" and behind(SUMS, MEAN, "tests/sums.py") == "", "what is removed, and other files"
+    assert request_behind([], {}, {"sums.py": SUMS}) == ""
+
+
+def test_lines_that_are_added() -> None:
+    before, after = "a = 1\nb = 2\n", "b = 2\nif b:\n    a = 1\n)\n\n"
+    assert added({"m.py": before}, {"m.py": after, "test_m.py": "c", "n.md": "d"}) == {("m.py", "if b:"): 1}
+    assert added({}, {"m.py": "x\nx\n"}) == {("m.py", "x"): 2}
+
+
+def test_folders_that_hold_no_request(checkout: tuple[Path, Path], tmp_path: Path) -> None:
+    root, runs = checkout
+
+    def fails(problem: type[Exception], match: str, paths: list[Path], *requests: Path) -> None:
+        backend: Any = None
+        with pytest.raises(problem, match=match):
+            mine(paths, tmp_path / "out", backend, requests=requests)
+
+    fails(FileNotFoundError, "no agent's work is kept here", [root], tmp_path)
+    fails(ValueError, "--requests: only commits", [root, root], runs)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for name in ("verdict.json", CHANGES, "rollout.parquet"):
+        (broken / name).write_bytes((runs / "first" / name).read_bytes())
+    assert asked([broken])
+    for name in ("rollout.parquet", CHANGES):
+        (broken / name).write_text("{}")
+        fails(ValueError, f"{name}: damaged", [root], broken)
+    (broken / "verdict.json").write_text("[]")
+    assert asked([broken]) == []

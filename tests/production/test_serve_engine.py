@@ -1,0 +1,507 @@
+"""The server over a real engine with a tiny random model, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import numpy as np
+import openai
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from composer_nb.harness.agent.chat import User
+from composer_nb.harness.agent.qwen import QwenRenderer
+from composer_nb.harness.agent.shared import Shared
+from composer_nb.harness.policy import ProviderFailure, Request
+from composer_nb.production.conversations import Conversations
+from composer_nb.production.policies import open_engine
+from composer_nb.production.serve import ChatServer
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.models.checkpoint import load_pretrained, published
+from composer_nb.trainer.models.transformer import Model, ModelConfig
+from composer_nb.trainer.models.variants import as_engine
+from composer_nb.trainer.services import inference
+from composer_nb.trainer.services.inference import Inference, Updates, following
+from composer_nb.trainer.versions.publisher import Publisher
+from composer_nb.trainer.versions.store import Store
+from tests.production import conftest as product
+from tests.tiny_models import SIZES
+
+tokenizer = product.tokenizer
+ASKED: list[Any] = [{"role": "user", "content": "fix f"}]
+LONG = 4000
+FILES = {"config.json": b"{}"}
+
+
+@dataclass(frozen=True)
+class Served:
+    engine: Engine
+    server: ChatServer
+    client: openai.OpenAI
+
+    def chat(self, **given: Any) -> Any:
+        return self.client.chat.completions.create(**{"model": "model", "messages": ASKED, **given})
+
+    def post(self, path: str, body: Any) -> Any:
+        return self.client.post(path, body=body, cast_to=dict[str, Any])
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: Tokenizer) -> Model:
+    torch.manual_seed(0)
+    sizes = SIZES | {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": LONG}
+    made = Model(ModelConfig(**sizes))
+    with torch.no_grad():
+        made.final_norm.mul_(0.15)
+    return made
+
+
+class Slow(Engine):
+    def _forward(self, slots: Any) -> Any:
+        time.sleep(0.002)
+        return super()._forward(slots)
+
+
+class Endless(Slow):
+    """Writes letters, and nothing that ends a turn."""
+
+    def _forward(self, slots: Any) -> Any:
+        logits = super()._forward(slots)
+        held = logits[:, 70:80].clone()
+        return logits.fill_(-float("inf")).index_copy_(1, torch.arange(70, 80), held)
+
+
+@contextmanager
+def serving(
+    model: Model,
+    tokenizer: Tokenizer,
+    slots: int = 4,
+    kind: type[Engine] = Engine,
+    store: Path | None = None,
+    version: int = 0,
+    **given: Any,
+) -> Iterator[Served]:
+    engine = kind(model, stop=QwenRenderer(tokenizer).stop, slots=slots, max_length=LONG, version=version)
+    with (
+        Inference(engine, Updates(store, "served", model.config) if store else None) as shared,
+        following(shared) if store else nullcontext(),
+        ChatServer(
+            Conversations(shared, tokenizer, QwenRenderer, LONG), version=lambda: engine.version, **given
+        ) as server,
+        openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
+    ):
+        yield Served(engine, server, client)
+
+
+@pytest.fixture(scope="module")
+def served(model: Model, tokenizer: Tokenizer) -> Iterator[Served]:
+    with serving(model, tokenizer) as made:
+        yield made
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+# Many at once
+
+
+def test_many_requests_at_once_are_all_answered_and_share_the_steps_of_the_engine(served: Served) -> None:
+    assert served.engine.capacity < 8, "there are more threads that answer than conversations that fit"
+    widths, step = list[int](), served.engine.step
+
+    def counted() -> Any:
+        widths.append(sum(not slot.waiting for slot in served.engine._live.values()))
+        return step()
+
+    served.engine.step = counted  # type: ignore[method-assign]
+    with ThreadPoolExecutor(20) as clients:
+        found = [*clients.map(lambda seed: served.chat(seed=seed, max_tokens=9), range(20))]
+    served.engine.step = step  # type: ignore[method-assign]
+    assert all(done.usage.completion_tokens for done in found) and max(widths) == served.engine.capacity
+    assert found[3].choices[0].message == served.chat(seed=3, max_tokens=9).choices[0].message
+
+
+def test_more_than_the_queue_holds_are_told_to_ask_again_and_not_cut_off(model: Model, tokenizer: Tokenizer) -> None:
+    refused, done = list[str](), list[str]()
+    with serving(model, tokenizer, slots=2, queue=6) as small:
+
+        def one(seed: int) -> None:
+            try:
+                done.append(small.chat(seed=seed, max_tokens=40).id)
+            except openai.RateLimitError as error:
+                refused.append(error.response.headers["retry-after"])
+
+        with ThreadPoolExecutor(70) as clients:
+            list(clients.map(one, range(70)))
+    assert len(done) >= 8 and len(done) + len(refused) == 70 and set(refused) == {"1"}
+
+
+def test_a_client_that_goes_away_in_the_middle_frees_its_slot(model: Model, tokenizer: Tokenizer) -> None:
+    with serving(model, tokenizer, slots=1, kind=Endless) as small:
+        with pytest.raises(openai.APITimeoutError):
+            small.client.with_options(timeout=0.3).chat.completions.create(model="model", messages=ASKED)
+        wait_until(lambda: not small.engine.busy)
+        assert 0 < small.engine.sampled < LONG - 100
+        assert small.chat(seed=3, max_tokens=5).usage.completion_tokens == 5
+
+
+# Streams
+
+
+def test_a_stream_comes_while_it_is_written_and_says_what_the_whole_answer_says(served: Served) -> None:
+    whole = served.chat(seed=5, max_tokens=200, logprobs=True)
+    served.chat()  # in the slot
+    options = {"include_usage": True}
+    parts = [*served.chat(seed=5, max_tokens=200, logprobs=True, stream=True, stream_options=options)]
+    [choice] = whole.choices
+    said = [part.choices[0] for part in parts if part.choices]
+    assert "".join(part.delta.content or "" for part in said) == choice.message.content
+    told = [each for part in said if part.logprobs for each in part.logprobs.content]
+    assert [each.logprob for each in told] == [each.logprob for each in choice.logprobs.content]
+    assert [part.delta.role for part in said if part.delta.role] == ["assistant"]
+    assert [part.finish_reason for part in said if part.finish_reason] == [choice.finish_reason]
+    assert parts[-1].usage == whole.usage and not any(part.usage for part in parts[:-1])
+    assert len({part.id for part in parts}) == 1
+
+
+def test_the_first_part_of_a_stream_does_not_wait_for_the_last(model: Model, tokenizer: Tokenizer) -> None:
+    with serving(model, tokenizer, slots=1, kind=Endless) as small:
+        with small.chat(stream=True, seed=1, max_tokens=1500) as stream:
+            for _ in range(5):
+                assert next(iter(stream)).choices[0].finish_reason is None
+            assert small.engine.busy
+        wait_until(lambda: not small.engine.busy)  # its client went away
+        assert small.engine.sampled < LONG - 100
+
+
+def test_what_is_wrong_before_a_stream_begins_is_a_refusal(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        served.chat(stream=True, messages=[*ASKED, {"role": "assistant", "content": "y"}])
+    assert refused.value.param == "messages"
+
+
+# What is drawn
+
+
+def test_several_choices_are_drawn_side_by_side_and_a_seed_names_them_all(served: Served) -> None:
+    forwarded = served.engine.forwarded
+    several = served.chat(seed=3, n=4, max_tokens=30)
+    texts = [choice.message.content for choice in several.choices]
+    assert len({*texts}) == 4 and [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    read, written = several.usage.prompt_tokens, several.usage.completion_tokens
+    assert served.engine.forwarded - forwarded < read + written, "the prompt is read once"
+    assert served.chat(seed=3, max_tokens=30).choices[0].message.content == texts[0]
+    parts = [part.choices[0] for part in served.chat(seed=3, n=4, max_tokens=30, stream=True)]
+    for number, text in enumerate(texts):
+        assert "".join(part.delta.content or "" for part in parts if part.index == number) == text
+    more = [*ASKED, {"role": "assistant", "content": texts[2]}, ASKED[0]]
+    forwarded = served.engine.forwarded
+    assert served.chat(messages=more, seed=3, max_tokens=1).usage.prompt_tokens > served.engine.forwarded - forwarded
+
+
+def test_the_most_probable_tokens_are_those_of_the_distribution_that_is_drawn_from(served: Served) -> None:
+    asked: dict[str, Any] = {"seed": 2, "max_tokens": 12, "logprobs": True, "top_logprobs": 5}
+    told = served.chat(**asked).choices[0].logprobs.content
+    for each in told:
+        values = [other.logprob for other in each.top_logprobs]
+        assert len(values) == 5 and values == sorted(values, reverse=True)
+        assert all(other.logprob == each.logprob for other in each.top_logprobs if other.bytes == each.bytes != None)  # noqa: E711
+    greedy = served.chat(**asked, temperature=0).choices[0].logprobs.content
+    assert all(each.top_logprobs[0].logprob == pytest.approx(each.logprob) for each in greedy)
+    narrow = served.chat(**asked, top_p=1e-6).choices[0].logprobs.content
+    assert all([other.logprob for other in each.top_logprobs] == [0.0] == [each.logprob] for each in narrow)
+
+
+def test_a_stop_text_ends_the_turn_in_the_engine(model: Model, tokenizer: Tokenizer) -> None:
+    with serving(model, tokenizer, slots=1, kind=Endless) as small:
+        long = small.chat(seed=1, max_tokens=60).choices[0].message.content
+        stopped = small.chat(seed=1, stop=long[20:24]).choices[0]
+        assert (stopped.message.content, stopped.finish_reason) == (long[: long.index(long[20:24])], "stop")
+        assert small.engine.sampled < LONG / 2 and not small.engine.busy
+
+
+# Versions
+
+
+def turned(model: Model, by: float) -> dict[str, torch.Tensor]:
+    return {name: tensor + (by if name == "model.norm.weight" else 0) for name, tensor in published(model).items()}
+
+
+def test_new_versions_are_taken_in_the_middle_of_an_answer_and_every_answer_names_its_own(
+    model: Model,
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(inference, "LOOK_S", 0.02)
+    publisher = Publisher(tmp_path / "store", owner="test")
+    with serving(model, tokenizer, slots=2, kind=Endless, store=tmp_path / "store", version=-1) as small:
+        bare = small.chat(max_tokens=3)
+        assert bare.system_fingerprint is None and bare.choices[0].policy_version == -1, "the store is empty"
+        publisher.publish(3, published(model), FILES)
+        wait_until(lambda: [each.version for each in Store(tmp_path / "store").reports()] == [3])
+        assert small.chat(max_tokens=3).system_fingerprint == "v3"
+        publisher.publish(4, turned(model, 0.25), FILES)  # a delta: the receiver has reported version 3
+        wait_until(lambda: small.engine.version == 4)
+        with small.chat(stream=True, seed=1, max_tokens=1500) as stream:
+            parts = [next(iter(stream))]
+            publisher.publish(5, turned(model, 0.5), FILES)
+            parts += stream
+        assert parts[-1].system_fingerprint == "v5" and parts[-1].choices[0].policy_version == 5
+        old, new = parts[-1].choices[0].weight_versions
+        assert (old["version"], old["start"], new["version"]) == (4, 0, 5) and old["end"] == new["start"] > 0
+        spoiled = turned(model, float("nan"))
+        with (
+            monkeypatch.context() as careless
+        ):  # as by another program: this publisher refuses numbers that are not finite
+            careless.setattr("composer_nb.trainer.versions.publisher.require_finite", lambda *names: None)
+            publisher.publish(6, spoiled, FILES)
+        wait_until(lambda: "6 is left out" in caplog.text)
+        publisher.publish(7, turned(model, 1.0), FILES)
+        wait_until(lambda: small.engine.version == 7)
+        torch.testing.assert_close(published(small.engine.model), turned(model, 1.0), rtol=0, atol=0)
+        assert small.chat(max_tokens=3).system_fingerprint == "v7"
+
+
+def test_a_call_that_is_held_to_its_schema_takes_a_new_version_in_the_middle(
+    model: Model, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inference, "LOOK_S", 0.02)
+    publisher, names = Publisher(tmp_path / "store", owner="test"), [f"a{n}" for n in range(20)]
+    publisher.publish(3, published(model), FILES)
+    tools = [tool("fill", strict=True, **dict.fromkeys(names, "boolean"))]
+    with serving(model, tokenizer, kind=Slow, store=tmp_path / "store") as held:
+        wait_until(lambda: held.engine.version == 3)
+        with held.chat(stream=True, seed=1, tools=tools, tool_choice="required", parallel_tool_calls=False) as stream:
+            parts = [next(iter(stream))]
+            publisher.publish(4, turned(model, 0.5), FILES)
+            parts += stream
+    calls = [call for part in parts for call in part.choices[0].delta.tool_calls or ()]
+    given = json.loads("".join(call.function.arguments for call in calls if call.index == 0))
+    assert given.keys() == {*names} and {type(each) for each in given.values()} == {bool}
+    assert [each["version"] for each in parts[-1].choices[0].weight_versions] == [3, 4]
+
+
+def test_a_checkpoint_is_served_with_the_newest_version_of_a_store(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "data/example/weights"
+    with open_engine(example / "final", slots=1, tokens=300) as plain:
+        assert plain.shared.version == 0
+    start = published(load_pretrained(example / "start"))
+    Publisher(tmp_path / "store", owner="test").publish(12, start, FILES)
+    follow: dict[str, Any] = {"slots": 1, "tokens": 300, "follow": str(tmp_path / "store")}
+    with open_engine(example / "final", **follow) as engine:
+        assert engine.shared.version == 12
+        torch.testing.assert_close(published(engine.shared.policy.model), start, rtol=0, atol=0)
+    rounded = as_engine(load_pretrained(example / "start"), "int8").state_dict()
+    with open_engine(example / "final", **follow, numerics="int8") as engine:
+        torch.testing.assert_close(engine.shared.policy.model.state_dict(), rounded, rtol=0, atol=0)
+    with (
+        pytest.raises(ValueError, match="--numerics int9: there are float32, .*int8"),
+        open_engine(example, **follow, numerics="int9"),
+    ):
+        pass
+
+
+# Tokens
+
+
+def test_tokens_go_in_and_tokens_come_out_with_all_that_training_needs(
+    served: Served, model: Model, tokenizer: Tokenizer
+) -> None:
+    prompt = QwenRenderer(tokenizer).render([User(text="fix f")])
+    sampling = {"n": 2, "max_tokens": 20, "seed": 3, "logprobs": 2}
+    body = {"prompt_token_ids": prompt, "sampling_params": sampling, "return_routed_experts": True}
+    done = served.post("/generate", body)
+    engine = Engine(model, stop=QwenRenderer(tokenizer).stop, slots=1, max_length=LONG)
+    [turn] = engine.generate([Request(rollout=3, token_ids=prompt, max_tokens=20)])
+    first, second = done["choices"]
+    assert first["token_ids"] == turn.token_ids != second["token_ids"] and first["policy_versions"] == [0] * len(
+        turn.token_ids
+    )
+    told = first["logprobs"]["content"]
+    assert [each["logprob"] for each in told] == pytest.approx(turn.logprobs, abs=1e-5)
+    assert [each["token"] for each in told] == [f"token_id:{token}" for token in turn.token_ids]
+    assert all(len(each["top_logprobs"]) == 2 for each in told) and done["system_fingerprint"] == "v0"
+    routes = np.load(BytesIO(b64decode(first["routed_experts"])))
+    np.testing.assert_array_equal(routes, engine.release(3).routes[:-1])
+    assert routes.shape == (len(prompt) + len(turn.token_ids) - 1, 2, 2)
+    assert first["finish_reason"] == ("length" if len(turn.token_ids) == 20 else "stop")
+    assert done["usage"]["prompt_tokens"] == len(prompt)
+    text = served.chat(seed=3, max_tokens=20).choices[0].message.content
+    assert text in tokenizer.decode(turn.token_ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt_token_ids": []}, "prompt_token_ids"),
+        ({"prompt_token_ids": [262]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [-1]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [5] * LONG}, "prompt_token_ids"),
+        ({"prompt_token_ids": [5], "sampling_params": {"top_k": -1}}, "sampling_params"),
+        ({"prompt_token_ids": [5], "sampling_params": {"n": 5}}, "n"),
+        ({"prompt_token_ids": [5], "stream": True}, "stream"),
+        ({"prompt_token_ids": [5], "priority": 1}, "priority"),
+    ],
+)
+def test_tokens_that_cannot_be_continued_are_refused(served: Served, body: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        served.post("/generate", body)
+    assert refused.value.param == param and served.post("/generate", {"prompt_token_ids": [5]})["choices"]
+
+
+def test_health_and_metrics_say_what_goes_on(model: Model, tokenizer: Tokenizer) -> None:
+    with serving(model, tokenizer, slots=1, kind=Endless, version=7) as small:
+        with ThreadPoolExecutor(3) as clients:
+            asked = [clients.submit(small.chat, max_tokens=400) for _ in range(3)]
+            wait_until(lambda: "\ncomposer_nb_requests_running 1\n" in metrics(small))
+            [each.result() for each in asked]
+        with pytest.raises(openai.BadRequestError):
+            small.chat(n=0)
+        told = metrics(small)
+        chat = 'composer_nb_requests_total{path="/v1/chat/completions",status='
+        for line in (f'{chat}"200"}} 3', f'{chat}"400"}} 1', "composer_nb_tokens_written_total 1200"):
+            assert f"\n{line}\n" in told
+        assert "\ncomposer_nb_policy_version 7\n" in told and "\ncomposer_nb_requests_running 0\n" in told
+        assert "# TYPE composer_nb_requests_total counter\ncomposer_nb_requests_total{" in told
+        assert small.client.get("/../health", cast_to=dict[str, Any]) == {"status": "ok", "policy_version": 7}
+
+
+def metrics(served: Served) -> str:
+    with urllib.request.urlopen(served.server.url.removesuffix("/v1") + "/metrics") as reply:
+        return str(reply.read().decode())
+
+
+def test_a_policy_that_failed_is_not_healthy(model: Model, tokenizer: Tokenizer) -> None:
+    engine = Engine(model, stop=frozenset(), slots=1, max_length=50)
+    with Shared(engine) as shared:
+        shared.check()
+        engine.step = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+        with pytest.raises(ZeroDivisionError):
+            shared.ask(Request(rollout=0, token_ids=[1], max_tokens=2))
+        with pytest.raises(ProviderFailure, match="ZeroDivisionError"):
+            shared.check()
+
+
+# Turns that must call a tool
+
+
+def tool(name: str, *, strict: bool = False, **kinds: str) -> Any:
+    properties = {key: {"type": kind} for key, kind in kinds.items()}
+    schema = {"type": "object", "properties": properties, "required": [*kinds], "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "strict": strict, "parameters": schema}}
+
+
+LOOK, PUT = tool("look", at="integer"), tool("put", all="boolean")
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"look", "put"}),
+        ({"type": "function", "function": {"name": "put"}}, {"put"}),
+    ],
+)
+def test_a_turn_that_must_call_a_tool_does_so(served: Served, choice: Any, names: set[str]) -> None:
+    done = served.chat(tools=[LOOK, PUT], tool_choice=choice, n=4, seed=1, logprobs=True, top_logprobs=20)
+    for each in done.choices:
+        assert each.finish_reason == "tool_calls" and not each.message.content
+        calls = [(call.function.name, json.loads(call.function.arguments)) for call in each.message.tool_calls]
+        assert {name for name, _ in calls} <= names and (choice == "required" or len(calls) == 1)
+        assert all(given.keys() == ({"at"} if name == "look" else {"all"}) for name, given in calls)
+        for written in each.logprobs.content:  # the distribution that was drawn from
+            assert written.logprob <= 0 and sum(np.exp(top.logprob) for top in written.top_logprobs) <= 1 + 1e-5
+        assert any(len(written.top_logprobs) == 1 for written in each.logprobs.content), "some tokens have no choice"
+    single = served.chat(tools=[LOOK, PUT], tool_choice="required", parallel_tool_calls=False, seed=1)
+    assert len(single.choices[0].message.tool_calls) == 1
+    streamed = served.chat(tools=[LOOK, PUT], tool_choice=choice, seed=1, stream=True)
+    parts = [call for chunk in streamed for call in chunk.choices[0].delta.tool_calls or ()]
+    first = "".join(part.function.arguments for part in parts if part.index == 0)
+    assert first == done.choices[0].message.tool_calls[0].function.arguments
+
+
+def test_calls_of_strict_tools_fit_their_schemas(served: Served) -> None:
+    strict = tool("look", strict=True, at="integer")
+    with pytest.raises(openai.BadRequestError, match="no such tool"):
+        served.chat(tools=[strict], tool_choice={"type": "function", "function": {"name": "put"}})
+    found = [served.chat(tools=[strict], seed=seed, max_tokens=200).choices[0] for seed in range(6)]
+    assert any(each.finish_reason == "stop" and each.message.content for each in found), "a text is allowed too"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": None},
+        {"properties": []},
+        {"properties": {"a": {"type": 5}}},
+        {"properties": {"a": {"type": [{}]}}},
+        {"properties": {"a": {"enum": 5}}},
+        {"properties": {"a": {"anyOf": 5}}},
+        {"required": "a"},
+        {"$defs": 5, "properties": {"a": {"$ref": "#/$defs/P"}}},
+    ],
+)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_schema_that_is_none_is_refused_by_name(served: Served, schema: dict[str, Any], choice: Any) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", **schema}}}]
+    with pytest.raises(openai.BadRequestError) as refused:
+        served.chat(tools=tools, tool_choice=choice, max_tokens=5)
+    assert refused.value.param == "tools"
+
+
+def test_a_model_is_found_by_its_name(served: Served) -> None:
+    assert served.client.models.retrieve("model") == served.client.models.list().data[0]
+    with pytest.raises(openai.NotFoundError):
+        served.client.models.retrieve("other")
+
+
+def test_other_turns_do_not_notice_one_that_is_held_to_a_grammar(served: Served) -> None:
+    alone = [served.chat(seed=seed, max_tokens=40, logprobs=True).choices[0] for seed in range(2)]
+    with ThreadPoolExecutor(3) as clients:
+        held = clients.submit(served.chat, tools=[LOOK], tool_choice="required", seed=5)
+        beside = [*clients.map(lambda seed: served.chat(seed=seed, max_tokens=40, logprobs=True), range(2))]
+    assert held.result().choices[0].message.tool_calls
+    assert [each.choices[0].logprobs for each in beside] == [each.logprobs for each in alone]
+
+
+def test_anthropics_client_can_ask_for_a_call(served: Served) -> None:
+    tools: list[Any] = [
+        {"name": each["function"]["name"], "input_schema": each["function"]["parameters"]} for each in (LOOK, PUT)
+    ]
+    url = served.server.url.removesuffix("/v1")
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        for choice, names in (({"type": "any"}, {"look", "put"}), ({"type": "tool", "name": "look"}, {"look"})):
+            done = client.messages.create(
+                model="model",
+                messages=ASKED,
+                max_tokens=900,
+                tools=tools,
+                tool_choice=choice,  # type: ignore[arg-type]
+            )
+            assert done.stop_reason == "tool_use"
+            assert {block.name for block in done.content if block.type == "tool_use"} <= names
+        with pytest.raises(anthropic.BadRequestError, match="tool_choice: .*a name belongs to the type tool"):
+            client.messages.create(
+                model="model",
+                messages=ASKED,
+                max_tokens=9,
+                tools=tools,
+                tool_choice={"type": "tool"},  # type: ignore[arg-type,typeddict-item]
+            )

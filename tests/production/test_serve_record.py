@@ -1,0 +1,317 @@
+"""Conversations of unmodified agents, recorded: token for token what the engine sampled, in the store and the terms of RL."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from composer_nb.harness.grading.grade import Attempt
+from composer_nb.harness.policy import Request
+from composer_nb.harness.rewards import RewardSettings
+from composer_nb.harness.rollout import Segment
+from composer_nb.harness.sandbox.calls import SandboxExecutor
+from composer_nb.harness.tasks.task import Task, load_tasks
+from composer_nb.harness.tools.tiny import Workspace
+from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.production.conversations import Conversations
+from composer_nb.production.policies import open_engine
+from composer_nb.production.record import Record, served
+from composer_nb.production.serve import ChatServer
+from composer_nb.trainer.engine import Engine
+from composer_nb.trainer.learning.loss import LossSettings
+from composer_nb.trainer.models.checkpoint import load_pretrained
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.rl import score_groups, streams_of
+from composer_nb.views import rollout as view
+
+EXAMPLE = Path(__file__).parents[2] / "data/example"
+POLICY = EXAMPLE / "weights" / "final"
+TOKENS = 512
+
+
+@contextmanager
+def recording(run: Path, slots: int = 4, policy: Path = POLICY) -> Iterator[ChatServer]:
+    with open_engine(policy, slots=slots, tokens=TOKENS) as engine:
+        answer = Conversations(
+            engine.shared, engine.tokenizer, engine.format, engine.tokens, Record(run, engine.tokenizer)
+        )
+        with ChatServer(answer, grade=answer.grade) as server:
+            yield server
+        answer.close()
+
+
+def rollout_url(server: ChatServer, name: str) -> str:
+    return server.url.replace("/v1", f"/rollouts/{name}")
+
+
+def grade(server: ChatServer, name: str, **verdict: Any) -> Any:
+    answer = httpx.post(f"{rollout_url(server, name)}/grade", json=verdict, timeout=120)
+    return answer.json() | {"status": answer.status_code}
+
+
+def chat(client: openai.OpenAI, messages: Sequence[Any], **given: Any) -> Any:
+    return client.chat.completions.create(**{"model": "model", "messages": messages, **given})
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    return load_tasks(EXAMPLE / "data" / "heldout.jsonl")[0]
+
+
+class ByOpenAI:
+    """An agent that knows OpenAI's API and the tools of a workspace, and nothing of the server."""
+
+    def __init__(self, url: str) -> None:
+        self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        self.talk: list[Any] = []
+
+    def ask(self, text: str) -> None:
+        self.talk.append({"role": "user", "content": text})
+
+    def turn(self, tools: list[Any]) -> list[tuple[str, ToolCall]]:
+        said = chat(self.client, self.talk, tools=tools, seed=3).choices[0].message
+        self.talk.append(said.model_dump(exclude_none=True))
+        made = said.tool_calls or []
+        return [(c.id, ToolCall(name=c.function.name, arguments=json.loads(c.function.arguments))) for c in made]
+
+    def hear(self, replies: Sequence[tuple[str, str]]) -> None:
+        self.talk += [{"role": "tool", "tool_call_id": name, "content": text} for name, text in replies]
+
+
+class ByAnthropic(ByOpenAI):
+    """The same by Anthropic's API, as streams."""
+
+    def __init__(self, url: str) -> None:
+        self.made = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0)
+        self.talk = []
+
+    def turn(self, tools: list[Any]) -> list[tuple[str, ToolCall]]:
+        told: Any = [
+            {"name": f["name"], "description": f.get("description", ""), "input_schema": f["parameters"]}
+            for f in (tool["function"] for tool in tools)
+        ]
+        with self.made.messages.stream(model="model", max_tokens=64, messages=self.talk, tools=told) as stream:
+            said = stream.get_final_message()
+        self.talk.append({"role": "assistant", "content": [block.model_dump() for block in said.content]})
+        assert said.usage.input_tokens and said.stop_reason == (
+            "tool_use" if said.content[-1].type == "tool_use" else said.stop_reason
+        )
+        return [(b.id, ToolCall(name=b.name, arguments=dict(b.input))) for b in said.content if b.type == "tool_use"]
+
+    def hear(self, replies: Sequence[tuple[str, str]]) -> None:
+        blocks = [{"type": "tool_result", "tool_use_id": name, "content": text} for name, text in replies]
+        self.talk.append({"role": "user", "content": blocks})
+
+
+def work(agent: ByOpenAI, task: Task, turns: int = 12) -> dict[str, str]:
+    """Have an agent work on a repository. Return its files at the end."""
+    tools = ToolSet.tiny()
+    with SandboxExecutor() as functions:
+        place = Workspace(files=dict(task.files), visible_tests=task.visible_tests, sandboxes=functions)
+        agent.ask(task.instruction)
+        for _ in range(turns):
+            calls = agent.turn(tools.schemas)
+            if not calls:
+                agent.ask("write a call")
+                continue
+            replies = tools.answer(place, [call for _, call in calls])
+            agent.hear([(name, reply.text) for (name, _), reply in zip(calls, replies, strict=False)])
+            if any(reply.ends for reply in replies):
+                break
+        return dict(place.files)
+
+
+def scored_again(segment: Segment) -> list[float]:
+    """Return the log-probability of each token that the agent wrote, by an engine that reads everything before it anew."""
+    model = load_pretrained(POLICY)
+    engine = Engine(model, stop=frozenset(), slots=1, max_length=TOKENS)
+    ids, found = segment.token_ids.tolist(), []
+    for place in np.flatnonzero(segment.acted).tolist():
+        told: list[Any] = []
+        whole = model.config.vocab_size
+        engine.generate(
+            [
+                Request(
+                    rollout=0,
+                    token_ids=ids[:place],
+                    max_tokens=1,
+                    top=whole,
+                    heard=lambda drawn, to=told: to.append(drawn),
+                )
+            ]
+        )
+        engine.release(0)
+        found.append(dict(told[0].top)[ids[place]])
+    return found
+
+
+@pytest.mark.parametrize("kind", [ByOpenAI, ByAnthropic])
+def test_an_unmodified_agent_is_recorded_token_for_token(kind: type[ByOpenAI], task: Task, tmp_path: Path) -> None:
+    with recording(tmp_path / "run") as server:
+        files = work(kind(f"{rollout_url(server, 'one')}/v1"), task)
+        changed = {path: text for path, text in files.items() if task.files.get(path) != text}
+        told = grade(server, "one", tests={"a": True}, reward=0.5, task=task.id, files=changed)
+        assert told == {"rollout": "one", "segments": 1, "status": 200}
+        assert grade(server, "two")["status"] == 404
+    done = served(tmp_path / "run")["one"]
+    [segment] = done.rollout.segments
+    assert done.task.id == task.id and done.grade.passed and done.rollout.files == changed
+    assert len(done.rollout.turns) > 2 and any(turn.observation for turn in done.rollout.turns)
+    assert segment.acted.sum() > 20 and (segment.policy_version[segment.acted] == 0).all()
+    assert segment.trace.route_valid[:-1].all() and segment.trace.routes.any()
+    np.testing.assert_allclose(segment.logprob[segment.acted], scored_again(segment), rtol=0, atol=1e-6)
+    rewards = RewardSettings(weights={"given": 2.0, "solved": 1.0})
+    other = Attempt(task=done.task, rollout=done.rollout, grade=done.grade)
+    [[scored, _]] = score_groups([[done, other]], rewards, LossSettings())
+    assert scored.reward.terms == {"given": 1.0, "solved": 1.0}
+    assert not streams_of([[scored]], LossSettings()), "rollouts that are equally good teach nothing"
+    [shown] = view.served(RunDir(tmp_path / "run"))
+    assert "prompt ·" in view.read(shown).text
+
+
+def test_a_rewritten_history_is_a_branch_and_no_token_trains_twice(tmp_path: Path) -> None:
+    tools, user = ToolSet.tiny().schemas, {"role": "user", "content": "fix the tests"}
+    with recording(tmp_path / "run", slots=1) as server:
+        client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+        talk: list[Any] = [user]
+        for _ in range(3):
+            said = chat(client, talk, tools=tools, seed=1).choices[0]
+            calls = said.message.tool_calls or []
+            talk.append(said.message.model_dump(exclude_none=True))
+            talk += [{"role": "tool", "tool_call_id": c.id, "content": "fail 1/2"} for c in calls] or [user]
+        chat(
+            client, [{"role": "user", "content": "another"}], tools=tools
+        )  # takes the only slot: the first is read again
+        chat(client, talk, tools=tools, seed=1)
+        first = next(n for n, message in enumerate(talk) if n > 1 and message["role"] == "assistant")
+        chat(client, [*talk[:first], talk[first], *([{**talk[first + 1], "content": "short"}])], tools=tools, seed=1)
+        name = said.model_extra["rollout"]
+        assert grade(server, name, reward=1.0)["segments"] == 2
+    done = served(tmp_path / "run")[name]
+    long, short = done.rollout.segments
+    assert (long.parent, short.parent) == (-1, 0) and done.grade.rewards == {"reward": 1.0}
+    assert len(view.served(RunDir(tmp_path / "run"))) == 2
+    same = int(np.flatnonzero(short.acted)[0])
+    shared = next(n for n, (a, b) in enumerate(zip(long.token_ids, short.token_ids, strict=False)) if a != b)
+    assert 0 < shared <= same and long.acted[:shared].any() and not short.acted[:same].any()
+    for segment in (long, short):
+        assert segment.trace.route_valid[:-1].all()
+        np.testing.assert_allclose(segment.logprob[segment.acted], scored_again(segment), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_users_who_began_alike_have_a_rollout_each(named: bool, tmp_path: Path) -> None:
+    """What one of them says after equal answers is stored in no rollout of the other's, and judged by no verdict of theirs."""
+    tools, start = ToolSet.tiny().schemas, {"role": "user", "content": "fix the tests"}
+    told: dict[str, list[Any]] = {"ann": [start], "bob": [start], "eve": [start]}
+    names: dict[str, list[str]] = {user: [] for user in told}
+    with recording(tmp_path / "run") as server:
+        client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+
+        def turn(user: str) -> None:
+            given: dict[str, Any] = {"user": user} if named else {}
+            said = chat(client, told[user], tools=tools, temperature=0, max_tokens=30, **given).choices[0]
+            told[user].append(said.message.model_dump(exclude_none=True))
+            calls = said.message.tool_calls or []
+            told[user] += [{"role": "tool", "tool_call_id": c.id, "content": f"secret of {user}"} for c in calls]
+            names[user].append(said.model_extra["rollout"])
+
+        for user in ("ann", "bob", "eve"):
+            turn(user)
+        assert told["ann"][1] == told["bob"][1]
+        assert grade(server, names["eve"][0], reward=0.0)["segments"] == 1  # stored, and no longer known to the server
+        for _ in range(2):
+            for user in ("ann", "bob", "eve"):
+                turn(user)
+        assert grade(server, names["bob"][-1], reward=-1.0)["segments"] == 1
+        assert len({name for user in told for name in names[user][-2:]}) == 3, "each goes on in a rollout of its own"
+    done = served(tmp_path / "run")
+    seen = {name: {turn.observation for turn in one.rollout.turns if turn.observation} for name, one in done.items()}
+    for user in told:
+        assert seen[names[user][-1]] == {f"secret of {user}"}
+        assert user == "bob" or done[names[user][-1]].grade.rewards.get("reward") != -1.0
+    assert all(len(texts) <= 1 for texts in seen.values())
+    for user in ("ann", "bob"):
+        [segment] = done[names[user][-1]].rollout.segments
+        assert len(done[names[user][-1]].rollout.turns) == 3, "the equal beginning is part of it"
+        np.testing.assert_allclose(segment.logprob[segment.acted], scored_again(segment), rtol=0, atol=1e-6)
+
+
+def test_a_name_is_one_users(tmp_path: Path) -> None:
+    """Two who name their rollouts alike share neither a stored rollout nor its reward."""
+    with recording(tmp_path / "run") as server:
+        url = rollout_url(server, "mine") + "/v1"
+        client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        for user, text in (("ann", "secret of ann"), ("bob", "hello"), ("ann", "and?")):
+            given: Any = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "user": user}
+            if user == "ann":
+                client.chat.completions.create(model="model", **given)
+                continue
+            with pytest.raises(openai.ConflictError, match="mine is another user's"):
+                client.chat.completions.create(model="model", **given)
+    [done] = served(tmp_path / "run").values()
+    assert done.task.instruction == "secret of ann" and len(done.rollout.segments) == 2
+
+
+def test_what_nobody_grades_is_stored_when_the_server_closes(tmp_path: Path) -> None:
+    with recording(tmp_path / "run") as server:
+        client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+        chat(client, [{"role": "user", "content": "fix f"}], n=2, max_tokens=5, extra_body={"rollout": "mine"})
+    assert [len(done.rollout.segments) for done in served(tmp_path / "run").values()] == [2]
+    with open_engine(POLICY, slots=1, tokens=TOKENS) as engine:
+        plain = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
+        with ChatServer(plain) as server, openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.BadRequestError, match="--record"):
+                chat(client, [{"role": "user", "content": "x"}], extra_body={"rollout": "mine"})
+            assert grade(server, "mine")["status"] == 404
+
+
+STORED = """
+import sys
+from pathlib import Path
+from tokenizers import Tokenizer
+from composer_nb.production.record import Record, Row, Verdict
+
+record = Record(Path(sys.argv[1]), Tokenizer.from_file(sys.argv[2]))
+row, known = Row(name="a"), {*sys.modules}
+row.transcript.read([1, 2], 0)
+record.keep("a", [row])
+record.grade("a", Verdict(reward=1.0))
+print("pandas" in {*sys.modules} - known)
+"""
+
+
+def test_the_first_grade_does_not_wait_for_pandas(tmp_path: Path) -> None:
+    run = [sys.executable, "-c", STORED, str(tmp_path), str(POLICY / "tokenizer.json")]
+    assert subprocess.run(run, check=True, capture_output=True, text=True).stdout == "False\n"
+
+
+def test_no_recorded_conversation_is_lost_however_often_the_server_is_told_to_end(tmp_path: Path) -> None:
+    program = str(Path(sys.executable).with_name("composer-nb"))
+    command = [program, "serve", "--model", str(POLICY), "--port", "0"]
+    with subprocess.Popen([*command, "--record", str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        url = process.stdout.readline().strip().removesuffix("/v1")
+        body = {"messages": [{"role": "user", "content": "fix f"}], "max_tokens": 5}
+        for name in "abcdef":
+            httpx.post(f"{url}/rollouts/{name}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+        told = signal.SIGHUP  # a terminal that is closed
+        while process.poll() is None:
+            process.send_signal(told)
+            told = signal.SIGTERM
+            time.sleep(0.05)
+    assert [*served(tmp_path)] == [*"abcdef"]

@@ -1,0 +1,75 @@
+"""docs/figures.md names every published figure once, with commands that exist; scripts/docs/figures.py agrees with theory."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from composer_nb import cli
+from composer_nb.harness.tasks.task import Task
+from scripts.docs import figures
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
+ROWS = [
+    [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in TEXT.splitlines() if line[:3] == "| A"
+]
+
+
+def missing(command: str) -> str:
+    """Return what is wrong with a command; nothing if it can be run as far as its names and options go."""
+    first, *rest = shlex.split(command)
+    if first == "composer-nb":
+        cli.parser().parse_args(rest)
+        return ""
+    if first == "make":
+        return "" if re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), re.M) else command
+    path = rest[0] if first == "pytest" else first
+    return "" if path.startswith(("scripts/", "notebooks/", "tests/")) and (ROOT / path).is_file() else command
+
+
+def test_every_figure_stands_there_once_with_a_verdict() -> None:
+    assert [row[0] for row in ROWS] == [f"A{n}" for n in range(1, 25)]
+    for number, figure, command, measured, verdict in ROWS:
+        kind = re.match(r"(Reproduced|Partly|Not)\b", verdict)
+        assert figure and kind and (command == "none") == (not measured), number
+        assert command != "none" or kind[0] == "Not", number
+    assert "docs/figures.md" in (ROOT / "README.md").read_text(), "the README leads there; llms.txt does by itself"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_its_commands_exist(row: list[str]) -> None:
+    shown = [word for cell in row[2:] for word in re.findall(r"`([^`]+)`", cell)]
+    commands = [each for each in shown if re.match(r"(composer-nb|make|pytest|scripts/|notebooks/)", each)]
+    assert commands or row[2] == "none"
+    assert [found for each in commands if (found := missing(each))] == []
+
+
+def test_a_command_that_is_not_there_is_noticed() -> None:
+    assert missing("make nothing") and missing("scripts/nothing.py") and missing("pytest tests/nothing.py")
+    with pytest.raises(SystemExit):
+        missing("composer-nb nothing")
+
+
+def test_estimators_have_their_moments() -> None:
+    """Those of 300,000 samples lie within five standard errors of a mean; the variance near its own where it is light."""
+    for mean, kind, first, exact, second, variance in list(figures.kl(300_000))[1:]:
+        off = 5 * (float(variance) / 300_000) ** 0.5 + 1e-3 * float(exact)
+        assert float(first) == pytest.approx(float(exact), abs=off), (mean, kind)
+        assert mean > 1 or float(second) == pytest.approx(float(variance), rel=0.1), (mean, kind)
+
+
+def test_changes_are_counted_by_lines() -> None:
+    files, solution = {"a.py": "1\n2\n3\n"}, {"a.py": "1\n4\n3\n", "b.py": "5\n"}
+    task = Task.model_construct(id="a", instruction="x", files=files, solution=solution)
+    assert figures.changed_lines(task) == 3
+    [_, lines, request] = figures.sizes([task])
+    assert lines[1:] == (3.0,) * 5 + (1,) and request[1:] == (1.0,) * 5 + (1,)
+
+
+def test_only_zigzag_chunks_balance_a_context() -> None:
+    for ranks, plain, dealt in list(figures.zigzag(1024))[1:]:
+        assert float(plain) == pytest.approx(2 - 1 / ranks, rel=2e-3) and float(dealt) == 1

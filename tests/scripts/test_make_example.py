@@ -1,0 +1,193 @@
+"""An excerpt of a run: small, true to the run, without the machine, never written to."""
+
+import json
+import runpy
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from composer_nb.harness.tasks.task import load_tasks
+from composer_nb.trainer.models.checkpoint import load_pretrained
+from composer_nb.trainer.recipe.launch import fork, start_or_resume
+from composer_nb.trainer.recipe.reader import example_run, open_run, solved_by_task, stored_steps
+from composer_nb.trainer.recipe.report import build_report, compare
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.services.journal import Journal
+from composer_nb.trainer.settings import Settings, from_dict, override
+from composer_nb.views import rollout
+from composer_nb.views.report import write_report
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "data" / "make_example.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> dict[str, Any]:
+    return runpy.run_path(str(SCRIPT))
+
+
+@pytest.fixture(scope="module")
+def cut(tiny_run: RunDir, script: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """The tiny run, with a little left of it."""
+    script["main"].__globals__.update(HELDOUT_TASKS=5, DEMONSTRATIONS=7)
+    out = tmp_path_factory.mktemp("cut") / "example"
+    script["main"]([str(tiny_run.path), str(out)])
+    return open_run(out)
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in [folder, *folder.rglob("*")]
+    }
+
+
+def test_numbers_are_those_of_the_full_run(tiny_run: RunDir, cut: RunDir):
+    full, kept = build_report(tiny_run), build_report(cut)
+    assert kept.pop("excerpt") == cut.excerpt
+    for name in ("settings", "provenance"):
+        full.pop(name), kept.pop(name)
+    assert kept == full
+    assert kept["eval"]["final"]["n_tasks"] > len(solved_by_task(cut, "final")) == 5
+    for stage in ("midtrain", "sft", "rl"):
+        assert cut.steps(stage) == tiny_run.steps(stage)
+    assert cut.ledger() == tiny_run.ledger()
+
+
+def test_what_is_left_fits_together(tiny_run: RunDir, cut: RunDir):
+    assert cut.excerpt is not None
+    assert stored_steps(cut) == cut.excerpt["rollouts_of_rl_steps"] == [1, 3] and stored_steps(tiny_run) == [1, 2, 3]
+    for step in (1, 3):
+        full, kept = rollout.sampled(tiny_run, step), rollout.sampled(cut, step)
+        assert [s.advantage for s in kept] == [s.advantage for s in full]
+        assert all(
+            np.array_equal(a.segment.trace.routes, b.segment.trace.routes) for a, b in zip(kept, full, strict=True)
+        )
+    full_scores, scores = solved_by_task(tiny_run, "start"), solved_by_task(cut, "start")
+    assert scores == {name: full_scores[name] for name in scores}
+    names = {task.id for task in load_tasks(cut.path / "data" / "heldout.jsonl")}
+    assert names == set(scores) and set(rollout.held_out(cut, "final")) == names
+    trained = {task.id for task in load_tasks(cut.path / "data" / "rl.jsonl")}
+    used = {s.attempt.task.id for step in (1, 3) for s in rollout.sampled(cut, step)}
+    assert trained == used
+    load_pretrained(cut.path / "weights" / "before_final")
+
+
+def test_nothing_of_a_running_process_or_of_the_machine_is_left(tiny_run: RunDir, cut: RunDir):
+    for table in ("checkpoint",):
+        assert tiny_run.query(f"SELECT * FROM {table}") and not cut.query(f"SELECT * FROM {table}")
+    assert not {"journal", "launch.lock", "said.log", "checkpoints"} & {path.name for path in cut.path.iterdir()}
+    made = json.loads((cut.path / "provenance.json").read_text())
+    assert made["system"] == "Linux" and made["versions"] == build_report(tiny_run)["versions"]
+    for path in cut.path.rglob("*"):
+        assert not path.is_file() or str(tiny_run.path).encode() not in path.read_bytes()
+
+
+def test_looking_at_it_writes_nothing(cut: RunDir):
+    before = contents(cut.path)
+    run = open_run(cut.path)
+    build_report(run), rollout.sampled(run), rollout.held_out(run, "final"), rollout.experts(run)
+    assert run.checkpoint("rl") is None
+    assert contents(cut.path) == before
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda run: run.finish("rl", 1.0, {}),
+        lambda run: Journal(run),
+        lambda run: write_report(run),
+        lambda run: start_or_resume(run.path, override(Settings(), {"rl.steps": 99})),
+        lambda run: fork(run, None),  # type: ignore[arg-type]
+    ],
+    ids=["finish", "journal", "report", "resume", "fork"],
+)
+def test_whatever_would_write_to_it_is_refused(cut: RunDir, write: Callable[[RunDir], Any]):
+    before = contents(cut.path)
+    with pytest.raises((ValueError, sqlite3.OperationalError), match="excerpt|readonly|other settings"):
+        write(cut)
+    assert contents(cut.path) == before
+
+
+def test_it_is_shown_where_a_run_would_be_resumed(cut: RunDir):
+    before = contents(cut.path)
+    said: list[str] = []
+    assert start_or_resume(cut.path, say=said.append).path == cut.path
+    assert "not resumed" in said[0] and contents(cut.path) == before
+
+
+def test_scores_alone_are_enough_to_compare_runs(tiny_run: RunDir, script: dict[str, Any], cut: RunDir, tmp_path: Path):
+    script["main"]([str(tiny_run.path), str(tmp_path / "scores"), "--scores"])
+    run = open_run(tmp_path / "scores")
+    assert not stored_steps(run) and not list((run.path / "weights").iterdir())
+    found = compare(cut, run)
+    assert found["eval"]["final"]["difference"]["pass_at_1"] == 0 and found["eval"]["final"]["difference"]["paired"]
+
+
+def test_it_replaces_an_excerpt_and_nothing_else(tiny_run: RunDir, script: dict[str, Any], cut: RunDir, tmp_path: Path):
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(SystemExit, match="no excerpt"):
+        script["main"]([str(tiny_run.path), str(other)])
+    again = tmp_path / "again"
+    shutil.copytree(cut.path, again)
+    (again / "stale").touch()
+    script["main"]([str(tiny_run.path), str(again)])
+    assert not (again / "stale").exists() and list(tmp_path.iterdir()).__len__() == 2
+
+
+def test_a_run_that_is_not_complete_is_refused(
+    tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir], script: dict[str, Any], tmp_path: Path
+):
+    run = copy_of(tiny_run)
+    with closing(sqlite3.connect(run.path / "run.db")) as db, db:
+        db.execute("DELETE FROM stage WHERE name = 'numerics'")
+    with pytest.raises(SystemExit, match="not complete"):
+        script["main"]([str(run.path), str(tmp_path / "out")])
+
+
+def test_a_result_that_is_too_large_or_names_the_machine_is_refused(
+    tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir], script: dict[str, Any], tmp_path: Path
+):
+    run = copy_of(tiny_run)
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"note": f"{run.path}/weights"}) + "\n")
+    with pytest.raises(SystemExit, match=r"metrics\.jsonl names the machine"):
+        script["main"]([str(run.path), str(tmp_path / "out")])
+    (run.path / "metrics.jsonl").write_bytes(b"\n" * 16_000_001)
+    with pytest.raises(SystemExit, match="bytes, more than"):
+        script["main"]([str(run.path), str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_example_that_ships_is_small_and_whole():
+    run = example_run()
+    before = contents(run.path)
+    report = build_report(run)
+    assert report["complete"] and run.excerpt is not None and len(stored_steps(run)) == 3
+    assert sum(len(data) for _, data in before.values()) < 20_000_000
+    assert report["eval"]["final"]["n_tasks"] == run.excerpt["of_heldout_tasks"] > run.excerpt["heldout_tasks"]
+    rows = pq.read_table(run.path / "rollouts" / "eval_final.parquet", columns=["task_id"])["task_id"].to_pylist()
+    assert len(set(rows)) == run.excerpt["heldout_tasks"]
+    assert contents(run.path) == before
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_examples_that_ship_are_of_the_current_recipe(seed: int):
+    """A change of the recipe's defaults needs new examples: `make example`. Their time limit is lifted, since the number of
+    batches must not depend on the machine."""
+    made = from_dict(example_run(seed).settings())
+    assert made == override(Settings(), {"seed": seed, "rl.max_seconds": made.rl.max_seconds})
+    assert len(example_run(seed).steps("rl")) == Settings().rl.steps
+
+
+def test_a_package_without_a_checkout_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr("composer_nb.trainer.recipe.reader.EXAMPLES", (tmp_path / "nowhere",))
+    with pytest.raises(FileNotFoundError, match="comes with the repository"):
+        example_run()

@@ -1,0 +1,153 @@
+"""The scripted expert and the policy that plays scripts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.attempt import Agent
+from composer_nb.harness.grading.grade import Attempt
+from composer_nb.harness.policy import Request
+from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.tour.expert import Script, ScriptedPolicy, expert, one
+from composer_nb.tour.repairs import make_tasks
+
+READ = ToolCall(name="read_file", arguments={"path": "f.py"})
+FINISH = ToolCall(name="finish", arguments={})
+Play = Callable[[float], list[Attempt]]
+
+
+@pytest.fixture(scope="module")
+def play(sandboxes: SandboxExecutor, renderer: CompactRenderer) -> Play:
+    """`play(rate)`: attempts of the expert at 40 generated tasks, with all the room they take."""
+    executor = CachedExecutor(sandboxes)
+    tasks = list(make_tasks("expert", 40, heldout=False, executor=executor))
+    agent = Agent(renderer, limits=Limits(turns=30, turn_tokens=200, tokens=5000))
+
+    def run(rate: float) -> list[Attempt]:
+        policy = ScriptedPolicy(renderer, lambda n: expert(tasks[n], Random(f"expert {n}"), rate))
+        done = dict(drive((agent.attempt(task, n) for n, task in enumerate(tasks)), policy, executor))
+        return [done[n] for n in range(len(tasks))]
+
+    return run
+
+
+def names(done: Attempt) -> list[str]:
+    return [json.loads(turn.call)["name"] for turn in done.rollout.turns]
+
+
+def test_an_expert_without_mistakes_solves_everything_with_one_edit(play: Play) -> None:
+    done = play(0.0)
+    assert all(each.grade.passed and each.rollout.stop == "finished" for each in done)
+    assert {tuple(names(each)) for each in done} == {
+        ("read_file", "edit_line", "finish"),
+        ("read_file", "edit_line", "run_tests", "finish"),
+    }
+    assert 0.5 < sum("run_tests" in names(each) for each in done) / len(done) < 0.9
+
+
+def test_an_expert_with_mistakes_makes_them_and_mends_most(play: Play) -> None:
+    done = play(0.7)
+    assert all(each.rollout.stop == "finished" and not each.rollout.invalid_calls for each in done)
+    edits = Counter(names(each).count("edit_line") for each in done)
+    assert len(edits) > 2 and any(count > 1 for count in edits)
+    solved = sum(each.grade.passed for each in done)
+    assert len(done) / 3 < solved < len(done)
+    for each in done:
+        tests = [turn for turn in each.rollout.turns if turn.tests_run is not None]
+        if each.grade.passed and tests:
+            assert tests[-1].tests_passed == tests[-1].tests_run
+
+
+def test_the_same_seed_makes_the_same_mistakes(play: Play) -> None:
+    first, second = play(0.7), play(0.7)
+    assert [a.rollout.turns for a in first] == [b.rollout.turns for b in second]
+
+
+def test_an_expert_who_is_always_mistaken_comes_to_an_end(play: Play) -> None:
+    assert all(each.rollout.stop == "finished" for each in play(1.0))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"solution": {}},
+        {"solution": {"f.py": "def f(xs, k):\n    return [x for x in xs if x > k]\n"}},
+        {"solution": {"f.py": "x"}},
+        {"solution": {"f.py": "x", "g.py": "y"}, "source_scope": ("f.py", "g.py")},
+    ],
+    ids=str,
+)
+def test_a_task_beyond_the_expert_is_an_error(task: Task, change: dict[str, Any]) -> None:
+    script = expert(task.model_copy(update=change), Random(0), 0.0)
+    with pytest.raises(ValueError, match="task keep: the expert changes lines of"):
+        next(script)
+
+
+def test_an_expert_that_finds_no_mistake_says_so(task: Task) -> None:
+    odd = task.model_copy(update={"files": {"f.py": "a = 'one'\n"}, "solution": {"f.py": "a = 'two'\n"}})
+    script = expert(odd, Random(0), 1.0)
+    next(script)
+    with pytest.raises(ValueError, match=r"f\.py: found no mistake to make"):
+        next(script)
+
+
+def script_of(*calls: ToolCall) -> Script:
+    return (one(call) for call in calls)
+
+
+def test_a_script_that_ends_too_soon_is_an_error(agent: Agent, task: Task, boxes: Callable[..., Any]) -> None:
+    policy = ScriptedPolicy(agent.renderer, lambda n: script_of(READ))
+    with pytest.raises(ValueError, match="the script of rollout 0 ended before its agent"):
+        list(drive([agent.attempt(task, 0)], policy, boxes("1")))
+
+
+def test_a_turn_is_cut_where_the_policy_has_to_stop(renderer: CompactRenderer) -> None:
+    policy = ScriptedPolicy(renderer, lambda n: script_of(READ))
+    policy.submit(Request(rollout=0, token_ids=renderer.prompt("x"), max_tokens=3))
+    [completion] = policy.step()
+    assert completion.token_ids == renderer.turn(one(READ))[:3]
+    assert completion.logprobs == [0.0] * 3 and completion.policy_versions == [-1] * 3
+
+
+def test_scripts_are_sent_what_the_tools_answered(agent: Agent, task: Task, boxes: Callable[..., Any]) -> None:
+    heard: list[str] = []
+
+    def script(n: int) -> Script:
+        heard.append((yield one(READ)))
+        heard.append((yield one(ToolCall(name="read_file", arguments={"path": "no.py"}))))
+        yield one(FINISH)
+
+    policy = ScriptedPolicy(agent.renderer, script)
+    list(drive([agent.attempt(task, 0)], policy, boxes("1")))
+    assert heard[0].startswith("1def f(xs, k):\n2") and heard[1] == "error: no file no.py"
+
+
+def test_a_policy_forgets_what_was_released(renderer: CompactRenderer) -> None:
+    closed: list[int] = []
+
+    def script(n: int) -> Script:
+        try:
+            while True:
+                yield one(READ)
+        finally:
+            closed.append(n)
+
+    policy = ScriptedPolicy(renderer, script)
+    for rollout in (1, 0):
+        policy.submit(Request(rollout=rollout, token_ids=renderer.prompt("x"), max_tokens=50))
+    assert [completion.rollout for completion in policy.step()] == [0, 1]
+    policy.submit(Request(rollout=0, token_ids=renderer.observation("x"), max_tokens=50))
+    assert len(policy.release(0).route_valid) == 0 and closed == [0]
+    assert policy.step() == []
+    policy.release(7)  # never seen

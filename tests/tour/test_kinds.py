@@ -1,0 +1,136 @@
+"""Kinds of miniature repositories: the right answer is worth 1, none and a cheat nothing, and an expert solves all."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+import pytest
+
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.attempt import Agent
+from composer_nb.harness.grading.front import grade
+from composer_nb.harness.grading.grade import Attempt
+from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
+from composer_nb.harness.syntax import lints
+from composer_nb.harness.tasks.functions import parse_tests
+from composer_nb.harness.tasks.task import Task
+from composer_nb.tour.expert import ScriptedPolicy, searcher
+from composer_nb.tour.miniatures import MUTANTS, Kind, make_miniatures
+from composer_nb.tour.repairs import buggy, fingerprints
+
+KINDS: tuple[Kind, ...] = ("feature", "tests", "lint")
+COUNT = 16
+
+
+@pytest.fixture(scope="module")
+def executor(sandboxes: SandboxExecutor) -> CachedExecutor:
+    return CachedExecutor(sandboxes)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def made(request: pytest.FixtureRequest, executor: CachedExecutor) -> list[Task]:
+    return list(make_miniatures("kinds", COUNT, heldout=True, executor=executor, kinds=(request.param,)))
+
+
+def emptied(task: Task) -> dict[str, str]:
+    return task.files | dict.fromkeys(task.source_scope, "")
+
+
+def without_tests(task: Task) -> dict[str, str]:
+    return {path: text for path, text in task.files.items() if not path.startswith("test_")}
+
+
+def with_true_tests(task: Task) -> dict[str, str]:
+    """Every test file asserts what any code passes."""
+    easy = "from builtins import abs\n\n\ndef test_0():\n    assert abs(1) == 1\n"
+    return task.files | dict.fromkeys([path for path in task.files if path.startswith("test_")], easy)
+
+
+def test_only_the_right_answer_is_worth_something(made: list[Task], executor: CachedExecutor) -> None:
+    for task in made:
+        gold = task.files | task.solution
+        assert grade(task, gold, executor).passed, task.id
+        for cheat in (dict, emptied, without_tests, with_true_tests):
+            files = cheat(task.files) if cheat is dict else cheat(task)
+            found = grade(task, files, executor)
+            assert found.status == "graded" and not found.passed, (task.id, cheat)
+        assert grade(task, gold | {"notes.txt": "x"}, executor).passed == (task.strictness != "lints")
+
+
+def test_they_are_told_by_kind_and_the_same_seed_gives_the_same(made: list[Task], executor: CachedExecutor) -> None:
+    kind = made[0].metadata["kind"]
+    again = make_miniatures("kinds", COUNT, heldout=True, executor=executor, kinds=(kind,))
+    assert list(again) == made and len({task.id for task in made}) == COUNT
+    told = {"feature": "add {}: ", "tests": "test {}: ", "lint": "fix the lints"}[kind]
+    for task in made:
+        assert task.instruction.startswith(told.format(task.metadata["function"]))
+        assert buggy(task).startswith("def f(") and len(fingerprints([task])) >= 2
+        if kind == "lint":
+            [path] = task.solution
+            assert len(lints(task.files[path])) == 1 and not lints(task.solution[path])
+        if kind == "feature":
+            assert "    pass" in buggy(task)
+        if kind == "tests":
+            assert 1 <= len(task.mutants) <= MUTANTS
+            assert "mutants" not in "".join(task.files.values())
+
+
+def test_kinds_are_mixed(executor: CachedExecutor) -> None:
+    tasks = make_miniatures("mixed", 24, heldout=False, executor=executor, kinds=("bug", *KINDS))
+    assert {task.metadata.get("kind", "bug") for task in tasks} == {"bug", *KINDS}
+
+
+def test_the_expert_solves_them_in_the_limits_of_small_models(
+    made: list[Task], renderer: CompactRenderer, executor: CachedExecutor
+) -> None:
+    agent = Agent(renderer, limits=Limits(turns=16, turn_tokens=200, tokens=4000))
+    policy = ScriptedPolicy(renderer, lambda number: searcher(made[number], Random(number)))
+    done: list[Attempt] = [
+        each for _, each in drive((agent.attempt(t, n) for n, t in enumerate(made)), policy, executor)
+    ]
+    assert all(each.grade.passed and each.rollout.stop == "finished" for each in done)
+    assert all(each.rollout.invalid_calls == 0 and each.rollout.messages <= 6 for each in done)
+
+
+# Tests that an agent writes.
+
+
+@pytest.fixture(scope="module")
+def weak(executor: CachedExecutor) -> Task:
+    return next(make_miniatures("kinds", 1, heldout=True, executor=executor, kinds=("tests",)))
+
+
+def test_tests_must_call_the_function_and_keep_what_was_there(weak: Task, executor: CachedExecutor) -> None:
+    """Code is told apart by what it does: `getlines` would tell it by its text."""
+    [(path, right)] = weak.solution.items()
+    [name, module] = [weak.metadata["function"], parse_tests(path, weak.files[path])[0].module]
+    spy = f"from linecache import getlines\n{weak.files[path]}\n\ndef test_9():\n    assert getlines({module + '.py'!r}) == []\n"
+    written = right.replace("def test_0", "def test_x", 1)
+    assert grade(weak, weak.files | {path: written}, executor).passed, "names are free"
+    first = f"def test_0():{right.partition('def test_0():')[2].partition(chr(10) * 3)[0]}"
+    fewer, other = right.replace(first, "").rstrip() + "\n", right.replace(f"import {name}", "import f")
+    for text in (spy, fewer, other, right + "print(1)\n"):
+        assert text != right
+        found = grade(weak, weak.files | {path: text}, executor)
+        assert not found.passed and "passes as it is" in found.tests
+
+
+@pytest.mark.parametrize("mutants", ["{}", "[1]", '[{"../x": "y"}]', "no"])
+def test_mutants_of_a_foreign_task_are_checked(weak: Task, mutants: str) -> None:
+    with pytest.raises(ValueError, match=r"metadata\.mutants"):
+        Task.model_validate(weak.model_dump() | {"metadata": weak.metadata | {"mutants": mutants}})
+
+
+def test_mutants_need_tests_to_write(weak: Task) -> None:
+    for values in (
+        {"source_scope": tuple(path for path in weak.files if not path.startswith("test"))[:1], "solution": {}},
+    ):
+        with pytest.raises(ValueError, match=r"one test file as source_scope|only imports and functions"):
+            Task.model_validate(weak.model_dump() | values)
+
+
+def test_mutants_are_kept_on_disk(weak: Task) -> None:
+    assert Task.model_validate_json(weak.model_dump_json()).mutants == tuple(json.loads(weak.metadata["mutants"]))

@@ -1,0 +1,223 @@
+"""Repair tasks: one changed line, gold right and bug wrong in fresh sandboxes, the same again from the same seed."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, Executor, SandboxExecutor
+from composer_nb.harness.tasks.functions import parse_test_files
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools import tiny as tools
+from composer_nb.harness.tools.tiny import passes
+from composer_nb.tour.programs import FAMILIES, Program, draw_program
+from composer_nb.tour.repairs import (
+    BATCH,
+    HIDDEN,
+    VISIBLE,
+    Candidate,
+    buggy_prints,
+    bugs,
+    draw_candidate,
+    fingerprints,
+    make_task,
+    make_tasks,
+    run_programs,
+)
+
+KINDS = {"compare", "operator", "swap", "augmented", "constant", "aggregate", "name"}
+COUNT = 90
+
+
+class Made:
+    """Tasks of one call of `make_tasks`, and the memory it left."""
+
+    def __init__(self, sandboxes: Executor, seed: str, count: int, heldout: bool) -> None:
+        self.executor = CachedExecutor(sandboxes)
+        self.tasks = list(make_tasks(seed, count, heldout=heldout, executor=self.executor))
+
+
+@pytest.fixture(scope="module")
+def made(sandboxes: SandboxExecutor) -> Made:
+    return Made(sandboxes, "a seed", COUNT, False)
+
+
+@pytest.fixture(scope="module")
+def heldout(sandboxes: SandboxExecutor) -> Made:
+    return Made(sandboxes, "a seed", 40, True)
+
+
+def test_a_bug_changes_exactly_one_line() -> None:
+    rng, kinds = Random("bugs"), Counter()
+    for _ in range(600):
+        source = draw_program(rng).source
+        planted = bugs(source, rng)
+        if planted is None:
+            continue
+        kind, text = planted
+        kinds[kind] += 1
+        before, after = source.split("\n"), text.split("\n")
+        assert len(before) == len(after)
+        assert sum(old != new for old, new in zip(before, after, strict=True)) == 1
+        assert ast.unparse(ast.parse(text)) == text
+    assert set(kinds) == KINDS and sum(kinds.values()) > 400
+
+
+def test_every_family_and_kind_of_bug_occurs(made: Made) -> None:
+    assert {task.metadata["family"] for task in made.tasks} == set(FAMILIES)
+    assert {task.metadata["bug"] for task in made.tasks} == KINDS
+
+
+def test_tasks_are_distinct_and_well_formed(made: Made) -> None:
+    assert len(made.tasks) == COUNT == len({task.id for task in made.tasks})
+    assert len({(task.instruction, task.files["f.py"]) for task in made.tasks}) == COUNT
+    for task in made.tasks:
+        assert len(parse_test_files(task.visible_tests)) == VISIBLE
+        assert len(parse_test_files(task.tests)) == HIDDEN
+        assert set(task.files) == {"f.py", "test_f.py"} and set(task.solution) == {"f.py"}
+
+
+def requests_of(task: Task) -> list[CallRequest]:
+    """Bug and gold on the visible tests, bug and gold on the hidden ones."""
+    return [
+        tools.request_tests(files, parse_test_files(tests))
+        for tests in (task.visible_tests, task.tests)
+        for files in (task.files, task.files | task.solution)
+    ]
+
+
+def test_gold_passes_and_the_bug_fails_in_fresh_sandboxes_as_remembered(
+    made: Made, heldout: Made, sandboxes: SandboxExecutor
+) -> None:
+    for each in (made, heldout):
+        requests = [request for task in each.tasks for request in requests_of(task)]
+        fresh = sandboxes.run(requests)
+        before = each.executor.executed
+        assert each.executor.run(requests) == fresh
+        assert each.executor.executed == before
+        for place, task in enumerate(each.tasks):
+            groups = [tests for tests in (task.visible_tests, task.tests) for _ in range(2)]
+            bug_visible, gold_visible, bug_hidden, gold_hidden = (
+                [passes(test, outcome) for test, outcome in zip(parse_test_files(tests), outcomes, strict=True)]
+                for tests, outcomes in zip(groups, fresh[4 * place : 4 * place + 4], strict=True)
+            )
+            assert all(gold_visible) and all(gold_hidden), task.id
+            assert not bug_visible[0] and not all(bug_hidden), task.id
+
+
+def test_the_same_seed_gives_the_same_tasks(made: Made, sandboxes: SandboxExecutor) -> None:
+    assert Made(sandboxes, "a seed", 30, False).tasks == made.tasks[:30]
+
+
+def test_where_nothing_can_be_made_there_is_an_error(boxes: Callable[..., Executor]) -> None:
+    nothing_ends = boxes(lambda request: (CallOutcome(status="timeout"),) * len(request.arguments))
+    with pytest.raises(ValueError, match="only 0 of 5 tasks could be made"):
+        Made(nothing_ends, "one", 5, False)
+
+
+def test_no_more_bugs_run_than_are_likely_to_be_needed(
+    sandboxes: SandboxExecutor, boxes: Callable[..., Executor]
+) -> None:
+    tried = list[int]()
+
+    def count(request: CallRequest) -> tuple[CallOutcome, ...]:
+        tried.append(len(request.arguments) // (VISIBLE + HIDDEN))
+        return sandboxes.run([request])[0]
+
+    Made(boxes(count), "few", 5, False)
+    assert 5 <= sum(tried) <= 48
+
+
+def test_held_out_structures_are_in_no_other_task(made: Made, heldout: Made) -> None:
+    assert not {task.metadata["structure"] for task in made.tasks} & {t.metadata["structure"] for t in heldout.tasks}
+    assert not fingerprints(made.tasks) & fingerprints(heldout.tasks)
+    assert not buggy_prints(made.tasks) & {print_ for task in heldout.tasks for print_ in fingerprints([task])}
+
+
+GOOD = "def f(x):\n    return x + 1"
+BAD = {
+    "endless": "def f(x):\n    while True:\n        x = 1",
+    "ends on the second input": "def f(x):\n    while x:\n        pass\n    return x",
+    "dies": "import os\ndef f(x):\n    os._exit(0)",
+    "grows": "def f(x):\n    xs = [x]\n    for y in xs:\n        xs.append(y)\n    return xs",
+}
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=list(BAD))
+@pytest.mark.parametrize("place", [0, BATCH - 1, BATCH])
+def test_a_program_that_does_not_end_is_none_and_touches_no_other(
+    sandboxes: SandboxExecutor, bad: str, place: int
+) -> None:
+    sources = [GOOD.replace("1", str(n)) for n in range(BATCH + 3)]
+    sources[place] = bad
+    inputs = [((0,), (3,))] * len(sources)
+    expected = [tuple(CallOutcome(status="returned", text=str(x + n)) for x in (0, 3)) for n in range(len(sources))]
+    assert run_programs(sources, inputs, sandboxes) == [
+        None if n == place else outcomes for n, outcomes in enumerate(expected)
+    ]
+
+
+@pytest.mark.parametrize("slow", [1, 5, 9])
+def test_a_slow_machine_keeps_the_same_programs(boxes: Callable[..., Executor], slow: int) -> None:
+    """Programs that share a sandbox share its time; one is left out for what it needs itself, not for what others took."""
+
+    def machine(request: CallRequest) -> tuple[CallOutcome, ...]:
+        costs = [int(cost) for cost in re.findall(r"costs ([0-9]+)", request.files["run.py"])]
+        outcomes: list[CallOutcome] = []
+        left = 100
+        for argument in request.arguments:
+            left -= slow * costs[ast.literal_eval(argument)[0]]
+            if left < 0:
+                break
+            outcomes.append(CallOutcome(status="returned", text="1"))
+        ended = ["timeout", *["not_run"] * len(request.arguments)][: len(request.arguments) - len(outcomes)]
+        return (*outcomes, *(CallOutcome(status=status) for status in ended))  # type: ignore[arg-type]
+
+    rng = Random(slow)
+    costs = [rng.choice([0, 1, 2, 5, 1000]) for _ in range(3 * BATCH)]
+    sources = [f"def f(x):\n    return 1  # costs {cost}" for cost in costs]
+    found = run_programs(sources, [((0,), (3,))] * len(sources), boxes(machine))
+    one = CallOutcome(status="returned", text="1")
+    assert found == [None if cost == 1000 else (one, one) for cost in costs]
+
+
+PROGRAM = Program(family="fn2", source="def f(x):\n    return x + 1", spec="x plus 1", inputs=("any",))
+
+
+@settings(max_examples=60)
+@given(fails=st.lists(st.booleans(), min_size=VISIBLE + HIDDEN, max_size=VISIBLE + HIDDEN))
+def test_tests_are_dealt_so_that_the_bug_shows_in_both(fails: list[bool]) -> None:
+    inputs = tuple((n,) for n in range(len(fails)))
+    candidate = Candidate(
+        program=PROGRAM, kind="constant", buggy="def f(x):\n    return x", inputs=inputs, wanted=tuple(range(1, 13))
+    )
+    wrong = CallOutcome(status="returned", text="0")
+    outcomes = tuple(wrong if failed else right for failed, right in zip(fails, candidate.right, strict=True))
+    task = make_task(candidate, outcomes)
+    if sum(fails) < 2:
+        assert task is None
+        return
+    assert task is not None
+    visible, hidden = (
+        [int(test.arguments[1:-2]) for test in parse_test_files(tests)] for tests in (task.visible_tests, task.tests)
+    )
+    assert sorted(visible + hidden) == list(range(12)) and len(visible) == VISIBLE
+    assert fails[visible[0]] and any(fails[n] for n in hidden)
+
+
+def test_a_candidate_behaves(sandboxes: SandboxExecutor) -> None:
+    rng = Random("candidates")
+    candidates = [candidate for candidate in (draw_candidate(rng, False) for _ in range(60)) if candidate is not None]
+    assert len(candidates) > 20
+    found = run_programs([c.program.source for c in candidates], [c.inputs for c in candidates], sandboxes)
+    for candidate, outcomes in zip(candidates, found, strict=True):
+        assert not candidate.program.heldout
+        assert len({repr(value) for value in candidate.wanted}) >= 3
+        assert outcomes == candidate.right

@@ -1,0 +1,135 @@
+"""The expert who searches: it tests, looks, tries and undoes, and does not repeat itself."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+import pytest
+
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.agent.turns import Limits
+from composer_nb.harness.attempt import Agent
+from composer_nb.harness.bench import behaviour
+from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
+from composer_nb.harness.grading.grade import Attempt
+from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
+from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.toolset import TINY_NAMES, ToolSet
+from composer_nb.tour.expert import TINY, TRIES, ScriptedPolicy, blind, searcher, searches
+from composer_nb.tour.miniatures import make_miniatures
+from composer_nb.trainer.learning.data import demonstrate
+
+
+@pytest.fixture(scope="module")
+def searched(renderer: CompactRenderer, sandboxes: SandboxExecutor) -> list[Attempt]:
+    executor = CachedExecutor(sandboxes)
+    tasks = list(make_miniatures("searched", 40, heldout=False, executor=executor, told=0.2))
+    agent = Agent(renderer, limits=Limits(turns=16, turn_tokens=200, tokens=4000))
+    policy = ScriptedPolicy(renderer, lambda number: searcher(tasks[number], Random(number)))
+    done = dict(drive((agent.attempt(task, number) for number, task in enumerate(tasks)), policy, executor))
+    return [done[number] for number in range(len(tasks))]
+
+
+def test_it_finds_the_answer_by_testing(searched: list[Attempt]) -> None:
+    solved = sum(done.grade.passed for done in searched)
+    assert solved >= 0.9 * len(searched)  # a wrong change may pass the visible tests
+    figures = behaviour(searched)
+    assert figures["recovery"] > 0.9 and figures["recovery_n"] > 10
+    assert figures["tests_after_wrong_edit"] == 1.0 and figures["invalid_call_rate"] == 0.0
+    assert figures["reads_before_edit"] == 2.0 and figures["calls_per_turn"] > 1.2
+
+
+def test_every_try_is_undone_before_the_next_and_none_comes_twice(searched: list[Attempt]) -> None:
+    most = 0
+    for done in searched:
+        calls = [json.loads(turn.call) for turn in done.rollout.turns]
+        names = [call["name"] for call in calls]
+        edits = [call["arguments"] for call in calls if call["name"] == "substitute"]
+        assert names[:3] == ["run_tests", "grep", "read_file"] and names[-1] == "finish"
+        tries = names[3:-1]
+        assert tries == (["substitute", "run_tests"] + ["undo", "substitute", "run_tests"] * (len(edits) - 1))
+        assert len({(edit["old"], edit["new"]) for edit in edits}) == len(edits) <= TRIES
+        told = ":" in next(iter(done.task.instruction.split("\n")))
+        assert len(edits) == 1 or not told
+        most = max(most, len(edits))
+    assert most > 3
+
+
+def test_without_undo_an_edit_takes_back_the_one_before(renderer: CompactRenderer, sandboxes: SandboxExecutor) -> None:
+    """In the same tools without `undo`, which a name with commas means, the tries and what they come to are the same."""
+    executor = CachedExecutor(sandboxes)
+    tasks = list(make_miniatures("searched", 12, heldout=False, executor=executor))
+    few = ToolSet.named(",".join(name for name in TINY_NAMES if name != "undo"))
+    assert "undo" not in few.tools and not few.needs_sandbox
+
+    def played(tools: ToolSet) -> list[tuple[bool, list[list[str]]]]:
+        agent = Agent(renderer, tools=tools, limits=Limits(turns=16, turn_tokens=200, tokens=4000))
+        policy = ScriptedPolicy(
+            renderer, lambda number: searcher(tasks[number], Random(number), searches(tools.tools) or TINY)
+        )
+        done = dict(drive((agent.attempt(task, number) for number, task in enumerate(tasks)), policy, executor))
+        found = []
+        for number in range(len(tasks)):
+            turns = done[number].rollout.turns
+            seen = [[turn.observation, json.loads(turn.call)["name"]] for turn in turns]
+            found.append((done[number].grade.passed, [each for each in seen if each[1] in ("run_tests", "undo")]))
+        return found
+
+    with_undo, without = played(ToolSet.tiny()), played(few)
+    assert [(passed, [each for each in seen if each[1] != "undo"]) for passed, seen in with_undo] == without
+    assert any(len(seen) > 4 for _, seen in without)
+
+
+def test_it_searches_with_the_products_tools_too(renderer: CompactRenderer) -> None:
+    """In a sandbox of each rollout, by running pytest; with fewer tools it cannot, and the expert shows what it knows."""
+    assert searches(["grep", "read_file", "write"]) is None
+    settings = EnvSettings(tools="grep,read_file,search_replace,run_terminal_cmd")
+    limits = Limits(turns=20, turn_tokens=1000, tokens=16000)
+    with Sandboxes() as sandboxes:
+        tasks = list(make_miniatures("product", 2, heldout=False, executor=sandboxes.functions, told=0.0))
+        agent = make_agent(settings, renderer.tokenizer, limits, sandboxes)
+        found = list(demonstrate(tasks, agent, sandboxes, 0, 0.0))
+    assert len(found) == 2 and all(done.grade.passed and done.rollout.stop == "finished" for done in found)
+    for done in found:
+        names = [json.loads(turn.call)["name"] for turn in done.rollout.turns if turn.call]
+        first, again = (
+            ["search_replace", "run_terminal_cmd"],
+            ["run_terminal_cmd", "search_replace", "run_terminal_cmd"],
+        )
+        tries = names[3:]
+        back = [turn for turn in done.rollout.turns if "git checkout -q -- " in turn.call]
+        assert len(back) == (len(tries) - 2) // 3 and not any(turn.error for turn in back)
+        assert names[:3] == ["run_terminal_cmd", "grep", "read_file"]
+        assert tries == first + again * ((len(tries) - 2) // 3)
+
+
+def test_a_task_that_is_no_single_change_is_refused(task: Task) -> None:
+    for said, why in (("fail 1/2: f(1) = 2 want 3", "no single change"), ("error: no tests here", "names a function")):
+        script = searcher(task.model_copy(update={"solution": {"f.py": "def f(x):\n    return None\n"}}), Random(0))
+        next(script)
+        with pytest.raises(ValueError, match=why):
+            script.send(said)
+            script.send("f.py:1def f(x):")
+            script.send(task.files["f.py"])
+
+
+def test_a_blind_search_does_not_know_the_answer(renderer: CompactRenderer, sandboxes: SandboxExecutor) -> None:
+    """It plays the same without a solution, tries nothing twice, and solves less than who knows where to stop."""
+    executor = CachedExecutor(sandboxes)
+    tasks = list(make_miniatures("searched", 20, heldout=False, executor=executor))
+    agent = Agent(renderer, limits=Limits(turns=16, turn_tokens=200, tokens=4000))
+
+    def played(known: list[Task]) -> list[Attempt]:
+        policy = ScriptedPolicy(renderer, lambda number: blind(known[number], Random(number)))
+        return [done for _, done in sorted(drive((agent.attempt(t, n) for n, t in enumerate(tasks)), policy, executor))]
+
+    done = played(tasks)
+    blank = [task.model_copy(update={"solution": {}, "metadata": {}}) for task in tasks]
+    assert [each.rollout.turns for each in played(blank)] == [each.rollout.turns for each in done]
+    for each in done:
+        tried = [turn.call for turn in each.rollout.turns if "substitute" in turn.call]
+        assert len(set(tried)) == len(tried) and not any(turn.observation == "tried" for turn in each.rollout.turns)
+        assert each.rollout.stop == ("turns" if len(tried) == 13 else "finished")
+    assert 0.3 < sum(each.grade.passed for each in done) / len(done) < 1

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from composer_nb.trainer.services import machine
+
+
+def test_limits_of_the_groups_above_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("0::/outer/inner\n")
+    (tmp_path / "fs/outer/inner").mkdir(parents=True)
+    (tmp_path / "fs/outer/inner/cpu.max").write_text("max 100000\n")
+    (tmp_path / "fs/outer/cpu.max").write_text("50000 100000\n")
+    limits = machine.cgroup_limits("cpu.max", tmp_path / "fs", own)
+    assert limits == ["max 100000", "50000 100000"]
+    assert machine.cgroup_limits("cpu.max", tmp_path / "fs", tmp_path / "absent") == []
+
+    monkeypatch.setattr(machine, "cgroup_limits", lambda name: limits)
+    assert machine.available_cores() == 0.5
+    monkeypatch.setattr(machine, "cgroup_limits", lambda name: ["max", str(2**20)])
+    assert machine.available_memory() == 2**20
+
+
+def test_without_limits_it_is_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cgroup_limits", lambda name: ["max"] if name == "memory.max" else ["max 100000"])
+    assert 0 < machine.available_memory() <= psutil.virtual_memory().total
+    assert machine.available_cores() == len(psutil.Process().cpu_affinity())
