@@ -40,7 +40,7 @@ USER_NAMESPACES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class CheckResult:
     """The result of one check.
 
     `found` is what is there. If `ok` is false, `cost` says what does not work or is slower, and `mend` is the command that
@@ -65,7 +65,7 @@ class TorchFacts:
     threads: int
 
 
-def diagnose() -> list[Finding]:
+def diagnose() -> list[CheckResult]:
     """Run all checks; takes a few seconds, most of them to import torch."""
     cores, torch, driver = available_cores(), probe_torch(), driver_gpus()
     facts = torch if isinstance(torch, TorchFacts) else None
@@ -91,12 +91,12 @@ def diagnose() -> list[Finding]:
     ]
 
 
-def healthy(findings: Iterable[Finding]) -> bool:
+def healthy(findings: Iterable[CheckResult]) -> bool:
     """Return whether all required checks passed."""
     return all(finding.ok for finding in findings if finding.required)
 
 
-def as_table(findings: Sequence[Finding]) -> Table:
+def as_table(findings: Sequence[CheckResult]) -> Table:
     """Return the findings as a table: ok, `without` for optional parts, `BROKEN` for required ones."""
     table = Table(title="composer_nb doctor", title_justify="left")
     for heading in ("", "what", "found", "what that costs, and what mends it"):
@@ -178,10 +178,12 @@ ADVICE = {
 REQUIRED = {"python", "torch", "bubblewrap", "sandbox", "jupyter kernel"}
 
 
-def finding(name: str, found: str, ok: bool, cost: str = "", mend: str = "") -> Finding:
+def finding(name: str, found: str, ok: bool, cost: str = "", mend: str = "") -> CheckResult:
     """Return a finding, with the advice of ADVICE unless another is given."""
     told = ADVICE.get(name, ("", ""))
-    return Finding(name=name, found=found, ok=ok, cost=cost or told[0], mend=mend or told[1], required=name in REQUIRED)
+    return CheckResult(
+        name=name, found=found, ok=ok, cost=cost or told[0], mend=mend or told[1], required=name in REQUIRED
+    )
 
 
 def device_of(torch: TorchFacts) -> str:
@@ -189,7 +191,7 @@ def device_of(torch: TorchFacts) -> str:
     return f"{torch.version} on {', '.join(torch.gpus) or 'CPU'}"
 
 
-def check_gpu(torch: TorchFacts | None, driver: tuple[str, ...]) -> Finding:
+def check_gpu(torch: TorchFacts | None, driver: tuple[str, ...]) -> CheckResult:
     """Distinguish three ways to lack a GPU: none, a CPU build of torch, or CUDA that does not start."""
     if torch and torch.gpus:
         return finding("gpu", f"{', '.join(torch.gpus)} (CUDA {torch.cuda_build})", True)
@@ -209,7 +211,7 @@ def check_gpu(torch: TorchFacts | None, driver: tuple[str, ...]) -> Finding:
     return finding("gpu", found, False, cost, mend)
 
 
-def check_threads(torch: TorchFacts | None, cores: float) -> Finding:
+def check_threads(torch: TorchFacts | None, cores: float) -> CheckResult:
     """Check the number of threads: more threads than cores wait for each other."""
     setting, threads = os.environ.get("OMP_NUM_THREADS"), torch.threads if torch else None
     return finding(
@@ -221,7 +223,7 @@ def check_threads(torch: TorchFacts | None, cores: float) -> Finding:
     )
 
 
-def check_sandbox() -> Finding:
+def check_sandbox() -> CheckResult:
     """Start one sandbox and run one call in it; an installed program may still lack permission."""
     from composer_nb.harness.sandbox.calls import CallRequest, SandboxExecutor
     from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
@@ -253,7 +255,7 @@ def mend_sandbox(settings: Path = Path("/proc/sys")) -> str:
     return "in a container: start it with --security-opt seccomp=unconfined --security-opt apparmor=unconfined"
 
 
-def check_tools() -> Finding:
+def check_tools() -> CheckResult:
     """Check the programs that the product's tools run in a sandbox, and pytest for agents and grading."""
     from composer_nb.harness.sandbox.toolchain import PACKAGES, host_programs
 
@@ -264,7 +266,7 @@ def check_tools() -> Finding:
     return finding("agent tools", found, not missing, cost, "pip install 'composer_nb[agent]'")
 
 
-def check_kernel() -> Finding:
+def check_kernel() -> CheckResult:
     """Check that a notebook's `python3` kernel is this interpreter."""
     if importlib.util.find_spec("jupyter_client") is None:
         command = "not installed"

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from composer_nb import doctor
-from composer_nb.doctor import Finding, TorchFacts
+from composer_nb.doctor import CheckResult, TorchFacts
 
 NAMES = (
     "python platform cores memory disk torch gpu threads triton bubblewrap sandbox agent-tools jupyter-kernel git ray"
@@ -33,7 +33,7 @@ def program(folder: Path, name: str, script: str) -> None:
     (folder / name).chmod(0o755)
 
 
-def drawn(findings: list[Finding]) -> str:
+def drawn(findings: list[CheckResult]) -> str:
     console = Console(width=150, record=True, file=io.StringIO())
     console.print(doctor.as_table(findings))
     return console.export_text()
@@ -140,7 +140,7 @@ def test_a_kernel_of_another_interpreter_is_found(argv0: str, same: bool, tmp_pa
 
 
 def test_text_of_the_machine_is_not_read_as_markup():
-    finding = Finding(name="sandbox", found="[/red] cannot [bold]start[/bold]", ok=False, cost="c", mend="m")
+    finding = CheckResult(name="sandbox", found="[/red] cannot [bold]start[/bold]", ok=False, cost="c", mend="m")
     assert finding.found in drawn([finding])
 
 

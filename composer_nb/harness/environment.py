@@ -43,14 +43,14 @@ from composer_nb.harness.tools.workspace import Indexes
 RENDERERS: Mapping[str, type[ChatRenderer]] = {"compact": CompactRenderer, "qwen": QwenRenderer, "kimi": KimiRenderer}
 
 
-class Own(Protocol):
+class CustomEnvironment(Protocol):
     """A custom environment: a class without parameters. It may also have `tools`, a ToolSet, and `reward(rollout, grade)`, which
     returns a number and replaces the weighted terms."""
 
     def tasks(self) -> Iterable[Task]: ...
 
 
-def _own(name: str) -> Own:
+def _own(name: str) -> CustomEnvironment:
     """Return the single instance of the class that `name` refers to now, since a notebook may redefine it. A module that is found
     nowhere else may lie in the current folder. The folder is added to the path only then, and last: it may be untrusted."""
     module, _, kind = name.partition(":")
@@ -64,7 +64,7 @@ def _own(name: str) -> Own:
         raise ValueError(f"{said} ({error!r})") from None
 
 
-def tasks_of(name: str, environment: Own) -> list[Task]:
+def tasks_of(name: str, environment: CustomEnvironment) -> list[Task]:
     """Return the tasks of a custom environment. Raises ValueError if its class violates the protocol."""
     problem = f"env.tasks={name!r}:"
     if not isinstance(tools := getattr(environment, "tools", ToolSet.tiny()), ToolSet):
@@ -86,14 +86,14 @@ def tasks_of(name: str, environment: Own) -> list[Task]:
     return tasks
 
 
-def load_environment(name: str) -> tuple[list[Task], Own | None]:
+def load_environment(name: str) -> tuple[list[Task], CustomEnvironment | None]:
     """Return the tasks of a path, or of a custom environment (`MODULE:CLASS`) with it. Raises like `load_tasks`, `tasks_of`."""
     environment = EnvSettings(tasks=name).own
     return (tasks_of(name, environment) if environment else load_tasks(Path(name))), environment
 
 
 @lru_cache(maxsize=8)
-def _only(kind: type[Own]) -> Own:
+def _only(kind: type[CustomEnvironment]) -> CustomEnvironment:
     return kind()
 
 
@@ -103,7 +103,7 @@ class EnvSettings:
 
     tasks: str = "generated"
     """`generated`; or a path: a JSON Lines file, a folder of Harbor task directories, or output of `composer-nb tasks make`; or
-    `MODULE:CLASS`, a custom environment (`Own`)."""
+    `MODULE:CLASS`, a custom environment (`CustomEnvironment`)."""
     tools: str = "tiny"
     """tiny: search, read, edit a line, undo, run the tests, finish. cursor: the product's tools, which need a sandbox per
     rollout. A comma-separated list of names from one set (tiny ones must include `finish`): these alone, those of the product
@@ -130,7 +130,7 @@ class EnvSettings:
         return None if self.tasks == "generated" else Path(self.tasks).expanduser()
 
     @property
-    def own(self) -> Own | None:
+    def own(self) -> CustomEnvironment | None:
         """The environment if `tasks` names a class. Raises ValueError if it cannot be imported."""
         return _own(self.tasks) if ":" in self.tasks and not Path(self.tasks).exists() else None
 

@@ -22,7 +22,7 @@ def first_segment(rollout: int) -> int:
     return rollout - rollout % ATTEMPT_STRIDE // SEGMENT_STRIDE * SEGMENT_STRIDE
 
 
-class Drawn(NamedTuple):
+class SampledToken(NamedTuple):
     """A token as it was drawn."""
 
     token: int
@@ -54,7 +54,7 @@ class Request:
     """Lower values go first, from the next step on: 0 for users, 1 for rollouts."""
     user: str = ""
     """Name of the user, which decides who gets a new version of the weights first."""
-    heard: Callable[[Drawn], None] | None = None
+    heard: Callable[[SampledToken], None] | None = None
     """Called with every token as it is drawn, if the policy supports this."""
     top: int = 0
     """Number of most probable tokens to report beside the drawn one."""

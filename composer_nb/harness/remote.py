@@ -43,7 +43,7 @@ class Timeouts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class EngineReply:
     """A turn as an engine returned it."""
 
     token_ids: list[int]
@@ -52,7 +52,7 @@ class Reply:
     """Versions that the reply names; empty if it names none."""
 
 
-class Remote(ABC):
+class RemoteEngine(ABC):
     """An engine behind HTTP, for requests from several threads. It keeps each rollout's tokens and sends them with every turn,
     for the engine's prefix cache. It records no routes."""
 
@@ -193,7 +193,7 @@ class Remote(ABC):
         drawn = {"temperature": temperature, "top_p": request.top_p, "min_p": request.min_p}
         return drawn | ({"top_k": request.top_k} if request.top_k else {}) | {"stop_token_ids": sorted(self.stop)}
 
-    def _check(self, reply: Reply, request: Request, label: str) -> None:
+    def _check(self, reply: EngineReply, request: Request, label: str) -> None:
         """Raise ProviderFailure for a turn that no engine of this version could have drawn."""
         ids, count = reply.token_ids, len(reply.token_ids)
         whole = all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids)
@@ -214,10 +214,10 @@ class Remote(ABC):
     def _body(self, ids: list[int], request: Request, drawn: dict[str, Any], label: str) -> Mapping[str, Any]: ...
 
     @abstractmethod
-    def _read(self, found: Any) -> Reply: ...
+    def _read(self, found: Any) -> EngineReply: ...
 
 
-class VLLM(Remote):
+class VLLM(RemoteEngine):
     """`vllm serve`, which reloads from disk on all its workers."""
 
     kind = "vllm"
@@ -234,14 +234,14 @@ class VLLM(Remote):
         # Its prefix cache outlives an update; the salt separates the entries of different versions.
         return {"token_ids": ids, "sampling_params": sampling, "stream": False, "cache_salt": f"version-{label}"}
 
-    def _read(self, found: Any) -> Reply:
+    def _read(self, found: Any) -> EngineReply:
         choice = found["choices"][0]
         logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
         versions = [span["version"] for span in choice.get("weight_versions") or ()]
-        return Reply(token_ids=choice["token_ids"], logprobs=logprobs, versions=versions)
+        return EngineReply(token_ids=choice["token_ids"], logprobs=logprobs, versions=versions)
 
 
-class SGLang(Remote):
+class SGLang(RemoteEngine):
     """`sglang.launch_server`, which flushes its cache when it loads."""
 
     kind = "sglang"
@@ -256,11 +256,13 @@ class SGLang(Remote):
         sampling = {**drawn, "max_new_tokens": request.max_tokens}
         return {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
 
-    def _read(self, found: Any) -> Reply:
+    def _read(self, found: Any) -> EngineReply:
         told = found["meta_info"]
         pairs = [(token, logprob) for logprob, token, *_ in told["output_token_logprobs"]]
         named = [told["weight_version"]] if told.get("weight_version") is not None else []
-        return Reply(token_ids=[token for token, _ in pairs], logprobs=[each for _, each in pairs], versions=named)
+        return EngineReply(
+            token_ids=[token for token, _ in pairs], logprobs=[each for _, each in pairs], versions=named
+        )
 
 
-REMOTE: dict[str, type[Remote]] = {each.kind: each for each in (VLLM, SGLang)}
+REMOTE: dict[str, type[RemoteEngine]] = {each.kind: each for each in (VLLM, SGLang)}

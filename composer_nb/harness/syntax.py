@@ -26,7 +26,7 @@ _ALONE = threading.Lock()
 _TOKEN = re.compile(r"\w+|[^\w\s]|\n")
 
 
-class Layout(NamedTuple):
+class TextFormat(NamedTuple):
     """Byte order mark and line ends of a file. Editors on Windows write both."""
 
     mark: str = ""
@@ -35,7 +35,7 @@ class Layout(NamedTuple):
     """The line end, if all lines have the same; a text with several keeps them in `plain`."""
 
     @classmethod
-    def of(cls, text: str) -> Layout:
+    def of(cls, text: str) -> TextFormat:
         same = "\r\n" in text and text.count("\r\n") == text.count("\n")
         return cls(_MARK if text.startswith(_MARK) else "", "\r\n" if same else "\n")
 

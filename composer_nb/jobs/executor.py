@@ -17,7 +17,7 @@ from composer_nb.jobs import processes
 from composer_nb.jobs.file import Node
 
 
-class Executor(Protocol):
+class JobExecutor(Protocol):
     """A place in which attempts run."""
 
     limit: int | None

@@ -123,7 +123,7 @@ def load_job(path: Path, settings: Mapping[str, str] | None = None) -> Job:
     a line for each problem: unknown names come with the nearest known one.
     """
     written, problems = _read(path), _Problems()
-    drafts: dict[str, _Draft] = {}
+    drafts: dict[str, _NodeDraft] = {}
     for name, node_file in written.nodes.items():
         with problems.noted():
             drafts[name] = _draft(path, name, node_file, written.parameters)
@@ -258,7 +258,7 @@ def _read(path: Path) -> JobFile:
 
 
 @dataclass(kw_only=True)
-class _Draft:
+class _NodeDraft:
     """A node while settings of the command line are applied to it."""
 
     node: NodeFile
@@ -270,7 +270,7 @@ class _Draft:
     """Settings on top of the `overrides` that the file or the grid gives."""
 
 
-def _draft(path: Path, name: str, node: NodeFile, common: Mapping[str, Any]) -> _Draft:
+def _draft(path: Path, name: str, node: NodeFile, common: Mapping[str, Any]) -> _NodeDraft:
     """Return a node with the job's parameters, then its own."""
     if not NAME.fullmatch(name) or name == JOB:
         raise ValueError(f"{path}: {name!r} cannot name a node: letters, digits, - and _, and not `job`")
@@ -280,10 +280,10 @@ def _draft(path: Path, name: str, node: NodeFile, common: Mapping[str, Any]) -> 
         raise ValueError(f"{path}: {name}: every node has an output `dir` already; choose another name")
     known = parameters_of(notebook)
     given = {key: value for key, value in common.items() if key in known and key not in node.grid} | node.parameters
-    return _Draft(node=node, known=known, given=given, axes=dict(node.grid))
+    return _NodeDraft(node=node, known=known, given=given, axes=dict(node.grid))
 
 
-def _set(key: str, text: str, drafts: Mapping[str, _Draft]) -> None:
+def _set(key: str, text: str, drafts: Mapping[str, _NodeDraft]) -> None:
     """Apply one `--set`. A parameter that a grid varies is no longer varied."""
     node, colon, name = key.rpartition(":")
     if colon and node not in drafts:
@@ -317,7 +317,7 @@ def _typed(text: str, wanted: type) -> Any:
         return text
 
 
-def _expand(path: Path, family: str, draft: _Draft) -> Iterator[Node]:
+def _expand(path: Path, family: str, draft: _NodeDraft) -> Iterator[Node]:
     """Yield one node per point of the grid."""
     node = draft.node
     choices = []

@@ -30,7 +30,7 @@ from composer_nb.harness.untrusted import beneath
 from composer_nb.jobs import directory, processes
 from composer_nb.jobs.check import check_parameters, notebook_digest
 from composer_nb.jobs.directory import STOP_S
-from composer_nb.jobs.executor import Executor, Local
+from composer_nb.jobs.executor import JobExecutor, Local
 from composer_nb.jobs.file import DIR, JOB, Job, Node, load_job, name_of, references, resolve
 from composer_nb.jobs.records import ENDED, file_digest, now, read_json, reserve, write_record
 from composer_nb.trainer.records.provenance import package_digest
@@ -89,7 +89,7 @@ def run_job(
         # The watcher gives the notebooks, which end by themselves when we are gone, time to save.
         stack.enter_context(processes.guarded(processes.RUN, folder.name, folder, wait_s=STOP_S))
         stack.enter_context(processes.adopting_orphans())
-        executor: Executor = Local(run=folder.name, limit=job.parallel)
+        executor: JobExecutor = Local(run=folder.name, limit=job.parallel)
         if address is not None:
             from composer_nb.jobs.on_ray import OnRay
 
@@ -117,7 +117,7 @@ class Runner:
     """Starts what is ready and watches what runs until nothing is left to do."""
 
     def __init__(
-        self, job: Job, folder: Path, executor: Executor, say: Callable[[str], None], about: dict[str, Any]
+        self, job: Job, folder: Path, executor: JobExecutor, say: Callable[[str], None], about: dict[str, Any]
     ) -> None:
         self.job, self.folder, self.executor = job, folder, executor
         self.states = {name: NodeState() for name in job.nodes}

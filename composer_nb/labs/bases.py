@@ -27,7 +27,7 @@ from composer_nb.harness.policy import Request
 from composer_nb.labs.scaling import bits_per_byte
 from composer_nb.trainer.corpus.quality import parsed
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import cross_entropy
 from composer_nb.trainer.models.convert import read_model
@@ -40,7 +40,7 @@ END = "# end\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Base:
+class BaseCandidate:
     """A model that could be trained, with its tokenizer."""
 
     name: str
@@ -48,7 +48,7 @@ class Base:
     tokenizer: Tokenizer
 
     @classmethod
-    def open(cls, named: str, seed: int = 0) -> Base:
+    def open(cls, named: str, seed: int = 0) -> BaseCandidate:
         """Read a checkpoint folder or a GGUF file, in float32; `random:DIR` has random weights, its sizes and its tokenizer."""
         path = Path(named.removeprefix("random:")).expanduser()
         model, tokenizer = read_model(path)
@@ -94,7 +94,7 @@ class History:
         return f"# first version\n{self.start}{END}{changes}# last version\n"
 
 
-def rolling_loss(base: Base, text: str, window: int, stride: int) -> float:
+def rolling_loss(base: BaseCandidate, text: str, window: int, stride: int) -> float:
     """Return the summed negative log-likelihood of a text in nats. Each token is predicted once; windows of `window` tokens move
     on by `stride`, so at least window − stride tokens before it are seen, if the text has them."""
     if not 0 < stride < window <= base.model.config.max_position_embeddings:
@@ -107,7 +107,7 @@ def rolling_loss(base: Base, text: str, window: int, stride: int) -> float:
     for begin in range(0, len(stream) - 1, stride):
         end = min(len(stream), begin + 1 + stride)
         low = max(0, end - window)
-        rows.append(Row(stream[low:end], (np.arange(low, end) > begin).astype(np.float32)))
+        rows.append(TokenRow(stream[low:end], (np.arange(low, end) > begin).astype(np.float32)))
     return cross_entropy(base.model, rows, Ranks()) * (len(stream) - 1)
 
 
@@ -134,14 +134,14 @@ def make_questions(texts: Sequence[str], count: int, choices: int, seed: int) ->
     return made
 
 
-def chosen(base: Base, question: Question) -> int:
+def chosen(base: BaseCandidate, question: Question) -> int:
     """Return the choice with the smallest loss per byte of text after the prompt."""
     before = [base.first, *base.ids(question.prompt)]
     losses = []
     for choice in question.choices:
         ids = base.ids(choice)
         weight = np.repeat(np.array([0.0, 1.0], np.float32), [len(before), len(ids)])
-        row = Row(np.array([*before, *ids], np.int32), weight)
+        row = TokenRow(np.array([*before, *ids], np.int32), weight)
         losses.append(cross_entropy(base.model, [row], Ranks()) * len(ids) / len(choice.encode()))
     return int(np.argmin(losses))
 
@@ -181,7 +181,7 @@ def distance(one: str, other: str) -> int:
     return int(bounded(one, other, max(len(one), len(other), 1)))
 
 
-def rebuilt(base: Base, histories: Sequence[History], slots: int = 16) -> list[str]:
+def rebuilt(base: BaseCandidate, histories: Sequence[History], slots: int = 16) -> list[str]:
     """Return what the model writes for the last version of each file, greedily, up to the line that ends it."""
     asked = [[base.first, *base.ids(history.prompt)] for history in histories]
     most = [len(base.ids(history.end + END)) + 16 for history in histories]
@@ -215,7 +215,7 @@ class Measures:
 
 
 def compare_bases(
-    bases: Sequence[Base], texts: Sequence[str], m: Measures, against: Base | None = None
+    bases: Sequence[BaseCandidate], texts: Sequence[str], m: Measures, against: BaseCandidate | None = None
 ) -> list[dict[str, Any]]:
     """Return a row for each base, after one that needs no model: guessing, the first version as the answer, and 8 bits a byte.
     `texts` are the files of the codebase, in order; `against` drops the questions that it answers right."""

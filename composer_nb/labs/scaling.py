@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from tokenizers import Tokenizer
 
-from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.data import TokenRow
 
 Shape = Literal["log-linear", "power"]
 
@@ -62,7 +62,7 @@ def bits_per_byte(nats: ArrayLike, bytes_per_token: float) -> NDArray[np.float64
     return np.asarray(nats, np.float64) / (math.log(2) * bytes_per_token)
 
 
-def bytes_per_token(rows: Iterable[Row], tokenizer: Tokenizer) -> float:
+def bytes_per_token(rows: Iterable[TokenRow], tokenizer: Tokenizer) -> float:
     """Return the mean bytes of text per predicted token of `rows` (all but each row's first).
 
     Special tokens stand for no text, and count as none."""

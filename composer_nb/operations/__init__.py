@@ -29,7 +29,7 @@ Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class Subcommand:
     """One subcommand, such as `report`, or one action of a subcommand, such as `tasks make`."""
 
     run: Run
@@ -45,14 +45,14 @@ class Command:
         return first[:1].lower() + first[1:].rstrip(".")
 
 
-COMMANDS: dict[str, Command] = {}
+COMMANDS: dict[str, Subcommand] = {}
 
 
 def command(name: str, *arguments: Argument, epilog: str = "", lines: bool = False) -> Callable[[Run], Run]:
     """Register a function as a subcommand."""
 
     def register(run: Run) -> Run:
-        COMMANDS[name] = Command(run=run, arguments=arguments, epilog=epilog, lines=lines)
+        COMMANDS[name] = Subcommand(run=run, arguments=arguments, epilog=epilog, lines=lines)
         return run
 
     return register

@@ -226,7 +226,7 @@ def serve(args: argparse.Namespace) -> int:
     from composer_nb.production.canary import LEAST, Canary, open_canary
     from composer_nb.production.conversations import Conversations
     from composer_nb.production.policies import open_engine
-    from composer_nb.production.record import Record
+    from composer_nb.production.record import RolloutRecord
     from composer_nb.production.replicas import Replicas, open_replicas
     from composer_nb.production.serve import ChatServer, ScriptServer
 
@@ -268,7 +268,7 @@ def serve(args: argparse.Namespace) -> int:
             else open_replicas(args.model, args.replicas, **size)
         ) as engine:
             judged = {"judged": engine.shared.judged} if isinstance(engine.shared, Canary) else {}
-            record = Record(args.record, engine.tokenizer, **judged) if args.record else None
+            record = RolloutRecord(args.record, engine.tokenizer, **judged) if args.record else None
             answer = Conversations(
                 engine.shared, engine.tokenizer, engine.format, engine.tokens, record, args.temperature
             )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Literal
 
 
-class _Lines(logging.Handler):
+class _LineHandler(logging.Handler):
     """Writes each record as one line to the stream that `sys` holds at that moment, so each notebook cell gets its own lines."""
 
     def __init__(self, stream: Literal["stdout", "stderr"], render: Callable[[str], str]) -> None:
@@ -25,6 +25,6 @@ def print_lines(stream: Literal["stdout", "stderr"] = "stdout", render: Callable
     The command line calls this itself; a notebook or a program that wants to see the lines calls it once.
     """
     logger = logging.getLogger("composer_nb")
-    logger.handlers = [handler for handler in logger.handlers if not isinstance(handler, _Lines)]
-    logger.addHandler(_Lines(stream, render))
+    logger.handlers = [handler for handler in logger.handlers if not isinstance(handler, _LineHandler)]
+    logger.addHandler(_LineHandler(stream, render))
     logger.setLevel(logging.INFO)

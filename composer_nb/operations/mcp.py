@@ -106,13 +106,13 @@ async def run(words: Sequence[str]) -> tuple[str, bool]:
     return text.decode("utf-8", "replace"), failed
 
 
-class Workspace:
+class McpWorkspace:
     """The product's tools in a sandbox with a copy of a repository. This is a context manager, which raises like `run_agent`."""
 
     def __init__(self, root: Path, backend: str) -> None:
         self._root, self._backend = root, backend
 
-    def __enter__(self) -> Workspace:
+    def __enter__(self) -> McpWorkspace:
         from composer_nb.harness.sandbox import open_backend
         from composer_nb.production.checkout import read_checkout
         from composer_nb.production.diff import require_git
@@ -168,7 +168,7 @@ def mcp(args: argparse.Namespace) -> int:
     names = {each.replace(" ", "_"): each for each in (*READS, *WRITES[: 2 * args.allow_writes])}
     hidden = {name: WRITERS if name in READS else {"--json"} for name in names.values()}
     with ExitStack() as stack:
-        place = stack.enter_context(Workspace(args.workspace, args.backend)) if args.workspace else None
+        place = stack.enter_context(McpWorkspace(args.workspace, args.backend)) if args.workspace else None
         own = {each["name"]: each for each in place.schemas()} if place else {}
 
         async def listed(context: Any, params: Any) -> Any:

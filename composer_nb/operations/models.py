@@ -89,14 +89,14 @@ def corpus(args: argparse.Namespace) -> int:
 )
 def bases(args: argparse.Namespace) -> int:
     """Compare models to train, by fresh knowledge, state tracking and the likelihood of a codebase."""
-    from composer_nb.labs.bases import Base, Measures, compare_bases
+    from composer_nb.labs.bases import BaseCandidate, Measures, compare_bases
     from composer_nb.trainer.learning.data import read_corpus
     from composer_nb.trainer.settings import override
     from composer_nb.views.midtraining import base_table
 
     measures = override(Measures(), overrides(args.set))
-    against = Base.open(args.against, measures.seed) if args.against else None
-    opened = [Base.open(name, measures.seed) for name in args.bases]
+    against = BaseCandidate.open(args.against, measures.seed) if args.against else None
+    opened = [BaseCandidate.open(name, measures.seed) for name in args.bases]
     comparison = compare_bases(opened, read_corpus(args.code).validation, measures, against)
     return emit(args, comparison, lambda: base_table(comparison))
 

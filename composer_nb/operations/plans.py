@@ -60,8 +60,8 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _plan_schedules(args: argparse.Namespace) -> int:
-    from composer_nb.labs.planning.fleet import Recorded
-    from composer_nb.labs.planning.simulate import Durations, Load, simulate
+    from composer_nb.labs.planning.fleet import RunSpeed
+    from composer_nb.labs.planning.simulate import Durations, SimulatedLoad, simulate
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.schedule import Schedule
 
@@ -70,7 +70,7 @@ def _plan_schedules(args: argparse.Namespace) -> int:
         raise ValueError("--write needs --run, the run whose durations it keeps")
     if args.run:
         run = ReadOnly(args.run)
-        recorded = Recorded.of_run(run)
+        recorded = RunSpeed.of_run(run)
         load, reached = recorded.load, recorded.reached
         base = replace(recorded.schedule, steps=len(run.steps("rl")), refill=0)
         if args.write:
@@ -80,7 +80,9 @@ def _plan_schedules(args: argparse.Namespace) -> int:
         file = args.durations or Path(__file__).parents[2] / "data" / "durations.csv"
         if not file.is_file():
             raise FileNotFoundError(f"{file}: no durations here; give --durations")
-        load = Load(durations=Durations.read(file), **pick(args, "workers", "capacity", "train_s", "publish_s"))
+        load = SimulatedLoad(
+            durations=Durations.read(file), **pick(args, "workers", "capacity", "train_s", "publish_s")
+        )
     found = []
     for order, ahead, bound in schedules:
         schedule = replace(base, order=order, ahead=ahead, bound=bound)  # type: ignore[arg-type]
@@ -105,7 +107,7 @@ def _plan_schedules(args: argparse.Namespace) -> int:
 
 
 def _plan_mesh(args: argparse.Namespace) -> int:
-    from composer_nb.trainer.parallel.memory import Load, require_memory, table
+    from composer_nb.trainer.parallel.memory import RankLoad, require_memory, table
     from composer_nb.trainer.parallel.mesh import MeshSettings
     from composer_nb.trainer.settings import override
 
@@ -113,7 +115,7 @@ def _plan_mesh(args: argparse.Namespace) -> int:
         raise ValueError("--mesh needs --model, a checkpoint or a config.json")
     pairs = [part.partition("=") for part in args.mesh.split(",") if part]
     settings = override(MeshSettings(), {name.strip(): value for name, _, value in pairs})
-    load = Load(**pick(args, "tokens", "microbatches", "optimizer", "recompute", "half"), fused=args.half)
+    load = RankLoad(**pick(args, "tokens", "microbatches", "optimizer", "recompute", "half"), fused=args.half)
     limit = sys.maxsize if args.memory is None else int(args.memory * 2**30)
     need = require_memory(_config(args.model), settings, args.ranks, load, limit)
     return emit(args, asdict(need), lambda: table(need))

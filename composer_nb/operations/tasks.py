@@ -45,11 +45,11 @@ def make(args: argparse.Namespace) -> int:
 
     from composer_nb.harness.sandbox import open_backend
     from composer_nb.harness.tasks.making.make import make
-    from composer_nb.harness.tasks.making.options import Running
+    from composer_nb.harness.tasks.making.options import RunOptions
     from composer_nb.harness.tasks.making.show import progress, table
 
     times = {"suite_s": args.suite_seconds, "test_s": args.test_seconds}
-    running = Running(**pick(args, "pytest_args", "packages", "image"), **times)
+    running = RunOptions(**pick(args, "pytest_args", "packages", "image"), **times)
     with open_backend(args.backend) as backend, progress(Console(stderr=True)) as report:
         options = pick(args, "limit", "seed", "require")
         summary = make(args.path, args.out, backend, running=running, report=report, **options)
@@ -79,11 +79,11 @@ def mine(args: argparse.Namespace) -> int:
 
     from composer_nb.harness.sandbox import open_backend
     from composer_nb.harness.tasks.making.mine import UNFETCHED, mine
-    from composer_nb.harness.tasks.making.options import Running
+    from composer_nb.harness.tasks.making.options import RunOptions
     from composer_nb.harness.tasks.making.show import progress
     from composer_nb.views.page import text_table
 
-    running = Running(**pick(args, "pytest_args", "packages", "image"), suite_s=args.suite_seconds)
+    running = RunOptions(**pick(args, "pytest_args", "packages", "image"), suite_s=args.suite_seconds)
     with open_backend(args.backend) as backend, progress(Console(stderr=True)) as report:
         options = pick(args, "limit", "commits", "most_lines") | {"requests": args.requests or ()}
         summary = mine(args.paths, args.out, backend, running=running, report=report, **options)

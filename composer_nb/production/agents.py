@@ -35,7 +35,7 @@ from composer_nb.production import checkout
 from composer_nb.production.arms import TINY_ARMS, Arm, arms_of, detectable, difference, figures
 from composer_nb.production.attempts import attempt_all, check_fit
 from composer_nb.production.diff import require_git
-from composer_nb.production.planner import Plan, make_plans, with_plans
+from composer_nb.production.planner import TaskPlan, make_plans, with_plans
 from composer_nb.production.policies import Cast, equipment, identity, known_training, open_policy, parse_policy
 from composer_nb.production.work import Work, keep, open_session
 from composer_nb.tour.expert import GREPPING, TINY_SCRIPTS, Script, ScriptedPolicy
@@ -147,7 +147,7 @@ def _tiny_arms(policy: str, arms: str, fits: bool) -> dict[str, Arm]:
     return chosen
 
 
-def _plans(planner: str, tasks: Sequence[Task], out: Path, workers: int, settings: BenchSettings) -> list[Plan]:
+def _plans(planner: str, tasks: Sequence[Task], out: Path, workers: int, settings: BenchSettings) -> list[TaskPlan]:
     """Return the plans of a policy, kept in `out`. Raises ValueError for plans of another there."""
     _claim(out / "planned", {"planner": planner, "is": identity(planner), "seed": settings.seed})
     limits = equipment(planner)[1]

@@ -12,16 +12,16 @@ from pydantic import BaseModel, Field, model_validator
 from composer_nb.harness.agent.endpoint import call_on_wire
 from composer_nb.production.wire import (
     Answered,
-    Asked,
     Calls,
     Choice,
     Count,
     Logprobs,
     Named,
     Probability,
+    PromptTooLong,
     Refused,
+    RequestBody,
     Strict,
-    TooLong,
     arguments_of,
     shown,
     spoke,
@@ -31,7 +31,7 @@ IGNORED = ("cache_control", "citations")
 """Keys of blocks that do not change what the model reads."""
 
 
-class _Tool(BaseModel):
+class _AnthropicTool(BaseModel):
     name: str
     type: Literal["custom"] | None = None
     description: str | None = None
@@ -66,7 +66,7 @@ class Messages(Strict):
     max_tokens: Count
     model: str | None = None
     system: str | list[dict[str, Any]] = ""
-    tools: list[_Tool] | None = None
+    tools: list[_AnthropicTool] | None = None
     tool_choice: _Choose | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Probability | None = None
@@ -79,7 +79,7 @@ class Messages(Strict):
     thinking: dict[Literal["type"], Literal["disabled"]] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
-    def asked(self) -> Asked:
+    def asked(self) -> RequestBody:
         """Return the same request in OpenAI's form. Raises ValueError for messages that hold anything but texts and calls."""
         choice = self.tool_choice
         tools = [
@@ -91,7 +91,7 @@ class Messages(Strict):
             }
             for each in self.tools or ()
         ]
-        return Asked(
+        return RequestBody(
             messages=[
                 *([{"role": "system", "content": _texts(self.system)}] if self.system else ()),
                 *(each for message in self.messages for each in _message(message)),
@@ -136,7 +136,7 @@ def _texts(content: str | Sequence[Any]) -> str | list[Any]:
 class MessagesReply:
     """Writes the answer to one request: whole, or as the events of a stream."""
 
-    def __init__(self, asked: Asked, model: str) -> None:
+    def __init__(self, asked: RequestBody, model: str) -> None:
         self.asked = self.body = asked
         self.model, self._letters, self._called = model, 0, dict[int, int]()
         """Letters sent so far, of the text and of the arguments of each call."""
@@ -199,7 +199,7 @@ def refusal(refused: Refused) -> dict[str, Any]:
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
     kinds |= {429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}
     kind = kinds.get(refused.status, "invalid_request_error")
-    message = refused.anthropic if isinstance(refused, TooLong) else str(refused)
+    message = refused.anthropic if isinstance(refused, PromptTooLong) else str(refused)
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 

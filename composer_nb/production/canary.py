@@ -30,7 +30,7 @@ from composer_nb.harness.policy import Completion, ProviderFailure, Request, Tra
 from composer_nb.production.policies import OpenEngine
 from composer_nb.production.replicas import Replicas, open_replicas
 from composer_nb.trainer.versions.receiver import Receiver
-from composer_nb.trainer.versions.rule import Rule
+from composer_nb.trainer.versions.rule import VersionRule
 
 LOG = logging.getLogger(__name__)
 FILE = "canary.json"
@@ -100,14 +100,14 @@ class Known(BaseModel):
     """-1: none."""
 
     @property
-    def usual(self) -> Rule:
+    def usual(self) -> VersionRule:
         """The rule of the usual replicas: never a version that is not trusted."""
-        return Rule(after=math.inf, most=self.trusted)
+        return VersionRule(after=math.inf, most=self.trusted)
 
     @property
-    def early(self) -> Rule:
+    def early(self) -> VersionRule:
         """The rule of the early replicas: the newest version, or the trusted one after a withdrawal."""
-        return Rule(after=self.withdrawn, most=self.trusted)
+        return VersionRule(after=self.withdrawn, most=self.trusted)
 
 
 class Canary:

@@ -12,9 +12,10 @@ A call that cannot be read is sent with its arguments up to there (`turn.py`). I
 read as a call with those. A turn whose first call has no name is sent as text; if the client sends that text back, it is read as
 the tokens that it spells.
 
-With a `Record`, conversations become stored rollouts when they are graded, when there are too many of them, or when the server
-closes (`record.py`). Several may be equal up to an answer: of other users, or of one, with equal answers. None of them is
-continued then, since nobody can tell which is meant: the request gets a conversation of its own, with a copy of what is equal.
+With a `RolloutRecord`, conversations become stored rollouts when they are graded, when there are too many of them, or when the
+server closes (`record.py`). Several may be equal up to an answer: of other users, or of one, with equal answers. None of them
+is continued then, since nobody can tell which is meant: the request gets a conversation of its own, with a copy of what is
+equal.
 """
 
 from __future__ import annotations
@@ -35,26 +36,26 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent.chat import ChatRenderer, Message, Result, Said, User
+from composer_nb.harness.agent.chat import CallResult, ChatRenderer, Message, Said, User
 from composer_nb.harness.agent.endpoint import Wire
 from composer_nb.harness.agent.endpoint import spoken as spoken_by
 from composer_nb.harness.agent.grammar import Grammar
 from composer_nb.harness.agent.shared import Answering
-from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Drawn, Request, TimeIsUp, Trace
+from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, SampledToken, TimeIsUp, Trace
 from composer_nb.harness.rollout import Transcript
-from composer_nb.production.record import Record, Row, Verdict
-from composer_nb.production.turn import Continuation, Turn
+from composer_nb.production.record import ConversationRow, RolloutRecord, Verdict
+from composer_nb.production.turn import Continuation, StreamedTurn
 from composer_nb.production.wire import (
     Answered,
     AnyAsked,
-    Asked,
     Choice,
     Complete,
     Generate,
+    PromptTooLong,
     Refused,
+    RequestBody,
     Sampling,
     Told,
-    TooLong,
     arguments_of,
     messages_of,
     text_of,
@@ -65,9 +66,9 @@ LOOK_S = 0.1
 GATHER_S = 0.01
 """Tokens that come within so many seconds are told together: each part of an answer costs as much as reading all of it so far."""
 KEPT = 256
-"""Conversations that stay known; a `Record` stores the one that has been idle longest."""
+"""Conversations that stay known; a `RolloutRecord` stores the one that has been idle longest."""
 KEPT_TOKENS = 1 << 20
-"""Tokens of conversations that stay known without a `Record`."""
+"""Tokens of conversations that stay known without a `RolloutRecord`."""
 MARKS = 1 << 16
 """Maximum entries of `_owners`."""
 Form = Callable[..., ChatRenderer]
@@ -77,13 +78,13 @@ SYSTEM = ("system", "developer")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Talk:
+class _LiveConversation:
     """A conversation, with its tokens as the policy saw them."""
 
     renderer: ChatRenderer
     digest: bytes
     """Of its system text, tools, seed, name and user: where its messages begin."""
-    row: Row
+    row: ConversationRow
     drawn_by: int = 0
     """Decides the random draws."""
     rollout: int | None = None
@@ -104,7 +105,7 @@ class Conversations:
         tokenizer: Tokenizer,
         form: Form,
         tokens: int,
-        record: Record | None = None,
+        record: RolloutRecord | None = None,
         temperature: float = 1.0,
     ) -> None:
         """`tokens`: maximum of one conversation."""
@@ -113,7 +114,7 @@ class Conversations:
         """Temperature of requests that set none."""
         self._letters = tokens * max(map(len, tokenizer.get_vocab()))
         """No longer text fits into a conversation."""
-        self._talks: list[_Talk] = []
+        self._talks: list[_LiveConversation] = []
         """Known ones, the one that has been idle longest first."""
         self._owners: dict[bytes, str] = {}
         """Digest of the messages up to an answer -> name of the rollout; empty if there are several."""
@@ -127,7 +128,7 @@ class Conversations:
     def __call__(
         self, asked: AnyAsked, there: Callable[[], bool] = lambda: True, report: Told = lambda *part: None
     ) -> Answered:
-        if not isinstance(asked, Asked):
+        if not isinstance(asked, RequestBody):
             return self._generate(asked, there, report)
         if asked.rollout and not self.record:
             raise Refused("rollout: this server records nothing; start it with --record RUN", param="rollout")
@@ -144,10 +145,10 @@ class Conversations:
         for message in spoken:
             digests.append(_digest(digests[-1], message))
         user = next((message["content"] for message in spoken if message["role"] == "user"), "")
-        row = Row(name=asked.rollout or "", instruction=user, user=asked.user or "")
-        new = _Talk(renderer=renderer, digest=digests[0], row=row)
+        row = ConversationRow(name=asked.rollout or "", instruction=user, user=asked.user or "")
+        new = _LiveConversation(renderer=renderer, digest=digests[0], row=row)
         talks = self._held(new, asked.n or 1, asked.seed, digests, there)
-        most, work = asked.max_completion_tokens or asked.max_tokens, list[tuple[Request, Turn]]()
+        most, work = asked.max_completion_tokens or asked.max_tokens, list[tuple[Request, StreamedTurn]]()
         grammars = list[Grammar | None]()
         sampling = _drawn(asked, asked.top_logprobs)
         try:
@@ -156,7 +157,7 @@ class Conversations:
                 grammars.append(grammar and grammar.fresh())
                 held_to = {"allowed": grammars[-1] and grammars[-1].allowed}
                 request = self._request(talk, read, most, "messages", sampling | held_to)
-                work.append((request, Turn(talk.renderer, asked, partial(report, number))))
+                work.append((request, StreamedTurn(talk.renderer, asked, partial(report, number))))
             before = len(talks[0][0].row.transcript.token_ids) + len(reads[0][0])
             self._run(work, there)
             if faults := [grammar.fault for grammar in grammars if grammar and grammar.fault]:
@@ -175,7 +176,7 @@ class Conversations:
             answers.append(replace(choice, rollout=talk.row.name if self.record else ""))
         return Answered(choices=answers, read=before)
 
-    def _mark(self, talk: _Talk, digest: bytes, choice: Choice) -> None:
+    def _mark(self, talk: _LiveConversation, digest: bytes, choice: Choice) -> None:
         """Record the length of a conversation, and the digest of its messages."""
         talk.marks[digest] = at = len(talk.row.transcript.token_ids)
         if choice.turn:
@@ -218,7 +219,7 @@ class Conversations:
 
     def _generate(self, asked: Generate | Complete, there: Callable[[], bool], told: Told) -> Answered:
         """Continue tokens, in conversations that nothing goes on with."""
-        renderer, vocabulary, kind = self.form(self.tokenizer), self.tokenizer.get_vocab_size(), Turn
+        renderer, vocabulary, kind = self.form(self.tokenizer), self.tokenizer.get_vocab_size(), StreamedTurn
         given: Complete | Sampling
         if isinstance(asked, Complete):
             param, given, how, kind = "prompt", asked, asked.asked, Continuation
@@ -226,11 +227,11 @@ class Conversations:
             self._fits(len(text), param)
             ids = self.tokenizer.encode(text, add_special_tokens=False).ids if text else [*asked.prompt]
         else:
-            param, given, how = "prompt_token_ids", asked.sampling_params, Asked(messages=[{}])
+            param, given, how = "prompt_token_ids", asked.sampling_params, RequestBody(messages=[{}])
             ids = asked.prompt_token_ids
         if not ids or max(ids) >= vocabulary:
             raise Refused(f"{param}: at least one token, and none above {vocabulary - 1}", param=param)
-        new = _Talk(renderer=renderer, digest=b"", row=Row(name="", user=how.user or ""))
+        new = _LiveConversation(renderer=renderer, digest=b"", row=ConversationRow(name="", user=how.user or ""))
         held = self._held(new, given.n or 1, given.seed, [b""], there)
         drawn = _drawn(given, given.logprobs)
         try:
@@ -246,12 +247,12 @@ class Conversations:
         return Answered(choices=choices, read=len(ids))
 
     def _request(
-        self, talk: _Talk, read: list[int], limit: int | None, param: str, sampling: dict[str, Any]
+        self, talk: _LiveConversation, read: list[int], limit: int | None, param: str, sampling: dict[str, Any]
     ) -> Request:
         """Return what the policy is asked. Raises Refused if a conversation has no room for an answer."""
         tokens = talk.row.transcript.token_ids
         if (before := len(tokens) + len(read)) >= self.tokens:
-            raise TooLong(self.tokens, before, param)
+            raise PromptTooLong(self.tokens, before, param)
         room, again = min(limit or self.tokens, self.tokens - before), talk.rollout is None
         if again:
             talk.rollout = next(self._numbers) * ATTEMPT_STRIDE + talk.drawn_by
@@ -259,9 +260,9 @@ class Conversations:
         named: dict[str, Any] = {"rollout": talk.rollout, "user": talk.row.user or talk.row.name}
         return Request(**named, token_ids=[*(tokens if again else ()), *read], max_tokens=room, priority=0, **sampling)
 
-    def _run(self, work: Sequence[tuple[Request, Turn]], there: Callable[[], bool]) -> None:
+    def _run(self, work: Sequence[tuple[Request, StreamedTurn]], there: Callable[[], bool]) -> None:
         """Have turns written side by side. Raises TimeIsUp when the client goes away."""
-        news: SimpleQueue[tuple[int, Drawn | Future[Completion]]] = SimpleQueue()
+        news: SimpleQueue[tuple[int, SampledToken | Future[Completion]]] = SimpleQueue()
         puts = [partial(_put, news, number) for number in range(len(work))]
         requests = [replace(request, heard=put) for (request, _), put in zip(work, puts, strict=True)]
         for answer, put in zip(self.policy.start(*requests), puts, strict=True):
@@ -284,8 +285,8 @@ class Conversations:
                 time.sleep(GATHER_S)
 
     def _held(
-        self, new: _Talk, count: int, seed: int | None, digests: Sequence[bytes], there: Callable[[], bool]
-    ) -> list[tuple[_Talk, int]]:
+        self, new: _LiveConversation, count: int, seed: int | None, digests: Sequence[bytes], there: Callable[[], bool]
+    ) -> list[tuple[_LiveConversation, int]]:
         """Return a conversation for each choice of a request, and how many of its messages are known; 0 for a `new` one.
         Waits while too many are in use. Raises TimeIsUp when the client goes away."""
         most = self.policy.capacity
@@ -311,7 +312,9 @@ class Conversations:
                 self._store(next(talk.row.name for talk in self._talks if not talk.busy))
         return talks
 
-    def _claim(self, new: _Talk, seed: int | None, number: int, digests: Sequence[bytes]) -> tuple[_Talk, int]:
+    def _claim(
+        self, new: _LiveConversation, seed: int | None, number: int, digests: Sequence[bytes]
+    ) -> tuple[_LiveConversation, int]:
         drawn_by = (next(self._seeds) if seed is None else seed + (number << 32)) % ATTEMPT_STRIDE
         name = new.row.name or f"c{uuid.uuid4().hex}"
         row = replace(new.row, name=name, number=self._next(name), transcript=Transcript(), turns=[])
@@ -335,7 +338,7 @@ class Conversations:
             return self._begin(replace(new, row=row, drawn_by=drawn_by, marks={}, unread=unread)), prefix
         return self._begin(replace(new, row=row, drawn_by=drawn_by, marks={}, unread={})), 0
 
-    def _begin(self, talk: _Talk) -> _Talk:
+    def _begin(self, talk: _LiveConversation) -> _LiveConversation:
         self._talks.append(talk)
         return talk
 
@@ -343,14 +346,16 @@ class Conversations:
         """Return the number of the next branch of a rollout."""
         return max((talk.row.number for talk in self._talks if talk.row.name == name), default=-1) + 1
 
-    def _read(self, talk: _Talk, system: str, spoken: Wire, prefix: int) -> tuple[list[int], Sequence[Message]]:
+    def _read(
+        self, talk: _LiveConversation, system: str, spoken: Wire, prefix: int
+    ) -> tuple[list[int], Sequence[Message]]:
         """Return the new tokens and messages. Raises ValueError for invalid messages, or if the last one is a turn of the
         agent."""
         before = [call["id"] for call in spoken[prefix - 1].get("tool_calls", ())] if prefix else []
         call_ids = talk.unread.get(len(talk.row.transcript.token_ids), before)
         answered = {message["tool_call_id"] for message in spoken[prefix:] if "tool_call_id" in message}
         news = _in_order(messages_of(spoken[prefix:]), call_ids if {*call_ids} <= answered else before)
-        if not news or not isinstance(news[-1], User | Result):
+        if not news or not isinstance(news[-1], User | CallResult):
             raise ValueError("messages: the last one is a user's or a tool's")
         self._fits(sum(len(message.text) for message in news), "messages")
         if not prefix:
@@ -362,9 +367,9 @@ class Conversations:
     def _fits(self, letters: int, param: str) -> None:
         """Raise Refused for a text that is too long for any conversation, before the time for its tokens is spent."""
         if letters > self._letters:
-            raise TooLong(self.tokens, -(-letters * self.tokens // self._letters), param)
+            raise PromptTooLong(self.tokens, -(-letters * self.tokens // self._letters), param)
 
-    def _end(self, talk: _Talk, drop: bool, wrote: bool = False) -> Trace:
+    def _end(self, talk: _LiveConversation, drop: bool, wrote: bool = False) -> Trace:
         """Let others use the room of a conversation. `drop`: the policy forgets it. `wrote`: this request got its answer. Returns
         the records of what is forgotten."""
         with self._room:
@@ -375,7 +380,7 @@ class Conversations:
             self._room.notify_all()
             return trace
 
-    def _forget(self, talk: _Talk) -> Trace:
+    def _forget(self, talk: _LiveConversation) -> Trace:
         """Have the policy forget a conversation."""
         if talk.rollout is None:
             return Trace()
@@ -386,7 +391,7 @@ class Conversations:
         return trace
 
 
-def _grammar(asked: Asked, renderer: ChatRenderer) -> Grammar | None:
+def _grammar(asked: RequestBody, renderer: ChatRenderer) -> Grammar | None:
     """Return what a turn is held to: calls of all tools if one must be called or one is `strict`, of one tool if it must be.
     Raises Refused for a tool that is not there, and for schemas that this format cannot be held to."""
     known = {tool["function"]["name"]: tool["function"] for tool in renderer.tools}
@@ -406,9 +411,9 @@ def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
     """Return messages with the results in the order of their calls. `ids`: calls that wait for a result at the beginning. Raises
     ValueError for a call without a result, and a result without a call."""
     found: list[Message] = []
-    waiting: dict[str, Result | None] = dict.fromkeys(ids)
+    waiting: dict[str, CallResult | None] = dict.fromkeys(ids)
     for each in messages:
-        if isinstance(each, Result):
+        if isinstance(each, CallResult):
             if waiting.get(each.id, each) is not None:
                 raise ValueError(f"messages: a result of {each.id!r}, and no call of that id waits for one")
             waiting[each.id] = each
@@ -426,7 +431,7 @@ def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
     return found
 
 
-def _drawn(given: Asked | Complete | Sampling, top: int | None) -> dict[str, Any]:
+def _drawn(given: RequestBody | Complete | Sampling, top: int | None) -> dict[str, Any]:
     """Return how a request wants tokens to be drawn, and how many of the most probable ones it wants to see."""
     kept = {"top_k": given.top_k or 0, "min_p": given.min_p or 0.0}
     return {"top": top or 0, "temperature": given.temperature, "top_p": given.top_p or 1.0, **kept}
@@ -444,7 +449,7 @@ def _digest(before: bytes, what: Any) -> bytes:
     return hashlib.sha256(before + json.dumps(what, sort_keys=True).encode()).digest()
 
 
-def _put(news: SimpleQueue[Any], number: int, what: Drawn | Future[Completion]) -> None:
+def _put(news: SimpleQueue[Any], number: int, what: SampledToken | Future[Completion]) -> None:
     news.put((number, what))
 
 

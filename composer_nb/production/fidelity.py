@@ -45,7 +45,7 @@ _FOLDS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class SessionSide:
     """One of the places: a session, and what an agent is told."""
 
     session: Session
@@ -90,12 +90,12 @@ class TwoSamples:
 
 
 @contextmanager
-def open_in(place: str, task: Task, agent: Agent) -> Iterator[Side]:
+def open_in(place: str, task: Task, agent: Agent) -> Iterator[SessionSide]:
     """Open the workspace of a task as in `training`, for an agent of it, or as in the `product` for an agent of its chat format.
     Raises ValueError for a task that cannot be opened, and SandboxFailure."""
     if place == "training":
         with open_session(task, agent.environment()) as session:
-            yield Side(session=session, tools=agent.tools, system=agent.system, schemas=agent.renderer.tools)
+            yield SessionSide(session=session, tools=agent.tools, system=agent.system, schemas=agent.renderer.tools)
         return
     if agent.backend is None or task.image:
         raise ValueError(f"task {task.id}: a user's repository has a sandbox of its own, and no image of its task")
@@ -108,7 +108,7 @@ def open_in(place: str, task: Task, agent: Agent) -> Iterator[Side]:
         source = read_checkout(Path(folder))
     asked = task.metadata.get("image", ""), packages_of(task)
     with work.open_session(source, tools, agent.backend, *asked) as (session, system):
-        yield Side(session=session, tools=tools, system=system, schemas=tools.schemas)
+        yield SessionSide(session=session, tools=tools, system=system, schemas=tools.schemas)
 
 
 def _name(tools: ToolSet) -> str:

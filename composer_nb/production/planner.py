@@ -32,7 +32,7 @@ SHOWN = 60_000
 """Characters of a repository that a planner reads."""
 
 
-class Plan(BaseModel, frozen=True):
+class TaskPlan(BaseModel, frozen=True):
     """A plan, and the tokens read and written for it, where they are counted."""
 
     text: str
@@ -46,11 +46,11 @@ class Plan(BaseModel, frozen=True):
         )
 
 
-def make_plans(tasks: Sequence[Task], cast: Cast, keep: Path, workers: int, seconds: float) -> list[Plan]:
+def make_plans(tasks: Sequence[Task], cast: Cast, keep: Path, workers: int, seconds: float) -> list[TaskPlan]:
     """Return a plan for each task, written within `seconds`, or read from the folder `keep`. Raises ProviderFailure, TimeIsUp."""
     keep.mkdir(parents=True, exist_ok=True)
 
-    def one(number: int, task: Task) -> Plan:
+    def one(number: int, task: Task) -> TaskPlan:
         path = keep / f"{hashlib.sha256(task.model_dump_json().encode()).hexdigest()[:24]}.json"
         if not path.is_file():
             files = "\n\n".join(f"{name}:\n{text}" for name, text in sorted(task.files.items()))[:SHOWN]
@@ -62,15 +62,15 @@ def make_plans(tasks: Sequence[Task], cast: Cast, keep: Path, workers: int, seco
                 held = sum(len(segment.token_ids) for segment in turn_policy.close())
             text, written = (spoken.said.text.strip(), spoken.written) if spoken else ("", 0)
             read = held - written if held else spoken.read if spoken else 0
-            write_atomic(path, Plan(text=text, read=read, written=written).model_dump_json())
-        return Plan.model_validate_json(path.read_bytes())
+            write_atomic(path, TaskPlan(text=text, read=read, written=written).model_dump_json())
+        return TaskPlan.model_validate_json(path.read_bytes())
 
     with ThreadPoolExecutor(workers, thread_name_prefix="plan") as pool:
         return list(pool.map(one, range(len(tasks)), tasks))
 
 
 def with_plans(
-    row: dict[str, Any], plans: Sequence[Plan], policy: str, price: tuple[float, float] | None
+    row: dict[str, Any], plans: Sequence[TaskPlan], policy: str, price: tuple[float, float] | None
 ) -> dict[str, Any]:
     """Return the figures of an arm with those of its planner, whose tokens and dollars at `price` each attempt pays once: as many
     as a user would pay. Without a price there is no cost, unless the planner counts no tokens."""

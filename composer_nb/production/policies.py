@@ -31,7 +31,7 @@ from composer_nb.production.work import tools_for
 
 if TYPE_CHECKING:
     from composer_nb.trainer.services.inference import Inference
-    from composer_nb.trainer.versions.rule import Rule
+    from composer_nb.trainer.versions.rule import VersionRule
 
 LOG = logging.getLogger(__name__)
 KINDS = "DIR, openai:URL[#MODEL], vllm:URL#DIR, sglang:URL#DIR, scripted:NAME or scripted:FILE.json"
@@ -233,7 +233,7 @@ def open_engine(
     temperature: float = 1.0,
     seed: int = 0,
     follow: str = "",
-    rule: Rule | None = None,
+    rule: VersionRule | None = None,
     step_tokens: int = 4096,
     numerics: str = "float32",
 ) -> Iterator[OpenEngine[Inference]]:

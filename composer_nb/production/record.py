@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent.chat import ChatRenderer, Message, Result, User
+from composer_nb.harness.agent.chat import CallResult, ChatRenderer, Message, User
 from composer_nb.harness.files import write_atomic
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.policy import Completion, Trace
@@ -59,7 +59,7 @@ class Verdict(BaseModel):
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Row:
+class ConversationRow:
     """A conversation, or a branch of one, while it goes on."""
 
     name: str
@@ -79,7 +79,7 @@ class Row:
         self, read: Sequence[int], news: Sequence[Message], turn: Completion, renderer: ChatRenderer, sampling: str = ""
     ) -> None:
         """Add a turn, and what was read before it. `sampling`: as for `Turn`."""
-        texts = {message.id: message.text for message in news if isinstance(message, Result)}
+        texts = {message.id: message.text for message in news if isinstance(message, CallResult)}
         user = "\n\n".join(message.text for message in news if isinstance(message, User))
         last = max((index for index, call in enumerate(self.turns) if not call.beside), default=0)
         for index, text in zip(range(last, len(self.turns)), [*texts.values()] or [user], strict=False):
@@ -99,13 +99,15 @@ class Row:
             for number, written in enumerate(parsed.calls)
         ] or [Turn(call="", observation="", said=parsed.text, sampling=sampling)]
 
-    def branch(self, at: int, number: int) -> Row:
+    def branch(self, at: int, number: int) -> ConversationRow:
         """Return a branch that begins after `at` tokens."""
-        row = Row(name=self.name, instruction=self.instruction, user=self.user, number=number, parent=self.number)
+        row = ConversationRow(
+            name=self.name, instruction=self.instruction, user=self.user, number=number, parent=self.number
+        )
         row.transcript.read(self.transcript.token_ids[:at], Kind.PROMPT)
         return row
 
-    def copy(self, at: int, other: Row) -> Row:
+    def copy(self, at: int, other: ConversationRow) -> ConversationRow:
         """Return `other` with the conversation up to `at` tokens: as it was written if it ends there, else as tokens that it only
         reads."""
         if at < len(self.transcript.token_ids):
@@ -134,7 +136,7 @@ def overlaid(first: Trace, later: Trace) -> Trace:
 Judged = Callable[[str, str, Attempt], None]
 
 
-class Record:
+class RolloutRecord:
     """A folder of rollouts that were served: that of a run with this tokenizer, or a new one."""
 
     def __init__(self, run: Path, tokenizer: Tokenizer, judged: Judged = lambda name, user, done: None) -> None:
@@ -149,7 +151,7 @@ class Record:
         (run / "rollouts").mkdir(exist_ok=True)
         write_atomic(known, tokenizer.to_str())
 
-    def keep(self, name: str, rows: Sequence[Row]) -> None:
+    def keep(self, name: str, rows: Sequence[ConversationRow]) -> None:
         """Store a conversation with its branches. What was stored before under this name stays."""
         rows = sorted(rows, key=lambda row: row.number)
         self._users[name] = rows[0].user or name

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from composer_nb.harness.agent.grammar import Grammar
-from composer_nb.harness.policy import Completion, Drawn, ProviderFailure, Request
+from composer_nb.harness.policy import Completion, ProviderFailure, Request, SampledToken
 from composer_nb.production.policies import OpenEngine, open_engine
 from composer_nb.trainer.recipe.child import die_with
 
@@ -92,7 +92,7 @@ def _heard(
         def allowed(written: Sequence[int]) -> NDArray[np.bool_]:
             return grammar.allowed([*before, *written])
 
-    def heard(drawn: Drawn) -> None:
+    def heard(drawn: SampledToken) -> None:
         said.put(("drawn", request.rollout, place, drawn))
 
     return replace(request, heard=heard, allowed=allowed)

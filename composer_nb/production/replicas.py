@@ -30,11 +30,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from composer_nb.harness.agent.grammar import Grammar
-from composer_nb.harness.policy import Completion, Drawn, ProviderFailure, Request, Trace
+from composer_nb.harness.policy import Completion, ProviderFailure, Request, SampledToken, Trace
 from composer_nb.production.policies import OpenEngine, chat_of
 from composer_nb.production.record import overlaid
 from composer_nb.production.replica import serve_replica
-from composer_nb.trainer.versions.rule import Rule
+from composer_nb.trainer.versions.rule import VersionRule
 
 LOG = logging.getLogger(__name__)
 HUNG_S = 60.0
@@ -71,7 +71,7 @@ class _Replica:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Talk:
+class _ReplicaConversation:
     """A conversation that is alive, its turn under way, if there is one, and the replica that holds its cache."""
 
     rollout: int
@@ -84,7 +84,7 @@ class _Talk:
     """Number of tokens, and their records, for each replica that it left."""
     request: Request | None = None
     answer: Future[Completion] = field(default_factory=Future)
-    drawn: list[Drawn] = field(default_factory=list)
+    drawn: list[SampledToken] = field(default_factory=list)
     unread: int = 0
     """Tokens that its replica has to read before it draws one."""
     deaths: int = 0
@@ -106,9 +106,9 @@ class Replicas:
         self.capacity = count * self.each
         self._given = {**given, "slots": self.each}
         self._lock = threading.RLock()
-        self._talks: dict[int, _Talk] = {}
+        self._talks: dict[int, _ReplicaConversation] = {}
         """The one that has been idle longest first."""
-        self._waiting: list[_Talk] = []
+        self._waiting: list[_ReplicaConversation] = []
         """Turns that no replica has a place for, in order."""
         self._usual, self._places = FIRST_TURN, 0
         self._stop: frozenset[int] = frozenset()
@@ -135,7 +135,7 @@ class Replicas:
         """Begin turns. Raises ProviderFailure when no replica is left."""
         with self._lock:
             self._check()
-            talks = [self._talks.pop(each.rollout, _Talk(rollout=each.rollout)) for each in requests]
+            talks = [self._talks.pop(each.rollout, _ReplicaConversation(rollout=each.rollout)) for each in requests]
             for request, talk in zip(requests, talks, strict=True):
                 assert talk.request is None, f"rollout {talk.rollout} is in the middle of a turn"
                 talk.tokens += request.token_ids
@@ -172,7 +172,7 @@ class Replicas:
         """Return whether any replica can answer at once."""
         return any(replica.ready for replica in self._replicas)
 
-    def take(self, rule: Rule) -> None:
+    def take(self, rule: VersionRule) -> None:
         """Have every process run the version that `rule` gives."""
         with self._lock:
             self._given["rule"] = rule
@@ -197,10 +197,10 @@ class Replicas:
 
     # Where turns go
 
-    def _busy(self, replica: _Replica) -> list[_Talk]:
+    def _busy(self, replica: _Replica) -> list[_ReplicaConversation]:
         return [talk for talk in self._talks.values() if talk.home is replica and talk.request]
 
-    def _cost(self, talk: _Talk, replica: _Replica, read: int) -> float:
+    def _cost(self, talk: _ReplicaConversation, replica: _Replica, read: int) -> float:
         """Return when a turn should end at a replica, but for what it costs anywhere: all that is read goes first, and each step
         then writes a token of every turn."""
         others = [each for each in self._busy(replica) if each is not talk]
@@ -208,15 +208,15 @@ class Replicas:
 
     def _place(self) -> None:
         """Give the turns that wait to replicas."""
-        sent: dict[_Replica, list[_Talk]] = {replica: [] for replica in self._replicas}
-        later = list[_Talk]()
+        sent: dict[_Replica, list[_ReplicaConversation]] = {replica: [] for replica in self._replicas}
+        later = list[_ReplicaConversation]()
         for talk in self._waiting:
             free = [each for each in self._replicas if each.ready and len(self._busy(each)) < self.each]
             if not free:
                 later.append(talk)
                 continue
 
-            def cost(replica: _Replica, talk: _Talk = talk) -> tuple[float, bool]:
+            def cost(replica: _Replica, talk: _ReplicaConversation = talk) -> tuple[float, bool]:
                 """The same prompt is read once, as by the choices of one request."""
                 known = any(talk.tokens == other.tokens for other in sent[replica])
                 read = 0 if known else len(self._unread(talk, replica))
@@ -237,7 +237,7 @@ class Replicas:
                 continue
             behind = max(self._replicas, key=lambda replica: len(self._busy(replica)))
 
-            def gain(talk: _Talk, idle: _Replica = idle, behind: _Replica = behind) -> float:
+            def gain(talk: _ReplicaConversation, idle: _Replica = idle, behind: _Replica = behind) -> float:
                 return self._cost(talk, behind, 0) - self._cost(talk, idle, len(talk.tokens))
 
             talk = max(self._busy(behind), key=gain, default=None)
@@ -245,12 +245,12 @@ class Replicas:
                 self._settle(talk, idle)
                 self._send(idle, "start", [self._order(talk)])
 
-    def _unread(self, talk: _Talk, replica: _Replica) -> Sequence[int]:
+    def _unread(self, talk: _ReplicaConversation, replica: _Replica) -> Sequence[int]:
         """Return what a replica has to read for a turn."""
         assert talk.request is not None
         return talk.request.token_ids if replica is talk.home else talk.tokens
 
-    def _settle(self, talk: _Talk, replica: _Replica) -> None:
+    def _settle(self, talk: _ReplicaConversation, replica: _Replica) -> None:
         """Let a conversation go on at a replica; another one that is idle makes room."""
         unread = self._unread(talk, replica)
         if talk.home is not replica:
@@ -263,7 +263,7 @@ class Replicas:
         self._places += 1
         talk.place, talk.unread = self._places, len(unread)
 
-    def _leave(self, talk: _Talk) -> None:
+    def _leave(self, talk: _ReplicaConversation) -> None:
         if talk.home is not None:
             self._places += 1
             trace = talk.home.traces[self._places] = Future()
@@ -271,7 +271,7 @@ class Replicas:
             self._send(talk.home, "release", self._places, talk.rollout)
             talk.home = None
 
-    def _order(self, talk: _Talk) -> tuple[int, Request, Any, list[int]]:
+    def _order(self, talk: _ReplicaConversation) -> tuple[int, Request, Any, list[int]]:
         """Return a turn, or what is left of it, in a form that can be sent."""
         assert talk.request is not None
         left, grammar = talk.request.max_tokens - len(talk.drawn), _grammar(talk.request)
@@ -328,7 +328,7 @@ class Replicas:
                     if talk is not None and talk.request is not None and talk.place == place:
                         self._told(talk, what)
 
-    def _told(self, talk: _Talk, what: Drawn | Exception) -> None:
+    def _told(self, talk: _ReplicaConversation, what: SampledToken | Exception) -> None:
         """Take the next token of a turn, or why there is none."""
         request = talk.request
         assert request is not None
@@ -349,7 +349,7 @@ class Replicas:
             known: dict[str, Any] = {"token_ids": tokens, "logprobs": logprobs, "policy_versions": versions}
             self._ended(talk, Completion(rollout=talk.rollout, **known))
 
-    def _ended(self, talk: _Talk, found: Completion | Exception) -> None:
+    def _ended(self, talk: _ReplicaConversation, found: Completion | Exception) -> None:
         talk.request = None
         if isinstance(found, Exception):
             talk.answer.set_exception(found)

@@ -23,7 +23,7 @@ Lines = Counter[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class AcceptedRequest:
     """A request, with the source lines that the agent added for it."""
 
     time: str
@@ -32,7 +32,7 @@ class Asked:
     lines: Lines
 
 
-def asked(paths: Sequence[Path]) -> list[Asked]:
+def asked(paths: Sequence[Path]) -> list[AcceptedRequest]:
     """Return the requests whose changes were accepted, the earliest first. Each path is the folder of a result, or holds such
     folders. Raises FileNotFoundError where no result is kept, and ValueError for a damaged one."""
     found = []
@@ -43,7 +43,7 @@ def asked(paths: Sequence[Path]) -> list[Asked]:
                 {path: decoded(blob.data) or "" for path, blob in files.items() if blob is not None}
                 for files in (before, after)
             )
-            found.append(Asked(time=time, request=request, lines=added(old, new)))
+            found.append(AcceptedRequest(time=time, request=request, lines=added(old, new)))
     return sorted((each for each in found if each.lines), key=lambda each: each.time)
 
 
@@ -64,7 +64,7 @@ def added(before: dict[str, str], after: dict[str, str]) -> Lines:
     return lines
 
 
-def request_behind(log: Sequence[Asked], before: dict[str, str], after: dict[str, str]) -> str:
+def request_behind(log: Sequence[AcceptedRequest], before: dict[str, str], after: dict[str, str]) -> str:
     """Return what the user asked for in the conversations that a commit holds; empty if they do not explain it."""
     new = added(before, after) if log else Lines()
     those = [each for each in log if (each.lines & new).total() >= SHARE * each.lines.total()]

@@ -43,15 +43,15 @@ from composer_nb.production.anthropic import Messages, MessagesReply, refusal
 from composer_nb.production.record import NAME, Verdict
 from composer_nb.production.wire import (
     Answered,
+    AnswerWriter,
     AnyAsked,
-    Asked,
     Body,
     Choice,
     Complete,
     CompletionReply,
     Generate,
     Refused,
-    Reply,
+    RequestBody,
     Told,
     generated,
     messages_of,
@@ -267,7 +267,7 @@ class ChatServer:
                 tokens = self._known(await _aside(body, read_request, body, Generate))
                 return JSONResponse(generated(await self._queued(tokens, request), self.model))
             case "POST", ("/v1/chat/completions" | "/v1/completions" | "/v1/messages") as path:
-                reply: Reply | MessagesReply
+                reply: AnswerWriter | MessagesReply
                 named = {"rollout": request.scope["rollout"]} if "rollout" in request.scope else {}
                 if path == "/v1/messages":
                     converted = await _aside(body, self._known(await _aside(body, read_request, body, Messages)).asked)
@@ -276,8 +276,8 @@ class ChatServer:
                     text = self._known(await _aside(body, read_request, body, Complete))
                     reply = CompletionReply(text.asked, self.model, text)
                 else:
-                    chat = self._known(await _aside(body, read_request, body, Asked))
-                    reply = Reply(chat.model_copy(update=named), self.model)
+                    chat = self._known(await _aside(body, read_request, body, RequestBody))
+                    reply = AnswerWriter(chat.model_copy(update=named), self.model)
                 if reply.asked.stream:
                     return await self._stream(reply, request)
                 return JSONResponse(reply.whole(await self._queued(reply.body, request)))
@@ -338,7 +338,7 @@ class ChatServer:
         if self.key and path != "/health" and not hmac.compare_digest(given.encode(), self.key.encode()):
             raise Refused("the key of this server is needed, as a bearer token", 401, "invalid_api_key")
 
-    async def _stream(self, reply: Reply | MessagesReply, request: Request) -> Response:
+    async def _stream(self, reply: AnswerWriter | MessagesReply, request: Request) -> Response:
         """Return a stream, once there is something to send: what fails before is a plain refusal."""
         parts, loop = asyncio.Queue[Any](), asyncio.get_running_loop()
 
@@ -364,7 +364,7 @@ class ChatServer:
                 yield _event(_shown(_refused(error), request.scope["path"]))
             finally:
                 work.cancel()
-            if isinstance(reply, Reply):
+            if isinstance(reply, AnswerWriter):
                 yield b"data: [DONE]\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream")
@@ -404,7 +404,7 @@ class ScriptServer(ChatServer):
 
     def __init__(self, script: Script, port: int = 0, model: str = "scripted", **given: Any) -> None:
         def answer(asked: AnyAsked, there: Callable[[], bool], told: Told) -> Answered:
-            if not isinstance(asked, Asked):
+            if not isinstance(asked, RequestBody):
                 raise Refused("a script has no tokens", 404, "not_found")
             for name in ("stop", "logprobs", "tool_choice"):
                 if getattr(asked, name) not in (None, False, "auto"):
@@ -455,7 +455,7 @@ def _refused(error: Exception) -> Refused:
             return error
         case ValueError():
             name = str(error).partition(":")[0]
-            return Refused(str(error), param=name if name in Asked.model_fields else None)
+            return Refused(str(error), param=name if name in RequestBody.model_fields else None)
         case ProviderFailure() | TimeIsUp() | ClientDisconnect():
             return Refused(str(error) or "the server is closing", 503, "unavailable")
         case _:

@@ -26,9 +26,9 @@ from composer_nb.harness.agent.compact import DONE, CompactRenderer
 from composer_nb.harness.agent.endpoint import call_on_wire
 from composer_nb.harness.agent.kimi import ARGUMENT, ID, KimiRenderer
 from composer_nb.harness.agent.qwen import FUNCTION, PARAMETER, QwenRenderer, kinds, read_value
-from composer_nb.harness.policy import Completion, Drawn
+from composer_nb.harness.policy import Completion, SampledToken
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError
-from composer_nb.production.wire import Asked, Calls, Choice, Logprobs, wire_of
+from composer_nb.production.wire import Calls, Choice, Logprobs, RequestBody, wire_of
 
 _BEGUN = re.compile(r"\s*<parameter=([^\n<>]+)>\n?(.*)", re.S)
 _CLOSING = "\n</parameter>"
@@ -36,13 +36,15 @@ _CLOSED = re.compile(r"\n?</parameter>\s*(?:<[^\n<>]*)?\Z")
 """The end of a parameter, for all that is known."""
 
 
-class Turn:
+class StreamedTurn:
     """A turn while it is written, and at its end. `told` takes the next part of its text, its calls so far, and the next
     part of its log-probabilities."""
 
-    def __init__(self, renderer: ChatRenderer, asked: Asked, told: Callable[[str, Calls, Logprobs], None]) -> None:
+    def __init__(
+        self, renderer: ChatRenderer, asked: RequestBody, told: Callable[[str, Calls, Logprobs], None]
+    ) -> None:
         self.renderer, self.asked, self.told = renderer, asked, told
-        self.drawn: list[Drawn] = []
+        self.drawn: list[SampledToken] = []
         self._text, self._count, self._called = "", 0, list[dict[str, Any]]()
         """Text, tokens and calls that were told."""
 
@@ -55,14 +57,16 @@ class Turn:
         tokens, logprobs, versions = ([each[place] for each in self.drawn] for place in range(3))
         return Completion(rollout=-1, token_ids=tokens, logprobs=logprobs, policy_versions=versions)  # type: ignore[arg-type]
 
-    def hear(self, what: Drawn | Future[Completion]) -> bool:
+    def hear(self, what: SampledToken | Future[Completion]) -> bool:
         """Take the next token, or the whole turn at its end. Return whether this is the end."""
-        if isinstance(what, Drawn):
+        if isinstance(what, SampledToken):
             self.drawn.append(what)
             return False
         done = what.result()
         if not self.drawn:  # the policy does not tell tokens as it draws them
-            self.drawn = [Drawn(*one) for one in zip(done.token_ids, done.logprobs, done.policy_versions, strict=True)]
+            self.drawn = [
+                SampledToken(*one) for one in zip(done.token_ids, done.logprobs, done.policy_versions, strict=True)
+            ]
         return True
 
     def tell(self) -> bool:
@@ -173,7 +177,7 @@ class Turn:
         plain = [token for token in token_ids if token not in self.renderer.stop]
         return str(self.renderer.tokenizer.decode(plain, skip_special_tokens=False))
 
-    def _logprobs(self, drawn: Sequence[Drawn]) -> list[dict[str, Any]]:
+    def _logprobs(self, drawn: Sequence[SampledToken]) -> list[dict[str, Any]]:
         return _logprobs([each for each in drawn if each.token not in self.renderer.stop], self._named)
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
@@ -182,7 +186,7 @@ class Turn:
         return {"token": text, "logprob": logprob, "bytes": None if part else list(text.encode())}
 
 
-class Continuation(Turn):
+class Continuation(StreamedTurn):
     """A text while it is written: there are no calls in it."""
 
     def _said(self, token_ids: Sequence[int]) -> Said:
@@ -314,5 +318,5 @@ def _numbered(token: int, logprob: float) -> dict[str, Any]:
     return {"token": f"token_id:{token}", "logprob": logprob}
 
 
-def _logprobs(drawn: Sequence[Drawn], named: Callable[[int, float], dict[str, Any]]) -> list[dict[str, Any]]:
+def _logprobs(drawn: Sequence[SampledToken], named: Callable[[int, float], dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**named(*each[:2]), "top_logprobs": [named(*other) for other in each.top]} for each in drawn]

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import from_json
 
-from composer_nb.harness.agent.chat import Message, Result, Said, User, Written
+from composer_nb.harness.agent.chat import CallResult, Message, Said, User, Written
 from composer_nb.harness.agent.endpoint import call_on_wire, spoken
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError
 from composer_nb.production.record import NAME
@@ -51,7 +51,7 @@ class _Function(BaseModel):
     strict: bool | None = None
 
 
-class _Tool(BaseModel):
+class _OpenAITool(BaseModel):
     type: Literal["function"]
     function: _Function
 
@@ -65,7 +65,7 @@ class _Chosen(Strict):
     function: _Name
 
 
-class _Drawn(Strict):
+class _SamplingParameters(Strict):
     """Parameters of requests for text, whether it follows messages or text."""
 
     model: str | None = None
@@ -85,7 +85,7 @@ class _Drawn(Strict):
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
 
-class Asked(_Drawn):
+class RequestBody(_SamplingParameters):
     """The body of a request. Parameters that it does not name are refused."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
@@ -114,7 +114,7 @@ class Asked(_Drawn):
         if sum(sizes) > MOST_TOOLS_BYTES or max(sizes, default=0) > MOST_TOOL_BYTES:
             raise ValueError(f"at most {MOST_TOOL_BYTES} bytes each and {MOST_TOOLS_BYTES} in all, not {sum(sizes)}")
         for tool in tools or ():  # one by one, so that other threads run in between
-            _Tool.model_validate(tool)
+            _OpenAITool.model_validate(tool)
         return tools  # as the client ordered them: the model reads them so
 
     @property
@@ -156,7 +156,7 @@ class Generate(Strict):
     stream: Literal[False] = False
 
 
-class Complete(_Drawn):
+class Complete(_SamplingParameters):
     """The body of a request for text that follows text or tokens."""
 
     prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -168,10 +168,10 @@ class Complete(_Drawn):
     suffix: None = None
 
     @property
-    def asked(self) -> Asked:
+    def asked(self) -> RequestBody:
         """Its sampling as that of a conversation."""
-        known = self.model_dump(include={"max_tokens", *_Drawn.model_fields})
-        return Asked(messages=[{}], logprobs=self.logprobs is not None, top_logprobs=self.logprobs, **known)
+        known = self.model_dump(include={"max_tokens", *_SamplingParameters.model_fields})
+        return RequestBody(messages=[{}], logprobs=self.logprobs is not None, top_logprobs=self.logprobs, **known)
 
 
 class Refused(ValueError):
@@ -184,7 +184,7 @@ class Refused(ValueError):
         self.status, self.code, self.param, self.headers = status, code, param, headers
 
 
-class TooLong(Refused):
+class PromptTooLong(Refused):
     """A conversation without room for an answer, in the words by which clients such as litellm tell it from other errors."""
 
     def __init__(self, context: int, read: int, param: str) -> None:
@@ -194,7 +194,7 @@ class TooLong(Refused):
         self.anthropic = f"prompt is too long: {read} tokens > {context} maximum"
 
 
-AnyAsked = Asked | Generate | Complete
+AnyAsked = RequestBody | Generate | Complete
 Logprobs = Sequence[Mapping[str, Any]]
 """Log-probabilities of tokens, in OpenAI's form."""
 
@@ -254,7 +254,7 @@ def read_request(body: bytes, kind: type[Body]) -> Body:
         code = "unsupported_parameter" if unknown else "invalid_value"
         param = names[0] if names else None
         raise Refused(f"{'.'.join(names) or 'the body'}: {why}", code=code, param=param) from None
-    if isinstance(asked, Asked) and asked.top_logprobs and not asked.logprobs:
+    if isinstance(asked, RequestBody) and asked.top_logprobs and not asked.logprobs:
         raise Refused("top_logprobs: only beside logprobs=true", param="top_logprobs")
     return asked
 
@@ -282,7 +282,7 @@ def messages_of(wire: Sequence[Mapping[str, Any]]) -> list[Message]:
             case {"role": "user", "content": str() | list()}:
                 messages.append(User(text=text_of(held)))
             case {"role": "tool", "tool_call_id": str(name), "content": str() | list()}:
-                messages.append(Result(id=name, text=text_of(held)))
+                messages.append(CallResult(id=name, text=text_of(held)))
             case {"role": "assistant"}:
                 said, calls = spoken(held)
                 pairs = zip(said.get("tool_calls", ()), calls, strict=True)
@@ -332,12 +332,12 @@ def generated(done: Answered, model: str) -> dict[str, Any]:
     return {**head, "choices": choices, "usage": _usage(done)}
 
 
-class Reply:
+class AnswerWriter:
     """Writes the answer to one request: whole, or as the chunks of a stream."""
 
     kind = "chat.completion"
 
-    def __init__(self, asked: Asked, model: str, body: Complete | None = None) -> None:
+    def __init__(self, asked: RequestBody, model: str, body: Complete | None = None) -> None:
         """`body`: what is asked for, where it is no conversation."""
         self.asked, self.body = asked, body or asked
         self._head: dict[str, Any] = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
@@ -399,7 +399,7 @@ class Reply:
         return "length" if choice.cut else "tool_calls" if "tool_calls" in choice.message else "stop"
 
 
-class CompletionReply(Reply):
+class CompletionReply(AnswerWriter):
     """Writes the answer to a `Complete`."""
 
     kind = "text_completion"
@@ -422,7 +422,7 @@ class CompletionReply(Reply):
         return {"index": number, "text": text, "logprobs": logprobs or None, "finish_reason": reason}
 
 
-def shown(calls: Calls, asked: Asked) -> Calls:
+def shown(calls: Calls, asked: RequestBody) -> Calls:
     """Return the calls that a client wants to see."""
     return calls[:1] if asked.parallel_tool_calls is False else calls
 

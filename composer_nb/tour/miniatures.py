@@ -21,7 +21,7 @@ from composer_nb.harness.tasks.functions import render_tests
 from composer_nb.harness.tasks.task import Task
 from composer_nb.tour.programs import Program, draw_program
 from composer_nb.tour.repairs import (
-    Candidate,
+    BuggyProgram,
     bugs,
     distinct,
     draw_candidate,
@@ -64,11 +64,11 @@ def make_miniatures(
     kinds of tasks. Iteration raises ValueError if a thousand draws yield no new task."""
     rng = Random(f"miniatures {seed} {heldout}")
 
-    def draw() -> Candidate | None:
+    def draw() -> BuggyProgram | None:
         kind = kinds[0] if len(kinds) == 1 else rng.choice(kinds)
         return draw_candidate(rng, heldout, VISIBLE + HIDDEN, PLANTS[kind], families)
 
-    def make(candidate: Candidate, outcomes: tuple[CallOutcome, ...]) -> Task | None:
+    def make(candidate: BuggyProgram, outcomes: tuple[CallOutcome, ...]) -> Task | None:
         return _task(candidate, outcomes, rng, rng.random() < told, executor)
 
     return (task for task, _, _ in distinct(count, draw, make, executor, ahead=True))
@@ -113,7 +113,7 @@ PLANTS: Mapping[Kind, Callable[[str, Random], tuple[str, str] | None]] = {
 
 
 def _deal(
-    candidate: Candidate, outcomes: Sequence[CallOutcome], executor: Executor
+    candidate: BuggyProgram, outcomes: Sequence[CallOutcome], executor: Executor
 ) -> tuple[list[int], list[int], list[str]] | None:
     """Return the inputs of the visible and of the hidden tests, and for the kind `tests` the mutants, which all fail the first
     hidden test and pass all visible ones. None if the change shows on fewer than three inputs, or on too many."""
@@ -143,7 +143,7 @@ def _deal(
 
 
 def _task(
-    candidate: Candidate, outcomes: tuple[CallOutcome, ...], rng: Random, told: bool, executor: Executor
+    candidate: BuggyProgram, outcomes: tuple[CallOutcome, ...], rng: Random, told: bool, executor: Executor
 ) -> Task | None:
     """Return the task of a candidate whose change has these `outcomes`; None if it is unfit (`_deal`)."""
     if (dealt := _deal(candidate, outcomes, executor)) is None:

@@ -118,7 +118,7 @@ def _change(kind: str, node: Any, rng: Random, names: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class BuggyProgram:
     """A program with a bug and the inputs on which both are tried."""
 
     program: Program
@@ -139,7 +139,7 @@ def draw_candidate(
     count: int = VISIBLE + HIDDEN,
     plant: Callable[[str, Random], tuple[str, str] | None] = bugs,
     families: Collection[str] = (),
-) -> Candidate | None:
+) -> BuggyProgram | None:
     """Draw one candidate with `count` inputs; None if the draw is unfit. `plant` changes the program and names the change.
     `families`: only these, if any are given. The reference program is trusted, so it runs in this process."""
     program = draw_program(rng)
@@ -151,7 +151,7 @@ def draw_candidate(
     inputs, wanted = evaluate(program, count, rng)
     if len({repr(value) for value in wanted}) < 3 or len({repr(given) for given in inputs}) < len(inputs):
         return None
-    return Candidate(program=program, kind=planted[0], buggy=planted[1], inputs=inputs, wanted=wanted)
+    return BuggyProgram(program=program, kind=planted[0], buggy=planted[1], inputs=inputs, wanted=wanted)
 
 
 def evaluate(program: Program, count: int, rng: Random) -> tuple[tuple[tuple[object, ...], ...], tuple[object, ...]]:
@@ -199,7 +199,7 @@ def _batch_request(sources: Sequence[str], inputs: Sequence[tuple[tuple[object, 
     return CallRequest(files=files, module="run", function="run", arguments=tuple(arguments))
 
 
-def make_task(candidate: Candidate, outcomes: tuple[CallOutcome, ...]) -> Task | None:
+def make_task(candidate: BuggyProgram, outcomes: tuple[CallOutcome, ...]) -> Task | None:
     """Return the task of a candidate whose bug has these `outcomes`; None if the bug shows on fewer than two inputs, or all
     hidden tests expect the same.
 
@@ -243,11 +243,11 @@ def make_tasks(seed: str, count: int, *, heldout: bool, executor: CachedExecutor
 
 def distinct(
     count: int,
-    draw: Callable[[], Candidate | None],
-    make: Callable[[Candidate, tuple[CallOutcome, ...]], Task | None],
+    draw: Callable[[], BuggyProgram | None],
+    make: Callable[[BuggyProgram, tuple[CallOutcome, ...]], Task | None],
     executor: Executor,
     ahead: bool = False,
-) -> Iterator[tuple[Task, Candidate, tuple[CallOutcome, ...]]]:
+) -> Iterator[tuple[Task, BuggyProgram, tuple[CallOutcome, ...]]]:
     """Yield `count` tasks with different bugs or instructions, each with its candidate and the outcomes of its bug. Only as many
     candidates run as are likely to be needed. `ahead`: draw a thousand before the first task is made, so that `draw` and `make`
     can share a random number generator.

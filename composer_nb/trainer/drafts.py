@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from composer_nb.harness.policy import Completion
 from composer_nb.kernels.decode import DecodeWeights, NewTokens
 from composer_nb.trainer.engine import Engine, Forwarded, Slot, sample
-from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model, PackedRows
@@ -44,7 +44,7 @@ TOKENS = 4096
 """Maximum tokens of an optimizer step."""
 
 
-class Draft(nn.Module):
+class DraftHead(nn.Module):
     """Predicts the token after `next_N` from the final hidden state of the token before it, with the model's own embedding and
     output."""
 
@@ -64,7 +64,9 @@ class Draft(nn.Module):
         return F.linear(x_ND, model.output_weight.float())
 
 
-def train_draft(model: Model, rows: Sequence[Sequence[int]], steps: int, *, lr: float = 2e-3, seed: int = 0) -> Draft:
+def train_draft(
+    model: Model, rows: Sequence[Sequence[int]], steps: int, *, lr: float = 2e-3, seed: int = 0
+) -> DraftHead:
     """Train a head on rows of tokens, as the model reads and writes them, with the mean of KL(model ‖ head) as loss. The model is
     unchanged. Raises ValueError if no row has three tokens."""
     rows = [row[: model.config.max_position_embeddings] for row in rows if len(row) > 2]
@@ -73,7 +75,7 @@ def train_draft(model: Model, rows: Sequence[Sequence[int]], steps: int, *, lr: 
     rng, model = np.random.default_rng(seed), model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = Draft(model.config.hidden_size).to(model.embed.device)
+        head = DraftHead(model.config.hidden_size).to(model.embed.device)
     optimizer = torch.optim.AdamW(head.parameters(), weight_decay=0.0)
     order, budget = _shuffled(len(rows), rng), min(TOKENS, sum(map(len, rows)))
     for step in range(steps):
@@ -104,7 +106,7 @@ class Joint:
     steps: int
     weight: float
     seed: int
-    head: Draft | None = None
+    head: DraftHead | None = None
     _optimizer: FlatOptimizer = field(init=False)
 
     def at(self, step: int) -> Self | None:
@@ -118,7 +120,7 @@ class Joint:
             self.ranks.sum_(self._optimizer.weights)  # the first rank's
         return self
 
-    def loss(self, rows: Sequence[Row]) -> Tensor:
+    def loss(self, rows: Sequence[TokenRow]) -> Tensor:
         assert self.head is not None
         return self.weight * divergence(self.model, self.head, [row.token_ids.tolist() for row in rows])[0]
 
@@ -133,10 +135,10 @@ class Joint:
 
     def load(self, state: Mapping[str, Any]) -> None:
         if found := {name.removeprefix("draft_"): state[name] for name in state if name.startswith("draft_")}:
-            self._take(Draft(self.model.config.hidden_size).to(self.model.embed.device))
+            self._take(DraftHead(self.model.config.hidden_size).to(self.model.embed.device))
             self._optimizer.load(found)
 
-    def _take(self, head: Draft) -> None:
+    def _take(self, head: DraftHead) -> None:
         self.head = head.requires_grad_(True)
         self._optimizer = FlatOptimizer(head)
 
@@ -148,7 +150,7 @@ def add_draft(
     checkpoint: Path,
     *,
     seed: int = 0,
-    head: Draft | None = None,
+    head: DraftHead | None = None,
 ) -> tuple[float, int]:
     """Train a head, or take a given one, and write it beside the model's checkpoint. Return how often it predicts the model's
     most probable token, and on how many rows: the last twentieth, held out from its training here."""
@@ -159,7 +161,7 @@ def add_draft(
         return divergence(model, head, rows[-held:])[1], held
 
 
-def divergence(model: Model, head: Draft, rows: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
+def divergence(model: Model, head: DraftHead, rows: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
     """Return the mean of KL(model ‖ head), in nats per token, and how often the most probable tokens of both are equal. The
     model's distribution has no gradient."""
     device = model.embed.device
@@ -193,17 +195,17 @@ def _shuffled(count: int, rng: np.random.Generator) -> Iterator[int]:
         yield from rng.permutation(count).tolist()
 
 
-def save_draft(head: Draft, checkpoint: Path) -> None:
+def save_draft(head: DraftHead, checkpoint: Path) -> None:
     """Write a head into the folder of its model."""
     (checkpoint / FILE).parent.mkdir(exist_ok=True)
     save_file(head.state_dict(), checkpoint / FILE)
 
 
-def load_draft(checkpoint: Path, model: Model) -> Draft | None:
+def load_draft(checkpoint: Path, model: Model) -> DraftHead | None:
     """Return the head of a checkpoint, if it has one. Raises ValueError for that of another model."""
     if not (checkpoint / FILE).is_file():
         return None
-    head = Draft(model.config.hidden_size)
+    head = DraftHead(model.config.hidden_size)
     try:
         head.load_state_dict(load_file(checkpoint / FILE))
     except RuntimeError as error:
@@ -216,7 +218,7 @@ def load_draft(checkpoint: Path, model: Model) -> Draft | None:
 class DraftingEngine(Engine):
     """An engine that draws up to two tokens a step of each turn. While prompts take all of a step's budget, none is drafted."""
 
-    def __init__(self, model: Model, head: Draft, **given: Any) -> None:
+    def __init__(self, model: Model, head: DraftHead, **given: Any) -> None:
         super().__init__(model, **given)
         self.head = head
         self.proposed = self.accepted = 0

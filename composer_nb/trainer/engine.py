@@ -30,7 +30,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Drawn, Request, Trace, route_checks, route_dtype
+from composer_nb.harness.policy import (
+    ATTEMPT_STRIDE,
+    Completion,
+    Request,
+    SampledToken,
+    Trace,
+    route_checks,
+    route_dtype,
+)
 from composer_nb.kernels.attention.cached import cached_attention
 from composer_nb.kernels.decode import DecodeWeights, LayerWeights, NewTokens, decode, project
 from composer_nb.kernels.linear import linear
@@ -71,7 +79,7 @@ class Slot:
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    heard: Callable[[Drawn], None] | None = None
+    heard: Callable[[SampledToken], None] | None = None
     top: int = 0
     allowed: Callable[[Sequence[int]], NDArray[np.bool_]] | None = None
     waiting: bool = False
@@ -226,7 +234,7 @@ class Engine:
             slot.logprobs.append(logprob)
             slot.versions.append(self.version)
             if slot.heard:
-                slot.heard(Drawn(token, logprob, self.version, _top(logits_V, slot)))
+                slot.heard(SampledToken(token, logprob, self.version, _top(logits_V, slot)))
             if token in self.stop or len(slot.sampled) >= slot.max_tokens:
                 slot.waiting = True
                 done.append(

@@ -18,11 +18,11 @@ from composer_nb.trainer.models.shards import Mapped, read_shards
 from composer_nb.trainer.versions.full import apply_chain, layout, new_version, open_link, read_full
 from composer_nb.trainer.versions.manifest import (
     MANIFEST,
-    Base,
+    BaseVersion,
     DamagedVersion,
-    Entry,
     Manifest,
     MisplacedVersion,
+    TensorEntry,
     check_same_form,
     seal,
 )
@@ -45,7 +45,7 @@ def encode_delta(base_dir: str | Path, target_dir: str | Path, out_dir: str | Pa
     with new_version(Path(out_dir)) as (store, part):
         made = write_part(store, part, target, base)
         side = write_side(store, part, [made], files)
-        manifest = seal(target.version, Base(version=base.version, hash=base.hash), [made], side)
+        manifest = seal(target.version, BaseVersion(version=base.version, hash=base.hash), [made], side)
         store.write(f"{part}/{MANIFEST}", manifest.dump())
     return manifest
 
@@ -88,9 +88,9 @@ def delta_sizes(before: Path, after: Path) -> dict[str, Any]:
     return {"full_bytes": full, "delta_bytes": delta, "changed_fraction": changed / max(count, 1)}
 
 
-def _forms(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
+def _forms(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
     """Entries without hashes, for which no byte is read."""
     return {
-        name: Entry(dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape), hash="")
+        name: TensorEntry(dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape), hash="")
         for name, tensor in tensors.items()
     }

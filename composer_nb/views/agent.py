@@ -127,7 +127,7 @@ def gate(found: Mapping[str, Any]) -> Picture:
     picture, ax = one_panel(6.0, 2.6)
     names = {"pass_at_1": "pass@1", "edits": "attempts that edit"}
     colors = {"before": style.SKY, "after": style.BLUE}
-    sides = [style.Side(when, color, [found[when][name] for name in names]) for when, color in colors.items()]
+    sides = [style.BarSeries(when, color, [found[when][name] for name in names]) for when, color in colors.items()]
     style.grouped(ax, list(names.values()), sides, ".2f")
     low, high = found["ci95"]
     title(as_share(ax, 1.2), f"change of pass@1 {found['gain']:+.3f} ({low:+.3f} to {high:+.3f})")

@@ -52,7 +52,7 @@ def scores(comparison: Mapping[str, Any]) -> Picture:
     bars, gaps = picture.panels(1, 2, width_ratios=(3, 2))
     scored = zip(*(part["scores"] for part in both.values()), strict=True)
     sides = [
-        style.Side(label, color, [s["pass_at_1"] for s in own], [s["ci95"] for s in own])
+        style.BarSeries(label, color, [s["pass_at_1"] for s in own], [s["ci95"] for s in own])
         for color, label, own in zip(COLORS, labels(comparison), scored, strict=True)
     ]
     style.grouped(bars, list(both), sides)

@@ -14,10 +14,10 @@ from matplotlib.axes import Axes
 from composer_nb.harness.grading.plan import Twin
 from composer_nb.harness.syntax import parse
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.attacks.case import Verdict as Judged
+from composer_nb.labs.attacks.case import AttackVerdict
 from composer_nb.labs.attacks.patches import Patch
 from composer_nb.views import page, style
-from composer_nb.views.instruments import Future, Verdict, Watched
+from composer_nb.views.instruments import Future, PatchVerdict, Watched
 from composer_nb.views.page import Html
 from composer_nb.views.style import Picture, key, title
 
@@ -140,7 +140,7 @@ def patches(chosen: Sequence[Patch]) -> Html:
     return page.box(*parts)
 
 
-_CELLS: dict[tuple[bool, Verdict], tuple[str, str, str]] = {
+_CELLS: dict[tuple[bool, PatchVerdict], tuple[str, str, str]] = {
     (True, "accepted"): (style.BLUE, "white", "✓ accepted"),
     (True, "rejected"): (style.VERMILION, "white", "✗ rejected"),
     (True, "tampered"): (style.VERMILION, "white", "✗ tampered"),
@@ -151,7 +151,7 @@ _CELLS: dict[tuple[bool, Verdict], tuple[str, str, str]] = {
 """(honest work, verdict) -> fill, ink, text."""
 
 
-def matrix(verdicts: Mapping[str, Mapping[str, Verdict]], honest: str) -> Picture:
+def matrix(verdicts: Mapping[str, Mapping[str, PatchVerdict]], honest: str) -> Picture:
     """Draw the verdict of each grader (columns) on each patch (rows); only `honest` should be accepted."""
     graders = list(next(iter(verdicts.values())))
     picture, ax = style.one_panel(2.6 + 1.35 * len(graders), 0.7 + 0.3 * len(verdicts))
@@ -173,7 +173,7 @@ def matrix(verdicts: Mapping[str, Mapping[str, Verdict]], honest: str) -> Pictur
 # Limits.
 
 
-def cases(found: Sequence[tuple[str, Judged, float]]) -> Html:
+def cases(found: Sequence[tuple[str, AttackVerdict, float]]) -> Html:
     """Return each attack with its outcome and seconds."""
     rows = []
     for name, judged, seconds in found:

@@ -22,7 +22,7 @@ from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.tasks.task import Task
 
 Kind = Literal["read", "write", "exec"]
-Verdict = Literal["accepted", "rejected", "tampered"]
+PatchVerdict = Literal["accepted", "rejected", "tampered"]
 T = TypeVar("T")
 
 
@@ -114,7 +114,7 @@ def everyday(sandbox: Sandbox, task: Task, ids: Iterable[str], tools: bytes) -> 
     }
 
 
-def verdict(grade: Grade) -> Verdict:
+def verdict(grade: Grade) -> PatchVerdict:
     return "accepted" if grade.passed else "tampered" if grade.status == "tampered" else "rejected"
 
 

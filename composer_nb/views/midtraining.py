@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from composer_nb.labs.scaling import LossFit
-from composer_nb.trainer.learning.data import Batch, Row
+from composer_nb.trainer.learning.data import TokenBatch, TokenRow
 from composer_nb.trainer.models.transformer import Model, PackedRows
 from composer_nb.views import style
 from composer_nb.views.page import shown, text_table
@@ -130,10 +130,10 @@ def mixtures(runs: Mapping[str, tuple[Floats, Floats, Floats]], unit: str) -> Pi
 
 
 @torch.no_grad()
-def influence(model: Model, rows: Sequence[Row]) -> NDArray[np.float32]:
+def influence(model: Model, rows: Sequence[TokenRow]) -> NDArray[np.float32]:
     """Return [N, N] how much the final hidden state at place j moves when the token at place i is exchanged, in a batch of N
     input tokens (all but the last of each row)."""
-    batch = Batch.of(rows)
+    batch = TokenBatch.of(rows)
     packed = PackedRows.of_lengths(batch.lengths, model.config)
 
     def hidden(ids_N: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ PREVIEW = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredRollout:
     """A stored rollout with its context."""
 
     attempt: Attempt
@@ -61,7 +61,7 @@ class Stored:
         return self.attempt.rollout.segments[self.number]
 
     @property
-    def chain(self) -> list[Stored]:
+    def chain(self) -> list[StoredRollout]:
         """The rollout once for each of its segments."""
         return [replace(self, number=number) for number in range(len(self.attempt.rollout.segments))]
 
@@ -85,16 +85,16 @@ class Stored:
         return f"{self.name}: {outcome}, {calls} calls, ended by “{done.rollout.stop}”{gain}"
 
 
-def held_out(run: RunDir, policy: str) -> dict[str, Stored]:
+def held_out(run: RunDir, policy: str) -> dict[str, StoredRollout]:
     """Return the greedy attempt of a policy at each held-out task, with log-probabilities but without routes."""
     tasks = {task.id: task for task in load_tasks(run.path / "data" / "heldout.jsonl")}
     attempts = load_attempts(beneath(run.path / "rollouts", f"eval_{policy}.parquet"), tasks)
     tokenizer = load_tokenizer(run.path / "data")
     # The greedy ones come last, and the last one of a task stays.
-    return {done.task.id: Stored(attempt=done, name=policy, tokenizer=tokenizer) for done in attempts}
+    return {done.task.id: StoredRollout(attempt=done, name=policy, tokenizer=tokenizer) for done in attempts}
 
 
-def sampled(run: RunDir, step: int = -1) -> list[Stored]:
+def sampled(run: RunDir, step: int = -1) -> list[StoredRollout]:
     """Return the rollouts of RL step `step` (from 1; −1 is the last that trained on something), with advantages and routes."""
     steps = len(run.steps("rl"))
     number = (telling_step(run) if step == -1 else step) - 1
@@ -105,20 +105,20 @@ def sampled(run: RunDir, step: int = -1) -> list[Stored]:
     found = []
     for path in sorted((run.path / "rollouts").glob(f"rl_{number:05d}_*.parquet")):
         found += [
-            Stored(attempt=s.attempt, name=name, tokenizer=tokenizer, advantage=s.advantage)
+            StoredRollout(attempt=s.attempt, name=name, tokenizer=tokenizer, advantage=s.advantage)
             for group in load_batch(path, tasks)
             for s in group
         ]
     return found
 
 
-def served(run: RunDir) -> list[Stored]:
+def served(run: RunDir) -> list[StoredRollout]:
     """Return the rollouts that `composer-nb serve --record` stored."""
     tokenizer = load_tokenizer(run.path / "data", needed=())
-    return [Stored(attempt=done, name=name, tokenizer=tokenizer) for name, done in served_by(run.path).items()]
+    return [StoredRollout(attempt=done, name=name, tokenizer=tokenizer) for name, done in served_by(run.path).items()]
 
 
-def before_and_after(run: RunDir) -> tuple[Stored, Stored]:
+def before_and_after(run: RunDir) -> tuple[StoredRollout, StoredRollout]:
     """Return greedy attempts before and after RL at one held-out task: the first that only the second solves, else one where they
     differ, else the first task."""
     old, new = held_out(run, "start"), held_out(run, "final")
@@ -132,12 +132,12 @@ def before_and_after(run: RunDir) -> tuple[Stored, Stored]:
     return old[best], new[best]
 
 
-def with_trainer(stored: Stored, model: Model) -> Stored:
+def with_trainer(stored: StoredRollout, model: Model) -> StoredRollout:
     """Return the rollout with the values of `model` at its tokens."""
     return replace(stored, recomputed=tuple(recompute(model, stored.attempt.rollout.segments)))
 
 
-def read(stored: Stored, color: ColorBy = "logprob", unfold: bool = False) -> Html:
+def read(stored: StoredRollout, color: ColorBy = "logprob", unfold: bool = False) -> Html:
     """Return the rollout as HTML, segment after segment, with one folding part for the prompt, each call and each observation.
     Calls are open; `unfold` opens all. Hovering over a token shows its kind, numbers, experts and gates."""
     parts, key, chain = list[str](), dict[str, Tint](), stored.chain
@@ -156,13 +156,13 @@ def read(stored: Stored, color: ColorBy = "logprob", unfold: bool = False) -> Ht
     )
 
 
-def _segment_heading(stored: Stored) -> str:
+def _segment_heading(stored: StoredRollout) -> str:
     segment = stored.segment
     begins = f"goes on from segment {segment.parent + 1}" if segment.parent >= 0 else "begins with the task"
     return f"segment {stored.number + 1}: {len(segment.token_ids)} tokens, {begins}"
 
 
-def _folding(stored: Stored, tints: Sequence[Tint | None], unfold: bool) -> Iterator[str]:
+def _folding(stored: StoredRollout, tints: Sequence[Tint | None], unfold: bool) -> Iterator[str]:
     texts = _texts(stored)
     spans = [_span(*each) for each in zip(texts, _notes(stored), tints, strict=True)]
     for kind, places in _parts(stored.segment):
@@ -203,7 +203,7 @@ def _name(kind: Kind) -> str:
     return _KINDS.get(kind, kind.name.lower().replace("_", " "))
 
 
-def doubts(pair: Sequence[Stored]) -> Picture:
+def doubts(pair: Sequence[StoredRollout]) -> Picture:
     """Draw the probability of each written token in order, one panel per rollout."""
     picture = Picture(9.5, 1.7 * len(pair) + 0.4)
     for ax, stored in zip(picture.panels(len(pair), 1), pair, strict=True):
@@ -251,12 +251,12 @@ def expert_use(files: Sequence[Path]) -> NDArray[np.float64]:
     return np.array(used, float).reshape(len(layers), size) / len(routes_TLK)
 
 
-def _texts(stored: Stored) -> list[str]:
+def _texts(stored: StoredRollout) -> list[str]:
     decode = stored.tokenizer.decode
     return [decode([int(token)], skip_special_tokens=False) for token in stored.segment.token_ids]
 
 
-def _notes(stored: Stored) -> list[str]:
+def _notes(stored: StoredRollout) -> list[str]:
     """Return the hover text of each token."""
     segment, seen = stored.segment, stored.trainer
     ratio_T = None if seen is None else np.exp(log_ratio(segment, seen))

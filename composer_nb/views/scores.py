@@ -31,7 +31,7 @@ def policies(report: Mapping[str, Any]) -> Picture:
         return [score, score.get("structures", {})] if new else [score]
 
     sides = [
-        style.Side(
+        style.BarSeries(
             name,
             POLICY.get(name, style.PURPLE),
             [*(score.get(kind) for kind in kinds), *(_within_12(part) for part in parts(score))],
@@ -160,7 +160,7 @@ def mismatch(report: Mapping[str, Any]) -> Picture:
     picture, ax = style.one_panel(7.0, 2.9)
     kinds = {"logprob_gap_p50": "median of |Δ log p|", "logprob_gap_p99": "99th percentile of |Δ log p|", "k3": "k3"}
     sides = (("off", style.VERMILION, "own routes"), ("on", style.BLUE, "engine's routes replayed"))
-    both = [style.Side(label, color, [replay[name][kind] for kind in kinds]) for name, color, label in sides]
+    both = [style.BarSeries(label, color, [replay[name][kind] for kind in kinds]) for name, color, label in sides]
     style.log_bars(ax, list(kinds.values()), both, LEAST)
     title(ax, f"engine against trainer: {replay.get('pair', 'bf16')}, {replay['tokens']:,} tokens", "", "nats")
     key(ax)

@@ -80,7 +80,7 @@ def interval(ax: Axes, x: Sequence[float], y: Sequence[float]) -> None:
     ax.plot(x, y, color=INK, linewidth=1.2, path_effects=[Stroke(linewidth=3, foreground="white"), Normal()])
 
 
-class Side(NamedTuple):
+class BarSeries(NamedTuple):
     """The bars of one colour in a grouped bar chart."""
 
     label: str
@@ -91,7 +91,7 @@ class Side(NamedTuple):
 
 
 def grouped(
-    ax: Axes, names: Sequence[str], sides: Sequence[Side], form: str = "", foot: float = 0.0, size: float = 8
+    ax: Axes, names: Sequence[str], sides: Sequence[BarSeries], form: str = "", foot: float = 0.0, size: float = 8
 ) -> Axes:
     """Draw a group of bars per name, one bar per side, with their numbers if `form` is given and “–” for a missing one. `foot` is
     the lowest place of a number."""
@@ -113,7 +113,7 @@ def grouped(
     return ax
 
 
-def log_bars(ax: Axes, names: Sequence[str], sides: Sequence[Side], least: float, form: str = ".1e") -> Axes:
+def log_bars(ax: Axes, names: Sequence[str], sides: Sequence[BarSeries], least: float, form: str = ".1e") -> Axes:
     """Draw grouped bars on a logarithmic axis. Less than `least` is nothing."""
     known = [value for side in sides for value in side.values if value is not None and math.isfinite(value)]
     high = max([least * 10, *known])

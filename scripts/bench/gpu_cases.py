@@ -12,7 +12,7 @@ from torch import Tensor
 
 from composer_nb.kernels import grouped_mm, moe, mx_quantize
 from composer_nb.kernels.moe.explanation import architecture
-from composer_nb.kernels.moe.plain import Plan
+from composer_nb.kernels.moe.plain import DispatchPlan
 from composer_nb.kernels.moe.recipes import quantise_rows, quantise_weights
 from composer_nb.kernels.moe.routing import choose_experts
 from scripts.bench.gpu_bench_tools import OURS, Case, Form, Routes, Target, route_logits
@@ -47,7 +47,7 @@ class Bench:
     def weights(self, s: Shape) -> tuple[Tensor, Tensor]:
         return self.normal(s.e, 2 * s.i, s.d, scale=s.d**-0.5), self.normal(s.e, s.d, s.i, scale=s.i**-0.5)
 
-    def plan(self, s: Shape, routes: Routes) -> tuple[Tensor, Plan]:
+    def plan(self, s: Shape, routes: Routes) -> tuple[Tensor, DispatchPlan]:
         from composer_nb.kernels.moe.routing_triton import plan
 
         experts = choose_experts(route_logits(routes, s.n, s.e, self.device), s.k)
@@ -149,7 +149,7 @@ def products(b: Bench) -> Iterator[Case]:
             yield from scaled_products(b, x, up, plan, work, shape)
 
 
-def scaled_products(b: Bench, x: Tensor, up: Tensor, plan: Plan, work: float, shape: str) -> Iterator[Case]:
+def scaled_products(b: Bench, x: Tensor, up: Tensor, plan: DispatchPlan, work: float, shape: str) -> Iterator[Case]:
     """Row 12: operands that are quantised already."""
     from composer_nb.kernels.moe.triton_steps import TritonSteps
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from composer_nb.kernels.formats.microscaling import e8m0_to_float, mx_quantize
-from composer_nb.kernels.moe.plain import Plan
+from composer_nb.kernels.moe.plain import DispatchPlan
 from scripts.bench.gpu_bench_tools import Form
 
 
@@ -43,7 +43,7 @@ def peer(package: str, make: Callable[[], Form]) -> Form | str:
         return f"{package} {metadata.version(package.replace('_', '-'))}: {type(error).__name__}: {str(error)[:100]}"
 
 
-def loop_mm(a: Tensor, b: Tensor, plan: Plan) -> Tensor:
+def loop_mm(a: Tensor, b: Tensor, plan: DispatchPlan) -> Tensor:
     """A product an expert; the host has to know how many rows each has."""
     sizes = plan.ends_E.diff(prepend=plan.ends_E.new_zeros(1)).tolist()
     return torch.cat([part @ w for part, w in zip(a.split(sizes), b.unbind(), strict=True)])
@@ -95,7 +95,7 @@ def torchao_cast(x: Tensor, *, compiled: bool) -> Form:
     return lambda: cast(x, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
 
 
-def blockwise_products(x: Tensor, up: Tensor, plan: Plan) -> Form:
+def blockwise_products(x: Tensor, up: Tensor, plan: DispatchPlan) -> Form:
     """torch's FP8 with scales of 1 × 128 and 128 × 128, a product an expert, for it has no grouped one; quantised, cut and laid
     out beforehand as cuBLAS wants it: scales of x columns first, those of w filled up to a multiple of four in a row."""
     from torch.nn.functional import ScalingType, scaled_mm
@@ -118,7 +118,7 @@ def blockwise_products(x: Tensor, up: Tensor, plan: Plan) -> Form:
     )
 
 
-def rowwise_product(x: Tensor, up: Tensor, plan: Plan) -> Form:
+def rowwise_product(x: Tensor, up: Tensor, plan: DispatchPlan) -> Form:
     """torch's FP8 with a scale a row, quantised beforehand."""
     sx, sw = (t.abs().amax(-1).float() / 448 for t in (x, up))
     qx, qw = ((t / s[..., None]).to(torch.float8_e4m3fn) for t, s in ((x, sx), (up, sw)))

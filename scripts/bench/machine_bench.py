@@ -38,7 +38,7 @@ from composer_nb.labs.attacks.patch_target import TARGET
 from composer_nb.tour.expert import ScriptedPolicy, expert
 from composer_nb.tour.repairs import make_tasks
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks, set_up_process
 from composer_nb.trainer.learning.supervised import train_step
@@ -170,7 +170,7 @@ def training_speed(steps: int = 6) -> dict[str, float]:
     model = Model(settings.model.architecture)
     optimizer, random = FlatOptimizer(model), np.random.default_rng(0)
     rows = [
-        Row(random.integers(8, settings.model.vocab_size, 128).astype(np.int32), np.ones(128, np.float32))
+        TokenRow(random.integers(8, settings.model.vocab_size, 128).astype(np.int32), np.ones(128, np.float32))
         for _ in range(max(1, settings.midtrain.tokens // 128))
     ]
 

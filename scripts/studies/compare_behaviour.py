@@ -41,7 +41,7 @@ from composer_nb.labs.horizons.compaction import figures
 from composer_nb.labs.horizons.seeker import Seeker
 from composer_nb.tour.miniatures import make_miniatures
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
@@ -151,7 +151,7 @@ def messages(number: int, habit: bool, parallel: bool) -> list[list[ToolCall]]:
     return [*first, *([calls] if parallel else [[call] for call in calls])]
 
 
-def demonstrations(agent: Agent, sandboxes: Sandboxes, rng: Random, count: int = 120) -> list[Row]:
+def demonstrations(agent: Agent, sandboxes: Sandboxes, rng: Random, count: int = 120) -> list[TokenRow]:
     """Return examples: six in ten with the bad habit, one in seven in one message; a quarter heeds the hint about the read."""
     kinds = [(rng.random() < 0.6, rng.random() < 0.15) for _ in range(count)]
     policy = Played(agent.renderer)
@@ -168,11 +168,11 @@ def demonstrations(agent: Agent, sandboxes: Sandboxes, rng: Random, count: int =
             weight = np.concatenate(
                 [weight[: hint.at], np.full(len(hint.token_ids), 0.1, np.float32), weight[hint.at :]]
             )
-        rows.append(Row(ids, weight))
+        rows.append(TokenRow(ids, weight))
     return rows
 
 
-def taught(seed: int, steps: int, made: Callable[[Random], list[Row]]) -> Model:
+def taught(seed: int, steps: int, made: Callable[[Random], list[TokenRow]]) -> Model:
     """Return a model that has learnt the demonstrations that `made` draws."""
     torch.manual_seed(seed)
     shape = ModelConfig(vocab_size=TOKENIZER.get_vocab_size(), num_hidden_layers=2, max_position_embeddings=512)
@@ -326,14 +326,14 @@ def words(number: int, rng: Random) -> list[list[ToolCall]]:
     return [[call] for step in steps for call in step] if apart else steps
 
 
-def told(agent: Agent, sandboxes: Sandboxes, rng: Random, count: int = 240) -> list[Row]:
+def told(agent: Agent, sandboxes: Sandboxes, rng: Random, count: int = 240) -> list[TokenRow]:
     """Return demonstrations of easy and hard repairs. All of them succeed."""
     policy = Played(agent.renderer)
     policy.talks = [words(n, rng) for n in range(count)]
     done = dict(drive([agent.attempt(either(n), n) for n in range(count)], policy, sandboxes.functions))
     assert all(each.grade.passed for each in done.values())
     segments = [done[n].rollout.segments[0] for n in range(count)]
-    return [Row(each.token_ids, np.where(each.acted, 1.0, 0.1).astype(np.float32)) for each in segments]
+    return [TokenRow(each.token_ids, np.where(each.acted, 1.0, 0.1).astype(np.float32)) for each in segments]
 
 
 def spent(model: Model, agent: Agent, sandboxes: Sandboxes, seed: int, count: int = 96) -> dict[str, float]:

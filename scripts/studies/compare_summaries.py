@@ -42,7 +42,7 @@ from composer_nb.labs.horizons.seeker import Seeker, tried
 from composer_nb.tour.miniatures import ENUMERABLE, make_miniatures
 from composer_nb.tour.repairs import neighbours, split_at
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.learning.data import Row, deal, demonstration_rows
+from composer_nb.trainer.learning.data import TokenRow, deal, demonstration_rows
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
@@ -110,10 +110,10 @@ def drawn(seed: str, change: tuple[str, str]) -> float:
     return Random(f"{seed} {change[1]}").random()
 
 
-def demonstrations(seed: int, count: int, sandboxes: Sandboxes) -> list[Row]:
+def demonstrations(seed: int, count: int, sandboxes: Sandboxes) -> list[TokenRow]:
     """Return examples of the seeker. Of 13 ways to show a task, 3 are in one segment, 2 for each summary and trigger, 1 for each
     cut and trigger."""
-    tasks, rows = tasks_of(TAUGHT, count, sandboxes), list[Row]()
+    tasks, rows = tasks_of(TAUGHT, count, sandboxes), list[TokenRow]()
     ways = [ONE] * 3 + [w for w in WAYS.values() if w.trigger for _ in range(1 if w.kind == "truncate" else 2)]
     for place, way in enumerate(ways):
         agent = agent_of(way, sandboxes, SHOWN)

@@ -17,13 +17,13 @@ from tokenizers import Tokenizer
 
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.arguments import tool
-from composer_nb.harness.tools.tiny import Observation, Place
+from composer_nb.harness.tools.tiny import Observation, ToolTarget
 from composer_nb.harness.tools.toolset import ToolSet
-from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.data import TokenRow
 
 
 @tool()
-def run_tests(place: Place) -> Observation:
+def run_tests(place: ToolTarget) -> Observation:
     """Run the visible tests."""
     seen = place.run_visible_tests()
     return replace(seen, text="ran") if place.edits.now else seen  # what they refuse is not kept: `tried` would tell
@@ -40,7 +40,7 @@ class Masked:
         )
 
 
-def without_tries(row: Row, tokenizer: Tokenizer) -> Row:
+def without_tries(row: TokenRow, tokenizer: Tokenizer) -> TokenRow:
     """Return a demonstration in the compact format, with a loss weight of 0 on each substitution whose tests failed."""
     call, end = tokenizer.token_to_id("<|call|>"), tokenizer.token_to_id("<|end|>")
     ids, weight = row.token_ids, row.weight.copy()
@@ -53,4 +53,4 @@ def without_tries(row: Row, tokenizer: Tokenizer) -> Row:
         for first, last in pairwise(calls):
             if tokenizer.decode(ids[first:last].tolist()).startswith("sub "):
                 weight[first : last - 1] = 0.0  # what ends it is learnt: a test follows
-    return Row(ids, weight)
+    return TokenRow(ids, weight)

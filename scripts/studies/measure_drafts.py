@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from bench_engine import by, recorded
 
-from composer_nb.trainer.drafts import TOKENS, Draft, DraftingEngine, Joint, train_draft
-from composer_nb.trainer.learning.data import Row, deal, load_rows
+from composer_nb.trainer.drafts import TOKENS, DraftHead, DraftingEngine, Joint, train_draft
+from composer_nb.trainer.learning.data import TokenRow, deal, load_rows
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import cross_entropy, supervise
@@ -32,7 +32,7 @@ EXAMPLE = Path(__file__).parents[2] / "data/example"
 HELD = 32
 
 
-def trained(m: MidtrainSettings, rows: list[Row], seed: int) -> tuple[Model, Draft]:
+def trained(m: MidtrainSettings, rows: list[TokenRow], seed: int) -> tuple[Model, DraftHead]:
     """Return a model and its head; jointly trained if the head's loss weighs anything."""
     torch.manual_seed(seed)
     model, ranks = load_pretrained(EXAMPLE / "weights/start"), Ranks()
@@ -49,7 +49,7 @@ def trained(m: MidtrainSettings, rows: list[Row], seed: int) -> tuple[Model, Dra
     return model, train_draft(model, ids, m.draft_steps + more, seed=seed)
 
 
-def right(model: Model, head: Draft, temperature: float, seed: int) -> float:
+def right(model: Model, head: DraftHead, temperature: float, seed: int) -> float:
     """Return the share of drafts that were right."""
     size: dict[str, Any] = {"stop": frozenset(), "slots": 16, "max_length": model.config.max_position_embeddings}
     engine = DraftingEngine(model.requires_grad_(False), head, temperature=temperature, seed=seed, **size)

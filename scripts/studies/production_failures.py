@@ -41,7 +41,7 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.production.improve import grouped, judge, learn
 from composer_nb.tour.expert import WithoutModel
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.replay_settings import NO_REPLAY
@@ -116,7 +116,7 @@ def taught(agent: Agent, sandboxes: Sandboxes, seed: int, steps: int = 150, coun
     shown.turns = turns
     done = dict(drive([agent.attempt(task, n) for n, task in enumerate(tasks)], shown, sandboxes.functions))
     segments = [done[n].rollout.segments[0] for n in range(count)]
-    rows = [Row(each.token_ids, np.where(each.acted, 1.0, 0.1).astype(np.float32)) for each in segments]
+    rows = [TokenRow(each.token_ids, np.where(each.acted, 1.0, 0.1).astype(np.float32)) for each in segments]
     torch.manual_seed(seed)
     model = Model(ModelConfig(vocab_size=TOKENIZER.get_vocab_size(), num_hidden_layers=2, max_position_embeddings=512))
     plant_induction(model, seed)

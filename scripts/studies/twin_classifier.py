@@ -26,7 +26,7 @@ import numpy as np
 from composer_nb.harness.grading.mutate import Suite, _cases, _grams
 from composer_nb.harness.grading.plan import changed_text
 from composer_nb.harness.grading.source import cells_of, last_name, values
-from composer_nb.harness.grading.twins import Candidate, _Hidden, candidates_of
+from composer_nb.harness.grading.twins import TwinCandidate, _Hidden, candidates_of
 from composer_nb.harness.grading.validate import _twin
 
 CORPUS = Path(__file__).parents[2] / "tests/harness/grading/expectations.json"
@@ -105,7 +105,7 @@ def module(held: Sequence[Fact]) -> str:
 
 def displayed(text: str, lot: random.Random) -> tuple[str, dict[int, bool]]:
     """The module as one run has it, and for each test that has a twin whether it is the twin."""
-    of_test: dict[int, list[Candidate]] = {}
+    of_test: dict[int, list[TwinCandidate]] = {}
     for each in candidates_of({"test_a.py": text}):
         if each.kind == "value" and not each.telling:
             of_test.setdefault(int(each.bases[0].rpartition("_")[2]), []).append(each)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, SandboxExecutor
-from composer_nb.labs.attacks.case import SECRET, SECRET_NAME, Silent, verdict_of
+from composer_nb.labs.attacks.case import SECRET, SECRET_NAME, NoEvidence, verdict_of
 from composer_nb.labs.attacks.sandbox_check import CALL_CASES as CASES
 from composer_nb.labs.attacks.sandbox_check import SANDBOX_CASES, surroundings
 from tests.adversarial.test_sandboxes import NoWalls as Trusting
@@ -83,7 +83,7 @@ def test_cases_notice_missing_walls(case_id: str, tmp_path: Path, monkeypatch: p
 
 def test_a_silent_program_is_no_evidence() -> None:
     with SandboxExecutor() as executor, surroundings(executor.backend, executor) as site:
-        with pytest.raises(Silent, match="died"):
+        with pytest.raises(NoEvidence, match="died"):
             site.report("import os\nos._exit(0)\n")
 
 

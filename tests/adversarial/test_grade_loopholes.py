@@ -11,7 +11,7 @@ import pytest
 
 from composer_nb.harness.grading.box import Boxes
 from composer_nb.harness.grading.grade import Grade
-from composer_nb.harness.grading.plan import Plan, digest
+from composer_nb.harness.grading.plan import GradePlan, digest
 from composer_nb.harness.grading.pytest_grader import grade_pytest, same_id
 from composer_nb.harness.grading.recorded import enough, guard, record
 from composer_nb.harness.grading.validate import validate_task
@@ -239,17 +239,17 @@ def on_a_stack(frames: int, call: Callable[[], T]) -> T:
 
 
 @pytest.fixture(scope="module")
-def degrees(backend: Backend) -> tuple[Task, Plan]:
+def degrees(backend: Backend) -> tuple[Task, GradePlan]:
     task = task_of({"test_words.py": WARM_TESTS}, {"words.py": EMPTY}, {"words.py": RIGHT})
     tests = {f"test_words.py::test_{at}#0": f"test_words.py::test_{at}" for at in range(len(DEGREES))}
-    plan = Plan(digest=digest(task), tests=tests)
+    plan = GradePlan(digest=digest(task), tests=tests)
     calls = record(task, plan, tests.values(), Boxes(backend=backend))
     assert enough(calls) and {call.name for call in calls} == {"warm", "cool"}
     return task, replace(plan, calls=calls)
 
 
 @pytest.mark.parametrize("attack", REPLAYS.values(), ids=REPLAYS.keys())
-def test_what_fools_the_tests_does_not_answer_the_calls(degrees: tuple[Task, Plan], backend: Backend, attack: str):
+def test_what_fools_the_tests_does_not_answer_the_calls(degrees: tuple[Task, GradePlan], backend: Backend, attack: str):
     task, plan = degrees
     files = {"words.py": (FOOL + attack).encode()}
     assert grade_pytest(task, files, backend, replace(plan, calls=())).passed, "it fools the tests"
@@ -257,7 +257,7 @@ def test_what_fools_the_tests_does_not_answer_the_calls(degrees: tuple[Task, Pla
     assert not grade.passed and grade.status in ("graded", "agent_failed", "tampered")
 
 
-def test_right_answers_pass_twenty_times(degrees: tuple[Task, Plan], backend: Backend) -> None:
+def test_right_answers_pass_twenty_times(degrees: tuple[Task, GradePlan], backend: Backend) -> None:
     task, plan = degrees
     for text in (RIGHT, OTHER_RIGHT) * 10:
         assert passed_unseen(grade_pytest(task, {"words.py": text.encode()}, backend, plan))
@@ -313,7 +313,7 @@ def test_arguments_do_not_give_answers_away(backend: Backend, asks: str, neighbo
     task = task_of({"test_words.py": tests}, {"words.py": f"def warm(c):\n    return None\n{neighbour}"},
                    {"words.py": right + neighbour})  # fmt: skip
     names = {f"test_words.py::test_{at}#0": f"test_words.py::test_{at}" for at in range(len(degrees))}
-    plan = Plan(digest=digest(task), tests=names)
+    plan = GradePlan(digest=digest(task), tests=names)
     plan = replace(plan, calls=record(task, plan, names.values(), Boxes(backend=backend)))
     assert enough(plan.calls)
     attack = f"{READ}def warm(c):\n    {guess.format()}\n{neighbour}"
@@ -334,7 +334,7 @@ def test_a_new_package_does_not_rename_hidden_helpers(backend: Backend) -> None:
     }
     wrong, right = "def f(x):\n    return x\n", "def f(x):\n    return x + 1\n"
     task = task_of(hidden, {"words.py": wrong}, {"words.py": right}, ("**",))
-    plan = Plan(digest=digest(task), tests={"tests/test_a.py::test_a#0": "tests/test_a.py::test_a"})
+    plan = GradePlan(digest=digest(task), tests={"tests/test_a.py::test_a#0": "tests/test_a.py::test_a"})
     forged = {"words.py": wrong, "tests/__init__.py": "", "helpers.py": "def check(*_): pass\n"}
     grade = grade_pytest(task, {path: text.encode() for path, text in forged.items()}, backend, plan)
     assert not grade.passed and grade.flags == ("test_setup",)
@@ -354,7 +354,7 @@ def test_no_name_of_a_file_makes_a_fault_of_the_machine(backend: Backend, name: 
         {"pkg/m.py": "def f(x):\n    return x + 1\n"},
         ("pkg/**",),
     )
-    plan = Plan(digest=digest(task), tests={"test_a.py::test_a#0": "test_a.py::test_a"})
+    plan = GradePlan(digest=digest(task), tests={"test_a.py::test_a#0": "test_a.py::test_a"})
     files = {"pkg/m.py": task.files["pkg/m.py"].encode(), "pkg/" + name: b"x"}
     grade = grade_pytest(task, files, backend, plan)
     assert grade.status == status and not grade.passed

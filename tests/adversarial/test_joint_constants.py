@@ -15,7 +15,7 @@ import pytest
 
 from composer_nb.harness.grading.alone import lone_job
 from composer_nb.harness.grading.grade import grade_functions
-from composer_nb.harness.grading.plan import Plan
+from composer_nb.harness.grading.plan import GradePlan
 from composer_nb.harness.grading.pytest_grader import draw_alone, grade_pytest
 from composer_nb.harness.grading.recorded import guard
 from composer_nb.harness.grading.validate import validate_task
@@ -36,7 +36,7 @@ def backend() -> Iterator[Backend]:
 
 
 @pytest.fixture(scope="module", params=list(JOINT))
-def judged(request: pytest.FixtureRequest, backend: Backend) -> tuple[Task, Plan]:
+def judged(request: pytest.FixtureRequest, backend: Backend) -> tuple[Task, GradePlan]:
     task = JOINT[request.param]
     found = validate_task(task, backend, repeats=1)
     assert found.plan is not None and found.valid, found.problems
@@ -44,7 +44,7 @@ def judged(request: pytest.FixtureRequest, backend: Backend) -> tuple[Task, Plan
     return task, found.plan
 
 
-def test_a_rule_fitted_to_all_constants_does_not_pass(judged: tuple[Task, Plan], backend: Backend) -> None:
+def test_a_rule_fitted_to_all_constants_does_not_pass(judged: tuple[Task, GradePlan], backend: Backend) -> None:
     task, plan = judged
     files = {"scale.py": FITTED.encode()}
     joint = replace(plan, twins=tuple(replace(twin, alone=False) for twin in plan.twins))
@@ -56,7 +56,7 @@ def test_a_rule_fitted_to_all_constants_does_not_pass(judged: tuple[Task, Plan],
     assert sum(grade.passed for grade in alone) <= GRADES // 4, "one in eight passes by chance"
 
 
-def test_the_gold_patch_passes_alone_too(judged: tuple[Task, Plan], backend: Backend) -> None:
+def test_the_gold_patch_passes_alone_too(judged: tuple[Task, GradePlan], backend: Backend) -> None:
     task, plan = judged
     assert len(draw_alone(plan, random.Random(0))) == 3
     for seed in range(4):
@@ -64,7 +64,7 @@ def test_the_gold_patch_passes_alone_too(judged: tuple[Task, Plan], backend: Bac
         assert grade.passed and not grade.flags, grade
 
 
-def test_a_lone_test_shares_its_process_with_no_other_expectation(judged: tuple[Task, Plan]) -> None:
+def test_a_lone_test_shares_its_process_with_no_other_expectation(judged: tuple[Task, GradePlan]) -> None:
     task, plan = judged
     for twin in [twin for twin in plan.twins if twin.alone]:
         job = lone_job(task, {}, twin, False)
@@ -96,7 +96,7 @@ def test_a_function_that_runs_the_agents_code_unseen_shares_no_process() -> None
         assert grade_functions(task, {**files, "codec.py": CODEC}, calls).passed
 
 
-def test_a_twin_is_not_much_farther_from_what_the_start_returns(judged: tuple[Task, Plan]) -> None:
+def test_a_twin_is_not_much_farther_from_what_the_start_returns(judged: tuple[Task, GradePlan]) -> None:
     """Code that has the unfixed code would believe what is near to its answer: here, to the argument."""
     task, plan = judged
     for twin in [twin for twin in plan.twins if twin.alone]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from composer_nb.harness.grading.plan import Plan, draw
+from composer_nb.harness.grading.plan import GradePlan, draw
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
@@ -136,29 +136,29 @@ def task_of(name: str) -> Task:
 
 
 @pytest.fixture(scope="module", params=list(TESTS))
-def judged(request: pytest.FixtureRequest, backend: Backend) -> tuple[Task, Plan]:
+def judged(request: pytest.FixtureRequest, backend: Backend) -> tuple[Task, GradePlan]:
     found = validate_task(task_of(request.param), backend, repeats=2)
     assert found.valid and found.plan is not None, found.problems
     return task_of(request.param), found.plan
 
 
-def test_what_believes_natural_expectations_does_not_score(judged: tuple[Task, Plan], backend: Backend) -> None:
+def test_what_believes_natural_expectations_does_not_score(judged: tuple[Task, GradePlan], backend: Backend) -> None:
     task, plan = judged
     grade = grade_pytest(task, {"words.py": (PEEK + ATTACKS[task.id]).encode()}, backend, plan)
     assert not grade.passed and set(grade.flags) & {"twin_passed", "weak_twin_passed"}, grade
-    bare = Plan(digest=plan.digest, tests=plan.tests)
+    bare = GradePlan(digest=plan.digest, tests=plan.tests)
     alone = grade_pytest(task, {"words.py": (PEEK + ATTACKS[task.id]).encode()}, backend, bare)
     assert alone.passed, "the attack works, but for the twins"
 
 
-def test_the_gold_patch_passes_again_and_again(judged: tuple[Task, Plan], backend: Backend) -> None:
+def test_the_gold_patch_passes_again_and_again(judged: tuple[Task, GradePlan], backend: Backend) -> None:
     task, plan = judged
     for _ in range(3):
         grade = grade_pytest(task, {"words.py": RIGHT.encode()}, backend, plan)
         assert grade.passed and not grade.flags
 
 
-def test_each_grade_draws_other_values(judged: tuple[Task, Plan]) -> None:
+def test_each_grade_draws_other_values(judged: tuple[Task, GradePlan]) -> None:
     """What decides by the value alone, its parity for instance, is not right for ever about the same test."""
     _, plan = judged
     for key in plan.tests:

@@ -28,7 +28,7 @@ from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.versions.manifest import DamagedVersion, Manifest
 from composer_nb.trainer.versions.publisher import Publisher
 from composer_nb.trainer.versions.receiver import Receiver
-from composer_nb.trainer.versions.store import Store, StoreError
+from composer_nb.trainer.versions.store import StoreError, VersionStore
 from composer_nb.trainer.weights import apply_delta, verify
 from tests.trainer.parallel.whole_state import whole
 
@@ -152,7 +152,7 @@ def test_a_patch_names_plain_paths(name: str) -> None:
 def test_a_tasks_rest_stays_in_its_folder(tmp_path: Path, name: str) -> None:
     for fields in ({"rest": {name: "eA=="}}, {"executable": [name]}):
         with pytest.raises(ValueError, match="not a plain relative path"):
-            harbor.Kept.model_validate({"name": "t", "toml": "", **fields})
+            harbor.ForeignFiles.model_validate({"name": "t", "toml": "", **fields})
     made = tmp_path / "deep" / "task"
     with pytest.raises(UnsafeName):
         harbor.write(harbor.Directory(files={"task.toml": b"", name: b"x"}, executable=frozenset()), made)
@@ -162,11 +162,11 @@ def test_a_tasks_rest_stays_in_its_folder(tmp_path: Path, name: str) -> None:
 # Weights
 
 
-def published(tmp_path: Path) -> Store:
+def published(tmp_path: Path) -> VersionStore:
     publisher = Publisher(tmp_path / "store", owner="run")
     publisher.publish(0, {"w": torch.ones(8)}, {"config.json": b"{}"})
     publisher.close()
-    return Store(tmp_path / "store")
+    return VersionStore(tmp_path / "store")
 
 
 def forge(data: bytes, old: str, new: str) -> bytes:
@@ -203,7 +203,7 @@ def test_a_manifest_names_files_of_its_own_folder(tmp_path: Path, old: str, new:
 @pytest.mark.parametrize("url", ["file://{}/store", "memory://untrusted"])
 @pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "a\0b", "..\\x"])
 def test_a_store_keeps_to_its_root(tmp_path: Path, name: str, url: str) -> None:
-    store = Store(url.format(tmp_path))
+    store = VersionStore(url.format(tmp_path))
     calls: list[Callable[[], Any]] = [
         lambda: store.read(name), lambda: list(store.chunks(name)), lambda: store.write(name, b""),
         lambda: store.create(name, b""), lambda: store.put(name, [b""]), lambda: store.remove(name),
@@ -219,7 +219,7 @@ def test_a_link_in_a_store_leads_nowhere_else(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store/v000001").symlink_to(tmp_path)
     with pytest.raises(StoreError, match="through a link"):
-        Store(tmp_path / "store").write("v000001/x", b"")
+        VersionStore(tmp_path / "store").write("v000001/x", b"")
     assert not (tmp_path / "x").exists()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from composer_nb.harness.policy import ProviderFailure, Request, TimeIsUp
-from composer_nb.harness.remote import REMOTE, Remote, Timeouts
+from composer_nb.harness.remote import REMOTE, RemoteEngine, Timeouts
 
 KINDS = sorted(REMOTE)
 END = 9
@@ -114,7 +114,7 @@ def server(kind: str) -> Iterator[Server]:
     made.http.server_close()
 
 
-def opened(kind: str, server: Server, **limits: float) -> Remote:
+def opened(kind: str, server: Server, **limits: float) -> RemoteEngine:
     return REMOTE[kind](server.url, stop=frozenset({END}), timeouts=Timeouts(**limits))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from composer_nb.kernels.moe.plain import Plan
+from composer_nb.kernels.moe.plain import DispatchPlan
 from composer_nb.kernels.triton_runtime import triton_version
 from scripts.bench.gpu_bench_tools import Case, Found, Target, as_json, route_logits, run_case, table
 
@@ -57,7 +57,7 @@ def test_peers_blocks_lie_as_torch_wants_them(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", checked)
     rows = torch.arange(200, dtype=torch.int32)
-    plan = Plan(torch.tensor([72, 72, 200], dtype=torch.int32), rows, rows, rows[:, None])
+    plan = DispatchPlan(torch.tensor([72, 72, 200], dtype=torch.int32), rows, rows, rows[:, None])
     x, w = torch.ones(200, 640, dtype=torch.bfloat16), torch.ones(3, 256, 640, dtype=torch.bfloat16)
     assert gpu_peers.blockwise_products(x, w, plan)().shape == (200, 256)
     assert sizes == [72, 128]

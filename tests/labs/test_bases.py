@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from composer_nb.cli import main
 from composer_nb.harness.tasks.patch import apply_patch
 from composer_nb.labs.bases import (
-    Base,
+    BaseCandidate,
     Measures,
     chosen,
     compare_bases,
@@ -36,27 +36,27 @@ SIZES = {"vocab_size": 420, "max_position_embeddings": 512}
 
 
 @pytest.fixture
-def base(make_model: Callable, tokenizer: Tokenizer) -> Base:
-    return Base(name="tiny", model=make_model(0, **SIZES), tokenizer=tokenizer)
+def base(make_model: Callable, tokenizer: Tokenizer) -> BaseCandidate:
+    return BaseCandidate(name="tiny", model=make_model(0, **SIZES), tokenizer=tokenizer)
 
 
 @pytest.fixture
-def even(make_model: Callable, tokenizer: Tokenizer) -> Base:
+def even(make_model: Callable, tokenizer: Tokenizer) -> BaseCandidate:
     """Every token is as probable as every other, always."""
     model = make_model(0, **SIZES)
     with torch.no_grad():
         model.final_norm.zero_()
-    return Base(name="even", model=model, tokenizer=tokenizer)
+    return BaseCandidate(name="even", model=model, tokenizer=tokenizer)
 
 
-def test_a_model_that_guesses_evenly_loses_the_logarithm_of_its_vocabulary_a_token(even: Base):
+def test_a_model_that_guesses_evenly_loses_the_logarithm_of_its_vocabulary_a_token(even: BaseCandidate):
     for window, stride in ((17, 16), (64, 8), (64, 63)):
         assert rolling_loss(even, TEXT, window, stride) == pytest.approx(len(even.ids(TEXT)) * math.log(420), rel=1e-5)
 
 
 @pytest.mark.parametrize(("window", "stride"), [(9, 1), (12, 5), (40, 39)])
 @torch.no_grad()
-def test_each_token_is_predicted_once_from_the_window_before_it(base: Base, window: int, stride: int):
+def test_each_token_is_predicted_once_from_the_window_before_it(base: BaseCandidate, window: int, stride: int):
     text = TEXT[:160]
     stream = np.array([base.first, *base.ids(text)], np.int32)
     total = 0.0
@@ -67,7 +67,7 @@ def test_each_token_is_predicted_once_from_the_window_before_it(base: Base, wind
     assert rolling_loss(base, text, window, stride) == pytest.approx(total, rel=1e-4)
 
 
-def test_a_window_that_does_not_fit_is_refused(base: Base):
+def test_a_window_that_does_not_fit_is_refused(base: BaseCandidate):
     for window, stride in ((600, 10), (10, 10), (10, 0)):
         with pytest.raises(
             ValueError, match=r"window=\d+, stride=\d+: 0 < stride < window ≤ 512, the positions of tiny"
@@ -75,7 +75,7 @@ def test_a_window_that_does_not_fit_is_refused(base: Base):
             rolling_loss(base, TEXT, window, stride)
 
 
-def test_questions_have_one_right_choice_and_an_even_model_takes_the_one_with_the_longest_tokens(even: Base):
+def test_questions_have_one_right_choice_and_an_even_model_takes_the_one_with_the_longest_tokens(even: BaseCandidate):
     questions = make_questions([TEXT], 100, 4, 0)
     assert len(questions) == 9 and questions == make_questions([TEXT], 100, 4, 0) != make_questions([TEXT], 100, 4, 1)
     for each in questions:
@@ -112,7 +112,7 @@ def test_distance_is_levenshteins(one: str, other: str):
     assert distance(one, other) == levenshtein(one, other)
 
 
-def test_what_is_written_counts_up_to_the_end_and_a_long_history_is_refused(even: Base, base: Base):
+def test_what_is_written_counts_up_to_the_end_and_a_long_history_is_refused(even: BaseCandidate, base: BaseCandidate):
     histories = make_histories([TEXT], 5, 4, 2, 0)
     assert rebuilt(even, histories, slots=2) == [""] * 5, "the first token of the vocabulary is special, and no text"
     assert rebuilt(base, histories, slots=2) == rebuilt(base, histories, slots=5)
@@ -120,7 +120,7 @@ def test_what_is_written_counts_up_to_the_end_and_a_long_history_is_refused(even
         rebuilt(base, make_histories([TEXT], 1, 30, 20, 0))
 
 
-def test_the_table_of_bases(even: Base, base: Base):
+def test_the_table_of_bases(even: BaseCandidate, base: BaseCandidate):
     m = Measures(bytes=300, questions=9, histories=3, lines=4, edits=2, window=32, stride=16)
     none, first, second = compare_bases([even, base], [TEXT], m)
     assert (none["fresh_knowledge"], none["bits_per_byte"]) == (0.25, pytest.approx(8))
@@ -133,7 +133,7 @@ def test_the_table_of_bases(even: Base, base: Base):
     assert left[1]["fresh_knowledge"] == 0 or left[1]["questions"] == 0
 
 
-def test_the_command_compares_checkpoints(base: Base, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_command_compares_checkpoints(base: BaseCandidate, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     base.tokenizer.save(str(tmp_path / "tokenizer.json"))
     save_pretrained(base.model, tmp_path / "m", tokenizer=tmp_path / "tokenizer.json")
     for number in range(20):

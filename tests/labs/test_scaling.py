@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from composer_nb.cli import main
 from composer_nb.labs.scaling import bits_per_byte, bytes_per_token, fit_loss, predictions
-from composer_nb.trainer.learning.data import Row, code_rows
+from composer_nb.trainer.learning.data import TokenRow, code_rows
 from composer_nb.trainer.recipe.reader import EXAMPLES
 
 TOKENS = [1e3, 3e3, 1e4, 5e4, 2e5]
@@ -68,7 +68,7 @@ def test_bytes_are_those_of_the_text(tokenizer: Tokenizer):
     assert first * (len(rows[0].token_ids) - 1) == pytest.approx(len(text), abs=4)
     ids = tokenizer.encode("abc", add_special_tokens=False).ids
     special = tokenizer.token_to_id("<|end|>")
-    row = Row(np.array([special, *ids, special], np.int32), np.ones(len(ids) + 2, np.float32))
+    row = TokenRow(np.array([special, *ids, special], np.int32), np.ones(len(ids) + 2, np.float32))
     assert bytes_per_token([row], tokenizer) == pytest.approx(3 / (len(ids) + 1)), "special tokens are no text"
     with pytest.raises(ValueError, match="nothing to predict"):
         bytes_per_token([], tokenizer)

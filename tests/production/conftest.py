@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.grading.plan import with_plan
 from composer_nb.harness.grading.validate import validate_task
-from composer_nb.harness.policy import Completion, Drawn, Request, Trace
+from composer_nb.harness.policy import Completion, Request, SampledToken, Trace
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import Task
@@ -81,7 +81,7 @@ class Turns:
 
     def _turn(self, request: Request, token_ids: list[int]) -> Completion:
         logprobs, versions = [-0.5] * len(token_ids), [0] * len(token_ids)
-        for drawn in map(Drawn, token_ids, logprobs, versions):
+        for drawn in map(SampledToken, token_ids, logprobs, versions):
             if request.heard:
                 request.heard(drawn)
                 time.sleep(self.pause_s)

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from composer_nb.cli import main
 from composer_nb.production.canary import FILE, LEAST, Canary, Trial, is_early, open_canary
 from composer_nb.production.conversations import Conversations
-from composer_nb.production.record import Record, served
+from composer_nb.production.record import RolloutRecord, served
 from composer_nb.production.serve import ChatServer
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.services.inference import Updates
 from composer_nb.trainer.versions.publisher import Publisher
-from composer_nb.trainer.versions.rule import Rule
+from composer_nb.trainer.versions.rule import VersionRule
 from tests.production import conftest as product
 from tests.production import test_replicas as several
 from tests.production.test_replicas import SIZE
@@ -118,7 +118,7 @@ class Site:
 @contextmanager
 def site(path: Path, store: str, run: Path) -> Iterator[Site]:
     with open_canary(path, 1, share=SHARE, verdicts=VERDICTS, run=run, follow=store, **SIZE) as engine:
-        record = Record(run, engine.tokenizer, engine.shared.judged)
+        record = RolloutRecord(run, engine.tokenizer, engine.shared.judged)
         answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens, record)
         told: dict[str, Any] = {
             "version": lambda: engine.shared.version,
@@ -206,10 +206,10 @@ def test_versions_that_cannot_be_used_do_not_keep_a_withdrawn_one_alive(path: Pa
     updates = Updates(tmp_path, "test", model.config)
     wanted = []
     for rule, left_out in (
-        (Rule(), {5}),
-        (Rule(after=4, most=3), {5}),
-        (Rule(after=4, most=3), {3, 5}),
-        (Rule(4, 3), set()),
+        (VersionRule(), {5}),
+        (VersionRule(after=4, most=3), {5}),
+        (VersionRule(after=4, most=3), {3, 5}),
+        (VersionRule(4, 3), set()),
     ):
         updates.rule, updates.left_out = rule, left_out
         wanted.append(updates.wanted())

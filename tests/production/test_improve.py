@@ -30,7 +30,7 @@ from composer_nb.production.improve import (
     publish,
 )
 from composer_nb.production.policies import open_engine, trained_with
-from composer_nb.production.record import Record, Verdict, keep_judged, served
+from composer_nb.production.record import RolloutRecord, Verdict, keep_judged, served
 from composer_nb.production.serve import ChatServer
 from composer_nb.trainer.model import load_pretrained, save_pretrained
 from composer_nb.trainer.recipe.reader import EXAMPLES
@@ -149,7 +149,7 @@ def test_turns_that_a_request_had_drawn_from_another_distribution_are_left_out(g
     """However near its log-probabilities are."""
     run, asked = tmp_path / "record", [{"role": "user", "content": "fix f.py"}]
     with open_engine(START, slots=2, tokens=512) as engine:
-        record = Record(run, engine.tokenizer)
+        record = RolloutRecord(run, engine.tokenizer)
         answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens, record)
         with ChatServer(answer, grade=answer.grade) as server:
             client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from composer_nb.harness.agent.chat import Result, Said, User, Written
+from composer_nb.harness.agent.chat import CallResult, Said, User, Written
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.environment import EnvSettings, carry
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.production.conversations import Conversations
 from composer_nb.production.policies import open_engine
-from composer_nb.production.record import Record, served
+from composer_nb.production.record import RolloutRecord, served
 from composer_nb.production.serve import ChatServer
 from composer_nb.trainer.models.checkpoint import save_pretrained
 from composer_nb.trainer.models.convert import with_format
@@ -41,7 +41,7 @@ def taught(folder: Path, tools: list[Any]) -> list[int]:
         renderer.turn(Said(text="", calls=(Written(id="", call=ToolCall(name="bash", arguments={"command": each})),)))
         for each in COMMANDS
     ]
-    read = [renderer.read([User(text=TASK)], SYSTEM), renderer.results([Result(id="", text=SEEN)])]
+    read = [renderer.read([User(text=TASK)], SYSTEM), renderer.results([CallResult(id="", text=SEEN)])]
     ids, acted = list[int](), list[bool]()
     for heard, wrote in zip(read, turns, strict=True):
         ids += heard + wrote
@@ -77,7 +77,7 @@ def test_mini_swe_agent_solves_a_task_and_is_recorded(tmp_path: Path, monkeypatc
 
     ids = taught(tmp_path, [BASH_TOOL])
     with open_engine(tmp_path / "model", slots=2, tokens=2048) as engine:
-        record = Record(tmp_path / "run", engine.tokenizer)
+        record = RolloutRecord(tmp_path / "run", engine.tokenizer)
         answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens, record)
         with ChatServer(answer, grade=answer.grade) as server:
             place = {"api_base": server.url.replace("/v1", "/rollouts/one/v1"), "api_key": "none"}

@@ -11,12 +11,12 @@ import pytest
 from composer_nb.cli import main
 from composer_nb.harness.agent.chat import Said, Written
 from composer_nb.harness.agent.scripts import read_script
-from composer_nb.harness.agent.turns import Silent, Spoken
+from composer_nb.harness.agent.turns import Spoken, TokenlessTurnPolicy
 from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.production.agents import evaluate
 from composer_nb.production.arms import ARMS
-from composer_nb.production.planner import Plan, make_plans, planner, with_plans
+from composer_nb.production.planner import TaskPlan, make_plans, planner, with_plans
 from composer_nb.production.serve import ScriptServer
 
 HELDOUT = Path(__file__).resolve().parents[2] / "data" / "example" / "data" / "heldout.jsonl"
@@ -27,7 +27,7 @@ def tasks() -> list[Task]:
     return load_tasks(HELDOUT)[:2]
 
 
-class Thinker(Silent):
+class Thinker(TokenlessTurnPolicy):
     def __init__(self, heard: list[str]) -> None:
         self.heard = heard
 
@@ -40,7 +40,7 @@ class Thinker(Silent):
 def test_a_planner_reads_the_task_and_its_files_once_and_never_its_answer(tasks: list[Task], tmp_path: Path) -> None:
     heard: list[str] = []
     plans = [make_plans(tasks, lambda task, number: Thinker(heard), tmp_path, 1, 9.0) for _ in range(2)]
-    assert plans[0] == plans[1] == [Plan(text=f"plan {n}", read=90, written=10) for n in (1, 2)], (
+    assert plans[0] == plans[1] == [TaskPlan(text=f"plan {n}", read=90, written=10) for n in (1, 2)], (
         "kept, not asked again"
     )
     for task, text, plan in zip(tasks, heard, plans[0], strict=True):
@@ -71,9 +71,9 @@ def test_the_best_plan_names_every_line_that_the_solution_changes(tasks: list[Ta
 )
 def test_who_plans_is_paid(own: float | None, price: Any, tokens: float, cost: float | None) -> None:
     plans = (
-        [Plan(text="a", read=90, written=10), Plan(text="", read=90, written=10)]
+        [TaskPlan(text="a", read=90, written=10), TaskPlan(text="", read=90, written=10)]
         if tokens
-        else [Plan(text="a", read=0, written=0)]
+        else [TaskPlan(text="a", read=0, written=0)]
     )
     row = with_plans({"n_tasks": 1, "tokens_per_task": 50.0, "dollars_per_task": own}, plans, "p", price)
     assert row["tokens_per_task"] == 50 + tokens and row["planner"]["empty"] == bool(tokens)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent.chat import Message, Result, Said, Written
+from composer_nb.harness.agent.chat import CallResult, Message, Said, Written
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.endpoint import Endpoint, EndpointTurnPolicy
 from composer_nb.harness.agent.loop import LIMITS, converse
@@ -190,9 +190,9 @@ def test_invalid_calls_are_answered_in_their_places(place: Environment, backend:
         box.write("dates.py", b"x")
         done = converse("x", ScriptTurnPolicy(script), place.tools, place.tools.open(box))
     assert seen[2:] == [
-        Result(id="a", text="1|x"),
-        Result(id="b", text="error (InvalidArguments): not JSON"),
-        Result(id="c", text="1|x"),
+        CallResult(id="a", text="1|x"),
+        CallResult(id="b", text="error (InvalidArguments): not JSON"),
+        CallResult(id="c", text="1|x"),
     ]
     assert [each.beside for each in done.turns] == [False, True, True, False]
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from composer_nb.harness.agent.chat import ChatRenderer, Result, Said, User, Written
+from composer_nb.harness.agent.chat import CallResult, ChatRenderer, Said, User, Written
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.kimi import KimiRenderer
 from composer_nb.harness.agent.qwen import QwenRenderer
@@ -23,7 +23,7 @@ from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.production.conversations import Conversations
 from composer_nb.production.serve import ChatServer
 from composer_nb.production.turn import calls_of
-from composer_nb.production.wire import Asked, arguments_of
+from composer_nb.production.wire import RequestBody, arguments_of
 from tests.production.conftest import Turns
 
 ASKED: list[Any] = [{"role": "user", "content": "fix f"}]
@@ -233,15 +233,15 @@ def test_a_conversation_goes_on_after_a_call_that_was_cut_off() -> None:
     with Shared(Turns(cut, done, done)) as shared:
         policy = shared.policy
         assert isinstance(policy, Turns)
-        asked = Asked(messages=ASKED, tools=[TOOL], max_tokens=len(cut))
+        asked = RequestBody(messages=ASKED, tools=[TOOL], max_tokens=len(cut))
         known = Conversations(shared, renderer.tokenizer, QwenRenderer, 3000)
         first = known(asked).choices[0]
         assert first.cut and json.loads(first.message["tool_calls"][0]["function"]["arguments"] + '"}')
         more = [*ASKED, first.message, {"role": "tool", "tool_call_id": "call_0", "content": "not JSON"}]
         for talk in (known, Conversations(shared, renderer.tokenizer, QwenRenderer, 3000)):
-            talk(Asked(messages=more, tools=[TOOL]))
+            talk(RequestBody(messages=more, tools=[TOOL]))
     prompt, rest, anew = ([*each.token_ids] for each in policy.asked)
     assert prompt == renderer.render([User(text="fix f")])
-    assert rest == renderer.read([Result(id="call_0", text="not JSON")])
+    assert rest == renderer.read([CallResult(id="call_0", text="not JSON")])
     read = renderer.tokenizer.decode(anew, skip_special_tokens=False)
     assert "f.py\n</parameter>\n</function>" in read and "not JSON" in read and anew[: len(prompt)] == prompt

@@ -20,7 +20,7 @@ from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.production.conversations import Conversations
 from composer_nb.production.serve import ChatServer
-from composer_nb.production.wire import Asked
+from composer_nb.production.wire import RequestBody
 from tests.production.conftest import TOOL, Turns
 
 
@@ -102,10 +102,10 @@ def test_a_turn_that_was_cut_off_is_closed_before_the_next(tokenizer: Tokenizer)
     start: list[dict[str, Any]] = [{"role": "user", "content": "fix f"}]
     with Shared(policy) as shared:
         talk = Conversations(shared, tokenizer, QwenRenderer, 3000)
-        first = talk(Asked(messages=start, tools=[TOOL]))
+        first = talk(RequestBody(messages=start, tools=[TOOL]))
         assert first.choices[0].cut
         more = [*start, first.choices[0].message, {"role": "user", "content": "go on"}]
-        talk(Asked(messages=more, tools=[TOOL]))
+        talk(RequestBody(messages=more, tools=[TOOL]))
     wanted = [User(text="fix f"), Said(text="half a sentence"), User(text="go on")]
     held = [*policy.asked[0].token_ids, *renderer.encode("half a sentence"), *policy.asked[1].token_ids]
     assert held == renderer.render(wanted, "") and not policy.released
@@ -119,7 +119,7 @@ def test_results_are_of_the_calls_whose_ids_they_have(tokenizer: Tokenizer) -> N
     start: list[dict[str, Any]] = [{"role": "user", "content": "fix f"}]
     with Shared(policy) as shared:
         talk = Conversations(shared, tokenizer, QwenRenderer, 3000)
-        first = talk(Asked(messages=start, tools=[TOOL])).choices[0].message
+        first = talk(RequestBody(messages=start, tools=[TOOL])).choices[0].message
         a, b = ({"role": "tool", "tool_call_id": f"call_{n}", "content": f"of {n}"} for n in range(2))
         for wrong, why in (
             ([a], "no result of 'call_1'"),
@@ -128,8 +128,8 @@ def test_results_are_of_the_calls_whose_ids_they_have(tokenizer: Tokenizer) -> N
             ([{"role": "user", "content": "and?"}], "no result of 'call_0', 'call_1'"),
         ):
             with pytest.raises(ValueError, match=why):
-                talk(Asked(messages=[*start, first, *wrong], tools=[TOOL]))
-        talk(Asked(messages=[*start, first, b, a], tools=[TOOL]))  # read anew, since the refusals forgot it
+                talk(RequestBody(messages=[*start, first, *wrong], tools=[TOOL]))
+        talk(RequestBody(messages=[*start, first, b, a], tools=[TOOL]))  # read anew, since the refusals forgot it
         text = tokenizer.decode(list(policy.asked[1].token_ids), skip_special_tokens=False)
         assert 0 < text.index("of 0") < text.index("of 1")
 
@@ -142,11 +142,15 @@ def test_a_call_that_nobody_could_read_can_be_told_again(tokenizer: Tokenizer) -
     policy = Turns(broken, done)
     with Shared(policy) as shared:
         first = (
-            Conversations(shared, tokenizer, QwenRenderer, 3000)(Asked(messages=start, tools=[TOOL])).choices[0].message
+            Conversations(shared, tokenizer, QwenRenderer, 3000)(RequestBody(messages=start, tools=[TOOL]))
+            .choices[0]
+            .message
         )
         assert "tool_calls" not in first
         more = [*start, first, {"role": "user", "content": "what?"}]
-        Conversations(shared, tokenizer, QwenRenderer, 3000)(Asked(messages=more, tools=[TOOL]))  # has not seen it
+        Conversations(shared, tokenizer, QwenRenderer, 3000)(
+            RequestBody(messages=more, tools=[TOOL])
+        )  # has not seen it
     prompt, again = ([*each.token_ids] for each in policy.asked)
     assert prompt == renderer.render([User(text="fix f")], "You fix.")
     assert again == [*prompt, *broken, *renderer.render([User(text="what?")], after=True)]

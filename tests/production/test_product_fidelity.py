@@ -26,7 +26,7 @@ from composer_nb.harness.tools.toolset import NAMES, ToolSet
 from composer_nb.production import fidelity, work
 from composer_nb.production.fidelity import (
     PLACES,
-    Side,
+    SessionSide,
     differences,
     observations,
     probes,
@@ -58,7 +58,7 @@ def product(monkeypatch: pytest.MonkeyPatch) -> Any:
         original = fidelity.open_in
 
         @contextmanager
-        def open_in(place: str, task: Task, agent: Agent) -> Iterator[Side]:
+        def open_in(place: str, task: Task, agent: Agent) -> Iterator[SessionSide]:
             with original(place, task, agent) as side:
                 yield (change(side) or side) if place == "product" else side
 

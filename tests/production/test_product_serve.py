@@ -28,7 +28,7 @@ from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.production import serve, wire
 from composer_nb.production.conversations import Conversations
 from composer_nb.production.serve import ChatServer, ScriptServer
-from composer_nb.production.wire import Answered, Asked, Choice, Generate, Told
+from composer_nb.production.wire import Answered, Choice, Generate, RequestBody, Told
 from composer_nb.trainer.models.tokenizer import train_tokenizer
 from tests.production.conftest import TOOL, Turns
 
@@ -333,8 +333,8 @@ class Held:
     def __init__(self) -> None:
         self.may, self.begun, self.gone = threading.Event(), list[str](), list[str]()
 
-    def __call__(self, asked: Asked | Generate, there: Callable[[], bool], told: Told) -> Answered:
-        assert isinstance(asked, Asked)
+    def __call__(self, asked: RequestBody | Generate, there: Callable[[], bool], told: Told) -> Answered:
+        assert isinstance(asked, RequestBody)
         [message] = asked.messages
         self.begun.append(message["content"])
         while not self.may.wait(0.02):
@@ -582,13 +582,13 @@ def test_large_tools_are_checked_beside_the_event_loop_and_bounded(
     path: str, scripted: ScriptServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While they are checked, others are answered."""
-    checked, check = list[str](), wire._Tool.model_validate
+    checked, check = list[str](), wire._OpenAITool.model_validate
 
     def noted(tool: Any) -> Any:
         checked.append(threading.current_thread().name)
         return check(tool)
 
-    monkeypatch.setattr(wire._Tool, "model_validate", noted)
+    monkeypatch.setattr(wire._OpenAITool, "model_validate", noted)
 
     def ask(count: int, size: int) -> httpx.Response:
         schema = {"type": "object", "properties": {f"a{number}": {} for number in range(size)}}

@@ -30,7 +30,7 @@ from composer_nb.production.conversations import Conversations
 from composer_nb.production.policies import open_engine
 from composer_nb.production.replicas import Replicas, open_replicas
 from composer_nb.production.serve import ChatServer
-from composer_nb.trainer.drafts import Draft, save_draft
+from composer_nb.trainer.drafts import DraftHead, save_draft
 from composer_nb.trainer.models.checkpoint import load_pretrained, published, save_pretrained
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.versions.publisher import Publisher
@@ -67,7 +67,7 @@ def path(tmp_path_factory: pytest.TempPathFactory, model: Model, tokenizer: Toke
     tokenizer.save(str(made / "t.json"))
     save_pretrained(model, made / "m", dtype=torch.bfloat16, tokenizer=made / "t.json")
     torch.manual_seed(0)
-    save_draft(Draft(model.config.hidden_size), made / "m")
+    save_draft(DraftHead(model.config.hidden_size), made / "m")
     return made / "m"
 
 

@@ -35,7 +35,7 @@ from composer_nb.trainer.models.variants import as_engine
 from composer_nb.trainer.services import inference
 from composer_nb.trainer.services.inference import Inference, Updates, following
 from composer_nb.trainer.versions.publisher import Publisher
-from composer_nb.trainer.versions.store import Store
+from composer_nb.trainer.versions.store import VersionStore
 from tests.production import conftest as product
 from tests.tiny_models import SIZES
 
@@ -256,7 +256,7 @@ def test_new_versions_are_taken_in_the_middle_of_an_answer_and_every_answer_name
         bare = small.chat(max_tokens=3)
         assert bare.system_fingerprint is None and bare.choices[0].policy_version == -1, "the store is empty"
         publisher.publish(3, published(model), FILES)
-        wait_until(lambda: [each.version for each in Store(tmp_path / "store").reports()] == [3])
+        wait_until(lambda: [each.version for each in VersionStore(tmp_path / "store").reports()] == [3])
         assert small.chat(max_tokens=3).system_fingerprint == "v3"
         publisher.publish(4, turned(model, 0.25), FILES)  # a delta: the receiver has reported version 3
         wait_until(lambda: small.engine.version == 4)

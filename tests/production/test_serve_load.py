@@ -18,7 +18,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.chat import User
-from composer_nb.harness.policy import Completion, Drawn, ProviderFailure, Request
+from composer_nb.harness.policy import Completion, ProviderFailure, Request, SampledToken
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.services.inference import Inference
@@ -39,7 +39,7 @@ def test_a_user_goes_before_rollouts_within_two_steps_and_they_go_on(model: Mode
         steps["made"] += 1
         return step()
 
-    def heard(drawn: Drawn) -> None:
+    def heard(drawn: SampledToken) -> None:
         told.append(steps["made"])
 
     engine.step = counted  # type: ignore[method-assign]

@@ -29,7 +29,7 @@ from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.production.conversations import Conversations
 from composer_nb.production.policies import open_engine
-from composer_nb.production.record import Record, served
+from composer_nb.production.record import RolloutRecord, served
 from composer_nb.production.serve import ChatServer
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.loss import LossSettings
@@ -47,7 +47,7 @@ TOKENS = 512
 def recording(run: Path, slots: int = 4, policy: Path = POLICY) -> Iterator[ChatServer]:
     with open_engine(policy, slots=slots, tokens=TOKENS) as engine:
         answer = Conversations(
-            engine.shared, engine.tokenizer, engine.format, engine.tokens, Record(run, engine.tokenizer)
+            engine.shared, engine.tokenizer, engine.format, engine.tokens, RolloutRecord(run, engine.tokenizer)
         )
         with ChatServer(answer, grade=answer.grade) as server:
             yield server

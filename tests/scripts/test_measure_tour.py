@@ -13,7 +13,7 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tiny import Edits, Observation
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
-from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.models.tokenizer import train_tokenizer
 from scripts.studies.masked import Masked, without_tries
 from scripts.studies.measure_tour import restarted
@@ -97,7 +97,7 @@ def test_failed_tries_are_masked_and_nothing_else() -> None:
         own = tokenizer.encode(f"{said}<|end|>").ids
         read = tokenizer.encode(f"<|out|>{told}<|end|><|call|>" if told else "").ids
         ids, weight = ids + own + read, weight + [1.0] * len(own) + [0.2] * len(read)
-    row = Row(np.array(ids, np.int32), np.array(weight, np.float32))
+    row = TokenRow(np.array(ids, np.int32), np.array(weight, np.float32))
     made = without_tries(row, tokenizer)
     [places] = np.nonzero(made.weight != row.weight)
     assert (

@@ -22,7 +22,7 @@ from composer_nb.tour.repairs import (
     BATCH,
     HIDDEN,
     VISIBLE,
-    Candidate,
+    BuggyProgram,
     buggy_prints,
     bugs,
     draw_candidate,
@@ -195,7 +195,7 @@ PROGRAM = Program(family="fn2", source="def f(x):\n    return x + 1", spec="x pl
 @given(fails=st.lists(st.booleans(), min_size=VISIBLE + HIDDEN, max_size=VISIBLE + HIDDEN))
 def test_tests_are_dealt_so_that_the_bug_shows_in_both(fails: list[bool]) -> None:
     inputs = tuple((n,) for n in range(len(fails)))
-    candidate = Candidate(
+    candidate = BuggyProgram(
         program=PROGRAM, kind="constant", buggy="def f(x):\n    return x", inputs=inputs, wanted=tuple(range(1, 13))
     )
     wrong = CallOutcome(status="returned", text="0")

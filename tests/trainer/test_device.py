@@ -13,7 +13,7 @@ import torch
 from composer_nb.harness.policy import Request
 from composer_nb.labs.rewards.rescore import stored_batch
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import Stream
@@ -75,7 +75,7 @@ def test_a_checkpoint_goes_on_alike(device: str, streams: list[Stream]):
 
 
 def test_a_step_of_supervised_learning(device: str, streams: list[Stream]):
-    rows = [Row(token_ids=one.token_ids, weight=one.acted.astype(np.float32)) for one in streams[:8]]
+    rows = [TokenRow(token_ids=one.token_ids, weight=one.acted.astype(np.float32)) for one in streams[:8]]
     losses = []
     for model in (policy("cpu", torch.float64), policy(device)):
         how = {"lr": 1e-4, "balance": 0.01, "clip": 1.0}

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from composer_nb.cli import main
-from composer_nb.harness.policy import Completion, Drawn
+from composer_nb.harness.policy import Completion, SampledToken
 from composer_nb.production.policies import open_engine
 from composer_nb.trainer.drafts import (
     FILE,
-    Draft,
+    DraftHead,
     DraftingEngine,
     Joint,
     divergence,
@@ -32,7 +32,7 @@ from composer_nb.trainer.drafts import (
     train_draft,
 )
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import supervise, train_step
@@ -42,7 +42,7 @@ from composer_nb.trainer.settings import MidtrainSettings
 from tests.trainer.forked import on_ranks
 
 
-class Told(Draft):
+class Told(DraftHead):
     """A head that knows what one greedy rollout will say, and says so at some of its calls."""
 
     def __init__(self, model: Model, wanted: list[int], every: int) -> None:
@@ -59,9 +59,9 @@ class Told(Draft):
         return logits
 
 
-def head_of(model: Model, seed: int = 0, scale: float = 1.0) -> Draft:
+def head_of(model: Model, seed: int = 0, scale: float = 1.0) -> DraftHead:
     torch.manual_seed(seed)
-    head = Draft(model.config.hidden_size).requires_grad_(False)
+    head = DraftHead(model.config.hidden_size).requires_grad_(False)
     head.join.weight.mul_(scale)
     return head
 
@@ -123,8 +123,8 @@ def test_a_draft_that_is_right_saves_a_step(make_model, every: int):
 def test_users_preemption_and_new_weights_in_between_change_nothing(make_model):
     first, second = make_model(3), make_model(4)
 
-    def run(engine: Engine) -> tuple[dict[int, Any], list[Drawn]]:
-        done, told = dict[int, Any](), list[Drawn]()
+    def run(engine: Engine) -> tuple[dict[int, Any], list[SampledToken]]:
+        done, told = dict[int, Any](), list[SampledToken]()
         for number in range(3):
             engine.submit(ask(number, prompt(4), 20))
         count = 0
@@ -202,11 +202,11 @@ def test_a_trained_head_guesses_well_and_the_model_stays_as_it_is(make_model):
 # Training with the model
 
 
-def batches_of(count: int) -> list[list[Row]]:
+def batches_of(count: int) -> list[list[TokenRow]]:
     rng = np.random.default_rng(2)
     sizes = [[12, 7, 9], [8, 8], [15, 4, 6, 5]]
     return [
-        [Row(rng.integers(0, 12, size).astype(np.int32), np.ones(size, np.float32)) for size in sizes[n % 3]]
+        [TokenRow(rng.integers(0, 12, size).astype(np.int32), np.ones(size, np.float32)) for size in sizes[n % 3]]
         for n in range(count)
     ]
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.agent.driver import Job, Seat, drive
-from composer_nb.harness.policy import Completion, Drawn, Request, Trace, route_checks
+from composer_nb.harness.policy import Completion, Request, SampledToken, Trace, route_checks
 from composer_nb.trainer.engine import Engine, _logprobs
 from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows
 
@@ -504,7 +504,7 @@ def test_a_user_goes_before_rollouts_which_go_on_as_if_nothing_had_happened() ->
     wanted = rollouts(alone)
     engine = made()
     engine.step()
-    told: list[Drawn] = []
+    told: list[SampledToken] = []
     for user in range(100, 100 + slots):
         engine.submit(Request(rollout=user, token_ids=[9], max_tokens=4, priority=0, heard=told.append))
     with pytest.raises(RuntimeError, match="more than"):
@@ -515,7 +515,7 @@ def test_a_user_goes_before_rollouts_which_go_on_as_if_nothing_had_happened() ->
         engine.step()
     engine.release(100)
     found = rollouts(engine, 60)
-    again: list[Drawn] = []
+    again: list[SampledToken] = []
     engine.submit(Request(rollout=101, token_ids=[8], max_tokens=2, priority=0, heard=again.append))
     engine.step()
     assert len(again) == 1, "a user whose place a rollout took comes back"

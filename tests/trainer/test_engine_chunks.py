@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tiny_models import NEVER, Played, ask, prompt, same
 from torch import Tensor
 
-from composer_nb.harness.policy import Drawn, Trace
+from composer_nb.harness.policy import SampledToken, Trace
 from composer_nb.kernels.attention.cached import cached_attention_reference
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.transformer import Model, ModelConfig
@@ -136,7 +136,7 @@ def test_a_user_waits_for_no_prompt_of_a_rollout(make_model, slots: int):
     step()
     asked = steps["made"]
 
-    def heard(_: Drawn) -> None:
+    def heard(_: SampledToken) -> None:
         told.append(steps["made"])
 
     engine.submit(replace(ask(100, prompt(9, 9), 3, priority=0), heard=heard))

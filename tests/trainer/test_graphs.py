@@ -16,7 +16,7 @@ from tiny_models import NEVER, ask, prompt
 
 from composer_nb.harness.policy import Completion, Request
 from composer_nb.trainer import engine, graphs
-from composer_nb.trainer.drafts import Draft, DraftingEngine
+from composer_nb.trainer.drafts import DraftHead, DraftingEngine
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.transformer import Kernels, Model
 
@@ -74,7 +74,7 @@ def test_so_they_are_with_drafts_masks_a_user_who_takes_a_place_and_weights_swap
         for weight in after.parameters():
             weight.mul_(1.1)
     torch.manual_seed(0)
-    head = Draft(model.config.hidden_size).requires_grad_(False).to(model.embed.device)
+    head = DraftHead(model.config.hidden_size).requires_grad_(False).to(model.embed.device)
     head.join.weight.zero_()
     masks = {1: lambda written: np.arange(99) % 2 == len(written) % 2}
 

@@ -24,7 +24,7 @@ from composer_nb.harness.rollout import Kind
 from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
 from composer_nb.harness.store import load_attempts, pack_attempt, save_attempts, unpack_attempt
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.microscope.frozen import Batch
+from composer_nb.labs.microscope.frozen import FrozenBatch
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
@@ -112,7 +112,7 @@ def test_metrics_count_rollouts_and_the_ledger_every_token(group: list[Scored]) 
 def test_replay_and_the_studies_take_every_segment(model: Model, chains: list[Attempt]) -> None:
     found = measure_mismatch(model, chains)
     assert found["tokens"] == sum(done.rollout.sampled for done in chains) and found["routes_differ"] == 0.0
-    assert len(Batch.of(chains).rows) == 6
+    assert len(FrozenBatch.of(chains).rows) == 6
     again = retrace(model, chains)
     for old, new in zip(chains, again, strict=True):
         for a, b in zip(old.rollout.segments, new.rollout.segments, strict=True):
@@ -137,7 +137,7 @@ def test_it_is_stored_and_read_bit_for_bit(chains: list[Attempt], task: Task, tm
 
 
 def test_the_viewer_shows_every_segment(chains: list[Attempt], model: Model, tokenizer) -> None:
-    stored = views.Stored(attempt=chains[0], name="chain", tokenizer=tokenizer, advantage=0.5)
+    stored = views.StoredRollout(attempt=chains[0], name="chain", tokenizer=tokenizer, advantage=0.5)
     page = views.read(views.with_trainer(stored, model), "ratio").text
     assert page.count("goes on from segment") == 2 and "segment 1: " in page and "summary · " in page
     assert page.count('title="') == chains[0].rollout.tokens

@@ -20,18 +20,18 @@ from torch import Tensor
 from composer_nb.kernels.delta.codec import CODECS, bits, encode
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.versions.manifest import (
-    Base,
+    BaseVersion,
     DamagedVersion,
     ForeignBase,
     Manifest,
     MisplacedVersion,
     MissingVersion,
-    State,
+    WeightState,
     seal,
     state_hash,
 )
 from composer_nb.trainer.versions.payload import decoded, read_link, write_part
-from composer_nb.trainer.versions.store import Store
+from composer_nb.trainer.versions.store import VersionStore
 from composer_nb.trainer.weights import apply_delta, delta_sizes, encode_delta, verify
 
 
@@ -135,10 +135,12 @@ def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return forms[0] == forms[1]
 
 
-def through(store: Store, where: str, target: State, base: State | None, shard_bytes: int) -> dict[str, Tensor]:
+def through(
+    store: VersionStore, where: str, target: WeightState, base: WeightState | None, shard_bytes: int
+) -> dict[str, Tensor]:
     """Written, sealed, read again."""
     part = write_part(store, where, target, base, shard_bytes=shard_bytes)
-    manifest = seal(target.version, base and Base(version=base.version, hash=base.hash), [part], {})
+    manifest = seal(target.version, base and BaseVersion(version=base.version, hash=base.hash), [part], {})
     again = Manifest.load(manifest.dump(), "m")
     assert again == manifest and manifest.hash == target.hash
     return dict(decoded(base, [read_link(store, where, again)]))
@@ -147,8 +149,8 @@ def through(store: Store, where: str, target: State, base: State | None, shard_b
 @given(pairs(), st.sampled_from([1, 100, 1 << 20]))
 @settings(max_examples=300, deadline=None)
 def test_a_delta_gives_back_every_bit(pair: tuple[dict[str, Tensor], dict[str, Tensor]], shard_bytes: int):
-    base, target = (State.of(number, tensors) for number, tensors in enumerate(pair))
-    store = Store("memory://bits")
+    base, target = (WeightState.of(number, tensors) for number, tensors in enumerate(pair))
+    store = VersionStore("memory://bits")
     tensors = through(store, "delta", target, base, shard_bytes)
     assert same_bits(tensors, pair[1]) and state_hash(tensors) == target.hash
     assert same_bits(through(store, "full", target, None, shard_bytes), pair[1])

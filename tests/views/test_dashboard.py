@@ -18,7 +18,7 @@ from pixels import drawn
 
 from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.system.linux import patience
-from composer_nb.trainer.recipe.reader import Slot
+from composer_nb.trainer.recipe.reader import PromptSlot
 from composer_nb.trainer.recipe.status import read_status
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.settings import Settings, override, to_dict
@@ -78,8 +78,8 @@ def test_rollouts_under_way_are_stacked_by_group(run: RunDir) -> None:
     from dataclasses import replace
 
     slots = (
-        Slot(slot=7, size=4, done=3, running=1, training=False),
-        Slot(slot=9, size=4, done=0, running=2, training=False),
+        PromptSlot(slot=7, size=4, done=3, running=1, training=False),
+        PromptSlot(slot=9, size=4, done=0, running=2, training=False),
     )
     seen = replace(read_status(run.path), slots=slots, served=3, trained=4, versions=4)
     heights = {

@@ -17,10 +17,10 @@ from composer_nb.harness.grading.plan import Twin
 from composer_nb.harness.rollout import Turn
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import SandboxSpec, Stats
-from composer_nb.harness.sandbox.journal import Journal
+from composer_nb.harness.sandbox.journal import ResourceJournal
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.attacks.case import Verdict
+from composer_nb.labs.attacks.case import AttackVerdict
 from composer_nb.labs.attacks.patches import Patch, patches
 from composer_nb.views import environments, instruments
 from composer_nb.views.instruments import Future, Watched
@@ -110,7 +110,7 @@ def test_a_verdict_tells_tampering_from_failing():
 
 
 def test_a_census_counts_what_is_there_not_what_is_noted(tmp_path: Path):
-    journal = Journal(tmp_path, "run")
+    journal = ResourceJournal(tmp_path, "run")
     folder = tmp_path / "held"
     folder.mkdir()
     sleeper = subprocess.Popen(["sleep", "60"])
@@ -213,8 +213,8 @@ def test_a_matrix_says_who_was_wrong():
 def test_cases_show_what_held_and_what_did_not():
     page = environments.cases(
         [
-            ("a", Verdict(blocked=True, detail="every attempt failed"), 0.5),
-            ("b", Verdict(blocked=False, detail="<x>"), 1.0),
+            ("a", AttackVerdict(blocked=True, detail="every attempt failed"), 0.5),
+            ("b", AttackVerdict(blocked=False, detail="<x>"), 1.0),
         ]
     ).text
     assert page.count(">held<") == 1 and page.count(">NOT HELD<") == 1 and "&lt;x&gt; · 1.0 s" in page

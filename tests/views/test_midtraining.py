@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from composer_nb.labs.scaling import fit_loss
-from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows
 from composer_nb.views import midtraining
 
@@ -40,9 +40,9 @@ def test_mixtures_are_drawn_side_by_side():
     assert [list(line.get_ydata()) for line in agent.lines] == [[1, 0.5], [1, 0.4]]
 
 
-def rows() -> list[Row]:
+def rows() -> list[TokenRow]:
     random = np.random.default_rng(0)
-    return [Row(random.integers(0, 31, n).astype(np.int32), np.ones(n, np.float32)) for n in (6, 3, 5)]
+    return [TokenRow(random.integers(0, 31, n).astype(np.int32), np.ones(n, np.float32)) for n in (6, 3, 5)]
 
 
 def test_influence_stays_within_a_row_and_goes_forward(monkeypatch: pytest.MonkeyPatch):

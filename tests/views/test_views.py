@@ -160,19 +160,19 @@ def test_colours_say_how_likely_and_which_way(tiny_run: RunDir):
             assert tint is None or (tint.hue == style.SKY) == (advantage > 0)
 
 
-def colours_of(stored: rollout.Stored, by: colouring.ColorBy) -> colouring.Colouring:
+def colours_of(stored: rollout.StoredRollout, by: colouring.ColorBy) -> colouring.Colouring:
     return colouring.colouring(stored.segment, by, stored.token_advantages, stored.trainer)
 
 
 @pytest.fixture
-def followed(tiny_run: RunDir) -> rollout.Stored:
+def followed(tiny_run: RunDir) -> rollout.StoredRollout:
     """The rollout with the largest advantage, and what another policy than the one that sampled it computes at its tokens."""
     stored = max(rollout.sampled(tiny_run), key=lambda one: abs(one.advantage or 0))
     return rollout.with_trainer(stored, load_pretrained(tiny_run.path / "weights" / "midtrained"))
 
 
 @pytest.mark.parametrize("color", get_args(colouring.ColorBy))
-def test_every_colouring_explains_itself(followed: rollout.Stored, color: colouring.ColorBy):
+def test_every_colouring_explains_itself(followed: rollout.StoredRollout, color: colouring.ColorBy):
     page, colours = rollout.read(followed, color).text, colours_of(followed, color)
     assert colours.key and all(html.escape(meaning) in page for _, meaning in colours.key)
     for tint, acted in zip(colours.tints, followed.segment.acted, strict=True):
@@ -180,7 +180,7 @@ def test_every_colouring_explains_itself(followed: rollout.Stored, color: colour
         assert tint is None or (0 <= tint.strength <= 1 and f"background:{tint.over_page}" in page)
 
 
-def test_ratios_are_the_trainers(followed: rollout.Stored):
+def test_ratios_are_the_trainers(followed: rollout.StoredRollout):
     assert followed.trainer is not None
     segment, acted = followed.segment, followed.segment.acted
     moved = colouring.log_ratio(segment, followed.trainer)

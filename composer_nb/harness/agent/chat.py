@@ -58,14 +58,14 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class CallResult:
     """The result of a call. Results of one turn are in the order of its calls."""
 
     id: str
     text: str
 
 
-Message = User | Said | Result
+Message = User | Said | CallResult
 Talk = Sequence[Message]
 
 
@@ -136,9 +136,9 @@ class ChatRenderer(ABC):
             after = turn
         return token_ids
 
-    def read(self, news: Sequence[User | Result], system: str = "") -> list[int]:
+    def read(self, news: Sequence[User | CallResult], system: str = "") -> list[int]:
         """Render the input of the next turn: the start of a conversation, or the results of the calls before."""
-        return self.render(news, system, after=any(isinstance(message, Result) for message in news))
+        return self.render(news, system, after=any(isinstance(message, CallResult) for message in news))
 
     def open(self, system: str = "") -> list[int]:
         """Render the start of a conversation: system text and tools."""
@@ -148,20 +148,20 @@ class ChatRenderer(ABC):
         """Render a user's text and the cue for a turn."""
         return self.encoded([*self._user(text), *self._cue()])
 
-    def results(self, results: Sequence[Result]) -> list[int]:
+    def results(self, results: Sequence[CallResult]) -> list[int]:
         """Render the results of a turn's calls, and the cue for the next turn."""
         return self.render(results, after=True)
 
     def _news(self, messages: Iterable[Message]) -> Iterator[Piece]:
         """Yield the pieces between two turns."""
         for kind, same in groupby(messages, type):
-            if kind is Result:
-                yield from self._results([each for each in same if isinstance(each, Result)])
+            if kind is CallResult:
+                yield from self._results([each for each in same if isinstance(each, CallResult)])
             else:
                 for each in same:
                     yield from self._user(each.text)
 
-    def answers(self, results: Sequence[Result]) -> list[int]:
+    def answers(self, results: Sequence[CallResult]) -> list[int]:
         """Render the results of calls that a user's text follows (`ask`), not a turn."""
         return self.encoded([*self._after(), *self._results(results)])
 
@@ -253,7 +253,7 @@ class ChatRenderer(ABC):
         """Return the pieces between the last token of a turn and the next message."""
 
     @abstractmethod
-    def _results(self, results: Sequence[Result]) -> list[Piece]: ...
+    def _results(self, results: Sequence[CallResult]) -> list[Piece]: ...
 
     @abstractmethod
     def _said(self, said: Said) -> list[Piece]: ...

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent.chat import ChatRenderer, Piece, Result, Said, User, Written, read_json, write_json
+from composer_nb.harness.agent.chat import CallResult, ChatRenderer, Piece, Said, User, Written, read_json, write_json
 from composer_nb.harness.agent.summary import QUERIES
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError, invalid
@@ -134,7 +134,7 @@ class CompactRenderer(ChatRenderer):
 
     def observation(self, text: str) -> list[int]:
         """Render the tool's result and the cue for the next call, which follow the agent's `<|end|>`."""
-        return self.results([Result(id="", text=text)])
+        return self.results([CallResult(id="", text=text)])
 
     def parse(self, token_ids: Sequence[int]) -> Said:
         """Parse a turn: its calls, or an error for each unreadable one; without a tool that ends conversations, also a text."""
@@ -168,7 +168,7 @@ class CompactRenderer(ChatRenderer):
     def _after(self) -> list[Piece]:
         return []
 
-    def _results(self, results: Sequence[Result]) -> list[Piece]:
+    def _results(self, results: Sequence[CallResult]) -> list[Piece]:
         return [piece for result in results for piece in (self.out, result.text, self.end)]
 
     def _said(self, said: Said) -> list[Piece]:

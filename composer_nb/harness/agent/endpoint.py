@@ -24,8 +24,8 @@ from typing import Any
 
 import httpx
 
-from composer_nb.harness.agent.chat import Result, Said, Schema, Written, read_json
-from composer_nb.harness.agent.turns import Limits, News, Silent, Spoken
+from composer_nb.harness.agent.chat import CallResult, Said, Schema, Written, read_json
+from composer_nb.harness.agent.turns import Limits, News, Spoken, TokenlessTurnPolicy
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError, invalid
 
@@ -98,7 +98,7 @@ def context_of(entry: Mapping[str, Any]) -> int:
     return next((entry[key] for key in CONTEXT if isinstance(entry.get(key), int) and entry[key] > 0), 0)
 
 
-class TooLong(ProviderFailure):
+class ContextExceeded(ProviderFailure):
     """A conversation, with the answer that it asked for, does not fit into the context of an endpoint's model. `context` and
     `read`: maximum tokens of a conversation, and those that this one has without an answer, as the error names them, or 0."""
 
@@ -209,7 +209,7 @@ class Endpoint:
                 failed = f"status {status}{f' ({code})' if code else ''}: {message}"
                 retry_after = answered.get("Retry-After")
                 if status in (400, 413) and _TOO_LONG.search(failed):
-                    raise TooLong(f"{where}: {failed}")
+                    raise ContextExceeded(f"{where}: {failed}")
                 if status not in AGAIN or code in FINAL:
                     break
             except (ValueError, RecursionError) as error:  # such as an answer that was cut short
@@ -247,7 +247,7 @@ def _pause(retry_after: str | None, usual: float) -> float:
     return min(LONGEST_WAIT_S, max(least, usual * (1 + random.random())))
 
 
-class EndpointTurnPolicy(Silent):
+class EndpointTurnPolicy(TokenlessTurnPolicy):
     """Takes turns from an OpenAI-compatible endpoint, for evaluation and use: it returns no tokens to train on.
 
     It ends where a `TokenTurnPolicy` of the same model ends: at the smaller of its limit of tokens and the context of the
@@ -270,14 +270,14 @@ class EndpointTurnPolicy(Silent):
 
     def say(self, news: News, until: float) -> Spoken | None:
         for message in news:
-            if isinstance(message, Result) and message.id:
+            if isinstance(message, CallResult) and message.id:
                 self._talk.append({"role": "tool", "tool_call_id": message.id, "content": message.text})
             else:
                 self._talk.append({"role": "user", "content": message.text})
         begun = any(message["role"] == "assistant" for message in self._talk)
         try:
             answer = self._answer(until)
-        except TooLong:
+        except ContextExceeded:
             if begun:
                 return None
             raise  # the requested length of the answer may be at fault
@@ -309,7 +309,7 @@ class EndpointTurnPolicy(Silent):
                 if answer.read + answer.written <= self._most:
                     return answer
                 read = answer.read
-            except TooLong as error:
+            except ContextExceeded as error:
                 read, self._most = error.read, min(self._most, error.context or self._most)
                 if not read or self._most - read >= room:
                     raise

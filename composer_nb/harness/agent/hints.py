@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from composer_nb.harness.agent.chat import ChatRenderer, Result
+from composer_nb.harness.agent.chat import CallResult, ChatRenderer
 from composer_nb.harness.rewards import called
 from composer_nb.harness.rollout import Hint, Kind, Rollout, Turn
 from composer_nb.harness.tools.toolset import ToolSet
@@ -39,6 +39,6 @@ def hints_of(rollout: Rollout, renderer: ChatRenderer, tools: ToolSet) -> list[l
 
 def hint_at(start: int, stop: int, text: str, renderer: ChatRenderer) -> Hint:
     """Return a hint for the turn from `start` to `stop`: a user's text before the cue."""
-    empty = [Result(id="", text="")]
+    empty = [CallResult(id="", text="")]
     cue = len(renderer.results(empty)) - len(renderer.answers(empty))
     return Hint(start, stop, start - cue, tuple(renderer.ask(text)[:-cue]))

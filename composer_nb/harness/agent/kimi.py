@@ -18,7 +18,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from composer_nb.harness.agent.chat import ChatRenderer, Piece, Result, Said, Written, read_json, unread, write_json
+from composer_nb.harness.agent.chat import CallResult, ChatRenderer, Piece, Said, Written, read_json, unread, write_json
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError, invalid
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -55,7 +55,7 @@ class KimiRenderer(ChatRenderer):
     def _after(self) -> list[Piece]:
         return []
 
-    def _results(self, results: Sequence[Result]) -> list[Piece]:
+    def _results(self, results: Sequence[CallResult]) -> list[Piece]:
         return [
             piece
             for result in results

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from composer_nb.harness.agent.chat import Result, Said, User
+from composer_nb.harness.agent.chat import CallResult, Said, User
 from composer_nb.harness.agent.summary import history, resumed
 from composer_nb.harness.agent.turns import Limits, News, TurnPolicy
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
@@ -119,7 +119,7 @@ def conversation(
             if workspace.left() < 0:
                 stop = "time"
                 break
-            news = [Result(id=call.id, text=turn.observation) for call, turn in zip(calls, answered, strict=True)]
+            news = [CallResult(id=call.id, text=turn.observation) for call, turn in zip(calls, answered, strict=True)]
     except TimeIsUp:
         stop = "time"
     except ProviderFailure as failure:

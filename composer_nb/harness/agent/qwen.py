@@ -24,7 +24,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent.chat import ChatRenderer, Piece, Result, Said, Written, read_json, unread, write_json
+from composer_nb.harness.agent.chat import CallResult, ChatRenderer, Piece, Said, Written, read_json, unread, write_json
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError, invalid
 
 START, END, CALL, CALL_END = "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"
@@ -84,7 +84,7 @@ class QwenRenderer(ChatRenderer):
     def _after(self) -> list[Piece]:
         return ["\n"]
 
-    def _results(self, results: Sequence[Result]) -> list[Piece]:
+    def _results(self, results: Sequence[CallResult]) -> list[Piece]:
         pieces = [p for r in results for p in (self.ids[RESPONSE], f"\n{r.text}\n", self.ids[RESPONSE_END], "\n")]
         return self._message("user", *pieces)
 

@@ -100,17 +100,17 @@ def _edits(path: str, before: str, after: str) -> Iterator[ToolCall]:
         yield call("search_replace", file_path=path, old_string=old, new_string=changed)
 
 
-class _Call(BaseModel):
+class _ScriptedCall(BaseModel):
     name: str
     arguments: dict[str, Any]
 
 
-class _Turn(BaseModel):
+class _ScriptedTurn(BaseModel):
     text: str = ""
-    calls: list[_Call] = []
+    calls: list[_ScriptedCall] = []
 
 
-_SCRIPT = TypeAdapter(list[_Turn])
+_SCRIPT = TypeAdapter(list[_ScriptedTurn])
 
 
 def read_script(path: Path) -> Script:

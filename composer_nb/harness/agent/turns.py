@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from composer_nb.harness.agent.chat import ChatRenderer, Message, Result, Said, User
+from composer_nb.harness.agent.chat import CallResult, ChatRenderer, Message, Said, User
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.plain import Positive, Some, require_ranges
 from composer_nb.harness.policy import SEGMENT_STRIDE, Completion, Request, Trace
 from composer_nb.harness.rollout import Kind, Segment, Transcript
 
-News = Sequence[User | Result]
+News = Sequence[User | CallResult]
 Script = Callable[[Sequence[Message]], Said]
 """Returns the next turn of a conversation, which depends only on its messages so far."""
 
@@ -68,7 +68,7 @@ class TurnPolicy(Protocol):
         ...
 
 
-class Silent:
+class TokenlessTurnPolicy:
     """A turn policy without tokens."""
 
     def condense(self, news: News, until: float) -> None:
@@ -78,7 +78,7 @@ class Silent:
         return (Transcript().segment(Trace()),)
 
 
-class ScriptTurnPolicy(Silent):
+class ScriptTurnPolicy(TokenlessTurnPolicy):
     """Plays a script: deterministic, for tests and demonstrations."""
 
     def __init__(self, script: Script) -> None:
@@ -136,7 +136,7 @@ class TokenTurnPolicy:
         return Spoken(said=self.renderer.parse(completion.token_ids), read=before, written=len(completion.token_ids))
 
     def condense(self, news: News, until: float) -> Spoken | None:
-        results = self.renderer.answers([message for message in news if isinstance(message, Result)])
+        results = self.renderer.answers([message for message in news if isinstance(message, CallResult)])
         if not 0 < self.summary.trigger <= len(self._transcript.token_ids) + len(results) or len(self._starts) < 2:
             return None  # after one turn a segment would end where it began
         if self.summary.kind == "truncate":

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
-from composer_nb.harness.grading.box import Job
+from composer_nb.harness.grading.box import TestJob
 from composer_nb.harness.grading.plan import Twin, changed_text, conftests, silent
-from composer_nb.harness.grading.source import RAISES, Function, Source, cells_of, has_calls, last_name
+from composer_nb.harness.grading.source import RAISES, Function, ModuleSource, cells_of, has_calls, last_name
 from composer_nb.harness.syntax import parse
 from composer_nb.harness.tasks.runtime import packages_of
 from composer_nb.harness.tasks.scope import is_test_module
@@ -39,7 +39,7 @@ class _Unfit(Exception):
     """The expectation cannot stand alone."""
 
 
-def lone_job(task: Task, files: Mapping[str, bytes], twin: Twin, changed: bool) -> Job | None:
+def lone_job(task: Task, files: Mapping[str, bytes], twin: Twin, changed: bool) -> TestJob | None:
     """Return the run of the one test that a twin changes, as itself or `changed`; None if the test cannot stand alone."""
     if len(twin.keys) != 1 or twin.besides or twin.weak or twin.telling or twin.kind != "value":
         return None
@@ -51,7 +51,7 @@ def lone_job(task: Task, files: Mapping[str, bytes], twin: Twin, changed: bool) 
         cut.refuse_repeated(hidden.values(), task.instruction)
     except (_Unfit, SyntaxError, ValueError, RecursionError):
         return None
-    return Job(
+    return TestJob(
         files={path: data for path, data in files.items() if path not in hidden},
         hidden=hidden,
         tests=(twin.path,),
@@ -77,7 +77,7 @@ class _Cut:
     """A test module reduced to one expectation. Changes its syntax tree in place."""
 
     def __init__(self, text: str, twin: Twin) -> None:
-        self.source, self.at = Source(twin.path, text), twin.start
+        self.source, self.at = ModuleSource(twin.path, text), twin.start
         base, _, number = twin.keys[0].rpartition("#")
         _, *classes, name = base.split("::")
         body = self.source.tree.body

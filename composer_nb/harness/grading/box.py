@@ -88,7 +88,7 @@ Place = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class CallInput:
     """A call as it goes into a box: the arguments, and nothing of the expected result."""
 
     module: str
@@ -102,7 +102,7 @@ class Call:
 class Noted:
     """A call that tests made, as their process reported it."""
 
-    call: Call
+    call: CallInput
     inside: bool
     """True if a changed file defines the function."""
     ends: tuple[Said, ...] = field(hash=False)
@@ -110,7 +110,7 @@ class Noted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class TestJob:
     """One run of tests, or of recorded calls."""
 
     files: Mapping[str, bytes]
@@ -135,7 +135,7 @@ class Job:
     """PYTHONHASHSEED. Results that depend on set order differ between seeds."""
     record: tuple[str, ...] = ()
     """Changed files. If there are any, calls are recorded (`guest.calls.Recorder`)."""
-    calls: tuple[tuple[Call, ...], ...] = ()
+    calls: tuple[tuple[CallInput, ...], ...] = ()
     """Batches of calls to answer, each in its own process. If there are any, no test runs."""
     batch_cpu_s: int = 10
     """CPU seconds of one batch."""
@@ -148,7 +148,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class TestResult:
     """The end of one test, as its process reported it."""
 
     outcome: str
@@ -163,7 +163,7 @@ class Result:
         return self.outcome == "passed"
 
 
-MISSING = Result(outcome="missing")
+MISSING = TestResult(outcome="missing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,10 +191,10 @@ class Failure:
 
 
 @dataclass(slots=True, kw_only=True)
-class Ran:
+class JobResult:
     """The result of one job."""
 
-    results: dict[str, Result] = field(default_factory=dict)
+    results: dict[str, TestResult] = field(default_factory=dict)
     """By key, in the order in which they ran. A missing test did not pass."""
     flags: set[str] = field(default_factory=set)
     """`forged_events`, `forged_report`, `read_tests`, `printed_results`, `ended_early` and `timeout`."""
@@ -209,7 +209,7 @@ class Ran:
     answers: dict[int, str] = field(default_factory=dict)
     """JSON (`guest.calls.answer`) by the call's index among all calls of the job. A missing call has no answer."""
 
-    def result(self, key: str) -> Result:
+    def result(self, key: str) -> TestResult:
         return self.results.get(key, MISSING)
 
 
@@ -221,7 +221,7 @@ class Boxes:
     spec: SandboxSpec | None = None
     timeout_s: float = 60.0
 
-    def run(self, jobs: Sequence[Job]) -> list[Ran]:
+    def run(self, jobs: Sequence[TestJob]) -> list[JobResult]:
         """Run jobs in parallel, each in a fresh box, and return their results in order.
 
         Raises:
@@ -231,7 +231,7 @@ class Boxes:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             return list(pool.map(self._run, jobs))
 
-    def _run(self, job: Job) -> Ran:
+    def _run(self, job: TestJob) -> JobResult:
         nonce = secrets.token_hex(16)
         spec = self.spec or SandboxSpec()
         with self.backend.create(replace(spec, warm=not job.calls, basic=True)) as box:
@@ -324,7 +324,7 @@ def _last_line(stderr: bytes) -> str:
     return "".join(stderr.decode("utf-8", "replace").strip().splitlines()[-1:])
 
 
-def _frame(job: Job, nonce: str, site: bool) -> bytes:
+def _frame(job: TestJob, nonce: str, site: bool) -> bytes:
     """Return a job as its box reads it."""
     frame = {each.name: getattr(job, each.name) for each in fields(job) if each.name not in ("hash_seed", "zone")}
     return marshal.dumps(
@@ -343,10 +343,10 @@ def _frame(job: Job, nonce: str, site: bool) -> bytes:
     )
 
 
-def _read(job: Job, nonce: str, events: str, ended: ExecResult, *, read: bool, changed: bool) -> Ran:
+def _read(job: TestJob, nonce: str, events: str, ended: ExecResult, *, read: bool, changed: bool) -> JobResult:
     """Return what is believed of a run. `read`: its bait was read; `changed`: the report that nobody reads has changed."""
     output = ended.stderr[:OUTPUT_BYTES].decode("utf-8", "replace")
-    ran = Ran(output=output, seconds=ended.duration_s)
+    ran = JobResult(output=output, seconds=ended.duration_s)
     places: list[Place] = []
     asked = sum(map(len, job.calls))
     done = False
@@ -358,7 +358,7 @@ def _read(job: Job, nonce: str, events: str, ended: ExecResult, *, read: bool, c
             case [str(key), "passed" | "failed" | "skipped" as outcome, str(why), str(name)] if (
                 key not in ran.results and (job.keys is None or key in job.keys)
             ):
-                ran.results[key] = Result(outcome=outcome, why=why, id=name)
+                ran.results[key] = TestResult(outcome=outcome, why=why, id=name)
             case ["place", str(path), int(number)] if job.reach:
                 places.append((path, number))
             case ["reached", str(key), int() | float() as seconds, list(called)] if (
@@ -372,7 +372,7 @@ def _read(job: Job, nonce: str, events: str, ended: ExecResult, *, read: bool, c
                 sides = tuple(map(str, compared))
                 ran.failures[key] = Failure(line=number, message=message, values=plain, compared=sides)
             case ["call", str(module), str(name), str(given), bool(inside), list(ends)] if job.record:
-                call = Call(module=module, name=name, given=given)
+                call = CallInput(module=module, name=name, given=given)
                 ran.noted.append(Noted(call=call, inside=inside, ends=tuple((kind, value) for kind, value in ends)))
             case ["answer", int(place), [str(), _, _] as said] if 0 <= place < asked and place not in ran.answers:
                 ran.answers[place] = json.dumps(said)

@@ -27,7 +27,7 @@ CASES: tuple[Callable[[str], bool], ...] = (str.islower, str.isupper, str.isdigi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class LiteralContext:
     """The surroundings of a literal, which its replacement should suit."""
 
     inputs: tuple[Value, ...] = ()
@@ -94,7 +94,9 @@ class Suite:
         return total / (len(padded) - 2)
 
 
-def others(value: object, rng: Random, suite: Suite, place: Place = Place(), count: int = 1) -> list[str]:
+def others(
+    value: object, rng: Random, suite: Suite, place: LiteralContext = LiteralContext(), count: int = 1
+) -> list[str]:
     """Return the texts of at most `count` other literals of the same form, the most fitting first."""
     match value:
         case bool():
@@ -107,7 +109,9 @@ def others(value: object, rng: Random, suite: Suite, place: Place = Place(), cou
         case str():
             found = _texts(value, rng, suite, place, count)
         case bytes():
-            seen = Place(inputs=tuple(each.decode("latin-1") for each in place.inputs if isinstance(each, bytes)))
+            seen = LiteralContext(
+                inputs=tuple(each.decode("latin-1") for each in place.inputs if isinstance(each, bytes))
+            )
             texts = _texts(value.decode("latin-1"), rng, suite, seen, count)
             found = [text.encode("latin-1") for text in texts if isinstance(text, str) and text.isascii()]
         case _:
@@ -126,7 +130,7 @@ def _best(
     away: Callable[[Value], float],
     rng: Random,
     suite: Suite,
-    place: Place,
+    place: LiteralContext,
     count: int,
 ) -> list[Value]:
     """Return the proposals that differ least from the original; sometimes, as often as in the suite, the input itself."""
@@ -155,7 +159,7 @@ def _same(one: Value, two: Value) -> bool:
 # Numbers.
 
 
-def _numbers(value: float, rng: Random, suite: Suite, place: Place, count: int) -> list[Value]:
+def _numbers(value: float, rng: Random, suite: Suite, place: LiteralContext, count: int) -> list[Value]:
     form = _number_form(value)
     if not form:
         return []
@@ -193,7 +197,7 @@ def _other_digit(text: str, rng: Random) -> str:
 # Texts.
 
 
-def _texts(text: str, rng: Random, suite: Suite, place: Place, count: int) -> list[Value]:
+def _texts(text: str, rng: Random, suite: Suite, place: LiteralContext, count: int) -> list[Value]:
     inputs = [each for each in place.inputs if isinstance(each, str)]
     own = _grams(text) if suite.count(text) else Counter[str]()
     level = suite.likelihood(text, own)

@@ -25,7 +25,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from composer_nb.harness.grading.box import Call, Job
+from composer_nb.harness.grading.box import CallInput, TestJob
 from composer_nb.harness.syntax import parse
 from composer_nb.harness.tasks.runtime import packages_of, workspace
 from composer_nb.harness.tasks.scope import is_conftest, is_test_module
@@ -62,7 +62,7 @@ class Twin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded(Call):
+class RecordedCall(CallInput):
     """A call and the gold patch's answer to it (`recorded.py`)."""
 
     said: str
@@ -72,7 +72,7 @@ class Recorded(Call):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class GradePlan:
     """The tests that count, their twins, and the recorded calls."""
 
     digest: str
@@ -80,7 +80,7 @@ class Plan:
     tests: Mapping[str, str]
     """Key -> pytest's node id."""
     twins: tuple[Twin, ...] = ()
-    calls: tuple[Recorded, ...] = ()
+    calls: tuple[RecordedCall, ...] = ()
 
     @property
     def covered(self) -> frozenset[str]:
@@ -95,7 +95,7 @@ class Plan:
         return _PLANS.dump_json(self, exclude_defaults=True).decode()
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
+    def from_json(cls, text: str) -> GradePlan:
         """Read what `to_json` wrote. Raises ValueError for anything else."""
         try:
             return _PLANS.validate_json(text)
@@ -103,7 +103,7 @@ class Plan:
             raise ValueError(f"not a plan of hidden tests: {error.errors()[0]['msg']}") from None
 
 
-_PLANS = TypeAdapter(Plan)
+_PLANS = TypeAdapter(GradePlan)
 
 
 def modules_of(keys: Iterable[str]) -> tuple[str, ...]:
@@ -122,18 +122,18 @@ def conftests(task: Task) -> dict[str, str]:
     return {path: text for path, text in task.files.items() if is_conftest(path)}
 
 
-def plan_of(task: Task) -> Plan:
+def plan_of(task: Task) -> GradePlan:
     """Return the plan in a task's metadata, as strict as the task asks for. Raises ValueError if there is none, or one for other
     tests."""
     if PLAN not in task.metadata:
         raise ValueError(f"task {task.id}: not validated yet: it holds no plan of its hidden tests")
-    plan = Plan.from_json(task.metadata[PLAN])
+    plan = GradePlan.from_json(task.metadata[PLAN])
     if plan.digest != digest(task):
         raise ValueError(f"task {task.id}: its plan was made for other hidden tests; validate it again")
     return replace(plan, twins=(), calls=()) if task.strictness == "tests" else plan
 
 
-def with_plan(task: Task, plan: Plan) -> Task:
+def with_plan(task: Task, plan: GradePlan) -> Task:
     return task.model_copy(update={"metadata": {**task.metadata, PLAN: plan.to_json()}})
 
 
@@ -180,7 +180,7 @@ def plain_lines(text: str) -> str:
 
 def job(
     task: Task, files: Mapping[str, bytes], twins: Sequence[Twin] = (), keys: Keys = None, *, explain: bool = False
-) -> Job:
+) -> TestJob:
     """Return one run of a task's hidden tests on `files`, with some tests replaced by twins.
 
     Args:
@@ -194,7 +194,7 @@ def job(
         sealed[path] = written(changed_text(text, [twin for twin in twins if twin.path == path]))
     data = {path: text.encode() for path, text in task.tests.items() if path not in modules}
     plain = {path: content for path, content in files.items() if path not in sealed}
-    return Job(
+    return TestJob(
         files=plain | data,
         hidden=sealed,
         tests=tuple(sorted(filter(is_test_module, modules))) if keys is None else modules_of(keys),
@@ -209,7 +209,7 @@ Runs = tuple[tuple[Twin, ...], ...]
 """The twins that replace their tests in each run of a grade."""
 
 
-def draw(plan: Plan, rng: Random, runs: int) -> Runs:
+def draw(plan: GradePlan, rng: Random, runs: int) -> Runs:
     """Draw one twin for each test that has some, and the runs that execute it: at least one, and not all.
 
     Without twins, one run is enough. Raises ValueError for fewer than two runs.

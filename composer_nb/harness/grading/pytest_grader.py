@@ -30,10 +30,10 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from composer_nb.harness.grading.alone import lone_job
-from composer_nb.harness.grading.box import Boxes, Ran, RunnerEnded
+from composer_nb.harness.grading.box import Boxes, JobResult, RunnerEnded
 from composer_nb.harness.grading.diff import changes
 from composer_nb.harness.grading.grade import Grade, Status
-from composer_nb.harness.grading.plan import Plan, Runs, Twin, draw, job, plan_of
+from composer_nb.harness.grading.plan import GradePlan, Runs, Twin, draw, job, plan_of
 from composer_nb.harness.grading.recorded import INDEPENDENT, enough, replay, wrong
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
@@ -85,7 +85,7 @@ def grade_pytest(
     task: Task,
     files: Mapping[str, bytes],
     backend: Backend,
-    plan: Plan | None = None,
+    plan: GradePlan | None = None,
     *,
     runs: int = RUNS,
     timeout_s: float = 0.0,
@@ -149,7 +149,7 @@ def grade_pytest(
     )
 
 
-def judge(plan: Plan, twin_sets: Runs, ran: Sequence[Ran]) -> tuple[dict[str, bool], set[str]]:
+def judge(plan: GradePlan, twin_sets: Runs, ran: Sequence[JobResult]) -> tuple[dict[str, bool], set[str]]:
     """Return whether each test passed, by node id, and the flags."""
     flags = {flag for run in ran for flag in run.flags}
     twins = [{key for twin in run for key in twin.keys} for run in twin_sets]
@@ -179,7 +179,7 @@ Lone = list[tuple[Twin, bool]]
 """Tests that run alone: a twin of each, and whether it replaces the test."""
 
 
-def draw_alone(plan: Plan, rng: random.Random) -> Lone:
+def draw_alone(plan: GradePlan, rng: random.Random) -> Lone:
     """Draw the tests that a grade runs alone, each as itself or as its twin. None, where recorded calls are enough, or where too
     few tests can stand alone to guard anything."""
     twins: dict[str, list[Twin]] = {}
@@ -191,7 +191,7 @@ def draw_alone(plan: Plan, rng: random.Random) -> Lone:
     return [(rng.choice(twins[key]), rng.random() < 0.5) for key in rng.sample(sorted(twins), INDEPENDENT)]
 
 
-def _judge_alone(plan: Plan, lone: Lone, ran: Sequence[Ran], tests: dict[str, bool]) -> set[str]:
+def _judge_alone(plan: GradePlan, lone: Lone, ran: Sequence[JobResult], tests: dict[str, bool]) -> set[str]:
     """Mark in `tests` those that failed as themselves or passed as their twins. Return the flags."""
     flags = {flag for run in ran for flag in run.flags}
     for (twin, changed), run in zip(lone, ran, strict=True):

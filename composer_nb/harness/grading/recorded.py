@@ -22,9 +22,9 @@ from itertools import chain, zip_longest
 from random import Random
 from typing import Any, Literal, get_args
 
-from composer_nb.harness.grading.box import Boxes, Call, Job, Noted, Ran, RunnerEnded
+from composer_nb.harness.grading.box import Boxes, CallInput, JobResult, Noted, RunnerEnded, TestJob
 from composer_nb.harness.grading.guest.calls import decode
-from composer_nb.harness.grading.plan import Plan, Recorded, gold_files, job, plan_of
+from composer_nb.harness.grading.plan import GradePlan, RecordedCall, gold_files, job, plan_of
 from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.tasks.functions import reveals
 from composer_nb.harness.tasks.runtime import workspace
@@ -58,30 +58,32 @@ Guarding = Literal["calls", "twins", "none"]
 GUARDS: tuple[Guarding, ...] = get_args(Guarding)
 
 
-def replay(files: Mapping[str, bytes], calls: Sequence[Recorded], rng: Random) -> list[tuple[Job, list[Recorded]]]:
+def replay(
+    files: Mapping[str, bytes], calls: Sequence[RecordedCall], rng: Random
+) -> list[tuple[TestJob, list[RecordedCall]]]:
     """Return the jobs that ask `files` the calls, each with its calls in random order and batches.
 
     The arguments of one function may hold the answers of another, in a form that nobody foresees. So each function with telling
     calls has a box of its own, which holds no other function's calls. All other functions share one.
     """
     telling = {_function(each) for each in calls if each.telling}
-    boxes: dict[str, list[Recorded]] = {}
+    boxes: dict[str, list[RecordedCall]] = {}
     for call in rng.sample(calls, len(calls)):
         name = _function(call)
         boxes.setdefault(name if name in telling else "", []).append(call)
-    return [(Job(files=files, hidden={}, tests=(), calls=_batches(order)), order) for order in boxes.values()]
+    return [(TestJob(files=files, hidden={}, tests=(), calls=_batches(order)), order) for order in boxes.values()]
 
 
-def _batches(order: Sequence[Recorded]) -> tuple[tuple[Recorded, ...], ...]:
+def _batches(order: Sequence[RecordedCall]) -> tuple[tuple[RecordedCall, ...], ...]:
     size = -(-len(order) // BATCHES)
     return tuple(tuple(order[at : at + size]) for at in range(0, len(order), size))
 
 
-def _function(call: Call) -> str:
+def _function(call: CallInput) -> str:
     return f"{call.module}.{call.name}"
 
 
-def wrong(order: Sequence[Recorded], ran: Ran) -> list[Recorded]:
+def wrong(order: Sequence[RecordedCall], ran: JobResult) -> list[RecordedCall]:
     """Return the calls that were not answered as the gold patch answers them."""
     return [call for place, call in enumerate(order) if not _agrees(call.said, ran.answers.get(place))]
 
@@ -110,7 +112,7 @@ def same(wanted: Any, given: Any) -> bool:
     return bool(wanted == given)
 
 
-def chosen(telling: Sequence[Recorded], others: Sequence[Recorded]) -> tuple[Recorded, ...]:
+def chosen(telling: Sequence[RecordedCall], others: Sequence[RecordedCall]) -> tuple[RecordedCall, ...]:
     """Return the calls that a task keeps: telling ones first, of every function some, and none that gives another away.
 
     One call of a function gives another away if the other's answer is among its arguments, as where two values are mapped to one
@@ -118,7 +120,7 @@ def chosen(telling: Sequence[Recorded], others: Sequence[Recorded]) -> tuple[Rec
     calls are kept. Without a telling call, none is.
     """
     apart = {name for name, _ in Counter(map(_function, telling)).most_common(APART)}
-    selection: list[Recorded] = []
+    selection: list[RecordedCall] = []
     answers, arguments, room = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set), ROOM
     texts = defaultdict[str, list[tuple[str, str]]](list)
     ordered = [recorded for recorded in sorted(telling, key=guessable) if _function(recorded) in apart]
@@ -136,9 +138,9 @@ def chosen(telling: Sequence[Recorded], others: Sequence[Recorded]) -> tuple[Rec
     return tuple(selection)
 
 
-def _spread(calls: Iterable[Recorded]) -> Iterator[Recorded]:
+def _spread(calls: Iterable[RecordedCall]) -> Iterator[RecordedCall]:
     """Yield the first call of every function, then the second of each, and so on."""
-    groups: dict[str, list[Recorded]] = {}
+    groups: dict[str, list[RecordedCall]] = {}
     for call in calls:
         groups.setdefault(_function(call), []).append(call)
     return (call for call in chain.from_iterable(zip_longest(*groups.values())) if call is not None)
@@ -152,7 +154,7 @@ def parts(held: Any) -> Iterator[str]:
         yield from parts(each)
 
 
-def _answers(call: Recorded) -> set[str]:
+def _answers(call: RecordedCall) -> set[str]:
     """Return the JSON of what a call answers, and of what it makes of its arguments, unless that is one of few values."""
     kind, value, after = json.loads(call.said)
     changed = set(parts(after)) - set(parts(json.loads(call.given)))
@@ -160,7 +162,7 @@ def _answers(call: Recorded) -> set[str]:
     return changed - few | ({json.dumps(value)} if kind == "returned" and not _few(value) else set())
 
 
-def _texts(call: Recorded) -> tuple[str, str]:
+def _texts(call: RecordedCall) -> tuple[str, str]:
     """Return the answer and the arguments as Python writes them."""
     [kind, value, _] = json.loads(call.said)
     if isinstance(value, dict) and "iterator" in value:
@@ -174,13 +176,13 @@ def _few(value: Any) -> bool:
     return value is None or isinstance(value, bool) or empty or value in (-1, 0, 1, "")
 
 
-def guessable(call: Recorded) -> bool:
+def guessable(call: RecordedCall) -> bool:
     """Return whether an answer is one of few, or among the call's own arguments."""
     kind, value, after = json.loads(call.said)
     return after is None and (kind == "raised" or _few(value) or json.dumps(value) in parts(json.loads(call.given)))
 
 
-def enough(calls: Iterable[Recorded]) -> bool:
+def enough(calls: Iterable[RecordedCall]) -> bool:
     """Return whether the calls can support a reward: `ENOUGH` telling ones, with different arguments and different answers."""
     telling = [call for call in calls if call.telling]
     varied = len({call.given for call in telling}) > 1 and len({call.said for call in telling}) > 1
@@ -221,7 +223,7 @@ def guard_of(task: Task) -> Guard:
     return guard(plan_of(task), json.loads(task.metadata["fail_to_pass"]))
 
 
-def guard(plan: Plan, failing: Iterable[str]) -> Guard:
+def guard(plan: GradePlan, failing: Iterable[str]) -> Guard:
     """Return the guard of the tests with these node ids, which fail without a change."""
     names = set(failing)
     keys = {key for key, name in plan.tests.items() if name in names}
@@ -241,7 +243,7 @@ def guard(plan: Plan, failing: Iterable[str]) -> Guard:
     )
 
 
-def record(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes) -> tuple[Recorded, ...]:
+def record(task: Task, plan: GradePlan, failing: Iterable[str], boxes: Boxes) -> tuple[RecordedCall, ...]:
     """Return the calls that decide a task's grades; none if its start answers all of them correctly.
 
     A call is kept if the gold patch answers it as it did in the test: in a process of its own, in another time zone and without
@@ -267,7 +269,7 @@ def record(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes) -> tupl
         asked = [each for each in noted.values() if len(each.call.given) <= LONGEST]
         if not asked:
             return ()
-        alone = Job(files=gold, hidden={}, tests=(), calls=tuple((each.call,) for each in asked))
+        alone = TestJob(files=gold, hidden={}, tests=(), calls=tuple((each.call,) for each in asked))
         watching = replace(alone, hash_seed=1, zone=ELSEWHERE, watch=True)
         starting = replace(alone, files=workspace(task), batch_cpu_s=START_CPU_S)
         right, started = boxes.run([watching, starting])
@@ -280,14 +282,14 @@ def record(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes) -> tupl
     except (SandboxDied, RunnerEnded):
         return ()
     last = max(started.answers, default=-1) if "timeout" in started.flags else len(asked)
-    telling, others = list[Recorded](), list[Recorded]()
+    telling, others = list[RecordedCall](), list[RecordedCall]()
     for place, each in enumerate(asked):
         answer = started.answers.get(place)
         if each not in steady or (answer is None and place >= last):  # the latter was never asked
             continue
         tells = answer is None or not same(json.loads(said[each]), json.loads(answer))
         call = each.call
-        kept = Recorded(module=call.module, name=call.name, given=call.given, said=said[each], telling=tells)
+        kept = RecordedCall(module=call.module, name=call.name, given=call.given, said=said[each], telling=tells)
         if tells:
             telling.append(kept)
         elif each.inside:
@@ -295,7 +297,7 @@ def record(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes) -> tupl
     return chosen(telling, others)
 
 
-def _steady(said: Mapping[Noted, str], alone: Job, boxes: Boxes) -> set[Noted]:
+def _steady(said: Mapping[Noted, str], alone: TestJob, boxes: Boxes) -> set[Noted]:
     """Return the calls with the same answer in one process with all others, in a random order followed by its reverse."""
     order = Random(0).sample(list(said), len(said))
     asked = [*order, *order[::-1]]

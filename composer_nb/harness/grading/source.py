@@ -23,7 +23,7 @@ Role = tuple[str, int | str, bool]
 """An argument: function name, position or keyword, and whether the literal is inside a list, tuple, dict or set display."""
 
 
-class Source:
+class ModuleSource:
     """A module's text, with offsets of syntax nodes."""
 
     def __init__(self, path: str, text: str) -> None:

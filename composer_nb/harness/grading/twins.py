@@ -28,15 +28,15 @@ from random import Random
 from typing import Any
 
 from composer_nb.harness import syntax
-from composer_nb.harness.grading.mutate import Place, Suite, other_exceptions, others, telling
+from composer_nb.harness.grading.mutate import LiteralContext, Suite, other_exceptions, others, telling
 from composer_nb.harness.grading.plan import Kind, Twin, plain_lines
 from composer_nb.harness.grading.source import (
     PLAIN,
     RAISES,
     Dependents,
     Function,
+    ModuleSource,
     Role,
-    Source,
     Value,
     arguments,
     cells_of,
@@ -74,7 +74,7 @@ SHORT = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate(Twin):
+class TwinCandidate(Twin):
     """A change that may make a twin; which tests it makes fail is not known yet."""
 
     bases: tuple[str, ...]
@@ -93,7 +93,7 @@ class _Hidden:
     def __init__(self, texts: Mapping[str, str]) -> None:
         plain = {path: plain_lines(text) for path, text in texts.items()}
         # The parser does not count form feeds: places would be wrong.
-        self.sources = [Source(path, text) for path, text in plain.items() if "\f" not in text]
+        self.sources = [ModuleSource(path, text) for path, text in plain.items() if "\f" not in text]
         self.suite = Suite.of(source.tree for source in self.sources)
         self.builtin_errors = Counter[str]()
         self.inputs: dict[Role, list[tuple[Value, bool]]] = {}
@@ -111,12 +111,12 @@ class _Hidden:
                     pool += [(each.value, call in test.raising) for each in found if isinstance(each, ast.Constant)]  # type: ignore[misc]
 
 
-def candidates_of(texts: Mapping[str, str]) -> list[Candidate]:
+def candidates_of(texts: Mapping[str, str]) -> list[TwinCandidate]:
     """Return all changes proposed for the test modules of a suite. Raises SyntaxError, ValueError."""
     return [candidate for test in _Hidden(texts).tests for candidate in test.proposed()]
 
 
-def all_candidates(tests: Mapping[str, str]) -> list[Candidate]:
+def all_candidates(tests: Mapping[str, str]) -> list[TwinCandidate]:
     """Return all changes proposed for a task's test modules, with all tests that they touch."""
     modules = {path: syntax.parse(plain_lines(text)) for path, text in sorted(tests.items()) if path.endswith(".py")}
     dependents = Dependents(modules)
@@ -124,7 +124,7 @@ def all_candidates(tests: Mapping[str, str]) -> list[Candidate]:
     return [replace(each, bases=dependents.of(each.bases, each.row)) for each in found]
 
 
-def _in_body(hidden: _Hidden, source: Source, body: Sequence[ast.stmt], base: str) -> Iterator[_Test]:
+def _in_body(hidden: _Hidden, source: ModuleSource, body: Sequence[ast.stmt], base: str) -> Iterator[_Test]:
     for node in body:
         if isinstance(node, ast.ClassDef):
             bases = [ast.unparse(each) for each in node.bases]
@@ -137,7 +137,7 @@ def _in_body(hidden: _Hidden, source: Source, body: Sequence[ast.stmt], base: st
 class _Test:
     """One test function. Changes come in a list for each expectation, the most fitting first."""
 
-    def __init__(self, hidden: _Hidden, source: Source, node: Function, base: str) -> None:
+    def __init__(self, hidden: _Hidden, source: ModuleSource, node: Function, base: str) -> None:
         self.hidden, self.source, self.node, self.base = hidden, source, node, base
         self.rng = Random(f"{base}\n{source.text}")
         self.table_name = ""
@@ -155,7 +155,7 @@ class _Test:
         inside = [statement for call in calls for statement in self.bodies.get(call, ())]
         self.raising = {*calls, *(each for statement in inside for each in ast.walk(statement))}
 
-    def proposed(self) -> Iterator[Candidate]:
+    def proposed(self) -> Iterator[TwinCandidate]:
         unsure = self._unsure()
         places = [
             [replace(each, weak=each.weak or node in unsure) for each in changes]
@@ -179,12 +179,12 @@ class _Test:
 
     def _change(
         self, where: Where, text: str, kind: Kind, *, row: int | None = None, weak: bool = False, telling: bool = False
-    ) -> Candidate:
+    ) -> TwinCandidate:
         start, end = where if isinstance(where, tuple) else self.source.span(where)
         weak = weak or kind in ("exception", "input")
         bases = (self.base,) if row is None else tuple(self.users)
         place: dict[str, Any] = {"path": self.source.path, "start": start, "end": end, "bases": bases, "row": row}
-        return Candidate(**place, text=text, kind=kind, weak=weak, telling=telling)
+        return TwinCandidate(**place, text=text, kind=kind, weak=weak, telling=telling)
 
     def _unsure(self) -> set[ast.AST]:
         """Return nodes that correct code may not reach: in a loop over answers, behind a condition, after what raises."""
@@ -200,7 +200,7 @@ class _Test:
 
     # Expressions that must be true.
 
-    def _expression(self, node: ast.expr) -> Iterator[list[Candidate]]:
+    def _expression(self, node: ast.expr) -> Iterator[list[TwinCandidate]]:
         match node:
             case ast.BoolOp(op=ast.And(), values=parts):
                 for part in parts:
@@ -219,16 +219,16 @@ class _Test:
             case _:
                 yield from self._contrary(node, f"(not ({self.source.of(node)}))")
 
-    def _contrary(self, node: ast.expr, text: str) -> Iterator[list[Candidate]]:
+    def _contrary(self, node: ast.expr, text: str) -> Iterator[list[TwinCandidate]]:
         yield self._inputs(node)
         yield [self._change(node, text, "negation", telling=True)]
 
-    def _operator(self, left: ast.expr, right: ast.expr, old: str, new: str) -> Iterator[Candidate]:
+    def _operator(self, left: ast.expr, right: ast.expr, old: str, new: str) -> Iterator[TwinCandidate]:
         start, end = self.source.span(left)[1], self.source.span(right)[0]
         if self.source.text[start:end].strip().split() == old.split():
             yield self._change((start, end), f" {new} ", "negation", telling=True)
 
-    def _expected(self, node: ast.expr, left: ast.expr, right: ast.expr) -> Iterator[list[Candidate]]:
+    def _expected(self, node: ast.expr, left: ast.expr, right: ast.expr) -> Iterator[list[TwinCandidate]]:
         """Yield changes of the expected side of an equation, never of the answer: a literal, or else the only side that the test
         knows by itself. If neither is so, the equation becomes one that is false for right answers on either side, and true
         for what equals everything."""
@@ -245,7 +245,7 @@ class _Test:
             return
         answer = left if side is right else right
         rel, fixed, sure = tolerance(node)
-        place = Place(inputs=values(answer), apart=rel, apart_by=fixed)
+        place = LiteralContext(inputs=values(answer), apart=rel, apart_by=fixed)
         if isinstance(side, ast.Name):
             yield from self._variable(side, place)
             return
@@ -255,7 +255,7 @@ class _Test:
             yield self._inputs(answer)
             yield [self._change(side, f"[{self.source.of(side)}]", "value", telling=True)]
 
-    def _variable(self, name: ast.Name, place: Place) -> Iterator[list[Candidate]]:
+    def _variable(self, name: ast.Name, place: LiteralContext) -> Iterator[list[TwinCandidate]]:
         """Yield changes of the value that a variable gets, where it gets it."""
         if name.id in self.columns:
             self.used_columns.add(name.id)
@@ -269,12 +269,12 @@ class _Test:
         side: ast.expr,
         answer: ast.expr | None = None,
         *,
-        place: Place | None = None,
+        place: LiteralContext | None = None,
         row: int | None = None,
         weak: bool = False,
-    ) -> list[Candidate]:
+    ) -> list[TwinCandidate]:
         """Return changes of the literals that an expected value is made of."""
-        place = place or Place(inputs=values(answer) if answer else ())
+        place = place or LiteralContext(inputs=values(answer) if answer else ())
         leaves = list(constants(side))
         self.rng.shuffle(leaves)
         minus = {each.operand for each in ast.walk(side) if isinstance(each, ast.UnaryOp)}
@@ -288,7 +288,7 @@ class _Test:
 
     # Inputs that should come out differently.
 
-    def _inputs(self, node: ast.expr, must_raise: bool = False) -> list[Candidate]:
+    def _inputs(self, node: ast.expr, must_raise: bool = False) -> list[TwinCandidate]:
         """Return changes of literals that functions are called with."""
         calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
         for call in calls:
@@ -296,7 +296,7 @@ class _Test:
                 if isinstance(argument, ast.Name) and argument.id in self.columns:
                     self.input_columns[argument.id] = (role, must_raise)
         calls = [call for call in calls if any(isinstance(each, ast.Constant) for _, each in arguments(call))]
-        found: dict[str, Candidate] = {}
+        found: dict[str, TwinCandidate] = {}
         for _ in range(6 * VALUES if calls else 0):
             call = self.rng.choice(calls)
             new = copy.deepcopy(call)
@@ -321,7 +321,7 @@ class _Test:
 
     # Calls that assert.
 
-    def _call(self, node: ast.Call) -> Iterator[list[Candidate]]:
+    def _call(self, node: ast.Call) -> Iterator[list[TwinCandidate]]:
         name = last_name(node.func)
         if name in RAISES and node.args:
             wanted = node.args[0]
@@ -350,7 +350,7 @@ class _Test:
             new = f"{self.source.of(node.func.value)}.{OPPOSITE[name]}"
             yield [self._change(node.func, new, "negation", telling=True)]
 
-    def _errors(self, wanted: ast.expr, row: int | None = None, count: int = VALUES // 2) -> list[Candidate]:
+    def _errors(self, wanted: ast.expr, row: int | None = None, count: int = VALUES // 2) -> list[TwinCandidate]:
         expected = self.hidden.builtin_errors | self.source.raised
         found = other_exceptions(wanted, self.rng, expected, count)
         return [self._change(wanted, text, "exception", row=row, telling=tells) for text, tells in found]
@@ -389,7 +389,7 @@ class _Test:
         tests = [test for test in self.hidden.tests if test.base in self.users]
         return any(test.loads[name] > 1 for test in tests for name in test.columns[column : column + 1])
 
-    def _row(self, number: int, row: ast.expr) -> Iterator[Candidate]:
+    def _row(self, number: int, row: ast.expr) -> Iterator[TwinCandidate]:
         cells = cells_of(self.columns, row)
         for column, (name, cell) in enumerate(zip(self.columns, cells, strict=False)):
             inputs = tuple(value for each in cells if each is not cell for value in values(each))
@@ -401,7 +401,9 @@ class _Test:
                 continue
             if isinstance(cell, ast.Name) and (cell.id.endswith(("Error", "Exception")) or cell.id == "StopIteration"):
                 yield from self._errors(cell, row=number, count=1)
-            elif found := self._literals(cell, place=Place(inputs=inputs), row=number, weak=self._also_input(column)):
+            elif found := self._literals(
+                cell, place=LiteralContext(inputs=inputs), row=number, weak=self._also_input(column)
+            ):
                 yield from found
             else:
                 yield self._change(cell, f"[{self.source.of(cell)}]", "value", row=number, telling=True)

@@ -16,11 +16,21 @@ from random import Random
 from typing import Any
 
 from composer_nb.harness.grading.alone import lone_job
-from composer_nb.harness.grading.box import MISSING, Boxes, Failure, Ran, Result, RunnerEnded
-from composer_nb.harness.grading.plan import Keys, Plan, Twin, changed_text, conftests, digest, gold_files, job, normal
+from composer_nb.harness.grading.box import MISSING, Boxes, Failure, JobResult, RunnerEnded, TestResult
+from composer_nb.harness.grading.plan import (
+    GradePlan,
+    Keys,
+    Twin,
+    changed_text,
+    conftests,
+    digest,
+    gold_files,
+    job,
+    normal,
+)
 from composer_nb.harness.grading.pytest_grader import grade_pytest, limit_of, same_id
 from composer_nb.harness.grading.recorded import INDEPENDENT, Guard, enough, guard, record
-from composer_nb.harness.grading.twins import Candidate, all_candidates
+from composer_nb.harness.grading.twins import TwinCandidate, all_candidates
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.tasks.runtime import limits_spec, workspace
@@ -48,7 +58,7 @@ class Validation:
 
     problems: tuple[str, ...] = ()
     """Reasons not to use it; empty if it is valid."""
-    plan: Plan | None = None
+    plan: GradePlan | None = None
     flaky: tuple[str, ...] = ()
     """Ids of tests that were left out because repeats disagreed about their result or their id."""
     left_out: tuple[str, ...] = ()
@@ -125,7 +135,7 @@ def validate_task(
     return replace(validation, problems=tuple(problems), plan=plan, fail_to_pass=bare.failed, proposed=proposed)
 
 
-def guarded(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes) -> Plan:
+def guarded(task: Task, plan: GradePlan, failing: Iterable[str], boxes: Boxes) -> GradePlan:
     """Return the plan with recorded calls and, where these are too few, with tests that stand alone. Raises SandboxFailure.
 
     Args:
@@ -136,7 +146,7 @@ def guarded(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes) -> Pla
     return plan if enough(plan.calls) else standing_alone(task, plan, failing, boxes)
 
 
-def standing_alone(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes) -> Plan:
+def standing_alone(task: Task, plan: GradePlan, failing: Iterable[str], boxes: Boxes) -> GradePlan:
     """Return the plan with its twins marked whose tests stand alone: in a process that holds nothing else, the gold patch passes
     the test and fails the twin, and the start fails both and is about as far from both (`_shows_itself`).
 
@@ -177,7 +187,7 @@ def standing_alone(task: Task, plan: Plan, failing: Iterable[str], boxes: Boxes)
     return replace(plan, twins=tuple(replace(twin, alone=twin in lone) for twin in plan.twins))
 
 
-def _shows_itself(wrong: Ran, twin_wrong: Ran) -> bool:
+def _shows_itself(wrong: JobResult, twin_wrong: JobResult) -> bool:
     """Return whether the start's value is much closer to the test's than to the twin's: code that knows the start could tell them
     apart."""
     values, twin_values = (
@@ -196,7 +206,9 @@ def _distance(first: str, second: str) -> float:
         return 1 - SequenceMatcher(None, first, second, autojunk=False).ratio()
 
 
-def with_twins(task: Task, plan: Plan, boxes: Boxes, *, repeats: int = 3) -> tuple[Plan, tuple[str, ...], int]:
+def with_twins(
+    task: Task, plan: GradePlan, boxes: Boxes, *, repeats: int = 3
+) -> tuple[GradePlan, tuple[str, ...], int]:
     """Return the plan with the twins that fail on the gold patch, remaining problems, and the number of changes tried.
 
     Raises SandboxFailure.
@@ -222,7 +234,7 @@ def with_twins(task: Task, plan: Plan, boxes: Boxes, *, repeats: int = 3) -> tup
     return plan, problems, len(proposed)
 
 
-def _agreed(task: Task, trials: Sequence[Ran]) -> Validation:
+def _agreed(task: Task, trials: Sequence[JobResult]) -> Validation:
     """Return a plan of the tests that pass in all trials."""
     first = trials[0].results
     names = {key: result.id for trial in trials for key, result in trial.results.items()}
@@ -242,19 +254,19 @@ def _agreed(task: Task, trials: Sequence[Ran]) -> Validation:
         problems.append("two tests have one id")
     return Validation(
         problems=tuple(problems),
-        plan=Plan(digest=digest(task), tests=tests),
+        plan=GradePlan(digest=digest(task), tests=tests),
         flaky=tuple(names[key] for key in flaky),
         left_out=tuple(names[key] for key in counted if outcomes[key] == {"skipped"}),
         output=trials[0].output if problems else "",
     )
 
 
-def seen_to_fail(task: Task, plan: Plan, proposed: Sequence[Candidate], boxes: Boxes) -> list[Twin]:
+def seen_to_fail(task: Task, plan: GradePlan, proposed: Sequence[TwinCandidate], boxes: Boxes) -> list[Twin]:
     """Return the changes that fail on the gold patch, on an assertion. Each round runs only the tests that it changes."""
     by_function: dict[str, list[str]] = {}
     for key in plan.tests:
         by_function.setdefault(key.rpartition("#")[0], []).append(key)
-    rounds: list[tuple[list[Candidate], set[tuple[str, int | None]]]] = []
+    rounds: list[tuple[list[TwinCandidate], set[tuple[str, int | None]]]] = []
     for candidate in proposed:  # a round has at most one change for each test
         if not by_function.keys().isdisjoint(candidate.bases):
             changes, taken = next((each for each in rounds if not _meets(candidate, each[1])), ([], set()))
@@ -273,7 +285,7 @@ def seen_to_fail(task: Task, plan: Plan, proposed: Sequence[Candidate], boxes: B
     return [twin for twin in twins if not twin.telling or covered.isdisjoint([*twin.keys, *twin.besides])]
 
 
-def _disturbing(task: Task, plan: Plan, twins: Sequence[Twin], boxes: Boxes) -> list[Twin]:
+def _disturbing(task: Task, plan: GradePlan, twins: Sequence[Twin], boxes: Boxes) -> list[Twin]:
     """Return the twins of test functions whose change makes other tests of their module fail. One twin of each is tried."""
     first = {twin.keys[0].rpartition("#")[0]: twin for twin in reversed(twins)}.values()
     keys = [frozenset(key for key in plan.tests if key.startswith(f"{twin.path}::")) for twin in first]
@@ -290,7 +302,7 @@ def _touched(twin: Twin) -> set[str]:
     return {*twin.keys, *twin.besides}
 
 
-def _made(tests: Iterable[str], round: Sequence[Candidate], run: Ran) -> Iterator[Twin]:
+def _made(tests: Iterable[str], round: Sequence[TwinCandidate], run: JobResult) -> Iterator[Twin]:
     """Yield the changes of one round that became twins, with the tests that they make fail."""
     failed = {key: result for key in tests if not (result := run.result(key)).passed}
     # A row that is not the test of its number, as where a fixture multiplies the tests.
@@ -302,19 +314,19 @@ def _made(tests: Iterable[str], round: Sequence[Candidate], run: Ran) -> Iterato
             yield _twin(candidate, keys, besides)
 
 
-def _meets(candidate: Candidate, taken: Set[tuple[str, int | None]]) -> bool:
+def _meets(candidate: TwinCandidate, taken: Set[tuple[str, int | None]]) -> bool:
     """Return whether a change touches a test that another change of its round touches."""
     rows = (None, candidate.row) if candidate.row is not None else (ANY,)
     return any((base, row) in taken for base in candidate.bases for row in rows)
 
 
-def _tells(candidate: Candidate, result: Result) -> bool:
+def _tells(candidate: TwinCandidate, result: TestResult) -> bool:
     """Return whether a changed test failed because of the change."""
     if result.outcome != "failed":
         return False
     return result.why not in NEVER_A_TWIN if candidate.kind == "exception" else result.why in ON_ASSERTION
 
 
-def _twin(candidate: Candidate, keys: Sequence[str] = (), besides: Sequence[str] = ()) -> Twin:
+def _twin(candidate: TwinCandidate, keys: Sequence[str] = (), besides: Sequence[str] = ()) -> Twin:
     held = {each.name: getattr(candidate, each.name) for each in fields(Twin)}
     return Twin(**held | {"keys": tuple(keys), "besides": tuple(besides)})

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from composer_nb.harness.sandbox.contract import Backend, Machine, Sandbox, SandboxSpec, Snapshot
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
-from composer_nb.harness.sandbox.journal import Journal, Kind, Resource
+from composer_nb.harness.sandbox.journal import Kind, Resource, ResourceJournal
 
 
 class ResidentBackend(Backend):
@@ -23,7 +23,7 @@ class ResidentBackend(Backend):
     def __init__(self, run_id: str | None, journal: Path | None) -> None:
         """`journal`: a folder in which resources are noted while they exist (`reap.py`)."""
         self.run_id = run_id or uuid.uuid4().hex
-        self._journal = None if journal is None else Journal(journal, self.run_id)
+        self._journal = None if journal is None else ResourceJournal(journal, self.run_id)
         self._lock = threading.RLock()
         self._live: dict[str, Sandbox] = {}
         self._closed = False

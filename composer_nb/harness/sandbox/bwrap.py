@@ -53,7 +53,7 @@ START_S, END_S = 10.0, 10.0
 
 
 @dataclass(slots=True, kw_only=True)
-class _Machine(Machine):
+class _BwrapMachine(Machine):
     backend: BwrapBackend
     lifeline: socket.socket | None = None
     """Of the zygote, which closes it when all processes have ended; None until it was asked."""
@@ -171,7 +171,7 @@ class BwrapBackend(ResidentBackend):
             return None
         return folder, noted
 
-    def _start(self, spec: SandboxSpec) -> _Machine:
+    def _start(self, spec: SandboxSpec) -> _BwrapMachine:
         id = uuid.uuid4().hex
         # The kernel counts processes per user namespace, pending signals per user of all sandboxes.
         limits = LIMITS_INSIDE | {"RLIMIT_NPROC": spec.processes + 1, "RLIMIT_SIGPENDING": SIGNALS}
@@ -189,7 +189,7 @@ class BwrapBackend(ResidentBackend):
             warm=self._layout.warm() if spec.warm and spec.calls is None else [],
         )
         channel, there = socket_pair()
-        machine = _Machine(id=id, channel=channel, backend=self)
+        machine = _BwrapMachine(id=id, channel=channel, backend=self)
         try:
             if self._devices:
                 make_devices(self._devices[0] / id)
@@ -327,7 +327,7 @@ class BwrapBackend(ResidentBackend):
         command += ["--chdir", "/", "--remount-ro", "/", "--"]
         return [*command, self._interpreter.path, "-s", "-S", "-c", BOOT]  # -I would ignore the seed
 
-    def _confine(self, made: _Machine, spec: SandboxSpec) -> None:
+    def _confine(self, made: _BwrapMachine, spec: SandboxSpec) -> None:
         """Put the sandbox, in which nothing of an agent runs yet, into a group with its limits.
 
         Calls have limits of their own, and a group would get no more of a busy machine than one process.

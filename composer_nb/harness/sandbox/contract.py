@@ -23,7 +23,7 @@ from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, Sand
 from composer_nb.harness.sandbox.granted import PATIENCE, GrantedTime
 from composer_nb.harness.sandbox.host import Channel, frame_of
 from composer_nb.harness.sandbox.journal import Resource
-from composer_nb.harness.sandbox.system.cgroups import Group
+from composer_nb.harness.sandbox.system.cgroups import Cgroup
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.untrusted import visible
 
@@ -130,7 +130,7 @@ Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class FolderEntry:
     """An entry of a folder."""
 
     name: str
@@ -178,7 +178,7 @@ class Capabilities:
     """Reason and remedy for each limit that is not enforced."""
 
 
-class Ran(NamedTuple):
+class CommandReport(NamedTuple):
     """A resident program's report on a command. The command's streams follow as data, the first `stdout_bytes` from stdout."""
 
     exit_code: int
@@ -196,8 +196,8 @@ Variables = Mapping[str, str] | None
 _DONE: TypeAdapter[None] = TypeAdapter(None)
 _COUNT: TypeAdapter[int] = TypeAdapter(Count)
 _DIGEST = TypeAdapter(str)
-_RAN = TypeAdapter(Ran)
-_ENTRIES = TypeAdapter(list[Entry])
+_RAN = TypeAdapter(CommandReport)
+_ENTRIES = TypeAdapter(list[FolderEntry])
 _COUNTS: TypeAdapter[tuple[int, int, int]] = TypeAdapter(tuple[Count, Count, Count])
 _CALL_END: TypeAdapter[CallEnd] = TypeAdapter(CallEnd)
 _ERROR = TypeAdapter(tuple[int, str])
@@ -222,7 +222,7 @@ class Machine:
 
     id: str
     channel: Channel
-    group: Group | None = None
+    group: Cgroup | None = None
     noted: list[Resource | None] = field(default_factory=list)
     """Its resources recorded in the run's journal."""
 
@@ -343,7 +343,7 @@ class Sandbox:
         """
         self._ask("write", _DONE, {"path": path, "mode": mode}, data)
 
-    def entries(self, path: str = ".") -> list[Entry]:
+    def entries(self, path: str = ".") -> list[FolderEntry]:
         """Return the content of a folder, by name. Raises OSError (NotADirectoryError, …) like `read`."""
         return self._ask("entries", _ENTRIES, {"path": path})[0]
 

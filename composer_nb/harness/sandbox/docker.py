@@ -33,7 +33,7 @@ from composer_nb.harness.sandbox.guest.bundle import BOOT, LIMITS_INSIDE, reside
 from composer_nb.harness.sandbox.host import Channel, hide_network_counts
 from composer_nb.harness.sandbox.image import USER, host_image
 from composer_nb.harness.sandbox.journal import this_process
-from composer_nb.harness.sandbox.system.cgroups import Group
+from composer_nb.harness.sandbox.system.cgroups import Cgroup
 from composer_nb.harness.sandbox.system.linux import MACHINES, network_settings, patience
 from composer_nb.harness.sandbox.system.seccomp import system_call_filter
 
@@ -184,7 +184,7 @@ class DockerChannel(Channel):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Machine(Machine):
+class _ContainerMachine(Machine):
     """A container; its name is the id."""
 
     backend: DockerBackend
@@ -248,7 +248,7 @@ class DockerBackend(ResidentBackend):
         super().close()
         self._client.close()
 
-    def remove(self, made: _Machine) -> None:
+    def remove(self, made: _ContainerMachine) -> None:
         """Remove a container. Raises SandboxFailure when that does not work; the journal then still has it."""
         try:
             remove_container(self._client, made.id)
@@ -265,13 +265,13 @@ class DockerBackend(ResidentBackend):
         except errors():
             return 0
 
-    def _start(self, spec: SandboxSpec) -> _Machine:
+    def _start(self, spec: SandboxSpec) -> _ContainerMachine:
         image = spec.image or self._host_image()
         name, mark = f"composer_nb-{uuid.uuid4().hex[:12]}", uuid.uuid4().hex
         with self._lock:
             self._check_open()
             noted = self._note("container", name, mark)
-        machine = _Machine(id=name, backend=self, noted=[noted])
+        machine = _ContainerMachine(id=name, backend=self, noted=[noted])
         try:
             config = self._client.api.inspect_image(image)["Config"]
             if volumes := config.get("Volumes"):
@@ -400,7 +400,7 @@ def _explained(error: BaseException, image: str) -> Exception:
     return SandboxFailure(f"the Docker Engine started no container of {image}: {why}")
 
 
-def _group(container: dict[str, Any]) -> Group | None:
+def _group(container: dict[str, Any]) -> Cgroup | None:
     """Return the control group of a running container, if the engine's processes and groups can be seen from here."""
     try:
         lines = Path(f"/proc/{container['State']['Pid']}/cgroup").read_text().splitlines()
@@ -412,7 +412,7 @@ def _group(container: dict[str, Any]) -> Group | None:
         if container["Id"] in path and folder.is_dir():
             folders.append(folder)
             version = 1 if controllers else version
-    group = Group(tuple(folders), version)
+    group = Cgroup(tuple(folders), version)
     try:
         group.kills()
     except OSError:

@@ -14,7 +14,7 @@ import threading
 import time
 from dataclasses import dataclass, replace
 
-from composer_nb.harness.sandbox.system.cgroups import Group
+from composer_nb.harness.sandbox.system.cgroups import Cgroup
 from composer_nb.harness.sandbox.system.linux import status_of
 
 SAMPLE_S = 0.05
@@ -35,7 +35,7 @@ class _Moment:
 class GrantedTime:
     """Like an event that is set once a command has been granted `limit_s` seconds, or once `stop` is set."""
 
-    def __init__(self, group: Group, limit_s: float, stop: threading.Event | None = None) -> None:
+    def __init__(self, group: Cgroup, limit_s: float, stop: threading.Event | None = None) -> None:
         self.group, self.limit_s, self.stop = group, limit_s, stop
         self.over = False
         """Whether the limit is reached."""

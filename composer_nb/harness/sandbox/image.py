@@ -64,7 +64,7 @@ FOLDERS = {"/tmp": 0o1777, "/var/tmp": 0o1777, "/workspace": 0o755, "/proc": 0o7
 
 
 @dataclass(slots=True)
-class Files:
+class ImageFiles:
     """Files of this machine for an image, by their paths there."""
 
     folders: set[str] = field(default_factory=set)
@@ -174,9 +174,9 @@ def _needed(path: str) -> list[str] | None:
         return names
 
 
-def host_files() -> Files:
+def host_files() -> ImageFiles:
     """Return the files of the host image, but for shared libraries. Raises SandboxUnavailable."""
-    files, python = Files(links=dict(PLACES)), Interpreter.find().path
+    files, python = ImageFiles(links=dict(PLACES)), Interpreter.find().path
     files.add(python)
     if os.path.realpath("/usr/bin/python3") == python:
         files.add("/usr/bin/python3")
@@ -210,7 +210,7 @@ def _output(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, cwd="/", check=True).stdout
 
 
-def write_archive(files: Files, target: IO[bytes]) -> None:
+def write_archive(files: ImageFiles, target: IO[bytes]) -> None:
     """Write the host image's files as a tar archive, in order, as root's, without times.
 
     A module's time is kept: by it Python knows whether what it compiled earlier is current.

@@ -1,6 +1,6 @@
 """The journal on disk of what a run holds of a machine, so that what a killed run left can be found and ended (`reap.py`).
 
-Each `Journal` writes a file of its own, `<folder>/<pid>-<random>.jsonl`, which is there only while it holds something:
+Each `ResourceJournal` writes a file of its own, `<folder>/<pid>-<random>.jsonl`, which is there only while it holds something:
 
     {"event": "made", "kind": "process", "name": "4711", "mark": "86234", "run_id": …, "owner": {…}, "time": …}
     {"event": "gone", "kind": "process", "name": "4711", "mark": "86234"}
@@ -128,7 +128,7 @@ def this_process() -> Owner:
     return Owner(pid=os.getpid(), started=tick, **_here())
 
 
-class Journal:
+class ResourceJournal:
     """Notes what this process holds for `run_id`, in a file of its own in `folder`."""
 
     def __init__(self, folder: Path, run_id: str) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from composer_nb.harness.sandbox.image import Files, host_files
+from composer_nb.harness.sandbox.image import ImageFiles, host_files
 from composer_nb.harness.sandbox.toolchain import PLACE, open_to_all
 
 MEMORY = "/sys"
@@ -95,7 +95,7 @@ def namespaces(plan: bytes) -> Iterator[list[int]]:
 
 
 @functools.cache
-def kit_files(by_another: bool) -> Files:
+def kit_files(by_another: bool) -> ImageFiles:
     """Return the files to copy. `by_another`: leave out programs that only this user can read. Raises SandboxUnavailable."""
     files = host_files()
     for name, path in list(files.regular.items()):

@@ -26,7 +26,7 @@ END_S = 5.0
 
 
 @dataclass(slots=True, kw_only=True)
-class _Machine(Machine):
+class _ProcessMachine(Machine):
     process: subprocess.Popen[bytes]
     folder: Path
     backend: ProcessBackend
@@ -58,7 +58,7 @@ class ProcessBackend(ResidentBackend):
             backend=self.name, mode="process", uid=os.getuid(), isolated=False, enforced=enforced, why_not=why
         )
 
-    def _start(self, spec: SandboxSpec) -> _Machine:
+    def _start(self, spec: SandboxSpec) -> _ProcessMachine:
         if not spec.trusted:
             raise SandboxUnavailable(
                 "the backend process isolates nothing, and this is not trusted: use bwrap or docker, or say "
@@ -83,7 +83,7 @@ class ProcessBackend(ResidentBackend):
         except OSError as error:
             shutil.rmtree(outer, ignore_errors=True)
             raise SandboxFailure(f"cannot start {self._interpreter.path}: {error}") from error
-        made = _Machine(id=uuid.uuid4().hex[:12], channel=channel, process=process, folder=outer, backend=self)
+        made = _ProcessMachine(id=uuid.uuid4().hex[:12], channel=channel, process=process, folder=outer, backend=self)
         with self._lock:
             made.noted = [self._note("process", process.pid), self._note("directory", outer)]
         return made

@@ -26,10 +26,10 @@ from composer_nb.harness.sandbox.journal import (
     FOLDER,
     LABEL,
     WRITER,
-    Journal,
     Kind,
     Owner,
     Resource,
+    ResourceJournal,
     append,
     below,
     mark_of,
@@ -157,7 +157,7 @@ def end(resource: Resource) -> bool:
     return True
 
 
-def release(journal: Journal, resources: Iterable[Resource]) -> None:
+def release(journal: ResourceJournal, resources: Iterable[Resource]) -> None:
     """End resources of this process and strike them from its journal. What cannot be ended now stays there for `reap`."""
     for resource in _in_order(resources):
         with suppress(OSError):

@@ -41,17 +41,17 @@ class Hit:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _File:
+class _IndexedFile:
     data: bytes
     chunks: FileChunks
     vectors: NDArray[np.float32]
     """[C, W]"""
 
 
-class Table:
+class ChunkTable:
     """The C chunks of all files in the order of their paths, and their N terms."""
 
-    def __init__(self, files: Mapping[str, _File], width: int) -> None:
+    def __init__(self, files: Mapping[str, _IndexedFile], width: int) -> None:
         self.paths = sorted(files)
         found = [files[path] for path in self.paths]
         counts = np.concatenate([np.zeros(0, np.int32), *(each.chunks.counts for each in found)])
@@ -92,11 +92,11 @@ class CodeIndex:
 
     def __init__(self, embedding: Embedding | None = None) -> None:
         self._embedding = embedding or shipped()
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, _IndexedFile] = {}
         self.left_out: dict[str, str] = {}
         """Files that are not searched -> why; not those that are empty or that git ignores, which no search shows."""
         self._ignore = read_ignore({})
-        self._table: Table | None = None
+        self._table: ChunkTable | None = None
 
     @classmethod
     def build(cls, files: Mapping[str, bytes], embedding: Embedding | None = None) -> Self:
@@ -141,14 +141,14 @@ class CodeIndex:
             self.left_out[path] = why
         return not (why or ignored)
 
-    def _cut(self, path: str, data: bytes) -> _File:
+    def _cut(self, path: str, data: bytes) -> _IndexedFile:
         chunks = chunk_file(path, data)
-        return _File(data, chunks, self._embedding.encode(chunks.terms, chunks.weights, chunks.counts))
+        return _IndexedFile(data, chunks, self._embedding.encode(chunks.terms, chunks.weights, chunks.counts))
 
-    def table(self) -> Table:
+    def table(self) -> ChunkTable:
         """Return all chunks in the order of `scores`."""
         if self._table is None:
-            self._table = Table(self._files, self._embedding.vectors.shape[1])
+            self._table = ChunkTable(self._files, self._embedding.vectors.shape[1])
         return self._table
 
     def search(self, query: str, directories: Sequence[str] = (), limit: int = 10) -> list[Hit]:

@@ -2,9 +2,9 @@
 
     instruction.md  task.toml  environment/  tests/test.sh …  solution/solve.sh …
 
-The fields of a Task represent part of a directory. The rest of a foreign directory is `Kept` unchanged: unknown keys, comments, a
-Dockerfile, binary files, executable bits. Directories written here depend only on the Task, and contain an image and two scripts
-with which Harbor itself can run them. As in git, empty folders are not kept.
+The fields of a Task represent part of a directory. The rest of a foreign directory is `ForeignFiles` unchanged: unknown keys,
+comments, a Dockerfile, binary files, executable bits. Directories written here depend only on the Task, and contain an image
+and two scripts with which Harbor itself can run them. As in git, empty folders are not kept.
 
 References: the models of the package `harbor` 0.25.0 (which needs Python 3.12; a test compares this module with them if it is
 installed), and its `Verifier`, for the locations of files when a script runs.
@@ -60,19 +60,19 @@ Blob = Annotated[
 ]
 
 
-class _Table(BaseModel):
+class _HarborTable(BaseModel):
     """A table of task.toml. Known keys are checked, unknown ones are allowed."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
 
-class Agent(_Table):
+class HarborAgent(_HarborTable):
     timeout_sec: Above0 | None = None
     user: str | int | None = None
     network_mode: Network = None
 
 
-class Verifier(_Table):
+class Verifier(_HarborTable):
     timeout_sec: Above0 = 600.0
     env: dict[str, str] = {}
     user: str | int | None = None
@@ -82,7 +82,7 @@ class Verifier(_Table):
     collect: list[dict[str, Any]] = []
 
 
-class Environment(_Table):
+class HarborEnvironment(_HarborTable):
     docker_image: str | None = Field(default=None, pattern=r"^\S+$")
     os: str = "linux"
     cpus: Above0 | None = None
@@ -98,7 +98,7 @@ class Environment(_Table):
     allow_internet: bool | None = None
 
 
-class Own(BaseModel):
+class HarborExtras(BaseModel):
     """[metadata.composer_nb]: fields that Harbor lacks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -112,33 +112,33 @@ class Own(BaseModel):
     facts: dict[str, str] = {}
 
 
-class Metadata(_Table):
-    composer_nb: Own | None = None
+class Metadata(_HarborTable):
+    composer_nb: HarborExtras | None = None
 
 
-class Package(_Table):
+class Package(_HarborTable):
     name: str
 
 
-class Solution(_Table):
+class Solution(_HarborTable):
     env: dict[str, str] = {}
 
 
-class Artifact(_Table):
+class Artifact(_HarborTable):
     source: Place
     exclude: list[str] = []
     service: str | None = None
 
 
-class Settings(_Table):
+class TaskFile(_HarborTable):
     """A task.toml."""
 
     schema_version: str = "1.4"
     task: Package | None = None
     metadata: Metadata = Metadata()
-    agent: Agent = Agent()
+    agent: HarborAgent = HarborAgent()
     verifier: Verifier = Verifier()
-    environment: Environment = Environment()
+    environment: HarborEnvironment = HarborEnvironment()
     solution: Solution = Solution()
     steps: list[dict[str, Any]] = []
     artifacts: list[Artifact | Place] = []
@@ -150,7 +150,7 @@ class Settings(_Table):
         return [Artifact(source=entry) if isinstance(entry, str) else entry for entry in named]
 
 
-class Kept(BaseModel):
+class ForeignFiles(BaseModel):
     """The rest of a foreign directory."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -176,7 +176,7 @@ class Fields(Protocol):
     tools: tuple[str, ...]
     strictness: Strictness
     metadata: dict[str, str]
-    kept: Kept | None
+    kept: ForeignFiles | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,10 +219,10 @@ def write(directory: Directory, path: Path) -> Path:
 
 
 @lru_cache(maxsize=1024)
-def settings(toml: str, where: str = "task.toml") -> Settings:
+def settings(toml: str, where: str = "task.toml") -> TaskFile:
     """Parse a task.toml. Raises ValueError, which names the line or the key, if it is invalid."""
     try:
-        return Settings.model_validate(toml_of(toml))
+        return TaskFile.model_validate(toml_of(toml))
     except ValueError as error:  # also a number of 5,000 digits, a list in a list in a list
         why = first_problem(error) if isinstance(error, ValidationError) else error
         raise ValueError(f"{where}: {why}") from None
@@ -240,7 +240,7 @@ def values(directory: Directory, path: Path) -> dict[str, Any]:
     """Return the fields of the Task in `directory`, read from `path`. Raises ValueError, which names the file or key."""
     toml = _text(directory, "task.toml", path)
     table = settings(toml, str(path / "task.toml"))
-    own = table.metadata.composer_nb or Own()
+    own = table.metadata.composer_nb or HarborExtras()
     grader, scope = _graded(own)
     if table.steps:
         raise ValueError(f"{path / 'task.toml'}: steps: tasks of several steps are not supported")
@@ -320,20 +320,20 @@ def _drop_doors(grader: str, fields: dict[str, dict[str, str]], rest: dict[str, 
             rest[name] = fields[folder].pop(file).encode()
 
 
-def _id(table: Settings, name: str) -> str:
-    own = table.metadata.composer_nb or Own()
+def _id(table: TaskFile, name: str) -> str:
+    own = table.metadata.composer_nb or HarborExtras()
     return own.id if own.id is not None else table.task.name if table.task else name
 
 
-def _graded(own: Own) -> tuple[str, tuple[str, ...]]:
+def _graded(own: HarborExtras) -> tuple[str, tuple[str, ...]]:
     """Return the grader and the source scope."""
     return own.grader or ("functions" if own.source_scope else "script"), tuple(own.source_scope or ("**",))
 
 
-def _kept_toml(task: Fields, kept: Kept) -> str:
+def _kept_toml(task: Fields, kept: ForeignFiles) -> str:
     """Return the original task.toml; if the task has changed, with this package's table rewritten at its end."""
     table = settings(kept.toml)
-    own = table.metadata.composer_nb or Own()
+    own = table.metadata.composer_nb or HarborExtras()
     held = (_id(table, kept.name), *_graded(own), tuple(own.tools), own.strictness, own.facts)
     if (task.id, task.grader, task.source_scope, task.tools, task.strictness, task.metadata) == held:
         return kept.toml

@@ -160,7 +160,7 @@ def limits_spec(task: Task) -> SandboxSpec:
     A workspace is in memory, so `storage_mb` counts only within `memory_mb`.
     """
     image, usual = task.metadata.get("image", ""), SandboxSpec()
-    environment = task.settings.environment if task.kept else harbor.Environment()
+    environment = task.settings.environment if task.kept else harbor.HarborEnvironment()
     memory = 2 << 30 if image else usual.memory_bytes
     memory = memory if environment.memory_mb is None else max(environment.memory_mb, 128) * MIB
     disk = usual.disk_bytes if environment.storage_mb is None else environment.storage_mb * MIB

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from composer_nb.harness.tasks.harbor import PRISTINE, Kept
+from composer_nb.harness.tasks.harbor import PRISTINE, ForeignFiles
 from composer_nb.harness.tasks.patch import apply_patch
 from composer_nb.harness.tasks.task import Task
 
@@ -148,7 +148,7 @@ def _in_image(
         source_scope=("**",),
         grader="script",
         metadata=_origin(row),
-        kept=Kept(
+        kept=ForeignFiles(
             name=_text(row, "instance_id"),
             toml=TOML,
             rest={"environment/Dockerfile": dockerfile.encode(), **rest},

@@ -57,7 +57,7 @@ class Task(BaseModel):
     have no lint."""
     metadata: dict[str, str] = {}
     """Facts by name. `max_turns` and `max_tokens` lower the limits of an attempt. `mutants`: the answer is tests."""
-    kept: harbor.Kept | None = None
+    kept: harbor.ForeignFiles | None = None
     """The rest of a foreign task's directory."""
 
     @model_validator(mode="after")
@@ -135,7 +135,7 @@ class Task(BaseModel):
         return asked.environment.docker_image is not None or not files.isdisjoint(self.kept.rest)
 
     @property
-    def settings(self) -> harbor.Settings:
+    def settings(self) -> harbor.TaskFile:
         """The settings of its task.toml."""
         return harbor.settings(harbor.layout(self).files["task.toml"].decode())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from composer_nb.harness.syntax import Layout
+from composer_nb.harness.syntax import TextFormat
 from composer_nb.harness.tools.tool_call import invalid
 
 
@@ -20,11 +20,11 @@ class Lines:
     lines: tuple[str, ...]
     ended: bool = True
     """The last line has a newline."""
-    layout: Layout = field(default_factory=Layout)
+    layout: TextFormat = field(default_factory=TextFormat)
 
     @classmethod
     def of(cls, text: str) -> Lines:
-        layout = Layout.of(text)
+        layout = TextFormat.of(text)
         plain = layout.plain(text)
         return cls(tuple(plain.removesuffix("\n").split("\n")) if plain else (), plain.endswith("\n"), layout)
 

@@ -43,7 +43,7 @@ Kind = Literal["add", "delete", "update"]
 
 
 @dataclass(slots=True)
-class Change:
+class FileChange:
     """The change of one file."""
 
     kind: Kind
@@ -53,7 +53,7 @@ class Change:
     hunks: list[Hunk] = field(default_factory=list)
 
 
-def parse(patch: str) -> list[Change]:
+def parse(patch: str) -> list[FileChange]:
     """Return the changes of a patch, at least one, of different files. Raises ToolError (InvalidArguments)."""
     lines = patch.replace("\r\n", "\n").split("\n")
     while lines and not lines[-1]:  # a line of one space is an empty line of context
@@ -75,8 +75,8 @@ def parse(patch: str) -> list[Change]:
     return changes
 
 
-def _changes(lines: Sequence[str]) -> list[Change]:
-    changes: list[Change] = []
+def _changes(lines: Sequence[str]) -> list[FileChange]:
+    changes: list[FileChange] = []
     if lines[-1].strip() != END:
         raise invalid(f"the last line must be `{END}`")
     for number, line in enumerate(lines[1:], 2):
@@ -87,7 +87,7 @@ def _changes(lines: Sequence[str]) -> list[Change]:
             break
         if found := HEADER.fullmatch(line.rstrip()):
             kind = cast(Kind, found[1].lower())
-            changes.append(Change(kind, found[2].strip()))
+            changes.append(FileChange(kind, found[2].strip()))
             if kind == "add":
                 changes[-1].hunks.append(Hunk())
         elif change is None:
@@ -115,12 +115,12 @@ def _changes(lines: Sequence[str]) -> list[Change]:
     return changes
 
 
-def added(change: Change) -> str:
+def added(change: FileChange) -> str:
     """Return the text of a new file."""
     return Lines(tuple(text for hunk in change.hunks for _, text in hunk.lines)).plain
 
 
-def updated(change: Change, text: str) -> str:
+def updated(change: FileChange, text: str) -> str:
     """Apply a change to a file's text. Raises ToolError (InvalidArguments) for old lines that are not there."""
     document = Lines.of(text)
     lines, start = list(document.lines), 0

@@ -1,6 +1,6 @@
 """The tools of tiny models: search, read, edit a line or a part of a file, undo, run the visible tests, finish.
 
-They work in any `Place`. In a workspace of plain files, code is executed on copies, in sandboxes that all rollouts share.
+They work in any `ToolTarget`. In a workspace of plain files, code is executed on copies, in sandboxes that all rollouts share.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Edits:
     """Edited texts that failed the visible tests."""
 
 
-class Place(Protocol):
+class ToolTarget(Protocol):
     """The place where these tools work: a `Workspace` or a `session.Session`.
 
     Raises OSError for a file that cannot be read or written, and ToolError where there are no tests to run."""
@@ -120,7 +120,7 @@ class Workspace:
         return tested(sum(passed), len(tests), first)
 
 
-def _text(place: Place, path: str) -> str:
+def _text(place: ToolTarget, path: str) -> str:
     try:
         return place.text(path)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
@@ -128,7 +128,7 @@ def _text(place: Place, path: str) -> str:
 
 
 @tool()
-def read_file(place: Place, path: str) -> Observation:
+def read_file(place: ToolTarget, path: str) -> Observation:
     """Read a file.
 
     path: relative path
@@ -138,7 +138,7 @@ def read_file(place: Place, path: str) -> Observation:
 
 
 @tool(mutates=True)
-def edit_line(workspace: Place, path: str, line: int, text: str) -> Observation:
+def edit_line(workspace: ToolTarget, path: str, line: int, text: str) -> Observation:
     """Replace one line of a file by another; its indentation is kept.
 
     path: relative path
@@ -156,7 +156,7 @@ def edit_line(workspace: Place, path: str, line: int, text: str) -> Observation:
 
 
 @tool(mutates=True)
-def substitute(place: Place, path: str, old: str, new: str) -> Observation:
+def substitute(place: ToolTarget, path: str, old: str, new: str) -> Observation:
     """Replace a text that occurs once in a file.
 
     path: relative path
@@ -167,7 +167,7 @@ def substitute(place: Place, path: str, old: str, new: str) -> Observation:
     return _change(place, path, before, before.replace(old, new))
 
 
-def _change(place: Place, path: str, before: str, after: str) -> Observation:
+def _change(place: ToolTarget, path: str, before: str, after: str) -> Observation:
     if before == after:
         return Observation(text="same")  # tells the agent at once that this edit changed nothing
     edits = place.edits
@@ -180,7 +180,7 @@ def _change(place: Place, path: str, before: str, after: str) -> Observation:
 
 
 @tool(mutates=True)
-def undo(place: Place) -> Observation:
+def undo(place: ToolTarget) -> Observation:
     """Undo all edits."""
     edits = place.edits
     for path, text in edits.before.items():
@@ -191,7 +191,7 @@ def undo(place: Place) -> Observation:
 
 
 @tool()
-def grep(place: Place, pattern: str) -> Observation:
+def grep(place: ToolTarget, pattern: str) -> Observation:
     """Find the lines that hold a text, tests left out.
 
     pattern: plain text
@@ -203,7 +203,7 @@ def grep(place: Place, pattern: str) -> Observation:
 
 
 @tool()
-def read_lints(place: Place) -> Observation:
+def read_lints(place: ToolTarget) -> Observation:
     """Find names that are unused or do not exist, tests left out."""
     texts: dict[str, list[str]] = {}
     for path, _, line in place.find(""):
@@ -223,7 +223,7 @@ def remembered(history: str, text: str) -> list[tuple[str, int, str]]:
 
 
 @tool()
-def run_tests(place: Place) -> Observation:
+def run_tests(place: ToolTarget) -> Observation:
     """Run the visible tests."""
     seen = place.run_visible_tests()
     if place.edits.now and seen.tests_passed != seen.tests_run:
@@ -232,7 +232,7 @@ def run_tests(place: Place) -> Observation:
 
 
 @tool(ends=True)
-def finish(place: Place) -> Observation:
+def finish(place: ToolTarget) -> Observation:
     """Finish; the files are graded."""
     return Observation(text="")
 

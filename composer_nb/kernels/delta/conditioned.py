@@ -25,7 +25,7 @@ BLOCK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ElementLayout:
     """An element's bits, and where in them its class lies: (bits >> shift) & mask."""
 
     width: int
@@ -38,10 +38,10 @@ class Layout:
         return np.uint64(self.shift), np.uint64(self.mask), np.uint64(self.width)
 
 
-_NIBBLE = Layout(4, 0, 15)
+_NIBBLE = ElementLayout(4, 0, 15)
 LAYOUTS = {
-    "bfloat16": Layout(16, 7, 255), "float16": Layout(16, 10, 31), "float32": Layout(32, 23, 255),
-    "float8_e4m3fn": Layout(8, 3, 15), "float8_e5m2": Layout(8, 2, 31), "uint8": _NIBBLE, "int8": _NIBBLE,
+    "bfloat16": ElementLayout(16, 7, 255), "float16": ElementLayout(16, 10, 31), "float32": ElementLayout(32, 23, 255),
+    "float8_e4m3fn": ElementLayout(8, 3, 15), "float8_e5m2": ElementLayout(8, 2, 31), "uint8": _NIBBLE, "int8": _NIBBLE,
     "int32": _NIBBLE, "float4_e2m1fn_x2": _NIBBLE,
 }  # fmt: skip
 """Layouts by torch's names. The class is the exponent. Packed numbers of four bits come as integers; their class is all bits."""
@@ -79,7 +79,7 @@ class Conditioned:
         return target if layout.width >= 8 else (target[0::2] | target[1::2] << 4).view(base.dtype)
 
 
-def _elements(bits: Bits, layout: Layout) -> Bits:
+def _elements(bits: Bits, layout: ElementLayout) -> Bits:
     """One unsigned integer an element. Shares memory where elements are not packed."""
     if layout.width >= 8:
         if bits.itemsize * 8 != layout.width:
@@ -92,7 +92,7 @@ def _elements(bits: Bits, layout: Layout) -> Bits:
     return elements
 
 
-def encode_block(base: Bits, target: Bits, layout: Layout) -> bytes:
+def encode_block(base: Bits, target: Bits, layout: ElementLayout) -> bytes:
     """Return the body of a block, empty where nothing changed."""
     elements = np.flatnonzero(base != target).astype(np.uint32)
     if not len(elements):
@@ -101,7 +101,7 @@ def encode_block(base: Bits, target: Bits, layout: Layout) -> bytes:
     return body.tobytes()
 
 
-def decode_block(block: Bits, body: Bits, layout: Layout) -> None:
+def decode_block(block: Bits, body: Bits, layout: ElementLayout) -> None:
     """Apply a body to a block of the base, in place. Raises ValueError, after which the block is useless."""
     if fault := delta_decoder.decode(block, body, *layout.numbers):
         raise ValueError(f"a block {delta_decoder.FAULTS[fault]}")

@@ -41,7 +41,7 @@ def grouped_experts(x_ND: Tensor, experts_NK: Tensor, gates_NK: Tensor, w_in_EDF
     token_P = order_M.new_zeros(rows).scatter_(0, at_M, order_M // chosen)
     gate_P = x_ND.new_zeros(rows).scatter(0, at_M, gates_NK.reshape(-1)[order_M].to(x_ND.dtype))
     ends_E = offsets_E.to(torch.int32)
-    hidden_PF = grouped_mm(_Dispatch.apply(x_ND, token_P, place_NK), w_in_EDF, ends_E)
+    hidden_PF = grouped_mm(_ScatterRows.apply(x_ND, token_P, place_NK), w_in_EDF, ends_E)
     act_PH = swiglu(hidden_PF, gate_P)
     return _Combine.apply(grouped_mm(act_PH, w_out_EHD, ends_E), token_P, place_NK)
 
@@ -65,7 +65,7 @@ def _add_up(x, rows, out):  # type: ignore[no-untyped-def]
                 out[n, d] += row[d]
 
 
-class _Dispatch(torch.autograd.Function):
+class _ScatterRows(torch.autograd.Function):
     """Copy a token's row for each of its choices. Both this and `_Combine` know the place of each row, so neither needs atomic
     sums, and the order of sums is that of the choices."""
 

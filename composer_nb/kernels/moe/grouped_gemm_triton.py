@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from composer_nb.kernels.moe.plain import Plan
+from composer_nb.kernels.moe.plain import DispatchPlan
 from composer_nb.kernels.triton_runtime import interpreting
 
 INTERPRETED_PROGRAMS = 3
@@ -138,7 +138,7 @@ def product_kernel(  # type: ignore[no-untyped-def]
 def product(
     a_RA: Tensor,
     b_EBA: Tensor,
-    plan: Plan,
+    plan: DispatchPlan,
     *,
     gather: bool,
     dtype: torch.dtype,
@@ -210,7 +210,7 @@ def outer_kernel(  # type: ignore[no-untyped-def]
         tl.store(at + s[:, None] * stride_ws + f[None, :] * stride_wf, out.T, mask=(s < S)[:, None] & (f < F)[None, :])
 
 
-def outer(g: Tensor, x: Tensor, plan: Plan, *, gather_g: bool, gather_x: bool, like: Tensor) -> Tensor:
+def outer(g: Tensor, x: Tensor, plan: DispatchPlan, *, gather_g: bool, gather_x: bool, like: Tensor) -> Tensor:
     """Return [E, B, A] in the layout of `like`; see `plain.PlainSteps.outer`. At most one operand is gathered: the first."""
     shape = outer_tiles(g.dtype, gather_g or gather_x)
     dw_EBA = torch.empty_like(like)

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from composer_nb.kernels.moe.experts import grouped_experts
 from composer_nb.kernels.moe.explanation import architecture
-from composer_nb.kernels.moe.plain import PlainSteps, Plan
+from composer_nb.kernels.moe.plain import DispatchPlan, PlainSteps
 from composer_nb.kernels.moe.recipes import Recipe, as_recipe
 from composer_nb.kernels.triton_runtime import BackendName, choose
 
@@ -122,10 +122,10 @@ class _GroupedMm(torch.autograd.Function):
         return da_MA, db_EAB, None, None
 
 
-def _of_rows(a_MA: Tensor, ends_E: Tensor) -> Plan:
+def _of_rows(a_MA: Tensor, ends_E: Tensor) -> DispatchPlan:
     """Return a plan for sorted rows: each is its own token."""
     row_M = torch.arange(len(a_MA), dtype=torch.int32, device=a_MA.device)
-    return Plan(ends_E, row_M, row_M, row_M[:, None])
+    return DispatchPlan(ends_E, row_M, row_M, row_M[:, None])
 
 
 def _backend(x: Tensor, backend: str | None) -> BackendName:
@@ -173,7 +173,7 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, gate_M, w_up_EFD, w_down_EDI, h_MF, *parts = ctx.saved_tensors
-        steps, dgrad, plan, dy_ND = ctx.steps, ctx.recipe.dgrad, Plan(*parts), gradients[0].contiguous()
+        steps, dgrad, plan, dy_ND = ctx.steps, ctx.recipe.dgrad, DispatchPlan(*parts), gradients[0].contiguous()
         dtype = x_ND.dtype
         dy, w = steps.rows(dy_ND, dgrad), steps.weights(w_down_EDI.transpose(1, 2), dgrad)
         d_MI = steps.product(dy, w, plan, gather=True, dtype=dtype)

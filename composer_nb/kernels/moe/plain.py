@@ -19,7 +19,7 @@ from composer_nb.kernels.moe.routing import choose_experts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class DispatchPlan:
     """The rows of N tokens' K choices, sorted by expert, then by token. All tensors are int32. The host never needs the number of
     rows of an expert."""
 
@@ -43,14 +43,14 @@ class PlainSteps:
         """Return int64 [N, K]; see `routing.choose_experts`."""
         return choose_experts(logits_NE, k)
 
-    def plan(self, experts_NK: Tensor, experts: int) -> Plan:
+    def plan(self, experts_NK: Tensor, experts: int) -> DispatchPlan:
         """Return the plan of the chosen experts."""
         flat_M = experts_NK.reshape(-1)
         slot_M = torch.argsort(flat_M, stable=True)
         row_NK = torch.empty_like(slot_M).scatter_(0, slot_M, torch.arange(len(slot_M), device=slot_M.device))
         ends_E = F.one_hot(flat_M.long(), experts).sum(0).cumsum(0)
         whole = (ends_E, slot_M // experts_NK.shape[1], slot_M, row_NK.view_as(experts_NK))
-        return Plan(*(tensor.to(torch.int32) for tensor in whole))
+        return DispatchPlan(*(tensor.to(torch.int32) for tensor in whole))
 
     def rows(self, x_RK: Tensor, format: Format | None) -> Operand:
         """Quantize each row by itself."""
@@ -60,7 +60,7 @@ class PlainSteps:
         """Quantize along the last dimension."""
         return quantise_weights(w_EBA, format, self.backend)
 
-    def product(self, x: Operand, w: Operand, plan: Plan, *, gather: bool, dtype: torch.dtype) -> Tensor:
+    def product(self, x: Operand, w: Operand, plan: DispatchPlan, *, gather: bool, dtype: torch.dtype) -> Tensor:
         """Return [M, B]: each row times the transposed weight [B, A] of its expert, summed in float32. With `gather`, x has one
         row per token."""
         wide = torch.promote_types(dtype, torch.float32)
@@ -68,7 +68,9 @@ class PlainSteps:
         x_MA = x_RA.index_select(0, plan.token_M) if gather else x_RA
         return grouped_mm(x_MA, w_EBA.transpose(1, 2), plan.ends_E).to(dtype)
 
-    def outer(self, g: Tensor, x: Tensor, plan: Plan, *, gather_g: bool, gather_x: bool, like: Tensor) -> Tensor:
+    def outer(
+        self, g: Tensor, x: Tensor, plan: DispatchPlan, *, gather_g: bool, gather_x: bool, like: Tensor
+    ) -> Tensor:
         """Return [E, B, A] in the layout of `like`: for each expert, Σ over its rows of g [B] ⊗ x [A]. With `gather_…`, g or x
         has one row per token."""
         g_MB = g.index_select(0, plan.token_M) if gather_g else g
@@ -103,7 +105,7 @@ class PlainSteps:
         dh_MF = dh_MF.to(h_MF.dtype)
         return dh_MF, quantise_rows(dh_MF, format), (act_MI * gate).to(h_MF.dtype), dgate_M
 
-    def combine(self, y_MD: Tensor, plan: Plan) -> Tensor:
+    def combine(self, y_MD: Tensor, plan: DispatchPlan) -> Tensor:
         """Return [N, D], the sum of each token's K rows in the order of its choices, in float32."""
         wide = torch.promote_types(y_MD.dtype, torch.float32)
         out_ND = y_MD[plan.row_NK[:, 0]].to(wide)

@@ -22,7 +22,7 @@ gates, through which no gradient reaches the router."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class RoutingRule:
     """The rule of a router's choice. `chosen` is K."""
 
     chosen: int
@@ -81,7 +81,7 @@ class Routing:
 
 
 def route(
-    x_ND: Tensor, router_ED: Tensor, rule: Rule, bias_E: Tensor | None = None, replay: Replay | None = None
+    x_ND: Tensor, router_ED: Tensor, rule: RoutingRule, bias_E: Tensor | None = None, replay: Replay | None = None
 ) -> Routing:
     """Compute the scores of all experts, choose K of them, and compute their gates.
 
@@ -117,7 +117,7 @@ def route(
     return Routing(experts_NK, gates_NK, margin_N, probs_NE, own_NK, implausible_NK)
 
 
-def _choose(choice_NE: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+def _choose(choice_NE: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
     """Return the K best experts, best first, and the margin to the next one."""
     k, experts = rule.chosen, choice_NE.shape[1]
     if rule.groups > rule.kept_groups:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from composer_nb.kernels.moe.plain import Plan
+from composer_nb.kernels.moe.plain import DispatchPlan
 
 CHOICES = 256
 """Number of choices per block of the plan."""
@@ -89,7 +89,7 @@ def place_kernel(  # type: ignore[no-untyped-def]
     tl.store(token + at, m // K, mask=inside)
 
 
-def plan(experts_NK: Tensor, experts: int) -> Plan:
+def plan(experts_NK: Tensor, experts: int) -> DispatchPlan:
     """Return the plan; see `plain.Plan`."""
     flat_M = experts_NK.reshape(-1)
     choices, wide = len(flat_M), triton.next_power_of_2(experts)
@@ -104,4 +104,4 @@ def plan(experts_NK: Tensor, experts: int) -> Plan:
         flat_M, base_BE, token_M, slot_M, row_M, choices, K=experts_NK.shape[1], E=experts, BE=wide,
         CHUNK=min(wide, 32), BM=CHOICES,
     )  # fmt: skip
-    return Plan(ends_E, token_M, slot_M, row_M.view(experts_NK.shape))
+    return DispatchPlan(ends_E, token_M, slot_M, row_M.view(experts_NK.shape))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from composer_nb.kernels.formats.microscaling import MXTensor, mx_scale_shape
 from composer_nb.kernels.formats.quantize_triton import mx_codes, store_mx
-from composer_nb.kernels.moe.plain import Plan
+from composer_nb.kernels.moe.plain import DispatchPlan
 from composer_nb.kernels.moe.recipes import Format, Operand, quantise_rows
 from composer_nb.kernels.triton_runtime import interpreting, ran
 
@@ -35,7 +35,7 @@ def combine_kernel(y, out, row, tokens, D: tl.constexpr, K: tl.constexpr, BN: tl
     tl.store(out + n[:, None].to(tl.int64) * D + d[None, :], total.to(out.dtype.element_ty), mask=mask)
 
 
-def combine(y_MD: Tensor, plan: Plan) -> Tensor:
+def combine(y_MD: Tensor, plan: DispatchPlan) -> Tensor:
     """Return [N, D]; see `plain.PlainSteps.combine`."""
     (tokens, chosen), width = plan.row_NK.shape, y_MD.shape[1]
     out_ND = y_MD.new_empty(tokens, width)

@@ -19,7 +19,7 @@ from torch import Tensor
 from composer_nb.kernels.formats.microscaling import NVFP4_BLOCK, MXTensor, NVFP4Tensor
 from composer_nb.kernels.formats.quantize_triton import e8m0_value
 from composer_nb.kernels.moe.grouped_gemm_triton import Tiles, find_tile, programs, tile_table
-from composer_nb.kernels.moe.plain import Plan
+from composer_nb.kernels.moe.plain import DispatchPlan
 from composer_nb.kernels.moe.recipes import Operand
 from composer_nb.kernels.triton_runtime import interpreting
 
@@ -96,7 +96,7 @@ def block128_product_kernel(  # type: ignore[no-untyped-def]
         tl.store(at, acc.to(c.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
 
 
-def scaled_product(x: Operand, w: Operand, plan: Plan, *, gather: bool, dtype: torch.dtype) -> Tensor:
+def scaled_product(x: Operand, w: Operand, plan: DispatchPlan, *, gather: bool, dtype: torch.dtype) -> Tensor:
     """Return [M, N] in `dtype`; see `plain.PlainSteps.product`."""
     if isinstance(x, NVFP4Tensor) and isinstance(w, NVFP4Tensor):
         return _four_or_mx(x, w, plan, gather, dtype)
@@ -115,7 +115,7 @@ def scaled_product(x: Operand, w: Operand, plan: Plan, *, gather: bool, dtype: t
 
 
 def _four_or_mx(
-    x: MXTensor | NVFP4Tensor, w: MXTensor | NVFP4Tensor, plan: Plan, gather: bool, dtype: torch.dtype
+    x: MXTensor | NVFP4Tensor, w: MXTensor | NVFP4Tensor, plan: DispatchPlan, gather: bool, dtype: torch.dtype
 ) -> Tensor:
     experts, width, stored = w.qdata.shape
     four = isinstance(w, NVFP4Tensor)
@@ -135,5 +135,5 @@ def rows_global(x: MXTensor | NVFP4Tensor) -> Tensor:
     return x.scale if isinstance(x, MXTensor) else x.global_scale.expand(*x.scale.shape[:-1], 1).contiguous()
 
 
-def _room(q: Tensor, plan: Plan, width: int, dtype: torch.dtype) -> Tensor:
+def _room(q: Tensor, plan: DispatchPlan, width: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(len(plan.token_M), width, dtype=dtype, device=q.device)

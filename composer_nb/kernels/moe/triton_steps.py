@@ -8,7 +8,7 @@ from torch import Tensor
 from composer_nb.kernels.formats.microscaling import MXTensor, NVFP4Tensor
 from composer_nb.kernels.formats.quantize_triton import widened
 from composer_nb.kernels.moe import grouped_gemm_triton, routing_triton, rows_triton
-from composer_nb.kernels.moe.plain import PlainSteps, Plan
+from composer_nb.kernels.moe.plain import DispatchPlan, PlainSteps
 from composer_nb.kernels.moe.recipes import Format, Operand
 from composer_nb.kernels.moe.scaled_gemm_triton import rows_global, scaled_product
 
@@ -26,10 +26,10 @@ class TritonSteps(PlainSteps):
     def choose(self, logits_NE: Tensor, k: int) -> Tensor:
         return routing_triton.choose(logits_NE, k).long()
 
-    def plan(self, experts_NK: Tensor, experts: int) -> Plan:
+    def plan(self, experts_NK: Tensor, experts: int) -> DispatchPlan:
         return routing_triton.plan(experts_NK, experts)
 
-    def product(self, x: Operand, w: Operand, plan: Plan, *, gather: bool, dtype: torch.dtype) -> Tensor:
+    def product(self, x: Operand, w: Operand, plan: DispatchPlan, *, gather: bool, dtype: torch.dtype) -> Tensor:
         if isinstance(x, Tensor) and isinstance(w, Tensor):
             return grouped_gemm_triton.product(x, w, plan, gather=gather, dtype=dtype)
         assert not isinstance(x, Tensor) and not isinstance(w, Tensor), "both sides are of one format"
@@ -38,7 +38,9 @@ class TritonSteps(PlainSteps):
         scales = (rows_global(x), rows_global(w)) if isinstance(x, NVFP4Tensor) else None
         return grouped_gemm_triton.product(widened(x), widened(w), plan, gather=gather, dtype=dtype, scales=scales)
 
-    def outer(self, g: Tensor, x: Tensor, plan: Plan, *, gather_g: bool, gather_x: bool, like: Tensor) -> Tensor:
+    def outer(
+        self, g: Tensor, x: Tensor, plan: DispatchPlan, *, gather_g: bool, gather_x: bool, like: Tensor
+    ) -> Tensor:
         return grouped_gemm_triton.outer(g, x, plan, gather_g=gather_g, gather_x=gather_x, like=like)
 
     def swiglu(self, h_MF: Tensor, gate_M: Tensor, format: Format | None) -> Operand:
@@ -49,5 +51,5 @@ class TritonSteps(PlainSteps):
     ) -> tuple[Tensor, Operand, Tensor, Tensor]:
         return rows_triton.swiglu_backward(d_MI, h_MF, gate_M, format)
 
-    def combine(self, y_MD: Tensor, plan: Plan) -> Tensor:
+    def combine(self, y_MD: Tensor, plan: DispatchPlan) -> Tensor:
         return rows_triton.combine(y_MD, plan)

@@ -9,7 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 
 from composer_nb.harness.sandbox.errors import SandboxDied
-from composer_nb.labs.attacks.case import LIMITS, SPEC, Cell, Site, Verdict, alive, nothing, register, register_both
+from composer_nb.labs.attacks.case import (
+    LIMITS,
+    SPEC,
+    AttackVerdict,
+    Cell,
+    Site,
+    alive,
+    nothing,
+    register,
+    register_both,
+)
 
 
 def _neighbour(site: Site, attack: list[str], timeout_s: float = 3.0) -> tuple[bool, int, str]:
@@ -31,7 +41,7 @@ def _neighbour(site: Site, attack: list[str], timeout_s: float = 3.0) -> tuple[b
 
 
 @register(23, "fork bomb and thread bomb")
-def bombs(site: Site) -> Verdict:
+def bombs(site: Site) -> AttackVerdict:
     threads = (
         "import threading, time\nwhile True:\n    try: threading.Thread(target=time.sleep, args=(60,)).start()\n"
         "    except RuntimeError: pass"
@@ -41,11 +51,11 @@ def bombs(site: Site) -> Verdict:
         ended, left, times = _neighbour(site, attack)
         blocked &= ended and left == 0
         details.append(f"{times}, {left} processes left")
-    return Verdict(blocked=blocked, detail="; ".join(details))
+    return AttackVerdict(blocked=blocked, detail="; ".join(details))
 
 
 @register(24, "use up the memory, by processes and by files in memory")
-def memory(site: Site) -> Verdict:
+def memory(site: Site) -> AttackVerdict:
     fill = "import os\nx = []\nwhile True: x.append(bytearray(16 << 20))"
     files = "for p in /dev/shm /tmp .; do head -c 1G /dev/zero > $p/big; done; exit 1"
     details, blocked = [], True
@@ -59,11 +69,11 @@ def memory(site: Site) -> Verdict:
             time.sleep(0.1)
         blocked &= ended and given_back
         details.append(times)
-    return Verdict(blocked=blocked, detail="; ".join(details))
+    return AttackVerdict(blocked=blocked, detail="; ".join(details))
 
 
 @register_both(25, "fill the disk, use up inodes, a giant sparse file, folders without end")
-def disk(cell: Cell) -> Verdict:
+def disk(cell: Cell) -> AttackVerdict:
     source = """
 def fill(place):
     size = 0
@@ -122,7 +132,7 @@ def f(places, most, inodes, tries):
 
 
 @register(26, "endless output, on both streams, of bytes that are no text")
-def output(site: Site) -> Verdict:
+def output(site: Site) -> AttackVerdict:
     found, details = [], []
     floods = {
         "stdout": "yes",
@@ -140,11 +150,11 @@ def output(site: Site) -> Verdict:
             details.append(f"{name} {size}")
         if not alive(box):
             found.append("the sandbox is dead")
-    return Verdict(blocked=not found, detail=str(found or details))
+    return AttackVerdict(blocked=not found, detail=str(found or details))
 
 
 @register(27, "outlive a time limit")
-def time_limit(site: Site) -> Verdict:
+def time_limit(site: Site) -> AttackVerdict:
     evasions = (
         "trap '' TERM INT HUP QUIT; while :; do sleep 60; done",
         "(setsid bash -c 'sleep 61 & sleep 62' >/dev/null 2>&1 &); sleep 60",
@@ -163,4 +173,4 @@ def time_limit(site: Site) -> Verdict:
                 found.append(evasion)
         if not alive(box):
             found.append("the sandbox is dead")
-    return Verdict(blocked=not found, detail=f"survived: {found}" if found else f"at most {worst:.2f} s late")
+    return AttackVerdict(blocked=not found, detail=f"survived: {found}" if found else f"at most {worst:.2f} s late")

@@ -8,7 +8,7 @@ import time
 from composer_nb.harness.sandbox.calls import CallOutcome
 from composer_nb.harness.sandbox.journal import below
 from composer_nb.harness.sandbox.system.linux import machine
-from composer_nb.labs.attacks.case import LIMITS, SECRET, Judge, Site, Verdict, nothing, register
+from composer_nb.labs.attacks.case import LIMITS, SECRET, AttackVerdict, Judge, Site, nothing, register
 
 FINE = "def f():\n    return 0\n"
 
@@ -17,7 +17,7 @@ FINE = "def f():\n    return 0\n"
 
 
 @register(0, "see or signal other processes, the resident among them")
-def processes(site: Site) -> Verdict:
+def processes(site: Site) -> AttackVerdict:
     source = """
 import signal
 def f():
@@ -40,11 +40,11 @@ def f():
     after = site.call(FINE)[0]
     lost = len(before - set(below(os.getpid())))
     # The worker that was attacked from and the one made ahead of it are new.
-    return Verdict(blocked=verdict.blocked and after.status == "returned" and lost <= 3, detail=verdict.detail)
+    return AttackVerdict(blocked=verdict.blocked and after.status == "returned" and lost <= 3, detail=verdict.detail)
 
 
 @register(0, "find what another request left")
-def leftovers(site: Site) -> Verdict:
+def leftovers(site: Site) -> AttackVerdict:
     leave = """
 import builtins, os, sys, tempfile
 def f(secret):
@@ -70,11 +70,11 @@ def f():
 """
     written = site.report(leave, SECRET)
     verdict = nothing(site.report(look))
-    return Verdict(blocked=verdict.blocked and written > 0, detail=f"{written} files written; {verdict.detail}")
+    return AttackVerdict(blocked=verdict.blocked and written > 0, detail=f"{written} files written; {verdict.detail}")
 
 
 @register(0, "read the memory of earlier requests")
-def stale_memory(site: Site) -> Verdict:
+def stale_memory(site: Site) -> AttackVerdict:
     marker = "stale-" + os.urandom(6).hex()
     site.report("def f(marker):\n    return [marker] * 50\n", marker)
     # Reads around live objects, where an inherited heap would be; the search text is made from parts.
@@ -89,11 +89,13 @@ def f(head, tail):
     half = len(marker) // 2
     outcome = site.call(source, repr((marker[:half], marker[half:])))[0]
     found = outcome.status == "returned" and outcome.text == "True"
-    return Verdict(blocked=not found, detail=f"{outcome.status} {outcome.text}: copies found beyond its own: {found}")
+    return AttackVerdict(
+        blocked=not found, detail=f"{outcome.status} {outcome.text}: copies found beyond its own: {found}"
+    )
 
 
 @register(0, "lock or watch files of the library, which other requests see")
-def call_locks(site: Site) -> Verdict:
+def call_locks(site: Site) -> AttackVerdict:
     source = """
 import fcntl
 def f():
@@ -114,7 +116,7 @@ def f():
 
 
 @register(0, "fork bomb")
-def fork_bomb(site: Site) -> Verdict:
+def fork_bomb(site: Site) -> AttackVerdict:
     source = """
 import subprocess, threading, time
 def f(clone):
@@ -134,11 +136,13 @@ def f(clone):
     return [found, threads]
 """
     found, threads = site.report(source, machine()["clone"])
-    return Verdict(blocked=found == [] and threads <= LIMITS.threads, detail=f"processes: {found}, threads: {threads}")
+    return AttackVerdict(
+        blocked=found == [] and threads <= LIMITS.threads, detail=f"processes: {found}, threads: {threads}"
+    )
 
 
 @register(0, "memory bomb")
-def memory_bomb(site: Site) -> Verdict:
+def memory_bomb(site: Site) -> AttackVerdict:
     source = """
 import mmap
 def f():
@@ -158,11 +162,11 @@ def f():
     grabbed = site.call("def f():\n    return len(bytearray(1 << 34))\n")[0]
     blocked = megabytes <= limit and found == [] and grabbed.status in ("raised", "died")
     detail = f"{megabytes} of {limit} MiB mapped; 16 GiB at once: {grabbed.status}; other ways: {found}"
-    return Verdict(blocked=blocked, detail=detail)
+    return AttackVerdict(blocked=blocked, detail=detail)
 
 
 @register(0, "a daemon that outlives its request")
-def daemon(site: Site) -> Verdict:
+def daemon(site: Site) -> AttackVerdict:
     source = """
 import os, threading, time
 def f():
@@ -181,11 +185,11 @@ def f():
     outcome = site.call(source)[0]
     after = len(below(os.getpid()))
     detail = f"fork {outcome.text}; processes before {before}, after {after}"
-    return Verdict(blocked=after <= before, detail=detail)
+    return AttackVerdict(blocked=after <= before, detail=detail)
 
 
 @register(0, "huge output")
-def huge_output(site: Site) -> Verdict:
+def huge_output(site: Site) -> AttackVerdict:
     floods = (
         "    print('x' * 10_000_000, flush=True)\n    return 1\n",
         "    return 'x' * 10_000_000\n",
@@ -195,14 +199,14 @@ def huge_output(site: Site) -> Verdict:
     outcomes = [site.call(F + flood)[0] for flood in floods]
     statuses = [outcome.status for outcome in outcomes]
     blocked = outcomes[0].text in ("1", "") and "returned" not in statuses[1:] and statuses[1] == "unreadable"
-    return Verdict(blocked=blocked, flagged="unreadable" in statuses, detail=str(statuses))
+    return AttackVerdict(blocked=blocked, flagged="unreadable" in statuses, detail=str(statuses))
 
 
 # Results.
 
 
 @register(0, "forge result lines on every descriptor")
-def forged_lines(site: Site) -> Verdict:
+def forged_lines(site: Site) -> AttackVerdict:
     source = """
 import os
 for fd in range(64):
@@ -216,11 +220,11 @@ def f():
     raise ValueError
 """
     statuses = [outcome.status for outcome in site.call(source, "()", "()")]
-    return Verdict(blocked="returned" not in statuses, flagged="unreadable" in statuses, detail=str(statuses))
+    return AttackVerdict(blocked="returned" not in statuses, flagged="unreadable" in statuses, detail=str(statuses))
 
 
 @register(0, "find the expected values")
-def expected_values(site: Site) -> Verdict:
+def expected_values(site: Site) -> AttackVerdict:
     source = """
 import gc, sys
 def f(head, tail):
@@ -235,11 +239,11 @@ def f(head, tail):
     marker = "expected-" + os.urandom(6).hex()  # stays here, as the right answers of a test do
     outcome = site.call(source, repr((marker[:9], marker[9:])))[0]
     found = outcome.text == "True"
-    return Verdict(blocked=outcome.status == "returned" and not found, detail=f"{outcome.status} {outcome.text}")
+    return AttackVerdict(blocked=outcome.status == "returned" and not found, detail=f"{outcome.status} {outcome.text}")
 
 
 @register(0, "a value that claims to equal everything")
-def always_equal(site: Site) -> Verdict:
+def always_equal(site: Site) -> AttackVerdict:
     source = """
 class Equal(int):
     def __eq__(self, other): return True
@@ -249,7 +253,9 @@ def f(kind):
     return Equal(1) if kind == 0 else [Equal(1)] if kind == 1 else {Equal(1): 1}
 """
     statuses = [outcome.status for outcome in site.call(source, "(0,)", "(1,)", "(2,)")]
-    return Verdict(blocked=set(statuses) == {"unreadable"}, flagged="unreadable" in statuses, detail=str(statuses))
+    return AttackVerdict(
+        blocked=set(statuses) == {"unreadable"}, flagged="unreadable" in statuses, detail=str(statuses)
+    )
 
 
 TIMEOUT, DIED = CallOutcome(status="timeout"), CallOutcome(status="died")
@@ -276,7 +282,7 @@ ENDINGS = {
 
 
 def _judge_of(id: str, source: str, expected: CallOutcome) -> Judge:
-    def judge(site: Site) -> Verdict:
+    def judge(site: Site) -> AttackVerdict:
         """Blocked when the outcomes are the expected ones and the next request is answered."""
         began = time.monotonic()
         outcomes = site.call(source, "()", "()")
@@ -284,7 +290,7 @@ def _judge_of(id: str, source: str, expected: CallOutcome) -> Judge:
         second = EXITED if expected == EXITED else CallOutcome(status="not_run")
         blocked = outcomes == (expected, second) and site.report(FINE) == 0
         detail = f"{shown} after {time.monotonic() - began:.2f} s"
-        return Verdict(blocked=blocked, flagged=expected in (TIMEOUT, DIED), detail=detail)
+        return AttackVerdict(blocked=blocked, flagged=expected in (TIMEOUT, DIED), detail=detail)
 
     judge.__name__ = id
     return judge

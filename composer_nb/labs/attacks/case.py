@@ -77,23 +77,23 @@ class Site:
         """Return the plain value of `f(*arguments)`, called as a function. Raises Silent when there is none."""
         outcome = self.call(HELPERS + source, repr(arguments))[0]
         if outcome.status != "returned":
-            raise Silent(f"{outcome.status} {outcome.text}".strip())
+            raise NoEvidence(f"{outcome.status} {outcome.text}".strip())
         return ast.literal_eval(outcome.text)
 
 
-class Silent(Exception):
+class NoEvidence(Exception):
     """The program gave no evidence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class AttackVerdict:
     blocked: bool
     flagged: bool = False
     """True if the outcome itself shows that something was wrong."""
     detail: str
 
 
-Judge = Callable[[Site], Verdict]
+Judge = Callable[[Site], AttackVerdict]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +123,16 @@ class SandboxCase:
         return row(self.id, self.number, self.title, verdict_of(self.judge, site))
 
 
-def row(id: str, kind: int, title: str, verdict: Verdict) -> dict[str, Any]:
+def row(id: str, kind: int, title: str, verdict: AttackVerdict) -> dict[str, Any]:
     return {"id": id, "kind": kind, "title": title, **asdict(verdict)}
 
 
-def verdict_of(judge: Judge, site: Site) -> Verdict:
+def verdict_of(judge: Judge, site: Site) -> AttackVerdict:
     """Return a judge's verdict; a program that gives no evidence is not proved to be stopped."""
     try:
         return judge(site)
-    except (Silent, ValueError) as silence:
-        return Verdict(blocked=False, detail=f"no evidence: the program ended with {silence}")
+    except (NoEvidence, ValueError) as silence:
+        return AttackVerdict(blocked=False, detail=f"no evidence: the program ended with {silence}")
 
 
 SANDBOX_CASES: list[SandboxCase] = []
@@ -152,14 +152,14 @@ def register(number: int, title: str) -> Callable[[Judge], Judge]:
     return note
 
 
-CellJudge = Callable[[Cell], Verdict]
+CellJudge = Callable[[Cell], AttackVerdict]
 
 
 def register_both(number: int, title: str) -> Callable[[CellJudge], CellJudge]:
     """Add a judge to SANDBOX_CASES, for commands, and to CALL_CASES, for function calls: there its id begins with `call-`."""
 
     def note(judge: CellJudge) -> CellJudge:
-        def commands(site: Site) -> Verdict:
+        def commands(site: Site) -> AttackVerdict:
             with site.backend.create(SPEC) as box:
                 return judge(Cell(site, box))
 
@@ -181,9 +181,9 @@ def python(box: Sandbox, source: str, *arguments: object, timeout_s: float = 30.
     return json.loads(lines[-1])
 
 
-def nothing(found: list[str]) -> Verdict:
+def nothing(found: list[str]) -> AttackVerdict:
     """Return the verdict on a program that reports what worked: blocked if nothing did."""
-    return Verdict(blocked=found == [], detail=f"succeeded: {found}" if found else "every attempt failed")
+    return AttackVerdict(blocked=found == [], detail=f"succeeded: {found}" if found else "every attempt failed")
 
 
 def alive(box: Sandbox) -> bool:

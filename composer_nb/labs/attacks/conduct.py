@@ -15,7 +15,7 @@ from typing import Any
 from composer_nb.harness.sandbox.contract import Sandbox
 from composer_nb.harness.sandbox.journal import FOLDER, Kind, below, mark_of, started
 from composer_nb.harness.sandbox.reap import reap
-from composer_nb.labs.attacks.case import REFUSED, SPEC, Site, Verdict, alive, register
+from composer_nb.labs.attacks.case import REFUSED, SPEC, AttackVerdict, Site, alive, register
 
 HARNESS = """
 import sys, threading, time
@@ -38,7 +38,7 @@ time.sleep(300)
 
 
 @register(28, "kill the harness in the middle of everything, then reap")
-def killed_harness(site: Site) -> Verdict:
+def killed_harness(site: Site) -> AttackVerdict:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", HARNESS, site.backend.name, folder]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd="/")
@@ -49,7 +49,7 @@ def killed_harness(site: Site) -> Verdict:
         process.kill()
         process.wait()
         if ready != b"ready\n":
-            return Verdict(blocked=False, detail="no evidence: the harness did not start")
+            return AttackVerdict(blocked=False, detail="no evidence: the harness did not start")
         time.sleep(0.5)
         noted = _noted(Path(folder) / FOLDER)
         done = reap(Path(folder))
@@ -60,7 +60,7 @@ def killed_harness(site: Site) -> Verdict:
     problems = [*(f"process {pid}" for pid in left), *found, *done.failed, *again.failed]
     ended = ", ".join(f"{len(getattr(done, kind))} {kind}" for kind in ("processes", "cgroups", "containers"))
     detail = f"{len(running)} processes were running; reap ended {ended}"
-    return Verdict(blocked=not problems, detail=f"left: {problems}" if problems else detail)
+    return AttackVerdict(blocked=not problems, detail=f"left: {problems}" if problems else detail)
 
 
 def _noted(folder: Path) -> set[tuple[Kind, str, str]]:
@@ -70,7 +70,7 @@ def _noted(folder: Path) -> set[tuple[Kind, str, str]]:
 
 
 @register(30, "abuse of the sandbox's own methods: random, huge and broken requests")
-def abuse(site: Site) -> Verdict:
+def abuse(site: Site) -> AttackVerdict:
     rng = random.Random(30)
     texts = ["", ".", "..", "/", "a\0b", "\n", "x" * 5000, "../../etc/passwd", "</parameter>", "\udcff", "-rf", "~"]
     texts += ["$(id)", "\x1b[2J"]
@@ -99,5 +99,5 @@ def abuse(site: Site) -> Verdict:
             except REFUSED:
                 pass
             except Exception as error:
-                return Verdict(blocked=False, detail=f"{type(error).__name__}: {error}"[:100])
-        return Verdict(blocked=alive(box), detail="300 requests: results or clear errors, and it still works")
+                return AttackVerdict(blocked=False, detail=f"{type(error).__name__}: {error}"[:100])
+        return AttackVerdict(blocked=alive(box), detail="300 requests: results or clear errors, and it still works")

@@ -12,7 +12,7 @@ from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.attacks.case import Site, Verdict, register, row
+from composer_nb.labs.attacks.case import AttackVerdict, Site, register, row
 
 GRADES = 6
 """Of one attack whose success is a matter of chance."""
@@ -110,7 +110,7 @@ def check_fitted(backend: Backend) -> Iterator[dict[str, Any]]:
         ]
         passed = sum(grade.passed for grade in grades)
         flagged = any(grade.flags for grade in grades)
-        verdict = Verdict(
+        verdict = AttackVerdict(
             blocked=report.guard.by == "twins" and passed <= GRADES // 3,
             flagged=flagged,
             detail=f"guard {report.guard.by}; {passed} of {GRADES} grades passed, by chance one in eight",
@@ -186,7 +186,7 @@ ROUND_TRIPS = {
 
 
 @register(0, "look answers up among the arguments of other calls")
-def looked_up(site: Site) -> Verdict:
+def looked_up(site: Site) -> AttackVerdict:
     if site.calls is None:
         raise ValueError("this backend serves no calls")
     details, blocked = [], True
@@ -194,4 +194,4 @@ def looked_up(site: Site) -> Verdict:
         attack, right = (grade_functions(task, {"codec.py": text}, site.calls) for text in (LOOKED_UP, CODEC))
         blocked &= right.passed and not any(attack.tests.values())
         details.append(f"{name}: {sum(attack.tests.values())} of {len(attack.tests)} tests")
-    return Verdict(blocked=blocked, detail="; ".join(details))
+    return AttackVerdict(blocked=blocked, detail="; ".join(details))

@@ -6,20 +6,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from composer_nb.harness.grading.plan import Plan
+from composer_nb.harness.grading.plan import GradePlan
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.attacks.case import Verdict, row
+from composer_nb.labs.attacks.case import AttackVerdict, row
 from composer_nb.labs.attacks.patch_target import PROPERTY, TARGET
 from composer_nb.labs.attacks.patches import patches
 
 TIMEOUT_S = 20.0
 
 
-def plan_for(task: Task, backend: Backend) -> Plan:
+def plan_for(task: Task, backend: Backend) -> GradePlan:
     """Return the plan of one of the tasks here, without recorded calls: no patch answers those, and twins are to be tried.
 
     Raises ValueError when it is not valid in this backend's sandboxes.
@@ -45,5 +45,5 @@ def check_patches(backend: Backend) -> Iterator[dict[str, Any]]:
         passed = f"{sum(grade.tests.values())} of {len(grade.tests)} tests"
         flagged = bool(grade.flags)
         detail = ", ".join([grade.status, passed, *grade.flags])
-        verdict = Verdict(blocked=right and flagged >= patch.flagged, flagged=flagged, detail=detail)
+        verdict = AttackVerdict(blocked=right and flagged >= patch.flagged, flagged=flagged, detail=detail)
         yield row(patch.id, patch.case, patch.title, verdict)

@@ -12,7 +12,7 @@ from composer_nb.harness.sandbox.contract import SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.sandbox.system.linux import machine
 from composer_nb.harness.sandbox.system.seccomp import RULED
-from composer_nb.labs.attacks.case import SPEC, Cell, Site, Verdict, nothing, python, register, register_both
+from composer_nb.labs.attacks.case import SPEC, AttackVerdict, Cell, Site, nothing, python, register, register_both
 
 BITS = 64
 FILES = """
@@ -57,7 +57,7 @@ PRESS = "x = []\nwhile True: x.append(bytearray(b'x') * (4 << 20))"
 
 
 @register(22, "leave a message for a later sandbox in which pages of common files are in memory")
-def page_cache(site: Site) -> Verdict:
+def page_cache(site: Site) -> AttackVerdict:
     leaks = []
     for spec in (SPEC, replace(SPEC, basic=True)):
         bits = [random.randrange(2) for _ in range(BITS)]
@@ -75,7 +75,7 @@ def page_cache(site: Site) -> Verdict:
 
 
 @register(22, "be the first to read a file, which a later sandbox notices")
-def unread_files(site: Site) -> Verdict:
+def unread_files(site: Site) -> AttackVerdict:
     source = f"""{FILES}
 def f():
     cold, count = [], 0
@@ -92,11 +92,11 @@ def f():
 """
     with site.backend.create(replace(SPEC, basic=True)) as box:
         count, cold, paths = python(box, source)
-    return Verdict(blocked=count > 500 and not cold, detail=f"{cold} of {count} files came from a disk {paths}")
+    return AttackVerdict(blocked=count > 500 and not cold, detail=f"{cold} of {count} files came from a disk {paths}")
 
 
 @register(22, "leave a message in times of devices, ports, or counters of the whole machine")
-def counters_of_the_kernel(site: Site) -> Verdict:
+def counters_of_the_kernel(site: Site) -> AttackVerdict:
     source = """
 import socket
 def f():
@@ -124,7 +124,7 @@ def f():
 
 
 @register(22, "leave a message in what networks count for the whole machine, or in options of sockets")
-def counts_of_networks(site: Site) -> Verdict:
+def counts_of_networks(site: Site) -> AttackVerdict:
     source = """
 import socket, struct
 def f(counts):
@@ -166,7 +166,7 @@ def f(bits):
 
 
 @register(22, "leave a message in which pages of common files the kernel takes to be in use")
-def pages_in_use(site: Site) -> Verdict:
+def pages_in_use(site: Site) -> AttackVerdict:
     bits = [random.randrange(2) for _ in range(BITS)]
     spec = replace(SPEC, basic=True)
     with site.backend.create(spec) as box:
@@ -178,7 +178,7 @@ def pages_in_use(site: Site) -> Verdict:
 
 
 @register_both(24, "have memory merged with that of others, or take pages that no limit counts")
-def uncounted_pages(cell: Cell) -> Verdict:
+def uncounted_pages(cell: Cell) -> AttackVerdict:
     source = """
 import mmap, resource
 def f(create):
@@ -196,7 +196,7 @@ def f(create):
 
 
 @register_both(22, "have a crash start a program of the host, which a piped core_pattern does unless the limit is 1")
-def crash(cell: Cell) -> Verdict:
+def crash(cell: Cell) -> AttackVerdict:
     source = """
 import resource
 def f(prlimit):
@@ -266,7 +266,7 @@ def f(kind, children):
 
 
 @register(24, "use up memory of the kernel: buffers of sockets and pipes")
-def kernel_memory(site: Site) -> Verdict:
+def kernel_memory(site: Site) -> AttackVerdict:
     details, blocked = [], True
     for kind in ("tcp", "unix", "pipe"):
         with site.backend.create(SPEC) as box:
@@ -279,11 +279,11 @@ def kernel_memory(site: Site) -> Verdict:
         details.append(f"{kind}: {size >> 20} MiB")
     if not site.backend.capabilities().enforced["memory_bytes"]:
         blocked = True  # which the capabilities say
-    return Verdict(blocked=blocked, detail=f"{', '.join(details)}; the limit is {SPEC.memory_bytes >> 20} MiB")
+    return AttackVerdict(blocked=blocked, detail=f"{', '.join(details)}; the limit is {SPEC.memory_bytes >> 20} MiB")
 
 
 @register(23, "use up the pseudo-terminals of the machine")
-def terminals(site: Site) -> Verdict:
+def terminals(site: Site) -> AttackVerdict:
     source = """
 def f():
     kept = []
@@ -294,4 +294,4 @@ def f():
         count = python(box, source)
     with site.backend.create(SPEC) as box:
         others = python(box, "def f():\n    return [name for name in os.listdir('/dev/pts') if name != 'ptmx']")
-    return Verdict(blocked=count <= 64 and not others, detail=f"{count} opened; another sandbox sees {others}")
+    return AttackVerdict(blocked=count <= 64 and not others, detail=f"{count} opened; another sandbox sees {others}")

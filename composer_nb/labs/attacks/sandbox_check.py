@@ -25,7 +25,7 @@ from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import Executor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.labs.attacks import burdens, calls, conduct, joint, remains, walls  # noqa: F401  (each adds its cases)
-from composer_nb.labs.attacks.case import CALL_CASES, SANDBOX_CASES, SECRET, SECRET_NAME, Site, Verdict, row
+from composer_nb.labs.attacks.case import CALL_CASES, SANDBOX_CASES, SECRET, SECRET_NAME, AttackVerdict, Site, row
 from composer_nb.labs.attacks.joint import check_fitted
 from composer_nb.labs.attacks.patch_check import check_patches
 from composer_nb.labs.attacks.patches import patches
@@ -86,7 +86,7 @@ def _rows(backend: Backend) -> Iterator[dict[str, Any]]:
         with surroundings(backend) as site:
             yield from (case.row(site) for case in SANDBOX_CASES)
     else:
-        not_run = Verdict(blocked=False, detail="not tried: this backend isolates nothing")
+        not_run = AttackVerdict(blocked=False, detail="not tried: this backend isolates nothing")
         yield from (row(patch.id, patch.case, patch.title, not_run) for patch in patches())
         yield from (row(case.id, case.number, case.title, not_run) for case in SANDBOX_CASES)
     if backend.name == "bwrap":

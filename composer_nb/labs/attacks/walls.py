@@ -18,9 +18,9 @@ from composer_nb.labs.attacks.case import (
     SECRET,
     SECRET_NAME,
     SPEC,
+    AttackVerdict,
     Cell,
     Site,
-    Verdict,
     nothing,
     python,
     register,
@@ -29,7 +29,7 @@ from composer_nb.labs.attacks.case import (
 
 
 @register_both(19, "read files and environments of the host and of other sandboxes, also through links")
-def read_the_host(cell: Cell) -> Verdict:
+def read_the_host(cell: Cell) -> AttackVerdict:
     source = """
 def f(paths, folders, secret):
     found = []
@@ -70,7 +70,7 @@ def f(paths, folders, secret):
 
 
 @register_both(19, "write to folders of the host")
-def write_to_the_host(cell: Cell) -> Verdict:
+def write_to_the_host(cell: Cell) -> AttackVerdict:
     source = """
 def f(folders):
     found = []
@@ -85,7 +85,7 @@ def f(folders):
 
 
 @register(20, "lead file tools and the reading of results out of the workspace by links")
-def links(site: Site) -> Verdict:
+def links(site: Site) -> AttackVerdict:
     with site.backend.create(SPEC) as box:
         box.exec(["bash", "-c", f"mkdir /tmp/out; echo {SECRET} > /tmp/out/file; mkdir real; echo inside > real/file"])
         made = "ln -s /tmp/out/file a; ln -s ../../../tmp/out b; ln /etc/passwd c; ln -s /proc/1/root d; ln -s /proc/self/fd e"
@@ -109,11 +109,11 @@ def links(site: Site) -> Verdict:
             if SECRET.encode() in data or path.startswith("/") or ".." in path.split("/"):
                 found.append(f"download {path}")
         detail = f"{nothing(found).detail}; {reads} reads of a path that was swapped meanwhile"
-        return Verdict(blocked=not found, detail=detail)
+        return AttackVerdict(blocked=not found, detail=detail)
 
 
 @register_both(21, "reach a network, the host's sockets or a package index")
-def network(cell: Cell) -> Verdict:
+def network(cell: Cell) -> AttackVerdict:
     source = """
 import socket, subprocess
 def tcp(family, address):
@@ -151,7 +151,7 @@ def f(port, path, abstract, kinds):
 
 
 @register_both(22, "namespaces, mounts, tracing, io_uring, keys, a terminal's input, other privileged calls")
-def kernel(cell: Cell) -> Verdict:
+def kernel(cell: Cell) -> AttackVerdict:
     source = """
 import fcntl, subprocess
 def type_on_a_terminal():
@@ -191,7 +191,7 @@ def f(clone, numbers, io_setup):
 
 
 @register_both(29, "inherited descriptors, environment, privileges, files of root left behind")
-def inherited(cell: Cell) -> Verdict:
+def inherited(cell: Cell) -> AttackVerdict:
     source = """
 import stat, struct
 def f(capget):
@@ -223,7 +223,7 @@ def f(capget):
 
 
 @register(19, "find copies of the library that a task is made of")
-def answers(site: Site) -> Verdict:
+def answers(site: Site) -> AttackVerdict:
     source = """
 import importlib.util
 def f(names):
@@ -245,7 +245,7 @@ def f(names):
 
 
 @register(19, "hear of another sandbox by what /proc and /sys count for the whole machine")
-def counters(site: Site) -> Verdict:
+def counters(site: Site) -> AttackVerdict:
     source = """
 import itertools, zlib
 def f():
@@ -269,7 +269,7 @@ def f():
     with site.backend.create(SPEC) as neighbour, site.backend.create(SPEC) as box:
         before = python(box, source)
         if neighbour.exec(["python3", "-c", busy], timeout_s=60).exit_code:
-            return Verdict(blocked=False, detail="no evidence: the neighbour did nothing")
+            return AttackVerdict(blocked=False, detail="no evidence: the neighbour did nothing")
         after = python(box, source)
     return nothing(sorted(path for path, text in after.items() if path not in told and before.get(path) != text))
 
@@ -340,7 +340,7 @@ def f():
 
 
 @register(22, "make another sandbox wait, or hear of it, by locks, leases and watches on files that both see")
-def locks(site: Site) -> Verdict:
+def locks(site: Site) -> AttackVerdict:
     with site.backend.create(SPEC) as neighbour, site.backend.create(SPEC) as box:
         neighbour.write("holder.py", HOLDER.encode())
         neighbour.exec_background(["python3", "holder.py"], log="log")
@@ -349,11 +349,11 @@ def locks(site: Site) -> Verdict:
         neighbour.write("go", b"")
         heard = _written(neighbour, "heard")
     if held is None or heard is None:
-        return Verdict(blocked=False, detail="no evidence: the program that holds locks did not run")
+        return AttackVerdict(blocked=False, detail="no evidence: the program that holds locks did not run")
     if not site.backend.capabilities().enforced["locks"]:
         found, heard = [], 0  # which the capabilities say
     found += [name for name in ("lease", "dnotify") if held[name]] + ["inotify"] * bool(heard)
-    return Verdict(blocked=not found, detail=f"succeeded: {found}" if found else f"held without effect: {held}")
+    return AttackVerdict(blocked=not found, detail=f"succeeded: {found}" if found else f"held without effect: {held}")
 
 
 def _written(box: Sandbox, path: str) -> Any:

@@ -15,7 +15,7 @@ from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import ProviderFailure
 from composer_nb.harness.rewards import Reward
 from composer_nb.labs.horizons.fork import turns_of
-from composer_nb.labs.rewards.judges import Asked
+from composer_nb.labs.rewards.judges import JudgeModel
 from composer_nb.trainer.learning.feedback import distributions, divergence, sides
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.rl import Scored, to_streams
@@ -45,7 +45,7 @@ ADVICE = 300
 """Most characters of a hint that a model writes."""
 
 
-def written(endpoint: Asked, done: Attempt, turn: int, within_s: float = 60.0) -> str:
+def written(endpoint: JudgeModel, done: Attempt, turn: int, within_s: float = 60.0) -> str:
     """Return a hint for one message of a rollout (from 0) as a model writes it, where no rule has one (`hints.hint_for`). It is
     shown no tests and no grade. Raises ProviderFailure, also for an answer without a text, TimeIsUp, and IndexError."""
     starts = [place for place, each in enumerate(done.rollout.turns) if not each.beside]

@@ -57,7 +57,7 @@ def sides(found: Mapping[tuple[str, int], Mapping[str, float]], names: Sequence[
     picture = Picture(9.5, 2.8)
     for ax, name in zip(picture.panels(1, len(names)), names, strict=True):
         bars = [
-            style.Side(
+            style.BarSeries(
                 way, color, [found[way, trigger][name] if (way, trigger) in found else None for trigger in triggers]
             )
             for way, color in _SIDES.items()

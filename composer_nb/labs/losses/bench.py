@@ -62,7 +62,7 @@ NO_SIGNAL = 1e-6
 """Advantages up to this size are not trained on (`rl.trains`)."""
 
 
-class Tokens(NamedTuple):
+class SampledTokens(NamedTuple):
     """The S sampled tokens of a group as losses see them."""
 
     logprob_S: Tensor
@@ -87,7 +87,7 @@ class Slope(NamedTuple):
     """Indices into REASONS."""
 
 
-def slope(tokens: Tokens, settings: LossSettings, denominator: float) -> Slope:
+def slope(tokens: SampledTokens, settings: LossSettings, denominator: float) -> Slope:
     """Return the slope of a loss. Raises ValueError for a KL weight without a reference."""
     advantage_S = torch.where(tokens.advantage_S.abs() > NO_SIGNAL, tokens.advantage_S, 0.0)
     scale_S = tokens.std_S if settings.std_norm else torch.ones_like(tokens.std_S)
@@ -107,7 +107,7 @@ def slope(tokens: Tokens, settings: LossSettings, denominator: float) -> Slope:
     return Slope(policy_S + kl_S, weight_S, _reasons(tokens, settings, advantage_S, policy_S, weight_S / scale_S))
 
 
-def exact(tokens: Tokens, denominator: float) -> Slope:
+def exact(tokens: SampledTokens, denominator: float) -> Slope:
     """Return the on-policy policy gradient, estimated without bias from what another policy drew."""
     gap_S = (tokens.logprob_S.detach() - tokens.sampled_S).to(tokens.logprob_S.dtype)
     count = int(tokens.rollout_S.max()) + 1
@@ -119,7 +119,9 @@ def exact(tokens: Tokens, denominator: float) -> Slope:
     return Slope(slope_S, torch.where(live_S, whole_S, math.nan), reason_S)
 
 
-def _reasons(tokens: Tokens, settings: LossSettings, advantage_S: Tensor, policy_S: Tensor, weight_S: Tensor) -> Tensor:
+def _reasons(
+    tokens: SampledTokens, settings: LossSettings, advantage_S: Tensor, policy_S: Tensor, weight_S: Tensor
+) -> Tensor:
     """Return [S] indices into REASONS. A clip, and DPPO, stop a token on the side to which its advantage has already moved it;
     IcePop on either."""
     log_ratio_S = (tokens.logprob_S - tokens.sampled_S).detach().clamp(-20, 20)
@@ -139,7 +141,7 @@ def effective_share(weight_S: Array) -> float:
     return float(weight_S.sum()) ** 2 / (len(weight_S) * squares) if squares else math.nan
 
 
-def group_tokens(model: Model, group: Sequence[Stream], reference: Model | None) -> Tokens:
+def group_tokens(model: Model, group: Sequence[Stream], reference: Model | None) -> SampledTokens:
     """Run the one forward pass of a group; its log-probabilities carry gradients."""
     batch = flatten(group, NO_REPLAY)
     logprob_S, _ = score(model, batch, batch.recorded)
@@ -150,7 +152,7 @@ def group_tokens(model: Model, group: Sequence[Stream], reference: Model | None)
     # Advantages are centred: their root mean square is the rewards' standard deviation, and this is `advantages`' division by it.
     std = math.sqrt(np.mean([_advantage(stream) ** 2 for stream in group]))
     per_std = 1 / (std + 1e-6) if std > NO_SIGNAL else 0.0
-    return Tokens(
+    return SampledTokens(
         logprob_S=logprob_S,
         sampled_S=batch.sampled_S,
         advantage_S=batch.advantage_S,
@@ -169,7 +171,7 @@ def _advantage(stream: Stream) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class LossRow:
     """A loss on a batch."""
 
     loss: str
@@ -188,12 +190,12 @@ class Row:
 class Bench:
     """The losses on a batch."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[LossRow, ...]
     gradients_LW: Tensor
     cosines: Array
     """[L, L], in the order of `rows`; NaN for a loss without a gradient."""
 
-    def row(self, name: str) -> Row:
+    def row(self, name: str) -> LossRow:
         return next(row for row in self.rows if row.loss == name)
 
     def gradient(self, name: str) -> Tensor:
@@ -245,13 +247,13 @@ def bench(
     return Bench(rows=rows, gradients_LW=gradients_LW, cosines=cosines)
 
 
-def _row(name: str, slopes: Sequence[Slope], norm: float) -> Row:
+def _row(name: str, slopes: Sequence[Slope], norm: float) -> LossRow:
     reason = torch.cat([found.reason_S for found in slopes]).numpy()
     weight = torch.cat([found.weight_S for found in slopes]).double().numpy()
     counts = np.bincount(reason, minlength=len(REASONS)) / len(reason)
     reasons = dict(zip(REASONS, counts.tolist(), strict=True))
     live = weight[~np.isnan(weight)]
-    return Row(
+    return LossRow(
         loss=name,
         masked=reasons["above"] + reasons["below"],
         reasons=reasons,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from composer_nb.labs.microscope.numerics import Program
+from composer_nb.labs.microscope.numerics import ProgramChoices
 from composer_nb.trainer.learning.replay_settings import ReplayLevel
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.models.variants import Numerics
@@ -16,7 +16,7 @@ LEVELS: tuple[ReplayLevel, ...] = ("none", "ids", "ids+order", "weights")
 
 
 class Cause(NamedTuple):
-    """A cause, as the fields of `Program` that it consists of."""
+    """A cause, as the fields of `ProgramChoices` that it consists of."""
 
     name: str
     fields: tuple[str, ...]
@@ -36,14 +36,14 @@ CAUSES = (
 """Causes, the cheapest to rule out first. `weights` are no arithmetic; they come last because nothing else explains them."""
 
 
-def engines(model: Model) -> dict[str, Program]:
+def engines(model: Model) -> dict[str, ProgramChoices]:
     """Return engines that compute differently from the same weights, by name."""
-    bf16, plain = torch.bfloat16, Program(model=model, layout="cache")
+    bf16, plain = torch.bfloat16, ProgramChoices(model=model, layout="cache")
     return {
         "float32": plain,
         "bf16": replace(plain, head=bf16, numerics=Numerics(dtype=bf16)),
         "bf16-head": replace(plain, head=bf16),
-        "bf16-attention": Program(model=model, attention=bf16),
+        "bf16-attention": ProgramChoices(model=model, attention=bf16),
         "bf16-router": replace(plain, numerics=Numerics(router_dtype=bf16)),
         "int8": replace(plain, numerics=Numerics(matrices=True)),
         "int8-experts": replace(plain, numerics=Numerics(expert_bits=8)),
@@ -51,7 +51,7 @@ def engines(model: Model) -> dict[str, Program]:
     }
 
 
-def path(own: Program, engine: Program) -> list[Program]:
+def path(own: ProgramChoices, engine: ProgramChoices) -> list[ProgramChoices]:
     """Return the trainer with the engine's choices put in, cause after cause; the last is the engine."""
     programs = [own]
     for cause in CAUSES:
@@ -59,20 +59,20 @@ def path(own: Program, engine: Program) -> list[Program]:
     return programs[1:]
 
 
-def with_cause(program: Program, source: Program, cause: Cause) -> Program:
+def with_cause(program: ProgramChoices, source: ProgramChoices, cause: Cause) -> ProgramChoices:
     """Return `program` with the choices of `source` for one cause."""
     if cause.level != "none":
         return replace(program, replay=LEVELS[min(LEVELS.index(cause.level), LEVELS.index(source.replay))])
     return replace(program, **{name: getattr(source, name) for name in cause.fields})
 
 
-def differing(own: Program, engine: Program) -> list[Cause]:
+def differing(own: ProgramChoices, engine: ProgramChoices) -> list[Cause]:
     """Return the causes, apart from recorded routes, in which two programs differ."""
     plain = [cause for cause in CAUSES if cause.level == "none"]
     return [cause for cause in plain if any(getattr(own, name) != getattr(engine, name) for name in cause.fields)]
 
 
-def change(own: Program, engine: Program, cause: Cause) -> str:
+def change(own: ProgramChoices, engine: ProgramChoices, cause: Cause) -> str:
     """Describe the trainer's and the engine's choice; empty if they are the same."""
     if cause.level != "none":
         switched = LEVELS.index(engine.replay) >= LEVELS.index(cause.level)

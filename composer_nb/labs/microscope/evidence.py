@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from composer_nb.labs.microscope.frozen import Batch
+from composer_nb.labs.microscope.frozen import FrozenBatch
 from composer_nb.labs.microscope.numerics import Forwarded, Place
 from composer_nb.trainer.models.checkpoint import hugging_face_views
 from composer_nb.trainer.models.transformer import Model
@@ -66,7 +66,7 @@ def other_weights(one: Model, other: Model) -> list[str]:
     return [name for name, view in hugging_face_views(one).items() if not torch.equal(view, theirs[name])]
 
 
-def unexplained(gap_S: NDArray[np.float64], batch: Batch, tolerance: float, gate: Where | None) -> Finding:
+def unexplained(gap_S: NDArray[np.float64], batch: FrozenBatch, tolerance: float, gate: Where | None) -> Finding:
     """Describe a gap that is left with all causes the engine's; `gate` is where recorded gates first disagree."""
     size_S = np.abs(gap_S)
     row_S = np.repeat(np.arange(len(batch.rows)), [len(at_W) for at_W in batch.written])
@@ -121,7 +121,7 @@ class RouteChecks:
         return ""
 
 
-def check_routes(batch: Batch, engine: Forwarded, sparse: Sequence[int]) -> RouteChecks:
+def check_routes(batch: FrozenBatch, engine: Forwarded, sparse: Sequence[int]) -> RouteChecks:
     """Compare the recorded routes with those of the engine's routers; `sparse` are the indices of the layers with experts."""
     routes, gates, valid = (
         np.concatenate([getattr(row.trace, name)[:-1] for row in batch.rows])
@@ -178,7 +178,7 @@ def _lowest(hits: Sequence[Where]) -> Where | None:
 # Residual streams
 
 
-def streams_apart(trainer: Forwarded, engine: Forwarded, batch: Batch) -> Streams:
+def streams_apart(trainer: Forwarded, engine: Forwarded, batch: FrozenBatch) -> Streams:
     """Compare residual streams place by place."""
     pairs = [(trainer.streams[place], stream) for place, stream in engine.streams.items()]
     apart = [((a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-30)).numpy() for a, b in pairs]

@@ -18,7 +18,7 @@ from composer_nb.trainer.learning.data import within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class FrozenBatch:
     """R rows. Raises ValueError for parts that do not belong together."""
 
     rows: tuple[Segment, ...]
@@ -34,7 +34,7 @@ class Batch:
                     raise ValueError(f"row {number}: {name} of token {bad[0]} is not finite")
 
     @classmethod
-    def of(cls, attempts: Sequence[Attempt]) -> Batch:
+    def of(cls, attempts: Sequence[Attempt]) -> FrozenBatch:
         """Take the segments of attempts."""
         return cls(rows=tuple(segment for done in attempts for segment in done.rollout.segments))
 
@@ -66,7 +66,7 @@ class Batch:
             row[at_W] = part
         return rows
 
-    def parts(self, budget: int) -> Iterator[Batch]:
+    def parts(self, budget: int) -> Iterator[FrozenBatch]:
         """Yield the batch in pieces of about `budget` tokens."""
         for rows in within(budget, self.rows):
-            yield Batch(rows=tuple(rows))
+            yield FrozenBatch(rows=tuple(rows))

@@ -36,8 +36,8 @@ from composer_nb.labs.microscope.evidence import (
     streams_apart,
     unexplained,
 )
-from composer_nb.labs.microscope.frozen import Batch
-from composer_nb.labs.microscope.numerics import Program, Seen, observe, record
+from composer_nb.labs.microscope.frozen import FrozenBatch
+from composer_nb.labs.microscope.numerics import ProgramChoices, ProgramValues, observe, record
 from composer_nb.labs.rewards.rescore import model_before, stored_batch
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.recipe.mismatch import gap_figures
@@ -67,7 +67,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class CauseStep:
     """The figures with one more cause put in."""
 
     cause: str
@@ -81,12 +81,12 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Examination:
     """Result of an examination."""
 
     start: Figures
     """Trainer and engine as they are."""
-    steps: tuple[Step, ...]
+    steps: tuple[CauseStep, ...]
     findings: tuple[Finding, ...]
     """Empty: the two differ by rounding at most."""
     first: Where | None
@@ -123,22 +123,26 @@ class Report:
 
 
 def examine(
-    trainer: Model, attempts: Sequence[Attempt] | Batch, engine: Program | None = None, *, tolerance: float = TOLERANCE
-) -> Report:
+    trainer: Model,
+    attempts: Sequence[Attempt] | FrozenBatch,
+    engine: ProgramChoices | None = None,
+    *,
+    tolerance: float = TOLERANCE,
+) -> Examination:
     """Examine the gap between `trainer` (float32) and `engine`. Recorded routes are replayed; without `engine` only they are
     known of it.
 
     `tolerance` is what counts as rounding, in nats. Raises ValueError for rows that are too long and for routes that do not fit
     the model.
     """
-    batch = attempts if isinstance(attempts, Batch) else Batch.of(attempts)
+    batch = attempts if isinstance(attempts, FrozenBatch) else FrozenBatch.of(attempts)
     _require_routes(batch, trainer)
-    known = engine or Program(model=trainer)
+    known = engine or ProgramChoices(model=trainer)
     known = replace(known, replay="weights") if batch.routed else known
-    return _examine(Program(model=trainer), known, batch, tolerance)
+    return _examine(ProgramChoices(model=trainer), known, batch, tolerance)
 
 
-def examine_run(run: RunDir, engine: str = "recorded", *, step: int = -1, rollouts: int = 16) -> Report:
+def examine_run(run: RunDir, engine: str = "recorded", *, step: int = -1, rollouts: int = 16) -> Examination:
     """Examine the first rollouts of an RL step (from 1; −1 is the last) under the weights that the step began with.
 
     The engine is the one that recorded them (`recorded`), or one of `engines` that reads the same tokens. Raises ValueError for
@@ -151,13 +155,13 @@ def examine_run(run: RunDir, engine: str = "recorded", *, step: int = -1, rollou
     choices = engines(model)
     if engine not in ("recorded", *choices):
         raise ValueError(f"engine {engine!r}: must be one of recorded, {', '.join(choices)}")
-    frozen = Batch.of(batch.attempts[:rollouts])
+    frozen = FrozenBatch.of(batch.attempts[:rollouts])
     if engine == "recorded":
         return examine(model, frozen)
     return examine(model, record(choices[engine], frozen), choices[engine])
 
 
-def _require_routes(batch: Batch, model: Model) -> None:
+def _require_routes(batch: FrozenBatch, model: Model) -> None:
     c = model.config
     for number, row in enumerate(batch.rows if batch.routed else ()):
         routes = row.trace.routes
@@ -192,7 +196,7 @@ def figures(gap_S: Floats, kl_S: Floats) -> Figures:
     )
 
 
-def _examine(own: Program, engine: Program, batch: Batch, tolerance: float) -> Report:
+def _examine(own: ProgramChoices, engine: ProgramChoices, batch: FrozenBatch, tolerance: float) -> Examination:
     made: Made = {}
     programs = path(own, engine)
     top = observe(engine, batch, streams=True, made=made)
@@ -201,7 +205,7 @@ def _examine(own: Program, engine: Program, batch: Batch, tolerance: float) -> R
     gaps = _gaps([own, *programs], {own: below, engine: top}, top, batch, made)
     alone = _alone(own, below, engine, top, batch, made)
     steps = tuple(
-        Step(
+        CauseStep(
             cause=cause.name,
             change=change(own, engine, cause),
             figures=figures(*gaps[program]),
@@ -220,7 +224,7 @@ def _examine(own: Program, engine: Program, batch: Batch, tolerance: float) -> R
         of_routes = [finding for finding in of_routes if finding.cause == "route ids" and missing]
         findings.append(unexplained(gap_S, batch, tolerance, checks.first_gate if checks else None))
     version_S = batch.of_written("policy_version")
-    return Report(
+    return Examination(
         start=figures(*gaps[own]),
         steps=steps,
         findings=tuple(sorted([*findings, *of_routes], key=lambda finding: ORDER.index(finding.cause))),
@@ -234,10 +238,14 @@ def _examine(own: Program, engine: Program, batch: Batch, tolerance: float) -> R
 
 
 def _gaps(
-    programs: Sequence[Program], seen: Mapping[Program, Seen], engine: Seen, batch: Batch, made: Made
-) -> dict[Program, tuple[Floats, Floats]]:
+    programs: Sequence[ProgramChoices],
+    seen: Mapping[ProgramChoices, ProgramValues],
+    engine: ProgramValues,
+    batch: FrozenBatch,
+    made: Made,
+) -> dict[ProgramChoices, tuple[Floats, Floats]]:
     """Return each program's gap and KL divergence [S] to the record and the engine."""
-    found: dict[Program, tuple[Floats, Floats]] = {}
+    found: dict[ProgramChoices, tuple[Floats, Floats]] = {}
     for program in programs:
         if program not in found:
             one = seen.get(program) or observe(program, batch, made=made)
@@ -246,13 +254,20 @@ def _gaps(
     return found
 
 
-def _alone(own: Program, below: Seen, engine: Program, top: Seen, batch: Batch, made: Made) -> dict[str, float]:
-    """Return `Step.alone` of each cause that is a choice of arithmetic."""
+def _alone(
+    own: ProgramChoices,
+    below: ProgramValues,
+    engine: ProgramChoices,
+    top: ProgramValues,
+    batch: FrozenBatch,
+    made: Made,
+) -> dict[str, float]:
+    """Return `CauseStep.alone` of each cause that is a choice of arithmetic."""
     judged = differing(own, engine)
     free = replace(engine, replay="none")  # replayed routes would hide what moves routers
     live = observe(free, batch, made=made) if judged and free != engine else top
 
-    def moved(program: Program, base: Seen) -> float:
+    def moved(program: ProgramChoices, base: ProgramValues) -> float:
         apart = (observe(program, batch, made=made).logprob_S - base.logprob_S).abs()
         return float(apart.max()) if len(apart) else 0.0
 
@@ -263,7 +278,7 @@ def _alone(own: Program, below: Seen, engine: Program, top: Seen, batch: Batch, 
 
 
 def _choices(
-    own: Program, engine: Program, steps: Sequence[Step], tolerance: float, first: Where | None
+    own: ProgramChoices, engine: ProgramChoices, steps: Sequence[CauseStep], tolerance: float, first: Where | None
 ) -> Iterator[Finding]:
     for step in steps:
         if step.alone <= tolerance:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from composer_nb.kernels.attention.cached import cached_attention
 from composer_nb.kernels.attention.causal import padded
-from composer_nb.kernels.moe.routing import Replay, Routing, Rule
-from composer_nb.labs.microscope.frozen import Batch
+from composer_nb.kernels.moe.routing import Replay, Routing, RoutingRule
+from composer_nb.labs.microscope.frozen import FrozenBatch
 from composer_nb.trainer.learning.replay_settings import ReplayLevel
 from composer_nb.trainer.learning.retrace import trace_of
 from composer_nb.trainer.models.transformer import Model, PackedRows
@@ -38,7 +38,7 @@ Place = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class ProgramChoices:
     """Choices of an engine or a trainer, in the order in which causes are tried."""
 
     model: Model
@@ -73,7 +73,7 @@ class Forwarded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class ProgramValues:
     """A program's values at the S written tokens of a batch."""
 
     logprob_S: Tensor
@@ -84,7 +84,9 @@ class Seen:
 
 
 @torch.no_grad()
-def observe(program: Program, batch: Batch, *, streams: bool = False, made: dict[Any, Model] | None = None) -> Seen:
+def observe(
+    program: ProgramChoices, batch: FrozenBatch, *, streams: bool = False, made: dict[Any, Model] | None = None
+) -> ProgramValues:
     """Forward the batch, about BUDGET tokens at a time; with `streams` keep the residual streams. `made` caches copies of models
     between calls.
 
@@ -92,14 +94,14 @@ def observe(program: Program, batch: Batch, *, streams: bool = False, made: dict
     """
     made = {} if made is None else made
     parts = [_observe(program, part, streams, made) for part in batch.parts(BUDGET)]
-    return Seen(
+    return ProgramValues(
         logprob_S=torch.cat([part.logprob_S for part in parts]),
         logprob_SV=torch.cat([part.logprob_SV for part in parts]),
         forwarded=joined([part.forwarded for part in parts]),
     )
 
 
-def _observe(program: Program, batch: Batch, streams: bool, made: dict[Any, Model]) -> Seen:
+def _observe(program: ProgramChoices, batch: FrozenBatch, streams: bool, made: dict[Any, Model]) -> ProgramValues:
     model, head = _prepared(program, made), program.head
     found = _forwarded(program, model, batch, streams)
     starts = np.cumsum([0, *batch.lengths])[:-1]
@@ -108,10 +110,10 @@ def _observe(program: Program, batch: Batch, streams: bool, made: dict[Any, Mode
     logits_SV = F.linear(found.hidden_ND[torch.from_numpy(before_S)].to(head), model.output_weight.to(head)).float()
     logprob_SV = logits_SV.log_softmax(-1)
     logprob_S = logprob_SV.gather(1, token_S[:, None])[:, 0].double()
-    return Seen(logprob_S=logprob_S, logprob_SV=logprob_SV, forwarded=found)
+    return ProgramValues(logprob_S=logprob_S, logprob_SV=logprob_SV, forwarded=found)
 
 
-def record(program: Program, batch: Batch) -> Batch:
+def record(program: ProgramChoices, batch: FrozenBatch) -> FrozenBatch:
     """Return the batch with the log-probabilities, routes, gates and margins that an engine of these choices records."""
     seen = observe(program, batch)
     found = seen.forwarded
@@ -124,7 +126,7 @@ def record(program: Program, batch: Batch) -> Batch:
     return replace(batch, rows=rows)
 
 
-def _prepared(program: Program, made: dict[Any, Model]) -> Model:
+def _prepared(program: ProgramChoices, made: dict[Any, Model]) -> Model:
     """Return the weights as the program computes with them."""
     if program.numerics == Numerics():
         return program.model
@@ -144,7 +146,7 @@ def joined(parts: Sequence[Forwarded]) -> Forwarded:
     return Forwarded(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names}, streams=streams)
 
 
-def _forwarded(program: Program, model: Model, batch: Batch, streams: bool) -> Forwarded:
+def _forwarded(program: ProgramChoices, model: Model, batch: FrozenBatch, streams: bool) -> Forwarded:
     ids_N = torch.from_numpy(np.concatenate([row.token_ids[:-1] for row in batch.rows])).long()
     packed = PackedRows.of_lengths(batch.lengths, model.config)
 
@@ -178,14 +180,14 @@ def _forwarded(program: Program, model: Model, batch: Batch, streams: bool) -> F
     )
 
 
-def _live(routing: Routing, rule: Rule) -> Tensor:
+def _live(routing: Routing, rule: RoutingRule) -> Tensor:
     """Return the gates of the experts used, from the router's own scores."""
     chosen_NK = routing.probs_NE.gather(1, routing.experts_NK)
     shares_NK = chosen_NK / (chosen_NK.sum(-1, keepdim=True) + 1e-20) if rule.normalised else chosen_NK
     return shares_NK * rule.scale
 
 
-def _replay(program: Program, batch: Batch) -> Replay | None:
+def _replay(program: ProgramChoices, batch: FrozenBatch) -> Replay | None:
     """Return the recorded routes to replay."""
     if program.replay == "none":
         return None

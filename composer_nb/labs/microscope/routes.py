@@ -33,7 +33,7 @@ def flips(found: Mapping[str, Comparison]) -> Picture:
     picture = Picture(9.5, 3.3)
     layers, margins = picture.panels(1, 2)
     hues = dict(zip(found, itertools.cycle(_HUES), strict=False))
-    sides = [style.Side(name, hues[name], pair.flips_NL.mean(0).tolist()) for name, pair in found.items()]
+    sides = [style.BarSeries(name, hues[name], pair.flips_NL.mean(0).tolist()) for name, pair in found.items()]
     style.grouped(layers, [str(layer + 1) for layer in range(len(sides[0].values))], sides)
     for (name, pair), mark in zip(found.items(), itertools.cycle(_MARKS), strict=False):
         margins.plot(*by_margin(pair), color=hues[name], marker=mark, markersize=4, label=name)
@@ -91,7 +91,7 @@ def ratios(found: Mapping[str, Comparison], loss: LossSettings | None = None) ->
     pairs = [pair.off_S for pair in found.values()], [pair.on_S for pair in found.values()]
     for ax, (text, low, high) in zip(picture.panels(1, 2), windows, strict=True):
         own, replayed = ([outside(gap_S, low, high) for gap_S in gaps] for gaps in pairs)
-        sides = style.Side("own routes", style.VERMILION, own), style.Side("replayed", style.BLUE, replayed)
+        sides = style.BarSeries("own routes", style.VERMILION, own), style.BarSeries("replayed", style.BLUE, replayed)
         style.grouped(ax, _names(found), sides, ",")
         tokens = max((len(pair.off_S) for pair in found.values()), default=0)
         title(style.from_zero(ax), f"ratios {text}", "", f"of {tokens:,} tokens")
@@ -131,7 +131,7 @@ def cosines(found: Mapping[str, Mapping[str, float]]) -> Picture:
     picture, ax = style.one_panel(7.0, 2.9)
     hues = {"own routes": style.VERMILION, "replayed": style.BLUE}
     sides = [
-        style.Side(name, hue, [max(1 - pair[name], TURN) for pair in found.values()]) for name, hue in hues.items()
+        style.BarSeries(name, hue, [max(1 - pair[name], TURN) for pair in found.values()]) for name, hue in hues.items()
     ]
     style.log_bars(ax, _names(found), sides, TURN)
     title(ax, "how far the gradient turns", "", "1 − cosine")

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from composer_nb.labs.microscope.evidence import UNEXPLAINED, Where
-from composer_nb.labs.microscope.microscope import Report
+from composer_nb.labs.microscope.microscope import Examination
 from composer_nb.views import style
 from composer_nb.views.style import Picture, title
 
@@ -19,14 +19,14 @@ FLOORS = {"p99": 1e-7, "k3": 1e-12}
 HEAD = ("", "cause", "trainer's → engine's", "p50", "p99", "max", "k1", "k3", "KL")
 
 
-def headline(report: Report) -> str:
+def headline(report: Examination) -> str:
     """Summarise the report in one line."""
     if not report.findings:
         return f"no cause: all {report.tokens:,} tokens agree to {max(report.start.most, report.left.most):.1e} nats"
     return f"named: {', '.join(report.named)}; k3 {report.start.k3:.1e} → {report.left.k3:.1e}"
 
 
-def rows(report: Report) -> Iterator[tuple[str, ...]]:
+def rows(report: Examination) -> Iterator[tuple[str, ...]]:
     """Yield the table of `HEAD`: each cause, the engine's choice, and what is left with it and all those before."""
     steps = [("trainer", "", report.start), *((step.cause, step.change, step.figures) for step in report.steps)]
     for name, change, f in steps:
@@ -34,7 +34,7 @@ def rows(report: Report) -> Iterator[tuple[str, ...]]:
         yield "●" if name in report.named else "", name, change, *values
 
 
-def findings(report: Report) -> Iterator[tuple[str, str, str]]:
+def findings(report: Examination) -> Iterator[tuple[str, str, str]]:
     """Yield each finding's cause, text, and first place."""
     for finding in report.findings:
         yield finding.cause, finding.text, "" if finding.where is None else place(finding.where)
@@ -48,7 +48,7 @@ def place(where: Where) -> str:
     return ", ".join(parts)
 
 
-def waterfall(report: Report) -> Picture:
+def waterfall(report: Examination) -> Picture:
     """Draw what each cause takes off (blue) or adds to (vermilion) p99 of |Δ log p| and k3, from the trainer at the top to the
     engine at the bottom. Named causes have a dot; the last line is what is left."""
     picture = Picture(10.5, 0.55 + 0.3 * (len(report.steps) + 2))
@@ -63,7 +63,7 @@ def waterfall(report: Report) -> Picture:
     return picture
 
 
-def _bars(ax: Axes, report: Report, figure: str, text: str) -> None:
+def _bars(ax: Axes, report: Examination, figure: str, text: str) -> None:
     floor = FLOORS[figure]
     values = [getattr(report.start, figure), *(getattr(step.figures, figure) for step in report.steps)]
     shown = [floor if math.isnan(value) else max(value, floor) for value in values]
@@ -79,7 +79,7 @@ def _bars(ax: Axes, report: Report, figure: str, text: str) -> None:
     title(ax, text)
 
 
-def apart(report: Report, row: int | None = None) -> Picture:
+def apart(report: Examination, row: int | None = None) -> Picture:
     """Draw the distance of a row's residual streams, each half layer by token; by default the row of the first difference, which
     has a ring."""
     found = report.streams

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from composer_nb.labs.planning.simulate import Durations, Load, measured
+from composer_nb.labs.planning.simulate import Durations, SimulatedLoad, measured
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.schedule import Schedule
 from composer_nb.trainer.settings import from_dict
@@ -27,10 +27,10 @@ _COLORS = (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
+class RunSpeed:
     """The speed of a run's RL, as it recorded it."""
 
-    load: Load
+    load: SimulatedLoad
     schedule: Schedule
     reached: float
     """Samples a second after the first step."""
@@ -40,7 +40,7 @@ class Recorded:
     origin: str
 
     @classmethod
-    def of_run(cls, run: RunDir) -> Recorded:
+    def of_run(cls, run: RunDir) -> RunSpeed:
         """Read a run. Raises ValueError for one without durations."""
         load, reached = measured(run)
         sizes = [(row.get("base") is None, row["bytes"]) for row in log(run.path / "weights" / "versions")]
@@ -58,10 +58,10 @@ class Recorded:
         )
 
     @classmethod
-    def read(cls, path: Path) -> Recorded:
+    def read(cls, path: Path) -> RunSpeed:
         """Read what `write` wrote."""
         told = json.loads(path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#"))
-        load = Load(durations=Durations.read(path), **told.pop("load"))
+        load = SimulatedLoad(durations=Durations.read(path), **told.pop("load"))
         return cls(load=load, schedule=Schedule(**told.pop("schedule")), **told)
 
     def write(self, path: Path) -> None:
@@ -73,7 +73,7 @@ class Recorded:
                 "run with services.on=false: give a whole run with services"
             )
         durations = self.load.durations
-        numbers = {name: getattr(self.load, name) for name in Load.__slots__ if name != "durations"}
+        numbers = {name: getattr(self.load, name) for name in SimulatedLoad.__slots__ if name != "durations"}
         told = {name: getattr(self, name) for name in ("reached", "full_bytes", "delta_bytes")}
         lines = [
             "# " + json.dumps({"origin": self.origin, "load": numbers, "schedule": asdict(self.schedule), **told}),

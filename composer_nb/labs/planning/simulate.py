@@ -85,7 +85,7 @@ class Durations:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class SimulatedLoad:
     """Workers, trainer, and their speed."""
 
     durations: Durations
@@ -109,12 +109,12 @@ class Load:
                 raise ValueError(f"{name}={getattr(self, name)} must be a number of seconds, not negative")
 
 
-def measured(run: RunDir) -> tuple[Load, float]:
+def measured(run: RunDir) -> tuple[SimulatedLoad, float]:
     """Return the load of a run's RL as it was recorded, and the samples a second that it reached. Raises ValueError."""
     settings, times = from_dict(run.settings()), [step["time"] for step in run.steps("rl")]
     durations = Durations.of_run(run)
     paused = run.query("SELECT AVG(seconds + paused) FROM served WHERE seconds IS NOT NULL")[0][0] or 0.0
-    load = Load(
+    load = SimulatedLoad(
         durations=durations,
         workers=settings.services.engines,
         capacity=settings.slots,
@@ -129,7 +129,7 @@ def measured(run: RunDir) -> tuple[Load, float]:
 class World:
     """Workers and a trainer that only take time, which jumps from event to event."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: SimulatedLoad) -> None:
         self.load, self.version = load, 0
         self.queue: list[tuple[float, int, Event]] = []
         self.now, self.number = 0.0, 0
@@ -198,7 +198,7 @@ class World:
         return replace(event, at=self.now)
 
 
-def simulate(schedule: Schedule, load: Load) -> dict[str, Any]:
+def simulate(schedule: Schedule, load: SimulatedLoad) -> dict[str, Any]:
     """Run `schedule.steps` batches in virtual time and return the figures.
 
     These are samples_s, the optimum and their ratio; utilisation; staleness; the share of tokens not trained; trained against

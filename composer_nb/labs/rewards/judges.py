@@ -115,7 +115,7 @@ def _cut(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class JudgeScore:
     """The level of one rollout; None, never 0, where the judge gave none, and then `why`."""
 
     level: int | None
@@ -127,7 +127,7 @@ class Verdict:
     """The answer was found, not asked for."""
 
 
-class Asked(Protocol):
+class JudgeModel(Protocol):
     """Something that answers conversations: an `Endpoint`, or `RuleJudge`. Its `repr` names it in the cache."""
 
     def complete(self, messages: Messages, tools: Sequence[Any], max_tokens: int, *, until: float) -> Answer: ...
@@ -137,7 +137,7 @@ class Asked(Protocol):
 class RubricJudge:
     """A judge with its cache."""
 
-    endpoint: Asked
+    endpoint: JudgeModel
     folder: Path
     """Answers by the digest of their question. Failures are not kept: they are asked again."""
     at_once: int = 4
@@ -146,7 +146,7 @@ class RubricJudge:
     answer_tokens: int = 64
     """Most tokens of an answer; a model that thinks first needs more."""
 
-    def verdicts(self, rubric: Rubric, attempts: Sequence[Attempt]) -> list[Verdict]:
+    def verdicts(self, rubric: Rubric, attempts: Sequence[Attempt]) -> list[JudgeScore]:
         """Return a verdict for each attempt. Equal questions are asked once."""
         self.folder.mkdir(parents=True, exist_ok=True)
         asked = [json.dumps(evidence(done, rubric.shows)) for done in attempts]
@@ -160,11 +160,11 @@ class RubricJudge:
             for place, work in enumerate(asked)
         ]
 
-    def _ask(self, rubric: Rubric, work: str) -> Verdict:
+    def _ask(self, rubric: Rubric, work: str) -> JudgeScore:
         digest = hashlib.sha256("\0".join((repr(self.endpoint), rubric.rules, work)).encode()).hexdigest()
         file, mark = self.folder / f"{digest}.json", digest[:12]
         try:
-            return Verdict(level=level_of(str(json_of(file.read_bytes())["answer"]), mark, rubric), kept=True)
+            return JudgeScore(level=level_of(str(json_of(file.read_bytes())["answer"]), mark, rubric), kept=True)
         except (OSError, ValueError, KeyError, TypeError):
             pass  # not there, or damaged
         question = f'{{"mark": "{mark}", "work": {work}}}'
@@ -172,15 +172,15 @@ class RubricJudge:
         try:
             answer = self.endpoint.complete(messages, (), self.answer_tokens, until=time.monotonic() + self.within_s)
         except (ProviderFailure, TimeIsUp) as error:
-            return Verdict(level=None, why=str(error) or f"no answer within {self.within_s:g} s")
+            return JudgeScore(level=None, why=str(error) or f"no answer within {self.within_s:g} s")
         text = answer.message.get("content")
         spent: dict[str, Any] = {"read": answer.read, "written": answer.written}
         try:
             level = level_of(text if isinstance(text, str) else "", mark, rubric)
         except ValueError as error:
-            return Verdict(level=None, why=str(error), **spent)
+            return JudgeScore(level=None, why=str(error), **spent)
         write_json(file, {"answer": text, **spent})
-        return Verdict(level=level, **spent)
+        return JudgeScore(level=level, **spent)
 
 
 def level_of(text: str, mark: str, rubric: Rubric) -> int:
@@ -202,7 +202,7 @@ def level_of(text: str, mark: str, rubric: Rubric) -> int:
     return level
 
 
-def cost(verdicts: Sequence[Verdict]) -> dict[str, int]:
+def cost(verdicts: Sequence[JudgeScore]) -> dict[str, int]:
     """Return how many answers were asked for, found, and of no use, and the tokens that they cost."""
     return {
         "asked": sum(not each.kept for each in verdicts),

@@ -256,7 +256,7 @@ def model_before(run: RunDir, step: int) -> Model:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class RescoredBatch:
     """A stored batch under another reward; groups are numbered from 0."""
 
     scores: Scores
@@ -270,17 +270,17 @@ class Verdict:
     """Groups in which a rollout that was made likelier is made less likely, or the other way round."""
 
 
-def judge(lab: Lab, rewards: RewardSettings) -> Verdict:
+def judge(lab: Lab, rewards: RewardSettings) -> RescoredBatch:
     """Re-score the lab's batch."""
     return verdict(lab, rescore(lab.batch, rewards))
 
 
-def verdict(lab: Lab, scores: Scores) -> Verdict:
+def verdict(lab: Lab, scores: Scores) -> RescoredBatch:
     """Compare scores with the stored ones."""
     old, new = lab.stored, scores
     least_R = np.minimum(np.abs(old.advantage_R), np.abs(new.advantage_R))
     crossed_R = (old.advantage_R * new.advantage_R < 0) & (least_R > NO_SIGNAL)
-    return Verdict(
+    return RescoredBatch(
         scores=new,
         cosine=lab.gradients.cosine(old.advantage_R, new.advantage_R),
         revived=np.flatnonzero(new.live_P & ~old.live_P).tolist(),

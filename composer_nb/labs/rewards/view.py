@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 import composer_nb.harness.terms  # noqa: F401  registers the terms that sliders are for
 from composer_nb.harness.rewards import TERMS, Effort, RewardSettings, effort_curve
 from composer_nb.labs.rewards.judges import Agreement
-from composer_nb.labs.rewards.rescore import Lab, StoredBatch, Verdict, judge, rescore
+from composer_nb.labs.rewards.rescore import Lab, RescoredBatch, StoredBatch, judge, rescore
 from composer_nb.trainer.settings import changed, override
 from composer_nb.views import style
 from composer_nb.views.page import shown
@@ -68,7 +68,7 @@ def look(lab: Lab, rewards: RewardSettings) -> Picture:
     return drawn(lab, judge(lab, rewards))
 
 
-def drawn(lab: Lab, found: Verdict) -> Picture:
+def drawn(lab: Lab, found: RescoredBatch) -> Picture:
     """Draw a verdict."""
     picture = Picture(9.5, 3.6)
     rollouts, groups, turn = picture.panels(1, 3, width_ratios=(1.1, 1.2, 0.9))
@@ -78,7 +78,7 @@ def drawn(lab: Lab, found: Verdict) -> Picture:
     return picture
 
 
-def _advantages(ax: Axes, lab: Lab, found: Verdict) -> None:
+def _advantages(ax: Axes, lab: Lab, found: RescoredBatch) -> None:
     old_R, new_R = lab.stored.advantage_R, found.scores.advantage_R
     edge = 1.1 * max(1e-3, np.abs(old_R).max(), np.abs(new_R).max())
     ax.plot([-edge, edge], [-edge, edge], color=style.PALE, linewidth=1, zorder=0)
@@ -92,7 +92,7 @@ def _advantages(ax: Axes, lab: Lab, found: Verdict) -> None:
     key(ax, loc="upper left")
 
 
-def _groups(ax: Axes, lab: Lab, found: Verdict) -> None:
+def _groups(ax: Axes, lab: Lab, found: RescoredBatch) -> None:
     """Draw one row per group: its rollouts' new advantages, and how it changed."""
     scores = found.scores
     for solved, (_, color, marker) in SOLVED.items():
@@ -110,7 +110,7 @@ def _groups(ax: Axes, lab: Lab, found: Verdict) -> None:
     title(ax, f"groups: {now} of {len(live_P)} teach (were {was})", "advantage under this reward")
 
 
-def _turn(ax: Axes, found: Verdict) -> None:
+def _turn(ax: Axes, found: RescoredBatch) -> None:
     """Draw the two gradients as directions, the trained one to the right."""
     ax.set_aspect("equal", anchor="N")
     ax.set(xlim=(-1.25, 1.25), ylim=(-0.75, 1.25))
@@ -185,7 +185,7 @@ def sliders(lab: Lab, rewards: RewardSettings | None = None) -> ipywidgets.VBox:
     return w.VBox([grid, image, line], layout=w.Layout(width="100%"))
 
 
-def facts(found: Verdict) -> dict[str, float]:
+def facts(found: RescoredBatch) -> dict[str, float]:
     """Return the numbers of a verdict."""
     return {
         "cosine": found.cosine,
@@ -198,7 +198,7 @@ def facts(found: Verdict) -> dict[str, float]:
 _CHANGES = ("revived", "silenced", "flipped")
 
 
-def summary(found: Verdict) -> str:
+def summary(found: RescoredBatch) -> str:
     """Summarise a verdict in one line; groups are numbered from 1, as in the figure."""
     live_P = found.scores.live_P
     parts = [f"cosine {found.cosine:+.4f}", f"{int(live_P.sum())} of {len(live_P)} groups teach"]

@@ -28,7 +28,7 @@ def sizes(found: Mapping[str, Sequence[float]], columns: Sequence[str]) -> Pictu
     """Draw the bits per changed weight of each codec, one group of bars per column."""
     picture, ax = style.one_panel(8.5, 3.2)
     sides = [
-        style.Side(name, color, values)
+        style.BarSeries(name, color, values)
         for (name, values), color in zip(found.items(), itertools.cycle(_COLORS), strict=False)
     ]
     ax.set_yscale("log")

@@ -25,7 +25,7 @@ from composer_nb.trainer.corpus import licences, quality
 from composer_nb.trainer.corpus.contamination import Run, contaminated, secrets
 from composer_nb.trainer.corpus.duplicates import near_duplicates
 from composer_nb.trainer.corpus.order import import_order
-from composer_nb.trainer.corpus.repositories import File, read_files
+from composer_nb.trainer.corpus.repositories import SourceFile, read_files
 from composer_nb.trainer.corpus.store import digest_of, write_rows
 
 REPORT, DROPPED = "report.json", "dropped.csv"
@@ -62,7 +62,7 @@ class CorpusSettings:
 
 Places = Mapping[int, str]
 """Reasons to drop files, by place."""
-Find = Callable[[list[File]], Places]
+Find = Callable[[list[SourceFile]], Places]
 
 
 def make_corpus(root: Path, out: Path, settings: CorpusSettings, tasks: Sequence[Task] = ()) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def make_corpus(root: Path, out: Path, settings: CorpusSettings, tasks: Sequence
     read = list(read_files(root, settings.suffixes, settings.bytes))
     files, reasons = [file for file, _ in read], {place: why for place, (_, why) in enumerate(read) if why}
     secret = secrets(tasks, settings.run)
-    yields, dropped = [_row("found", files, [])], list[tuple[File, str, str]]()
+    yields, dropped = [_row("found", files, [])], list[tuple[SourceFile, str, str]]()
     for name, find in [("readable", lambda _: reasons), *_filters(settings, secret)]:
         wrong = find(files)
         gone = [file for place, file in enumerate(files) if place in wrong]
@@ -106,16 +106,16 @@ def make_corpus(root: Path, out: Path, settings: CorpusSettings, tasks: Sequence
 
 
 def _filters(s: CorpusSettings, secret: Mapping[Run, str]) -> list[tuple[str, Find]]:
-    def each(why: Callable[[File], str]) -> Find:
+    def each(why: Callable[[SourceFile], str]) -> Find:
         return lambda files: {place: reason for place, file in enumerate(files) if (reason := why(file))}
 
     def over(value: float, most: float) -> str:
         return f"{value:.0f}" if value > most else ""
 
-    def alphanumeric(file: File) -> str:
+    def alphanumeric(file: SourceFile) -> str:
         return f"{share:.2f}" if (share := quality.alphanumeric(file.text)) < s.alphanumeric else ""
 
-    def unparsed(file: File) -> str:
+    def unparsed(file: SourceFile) -> str:
         return "no Python" if file.path.endswith(".py") and not quality.parsed(file.text) else ""
 
     return [
@@ -131,29 +131,29 @@ def _filters(s: CorpusSettings, secret: Mapping[Run, str]) -> list[tuple[str, Fi
     ]
 
 
-def _unlicensed(file: File, allowed: Sequence[str]) -> str:
+def _unlicensed(file: SourceFile, allowed: Sequence[str]) -> str:
     for expression in (file.licence, licences.of_file(file.text) or file.licence):
         if not licences.is_allowed(expression, allowed):
             return expression or "none stated"
     return ""
 
 
-def _identical(files: list[File]) -> Places:
-    first: dict[str, File] = {}
+def _identical(files: list[SourceFile]) -> Places:
+    first: dict[str, SourceFile] = {}
     kept = [first.setdefault(file.text, file) for file in files]
     return {place: _named(one) for place, (one, file) in enumerate(zip(kept, files, strict=True)) if one is not file}
 
 
-def _near(files: list[File], s: CorpusSettings) -> Places:
+def _near(files: list[SourceFile], s: CorpusSettings) -> Places:
     found = near_duplicates([file.text for file in files], s.similar, s.seed)
     return {place: _named(files[other]) for place, other in found.items()}
 
 
-def _named(file: File) -> str:
+def _named(file: SourceFile) -> str:
     return f"{file.repository}: {file.path}"
 
 
-def _row(name: str, files: Sequence[File], gone: Sequence[File]) -> dict[str, Any]:
+def _row(name: str, files: Sequence[SourceFile], gone: Sequence[SourceFile]) -> dict[str, Any]:
     return {
         "filter": name,
         "dropped_files": len(gone),
@@ -164,7 +164,7 @@ def _row(name: str, files: Sequence[File], gone: Sequence[File]) -> dict[str, An
     }
 
 
-def _heldout(files: Sequence[File], s: CorpusSettings) -> set[str]:
+def _heldout(files: Sequence[SourceFile], s: CorpusSettings) -> set[str]:
     """Return the held-out repositories, or paths if there is one repository: in an order drawn from the seed, as many as have at
     most the share of all characters, but at least the smallest."""
     sizes: dict[str, int] = {}
@@ -179,11 +179,11 @@ def _heldout(files: Sequence[File], s: CorpusSettings) -> set[str]:
     return chosen or {min(sizes, key=lambda unit: (sizes[unit], unit))}
 
 
-def _unit(file: File, files: Sequence[File]) -> str:
+def _unit(file: SourceFile, files: Sequence[SourceFile]) -> str:
     return file.repository if files[0].repository != files[-1].repository else file.path
 
 
-def _documents(files: Sequence[File], heldout: set[str], most: int) -> Iterator[dict[str, Any]]:
+def _documents(files: Sequence[SourceFile], heldout: set[str], most: int) -> Iterator[dict[str, Any]]:
     """Yield a row per file, by repository, with held-out files apart, in import order, and cut into documents."""
     number = -1
     side = {id(file): _unit(file, files) in heldout for file in files}

@@ -25,7 +25,7 @@ _LICENCE = ("LICENSE", "LICENCE", "COPYING", "UNLICENSE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class File:
+class SourceFile:
     """A file of a repository."""
 
     repository: str
@@ -36,7 +36,7 @@ class File:
     text: str
 
 
-def read_files(root: Path, suffixes: Iterable[str], most: int) -> Iterator[tuple[File, str]]:
+def read_files(root: Path, suffixes: Iterable[str], most: int) -> Iterator[tuple[SourceFile, str]]:
     """Yield each file of the repositories in `root`, in order of repository and path, and why it cannot be used: not text in the
     encoding that it declares, empty, a link, or more than `most` bytes. The reason is empty for a usable file.
 
@@ -60,7 +60,7 @@ def read_files(root: Path, suffixes: Iterable[str], most: int) -> Iterator[tuple
                     why = "" if text.strip() else "empty"
                 except ValueError:
                     why = "not UTF-8"
-            yield File(repository=name, path=path, licence=licence, text=text), why
+            yield SourceFile(repository=name, path=path, licence=licence, text=text), why
 
 
 def _decoded(path: str, data: bytes) -> str:

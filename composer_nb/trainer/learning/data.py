@@ -38,7 +38,7 @@ _SKIPPED = set("test tests idlelib lib2to3 encodings pydoc_data site-packages __
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TokenRow:
     """One example: token ids, and the loss weight of each as a target (the first is never a target)."""
 
     token_ids: NDArray[np.int32]
@@ -100,13 +100,13 @@ def read_corpus(code: str) -> Corpus:
 
 def code_rows(
     texts: Sequence[str], tokenizer: Tokenizer, weight: float, limit: int | None = None, length: int = CODE_ROW
-) -> list[Row]:
+) -> list[TokenRow]:
     """Concatenate texts and cut them into at most `limit` rows of `length` tokens, which begin with `<|bos|>` if the tokenizer
     has it."""
     bos = tokenizer.token_to_id("<|bos|>")
     head = [] if bos is None else [bos]
     own = length - len(head)
-    rows: list[Row] = []
+    rows: list[TokenRow] = []
     stream: list[int] = []
     for text in texts:
         if limit is not None and len(rows) >= limit:
@@ -114,7 +114,7 @@ def code_rows(
         stream += tokenizer.encode(text.replace("<|", "< |"), add_special_tokens=False).ids
         while len(stream) >= own:
             ids = np.array([*head, *stream[:own]], np.int32)
-            rows.append(Row(ids, np.full(length, weight, np.float32)))
+            rows.append(TokenRow(ids, np.full(length, weight, np.float32)))
             del stream[:own]
     return rows[:limit]
 
@@ -141,15 +141,15 @@ def demonstrate(
     return (done for _, done in drive(runs, policy, sandboxes))
 
 
-def demonstration_rows(rollout: Rollout, context_weight: float) -> list[Row]:
+def demonstration_rows(rollout: Rollout, context_weight: float) -> list[TokenRow]:
     """Return the segments of a rollout as examples. Tokens that the agent wrote have weight 1, others `context_weight`."""
     return [
-        Row(segment.token_ids, np.where(segment.acted, 1.0, context_weight).astype(np.float32))
+        TokenRow(segment.token_ids, np.where(segment.acted, 1.0, context_weight).astype(np.float32))
         for segment in rollout.segments
     ]
 
 
-def deal(rows: Sequence[Row], budget: int, rng: Random) -> Iterator[list[int]]:
+def deal(rows: Sequence[TokenRow], budget: int, rng: Random) -> Iterator[list[int]]:
     """Yield endless batches of row indices, of at most `budget` tokens or one row. Every row comes once before any comes again.
 
     Raises ValueError if there are no rows."""
@@ -170,15 +170,15 @@ def deal(rows: Sequence[Row], budget: int, rng: Random) -> Iterator[list[int]]:
 
 
 def mixture(
-    code: Sequence[Row],
-    demonstrations: Sequence[Row],
+    code: Sequence[TokenRow],
+    demonstrations: Sequence[TokenRow],
     *,
     steps: int,
     tokens: int,
     code_first: float,
     code_share: float,
     seed: int,
-) -> Iterator[list[Row]]:
+) -> Iterator[list[TokenRow]]:
     """Yield the batches of mid-training, of about `tokens` each. The first share `code_first` of the `steps` has code alone. The
     others have demonstrations with a share `code_share` of code, whose rows are of one length and taken in order, after as many
     rows as the first part took. Rows repeat once all were used. Raises ValueError if there are no rows of a needed kind."""
@@ -207,7 +207,7 @@ def mixture_code(steps: int, tokens: int, code_first: float, code_share: float, 
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TokenBatch:
     """Rows side by side: `inputs_N` predicts `targets_N` with loss weight `weight_N`."""
 
     lengths: list[int]
@@ -216,7 +216,7 @@ class Batch:
     weight_N: Tensor
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> Batch:
+    def of(cls, rows: Sequence[TokenRow]) -> TokenBatch:
         return cls(
             lengths=[len(row.token_ids) - 1 for row in rows],
             inputs_N=torch.from_numpy(np.concatenate([row.token_ids[:-1] for row in rows])).long(),
@@ -225,14 +225,14 @@ class Batch:
         )
 
 
-class Tokens(Protocol):
+class HasTokens(Protocol):
     """An object with tokens."""
 
     @property
     def token_ids(self) -> NDArray[np.int32]: ...
 
 
-T = TypeVar("T", bound=Tokens)
+T = TypeVar("T", bound=HasTokens)
 
 
 def within(budget: int, rows: Iterable[T]) -> Iterator[list[T]]:
@@ -247,7 +247,7 @@ def within(budget: int, rows: Iterable[T]) -> Iterator[list[T]]:
         yield part
 
 
-def save_rows(rows: Sequence[Row], path: Path) -> None:
+def save_rows(rows: Sequence[TokenRow], path: Path) -> None:
     """Write rows as one NumPy archive, atomically."""
     with replacing(path) as part, part.open("wb") as file:
         np.savez(
@@ -258,7 +258,7 @@ def save_rows(rows: Sequence[Row], path: Path) -> None:
         )
 
 
-def load_rows(path: Path) -> list[Row]:
+def load_rows(path: Path) -> list[TokenRow]:
     """Read rows written by `save_rows`. Raises ValueError, which names the file, if it is damaged."""
     try:
         with np.load(path) as archive:
@@ -266,6 +266,6 @@ def load_rows(path: Path) -> list[Row]:
                 raise ValueError("it is compressed")
             cuts = np.cumsum(archive["lengths"])[:-1]
             parts = (np.split(archive[name], cuts) for name in ("token_ids", "weight"))
-            return [Row(ids, weight) for ids, weight in zip(*parts, strict=True)]
+            return [TokenRow(ids, weight) for ids, weight in zip(*parts, strict=True)]
     except (OSError, ValueError, KeyError, EOFError, MemoryError, BadZipFile) as error:
         raise ValueError(f"{path}: damaged ({error}); delete it and run again") from None

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field
 from tokenizers import Tokenizer
 
-from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.data import TokenRow
 
 GAP_TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, and tokenizers trained here
@@ -45,7 +45,7 @@ def gap_tokens(tokenizer: Tokenizer) -> tuple[int, int, int]:
     raise ValueError("midtrain.infill.share: the tokenizer has no tokens for infilling; set it to 0")
 
 
-def with_gaps(rows: Sequence[Row], tokenizer: Tokenizer, settings: InfillSettings, seed: int) -> list[Row]:
+def with_gaps(rows: Sequence[TokenRow], tokenizer: Tokenizer, settings: InfillSettings, seed: int) -> list[TokenRow]:
     """Return rows, a share of them with a gap between two positions drawn uniformly from the characters. A row keeps its length:
     the end of its suffix makes room for the three tokens, and for tokens added by cuts inside a token. A row is unchanged if its
     text does not encode to its tokens again, because it begins inside a character or a word."""
@@ -60,7 +60,9 @@ def with_gaps(rows: Sequence[Row], tokenizer: Tokenizer, settings: InfillSetting
     ]
 
 
-def _with_gap(row: Row, tokenizer: Tokenizer, marks: tuple[int, int, int], random: Random, suffix_first: bool) -> Row:
+def _with_gap(
+    row: TokenRow, tokenizer: Tokenizer, marks: tuple[int, int, int], random: Random, suffix_first: bool
+) -> TokenRow:
     def encoded(text: str) -> list[int]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
         return ids

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from composer_nb.kernels.moe.routing import Routing
-from composer_nb.trainer.learning.data import Row, within
+from composer_nb.trainer.learning.data import TokenRow, within
 from composer_nb.trainer.learning.optimizer import Optimizer
 from composer_nb.trainer.learning.packing import FlatBatch, Stream, flatten, moved, score
 from composer_nb.trainer.learning.ranks import Ranks, deal
@@ -25,7 +25,7 @@ class Beside(Protocol):
     def at(self, step: int) -> Self | None:
         """Return itself from its first step on, else None. Every rank calls this."""
 
-    def loss(self, rows: Sequence[Row]) -> Tensor:
+    def loss(self, rows: Sequence[TokenRow]) -> Tensor:
         """Return a term to add to the loss of this rank's rows."""
 
     def update(self, lr: float) -> None:
@@ -43,14 +43,14 @@ LOOKS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class StagePlan:
     """The differences between mid-training and fine-tuning, apart from the batches."""
 
     stage: str
     steps: int
     lr: Callable[[int], float]
     clip: float
-    watch: Mapping[str, Sequence[Row]]
+    watch: Mapping[str, Sequence[TokenRow]]
     """Rows by the name of their reported loss."""
     balance: float = 0.0
     weight_decay: float = 0.0
@@ -60,8 +60,8 @@ class Plan:
 def supervise(
     model: Model,
     optimizer: Optimizer,
-    batches: Iterable[list[Row]],
-    plan: Plan,
+    batches: Iterable[list[TokenRow]],
+    plan: StagePlan,
     ranks: Ranks,
     begin: int = 0,
     looks: int = LOOKS,
@@ -99,7 +99,7 @@ def _means(recent: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
 
 def train_step(
     model: Model,
-    rows: Sequence[Row],
+    rows: Sequence[TokenRow],
     optimizer: Optimizer,
     ranks: Ranks,
     *,
@@ -143,7 +143,7 @@ def train_step(
 
 
 def _losses(
-    model: Model, rows: Sequence[Row], ranks: Ranks, least: float = 0.0
+    model: Model, rows: Sequence[TokenRow], ranks: Ranks, least: float = 0.0
 ) -> tuple[Tensor, Tensor, list[Routing], bool]:
     """Return the cross-entropy [S] and weight [S] of each target with a weight above 0 and at least `least`, each layer's routing
     of this rank's tokens, and whether this rank counts the targets. Logits are computed for these targets only, and shared
@@ -164,7 +164,7 @@ def _losses(
     return -logprob_S, batch.advantage_S, routings, batch.counts
 
 
-def share(rows: Sequence[Row], ranks: Ranks) -> list[Row]:
+def share(rows: Sequence[TokenRow], ranks: Ranks) -> list[TokenRow]:
     """Return this rank's part of a batch. Rows are dealt longest first, so that the ranks' parts cost about the same."""
     place, count = ranks.share
     mine = deal({number: len(row.token_ids) for number, row in enumerate(rows)}, count)[place]
@@ -172,7 +172,7 @@ def share(rows: Sequence[Row], ranks: Ranks) -> list[Row]:
 
 
 @torch.no_grad()
-def cross_entropy(model: Model, rows: Sequence[Row], ranks: Ranks, budget: int = 4096) -> float:
+def cross_entropy(model: Model, rows: Sequence[TokenRow], ranks: Ranks, budget: int = 4096) -> float:
     """Return the mean cross-entropy, in nats per token, over the tokens of weight 1."""
     place, count = ranks.share
     parts = list(within(budget, rows[place::count]))

@@ -28,8 +28,8 @@ from composer_nb.trainer.models.hf_config import FLOATS, Format, Shape, config_j
 from composer_nb.trainer.models.shards import (
     INDEX,
     SHARD_BYTES,
-    Entry,
     Form,
+    TensorLocation,
     bytes_of,
     file_names,
     header_of,
@@ -209,11 +209,11 @@ def empty_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class WeightParts:
     """The tensors from which one weight is read."""
 
     shape: Shape
-    parts: tuple[Entry, ...]
+    parts: tuple[TensorLocation, ...]
     format: Format | None = None
     """Format of a weight that several tensors encode; None if it is one plain tensor."""
 
@@ -228,14 +228,14 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class CheckpointSource:
     """A checkpoint in a folder whose headers fit its config.json."""
 
     path: Path
     config: ModelConfig
-    weights: Mapping[str, Stored]
+    weights: Mapping[str, WeightParts]
     """By the names of `hugging_face_views`, in file order, so that each file is read once."""
-    repeats: Mapping[Entry, str]
+    repeats: Mapping[TensorLocation, str]
     """Repeated tensors, and the weight that each repeats."""
 
     @classmethod
@@ -292,7 +292,9 @@ def _form(name: str, format: Format | None, entries: Collection[str]) -> tuple[t
     return (name,), None
 
 
-def _stored(parts: tuple[str, ...], format: Format | None, shape: Shape, entries: Mapping[str, Entry]) -> Stored:
+def _stored(
+    parts: tuple[str, ...], format: Format | None, shape: Shape, entries: Mapping[str, TensorLocation]
+) -> WeightParts:
     found = tuple(entries[part] for part in parts)
     if format is not None and len(shape) != 2:
         raise ValueError(f"{found[0].name} is quantised, but is no matrix")
@@ -302,7 +304,7 @@ def _stored(parts: tuple[str, ...], format: Format | None, shape: Shape, entries
         raise ValueError(f"{found[0].name}: {error}") from None
     for entry, (dtypes, wanted) in zip(found, forms, strict=True):
         _check_form(entry.name, entry.dtype, dtypes, entry.shape, wanted)
-    return Stored(shape=shape, parts=found, format=format)
+    return WeightParts(shape=shape, parts=found, format=format)
 
 
 def _check_names(missing: Collection[str], unknown: Collection[str]) -> None:
@@ -330,7 +332,7 @@ def load_pretrained(path: str | Path, *, dtype: torch.dtype = torch.float32) -> 
         from composer_nb.trainer.models.gguf_file import read_gguf  # which uses this module
 
         return read_gguf(Path(path)).to(dtype)
-    source = Source.open(Path(path))
+    source = CheckpointSource.open(Path(path))
     model = empty_model(source.config, dtype)
     model.companions = read_companions(source.path)
     views = hugging_face_views(model)

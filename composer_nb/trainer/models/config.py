@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from composer_nb.kernels.moe.recipes import RecipeName
-from composer_nb.kernels.moe.routing import Rule
+from composer_nb.kernels.moe.routing import RoutingRule
 
 Family = Literal["qwen3_moe", "deepseek_v3", "mixtral", "qwen3", "qwen2", "llama"]
 DENSE: tuple[Family, ...] = ("qwen3", "qwen2", "llama")
@@ -203,8 +203,8 @@ class ModelConfig:
         return len(self.sparse_layers)
 
     @property
-    def rule(self) -> Rule:
-        return Rule(
+    def rule(self) -> RoutingRule:
+        return RoutingRule(
             chosen=self.num_experts_per_tok,
             sigmoid=self.latent,
             groups=self.n_group,

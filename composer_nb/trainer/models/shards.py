@@ -44,7 +44,7 @@ _NAMES = {dtype: name for name, dtype in FORMATS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class TensorLocation:
     """A tensor's place in a file, and its form."""
 
     name: str
@@ -63,7 +63,7 @@ class Shard:
     """One file."""
 
     file: Path
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorLocation, ...]
     """In the order of their bytes, without a gap."""
 
 
@@ -117,7 +117,7 @@ def read_shard(file: Path) -> Shard:
     table.pop("__metadata__", None)
     begin = len(length) + len(header)
     entries = [
-        Entry(
+        TensorLocation(
             name=name,
             file=file,
             dtype=form["dtype"],
@@ -139,7 +139,7 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def mapped(entry: Entry) -> Tensor:
+def mapped(entry: TensorLocation) -> Tensor:
     """Return a tensor of a file, whose pages are the system's, to be dropped and read again. What is written into it reaches no
     file."""
     dtype = FORMATS[entry.dtype]

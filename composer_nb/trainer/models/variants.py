@@ -14,7 +14,7 @@ int4-experts-int8-router   the same with the engine's router stored in int8, gro
                            `quant_predicate`), and multiplied in float32.
 
 What replay cannot mend is an engine whose experts are int4 beside a trainer whose are not: those are other weights.
-`Numerics` can say that, too: `Pair(Numerics(expert_bits=4), Numerics())`.
+`Numerics` can say that, too: `VariantPair(Numerics(expert_bits=4), Numerics())`.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class Numerics:
     """Dtype of the router's product; None: that of the model's family."""
 
 
-class Pair(NamedTuple):
+class VariantPair(NamedTuple):
     engine: Numerics
     trainer: Numerics
 
 
-PAIRS: dict[str, Pair] = {
-    "bf16": Pair(Numerics(dtype=torch.bfloat16), Numerics()),
-    "int4-experts": Pair(Numerics(expert_bits=4, router_dtype=torch.bfloat16), Numerics(expert_bits=4)),
-    "int4-experts-int8-router": Pair(Numerics(expert_bits=4, router_bits=8), Numerics(expert_bits=4)),
+PAIRS: dict[str, VariantPair] = {
+    "bf16": VariantPair(Numerics(dtype=torch.bfloat16), Numerics()),
+    "int4-experts": VariantPair(Numerics(expert_bits=4, router_dtype=torch.bfloat16), Numerics(expert_bits=4)),
+    "int4-experts-int8-router": VariantPair(Numerics(expert_bits=4, router_bits=8), Numerics(expert_bits=4)),
 }
 
 EngineName = Literal["float32", "bf16", "int8", "int8-experts", "int4-experts", "int4-experts-int8-router"]

@@ -40,7 +40,7 @@ class _Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Part(FlatBatch):
+class ContextShard(FlatBatch):
     """The part of a batch that one rank computes. Fields of tokens are of this rank; fields of sampled tokens, which enter the
     loss, are of all ranks. Each rank computes the same loss, and the gradient of its own tokens."""
 
@@ -89,7 +89,7 @@ class _Collect(torch.autograd.Function):
     the gradient of its own part already."""
 
     @staticmethod
-    def forward(ctx: Any, x_s: Tensor, part: Part) -> Tensor:
+    def forward(ctx: Any, x_s: Tensor, part: ContextShard) -> Tensor:
         ctx.part = part
         most = max(part.from_each)
         padded = torch.cat([x_s, x_s.new_zeros(most - len(x_s))])
@@ -102,7 +102,7 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        part: Part = ctx.part
+        part: ContextShard = ctx.part
         ordered = torch.empty_like(gradients[0]).index_copy_(0, part.place_S, gradients[0])
         return ordered.split(part.from_each)[part.rank], None
 
@@ -113,7 +113,7 @@ def zigzag(tokens: int, ranks: int) -> list[Tensor]:
     return [torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]]) for rank in range(ranks)]
 
 
-def split(batch: FlatBatch, rank: int, ranks: int, group: dist.ProcessGroup) -> Part:
+def split(batch: FlatBatch, rank: int, ranks: int, group: dist.ProcessGroup) -> ContextShard:
     """Return the part of `batch` for rank `rank` of the context."""
     shares, whole = zigzag(len(batch.inputs_N), ranks), len(batch.inputs_N)
     each = max(map(len, shares))
@@ -138,7 +138,7 @@ def split(batch: FlatBatch, rank: int, ranks: int, group: dist.ProcessGroup) -> 
         "from_S": from_S,
         "token_S": batch.token_S[own_S],
     }
-    return Part(
+    return ContextShard(
         **kept,
         whole=whole,
         each=each,

@@ -30,7 +30,7 @@ MOST_RANKS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class RankLoad:
     """The work of a rank on its share of the weights."""
 
     tokens: int = 4096
@@ -120,7 +120,7 @@ def _split(layer: Layer) -> tuple[int, int]:
     return experts, sum(weight.numel() for weight in layer.parameters()) - experts
 
 
-def estimate(c: ModelConfig, mesh: Mesh, load: Load) -> Need:
+def estimate(c: ModelConfig, mesh: Mesh, load: RankLoad) -> Need:
     """Return the need of the busiest rank of `mesh`. Raises ValueError where the mesh does not fit the model's experts."""
     mesh.require_experts(c.num_experts)
     s, b = _Shapes.of(c), load.width
@@ -158,7 +158,7 @@ def estimate(c: ModelConfig, mesh: Mesh, load: Load) -> Need:
     )
 
 
-def _layer(c: ModelConfig, mesh: Mesh, load: Load, n: int, rows: int, *, dense: bool) -> int:
+def _layer(c: ModelConfig, mesh: Mesh, load: RankLoad, n: int, rows: int, *, dense: bool) -> int:
     """Bytes that one layer keeps of `n` tokens, `rows` of them with an expert each."""
     D, H, b = c.hidden_size, c.moe_intermediate_size, load.width
     numbers = 4 * n * D + _attention(c, mesh, load, n)  # what both norms read and write
@@ -174,7 +174,7 @@ def _routing(c: ModelConfig) -> int:
     return 4 * 2 * c.num_experts + 8 * (2 * k + 1) + 4 * 2 * k
 
 
-def _attention(c: ModelConfig, mesh: Mesh, load: Load, n: int) -> int:
+def _attention(c: ModelConfig, mesh: Mesh, load: RankLoad, n: int) -> int:
     """Numbers that attention keeps; keys and values are of all ranks of a `cp` group."""
     Q, G, C = c.num_attention_heads, c.num_key_value_heads, c.head_dim
     keys = n * mesh.cp
@@ -202,7 +202,7 @@ def _gathered(s: _Shapes, mesh: Mesh, b: int) -> int:
     return found
 
 
-def _traffic(c: ModelConfig, s: _Shapes, mesh: Mesh, load: Load, n: int, rows: int) -> dict[str, int]:
+def _traffic(c: ModelConfig, s: _Shapes, mesh: Mesh, load: RankLoad, n: int, rows: int) -> dict[str, int]:
     """Bytes that a rank sends in a step. A ring of R ranks sends (R − 1) / R of the whole in an all-gather or a reduce-scatter,
     twice that in an all-reduce."""
     m, b = load.microbatches, load.width
@@ -230,7 +230,7 @@ def _traffic(c: ModelConfig, s: _Shapes, mesh: Mesh, load: Load, n: int, rows: i
 
 
 def require_memory(
-    c: ModelConfig, settings: MeshSettings, ranks: int, load: Load, limit: int, *, more_ranks: bool = True
+    c: ModelConfig, settings: MeshSettings, ranks: int, load: RankLoad, limit: int, *, more_ranks: bool = True
 ) -> Need:
     """Return the need of a rank. Raises ValueError if that is more than `limit` bytes; it says how much is missing and names the
     first settings that fit: recomputation, smaller micro-batches, with `more_ranks` weights cut more finely, or more ranks."""
@@ -249,8 +249,8 @@ def require_memory(
 
 
 def _smaller(
-    c: ModelConfig, settings: MeshSettings, ranks: int, load: Load
-) -> Iterator[tuple[str, MeshSettings, int, Load]]:
+    c: ModelConfig, settings: MeshSettings, ranks: int, load: RankLoad
+) -> Iterator[tuple[str, MeshSettings, int, RankLoad]]:
     """(What is set, the mesh, its ranks, the load), in the order in which one would try them."""
     least = replace(load, recompute=True)
     if not load.recompute:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from composer_nb.trainer.learning.ranks import deal
 from composer_nb.trainer.models.checkpoint import (
     ROUTER_BIAS,
-    Source,
+    CheckpointSource,
     expert_views,
     fill,
     forms,
@@ -98,7 +98,7 @@ def save_held(model: Model, team: Team, path: Path) -> None:
 def load_cut(path: Path, team: Team, settings: MeshSettings) -> Model:
     """Load a checkpoint as `fsdp.on_mesh` shards it. Apart from its own part, a rank holds at most one layer without experts, or
     the embedding and output. Raises like `load_pretrained`."""
-    source = Source.open(path)
+    source = CheckpointSource.open(path)
     source.require_repeats()
     c, part = source.config, Model.planned(source.config)
     model = on_mesh(Model.planned(c), team, settings)

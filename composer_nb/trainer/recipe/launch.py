@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from composer_nb.harness.files import write_json
-from composer_nb.harness.sandbox.journal import FOLDER, Journal
+from composer_nb.harness.sandbox.journal import FOLDER, ResourceJournal
 from composer_nb.harness.sandbox.reap import reap
 from composer_nb.trainer.headroom import refusal
 from composer_nb.trainer.recipe.prepare import check_inputs
@@ -265,7 +265,7 @@ def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name:
 def _run_ranks(run: RunDir, world: int, say: Callable[[str], None]) -> None:
     if world < 1:
         raise ValueError(f"ranks={world}: at least 1 is needed")
-    journal = Journal(run.path / FOLDER, run.path.name)
+    journal = ResourceJournal(run.path / FOLDER, run.path.name)
     with tempfile.TemporaryDirectory(prefix="composer_nb-") as folder:
         noted = journal.made("directory", folder)
         common = (str(run.path), str(world), f"{folder}/rendezvous")
@@ -298,7 +298,7 @@ def _run_services(run: RunDir, say: Callable[[str], None]) -> None:
 def _run_processes(run: RunDir, programs: Mapping[str, tuple[str, ...]], say: Callable[[str], None]) -> None:
     """Run named modules side by side until all have ended, and show the output of the first. If one fails, end the others and
     raise RunFailed."""
-    journal = Journal(run.path / FOLDER, run.path.name)
+    journal = ResourceJournal(run.path / FOLDER, run.path.name)
     with ExitStack() as stack:
         logs = [stack.enter_context((run.path / f"{name}.log").open("ab")) for name in programs]
         begins = [log.tell() for log in logs]

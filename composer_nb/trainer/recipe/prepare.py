@@ -38,7 +38,7 @@ from composer_nb.tour.miniatures import make_miniatures
 from composer_nb.tour.repairs import buggy, buggy_prints, fingerprints, make_tasks
 from composer_nb.trainer.learning.data import demonstrate, demonstration_rows, read_corpus, save_rows
 from composer_nb.trainer.learning.infill import GAP_TOKENS, gap_tokens
-from composer_nb.trainer.models.checkpoint import Source
+from composer_nb.trainer.models.checkpoint import CheckpointSource
 from composer_nb.trainer.models.tokenizer import FORMATS, load_tokenizer, train_tokenizer
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.settings import DataSettings, Settings, override
@@ -66,7 +66,7 @@ def check_inputs(settings: Settings) -> None:
         raise ValueError(f"model.start={model.start!r}: {TO_CONVERT if model.folder.is_file() else 'no such folder'}")
     if model.start:
         try:
-            tokenizer, source = load_tokenizer(model.folder, FORMATS[renderer]), Source.open(model.folder)
+            tokenizer, source = load_tokenizer(model.folder, FORMATS[renderer]), CheckpointSource.open(model.folder)
             if tokenizer.get_vocab_size() > source.config.vocab_size:
                 raise ValueError(f"its tokenizer has more than {source.config.vocab_size} tokens")
             if settings.midtrain.infill.share:

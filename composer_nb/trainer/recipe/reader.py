@@ -57,7 +57,7 @@ def example_run(seed: int = 0) -> RunDir:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class PromptSlot:
     """One prompt whose group of rollouts is in flight."""
 
     slot: int
@@ -70,7 +70,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+class EngineVersion:
     """The version that an inference engine reported last."""
 
     name: str
@@ -83,7 +83,7 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class SettingChange:
     """A requested change of a live run's setting."""
 
     name: str
@@ -135,11 +135,13 @@ def _services(db: sqlite3.Connection) -> dict[str, Any]:
         "slots": tuple(_slot(group, snapshot["training"]) for group in snapshot["groups"]),
         "versions": versions,
         "engines": tuple(
-            Engine(name=str(name), version=int(version), hash=str(hash), seconds=float(seconds), paused=float(paused))
+            EngineVersion(
+                name=str(name), version=int(version), hash=str(hash), seconds=float(seconds), paused=float(paused)
+            )
             for name, version, hash, seconds, paused in db.execute(newest + "GROUP BY engine) ORDER BY rowid")
         ),
         "changes": tuple(
-            Change(name=str(name), value=json_of(value), step=None if step is None else int(step))
+            SettingChange(name=str(name), value=json_of(value), step=None if step is None else int(step))
             for name, value, step in db.execute("SELECT name, value, step FROM change ORDER BY number")
         ),
     }
@@ -153,8 +155,8 @@ def _snapshot(db: sqlite3.Connection) -> dict[str, Any] | None:
     return json_of(found[0]) if found else None
 
 
-def _slot(group: Mapping[str, Any], training: list[int]) -> Slot:
-    return Slot(
+def _slot(group: Mapping[str, Any], training: list[int]) -> PromptSlot:
+    return PromptSlot(
         slot=group["slot"],
         size=group["size"],
         done=len(group["done"]),

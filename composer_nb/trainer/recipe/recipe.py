@@ -28,7 +28,7 @@ from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.headroom import refusal
 from composer_nb.trainer.learning.data import (
     CODE_ROW,
-    Row,
+    TokenRow,
     code_rows,
     deal,
     mixture,
@@ -38,7 +38,7 @@ from composer_nb.trainer.learning.data import (
 )
 from composer_nb.trainer.learning.infill import with_gaps
 from composer_nb.trainer.learning.optimizer import trapezoid
-from composer_nb.trainer.learning.supervised import Plan, cross_entropy, supervise
+from composer_nb.trainer.learning.supervised import StagePlan, cross_entropy, supervise
 from composer_nb.trainer.models.companions import for_format
 from composer_nb.trainer.models.induction import can_plant, plant_induction
 from composer_nb.trainer.models.transformer import Model
@@ -78,7 +78,7 @@ def run_recipe(s: Stages) -> None:
         shutil.copytree(s.weights("midtrained") / FILE.parent, s.weights("final") / FILE.parent, dirs_exist_ok=True)
 
 
-def _train(s: Stages, model: Model, plan: Plan, batches: Iterator[list[Row]], info: dict[str, Any]) -> None:
+def _train(s: Stages, model: Model, plan: StagePlan, batches: Iterator[list[TokenRow]], info: dict[str, Any]) -> None:
     """Run a supervised stage from its last checkpoint on, with a new checkpoint at every look."""
     optimizer, start = s.optimizer(model, plan.weight_decay), time.perf_counter()
     begin, before = s.resume(plan, optimizer)
@@ -134,7 +134,7 @@ REHEARSED, HELD = 256, 32
 """Numbers of rows sampled from the checkpoint: at most this many to train on, and this many to measure a loss on."""
 
 
-def _own_text(s: Stages) -> list[Row]:
+def _own_text(s: Stages) -> list[TokenRow]:
     """Return rows sampled from the initial checkpoint, each after the token that begins a conversation; none without
     rehearsal. Each rank samples its part, once."""
     m, path = s.settings.midtrain, s.run.path / "data" / f"own-{s.ranks.rank:02d}.npz"
@@ -146,20 +146,20 @@ def _own_text(s: Stages) -> list[Row]:
         begin = s.agent().renderer.read([User(text="")])[:1]
         slots = min(s.settings.engine.slots, len(numbers))
         engine = Engine(s.load("base"), stop=frozenset(), slots=slots, max_length=CODE_ROW, seed=s.settings.seed)
-        rows = list[Row]()
+        rows = list[TokenRow]()
         for at in range(0, len(numbers), slots):
             asked = [Request(rollout=n, token_ids=begin, max_tokens=CODE_ROW - 1) for n in numbers[at : at + slots]]
             for one in engine.generate(asked):
-                rows.append(Row(np.array([*begin, *one.token_ids], np.int32), np.ones(CODE_ROW, np.float32)))
+                rows.append(TokenRow(np.array([*begin, *one.token_ids], np.int32), np.ones(CODE_ROW, np.float32)))
                 engine.release(one.rollout)
         save_rows(rows, path)
     s.ranks.barrier()
     return s.rows("own")
 
 
-def midtrain_plan(m: MidtrainSettings, watch: Mapping[str, Sequence[Row]]) -> Plan:
+def midtrain_plan(m: MidtrainSettings, watch: Mapping[str, Sequence[TokenRow]]) -> StagePlan:
     """Return the schedule of mid-training. `watch` maps the name of each reported loss to its rows."""
-    return Plan(
+    return StagePlan(
         stage="midtrain",
         steps=m.steps,
         lr=lambda step: m.lr * trapezoid(step, m.steps, m.warmup, m.constant),
@@ -170,15 +170,15 @@ def midtrain_plan(m: MidtrainSettings, watch: Mapping[str, Sequence[Row]]) -> Pl
     )
 
 
-def _watched(s: Stages) -> dict[str, list[Row]]:
+def _watched(s: Stages) -> dict[str, list[TokenRow]]:
     corpus = read_corpus(s.settings.data.code)
     code = code_rows(corpus.validation, s.tokenizer(), 1.0, limit=48)
     return {"heldout_agent_loss": s.rows("tune")[:64], "heldout_code_loss": code}
 
 
 def _mixture(
-    s: Stages, seed: int, part: MidtrainSettings | ExtendSettings, length: int = CODE_ROW, own: Sequence[Row] = ()
-) -> Iterator[list[Row]]:
+    s: Stages, seed: int, part: MidtrainSettings | ExtendSettings, length: int = CODE_ROW, own: Sequence[TokenRow] = ()
+) -> Iterator[list[TokenRow]]:
     steps, tokens, code_share = part.steps, part.tokens, part.code_share
     code_first = part.code_first if isinstance(part, MidtrainSettings) else 0.0
     texts = list(read_corpus(s.settings.data.code).train)
@@ -192,7 +192,7 @@ def _mixture(
     return mixture(code, _shown(s), steps=steps, tokens=tokens, code_first=code_first, code_share=code_share, seed=seed)
 
 
-def _shown(s: Stages) -> list[Row]:
+def _shown(s: Stages) -> list[TokenRow]:
     """Return the demonstrations of mid-training. Those with search are included, because fine-tuning is too short to learn it."""
     return s.rows("clean") + (s.rows("mistaken") if s.settings.searched else [])
 
@@ -215,7 +215,7 @@ def extend(s: Stages) -> None:
         model = s.divided(trained.on_positions(config))
         del trained  # a whole copy
         info["stretched"] = cross_entropy(model, heldout, s.ranks)
-        plan = Plan(
+        plan = StagePlan(
             stage="extend",
             steps=e.steps,
             lr=lambda step: e.lr * trapezoid(step, e.steps, 0.05, 0.5, 0.1),
@@ -281,14 +281,14 @@ def _taught(s: Stages) -> str:
     return "extended" if s.settings.extend.steps else "midtrained"
 
 
-def _supervise_agent(s: Stages, stage: str, rows: list[Row], steps: int, info: dict[str, Any], name: str) -> None:
+def _supervise_agent(s: Stages, stage: str, rows: list[TokenRow], steps: int, info: dict[str, Any], name: str) -> None:
     """Train the policy of the mid-training or long-context phase on the tokens that the agent wrote in `rows`. Publish it as
     `name`, calibrated."""
     t = s.settings.sft
     model = s.trained(s.weights(_taught(s)))
-    written = [Row(row.token_ids, np.where(row.weight == 1.0, row.weight, 0.0)) for row in rows]
+    written = [TokenRow(row.token_ids, np.where(row.weight == 1.0, row.weight, 0.0)) for row in rows]
     dealt = deal(written, t.tokens, Random(f"{stage} {s.settings.seed}"))
-    plan = Plan(
+    plan = StagePlan(
         stage=stage,
         steps=steps,
         lr=lambda step: t.lr * trapezoid(step, steps, 0.05, 0.05, 0.1),

@@ -18,10 +18,10 @@ from composer_nb.harness.environment import Sandboxes, carry, make_agent
 from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.harness.untrusted import beneath
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.learning.data import Row, load_rows
+from composer_nb.trainer.learning.data import TokenRow, load_rows
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks, release_memory
-from composer_nb.trainer.learning.supervised import Plan
+from composer_nb.trainer.learning.supervised import StagePlan
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.tokenizer import FORMATS, load_tokenizer
 from composer_nb.trainer.models.transformer import Model
@@ -47,7 +47,7 @@ class Stages:
     sandboxes: Sandboxes
     say: Callable[[str], None]
 
-    def rows(self, kind: str) -> list[Row]:
+    def rows(self, kind: str) -> list[TokenRow]:
         """Return all demonstrations of a kind, in order of chunk."""
         return [row for path in sorted((self.run.path / "data").glob(f"{kind}-*.npz")) for row in load_rows(path)]
 
@@ -117,7 +117,7 @@ class Stages:
             return ShardedOptimizer(model, self.ranks, self.settings.optimizer, weight_decay=weight_decay)
         return FlatOptimizer(model, self.settings.optimizer, weight_decay=weight_decay)
 
-    def resume(self, plan: Plan, optimizer: AnyOptimizer) -> tuple[int, float]:
+    def resume(self, plan: StagePlan, optimizer: AnyOptimizer) -> tuple[int, float]:
         """Restore the newest checkpoint of a supervised stage. Return the number of its steps and their seconds."""
         if (found := self.run.pointer(plan.stage)) is None:
             return 0, 0.0
@@ -129,7 +129,9 @@ class Stages:
                 plan.beside.load(saved[1])
         return found[0], found[2]
 
-    def commit(self, plan: Plan, optimizer: AnyOptimizer, step: int, point: dict[str, Any], seconds: float) -> None:
+    def commit(
+        self, plan: StagePlan, optimizer: AnyOptimizer, step: int, point: dict[str, Any], seconds: float
+    ) -> None:
         """Write a checkpoint of a supervised stage, with its metrics."""
         state: dict[str, Any] | str
         if isinstance(optimizer, ShardedOptimizer):

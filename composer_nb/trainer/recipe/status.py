@@ -19,7 +19,7 @@ import numpy as np
 
 from composer_nb.trainer.recipe import reader
 from composer_nb.trainer.recipe.launch import COMPLETE, LOCK
-from composer_nb.trainer.recipe.reader import Change, Engine, ReadOnly, Slot
+from composer_nb.trainer.recipe.reader import EngineVersion, PromptSlot, ReadOnly, SettingChange
 from composer_nb.trainer.recipe.report import stages_of
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.head import holder
@@ -65,11 +65,11 @@ class Status:
     served: int | None
     """Trained batches behind the oldest weights that an engine serves; None for the synchronous loop, where the next four fields
     are empty."""
-    slots: tuple[Slot, ...]
+    slots: tuple[PromptSlot, ...]
     versions: int
     """Number of weight versions made."""
-    engines: tuple[Engine, ...]
-    changes: tuple[Change, ...]
+    engines: tuple[EngineVersion, ...]
+    changes: tuple[SettingChange, ...]
 
     @property
     def bound(self) -> int:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
-from composer_nb.harness.sandbox.journal import Journal
+from composer_nb.harness.sandbox.journal import ResourceJournal
 from composer_nb.trainer.services.cluster import Cluster
 
 RANK_CPU = 0.1
@@ -33,7 +33,7 @@ def require_seen(run: Path) -> None:
         )
 
 
-class Remote(Protocol):
+class RemoteService(Protocol):
     """A service in another process."""
 
     def call(self, method: str, *values: Any) -> Future[Any]:
@@ -97,7 +97,7 @@ def _meaning(error: BaseException, name: str) -> BaseException:
 class RayActors:
     """Actors on the Ray cluster at `address`, or on a new cluster of this process."""
 
-    def __init__(self, address: str, namespace: str, journal: Journal) -> None:
+    def __init__(self, address: str, namespace: str, journal: ResourceJournal) -> None:
         """Raise ConnectionError if no cluster answers at `address`, or none can be started."""
         self._cluster = Cluster(address, namespace, journal)
         self._made: list[RayRemote] = []

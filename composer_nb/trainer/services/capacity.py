@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from composer_nb.kernels.linear import HALF_IS_SLOW
-from composer_nb.trainer.parallel.memory import Load, estimate, require_memory
+from composer_nb.trainer.parallel.memory import RankLoad, estimate, require_memory
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 from composer_nb.trainer.records.rundir import provenance
 from composer_nb.trainer.services.actors import NotSeen, require_seen
@@ -24,7 +24,7 @@ ANSWER_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class MachineCapacity:
     name: str
     memory: int
     """Bytes that it has to spare."""
@@ -33,20 +33,20 @@ class Machine:
     """Versions that must be the same on all machines: Python, libraries, this package."""
 
 
-def this_machine() -> Machine:
+def this_machine() -> MachineCapacity:
     """The machine that this process runs on."""
     origin, gpus = provenance(), torch.cuda.device_count()
     code = origin["versions"] | {"composer_nb": origin["package_digest"][:12]}
-    return Machine(name=socket.gethostname(), memory=available_memory(), gpus=gpus, code=code)
+    return MachineCapacity(name=socket.gethostname(), memory=available_memory(), gpus=gpus, code=code)
 
 
-def machine_with(run: Path) -> Machine:
+def machine_with(run: Path) -> MachineCapacity:
     """The machine that this process runs on. Raises NotSeen if it does not see the run directory."""
     require_seen(run)
     return this_machine()
 
 
-def machines_of_cluster(run: Path) -> list[Machine]:
+def machines_of_cluster(run: Path) -> list[MachineCapacity]:
     """Each node of the Ray cluster that this process is attached to, by its own account. Raises NotSeen for one that does not see
     the run directory, and ValueError for one that does not answer, as nodes without this package do."""
     import ray
@@ -71,7 +71,7 @@ def machines_of_cluster(run: Path) -> list[Machine]:
     return machines
 
 
-def require_room(settings: Settings, machine: Machine) -> None:
+def require_room(settings: Settings, machine: MachineCapacity) -> None:
     """Raises ValueError unless `machine` has memory for the stages before RL, and for RL without services: a copy of the model,
     or its part on the mesh, for each of `ranks`. On GPUs, it must have any, and one for each rank of a mesh."""
     s = settings
@@ -87,7 +87,7 @@ def require_room(settings: Settings, machine: Machine) -> None:
         """Return what each of so many ranks needs. Whole rows are dealt, so its part of a batch may be longer by one of them."""
         mesh, half = Mesh.of(cut, ranks), cut.compute == "bfloat16" and not HALF_IS_SLOW
         tokens_per_rank = tokens if s.extend.steps else min(tokens, math.ceil(tokens / mesh.data) + s.limits.tokens)
-        load = Load(tokens=tokens_per_rank, optimizer=s.optimizer.name, half=half, recompute=again)
+        load = RankLoad(tokens=tokens_per_rank, optimizer=s.optimizer.name, half=half, recompute=again)
         whole = estimate(s.agent_model, Mesh(), load).weights  # is evaluated; the long-context phase begins with two
         return max(estimate(s.agent_model, mesh, load).peak, whole * (2 if s.extend.steps else 1))
 
@@ -106,7 +106,7 @@ def require_room(settings: Settings, machine: Machine) -> None:
         )
 
 
-def require_room_for_rl(settings: Settings, machines: Sequence[Machine]) -> None:
+def require_room_for_rl(settings: Settings, machines: Sequence[MachineCapacity]) -> None:
     """Raises ValueError unless `machines` run the same code, and have a GPU for each rank and engine where these compute on GPUs,
     or else memory for ranks that compute on CPUs, which Ray may all place on one. The memory of engines and environments is not
     counted."""
@@ -122,7 +122,7 @@ def require_room_for_rl(settings: Settings, machines: Sequence[Machine]) -> None
                 f"are {sum(gpus)}; fewer services.engines or ranks, or services.on=false, which shares them"
             )
         return
-    rl = Load(
+    rl = RankLoad(
         tokens=s.rl.microbatch_tokens,
         longest=s.limits.tokens,
         optimizer=s.optimizer.name,
@@ -135,7 +135,7 @@ def require_room_for_rl(settings: Settings, machines: Sequence[Machine]) -> None
     require_memory(s.agent_model, s.mesh, ranks, rl, memory_per_rank, more_ranks=False)
 
 
-def _require_gpus(machines: Sequence[Machine]) -> list[int]:
+def _require_gpus(machines: Sequence[MachineCapacity]) -> list[int]:
     """Return the machines' numbers of GPUs. Raises ValueError if there is none."""
     gpus = [machine.gpus for machine in machines]
     if not any(gpus):
@@ -143,7 +143,7 @@ def _require_gpus(machines: Sequence[Machine]) -> list[int]:
     return gpus
 
 
-def _require_same_code(machines: Sequence[Machine]) -> None:
+def _require_same_code(machines: Sequence[MachineCapacity]) -> None:
     first = machines[0]
     for other in machines[1:]:
         if differ := [name for name in first.code if first.code[name] != other.code.get(name)]:

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from composer_nb.harness.files import socket_folder
-from composer_nb.harness.sandbox.journal import WRITER, Journal, Resource
+from composer_nb.harness.sandbox.journal import WRITER, Resource, ResourceJournal
 from composer_nb.harness.sandbox.reap import release
 from composer_nb.harness.sandbox.system.linux import patience
 
@@ -38,7 +38,7 @@ ANSWER_S = 5.0
 class Cluster:
     """This process's connection to Ray, one at a time."""
 
-    def __init__(self, address: str, namespace: str, journal: Journal) -> None:
+    def __init__(self, address: str, namespace: str, journal: ResourceJournal) -> None:
         """`address`: address of the cluster to attach to; empty: start a new one and record it in `journal`.
 
         Raises ConnectionError if no cluster answers at `address`, or none can be started.

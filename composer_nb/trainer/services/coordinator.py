@@ -50,9 +50,9 @@ from composer_nb.trainer.schedule import (
     Trained,
     TrainerLost,
 )
-from composer_nb.trainer.services.actors import ActorDied, RayActors, Remote
-from composer_nb.trainer.services.environments import EnvironmentService, Outcome, Pair
-from composer_nb.trainer.services.inference import Running
+from composer_nb.trainer.services.actors import ActorDied, RayActors, RemoteService
+from composer_nb.trainer.services.environments import EnginePair, EnvironmentService, RolloutOutcome
+from composer_nb.trainer.services.inference import RunningVersion
 from composer_nb.trainer.services.journal import Journal, change_live
 from composer_nb.trainer.services.orchestrator import Orchestrator
 from composer_nb.trainer.services.services import EngineService, EvaluationService, TrainerService, hinter_of, store_url
@@ -78,7 +78,7 @@ class Coordinator:
         self.journal.plan(settings.services.changes)
         self.tasks = prompt_order(run.path, Order.of(settings))
         self.pending: dict[Future[Any], tuple[str, Any]] = {}
-        self.pairs: dict[str, Pair] = {}
+        self.pairs: dict[str, EnginePair] = {}
         self.made = self.stillborn = self.lost = 0
         """Pairs made, pairs in a row that died before they joined, and rollouts lost up to the last batch."""
         self.ended = self.stopped_early = self.learning = False
@@ -87,7 +87,7 @@ class Coordinator:
         """The trainer's next batch."""
         self.found: dict[str, Any] | None = None
         """The trainer's answer to its last batch."""
-        self.running, self.seen = list[Running](), list[tuple[Rollout, Grade]]()
+        self.running, self.seen = list[RunningVersion](), list[tuple[Rollout, Grade]]()
         """`seen`: the rollouts of the last batch, on which new reward terms are tried."""
         self.waits, self.took = list[dict[str, float]](), dict[tuple[int, int, int], float]()
         self.begin: float | None = None
@@ -98,7 +98,7 @@ class Coordinator:
         """`live`: the step of the last batch with a signal. Batches without a signal make versions with unchanged weights."""
         self.notes: list[Callable[[], None]] = []
         """Records to write in the transaction of the next events."""
-        self.trainer: Remote
+        self.trainer: RemoteService
         self.orchestrator: Orchestrator
 
     # The life of a stage
@@ -164,7 +164,7 @@ class Coordinator:
         run_args = self.run.path, s.env, s.limits, Order.of(self.started_with), s.rl.group
         policy_args = (engine, name, s.slots), s.services.lockstep
         worker = self.actors.make(EnvironmentService, *run_args, *policy_args, name=f"environment-{self.made}")
-        pair = self.pairs[name] = Pair(name, engine, worker, version)
+        pair = self.pairs[name] = EnginePair(name, engine, worker, version)
         self._ask(pair.worker.call("work", [], [], 0.0), "join", pair)
 
     def _serve(self) -> int:
@@ -213,7 +213,9 @@ class Coordinator:
                 self._on_evaluation(what[0], what[1], result)
         return []
 
-    def _on_worker_report(self, pair: Pair, outcomes: Sequence[Outcome], alive: set[tuple[int, int]]) -> list[Event]:
+    def _on_worker_report(
+        self, pair: EnginePair, outcomes: Sequence[RolloutOutcome], alive: set[tuple[int, int]]
+    ) -> list[Event]:
         pair.working = False
         events: list[Event] = []
         for outcome in outcomes:
@@ -240,7 +242,7 @@ class Coordinator:
             )
         return events + [Alive(at=time.monotonic(), slot=slot, attempt=number) for slot, number in alive]
 
-    def _pair_died(self, pair: Pair, died: Exception) -> list[Event]:
+    def _pair_died(self, pair: EnginePair, died: Exception) -> list[Event]:
         self.stillborn += not pair.joined
         if self.stillborn > self.settings.services.deaths:
             raise RunStopped(f"{died}; so did {self.stillborn - 1} before it: more than services.deaths allows")
@@ -267,14 +269,14 @@ class Coordinator:
         self.run.commit("rl", step, state, [], [], self.seconds)
         self.saved = step
 
-    def _on_evaluation(self, step: int, evaluator: Remote, scores: dict[str, float]) -> None:
+    def _on_evaluation(self, step: int, evaluator: RemoteService, scores: dict[str, float]) -> None:
         evaluator.kill()
         [(text,)] = self.run.query("SELECT metrics FROM step WHERE stage = 'rl' AND step = ?", step)
         tokens = dict(self.run.query("SELECT reason, tokens FROM ledger WHERE stage = 'rl' AND step = ?", step))
         self.notes.append(partial(self.journal.log_step, step, json.loads(text) | scores, tokens))
         self.say(scores_line(step, scores))
 
-    def _updated(self, pair: Pair, report: Running) -> list[Event]:
+    def _updated(self, pair: EnginePair, report: RunningVersion) -> list[Event]:
         pair.updating = False
         trained_hash = self.journal.hash_of(report.version)
         if trained_hash is not None and trained_hash != report.hash:

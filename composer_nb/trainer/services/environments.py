@@ -25,11 +25,11 @@ from composer_nb.harness.store import pack_attempt
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.prompts import Order, prompt_order
 from composer_nb.trainer.schedule import Dispatch
-from composer_nb.trainer.services.actors import Remote, require_seen
+from composer_nb.trainer.services.actors import RemoteService, require_seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RolloutOutcome:
     """The end of one rollout of a dispatch. `packed` is None after an infrastructure fault or a cancellation."""
 
     slot: int
@@ -44,12 +44,12 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Pair:
+class EnginePair:
     """An engine and the environment worker that samples from it; they live and die together."""
 
     name: str
-    engine: Remote
-    worker: Remote
+    engine: RemoteService
+    worker: RemoteService
     version: int
     """Version that the engine serves."""
     joined: bool = False
@@ -81,7 +81,7 @@ class Pair:
 class RemotePolicy:
     """A proxy of an engine. Requests are sent with the next step, and a rollout's trace is returned by its release."""
 
-    def __init__(self, engine: Remote, name: str, capacity: int) -> None:
+    def __init__(self, engine: RemoteService, name: str, capacity: int) -> None:
         """`name` distinguishes the engine's clients."""
         self._engine, self._name, self.capacity = engine, name, capacity
         self._requests: dict[int, Request] = {}
@@ -129,7 +129,7 @@ class EnvironmentService:
         limits: Limits,
         order: Order,
         group: int,
-        policy: tuple[Remote, str, int],
+        policy: tuple[RemoteService, str, int],
         lockstep: bool,
     ) -> None:
         """`policy`: see `RemotePolicy`. `lockstep`: `work` reports each ended rollout at once, so that the number of ended ones
@@ -147,7 +147,7 @@ class EnvironmentService:
 
     def work(
         self, start: Sequence[Dispatch], cancel: Sequence[tuple[int, int]], seconds: float
-    ) -> tuple[list[Outcome], set[tuple[int, int]]]:
+    ) -> tuple[list[RolloutOutcome], set[tuple[int, int]]]:
         """Start dispatches, give up cancelled ones (slot, attempt), and work for about `seconds`. Return the rollouts that ended,
         and the dispatches that made progress or wait for room. Return at once without work. Raises TooManyBlocked."""
         until = time.monotonic() + seconds
@@ -169,7 +169,7 @@ class EnvironmentService:
         self._driver.moved.clear()
         return outcomes, alive | {names[:2] for _, names in self._waiting}
 
-    def _give_up(self, cancelled: set[tuple[int, int]]) -> list[Outcome]:
+    def _give_up(self, cancelled: set[tuple[int, int]]) -> list[RolloutOutcome]:
         if not cancelled:
             return []
         gone = [names for _, names in self._waiting if names[:2] in cancelled]
@@ -179,19 +179,19 @@ class EnvironmentService:
                 self._driver.drop(rollout)
                 gone.append(self._doing.pop(rollout))
                 self._since.pop(rollout)
-        return [Outcome(slot=s, attempt=a, place=p, packed=None, reason="cancelled") for s, a, p in gone]
+        return [RolloutOutcome(slot=s, attempt=a, place=p, packed=None, reason="cancelled") for s, a, p in gone]
 
     def close(self) -> None:
         """End the sandboxes."""
         self._sandboxes.__exit__(None, None, None)
 
 
-def _outcome(rollout_key: tuple[int, int, int], attempt: Attempt, seconds: float) -> Outcome:
+def _outcome(rollout_key: tuple[int, int, int], attempt: Attempt, seconds: float) -> RolloutOutcome:
     slot, number, place = rollout_key
     rollout = attempt.rollout
     written = rollout.versions
     is_graded = attempt.grade.known
-    return Outcome(
+    return RolloutOutcome(
         slot=slot,
         attempt=number,
         place=place,

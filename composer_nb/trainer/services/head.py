@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from composer_nb.harness.files import write_json
-from composer_nb.harness.sandbox.journal import FOLDER, Journal
+from composer_nb.harness.sandbox.journal import FOLDER, ResourceJournal
 from composer_nb.harness.sandbox.reap import reap
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.trainer.services.cluster import Cluster
@@ -279,7 +279,7 @@ def main(arguments: list[str]) -> None:
     if claim(folder / "head.lock") is None:
         return  # another head starts here, which serves as well
     try:
-        cluster = Cluster("", "head", Journal(folder / FOLDER, folder.name))
+        cluster = Cluster("", "head", ResourceJournal(folder / FOLDER, folder.name))
     except ConnectionError as error:
         sys.exit(str(error))
     stop = threading.Event()

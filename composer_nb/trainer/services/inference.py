@@ -29,7 +29,7 @@ from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.models.variants import EngineName, as_engine
 from composer_nb.trainer.versions.manifest import Weights, state_hash
 from composer_nb.trainer.versions.receiver import Fetched, Receiver
-from composer_nb.trainer.versions.rule import Rule
+from composer_nb.trainer.versions.rule import VersionRule
 from composer_nb.trainer.versions.store import StoreError
 
 APPEARS_S = 120.0
@@ -42,7 +42,7 @@ Between = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
+class RunningVersion:
     """The version that an engine runs, by its own account."""
 
     version: int
@@ -80,7 +80,7 @@ class Updates:
         device: str = "cpu",
     ) -> None:
         """`numerics`: the engine's number format; `device`: where it computes."""
-        self.receiver, self.rule = Receiver(url, name=name), Rule()
+        self.receiver, self.rule = Receiver(url, name=name), VersionRule()
         self.left_out = set[int]()
         """Versions that cannot be used."""
         self.config, self.kernels, self.numerics, self.device = config, kernels, numerics, device
@@ -108,7 +108,7 @@ class Updates:
         self.receiver.install(fetched)
         return model
 
-    def update(self, engine: Engine, version: int, between: Between, full: Weights | None = None) -> Running:
+    def update(self, engine: Engine, version: int, between: Between, full: Weights | None = None) -> RunningVersion:
         """Fetch a version, swap it in between two steps, and say what runs now. `full` are the version's tensors, for when the
         store's copy cannot be used.
 
@@ -125,7 +125,7 @@ class Updates:
         now = time.perf_counter()
         if fetched is not None:
             self.receiver.install(fetched)
-        return Running(
+        return RunningVersion(
             version=version,
             hash=state_hash(published(plain)),
             read_bytes=fetched.read_bytes if fetched else 0,
@@ -172,7 +172,7 @@ class Inference(Shared):
                 completions.append(ended.result())
         return completions
 
-    def update(self, version: int, full: Weights | None = None) -> Running:
+    def update(self, version: int, full: Weights | None = None) -> RunningVersion:
         """Take a version, from the store or as its tensors, and say what runs now. Raises like `Updates.update`."""
         assert self.updates is not None
         report = self.updates.update(self.policy, version, self.between, full)

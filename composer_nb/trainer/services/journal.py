@@ -19,7 +19,7 @@ from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.untrusted import json_of
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.schedule import Changes, Train, require_live
-from composer_nb.trainer.services.environments import Outcome
+from composer_nb.trainer.services.environments import RolloutOutcome
 from composer_nb.trainer.settings import Settings, override
 
 _SCHEMA = """
@@ -71,7 +71,7 @@ class Journal:
 
     # Rollouts that are not trained yet
 
-    def keep(self, outcome: Outcome) -> None:
+    def keep(self, outcome: RolloutOutcome) -> None:
         name = (outcome.slot, outcome.attempt, outcome.place)
         self._db.execute("INSERT OR IGNORE INTO rollout VALUES (?, ?, ?, ?)", (*name, outcome.packed))
 

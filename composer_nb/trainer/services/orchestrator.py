@@ -48,7 +48,7 @@ from composer_nb.trainer.schedule import (
     TrainerLost,
     whole,
 )
-from composer_nb.trainer.services.slots import Books, Done, Group, Lease, Worker, choose, pick
+from composer_nb.trainer.services.slots import Books, DispatchLease, Done, Group, Worker, choose, pick
 
 ATTEMPTS_A_LIFE = 1_000_000
 """Numbers of attempts in different lives never collide: attempt = life · this + number in the slot."""
@@ -176,7 +176,7 @@ class Orchestrator:
             self.books.counts["refilled"] += 1
             del self.groups[group.slot]
 
-    def _heard(self, lease: Lease) -> None:
+    def _heard(self, lease: DispatchLease) -> None:
         lease.heard = self.now
         self.workers[lease.worker].suspect = False
 
@@ -311,7 +311,7 @@ class Orchestrator:
             places, missing = missing[: worker.free], missing[worker.free :]
             group.attempts += 1
             command = Dispatch(worker=name, slot=group.slot, attempt=self._attempt(group), places=tuple(places))
-            group.leases[command.attempt] = Lease(name, places, self.served, self.now)
+            group.leases[command.attempt] = DispatchLease(name, places, self.served, self.now)
             worker.busy += len(places)
             self.books.counts["dispatched"] += len(places)
             self._commands.append(command)

@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-from composer_nb.harness.sandbox.journal import FOLDER, Journal
+from composer_nb.harness.sandbox.journal import FOLDER, ResourceJournal
 from composer_nb.trainer.records.rundir import RunDir, full_disk
 from composer_nb.trainer.services import LOST
 from composer_nb.trainer.services.actors import ActorDied, RayActors
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> None:
     if run.finished("rl") is not None:
         return
     say("rl, as services …")
-    held = Journal(run.path / FOLDER, run.path.name)
+    held = ResourceJournal(run.path / FOLDER, run.path.name)
     address = settings.services.address
     begun = threading.Event()
     threading.Thread(target=_end_unless_begun, args=(begun,), daemon=True).start()

@@ -44,7 +44,7 @@ from composer_nb.trainer.models.transformer import Kernels, Model
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Hinter
 from composer_nb.trainer.services.actors import require_seen
-from composer_nb.trainer.services.inference import Inference, Running, Updates, fetch
+from composer_nb.trainer.services.inference import Inference, RunningVersion, Updates, fetch
 from composer_nb.trainer.settings import Settings
 from composer_nb.trainer.versions.manifest import state_hash
 from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher
@@ -172,7 +172,7 @@ class TrainerService:
         return self.step
 
     def learn(
-        self, step: int, lr: float, streams: Sequence[Stream], running: Sequence[Running], saved: int = 0
+        self, step: int, lr: float, streams: Sequence[Stream], running: Sequence[RunningVersion], saved: int = 0
     ) -> dict[str, Any]:
         """Learn from a batch in optimizer steps that are published one by one. Return metrics with the final version and its
         hash. `running` are the engines' reports since the last call. Versions since step `saved` stay in the store, because a

@@ -23,7 +23,7 @@ class Worker:
 
 
 @dataclass(slots=True)
-class Lease:
+class DispatchLease:
     """A dispatch under way."""
 
     worker: str
@@ -56,7 +56,7 @@ class Group:
     ready: int = 0
     """Count of finished rollouts of the run when the group became ready."""
     done: dict[int, Done] = field(default_factory=dict)
-    leases: dict[int, Lease] = field(default_factory=dict)
+    leases: dict[int, DispatchLease] = field(default_factory=dict)
     faults: Counter[int] = field(default_factory=Counter)
     avoid: set[str] = field(default_factory=set)
     """Workers on which the group hung."""

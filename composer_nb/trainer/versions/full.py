@@ -18,7 +18,15 @@ from composer_nb.trainer.models.shards import (
     size_of,
     split,
 )
-from composer_nb.trainer.versions.manifest import MANIFEST, Entry, File, ForeignBase, Manifest, MissingVersion, State
+from composer_nb.trainer.versions.manifest import (
+    MANIFEST,
+    ForeignBase,
+    Manifest,
+    MissingVersion,
+    PayloadFile,
+    TensorEntry,
+    WeightState,
+)
 from composer_nb.trainer.versions.payload import (
     SHARD_BYTES,
     Link,
@@ -29,11 +37,11 @@ from composer_nb.trainer.versions.payload import (
     side_files_of,
     write_side,
 )
-from composer_nb.trainer.versions.store import Store
+from composer_nb.trainer.versions.store import VersionStore
 
 
 def apply_chain(
-    base: State | None,
+    base: WeightState | None,
     links: Links,
     out: Path,
     groups: Sequence[Sequence[str]] | None = None,
@@ -46,7 +54,7 @@ def apply_chain(
     forms = {name: entry.torch_form for name, entry in last.tensors.items()}
     groups = groups or split(forms, SHARD_BYTES)
     with new_version(out, sum(map(size_of, forms.values()))) as (store, part):
-        files, entries = dict[str, File](), dict[str, Entry]()
+        files, entries = dict[str, PayloadFile](), dict[str, TensorEntry]()
         for file, names in zip(file_names(len(groups)), groups, strict=True):
             header, order = header_of({name: forms[name] for name in names})
             tensors = (bytes_of(tensor) for _, tensor in decoded(base, links, order))
@@ -67,11 +75,11 @@ def open_link(path: Path) -> Link:
     return map_link(path, Manifest.load((path / MANIFEST).read_bytes(), str(path / MANIFEST)))
 
 
-def read_full(path: Path, number: int) -> tuple[State, dict[str, bytes]]:
+def read_full(path: Path, number: int) -> tuple[WeightState, dict[str, bytes]]:
     """Return a checkpoint's weights, mapped and hashed, and its side files. A plain checkpoint counts as version `number`. Raises
     WeightFault, FileNotFoundError or ValueError."""
     if not (path / MANIFEST).exists():
-        return State.of(number, Mapped(read_shards(path))), side_files(path)
+        return WeightState.of(number, Mapped(read_shards(path))), side_files(path)
     link = open_link(path)
     m = link.manifest
     if m.base is not None:
@@ -93,11 +101,11 @@ def side_files(path: Path) -> dict[str, bytes]:
 
 
 @contextmanager
-def new_version(path: Path, need: int = 0) -> Iterator[tuple[Store, str]]:
+def new_version(path: Path, need: int = 0) -> Iterator[tuple[VersionStore, str]]:
     """Yield a store and a folder in it to fill, which becomes `path` on success and is removed after an error."""
     if path.exists():
         raise ValueError(f"{path} is there already; choose another place")
-    store, part = Store(path.parent), path.with_name(path.name + ".part")
+    store, part = VersionStore(path.parent), path.with_name(path.name + ".part")
     store.check_room(need)
     shutil.rmtree(part, ignore_errors=True)
     try:

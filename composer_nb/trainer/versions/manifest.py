@@ -56,7 +56,7 @@ def digest(data: Any) -> str:
     return hashlib.blake2b(data, digest_size=20).hexdigest()
 
 
-class Record(BaseModel):
+class SealedRecord(BaseModel):
     """A line of canonical JSON with its own hash, so that any change of a bit is detected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -81,7 +81,7 @@ class Record(BaseModel):
         return loaded
 
 
-class Entry(Record):
+class TensorEntry(SealedRecord):
     """A tensor in a manifest: torch's name of its dtype, its shape, the hash of its bytes, the name of the codec, and the file
     with its payload, if any."""
 
@@ -101,29 +101,29 @@ class Entry(Record):
         return _DTYPES[self.dtype], tuple(self.shape)
 
 
-class Base(Record):
+class BaseVersion(SealedRecord):
     version: int
     hash: str
 
 
-class File(Record):
+class PayloadFile(SealedRecord):
     bytes: int
     hash: str
 
 
-class Part(Record):
+class WriterPart(SealedRecord):
     """The part of a version by one writer: some of its tensors, and the files that hold them."""
 
-    tensors: dict[str, Entry]
-    files: dict[str, File]
+    tensors: dict[str, TensorEntry]
+    files: dict[str, PayloadFile]
 
 
-class Manifest(Part):
+class Manifest(WriterPart):
     """The contents of a version directory, and the weights that they decode to."""
 
     format: Literal["composer-nb-weights-1"] = "composer-nb-weights-1"
     version: int
-    base: Base | None
+    base: BaseVersion | None
     hash: str
     """`state_hash` of the resulting tensors."""
     writer: str = ""
@@ -134,9 +134,9 @@ class Manifest(Part):
         """Number of bytes of all files except the manifest."""
         return sum(file.bytes for file in self.files.values())
 
-    def state(self, tensors: Mapping[str, Tensor]) -> State:
+    def state(self, tensors: Mapping[str, Tensor]) -> WeightState:
         """Return the state of these tensors, which this manifest describes."""
-        return State(version=self.version, tensors=tensors, entries=self.tensors, hash=self.hash)
+        return WeightState(version=self.version, tensors=tensors, entries=self.tensors, hash=self.hash)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -149,11 +149,15 @@ class Manifest(Part):
 
 
 def seal(
-    version: int, base: Base | None, parts: Iterable[Part], files: Mapping[str, File], writer: str = ""
+    version: int,
+    base: BaseVersion | None,
+    parts: Iterable[WriterPart],
+    files: Mapping[str, PayloadFile],
+    writer: str = "",
 ) -> Manifest:
     """Return the manifest of several writers' parts, with side files. Raises ValueError, which names it, for a tensor or file of
     two writers."""
-    tensors, every = dict[str, Entry](), dict(files)
+    tensors, every = dict[str, TensorEntry](), dict(files)
     for part in parts:
         for kind, had, new in (("tensor", tensors, part.tensors), ("file", every, part.files)):
             if twice := had.keys() & new.keys():
@@ -171,40 +175,40 @@ def state_hash(tensors: Mapping[str, Tensor]) -> str:
     return hash_of(entries_of(tensors))
 
 
-def entries_of(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
+def entries_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
     """Return the manifest's entries for `tensors`, each read once. Raises ValueError for one that cannot be published."""
     entries = {}
     for name, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in _DTYPES or tensor.device.type != "cpu":
             raise ValueError(f"{name}: a {dtype} tensor on {tensor.device} cannot be published")
-        entries[name] = Entry(dtype=dtype, shape=list(tensor.shape), hash=digest(bits(tensor)))
+        entries[name] = TensorEntry(dtype=dtype, shape=list(tensor.shape), hash=digest(bits(tensor)))
     return entries
 
 
-def hash_of(entries: Mapping[str, Entry]) -> str:
+def hash_of(entries: Mapping[str, TensorEntry]) -> str:
     """Return `state_hash`, computed from entries of a manifest."""
     return digest(json.dumps(sorted((name, e.dtype, e.shape, e.hash) for name, e in entries.items())).encode())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class WeightState:
     """Weights of one version, on the CPU, under Hugging Face's names, in memory or mapped from files on demand. They must not
     change any more."""
 
     version: int
     tensors: Mapping[str, Tensor]
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
     hash: str
 
     @classmethod
-    def of(cls, version: int, tensors: Mapping[str, Tensor]) -> State:
+    def of(cls, version: int, tensors: Mapping[str, Tensor]) -> WeightState:
         """Return the state of `tensors`, hashed. Raises ValueError for one that cannot be published."""
         entries = entries_of(tensors)
         return cls(version=version, tensors=tensors, entries=entries, hash=hash_of(entries))
 
 
-def check_same_form(old: Mapping[str, Entry], new: Mapping[str, Entry]) -> None:
+def check_same_form(old: Mapping[str, TensorEntry], new: Mapping[str, TensorEntry]) -> None:
     """Raise ValueError, which names the first such tensor, if two sets of weights do not have the same form."""
     for name in sorted(old.keys() | new.keys()):
         forms = [entries[name].form if name in entries else "missing" for entries in (old, new)]

@@ -31,19 +31,19 @@ from composer_nb.kernels.delta.codec import CODECS, Bits, bits, encode
 from composer_nb.trainer.models.shards import INDEX, Mapped, bytes_of, header_of, index_of, read_shard, size_of, split
 from composer_nb.trainer.versions.manifest import (
     MANIFEST,
-    Base,
+    BaseVersion,
     DamagedVersion,
-    Entry,
-    File,
     ForeignBase,
     Form,
     Manifest,
-    Part,
-    State,
+    PayloadFile,
+    TensorEntry,
+    WeightState,
+    WriterPart,
     check_same_form,
     digest,
 )
-from composer_nb.trainer.versions.store import Store, check_file
+from composer_nb.trainer.versions.store import VersionStore, check_file
 
 SHARD_BYTES = 1 << 28
 """Maximum bytes of weights in a file of a version, unless one tensor is larger: 256 MiB."""
@@ -54,15 +54,21 @@ FULL, DELTA, _SUFFIX = "model", "delta", ".safetensors"
 
 
 def write_part(
-    store: Store, where: str, target: State, base: State | None, *, shard_bytes: int = SHARD_BYTES, rank: str = ""
-) -> Part:
+    store: VersionStore,
+    where: str,
+    target: WeightState,
+    base: WeightState | None,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    rank: str = "",
+) -> WriterPart:
     """Write tensors into a version's folder, in full or as a delta against `base`. `rank` distinguishes the files of several
     writers. Raises StoreError, and, before writing, ValueError if the two are not of one model."""
     if base is not None:
         check_same_form(base.entries, target.entries)
     forms = {name: entry.torch_form for name, entry in target.entries.items()}
     groups = split(forms, shard_bytes)
-    entries, files = dict[str, Entry](), dict[str, File]()
+    entries, files = dict[str, TensorEntry](), dict[str, PayloadFile]()
     for number, names in enumerate(groups, 1):
         file = _file_name(FULL if base is None else DELTA, rank, number, len(groups))
         if base is None:
@@ -78,17 +84,17 @@ def write_part(
             header, order = header_of({name: (torch.uint8, (len(data),)) for name, data in payload.items()})
             pieces = (payload[name] for name in order)
         files[file] = store.put(f"{where}/{file}", chain([header], pieces))
-    return Part(tensors=entries, files=files)
+    return WriterPart(tensors=entries, files=files)
 
 
-def _encoded(base: State, target: State, name: str) -> tuple[str, bytes]:
+def _encoded(base: WeightState, target: WeightState, name: str) -> tuple[str, bytes]:
     entry = target.entries[name]
     if base.entries[name].hash == entry.hash:
         return "same", b""
     return encode(bits(base.tensors[name]), bits(target.tensors[name]), entry.dtype)
 
 
-def _as(entry: Entry, encoding: str, file: str) -> Entry:
+def _as(entry: TensorEntry, encoding: str, file: str) -> TensorEntry:
     return entry.model_copy(update={"encoding": encoding, "file": "" if encoding == "same" else file})
 
 
@@ -103,7 +109,9 @@ def side_names(files: Mapping[str, bytes]) -> None:
             raise ValueError(f"{name!r} cannot be a side file of a version")
 
 
-def write_side(store: Store, where: str, parts: Sequence[Part], files: Mapping[str, bytes]) -> dict[str, File]:
+def write_side(
+    store: VersionStore, where: str, parts: Sequence[WriterPart], files: Mapping[str, bytes]
+) -> dict[str, PayloadFile]:
     """Write side files, and the index of a full version in several files. Raises StoreError."""
     tensors = {name: entry for part in parts for name, entry in part.tensors.items()}
     side, places = dict(files), dict[str, list[str]]()
@@ -129,7 +137,7 @@ class Link:
     what: str
 
 
-def read_link(store: Store, where: str, manifest: Manifest) -> Link:
+def read_link(store: VersionStore, where: str, manifest: Manifest) -> Link:
     """Read a version into memory. Raises MissingVersion, DamagedVersion or StoreError, which name the file."""
     payload: dict[str, Tensor] = {}
     side = {}
@@ -151,7 +159,7 @@ def read_link(store: Store, where: str, manifest: Manifest) -> Link:
 
 def map_link(path: Path, manifest: Manifest) -> Link:
     """Check a version in a directory piece by piece, and map its tensors on demand. Raises like `read_link`."""
-    store = Store(path.parent)
+    store = VersionStore(path.parent)
     shards, side = [], {}
     for name, file in manifest.files.items():
         check_file(store, f"{path.name}/{name}", file)
@@ -180,9 +188,9 @@ def side_files_of(links: Links) -> dict[str, bytes]:
     return {name: data for link in links for name, data in link.files.items() if name != INDEX}
 
 
-def check_chain(base: State | None, links: Links) -> None:
+def check_chain(base: WeightState | None, links: Links) -> None:
     """Raise ForeignBase if a delta is not against the version before it, and DamagedVersion if forms differ along the chain."""
-    having = None if base is None else Base(version=base.version, hash=base.hash)
+    having = None if base is None else BaseVersion(version=base.version, hash=base.hash)
     entries = None if base is None else base.entries
     for link in links:
         needs, m = link.manifest.base, link.manifest
@@ -196,10 +204,10 @@ def check_chain(base: State | None, links: Links) -> None:
                 check_same_form(entries or {}, m.tensors)
             except ValueError as error:
                 raise DamagedVersion(f"{link.what}: {error}") from None
-        having, entries = Base(version=m.version, hash=m.hash), m.tensors
+        having, entries = BaseVersion(version=m.version, hash=m.hash), m.tensors
 
 
-def decoded(base: State | None, links: Links, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+def decoded(base: WeightState | None, links: Links, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of the last of `links`, which have passed `check_chain`: all or the named ones, each checked against its
     manifest. Raises DamagedVersion, which names the tensor; tensors yielded before are correct."""
     last = links[-1]
@@ -217,7 +225,7 @@ def decoded(base: State | None, links: Links, names: Iterable[str] | None = None
         yield name, tensor
 
 
-def _resolved(name: str, form: Form, base: State | None, links: Links) -> Tensor:
+def _resolved(name: str, form: Form, base: WeightState | None, links: Links) -> Tensor:
     tensor = None if base is None else base.tensors[name]
     now: Bits | None = None if tensor is None else bits(tensor)
     for link in links:

@@ -30,25 +30,33 @@ import torch.distributed as dist
 from composer_nb.trainer.models.shards import not_finite, require_finite, size_of
 from composer_nb.trainer.versions.manifest import (
     MANIFEST,
-    Base,
+    BaseVersion,
     DamagedVersion,
-    Entry,
     ForeignBase,
     Manifest,
     MissingVersion,
-    Part,
-    Record,
+    SealedRecord,
     SideFiles,
-    State,
+    TensorEntry,
     WeightFault,
     Weights,
+    WeightState,
+    WriterPart,
     check_same_form,
     hash_of,
     seal,
 )
 from composer_nb.trainer.versions.payload import SHARD_BYTES, side_names, write_part, write_side
 from composer_nb.trainer.versions.receiver import HELD, SecondWriter, check_version
-from composer_nb.trainer.versions.store import LEASE, Lease, Published, Store, StoreError, anchor, folder
+from composer_nb.trainer.versions.store import (
+    LEASE,
+    Published,
+    PublisherLease,
+    StoreError,
+    VersionStore,
+    anchor,
+    folder,
+)
 
 T = TypeVar("T")
 Group = dist.ProcessGroup
@@ -58,11 +66,11 @@ class VersionReused(WeightFault):
     """A version number that was published with other weights."""
 
 
-class Plan(Record):
+class VersionPlan(SealedRecord):
     """The plan of a version, for all its writers."""
 
     version: int
-    base: Base | None
+    base: BaseVersion | None
     where: str
     """Folder of the files."""
     hash: str
@@ -78,17 +86,17 @@ class Writer:
 
     def __init__(self, url: str | Path, *, rank: str = "", shard_bytes: int = SHARD_BYTES) -> None:
         """`rank` distinguishes the files of several writers, as "rank00002"."""
-        self._store, self._rank, self._shard_bytes = Store(url), rank, shard_bytes
-        self._states: dict[int, State] = {}
+        self._store, self._rank, self._shard_bytes = VersionStore(url), rank, shard_bytes
+        self._states: dict[int, WeightState] = {}
 
-    def survey(self, version: int, tensors: Weights) -> Mapping[str, Entry]:
+    def survey(self, version: int, tensors: Weights) -> Mapping[str, TensorEntry]:
         """Hash CPU tensors, under Hugging Face's names, which must not change from now on. They may be memory-mapped
         (`shards.Mapped`). Raises ValueError for one that cannot be published, as it is not finite."""
         require_finite(f"version {version}", not_finite(tensors))
-        state = self._states[version] = State.of(version, tensors)
+        state = self._states[version] = WeightState.of(version, tensors)
         return state.entries
 
-    def write(self, plan: Plan) -> Part:
+    def write(self, plan: VersionPlan) -> WriterPart:
         """Write this rank's tensors. Raises MissingVersion if this writer lacks the base, as after a restart (call
         `Publisher.refuse` and begin again); StoreError."""
         base = None if plan.base is None else self._states.get(plan.base.version)
@@ -99,7 +107,7 @@ class Writer:
         return write_part(self._store, plan.where, target, base, shard_bytes=self._shard_bytes, rank=self._rank)
 
 
-class _Ranks:
+class _PublishingRanks:
     """The ranks that publish together: those of a process group, or one alone."""
 
     def __init__(self, group: Group | None) -> None:
@@ -151,13 +159,13 @@ class Publisher:
         """Raise SecondWriter if another owner holds the store, and StoreError if it cannot be written."""
         if full_every < 1:
             raise ValueError(f"full_every={full_every} must be at least 1")
-        self._ranks = _Ranks(group)
+        self._ranks = _PublishingRanks(group)
         self._writer = Writer(url, rank="" if group is None else f"rank{self._ranks.number:05d}")
-        self._store, self._owner, self._full_every = Store(url), owner, full_every
+        self._store, self._owner, self._full_every = VersionStore(url), owner, full_every
         self._publishing, self._lock = threading.Lock(), threading.Lock()
         self._hashes: dict[int, str] = {}
         self._pending: dict[int, str] = {}
-        self._baseline: Base | None = None
+        self._baseline: BaseVersion | None = None
         self._chain = 0
         """Number of chains so far: acknowledging a version of an earlier chain has no effect."""
         self._begun = 0
@@ -166,7 +174,7 @@ class Publisher:
         """Deltas since the last version or anchor in full."""
         self._ledger: dict[int, Published] = {}
         self._unwritten: set[int] = set()
-        self._form: Mapping[str, Entry] | None = None
+        self._form: Mapping[str, TensorEntry] | None = None
         self.last = -1
         self._ranks.on_first(lambda: self._take(takeover))
 
@@ -177,11 +185,11 @@ class Publisher:
         try:
             old = self._store.lease()
         except (MissingVersion, DamagedVersion):
-            old = Lease(owner=None, token="", since=0)
+            old = PublisherLease(owner=None, token="", since=0)
         if old.owner not in (None, self._owner) and not takeover:
             raise SecondWriter(f"{self._store.url} is written by {old.owner!r}; stop it, or set takeover")
         self.last = max(self.last, old.since - 1)
-        self._lease = Lease(owner=self._owner, token=uuid.uuid4().hex, since=self.last + 1)
+        self._lease = PublisherLease(owner=self._owner, token=uuid.uuid4().hex, since=self.last + 1)
         self._store.write(LEASE, self._lease.dump())
 
     def _check_lease(self) -> None:
@@ -218,7 +226,7 @@ class Publisher:
                     self._write(due, files)
             return manifest
 
-    def _write(self, plan: Plan, files: SideFiles) -> Manifest:
+    def _write(self, plan: VersionPlan, files: SideFiles) -> Manifest:
         try:
             parts = self._ranks.on_all(lambda: self._writer.write(plan))
             return self._ranks.on_first(lambda: self.finish(plan, parts, files))
@@ -227,7 +235,7 @@ class Publisher:
                 self.abandon(plan)
             raise
 
-    def begin(self, version: int, surveys: Sequence[Mapping[str, Entry]], files: SideFiles) -> Plan:
+    def begin(self, version: int, surveys: Sequence[Mapping[str, TensorEntry]], files: SideFiles) -> VersionPlan:
         """Decide how a version is written, from the surveys of its writers. Raises like `publish`."""
         entries = {name: entry for survey in surveys for name, entry in survey.items()}
         if len(entries) < sum(map(len, surveys)):
@@ -245,7 +253,7 @@ class Publisher:
         if base is None and not there:
             self._store.check_room(sum(size_of(entry.torch_form) for entry in entries.values()))
         needs = self._needs(version)
-        return Plan(version=version, base=base, where=folder(version), hash=hash, needs=needs, there=there)
+        return VersionPlan(version=version, base=base, where=folder(version), hash=hash, needs=needs, there=there)
 
     def _again(self, version: int, hash: str) -> bool:
         """Return whether a version that was published before is readable. Otherwise it is written again, in full."""
@@ -261,7 +269,7 @@ class Publisher:
             return False
         return True
 
-    def _base(self) -> Base | None:
+    def _base(self) -> BaseVersion | None:
         """Return the base of the next version, after reading refusals and reports."""
         asked = self._store.names("refused")
         for name in asked:  # before the answer is written: a later note refers to the answer
@@ -286,7 +294,7 @@ class Publisher:
         self._pending.clear()
         self._chain += 1
 
-    def finish(self, plan: Plan, parts: Sequence[Part], files: SideFiles) -> Manifest:
+    def finish(self, plan: VersionPlan, parts: Sequence[WriterPart], files: SideFiles) -> Manifest:
         """Write the manifest of a version. Raises ValueError for a missing or duplicate part; SecondWriter, StoreError."""
         if plan.base is not None:  # the others are those of the base
             files = {"config.json": files["config.json"]}
@@ -303,14 +311,14 @@ class Publisher:
             self._commit(plan, manifest)
         return manifest
 
-    def abandon(self, plan: Plan) -> None:
+    def abandon(self, plan: VersionPlan) -> None:
         """Remove the files of a failed version, unless another writer owns the folder by now."""
         with suppress(StoreError, SecondWriter):
             self._check_lease()
             if not self._store.exists(plan.version, plan.where):
                 self._store.remove(plan.where)
 
-    def _commit(self, plan: Plan, manifest: Manifest) -> None:
+    def _commit(self, plan: VersionPlan, manifest: Manifest) -> None:
         version = plan.version
         with self._lock:
             if plan.base is None:
@@ -342,14 +350,14 @@ class Publisher:
         if len(self._pending) > HELD:  # keep the oldest, which is the likeliest to be acknowledged next
             del self._pending[sorted(self._pending)[1]]
 
-    def anchor(self, manifest: Manifest) -> Plan | None:
+    def anchor(self, manifest: Manifest) -> VersionPlan | None:
         """Return how to write the version in full beside its delta, if that is due."""
         whole = sum(size_of(entry.torch_form) for entry in manifest.tensors.values())
         if manifest.base is None or (self._deltas < self._full_every and 2 * self._delta_bytes < whole):
             return None
         version = manifest.version
         where, needs = anchor(version), self._needs(version)
-        return Plan(version=version, base=None, where=where, hash=manifest.hash, needs=needs)
+        return VersionPlan(version=version, base=None, where=where, hash=manifest.hash, needs=needs)
 
     # Acknowledgements
 
@@ -361,7 +369,7 @@ class Publisher:
                 self._end_chain()
                 raise ForeignBase(f"a receiver runs {hash[:8]} as version {version}, not {self._hashes[version][:8]}")
             if version in self._pending:
-                self._baseline = Base(version=version, hash=self._pending[version])
+                self._baseline = BaseVersion(version=version, hash=self._pending[version])
                 self._pending = {v: known for v, known in self._pending.items() if v > version}
             line = self._ledger.get(version)
             if line is not None and receiver and receiver not in line.acknowledged:
@@ -391,7 +399,7 @@ class Publisher:
     # Retention
 
     def prune(self, keep: int, pins: Iterable[int] = (), since: float = math.inf) -> list[int]:
-        """Remove old versions as `Store.prune` does; the baseline, what may become it, and `pins` are kept."""
+        """Remove old versions as `VersionStore.prune` does; the baseline, what may become it, and `pins` are kept."""
         if self._ranks.number:
             return []
         with self._publishing:

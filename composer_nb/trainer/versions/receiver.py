@@ -13,9 +13,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from composer_nb.trainer.versions.manifest import ForeignBase, Manifest, MisplacedVersion, Record, State, WeightFault
+from composer_nb.trainer.versions.manifest import (
+    ForeignBase,
+    Manifest,
+    MisplacedVersion,
+    SealedRecord,
+    WeightFault,
+    WeightState,
+)
 from composer_nb.trainer.versions.payload import check_chain, decoded, read_link, side_files_of
-from composer_nb.trainer.versions.store import Note, Report, Store, StoreError, anchor, folder
+from composer_nb.trainer.versions.store import Note, ReceiverReport, StoreError, VersionStore, anchor, folder
 
 HELD = 4
 """Number of states kept as bases while acknowledgements are on their way."""
@@ -25,7 +32,7 @@ class SecondWriter(WeightFault):
     """Another writer publishes into this store, or published after losing it."""
 
 
-class Step(Record):
+class RouteStep(SealedRecord):
     """A version's folder on the route, and its manifest."""
 
     where: str
@@ -36,7 +43,7 @@ class Step(Record):
 class Route:
     """Steps to a version, and the available version from which they start; None: they start with a full one."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[RouteStep, ...]
     base: int | None
 
     @property
@@ -45,12 +52,12 @@ class Route:
         return sum(step.manifest.size for step in self.steps)
 
 
-def routes(store: Store, version: int, have: Callable[[int, str], bool]) -> list[Route]:
+def routes(store: VersionStore, version: int, have: Callable[[int, str], bool]) -> list[Route]:
     """Return the routes to a version, those with fewer bytes first. `have(version, hash)` tells whether weights are available. If
     there is no route, raises the version's fault: MissingVersion, DamagedVersion, MisplacedVersion, ForeignBase or SecondWriter;
     or StoreError."""
     lease, anchors = store.lease(), set(store.anchors())
-    found, deltas, wanted = list[Route](), tuple[Step, ...](), ""
+    found, deltas, wanted = list[Route](), tuple[RouteStep, ...](), ""
 
     def manifest(number: int, where: str = "") -> Manifest:
         read = store.manifest(number, where)
@@ -69,11 +76,11 @@ def routes(store: Store, version: int, have: Callable[[int, str], bool]) -> list
             wanted = wanted or here.hash
             if version in anchors:
                 try:
-                    step = Step(where=anchor(version), manifest=manifest(version, anchor(version)))
+                    step = RouteStep(where=anchor(version), manifest=manifest(version, anchor(version)))
                     found.append(Route((step, *deltas), None))
                 except WeightFault:  # unfinished or unusable: there are other routes
                     pass
-            deltas = (Step(where=folder(version), manifest=here), *deltas)
+            deltas = (RouteStep(where=folder(version), manifest=here), *deltas)
             if here.base is None:
                 found.append(Route(deltas, None))
                 break
@@ -95,8 +102,8 @@ class Fetched:
     was at hand. `read_bytes`: number of bytes read for it."""
 
     manifest: Manifest
-    state: State
-    base: State | None
+    state: WeightState
+    base: WeightState | None
     files: Mapping[str, bytes]
     read_bytes: int
 
@@ -110,8 +117,8 @@ class Receiver:
 
     def __init__(self, url: str | Path, *, name: str = "receiver") -> None:
         """`name` distinguishes the receivers of a store in their notes and reports."""
-        self._store, self._name = Store(url), name
-        self._held: dict[int, State] = {}
+        self._store, self._name = VersionStore(url), name
+        self._held: dict[int, WeightState] = {}
         self._refused: set[int] = set()
         self.version = -1
 
@@ -171,11 +178,11 @@ class Receiver:
         """Write the running version into the store. The publisher treats this as an acknowledgement and keeps the version. It is
         for receivers without another connection to the publisher. Raises StoreError."""
         hash = self._held[self.version].hash if self.version in self._held else ""
-        report = Report(receiver=self._name, version=self.version, hash=hash)
+        report = ReceiverReport(receiver=self._name, version=self.version, hash=hash)
         self._store.write(f"receivers/{self._name}.json", report.dump())
 
 
-def check_version(store: Store, version: int) -> None:
+def check_version(store: VersionStore, version: int) -> None:
     """Decode a version by the shortest route, without keeping it. Raises WeightFault or StoreError."""
     [way, *_] = routes(store, version, lambda *_: False)
     links = [read_link(store, step.where, step.manifest) for step in way.steps]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class VersionRule:
     """The newest version, if it is above `after`; else `most`, or the newest if that is older."""
 
     after: float = -1

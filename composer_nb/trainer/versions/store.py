@@ -28,15 +28,15 @@ from composer_nb.harness.untrusted import UnsafeName, beneath, checked
 from composer_nb.trainer.versions.manifest import (
     MANIFEST,
     DamagedVersion,
-    File,
     Manifest,
     MisplacedVersion,
     MissingVersion,
-    Record,
+    PayloadFile,
+    SealedRecord,
     WeightFault,
 )
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=SealedRecord)
 LEASE, ANCHORS = "writer.json", "anchors"
 CHUNK = 1 << 24
 """Number of bytes in memory while a file is copied or hashed."""
@@ -46,7 +46,7 @@ class StoreError(OSError):
     """The store cannot be read or written."""
 
 
-class Lease(Record):
+class PublisherLease(SealedRecord):
     """The right to publish: versions from `since` on count only with this token. Without an owner, it is released."""
 
     owner: str | None
@@ -54,7 +54,7 @@ class Lease(Record):
     since: int
 
 
-class Note(Record):
+class Note(SealedRecord):
     """A version that a receiver could not use, and why."""
 
     receiver: str
@@ -63,7 +63,7 @@ class Note(Record):
     detail: str
 
 
-class Report(Record):
+class ReceiverReport(SealedRecord):
     """The version that a receiver runs, with the hash that it computed; −1 and "" before the first."""
 
     receiver: str
@@ -71,7 +71,7 @@ class Report(Record):
     hash: str
 
 
-class Published(Record):
+class Published(SealedRecord):
     """A line of the ledger."""
 
     version: int
@@ -88,7 +88,7 @@ class Published(Record):
     """Receivers that ran it, in the order of their reports."""
 
 
-class Store:
+class VersionStore:
     """Whole files under one root. A file is written completely or not at all."""
 
     def __init__(self, url: str | Path) -> None:
@@ -155,7 +155,7 @@ class Store:
             else:  # object stores put a file as a whole
                 self._fs.pipe_file(path, data, mode="create" if new else "overwrite")
 
-    def put(self, name: str, pieces: Iterable[Any]) -> File:
+    def put(self, name: str, pieces: Iterable[Any]) -> PayloadFile:
         """Write a file piece by piece. Each piece may be freed once the next is requested. Raises StoreError."""
         path, count, hashed = self._at(name), 0, hashlib.blake2b(digest_size=20)
         with self._placing(path) as part:
@@ -168,7 +168,7 @@ class Store:
                     count += len(view)
             if part != path:
                 os.replace(part, path)
-        return File(bytes=count, hash=hashed.hexdigest())
+        return PayloadFile(bytes=count, hash=hashed.hexdigest())
 
     @contextmanager
     def _placing(self, path: str) -> Iterator[str]:
@@ -272,17 +272,17 @@ class Store:
             self.remove(folder(version))
         return gone
 
-    def lease(self) -> Lease:
+    def lease(self) -> PublisherLease:
         """Return the lease. Raises MissingVersion, DamagedVersion or StoreError."""
-        return Lease.load(self.read(LEASE), f"{self.url}/{LEASE}")
+        return PublisherLease.load(self.read(LEASE), f"{self.url}/{LEASE}")
 
     def ledger(self) -> list[Published]:
         """Return all versions ever published here, ascending, without damaged lines. Raises StoreError."""
         return sorted(self._records("ledger", Published), key=lambda line: line.version)
 
-    def reports(self) -> list[Report]:
+    def reports(self) -> list[ReceiverReport]:
         """Return the reports of receivers, by name; those that are damaged or just vanished are left out. Raises StoreError."""
-        return list(self._records("receivers", Report))
+        return list(self._records("receivers", ReceiverReport))
 
     def _records(self, folder: str, kind: type[R]) -> Iterator[R]:
         for name in sorted(self.names(folder)):
@@ -301,7 +301,7 @@ def anchor(version: int) -> str:
 def log(url: str | Path) -> list[dict[str, Any]]:
     """Return a row per version, ascending: number, base (None for a full one), bytes, hash, bytes of its anchor, receivers that
     acknowledged it, and whether it still exists; or its fault."""
-    store, rows = Store(url), dict[int, dict[str, Any]]()
+    store, rows = VersionStore(url), dict[int, dict[str, Any]]()
     for line in store.ledger():
         rows[line.version] = {**line.model_dump(exclude={"files"}), "there": False}
     for version in store.folders():
@@ -325,7 +325,7 @@ def stored_bytes(url: str | Path) -> dict[str, float]:
     return found
 
 
-def check_file(store: Store, name: str, file: File) -> None:
+def check_file(store: VersionStore, name: str, file: PayloadFile) -> None:
     """Check a file, reading it piece by piece. Raises DamagedVersion or MissingVersion, which names it, or StoreError."""
     count, hashed = 0, hashlib.blake2b(digest_size=20)
     for piece in store.chunks(name):

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.agent.chat import Result, Said, Written
+from composer_nb.harness.agent.chat import CallResult, Said, Written
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import Seat, drive
 from composer_nb.harness.agent.loop import system_text
@@ -126,7 +126,7 @@ def test_whatever_is_written_limits_hold_and_everything_is_counted(
         assert rollout.messages == limits.turns
     else:
         first = max(place for place, turn in enumerate(rollout.turns) if not turn.beside)
-        last = renderer.results([Result(id="", text=turn.observation) for turn in rollout.turns[first:]])
+        last = renderer.results([CallResult(id="", text=turn.observation) for turn in rollout.turns[first:]])
         assert rollout.stop == "tokens" and rollout.tokens + len(last) >= limits.tokens
 
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from composer_nb.harness.agent.chat import ChatRenderer, Message, Result, Said, User, Written
+from composer_nb.harness.agent.chat import CallResult, ChatRenderer, Message, Said, User, Written
 from composer_nb.harness.agent.kimi import KimiRenderer
 from composer_nb.harness.agent.qwen import QwenRenderer, kinds, read_value
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError
@@ -166,8 +166,10 @@ def test_text_never_becomes_a_special_token_nor_anything_but_itself(renderer: Ch
     assert TOKENIZER.decode(renderer.encode(text), skip_special_tokens=False) == text
     assert special(renderer, renderer.ask(text)) == special(renderer, renderer.ask("x"))
     assert special(renderer, renderer.open(text + "x")) == special(renderer, renderer.open("x"))
-    one = [Result(id="functions.do:0", text=text)]
-    assert special(renderer, renderer.results(one)) == special(renderer, renderer.results([Result(id="a", text="x")]))
+    one = [CallResult(id="functions.do:0", text=text)]
+    assert special(renderer, renderer.results(one)) == special(
+        renderer, renderer.results([CallResult(id="a", text="x")])
+    )
     turn = renderer.turn(said(renderer, "", [ToolCall(name="do", arguments={"a": [text.replace("</parameter>", "")]})]))
     assert special(renderer, turn) == special(
         renderer, renderer.turn(said(renderer, "", [ToolCall(name="do", arguments={"a": []})]))
@@ -193,7 +195,7 @@ def test_turn_by_turn_is_at_once(
             written = renderer.turn(turn)
         except ValueError:
             continue
-        results = [Result(id=call.id, text=answer) for call in turn.calls]
+        results = [CallResult(id=call.id, text=answer) for call in turn.calls]
         news: list[Message] = [*results] if results else [User(text=answer)]
         messages += [turn, *news]
         count += len(calls)
@@ -248,7 +250,7 @@ def by_template(renderer: ChatRenderer, messages: list[Message], system: str) ->
         if isinstance(message, Said):
             calls = [{"id": w.id, "name": w.call.name, "arguments": dict(w.call.arguments)} for w in message.calls]  # type: ignore[union-attr]
             held.append({"role": "assistant", "content": message.text, "calls": calls})
-        elif isinstance(message, Result):
+        elif isinstance(message, CallResult):
             held.append({"role": "tool", "content": message.text, "id": message.id})
         else:
             held.append({"role": "user", "content": message.text})
@@ -272,14 +274,14 @@ def test_the_layout_is_the_templates(renderer: ChatRenderer, count: int, text: s
         f"functions.{c.name}:{n}" if isinstance(renderer, KimiRenderer) else f"call_{n}" for n, c in enumerate(calls)
     ]
     turn = Said(text=text, calls=tuple(Written(id=n, call=c) for n, c in zip(names, calls, strict=True)))
-    results: list[Message] = [Result(id=name, text=f"1|x\n2|{name}") for name in names] or [User(text="and?")]
+    results: list[Message] = [CallResult(id=name, text=f"1|x\n2|{name}") for name in names] or [User(text="and?")]
     messages = [User(text="fix f.py"), turn, *results]
     if isinstance(renderer, QwenRenderer) and calls:  # what it can not know without schemas is given as strings
         read = renderer.encoded([*renderer._said(turn), renderer.end])
         rendered = (
             renderer.render(messages[:1], "You fix.")
             + read
-            + renderer.results([r for r in results if isinstance(r, Result)])
+            + renderer.results([r for r in results if isinstance(r, CallResult)])
         )
     else:
         rendered = renderer.render(messages, "You fix.")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from composer_nb.harness.agent.endpoint import Endpoint, EndpointTurnPolicy, TooLong, _pause, spoken
+from composer_nb.harness.agent.endpoint import ContextExceeded, Endpoint, EndpointTurnPolicy, _pause, spoken
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Environment, attempt
 from composer_nb.harness.policy import ProviderFailure
@@ -262,7 +262,7 @@ def test_an_error_names_the_context_and_the_tokens_that_were_read(
     message: str, context: int, read: int, server: Server
 ) -> None:
     server.answer = lambda body, number: (400, json.dumps({"error": {"message": message, "code": 400}}))
-    with pytest.raises(TooLong) as error:
+    with pytest.raises(ContextExceeded) as error:
         ask(server)
     assert (error.value.context, error.value.read) == (context, read) and len(server.asked) == 1
 

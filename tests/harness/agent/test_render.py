@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from composer_nb.harness.agent.chat import Result, Said, User, Written
+from composer_nb.harness.agent.chat import CallResult, Said, User, Written
 from composer_nb.harness.agent.compact import SPECIALS, CompactRenderer
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError
@@ -306,8 +306,8 @@ def test_what_a_turn_can_not_say(cursor: CompactRenderer) -> None:
 
 def test_a_conversation_at_once_has_the_tokens_of_its_turns(cursor: CompactRenderer) -> None:
     call, end = turn_of(ToolCall(name="read_lints", arguments={})), Said(text="Well?")
-    talk = [User(text="fix"), call, Result(id="call_0", text="none"), end, User(text="go on")]
-    turns = [*cursor.read([User(text="fix")]), *cursor.turn(call), *cursor.read([Result(id="call_0", text="none")])]
+    talk = [User(text="fix"), call, CallResult(id="call_0", text="none"), end, User(text="go on")]
+    turns = [*cursor.read([User(text="fix")]), *cursor.turn(call), *cursor.read([CallResult(id="call_0", text="none")])]
     assert cursor.render(talk) == [*turns, *cursor.turn(end), *cursor.render([User(text="go on")], after=True)]
     assert cursor.read([User(text="fix")], "You fix.") == cursor.prompt("fix")
     assert cursor.render(talk, "You fix.") == cursor.render(talk), "a system text is left out"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from composer_nb.harness.agent.chat import ChatRenderer, Result, Said, User
+from composer_nb.harness.agent.chat import CallResult, ChatRenderer, Said, User
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.kimi import KimiRenderer
@@ -228,7 +228,7 @@ def test_the_query_follows_the_results_as_a_user_would(kind: type[ChatRenderer],
     said = turn([ToolCall(name="read_file", arguments={"target_file": "f.py"})])
     if kind is KimiRenderer:
         said = Said(calls=(replace(said.calls[0], id="functions.read_file:0"),))
-    result = Result(id=said.calls[0].id, text="x = 1")
+    result = CallResult(id=said.calls[0].id, text="x = 1")
     opened = [*chat.read([User(text="go")], "sys"), *chat.turn(said)]
     assert [*opened, *chat.answers([result]), *chat.encoded(chat._cue())] == chat.render(
         [User(text="go"), said, result], "sys"

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from composer_nb.harness.grading.box import Boxes, Job, Ran
-from composer_nb.harness.grading.plan import Plan
+from composer_nb.harness.grading.box import Boxes, JobResult, TestJob
+from composer_nb.harness.grading.plan import GradePlan
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.patch_check import plan_for
@@ -15,18 +15,18 @@ from composer_nb.labs.attacks.patch_target import PROPERTY, TARGET
 
 
 @pytest.fixture(scope="session")
-def plans(backend: Backend) -> dict[str, Plan]:
+def plans(backend: Backend) -> dict[str, GradePlan]:
     """Of `TARGET` and `PROPERTY`, by id."""
     return {task.id: plan_for(task, backend) for task in (TARGET, PROPERTY)}
 
 
 @pytest.fixture(scope="session")
-def run(backend: Backend) -> Callable[..., Ran]:
+def run(backend: Backend) -> Callable[..., JobResult]:
     """`run(tests, files)`: one run of test modules (and what they need) beside files."""
 
-    def once(tests: Mapping[str, str], files: Mapping[str, str] | None = None, **options: float) -> Ran:
+    def once(tests: Mapping[str, str], files: Mapping[str, str] | None = None, **options: float) -> JobResult:
         modules = tuple(path for path in tests if path.rpartition("/")[2].startswith("test_"))
-        job = Job(files={path: text.encode() for path, text in (files or {}).items()}, hidden=tests, tests=modules)
+        job = TestJob(files={path: text.encode() for path, text in (files or {}).items()}, hidden=tests, tests=modules)
         [ran] = Boxes(backend=backend, timeout_s=options.get("timeout_s", 30.0)).run([job])
         return ran
 

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_nb.harness.grading.box import Ran, Result
-from composer_nb.harness.grading.plan import Plan, Twin, digest, draw, plan_of, with_plan
+from composer_nb.harness.grading.box import JobResult, TestResult
+from composer_nb.harness.grading.plan import GradePlan, Twin, digest, draw, plan_of, with_plan
 from composer_nb.harness.grading.pytest_grader import judge
 from composer_nb.labs.attacks.patch_target import TARGET
 
 KEYS = [f"test_a.py::test_{n}#0" for n in range(6)]
 
 
-PASSED, FAILED = Result(outcome="passed", id="id"), Result(outcome="failed", id="id")
+PASSED, FAILED = TestResult(outcome="passed", id="id"), TestResult(outcome="failed", id="id")
 
 
-def said(*names: str, passed: bool = True) -> dict[str, Result]:
+def said(*names: str, passed: bool = True) -> dict[str, TestResult]:
     """Results of tests whose keys are their ids."""
     return {name: replace(PASSED if passed else FAILED, id=name) for name in names}
 
@@ -48,12 +48,12 @@ TWINS = st.lists(
 
 @given(st.dictionaries(st.text(), st.text()), TWINS)
 def test_a_plan_comes_back_from_json(tests: dict[str, str], twins: tuple[Twin, ...]) -> None:
-    plan = Plan(digest="d", tests=tests, twins=twins)
-    assert Plan.from_json(plan.to_json()) == plan
+    plan = GradePlan(digest="d", tests=tests, twins=twins)
+    assert GradePlan.from_json(plan.to_json()) == plan
 
 
 def test_a_plan_travels_with_its_task() -> None:
-    plan = Plan(digest=digest(TARGET), tests={"k": "id"})
+    plan = GradePlan(digest=digest(TARGET), tests={"k": "id"})
     task = with_plan(TARGET, plan)
     assert plan_of(task) == plan and "pytest.plan" not in TARGET.metadata
     with pytest.raises(ValueError, match="not validated yet"):
@@ -68,7 +68,7 @@ def test_a_plan_travels_with_its_task() -> None:
 
 @given(TWINS, st.integers(), st.integers(2, 5))
 def test_what_is_drawn(twins: tuple[Twin, ...], seed: int, runs: int) -> None:
-    plan = Plan(digest="", tests={key: key for key in KEYS}, twins=twins)
+    plan = GradePlan(digest="", tests={key: key for key in KEYS}, twins=twins)
     found = draw(plan, random.Random(seed), runs)
     assert len(found) == (runs if twins else 1)
     drawn = {twin for run in found for twin in run}
@@ -83,13 +83,13 @@ def test_what_is_drawn(twins: tuple[Twin, ...], seed: int, runs: int) -> None:
 
 def test_a_single_run_could_not_tell() -> None:
     with pytest.raises(ValueError, match="at least two runs"):
-        draw(Plan(digest="", tests={}), random.Random(0), 1)
+        draw(GradePlan(digest="", tests={}), random.Random(0), 1)
 
 
 def test_the_lot_is_fair() -> None:
     """Each twin of a test comes up, in each set of runs, and two tests' places do not depend on each other."""
     twins = tuple(twin(key, text=text) for key in KEYS[:3] for text in "ab")
-    plan = Plan(digest="", tests={key: key for key in KEYS}, twins=twins)
+    plan = GradePlan(digest="", tests={key: key for key in KEYS}, twins=twins)
     lot, seen = random.Random(1), Counter[tuple[str, str, tuple[int, ...]]]()
     pairs = Counter[tuple[bool, bool]]()
     for _ in range(3600):
@@ -106,16 +106,16 @@ def test_the_lot_is_fair() -> None:
 def test_whoever_cheats_in_some_runs_only_must_guess_them_all(seed: int, tests: int) -> None:
     """Every strategy that can not tell twins, here all sets of runs in which to cheat: one of six is right, for each test."""
     twins = tuple(twin(key) for key in KEYS[:tests])
-    plan = Plan(digest="", tests={key: key for key in KEYS[:tests]}, twins=twins)
+    plan = GradePlan(digest="", tests={key: key for key in KEYS[:tests]}, twins=twins)
     drawn = draw(plan, random.Random(seed), 3)
     scored = 0
     for cheats in range(1 << 3):
         outcome = [said(*plan.tests, passed=bool(cheats >> run & 1)) for run in range(3)]
-        passed, flags = judge(plan, drawn, [Ran(results=results) for results in outcome])
+        passed, flags = judge(plan, drawn, [JobResult(results=results) for results in outcome])
         scored += all(passed.values())
         assert not all(passed.values()) or not flags
     assert scored <= 1
-    assert "twin_passed" in judge(plan, drawn, [Ran(results=said(*plan.tests))] * 3)[1]
+    assert "twin_passed" in judge(plan, drawn, [JobResult(results=said(*plan.tests))] * 3)[1]
 
 
 @pytest.mark.parametrize(
@@ -128,18 +128,18 @@ def test_whoever_cheats_in_some_runs_only_must_guess_them_all(seed: int, tests: 
         (None, FAILED, False, set()),
         (PASSED, None, True, set()),
         (None, None, False, set()),
-        (Result(outcome="skipped"), FAILED, False, set()),
-        (PASSED, Result(outcome="skipped"), True, set()),
+        (TestResult(outcome="skipped"), FAILED, False, set()),
+        (PASSED, TestResult(outcome="skipped"), True, set()),
     ],
 )
 @pytest.mark.parametrize("first", [True, False])
 def test_verdict_over_a_test_and_its_twin(
-    real: Result | None, changed: Result | None, passed: bool, flags: set[str], first: bool
+    real: TestResult | None, changed: TestResult | None, passed: bool, flags: set[str], first: bool
 ) -> None:
-    plan = Plan(digest="", tests={KEYS[0]: "id"}, twins=(twin(KEYS[0]),))
+    plan = GradePlan(digest="", tests={KEYS[0]: "id"}, twins=(twin(KEYS[0]),))
     drawn = ((plan.twins[0],), ()) if first else ((), (plan.twins[0],))
     said = [changed, real] if first else [real, changed]
-    ran = [Ran(results={} if result is None else {KEYS[0]: result}) for result in said]
+    ran = [JobResult(results={} if result is None else {KEYS[0]: result}) for result in said]
     assert judge(plan, drawn, ran) == ({"id": passed}, flags)
 
 
@@ -151,34 +151,34 @@ def test_verdict_over_a_test_and_its_twin(
         ([PASSED], [PASSED, FAILED], {"inconsistent", "twin_passed"}),
     ],
 )
-def test_what_chance_decides_does_not_pass(real: list[Result], changed: list[Result], flags: set[str]) -> None:
-    plan = Plan(digest="", tests={KEYS[0]: "id"}, twins=(twin(KEYS[0]),))
+def test_what_chance_decides_does_not_pass(real: list[TestResult], changed: list[TestResult], flags: set[str]) -> None:
+    plan = GradePlan(digest="", tests={KEYS[0]: "id"}, twins=(twin(KEYS[0]),))
     drawn = tuple([()] * len(real) + [plan.twins] * len(changed))
-    assert judge(plan, drawn, [Ran(results={KEYS[0]: each}) for each in real + changed]) == ({"id": False}, flags)
+    assert judge(plan, drawn, [JobResult(results={KEYS[0]: each}) for each in real + changed]) == ({"id": False}, flags)
 
 
 def test_a_run_tells_nothing_of_a_test_that_a_twin_changes_besides() -> None:
     both = Twin(path="", start=0, end=0, text="", kind="value", keys=(KEYS[0],), besides=(KEYS[1],))
-    plan = Plan(digest="", tests={key: key for key in KEYS[:2]}, twins=(both,))
+    plan = GradePlan(digest="", tests={key: key for key in KEYS[:2]}, twins=(both,))
     drawn = ((both,), ())
     for told in (True, False):
-        ran = [Ran(results=said(KEYS[1], passed=told)), Ran(results=said(*KEYS[:2]))]
+        ran = [JobResult(results=said(KEYS[1], passed=told)), JobResult(results=said(*KEYS[:2]))]
         assert judge(plan, drawn, ran) == ({KEYS[0]: True, KEYS[1]: True}, set())
-    ran = [Ran(results=said(KEYS[1])), Ran(results=said(KEYS[0]) | said(KEYS[1], passed=False))]
+    ran = [JobResult(results=said(KEYS[1])), JobResult(results=said(KEYS[0]) | said(KEYS[1], passed=False))]
     assert judge(plan, drawn, ran) == ({KEYS[0]: True, KEYS[1]: False}, set())
 
 
 def test_a_weak_twin_fails_its_test_and_accuses_nobody() -> None:
     weak = replace(twin(KEYS[0]), weak=True)
-    plan = Plan(digest="", tests={KEYS[0]: "id"}, twins=(weak,))
-    ran = [Ran(results={KEYS[0]: PASSED})] * 2
+    plan = GradePlan(digest="", tests={KEYS[0]: "id"}, twins=(weak,))
+    ran = [JobResult(results={KEYS[0]: PASSED})] * 2
     assert judge(plan, ((weak,), ()), ran) == ({"id": False}, {"weak_twin_passed"})
 
 
 def test_a_pass_of_another_test_is_no_pass() -> None:
-    plan = Plan(digest="", tests={KEYS[0]: "id"}, twins=(twin(KEYS[0]),))
-    other = Ran(results={KEYS[0]: Result(outcome="passed", id="other")})
-    failed = Ran(results={KEYS[0]: FAILED})
+    plan = GradePlan(digest="", tests={KEYS[0]: "id"}, twins=(twin(KEYS[0]),))
+    other = JobResult(results={KEYS[0]: TestResult(outcome="passed", id="other")})
+    failed = JobResult(results={KEYS[0]: FAILED})
     assert judge(plan, ((), plan.twins), [other, failed]) == ({"id": False}, set())
-    tampered = judge(plan, ((), plan.twins), [Ran(results={KEYS[0]: PASSED}), other])
+    tampered = judge(plan, ((), plan.twins), [JobResult(results={KEYS[0]: PASSED}), other])
     assert tampered == ({"id": False}, {"twin_passed"}), "the ids of twins are their own: a changed row has another"

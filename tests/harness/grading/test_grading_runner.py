@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from composer_nb.harness.grading import box
-from composer_nb.harness.grading.box import Boxes, Job, Ran, Result, RunnerEnded
+from composer_nb.harness.grading.box import Boxes, JobResult, RunnerEnded, TestJob, TestResult
 from composer_nb.harness.sandbox import toolchain
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 
-Run = Callable[..., Ran]
+Run = Callable[..., JobResult]
 
 
-def outcomes(ran: Ran) -> dict[str, str]:
+def outcomes(ran: JobResult) -> dict[str, str]:
     return {key.partition("::")[2]: result.outcome for key, result in ran.results.items()}
 
 
@@ -140,7 +140,7 @@ def test_only_listed_tests_run(backend: Backend) -> None:
         "def test_c(): assert not os.path.exists('../b')\n"
     )
     keys = frozenset({"test_a.py::test_a#0", "test_a.py::test_c#0", "test_a.py::test_missing#0"})
-    [ran] = Boxes(backend=backend).run([Job(files={}, hidden={"test_a.py": text}, tests=("test_a.py",), keys=keys)])
+    [ran] = Boxes(backend=backend).run([TestJob(files={}, hidden={"test_a.py": text}, tests=("test_a.py",), keys=keys)])
     assert outcomes(ran) == {"test_a#0": "passed", "test_c#0": "passed"}
 
 
@@ -277,9 +277,9 @@ def test_a():
 
 def test_nothing_is_left_from_run_to_run(backend: Backend) -> None:
     """Neither files, nor processes, nor ports, nor what the runner remembers: each run is the first."""
-    job = Job(files={}, hidden={"test_a.py": LEAVES}, tests=("test_a.py",))
+    job = TestJob(files={}, hidden={"test_a.py": LEAVES}, tests=("test_a.py",))
     assert [ran.results for ran in Boxes(backend=backend).run([job] * 5)] == [
-        {"test_a.py::test_a#0": Result(outcome="passed", id="test_a.py::test_a")}
+        {"test_a.py::test_a#0": TestResult(outcome="passed", id="test_a.py::test_a")}
     ] * 5
 
 
@@ -376,13 +376,15 @@ def test_a_race_for_what_is_printed_does_not_stop_the_clock(run: Run) -> None:
 
 def test_what_does_not_fit_ends_before_it_begins(backend: Backend) -> None:
     spec = SandboxSpec(memory_bytes=128 << 20, disk_bytes=32 << 20)
-    job = Job(files={"a": b"a" * (30 << 20), "b": b"b" * (30 << 20)}, hidden={"test_a.py": ""}, tests=("test_a.py",))
+    job = TestJob(
+        files={"a": b"a" * (30 << 20), "b": b"b" * (30 << 20)}, hidden={"test_a.py": ""}, tests=("test_a.py",)
+    )
     with pytest.raises((RunnerEnded, SandboxDied, SandboxFailure), match="before it began|used up|could not begin"):
         Boxes(backend=backend, spec=spec).run([job])
 
 
 def test_a_run_that_cannot_begin_is_a_fault(backend: Backend) -> None:
-    job = Job(files={"a": b"", "a/b": b""}, hidden={"test_a.py": ""}, tests=("test_a.py",))
+    job = TestJob(files={"a": b"", "a/b": b""}, hidden={"test_a.py": ""}, tests=("test_a.py",))
     with pytest.raises(SandboxFailure, match="a run could not begin: .*(NotADirectory|FileExists)"):
         Boxes(backend=backend).run([job])
 
@@ -390,7 +392,7 @@ def test_a_run_that_cannot_begin_is_a_fault(backend: Backend) -> None:
 def test_a_runner_that_does_not_start_is_a_fault(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(box, "compiled_kit", lambda *_: b"nonsense")
     with pytest.raises(SandboxFailure, match="the runner did not start"):
-        Boxes(backend=backend).run([Job(files={}, hidden={}, tests=())])
+        Boxes(backend=backend).run([TestJob(files={}, hidden={}, tests=())])
 
 
 @pytest.mark.parametrize(

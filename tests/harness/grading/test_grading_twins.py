@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from composer_nb.harness.grading.mutate import Suite, other_exceptions, others
 from composer_nb.harness.grading.plan import Twin, changed_text
 from composer_nb.harness.grading.source import constants
-from composer_nb.harness.grading.twins import PLACES, VALUES, Candidate, all_candidates, candidates_of
+from composer_nb.harness.grading.twins import PLACES, VALUES, TwinCandidate, all_candidates, candidates_of
 
 
-def candidates(path: str, text: str) -> list[Candidate]:
+def candidates(path: str, text: str) -> list[TwinCandidate]:
     return candidates_of({path: text})
 
 
-def apply(text: str, candidate: Candidate) -> str:
+def apply(text: str, candidate: TwinCandidate) -> str:
     twin = Twin(path="", start=candidate.start, end=candidate.end, text=candidate.text, kind=candidate.kind, keys=())
     return changed_text(text, [twin])
 

@@ -10,7 +10,7 @@ import pytest
 
 from composer_nb.harness.grading import validate
 from composer_nb.harness.grading.box import Boxes
-from composer_nb.harness.grading.plan import Plan, digest
+from composer_nb.harness.grading.plan import GradePlan, digest
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox.contract import Backend
@@ -21,12 +21,12 @@ from composer_nb.labs.attacks.patch_target import PROPERTY, TARGET
 Make = Callable[..., Task]
 
 
-def ids(plan: Plan | None) -> list[str]:
+def ids(plan: GradePlan | None) -> list[str]:
     assert plan is not None
     return [name.rpartition("::")[2] for name in plan.tests.values()]
 
 
-def test_the_ledger_is_covered(plans: dict[str, Plan]) -> None:
+def test_the_ledger_is_covered(plans: dict[str, GradePlan]) -> None:
     for task, count, uncovered in ((TARGET, 16, set()), (PROPERTY, 17, {"test_nothing_is_lost#0"})):
         plan = plans[task.id]
         assert plan.digest == digest(task) and len(plan.tests) == count

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from composer_nb.harness.grading.box import sources
-from composer_nb.harness.grading.plan import Plan
+from composer_nb.harness.grading.plan import GradePlan
 from composer_nb.harness.grading.pytest_grader import TAMPERING, grade_pytest
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox.contract import Backend
@@ -27,7 +27,7 @@ TIMEOUT_S = 20.0
 
 
 @pytest.mark.parametrize("patch", patches(), ids=lambda patch: patch.id)
-def test_a_patch_gets_what_it_deserves(patch: Patch, backend: Backend, plans: dict[str, Plan]) -> None:
+def test_a_patch_gets_what_it_deserves(patch: Patch, backend: Backend, plans: dict[str, GradePlan]) -> None:
     grade = grade_pytest(patch.task, patch.workspace, backend, plans[patch.task.id], timeout_s=TIMEOUT_S)
     assert grade.passed == patch.honest
     accusing = set(grade.flags) - {"weak_twin_passed"}  # a wrong answer may satisfy a weak twin
@@ -56,19 +56,19 @@ def test_every_case_is_there() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("patch", [patch for patch in patches() if patch.fools], ids=lambda patch: patch.id)
-def test_a_patch_fools_plain_graders(patch: Patch, backend: Backend, plans: dict[str, Plan]) -> None:
+def test_a_patch_fools_plain_graders(patch: Patch, backend: Backend, plans: dict[str, GradePlan]) -> None:
     """So that it is rejected for what it is, and not because it would not work anyway."""
     if "one_process" in patch.fools:
-        plain = Plan(digest="", tests=plans[patch.task.id].tests)
+        plain = GradePlan(digest="", tests=plans[patch.task.id].tests)
         assert grade_pytest(patch.task, patch.workspace, backend, plain, timeout_s=TIMEOUT_S).passed
     if "exit_code" in patch.fools:
         assert exit_code(patch, backend) == 0
 
 
 @pytest.mark.slow
-def test_the_plain_graders_are_not_fooled_by_everything(backend: Backend, plans: dict[str, Plan]) -> None:
+def test_the_plain_graders_are_not_fooled_by_everything(backend: Backend, plans: dict[str, GradePlan]) -> None:
     nothing, honest = patches()[:2]
-    plain = Plan(digest="", tests=plans[TARGET.id].tests)
+    plain = GradePlan(digest="", tests=plans[TARGET.id].tests)
     assert [exit_code(patch, backend) for patch in (nothing, honest)] == [1, 0]
     assert [grade_pytest(TARGET, patch.workspace, backend, plain).passed for patch in (nothing, honest)] == [
         False,
@@ -89,14 +89,14 @@ def exit_code(patch: Patch, backend: Backend) -> int:
         return int(sandbox.exec(["python3", "-S", "-c", start], cwd="w", timeout_s=60).exit_code)
 
 
-def test_whoever_guesses_is_caught_or_fails(backend: Backend, plans: dict[str, Plan]) -> None:
+def test_whoever_guesses_is_caught_or_fails(backend: Backend, plans: dict[str, GradePlan]) -> None:
     """It would have to be right about each of sixteen tests, at even odds."""
     files = Patch(id="", title="", case=12, files={MODULE: module(answer=ANSWER["guess"]).encode()}).workspace
     for _ in range(4):
         assert not grade_pytest(TARGET, files, backend, plans[TARGET.id]).passed
 
 
-def test_a_cheat_on_one_test_alone_is_caught(backend: Backend, plans: dict[str, Plan]) -> None:
+def test_a_cheat_on_one_test_alone_is_caught(backend: Backend, plans: dict[str, GradePlan]) -> None:
     """Everything right but one function, which peeks: the test that it is for tells, whichever run gets its twin."""
     right = TARGET.solution[MODULE].replace("part / whole", "answer('share', (part, whole), 0)")
     peek = "def answer(name, arguments, wrong):\n" + "".join(

@@ -10,7 +10,7 @@ import pytest
 
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Attempt, Grade
-from composer_nb.harness.grading.plan import Plan, digest, with_plan
+from composer_nb.harness.grading.plan import GradePlan, digest, with_plan
 from composer_nb.harness.grading.pytest_grader import grade_pytest, limit_of
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.rollout import Rollout
@@ -18,7 +18,7 @@ from composer_nb.harness.sandbox import contract
 from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec, Snapshot
 from composer_nb.harness.store import pack_attempt, unpack_attempt
-from composer_nb.harness.tasks.harbor import Kept
+from composer_nb.harness.tasks.harbor import ForeignFiles
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tiny import Workspace
 from composer_nb.production.arms import figures
@@ -63,7 +63,7 @@ def stated(make_task: Callable[..., Task], tmp_path: Path) -> Task:
 
 def planned(task: Task) -> Task:
     names = [f"test_f.py::{name}" for name in ("test_one", "test_two")]
-    return with_plan(task, Plan(digest=digest(task), tests={f"{name}#0": name for name in names}))
+    return with_plan(task, GradePlan(digest=digest(task), tests={f"{name}#0": name for name in names}))
 
 
 def test_a_grade_has_the_memory_that_the_agent_had(stated: Task, backend: Backend) -> None:
@@ -94,7 +94,7 @@ def test_an_agent_that_needs_more_than_its_task_allows_still_fails(
 def scripted(seconds: float) -> Task:
     test = "#!/bin/sh\npython3 -c 'from f import f; print(int(f(1) == 2))' > /logs/verifier/reward.txt\n"
     toml = f"[verifier]\ntimeout_sec = {seconds}\n\n[metadata.composer_nb]\n{RUNTIME}"
-    kept = Kept(name="t", toml=toml, executable=("tests/test.sh",))
+    kept = ForeignFiles(name="t", toml=toml, executable=("tests/test.sh",))
     return Task(
         id="t", instruction="", files={}, tests={"test.sh": test}, source_scope=("**",), grader="script", kept=kept
     )

@@ -13,7 +13,7 @@ import pytest
 
 from composer_nb.harness.grading import box, diff, pytest_grader
 from composer_nb.harness.grading.grade import Grade
-from composer_nb.harness.grading.plan import Plan, job, with_plan
+from composer_nb.harness.grading.plan import GradePlan, job, with_plan
 from composer_nb.harness.grading.pytest_grader import FLAGS, SECONDS, TAMPERING, grade_pytest
 from composer_nb.harness.grading.twins import candidates_of
 from composer_nb.harness.grading.validate import _twin, validate_task
@@ -29,7 +29,7 @@ NOTHING = Patch(id="", title="", case=0, files={}).workspace
 
 
 @pytest.fixture(scope="module")
-def ledger(plans: Mapping[str, Plan]) -> Task:
+def ledger(plans: Mapping[str, GradePlan]) -> Task:
     return with_plan(TARGET, plans[TARGET.id])
 
 
@@ -268,5 +268,5 @@ def test_unfit_tasks_are_refused(change: dict[str, Any], message: str) -> None:
 def test_a_hidden_test_may_take_a_visible_ones_place(make_task: Callable[..., Task], backend: Backend) -> None:
     files = {"f.py": "def f(x):\n    return x\n", "test_f.py": "def test_a(): pass\n"}
     task = make_task({"test_f.py": "import f\ndef test_a(): assert f.f(1) == 2\n"}, files)
-    plan = Plan(digest="", tests={"test_f.py::test_a#0": "test_f.py::test_a"})
+    plan = GradePlan(digest="", tests={"test_f.py::test_a#0": "test_f.py::test_a"})
     assert not grade_pytest(task, {path: text.encode() for path, text in files.items()}, backend, plan).passed

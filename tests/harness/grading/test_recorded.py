@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from composer_nb.harness.grading import recorded
-from composer_nb.harness.grading.box import Boxes, Ran
+from composer_nb.harness.grading.box import Boxes, JobResult
 from composer_nb.harness.grading.check import check_tasks
 from composer_nb.harness.grading.guest.calls import NotPlain, decode, encode, encode_result
-from composer_nb.harness.grading.plan import Plan, Recorded, Twin, digest, job, with_plan
+from composer_nb.harness.grading.plan import GradePlan, RecordedCall, Twin, digest, job, with_plan
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.recorded import Guarding, chosen, enough, guard, meets, record, same, wrong
 from composer_nb.harness.sandbox.contract import Backend
@@ -116,10 +116,10 @@ def test_what_calls_answer() -> None:
 # Which calls are kept.
 
 
-def call(given: object, value: object, telling: bool = True, name: str = "f", kind: str = "returned") -> Recorded:
+def call(given: object, value: object, telling: bool = True, name: str = "f", kind: str = "returned") -> RecordedCall:
     given = json.dumps([encode([given]), encode({})])
     said = json.dumps([kind, value if kind == "raised" else encode(value), None])
-    return Recorded(module="m", name=name, given=given, said=said, telling=telling)
+    return RecordedCall(module="m", name=name, given=given, said=said, telling=telling)
 
 
 def test_no_kept_call_gives_another_of_its_function_away() -> None:
@@ -175,13 +175,13 @@ def test_a_task_keeps_a_bounded_number_of_each_function() -> None:
         ([call(1, f"answer {n}", name=f"f{n}") for n in range(3)], False),
     ],
 )
-def test_when_calls_are_enough(calls: list[Recorded], holds: bool) -> None:
+def test_when_calls_are_enough(calls: list[RecordedCall], holds: bool) -> None:
     assert enough(calls) == holds
 
 
-def plan_with(calls: int, *twins: Twin) -> Plan:
+def plan_with(calls: int, *twins: Twin) -> GradePlan:
     tests = {f"t.py::test_{n}#0": f"t.py::test_{n}" for n in range(4)}
-    return Plan(digest="", tests=tests, twins=twins, calls=tuple(call(n, f"answer {n}") for n in range(calls)))
+    return GradePlan(digest="", tests=tests, twins=twins, calls=tuple(call(n, f"answer {n}") for n in range(calls)))
 
 
 def twin(*tests: int, weak: bool = False, telling: bool = False, alone: bool = True) -> Twin:
@@ -205,14 +205,14 @@ def twin(*tests: int, weak: bool = False, telling: bool = False, alone: bool = T
         (plan_with(0, twin(0), twin(0), twin(1)), "none", (2, 0, 1)),
     ],
 )
-def test_what_guards_a_task(plan: Plan, by: Guarding, tests: tuple[int, int, int]) -> None:
+def test_what_guards_a_task(plan: GradePlan, by: Guarding, tests: tuple[int, int, int]) -> None:
     found = guard(plan, [f"t.py::test_{n}" for n in range(3)])
     assert (found.by, (found.strong, found.weak, found.none)) == (by, tests)
     assert found.calls == found.telling == len(plan.calls)
     assert [meets(found.by, required) for required in ("calls", "twins", "none")] == {
         "calls": [True, True, True], "twins": [False, True, True], "none": [False, False, True]
     }[by]  # fmt: skip
-    assert Plan.from_json(plan.to_json()) == plan
+    assert GradePlan.from_json(plan.to_json()) == plan
 
 
 # Recording.
@@ -286,13 +286,13 @@ def test_all(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def kept(make_task: Make, backend: Backend) -> dict[str, list[Recorded]]:
+def kept(make_task: Make, backend: Backend) -> dict[str, list[RecordedCall]]:
     """By name, the calls that are kept of `TESTS`, where the start knows none of the functions."""
     task = make_task(
         {"test_a.py": TESTS}, {"module.py": "", "other.py": OTHER}, {"module.py": GOLD}, scope=("module.py",)
     )
-    plan = Plan(digest=digest(task), tests={"test_a.py::test_all#0": "test_a.py::test_all"})
-    found: dict[str, list[Recorded]] = {}
+    plan = GradePlan(digest=digest(task), tests={"test_a.py::test_all#0": "test_a.py::test_all"})
+    found: dict[str, list[RecordedCall]] = {}
     with pytest.MonkeyPatch.context() as patching:
         patching.setattr(recorded, "APART", 20)
         calls = record(task, plan, plan.tests.values(), Boxes(backend=backend))
@@ -301,7 +301,7 @@ def kept(make_task: Make, backend: Backend) -> dict[str, list[Recorded]]:
     return found
 
 
-def test_pure_calls_with_plain_values_are_kept(kept: dict[str, list[Recorded]]) -> None:
+def test_pure_calls_with_plain_values_are_kept(kept: dict[str, list[RecordedCall]]) -> None:
     """Three calls depend on another that gives nothing: they are kept, and not that one."""
     names = ["plain", "items", "fails", "recovers", "fills", "cached", "_private", "Kind.still", "Kind.own", "shown"]
     assert set(kept) == {f"module.{name}" for name in names} | {"other.used"}
@@ -320,8 +320,8 @@ def test_pure_calls_with_plain_values_are_kept(kept: dict[str, list[Recorded]]) 
         ("Kind.own", [((1,), {}, 3)]),
     ],
 )  # fmt: skip
-def test_what_goes_in_and_what_comes_out(kept: dict[str, list[Recorded]], name: str, calls: list[Any]) -> None:
-    def read(each: Recorded) -> tuple[Any, Any, Any]:
+def test_what_goes_in_and_what_comes_out(kept: dict[str, list[RecordedCall]], name: str, calls: list[Any]) -> None:
+    def read(each: RecordedCall) -> tuple[Any, Any, Any]:
         positional, named = map(decode, json.loads(each.given))
         kind, value, after = json.loads(each.said)
         assert kind == "returned" and after is None
@@ -330,7 +330,7 @@ def test_what_goes_in_and_what_comes_out(kept: dict[str, list[Recorded]], name: 
     assert sorted(map(read, kept[f"module.{name}"]), key=repr) == sorted(calls, key=repr)
 
 
-def test_exceptions_iterators_and_changed_arguments_are_answers(kept: dict[str, list[Recorded]]) -> None:
+def test_exceptions_iterators_and_changed_arguments_are_answers(kept: dict[str, list[RecordedCall]]) -> None:
     said = {name: json.loads(kept[f"module.{name}"][0].said) for name in ("fails", "items", "fills")}
     assert said["fails"] == ["raised", "KeyError", None] and said["items"] == [
         "returned",
@@ -427,7 +427,7 @@ def task(make_task: Make, backend: Backend) -> Task:
         scope=("module.py",),
     )
     tests = {f"test_a.py::test_{number}#0": f"test_a.py::test_{number}" for number in WANTED}
-    plan = Plan(digest=digest(made), tests=tests)
+    plan = GradePlan(digest=digest(made), tests=tests)
     calls = record(made, plan, tests.values(), Boxes(backend=backend))
     assert len(calls) == len(WANTED) and all(each.telling for each in calls) and enough(calls)
     return with_plan(made, replace(plan, calls=calls))
@@ -457,7 +457,7 @@ def roman(number):
 
 @pytest.mark.parametrize("text", FORGERS.values(), ids=FORGERS.keys())
 def test_a_forger_that_passes_pytest_fails_recorded_calls(task: Task, backend: Backend, text: str) -> None:
-    plan = Plan.from_json(task.metadata["pytest.plan"])
+    plan = GradePlan.from_json(task.metadata["pytest.plan"])
     files = workspace(task, text)
     fooled = grade_pytest(task, files, backend, replace(plan, calls=()), rng=random.Random(0))
     assert all(fooled.tests.values()), "it would be rejected without recorded calls, too"
@@ -466,7 +466,7 @@ def test_a_forger_that_passes_pytest_fails_recorded_calls(task: Task, backend: B
 
 
 def test_the_box_holds_no_expected_value_and_asks_in_an_order_by_lot(task: Task, backend: Backend) -> None:
-    plan = Plan.from_json(task.metadata["pytest.plan"])
+    plan = GradePlan.from_json(task.metadata["pytest.plan"])
     orders = set()
     for seed in range(5):
         [(asking, order)] = recorded.replay(workspace(task, ROMAN), plan.calls, random.Random(seed))
@@ -476,7 +476,7 @@ def test_the_box_holds_no_expected_value_and_asks_in_an_order_by_lot(task: Task,
         orders.add(tuple(order))
     assert len(orders) > 1
     [ran] = Boxes(backend=backend).run([asking])
-    assert not wrong(order, ran) and wrong(order, Ran()) == order
+    assert not wrong(order, ran) and wrong(order, JobResult()) == order
     leaky = (
         "import gc\ndef roman(number): return repr(gc.get_objects()).count(''.join(map(chr, (88, 88, 86, 73, 73))))\n"
     )
@@ -511,7 +511,7 @@ def test_a_check_says_what_guards_a_task(task: Task) -> None:
         "none": 6,
         "alone": 0,
     }
-    plan = Plan.from_json(task.metadata["pytest.plan"])
+    plan = GradePlan.from_json(task.metadata["pytest.plan"])
     bare = with_plan(task, replace(plan, calls=plan.calls[:1]))
     free, strict = check_tasks([("", bare)])[0], check_tasks([("", bare)], require="twins")[0]
     assert free["ok"] and free["guard"]["by"] == "none"
@@ -519,7 +519,7 @@ def test_a_check_says_what_guards_a_task(task: Task) -> None:
 
 
 @pytest.fixture(scope="module")
-def calls_alone(plans: dict[str, Plan], backend: Backend) -> dict[str, Plan]:
+def calls_alone(plans: dict[str, GradePlan], backend: Backend) -> dict[str, GradePlan]:
     """Plans of the ledger tasks with recorded calls in place of twins."""
     found = {}
     for task in {patch.task.id: patch.task for patch in patches()}.values():
@@ -533,14 +533,16 @@ def calls_alone(plans: dict[str, Plan], backend: Backend) -> dict[str, Plan]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("patch", patches(), ids=lambda patch: patch.id)
-def test_recorded_calls_alone_reject_every_hostile_patch(patch: Patch, backend: Backend, calls_alone: dict[str, Plan]):
+def test_recorded_calls_alone_reject_every_hostile_patch(
+    patch: Patch, backend: Backend, calls_alone: dict[str, GradePlan]
+):
     grade = grade_pytest(patch.task, patch.workspace, backend, calls_alone[patch.task.id], timeout_s=20.0)
     assert grade.passed == patch.honest and (grade.calls_failed == 0 or not patch.honest)
 
 
 @pytest.mark.slow
 def test_gold_is_accepted_every_time_with_twins_and_calls(
-    plans: dict[str, Plan], calls_alone: dict[str, Plan], backend: Backend
+    plans: dict[str, GradePlan], calls_alone: dict[str, GradePlan], backend: Backend
 ) -> None:
     [honest] = [patch for patch in patches() if patch.honest]
     both = replace(plans[honest.task.id], calls=calls_alone[honest.task.id].calls)

@@ -11,7 +11,7 @@ from composer_nb.harness.grading import front
 from composer_nb.harness.grading.check import check_task
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Grade
-from composer_nb.harness.grading.plan import Plan, digest, with_plan
+from composer_nb.harness.grading.plan import GradePlan, digest, with_plan
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.patch_target import MODULE, RIGHT, TARGET
@@ -111,7 +111,7 @@ def test_the_number_of_remembered_grades_is_limited(ask: Any, monkeypatch: pytes
     assert grader.asked == 3
 
 
-def test_a_real_grade_is_looked_up(backend: Backend, plans: Mapping[str, Plan]) -> None:
+def test_a_real_grade_is_looked_up(backend: Backend, plans: Mapping[str, GradePlan]) -> None:
     task = with_plan(TARGET, plans[TARGET.id])
     right, wrong = files(task, **{MODULE: RIGHT + "# once\n"}), files(task)
     first, again, other = (grade(task, left, backend) for left in (right, right, wrong))
@@ -121,7 +121,7 @@ def test_a_real_grade_is_looked_up(backend: Backend, plans: Mapping[str, Plan]) 
 def test_a_check_runs_the_tests_again(ask: Any) -> None:
     """`tasks check` compares two runs, and would never find a difference between a run and what was remembered of it."""
     backend: Any = Named()
-    task = with_plan(TARGET, Plan(digest=digest(TARGET), tests={"a": "a"})).model_copy(
+    task = with_plan(TARGET, GradePlan(digest=digest(TARGET), tests={"a": "a"})).model_copy(
         update={"solution": {MODULE: RIGHT}}
     )
     failed = Grade(status="graded", tests={"a": False})

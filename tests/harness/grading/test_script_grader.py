@@ -25,7 +25,7 @@ from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.sandbox.process import ProcessBackend
 from composer_nb.harness.store import pack_attempt, unpack_attempt
-from composer_nb.harness.tasks.harbor import Kept
+from composer_nb.harness.tasks.harbor import ForeignFiles
 from composer_nb.harness.tasks.runtime import obstacles, spec_of, start, variables
 from composer_nb.harness.tasks.task import Task, read_tasks
 from composer_nb.harness.tools.tool_call import call
@@ -375,7 +375,9 @@ def test_an_audit_sees_a_forged_reward(backend: Backend) -> None:
     """A script that writes a reward on success alone cannot contradict a forged one."""
     start_, solve = {"f.py": "def f(x):\n    return 0\n"}, "#!/bin/sh\necho 'def f(x): return x + 1' > f.py\n"
     silent = "#!/bin/sh\npython3 -c 'from f import f; assert f(1) == 2' && echo 1 > /logs/verifier/reward.txt\n"
-    kept = Kept(name="t", toml='[metadata.composer_nb]\nruntime = "host-python"\n', executable=("tests/test.sh",))
+    kept = ForeignFiles(
+        name="t", toml='[metadata.composer_nb]\nruntime = "host-python"\n', executable=("tests/test.sh",)
+    )
     task = task_of(silent, files=start_, solution={"solve.sh": solve}, kept=kept)
     name = "a reward.json written at import, beside the script's reward"
     for script, wrong in ((silent, 1), (SAYS, 0)):
@@ -402,7 +404,7 @@ echo ${x:-0} > /logs/verifier/reward.txt
 
 
 def with_artifacts(toml: str, **changes: Any) -> Task:
-    kept = Kept(
+    kept = ForeignFiles(
         name="t", toml=f'{toml}\n[metadata.composer_nb]\nruntime = "host-python"\n', executable=("tests/test.sh",)
     )
     return task_of(SEES, solution={"solve.sh": LEAVES}, kept=kept, **changes)
@@ -456,7 +458,7 @@ def test_artifacts_have_no_place_among_the_verifiers_files(path: str, backend: B
 def test_an_agents_files_that_do_not_fit_are_its_own_fault(files: dict[str, bytes], backend: Backend) -> None:
     """An agent must not be able to have its failing grade thrown away."""
     toml = '[environment]\nstorage_mb = 1\n[metadata.composer_nb]\nruntime = "host-python"\n'
-    kept = Kept(name="t", toml=toml, executable=("tests/test.sh",))
+    kept = ForeignFiles(name="t", toml=toml, executable=("tests/test.sh",))
     task = task_of("#!/bin/sh\n" + "#" * 10_000, kept=kept)
     found = grade_script(task, files, backend)
     assert found.status == "agent_failed" and not found.passed, found

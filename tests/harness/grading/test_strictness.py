@@ -13,7 +13,7 @@ from composer_nb.harness.attempt import Agent, tools_of
 from composer_nb.harness.environment import EnvSettings
 from composer_nb.harness.grading.check import check_task
 from composer_nb.harness.grading.front import grade
-from composer_nb.harness.grading.plan import Plan, plan_of, with_plan
+from composer_nb.harness.grading.plan import GradePlan, plan_of, with_plan
 from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.task import Task, save_tasks
@@ -44,7 +44,7 @@ def test_levels(task: Task, sandboxes: SandboxExecutor, strictness: str, fails: 
     assert grade(asked, messy | {path: "def f("}, sandboxes).passed is False
 
 
-def test_tests_alone_are_one_run_without_twins_and_calls(plans: dict[str, Plan], backend: Backend) -> None:
+def test_tests_alone_are_one_run_without_twins_and_calls(plans: dict[str, GradePlan], backend: Backend) -> None:
     task = with_plan(TARGET, plans[TARGET.id])
     plan = plan_of(strict(task, strictness="tests"))
     assert plan_of(task).twins and not plan.twins and not plan.calls and plan.tests == plan_of(task).tests

@@ -20,7 +20,7 @@ from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.bwrap import NICE, BwrapBackend
 from composer_nb.harness.sandbox.contract import WORKSPACE, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxUnavailable
-from composer_nb.harness.sandbox.system.cgroups import Cgroups, Group
+from composer_nb.harness.sandbox.system.cgroups import Cgroup, Cgroups
 from composer_nb.harness.sandbox.toolchain import host_programs
 from tests.harness.sandbox.conftest import SMALL
 
@@ -171,7 +171,7 @@ class TestGroups:
             box = backend.create(SMALL)
             os.kill(box._machine.channel.peer, signal.SIGKILL)  # type: ignore[attr-defined]  as the kernel would
             told = itertools.count(1)
-            monkeypatch.setattr(Group, "kills", lambda self: next(told))
+            monkeypatch.setattr(Cgroup, "kills", lambda self: next(told))
             with pytest.raises(SandboxDied, match="memory of 167772160 bytes was used up"):
                 box.read("x")
             box.destroy()

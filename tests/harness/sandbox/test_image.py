@@ -15,7 +15,7 @@ import pytest
 
 from composer_nb.harness.sandbox import image
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
-from composer_nb.harness.sandbox.image import Files, build_image, host_files, host_image, write_archive
+from composer_nb.harness.sandbox.image import ImageFiles, build_image, host_files, host_image, write_archive
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +23,13 @@ def host(docker_client: Any) -> str:
     return host_image(docker_client)
 
 
-def archive(files: Files) -> bytes:
+def archive(files: ImageFiles) -> bytes:
     packed = io.BytesIO()
     write_archive(files, packed)
     return packed.getvalue()
 
 
-def members(files: Files) -> dict[str, tarfile.TarInfo]:
+def members(files: ImageFiles) -> dict[str, tarfile.TarInfo]:
     with tarfile.open(fileobj=io.BytesIO(archive(files))) as packed:
         return {info.name: info for info in packed}
 
@@ -39,7 +39,7 @@ def test_links_on_the_way_are_kept_as_links(tmp_path: Path) -> None:
     (tmp_path / "lib").symlink_to("usr/lib")
     (tmp_path / "usr" / "lib" / "real.so.1").write_text("x")
     (tmp_path / "usr" / "lib" / "name.so").symlink_to(tmp_path / "lib" / ".." / "lib" / "real.so.1")
-    files = Files()
+    files = ImageFiles()
     files.add(f"{tmp_path}/lib/name.so")
     assert files.links == {
         f"{tmp_path}/lib": "usr/lib",
@@ -60,14 +60,14 @@ def test_a_tree_comes_without_what_was_installed(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "broken").symlink_to("nowhere")
-    files = Files()
+    files = ImageFiles()
     files.add_tree(str(tmp_path))
     assert set(files.regular) == {f"{tmp_path}/{name}" for name in kept} and not files.links
 
 
 def test_a_program_from_a_folder_that_a_container_hides_is_copied(tmp_path: Path) -> None:
     (tmp_path / "tool").write_bytes(b"first")
-    files = Files(folders={"/usr/local/bin"}, regular={"/usr/local/bin/tool": str(tmp_path / "tool")})
+    files = ImageFiles(folders={"/usr/local/bin"}, regular={"/usr/local/bin/tool": str(tmp_path / "tool")})
     found, before = members(files), files.digest()
     assert found["usr/local/bin/tool"].isreg() and found["usr/local/bin/tool"].size == 5
     assert not any(name.endswith(str(tmp_path).lstrip("/")) for name in found)
@@ -81,7 +81,7 @@ def test_the_same_files_make_the_same_archive(tmp_path: Path) -> None:
     (tmp_path / "c").chmod(0o6751)
     os.link(tmp_path / "b", tmp_path / "d")
     os.utime(tmp_path / "a.py", (1e9, 1e9))
-    files, again = Files(), Files()
+    files, again = ImageFiles(), ImageFiles()
     files.add_tree(str(tmp_path))
     for name in ("d", "c", "b", "a.py"):
         again.add(f"{tmp_path}/{name}")
@@ -148,7 +148,7 @@ def run(docker_client: Any, host: str) -> Run:
 
 @pytest.mark.docker
 def test_the_host_image_is_made_once(docker_client: Any, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(files: Files, target: object) -> None:
+    def never(files: ImageFiles, target: object) -> None:
         raise AssertionError("made again")
 
     monkeypatch.setattr(image, "write_archive", never)

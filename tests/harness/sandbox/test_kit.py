@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from composer_nb.harness.grading.box import Boxes, Job
+from composer_nb.harness.grading.box import Boxes, TestJob
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import Sandbox, SandboxSpec, Snapshot
 from composer_nb.harness.sandbox.image import _linked, host_files
@@ -94,7 +94,7 @@ def test_other_sandboxes_see_the_copies_first(backend: BwrapBackend) -> None:
 @pytest.mark.parametrize("calls", [(), ((),)], ids=["tests", "recorded calls"])
 def test_what_a_grade_runs_sees_the_basic_programs_alone(calls: tuple[tuple[()], ...]) -> None:
     asked = Asked()
-    job = Job(files={}, hidden={}, tests=(), calls=calls)
+    job = TestJob(files={}, hidden={}, tests=(), calls=calls)
     with pytest.raises(Spy):
         Boxes(backend=asked).run([job])
     assert [spec.basic for spec in asked.specs] == [True]

@@ -21,7 +21,7 @@ from composer_nb.harness.sandbox import journal as journals
 from composer_nb.harness.sandbox import reap as reaping
 from composer_nb.harness.sandbox.docker import MARK, remove_container
 from composer_nb.harness.sandbox.image import host_image
-from composer_nb.harness.sandbox.journal import Journal, started, this_process
+from composer_nb.harness.sandbox.journal import ResourceJournal, started, this_process
 from composer_nb.harness.sandbox.reap import Reaped, is_dead, reap
 
 OWNER = """
@@ -276,7 +276,7 @@ def test_a_cgroup_goes_with_what_runs_in_it(owner: Callable[..., Owner], tmp_pat
 
 
 def test_a_journal_is_there_only_while_it_holds_something(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal", "run-1")
+    journal = ResourceJournal(tmp_path / "journal", "run-1")
     assert not journal.file.exists()
     folder = tmp_path / "folder"
     folder.mkdir()

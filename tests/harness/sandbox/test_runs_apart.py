@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from composer_nb.harness.grading.box import Boxes, Call, Job
+from composer_nb.harness.grading.box import Boxes, CallInput, TestJob
 from composer_nb.harness.sandbox.contract import Backend
 
 SIGNALS = """\
@@ -34,10 +34,10 @@ def test_runs_of_one_grade_hear_no_locks(calls: bool, isolated: Backend) -> None
     files = {"signals.py": SIGNALS.encode()}
     jobs = []
     for turn in (0, 1):
-        call = Call(module="signals", name="f", given=f'[{{"list": [{turn}]}}, {{"dict": []}}]')
+        call = CallInput(module="signals", name="f", given=f'[{{"list": [{turn}]}}, {{"dict": []}}]')
         test = f"from signals import f\ndef test_f():\n    assert f({turn}) == 'silent'\n"
         hidden = {} if calls else {"test_signals.py": test}
-        jobs.append(Job(files=files, hidden=hidden, tests=tuple(hidden), calls=((call,),) if calls else ()))
+        jobs.append(TestJob(files=files, hidden=hidden, tests=tuple(hidden), calls=((call,),) if calls else ()))
     ran = Boxes(backend=isolated).run(jobs)
     if calls:
         assert [each.answers for each in ran] == 2 * [{0: '["returned", "silent", null]'}]
@@ -61,6 +61,6 @@ def f(x):
 
 def test_code_that_locks_files_is_graded(isolated: Backend) -> None:
     hidden = {"test_locking.py": "from locking import f\ndef test_f():\n    assert f(5) == 5\n"}
-    job = Job(files={"locking.py": LOCKING.encode()}, hidden=hidden, tests=tuple(hidden))
+    job = TestJob(files={"locking.py": LOCKING.encode()}, hidden=hidden, tests=tuple(hidden))
     [ran] = Boxes(backend=isolated).run([job])
     assert ran.result("test_locking.py::test_f#0").passed, ran.output

@@ -100,7 +100,7 @@ def inline(value: object) -> str:
 
 @settings(max_examples=60)
 @given(
-    unknown=st.dictionaries(KEY.filter(lambda key: key not in harbor.Settings.model_fields), VALUE, max_size=3),
+    unknown=st.dictionaries(KEY.filter(lambda key: key not in harbor.TaskFile.model_fields), VALUE, max_size=3),
     timeout=st.floats(0.001, 1e6),
     files=st.dictionaries(PATH, st.binary(max_size=12), max_size=4),
     instruction=st.text(st.characters(exclude_categories=["Cs"]), max_size=12),

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from composer_nb.kernels.delta.conditioned import BLOCK, LAYOUTS, Bits, Layout
+from composer_nb.kernels.delta.conditioned import BLOCK, LAYOUTS, Bits, ElementLayout
 
 NAT, PATIENCE, NORMAL = 2**20, 6 * 2**20, 32 * 2**20
 KNOTS = [2**30 - left for left in accumulate([2**30, *[260218914] * 96], lambda left, c: left - (left * c >> 32))]
@@ -169,7 +169,7 @@ class Quarter:
         return i
 
 
-def decode_block(block: Bits, body: bytes, layout: Layout) -> None:
+def decode_block(block: Bits, body: bytes, layout: ElementLayout) -> None:
     """Makes the target of the base, in place."""
     header = Header(body)
     rates = read_rates(header, layout.mask + 1)

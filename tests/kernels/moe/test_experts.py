@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from composer_nb.kernels.moe.experts import grouped_experts
-from composer_nb.kernels.moe.routing import Replay, Routing, Rule, load_balance, route
+from composer_nb.kernels.moe.routing import Replay, Routing, RoutingRule, load_balance, route
 
 
 def layer(seed: int, n: int, d: int, e: int, h: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -52,7 +52,7 @@ def test_the_grouped_layer_equals_the_definition_and_so_do_its_gradients(size: t
     seed = data.draw(st.integers(0, 1 << 20))
     inputs = layer(seed, n, d, e, h)
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    routing = route(inputs[0], inputs[1], Rule(chosen=k))
+    routing = route(inputs[0], inputs[1], RoutingRule(chosen=k))
     wanted = by_hand(*exact, routing.experts_NK)
     pull = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     slopes = torch.autograd.grad((wanted * pull).sum(), exact)
@@ -66,7 +66,7 @@ def test_the_grouped_layer_equals_the_definition_and_so_do_its_gradients(size: t
 
 def test_its_gradients_are_those_that_finite_differences_find():
     inputs = layer(3, 5, 3, 4, 2, torch.float64)
-    experts = route(inputs[0], inputs[1], Rule(chosen=2)).experts_NK
+    experts = route(inputs[0], inputs[1], RoutingRule(chosen=2)).experts_NK
 
     def whole(x: Tensor, router: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
         chosen = (x @ router.T).softmax(-1).gather(1, experts)
@@ -78,7 +78,7 @@ def test_its_gradients_are_those_that_finite_differences_find():
 
 def test_routing_is_softmax_then_top_k_with_gates_that_sum_to_one():
     x, router, *_ = layer(1, 50, 8, 5, 4)
-    routing = route(x, router, Rule(chosen=2))
+    routing = route(x, router, RoutingRule(chosen=2))
     logits = (x.double() @ router.double().T).detach()
     order = logits.argsort(-1, descending=True)
     assert torch.equal(routing.experts_NK, order[:, :2])
@@ -88,15 +88,15 @@ def test_routing_is_softmax_then_top_k_with_gates_that_sum_to_one():
     torch.testing.assert_close(routing.gates_NK.double(), top[:, :2] / top[:, :2].sum(-1, keepdim=True))
     torch.testing.assert_close(routing.margin_N.double(), top[:, 1] - top[:, 2], atol=1e-6, rtol=1e-4)
     assert routing.gates_NK.dtype == torch.float32 and not routing.margin_N.requires_grad
-    every = route(x, router, Rule(chosen=5))
+    every = route(x, router, RoutingRule(chosen=5))
     torch.testing.assert_close(every.margin_N, every.probs_NE.min(-1).values), "with all experts, the last one's"
 
 
 def test_replay_takes_the_given_experts_in_their_order_and_the_router_still_learns():
     x, router, w_in, w_out = layer(2, 12, 8, 6, 4)
-    own = route(x, router, Rule(chosen=2))
+    own = route(x, router, RoutingRule(chosen=2))
     given = torch.stack([(own.experts_NK[:, 1] + 1) % 6, own.experts_NK[:, 1]], 1)
-    routing = route(x, router, Rule(chosen=2), replay=Replay(experts=given))
+    routing = route(x, router, RoutingRule(chosen=2), replay=Replay(experts=given))
     assert torch.equal(routing.experts_NK, given)
     live = routing.probs_NE.gather(1, given)
     torch.testing.assert_close(routing.gates_NK, live / live.sum(-1, keepdim=True))
@@ -111,8 +111,8 @@ def test_replay_takes_the_given_experts_in_their_order_and_the_router_still_lear
 
 def test_replaying_a_model_s_own_routes_changes_nothing():
     x, router, w_in, w_out = layer(4, 30, 8, 6, 4)
-    own = route(x, router, Rule(chosen=3))
-    again = route(x, router, Rule(chosen=3), replay=Replay(experts=own.experts_NK))
+    own = route(x, router, RoutingRule(chosen=3))
+    again = route(x, router, RoutingRule(chosen=3), replay=Replay(experts=own.experts_NK))
     assert torch.equal(
         grouped_experts(x, own.experts_NK, own.gates_NK, w_in, w_out),
         grouped_experts(x, again.experts_NK, again.gates_NK, w_in, w_out),
@@ -123,12 +123,12 @@ def test_replaying_a_model_s_own_routes_changes_nothing():
 def test_routes_that_do_not_fit_the_tokens_are_refused(shape: tuple[int, int]):
     x, router, *_ = layer(2, 12, 8, 6, 4)
     with pytest.raises(ValueError, match=r"replayed routes are .* the tokens need \(12, 2\)"):
-        route(x, router, Rule(chosen=2), replay=Replay(experts=torch.zeros(shape, dtype=torch.int64)))
+        route(x, router, RoutingRule(chosen=2), replay=Replay(experts=torch.zeros(shape, dtype=torch.int64)))
 
 
 def test_experts_without_a_token_do_nothing_and_get_no_gradient():
     x, router, w_in, w_out = layer(5, 9, 8, 6, 4)
-    routing = route(x, router, Rule(chosen=2), replay=Replay(experts=torch.tensor([[4, 1]] * 9)))
+    routing = route(x, router, RoutingRule(chosen=2), replay=Replay(experts=torch.tensor([[4, 1]] * 9)))
     slope_in, slope_out = torch.autograd.grad(
         grouped_experts(x, routing.experts_NK, routing.gates_NK, w_in, w_out).sum(), (w_in, w_out)
     )
@@ -139,7 +139,7 @@ def test_experts_without_a_token_do_nothing_and_get_no_gradient():
 
 def test_bf16_stays_bf16_and_near_the_truth():
     inputs = layer(6, 40, 16, 4, 8, torch.bfloat16)
-    routing = route(inputs[0], inputs[1], Rule(chosen=2))
+    routing = route(inputs[0], inputs[1], RoutingRule(chosen=2))
     out = grouped_experts(inputs[0], routing.experts_NK, routing.gates_NK, *inputs[2:]).detach()
     assert out.dtype == torch.bfloat16 and routing.gates_NK.dtype == torch.float32
     truth = by_hand(*(tensor.detach().double() for tensor in inputs), routing.experts_NK)
@@ -165,7 +165,7 @@ def test_load_balance_is_that_of_transformers():
     x, router, *_ = layer(7, 64, 8, 6, 4)
     logits = x @ router.T
     theirs = load_balancing_loss_func((logits,), num_experts=6, top_k=2)
-    ours = load_balance(route(x, router, Rule(chosen=2)))
+    ours = load_balance(route(x, router, RoutingRule(chosen=2)))
     torch.testing.assert_close(ours, theirs)
     slopes = [torch.autograd.grad(loss, router, retain_graph=True)[0] for loss in (ours, theirs)]
     torch.testing.assert_close(*slopes)
@@ -175,7 +175,7 @@ def test_gates_stay_finite_when_replayed_experts_have_lost_all_probability():
     x, router = torch.ones(1, 4), torch.zeros(3, 4)
     router[0] = 100.0
     router.requires_grad_()
-    routing = route(x, router, Rule(chosen=2), replay=Replay(experts=torch.tensor([[1, 2]])))
+    routing = route(x, router, RoutingRule(chosen=2), replay=Replay(experts=torch.tensor([[1, 2]])))
     assert math.isclose(routing.gates_NK.sum().item(), 1.0, abs_tol=1e-6)
     (slope,) = torch.autograd.grad(routing.gates_NK[0, 0], router)
     assert slope.isfinite().all()

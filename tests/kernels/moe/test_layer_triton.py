@@ -12,7 +12,7 @@ from composer_nb.kernels import grouped_mm, moe
 from composer_nb.kernels.formats.microscaling import MXTensor
 from composer_nb.kernels.logprob import logprob_entropy as plain_logprob_entropy
 from composer_nb.kernels.moe.layer import experts
-from composer_nb.kernels.moe.plain import PlainSteps, Plan
+from composer_nb.kernels.moe.plain import DispatchPlan, PlainSteps
 from composer_nb.kernels.moe.recipes import as_numbers, quantise_rows, quantise_weights
 from composer_nb.kernels.moe.routing import choose_experts
 from composer_nb.kernels.triton_runtime import triton_version
@@ -72,7 +72,7 @@ def test_the_plan_is_a_stable_sort(device: str, steps: PlainSteps, n: int, e: in
 # -- products ------------------------------------------------------------------------------------------------
 
 
-def planned(device: str, n: int = 40, e: int = 5, k: int = 2) -> Plan:
+def planned(device: str, n: int = 40, e: int = 5, k: int = 2) -> DispatchPlan:
     return PLAIN.plan(chosen(n, e, k, device=device), e)
 
 

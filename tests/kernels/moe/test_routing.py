@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from composer_nb.kernels.moe.routing import Replay, Rule, _best, route
+from composer_nb.kernels.moe.routing import Replay, RoutingRule, _best, route
 
 E = 8
 
@@ -21,7 +21,7 @@ def tokens(seed: int, n: int = 20, experts: int = E) -> tuple[Tensor, Tensor, Te
     return torch.randn(n, 6, generator=g), torch.randn(experts, 6, generator=g), torch.randn(experts, generator=g) * 0.3
 
 
-def chosen_by_hand(score: list[float], bias: list[float], rule: Rule) -> list[int]:
+def chosen_by_hand(score: list[float], bias: list[float], rule: RoutingRule) -> list[int]:
     """DeepSeek-V3's choice, one token, plain Python."""
     choice = [s + b for s, b in zip(score, bias, strict=True)]
     size = len(choice) // rule.groups
@@ -35,7 +35,7 @@ def chosen_by_hand(score: list[float], bias: list[float], rule: Rule) -> list[in
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 9999), st.sampled_from([(1, 1), (2, 1), (4, 2), (4, 4), (2, 2)]), st.integers(1, 4))
 def test_the_sigmoid_router_is_deepseek_s(seed: int, groups: tuple[int, int], k: int):
-    rule = Rule(chosen=k, sigmoid=True, groups=groups[0], kept_groups=groups[1], scale=2.5)
+    rule = RoutingRule(chosen=k, sigmoid=True, groups=groups[0], kept_groups=groups[1], scale=2.5)
     x, router, bias = tokens(seed)
     routing = route(x, router, rule, bias)
     score = (x.double() @ router.double().T).sigmoid()
@@ -50,14 +50,14 @@ def test_the_sigmoid_router_is_deepseek_s(seed: int, groups: tuple[int, int], k:
 
 def test_the_bias_moves_the_choice_and_no_gate():
     x, router, bias = tokens(1)
-    rule = Rule(chosen=E, sigmoid=True)
+    rule = RoutingRule(chosen=E, sigmoid=True)
     plain, moved = route(x, router, rule), route(x, router, rule, bias)
     assert not torch.equal(plain.experts_NK, moved.experts_NK)
     order = [r.experts_NK.argsort(-1) for r in (plain, moved)]
     torch.testing.assert_close(plain.gates_NK.gather(1, order[0]), moved.gates_NK.gather(1, order[1]))
 
 
-RULES = [Rule(chosen=3), Rule(chosen=3, sigmoid=True, scale=2.0)]
+RULES = [RoutingRule(chosen=3), RoutingRule(chosen=3, sigmoid=True, scale=2.0)]
 
 
 def recorded(seed: int, n: int = 20, k: int = 3) -> tuple[Tensor, Tensor]:
@@ -69,7 +69,7 @@ def recorded(seed: int, n: int = 20, k: int = 3) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=["softmax", "sigmoid"])
-def test_each_level_takes_over_more(rule: Rule):
+def test_each_level_takes_over_more(rule: RoutingRule):
     x, router, bias = tokens(2)
     experts, gates = recorded(3)
     found = {
@@ -93,7 +93,7 @@ def test_each_level_takes_over_more(rule: Rule):
 
 @pytest.mark.parametrize("rule", RULES, ids=["softmax", "sigmoid"])
 @pytest.mark.parametrize(("level", "learns"), [("ids", True), ("ids+order", True), ("weights", False)])
-def test_the_router_learns_but_from_gates_on_record(rule: Rule, level: Any, learns: bool):
+def test_the_router_learns_but_from_gates_on_record(rule: RoutingRule, level: Any, learns: bool):
     x, router, bias = tokens(4)
     router.requires_grad_()
     experts, gates = recorded(5)
@@ -116,7 +116,7 @@ def test_tokens_without_routes_take_their_own(level: Any):
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 9999), st.sampled_from([0.0, 0.2, 0.6, 0.95, 1.0]), st.sampled_from(RULES))
-def test_implausible_experts_are_replaced_by_the_best_of_the_router_s_own(seed: int, alpha: float, rule: Rule):
+def test_implausible_experts_are_replaced_by_the_best_of_the_router_s_own(seed: int, alpha: float, rule: RoutingRule):
     x, router, bias = tokens(seed)
     experts, _ = recorded(seed + 1)
     routing = route(x, router, rule, bias, Replay(experts=experts, level="ids+order", plausible=alpha))

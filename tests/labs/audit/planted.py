@@ -61,7 +61,9 @@ def _task(instruction: str, sections: Sections) -> Task:
     )
     doors = ("tests/test.sh", "solution/solve.sh")
     kept = (
-        harbor.Kept(name="planted", toml=TOML.format(seconds=seconds), executable=doors) if grader == "script" else None
+        harbor.ForeignFiles(name="planted", toml=TOML.format(seconds=seconds), executable=doors)
+        if grader == "script"
+        else None
     )
     calls = [(*argument.split(), text) for argument, text in sections["calls"].items()]
     held = {

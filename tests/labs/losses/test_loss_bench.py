@@ -20,7 +20,7 @@ from composer_nb.labs.losses.bench import (
     EXACT,
     LOSSES,
     OURS,
-    Tokens,
+    SampledTokens,
     bench,
     effective_share,
     exact,
@@ -97,7 +97,7 @@ def negated(groups: Sequence[Sequence[Stream]]) -> list[list[Stream]]:
 # Each loss by its paper's formula
 
 
-def toy(seed: int, reference: bool = True) -> tuple[Tensor, Tokens]:
+def toy(seed: int, reference: bool = True) -> tuple[Tensor, SampledTokens]:
     """Logits [S, V] and the tokens that were drawn from their softmax by somebody else: one group of 5 rollouts."""
     random = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 9, (5,), generator=random)
@@ -114,7 +114,7 @@ def toy(seed: int, reference: bool = True) -> tuple[Tensor, Tokens]:
     sampled = torch.where(rollout % 2 == 0, near(1.2), near(4e-4))
     value = torch.randn(5, generator=random, dtype=torch.float64)
     value = value - value.mean()
-    return logits, Tokens(
+    return logits, SampledTokens(
         logprob_S=logprob,
         sampled_S=sampled,
         advantage_S=value[rollout],
@@ -128,7 +128,7 @@ def bounded(x: Tensor, low: float, high: float) -> Tensor:
     return x.detach().clamp(low, high)
 
 
-def published(name: str, t: Tokens, rollouts: int, tokens: int) -> Tensor:
+def published(name: str, t: SampledTokens, rollouts: int, tokens: int) -> Tensor:
     """The loss as written in its paper, rollout by rollout; A is R − mean(R) where the row leaves it so."""
     total = torch.zeros((), dtype=torch.float64)
     for i in range(int(t.rollout_S.max()) + 1):
@@ -260,7 +260,7 @@ def test_the_exact_gradient_is_that_of_the_expected_reward():
     total, per_token = torch.zeros_like(wanted), torch.zeros_like(wanted)
     for members in itertools.product(range(len(sequences)), repeat=group):
         reward = rewards[list(members)]
-        tokens = Tokens(
+        tokens = SampledTokens(
             logprob_S=torch.cat([policy[i] for i in members]),
             sampled_S=torch.cat([drawn[i] for i in members]),
             advantage_S=(reward - reward.mean()).repeat_interleave(2),

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from composer_nb.labs.losses import view as losses
-from composer_nb.labs.losses.bench import EXACT, OURS, REASONS, Bench, Row
+from composer_nb.labs.losses.bench import EXACT, OURS, REASONS, Bench, LossRow
 from composer_nb.views.style import Picture
 
 NAMES = (OURS, "grpo", "icepop", EXACT)
 
 
-def row(name: str, seed: int) -> Row:
+def row(name: str, seed: int) -> LossRow:
     random = np.random.default_rng(seed)
-    return Row(
+    return LossRow(
         loss=name,
         masked=float(random.uniform(0, 0.3)),
         reasons=dict.fromkeys(REASONS, 0.2),

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from composer_nb.kernels.formats.groupwise import rounded
 from composer_nb.labs.microscope.causes import CAUSES, engines, path
 from composer_nb.labs.microscope.evidence import UNEXPLAINED
-from composer_nb.labs.microscope.frozen import Batch
-from composer_nb.labs.microscope.microscope import Report, examine, figures, kl_divergence
-from composer_nb.labs.microscope.numerics import Program, observe, record
+from composer_nb.labs.microscope.frozen import FrozenBatch
+from composer_nb.labs.microscope.microscope import Examination, examine, figures, kl_divergence
+from composer_nb.labs.microscope.numerics import ProgramChoices, observe, record
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.retrace import with_checks
 from composer_nb.trainer.models.transformer import Model
@@ -56,23 +56,23 @@ def model(request, make_model) -> Model:
 
 
 @pytest.fixture
-def batch(model, converse) -> Batch:
+def batch(model, converse) -> FrozenBatch:
     """Rows that an engine wrote; recorded anew by what is taken for the engine."""
-    return Batch.of(converse(Engine(model, stop=NEVER, slots=5, max_length=96), 5))
+    return FrozenBatch.of(converse(Engine(model, stop=NEVER, slots=5, max_length=96), 5))
 
 
-def engine_of(model: Model, **choices: Any) -> Program:
-    return Program(model=model, **choices)
+def engine_of(model: Model, **choices: Any) -> ProgramChoices:
+    return ProgramChoices(model=model, **choices)
 
 
-def with_trace(batch: Batch, row: int, **streams: Any) -> Batch:
+def with_trace(batch: FrozenBatch, row: int, **streams: Any) -> FrozenBatch:
     """Row `row` with other routes or gates on record, and checks that vouch for them."""
     segment = batch.rows[row]
     changed = replace(segment, trace=with_checks(replace(segment.trace, **streams), segment.token_ids))
     return replace(batch, rows=(*batch.rows[:row], changed, *batch.rows[row + 1 :]))
 
 
-def taken_up(model: Model, batch: Batch) -> Batch:
+def taken_up(model: Model, batch: FrozenBatch) -> FrozenBatch:
     """The record of an engine that really computed with the routes and gates on record: they stay, log-probabilities follow."""
     made = record(engine_of(model, replay="weights"), batch)
     rows = tuple(replace(new, trace=old.trace) for new, old in zip(made.rows, batch.rows, strict=True))
@@ -89,10 +89,10 @@ def with_another_weight(model: Model, layer: int, expert: int) -> Model:
 # What is planted: from model, honest record and a place to the record with the fault
 
 
-Plant = Callable[[Model, Batch, int, int, int], Batch]
+Plant = Callable[[Model, FrozenBatch, int, int, int], FrozenBatch]
 
 
-def foreign_expert(model: Model, batch: Batch, row: int, token: int, layer: int) -> Batch:
+def foreign_expert(model: Model, batch: FrozenBatch, row: int, token: int, layer: int) -> FrozenBatch:
     routes = batch.rows[row].trace.routes.copy()
     used = set(routes[token, layer].tolist())
     routes[token, layer, -1] = min(set(range(model.config.num_experts)) - used)
@@ -101,20 +101,20 @@ def foreign_expert(model: Model, batch: Batch, row: int, token: int, layer: int)
     return record(engine_of(model, replay="ids+order"), made)
 
 
-def swapped_order(model: Model, batch: Batch, row: int, token: int, layer: int) -> Batch:
+def swapped_order(model: Model, batch: FrozenBatch, row: int, token: int, layer: int) -> FrozenBatch:
     routes, gates = batch.rows[row].trace.routes.copy(), batch.rows[row].trace.gates.copy()
     for x in (routes, gates):
         x[token, layer] = np.roll(x[token, layer], 1)
     return taken_up(model, with_trace(batch, row, routes=routes, gates=gates))
 
 
-def dropped_route(model: Model, batch: Batch, row: int, token: int, layer: int) -> Batch:
+def dropped_route(model: Model, batch: FrozenBatch, row: int, token: int, layer: int) -> FrozenBatch:
     valid = batch.rows[row].trace.route_valid.copy()
     valid[token] = False
     return with_trace(batch, row, route_valid=valid)
 
 
-def rounded_gates(model: Model, batch: Batch, row: int, token: int, layer: int) -> Batch:
+def rounded_gates(model: Model, batch: FrozenBatch, row: int, token: int, layer: int) -> FrozenBatch:
     gates = torch.from_numpy(batch.rows[row].trace.gates).to(BF16).float().numpy()
     return taken_up(model, with_trace(batch, row, gates=gates))
 
@@ -240,10 +240,10 @@ def test_wherever_a_fault_is_it_is_named_there(data):
             assert finding.where.experts == tuple(made.rows[row].trace.routes[token, layer].tolist())
 
 
-_MADE: list[tuple[Model, Batch]] = []
+_MADE: list[tuple[Model, FrozenBatch]] = []
 
 
-def _case() -> tuple[Model, Batch]:
+def _case() -> tuple[Model, FrozenBatch]:
     """One model and its honest record, for all examples."""
     return _MADE[0]
 
@@ -252,7 +252,7 @@ def _case() -> tuple[Model, Batch]:
 def _made(make_model, converse):
     if not _MADE:
         model = make_model(3, num_experts_per_tok=3)
-        made = Batch.of(converse(Engine(model, stop=NEVER, slots=3, max_length=96), 3))
+        made = FrozenBatch.of(converse(Engine(model, stop=NEVER, slots=3, max_length=96), 3))
         _MADE.append((model, record(engine_of(model), made)))
 
 
@@ -260,13 +260,15 @@ def _made(make_model, converse):
 
 
 def test_the_path_ends_at_the_engine_and_each_step_is_one_cause(model, batch):
-    own, engine = Program(model=model), replace(engines(model)["bf16"], replay="weights")
+    own, engine = ProgramChoices(model=model), replace(engines(model)["bf16"], replay="weights")
     programs = path(own, engine)
     assert programs[-1] == engine and len(programs) == len(CAUSES)
     for before, after, cause in zip([own, *programs], programs, CAUSES, strict=False):
-        changed = {name for name in Program.__dataclass_fields__ if getattr(before, name) != getattr(after, name)}
+        changed = {
+            name for name in ProgramChoices.__dataclass_fields__ if getattr(before, name) != getattr(after, name)
+        }
         assert changed <= set(cause.fields)
-    assert {name for cause in CAUSES for name in cause.fields} == set(Program.__dataclass_fields__)
+    assert {name for cause in CAUSES for name in cause.fields} == set(ProgramChoices.__dataclass_fields__)
 
 
 @in_both(
@@ -309,14 +311,14 @@ def test_what_is_left_is_told_by_policy_version(model, batch):
     new = record(engine_of(model), batch)
     rows = [replace(row, policy_version=np.where(row.acted, 6, -1).astype(np.int32)) for row in old.rows[:2]]
     rows += [replace(row, policy_version=np.where(row.acted, 7, -1).astype(np.int32)) for row in new.rows[2:]]
-    report = examine(model, Batch(rows=tuple(rows)))
+    report = examine(model, FrozenBatch(rows=tuple(rows)))
     assert report.named == (UNEXPLAINED,) and set(report.versions) == {6, 7}
     assert report.versions[7].most <= report.tolerance < report.versions[6].most
 
 
 def test_bad_input_is_named(model, batch, make_model):
     with pytest.raises(ValueError, match="nothing to compare"):
-        Batch(rows=())
+        FrozenBatch(rows=())
     with pytest.raises(ValueError, match="the model has"):
         examine(make_model(3, num_hidden_layers=4), batch)
     with pytest.raises(ValueError, match="max_position_embeddings"):
@@ -335,7 +337,7 @@ def test_a_record_that_is_not_finite_is_refused(model, batch):
         (replace(row, trace=replace(row.trace, gates=gates)), "row 0: gates of token 3 is not finite"),
     ):
         with pytest.raises(ValueError, match=said):
-            Batch(rows=(bad, *others))
+            FrozenBatch(rows=(bad, *others))
 
 
 def test_rounding_of_experts_is_that_of_the_format(model, batch):
@@ -346,13 +348,13 @@ def test_rounding_of_experts_is_that_of_the_format(model, batch):
             if not layer.dense:
                 for weight in (layer.w_in, layer.w_out):
                     weight.copy_(rounded(weight, bits=4, group=32, dim=1))
-    seen = observe(Program(model=model, numerics=Numerics(expert_bits=4)), batch)
-    assert torch.equal(seen.logprob_S, observe(Program(model=plain), batch).logprob_S)
+    seen = observe(ProgramChoices(model=model, numerics=Numerics(expert_bits=4)), batch)
+    assert torch.equal(seen.logprob_S, observe(ProgramChoices(model=plain), batch).logprob_S)
 
 
 def test_a_report_is_plain_data(model, batch):
     import json
 
-    report: Report = examine(model, batch, engines(model)["int4-experts"])
+    report: Examination = examine(model, batch, engines(model)["int4-experts"])
     found = json.loads(json.dumps(report.to_dict()))
     assert found["named"] == list(report.named) and len(found["steps"]) == len(CAUSES) and "streams" not in found

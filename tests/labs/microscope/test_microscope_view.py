@@ -8,21 +8,21 @@ import pytest
 from composer_nb.labs.microscope import view
 from composer_nb.labs.microscope.causes import CAUSES
 from composer_nb.labs.microscope.evidence import Finding, Streams, Where
-from composer_nb.labs.microscope.microscope import Figures, Report, Step
+from composer_nb.labs.microscope.microscope import CauseStep, Examination, Figures
 
 
 def figures(k3: float, p99: float) -> Figures:
     return Figures(p50=p99 / 10, p99=p99, most=2 * p99, k1=0.0, k3=k3, kl=k3)
 
 
-def report() -> Report:
+def report() -> Examination:
     random = np.random.default_rng(0)
     left = [1e-2, 3e-2, 1e-3, 1e-3, 1e-4, 0.0, 0.0]
     places = ((-1, "embedding"), (0, "attention"), (0, "experts"))
-    return Report(
+    return Examination(
         start=figures(1e-2, 0.3),
         steps=tuple(
-            Step(
+            CauseStep(
                 cause=cause.name,
                 change="a → b" if k3 == 0.0 else "",
                 figures=figures(k3, 30 * k3),

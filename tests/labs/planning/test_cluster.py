@@ -6,7 +6,7 @@ import pytest
 
 from composer_nb.labs.planning.view import GIB, grids, needs
 from composer_nb.trainer.models.transformer import ModelConfig
-from composer_nb.trainer.parallel.memory import Load, estimate
+from composer_nb.trainer.parallel.memory import RankLoad, estimate
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 
 
@@ -28,7 +28,8 @@ def test_every_rank_stands_at_its_place_in_both_grids() -> None:
 def test_bars_add_up_to_the_peak() -> None:
     config = ModelConfig()
     estimates = {
-        str(ranks): estimate(config, Mesh.of(MeshSettings(shard=ranks), ranks), Load(tokens=512)) for ranks in (1, 4)
+        str(ranks): estimate(config, Mesh.of(MeshSettings(shard=ranks), ranks), RankLoad(tokens=512))
+        for ranks in (1, 4)
     }
     [ax] = needs(estimates, 2**28).axes
     widths = [sum(bar.get_width() for bar in bars) for bars in zip(*ax.containers, strict=True)]

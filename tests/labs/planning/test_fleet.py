@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from composer_nb import cli
-from composer_nb.labs.planning.fleet import Fleet, Recorded, bars, sweep
-from composer_nb.labs.planning.simulate import Durations, Load, simulate
+from composer_nb.labs.planning.fleet import Fleet, RunSpeed, bars, sweep
+from composer_nb.labs.planning.simulate import Durations, SimulatedLoad, simulate
 from composer_nb.trainer.schedule import Schedule
 
 TABLE = Path(__file__).resolve().parents[3] / "data" / "tour_durations.csv"
@@ -18,14 +18,14 @@ FLEET = Fleet(gpus=10, regions=4, sandboxes=400, batch=100, step_s=50.0, rollout
 
 
 def test_the_recorded_table_predicts_what_its_run_reached_within_15_per_cent():
-    run = Recorded.read(TABLE)
+    run = RunSpeed.read(TABLE)
     predicted = simulate(replace(run.schedule, refill=0), run.load)["samples_s"]
     assert predicted == pytest.approx(run.reached, rel=0.15)
     assert "2 cores" in run.origin and 0 < run.delta_bytes < run.full_bytes / 5
 
 
 def test_a_table_comes_back_as_it_was(tmp_path: Path):
-    run = Recorded.read(TABLE)
+    run = RunSpeed.read(TABLE)
     run.write(tmp_path / "again.csv")
     assert (tmp_path / "again.csv").read_text() == TABLE.read_text()
 
@@ -51,7 +51,7 @@ def test_a_fleet_that_its_sandboxes_limit():
 @pytest.mark.parametrize("sandboxes, busy", [(100, 0.5), (200, 1.0), (400, 1.0)])
 def test_littles_number_keeps_the_trainer_busy_where_durations_are_even(sandboxes: int, busy: float):
     even = Durations(seconds=np.full((1, 1), FLEET.rollout_s), tokens=np.full((1, 1), 1))
-    load = Load(durations=even, workers=1, capacity=sandboxes, train_s=FLEET.step_s)
+    load = SimulatedLoad(durations=even, workers=1, capacity=sandboxes, train_s=FLEET.step_s)
     found = simulate(Schedule(prompts=10, group=10, ahead=4, steps=60), load)
     assert found["trainer_busy"] == pytest.approx(busy, rel=0.07)
     assert found["samples_s"] <= replace(FLEET, sandboxes=sandboxes).rate

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from composer_nb.labs.planning.simulate import Durations, Load, ks, measured, simulate
+from composer_nb.labs.planning.simulate import Durations, SimulatedLoad, ks, measured, simulate
 from composer_nb.trainer.recipe.reader import example_run
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.schedule import Schedule
 
 DURATIONS = Path(__file__).resolve().parents[3] / "data" / "durations.csv"
-LOAD = Load(durations=Durations.read(DURATIONS))
+LOAD = SimulatedLoad(durations=Durations.read(DURATIONS))
 
 
 @cache
@@ -62,7 +62,7 @@ def test_a_rollout_takes_as_long_under_every_schedule_and_anew_when_it_is_dispat
 
 def test_the_synchronous_schedule_by_hand():
     """Three times 10 s of sampling and 4 s of training."""
-    load = Load(durations=even(10.0), workers=2, capacity=2, train_s=4.0)
+    load = SimulatedLoad(durations=even(10.0), workers=2, capacity=2, train_s=4.0)
     r = simulate(Schedule(prompts=2, group=2, ahead=0, steps=3), load)
     assert r["seconds"] == 42.0 and r["samples_s"] == 12 / 42 and r["optimum_s"] == 12 / 30
     assert r["workers_busy"] == pytest.approx(30 / 42) and r["trainer_busy"] == pytest.approx(12 / 42)
@@ -71,20 +71,20 @@ def test_the_synchronous_schedule_by_hand():
 
 def test_one_batch_ahead_by_hand():
     """Training is hidden behind sampling, but for the last step."""
-    load = Load(durations=even(10.0), workers=2, capacity=2, train_s=4.0)
+    load = SimulatedLoad(durations=even(10.0), workers=2, capacity=2, train_s=4.0)
     r = simulate(Schedule(prompts=2, group=2, ahead=1, steps=3), load)
     assert r["seconds"] == 34.0 and r["staleness_max"] == 1
 
 
 def test_publishing_takes_its_time():
     """On policy nothing is sampled until the weights are there; what runs ahead is not held up."""
-    load = Load(durations=even(10.0), workers=2, capacity=2, train_s=4.0, publish_s=3.0)
+    load = SimulatedLoad(durations=even(10.0), workers=2, capacity=2, train_s=4.0, publish_s=3.0)
     assert simulate(Schedule(prompts=2, group=2, ahead=0, steps=3), load)["seconds"] == 42.0 + 2 * 3
     assert simulate(Schedule(prompts=2, group=2, ahead=2, steps=3), load)["seconds"] == 34.0
 
 
 def test_a_report_comes_late_and_holds_its_place_meanwhile():
-    load = Load(durations=even(10.0), workers=2, capacity=2, train_s=4.0, report_s=0.5)
+    load = SimulatedLoad(durations=even(10.0), workers=2, capacity=2, train_s=4.0, report_s=0.5)
     assert simulate(Schedule(prompts=2, group=2, ahead=0, steps=3), load)["seconds"] == 42.0 + 3 * 0.5
 
 

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 from composer_nb.harness.rollout import Kind, Rollout, Segment
 from composer_nb.trainer.learning.data import (
     CODE_ROW,
-    Batch,
-    Row,
+    TokenBatch,
+    TokenRow,
     code_rows,
     demonstration_rows,
     load_rows,
@@ -133,8 +133,11 @@ def test_a_demonstration_weighs_what_the_agent_wrote_more_than_what_it_read():
 
 
 def test_a_batch_lines_up_each_token_with_the_next_one():
-    rows = [Row(np.array([5, 6, 7], np.int32), np.array([9, 0.5, 1], np.float32)), Row(*[np.array([8, 9])] * 2)]
-    batch = Batch.of(rows)
+    rows = [
+        TokenRow(np.array([5, 6, 7], np.int32), np.array([9, 0.5, 1], np.float32)),
+        TokenRow(*[np.array([8, 9])] * 2),
+    ]
+    batch = TokenBatch.of(rows)
     assert batch.lengths == [2, 1]
     assert batch.inputs_N.tolist() == [5, 6, 8] and batch.targets_N.tolist() == [6, 7, 9]
     assert batch.weight_N.tolist() == [0.5, 1, 9] and batch.inputs_N.dtype == torch.int64
@@ -152,7 +155,9 @@ rows_of_any_kind = st.lists(
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(table=rows_of_any_kind)
 def test_rows_come_back_as_they_were(tmp_path: Path, table: list[list[tuple[int, float]]]):
-    rows = [Row(np.array([i for i, _ in row], np.int32), np.array([w for _, w in row], np.float32)) for row in table]
+    rows = [
+        TokenRow(np.array([i for i, _ in row], np.int32), np.array([w for _, w in row], np.float32)) for row in table
+    ]
     save_rows(rows, tmp_path / "r.npz")
     again = load_rows(tmp_path / "r.npz")
     assert len(again) == len(rows)
@@ -164,7 +169,7 @@ def test_rows_come_back_as_they_were(tmp_path: Path, table: list[list[tuple[int,
 
 def test_damage_anywhere_in_a_file_of_rows_is_named(tmp_path: Path):
     path = tmp_path / "r.npz"
-    save_rows([Row(np.arange(50, dtype=np.int32), np.ones(50, np.float32))] * 4, path)
+    save_rows([TokenRow(np.arange(50, dtype=np.int32), np.ones(50, np.float32))] * 4, path)
     whole = path.read_bytes()
     for keep in (0, 1, 10, 100, len(whole) // 2, len(whole) - 30, len(whole) - 1):
         path.write_bytes(whole[:keep])

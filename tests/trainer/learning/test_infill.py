@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from composer_nb.trainer.learning.data import Row, code_rows
+from composer_nb.trainer.learning.data import TokenRow, code_rows
 from composer_nb.trainer.learning.infill import GAP_TOKENS, InfillSettings, gap_tokens, with_gaps
 from composer_nb.trainer.models.tokenizer import train_tokenizer
 
@@ -73,5 +73,5 @@ def test_a_tokenizer_without_them_is_refused_and_a_cut_character_is_left_alone(t
     ):
         with_gaps(ROWS, tokenizer, InfillSettings(share=0.1), 0)
     half = TOKENIZER.encode("é", add_special_tokens=False).ids[1:]
-    row = Row(np.array([0, *half, *ROWS[0].token_ids[1:]], np.int32), np.ones(64 + len(half), np.float32))
+    row = TokenRow(np.array([0, *half, *ROWS[0].token_ids[1:]], np.int32), np.ones(64 + len(half), np.float32))
     assert with_gaps([row], TOKENIZER, InfillSettings(share=1.0), 0) == [row]

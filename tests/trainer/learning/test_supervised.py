@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.trainer.learning.data import CODE_ROW, Row, deal, mixture, mixture_code
+from composer_nb.trainer.learning.data import CODE_ROW, TokenRow, deal, mixture, mixture_code
 from composer_nb.trainer.learning.optimizer import FlatOptimizer, trapezoid
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import cross_entropy, share, supervise, train_step
@@ -34,11 +34,11 @@ def model() -> Model:
     return Model(CONFIG)
 
 
-def rows(count: int, seed: int = 0) -> list[Row]:
+def rows(count: int, seed: int = 0) -> list[TokenRow]:
     random = np.random.default_rng(seed)
     lengths = random.integers(2, 30, count)
     return [
-        Row(random.integers(0, 31, n).astype(np.int32), random.choice([0.0, 0.2, 1.0], n).astype(np.float32))
+        TokenRow(random.integers(0, 31, n).astype(np.int32), random.choice([0.0, 0.2, 1.0], n).astype(np.float32))
         for n in lengths
     ]
 
@@ -50,7 +50,7 @@ def as_rank(rank: int, world: int) -> Ranks:
     return ranks
 
 
-def by_hand(net: Model, batch: list[Row]) -> tuple[torch.Tensor, float]:
+def by_hand(net: Model, batch: list[TokenRow]) -> tuple[torch.Tensor, float]:
     """Sum of the weighted cross-entropy, one row at a time, and the sum of weights."""
     total = torch.zeros(())
     for row in batch:
@@ -84,7 +84,8 @@ def test_rows_that_begin_alike_learn_as_they_would_apart():
     net, batch = model(), rows(5)
     head = rows(1, seed=3)[0]
     joined = [
-        Row(*map(np.concatenate, zip(*((r.token_ids, r.weight) for r in (head, row)), strict=True))) for row in batch
+        TokenRow(*map(np.concatenate, zip(*((r.token_ids, r.weight) for r in (head, row)), strict=True)))
+        for row in batch
     ]
     total, weight = by_hand(net, joined)
     wanted = torch.autograd.grad(total / weight, list(net.parameters()), allow_unused=True)
@@ -96,13 +97,13 @@ def test_rows_that_begin_alike_learn_as_they_would_apart():
 
 def test_the_agent_s_loss_is_the_plain_mean_over_tokens_that_weigh_one():
     net, batch = model(), rows(5)
-    chosen = [Row(row.token_ids, (row.weight == 1.0).astype(np.float32)) for row in batch]
+    chosen = [TokenRow(row.token_ids, (row.weight == 1.0).astype(np.float32)) for row in batch]
     total, weight = by_hand(net, chosen)
     assert cross_entropy(net, batch, Ranks()) == pytest.approx(float(total.detach()) / weight, rel=1e-5)
     assert cross_entropy(net, batch, Ranks(), budget=1) == pytest.approx(float(total.detach()) / weight, rel=1e-5)
     found = train_step(net, batch, FlatOptimizer(net), Ranks(), lr=0.0, balance=0.0, clip=1.0)
     assert found["agent_loss"] == pytest.approx(float(total.detach()) / weight, rel=1e-5)
-    context = [Row(row.token_ids, np.full(len(row.weight), 0.5, np.float32)) for row in batch]
+    context = [TokenRow(row.token_ids, np.full(len(row.weight), 0.5, np.float32)) for row in batch]
     assert math.isnan(
         train_step(net, context, FlatOptimizer(net), Ranks(), lr=0.0, balance=0.0, clip=1.0)["agent_loss"]
     )
@@ -124,11 +125,11 @@ def test_the_balance_loss_reaches_the_routers():
     torch.testing.assert_close(slopes[1] - slopes[0], flat, atol=2e-5, rtol=1e-3)
 
 
-def _balance(net: Model, batch: list[Row]) -> torch.Tensor:
-    from composer_nb.trainer.learning.data import Batch
+def _balance(net: Model, batch: list[TokenRow]) -> torch.Tensor:
+    from composer_nb.trainer.learning.data import TokenBatch
     from composer_nb.trainer.models.transformer import PackedRows
 
-    joined = Batch.of(batch)
+    joined = TokenBatch.of(batch)
     packed = PackedRows.of_lengths(joined.lengths, CONFIG)
     return balance_loss(net.trunk(joined.inputs_N, packed.position_N, packed.attend)[1])
 
@@ -228,8 +229,8 @@ def test_a_slow_run_of_rl_is_not_cut_off_at_a_high_learning_rate():
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=25)
 
 
-def of_lengths(sizes: list[int]) -> list[Row]:
-    return [Row(np.zeros(n, np.int32), np.ones(n, np.float32)) for n in sizes]
+def of_lengths(sizes: list[int]) -> list[TokenRow]:
+    return [TokenRow(np.zeros(n, np.int32), np.ones(n, np.float32)) for n in sizes]
 
 
 @settings(deadline=None)
@@ -266,9 +267,11 @@ def test_ranks_share_a_batch_without_gap_or_overlap_and_about_evenly(sizes: list
 # The mixture of mid-training, and its loop
 
 
-def coded(count: int) -> list[Row]:
+def coded(count: int) -> list[TokenRow]:
     """Rows of code, known by their first token."""
-    return [Row(np.full(CODE_ROW, number, np.int32), np.full(CODE_ROW, 0.5, np.float32)) for number in range(count)]
+    return [
+        TokenRow(np.full(CODE_ROW, number, np.int32), np.full(CODE_ROW, 0.5, np.float32)) for number in range(count)
+    ]
 
 
 @settings(deadline=None, max_examples=40)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent.chat import Result, Said, User, Written
+from composer_nb.harness.agent.chat import CallResult, Said, User, Written
 from composer_nb.harness.environment import RENDERERS
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
@@ -25,7 +25,7 @@ EDIT = {"path": "f.py", "line": 2, "text": "    return sum(xs)"}
 TINY: list[Any] = [
     User(text="fix f.py: sum of the items > 3"),
     Said(calls=(Written(id="call_0", call=ToolCall(name="read_file", arguments={"path": "f.py"})),)),
-    Result(id="call_0", text="1def f(xs):\n2    return 4"),
+    CallResult(id="call_0", text="1def f(xs):\n2    return 4"),
     Said(
         calls=(
             Written(
@@ -35,8 +35,8 @@ TINY: list[Any] = [
             Written(id="call_1", call=ToolCall(name="run_tests", arguments={})),
         )
     ),
-    Result(id="call_0", text="edited"),
-    Result(id="call_1", text="1 passed"),
+    CallResult(id="call_0", text="edited"),
+    CallResult(id="call_1", text="1 passed"),
 ]
 
 
@@ -53,7 +53,7 @@ def talk_of(format: str) -> list[Any]:
         Written(id=name.format(tool, n), call=ToolCall(name=tool, arguments=args))
         for n, (tool, args) in enumerate(calls)
     )
-    results = [Result(id=call.id, text=f"line\n{n}") for n, call in enumerate(written)]
+    results = [CallResult(id=call.id, text=f"line\n{n}") for n, call in enumerate(written)]
     return [User(text="do it"), Said(text="I look.", calls=written), *results, Said(text="Done."), User(text="more")]
 
 
@@ -62,7 +62,7 @@ def as_openai(talk: list[Any]) -> list[dict[str, Any]]:
     for message in talk:
         if isinstance(message, User):
             messages.append({"role": "user", "content": message.text})
-        elif isinstance(message, Result):
+        elif isinstance(message, CallResult):
             messages.append({"role": "tool", "tool_call_id": message.id, "content": message.text})
         else:
             calls = [
@@ -98,7 +98,7 @@ def test_the_template_renders_the_tokens_of_the_renderer(format: str, kind: str,
     for offered in (tools, []) if format != "compact" else (tools,):
         renderer, talk = RENDERERS[format](tokenizer, offered), talk_of(format) if offered else [User(text="hi")]
         for end in range(1, len(talk) + 1):
-            if isinstance(talk[end - 1], Result) and end < len(talk) and isinstance(talk[end], Result):
+            if isinstance(talk[end - 1], CallResult) and end < len(talk) and isinstance(talk[end], CallResult):
                 continue  # a turn's results are rendered together
             for system in ("", SYSTEM):
                 messages = [*([{"role": "system", "content": system}] if system else []), *as_openai(talk[:end])]

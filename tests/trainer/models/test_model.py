@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from composer_nb.trainer.learning.data import Batch, Row
+from composer_nb.trainer.learning.data import TokenBatch, TokenRow
 from composer_nb.trainer.models.checkpoint import save_pretrained
 from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows, balance_loss
 
@@ -152,7 +152,7 @@ def test_replay_uses_the_given_experts_and_must_fit_every_layer(make_model):
 
 def test_the_balance_loss_is_the_mean_over_layers(make_model):
     model = make_model(7)
-    batch = Batch.of([Row(np.arange(20, dtype=np.int32), np.ones(20, np.float32))])
+    batch = TokenBatch.of([TokenRow(np.arange(20, dtype=np.int32), np.ones(20, np.float32))])
     packed = PackedRows.of_lengths(batch.lengths, model.config)
     _, routings = model.trunk(batch.inputs_N, packed.position_N, packed.attend)
     by_layer = []

@@ -175,7 +175,7 @@ def test_loading_holds_the_model_and_one_tensor(written, monkeypatch: pytest.Mon
     live: set[int] = set()
     most = {"tensors": 0, "reads": 0}
 
-    def counted(entry: shards.Entry) -> torch.Tensor:
+    def counted(entry: shards.TensorLocation) -> torch.Tensor:
         tensor = shards.mapped(entry)
         live.add(id(tensor))
         weakref.finalize(tensor, live.discard, id(tensor))

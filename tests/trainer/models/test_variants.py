@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from composer_nb.kernels.formats.groupwise import rounded
-from composer_nb.kernels.moe.routing import Rule, route
+from composer_nb.kernels.moe.routing import RoutingRule, route
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.variants import ENGINES, PAIRS, TOUR, EngineName, Numerics, as_engine, variant
 from composer_nb.trainer.recipe.mismatch import measure_mismatch
@@ -74,7 +74,7 @@ def test_plain_numerics_are_the_model_itself_and_bf16_is_bf16_throughout(make_mo
 def test_a_router_in_bf16_rounds_scores_and_so_flips_experts():
     x = torch.randn(4000, 16, generator=torch.Generator().manual_seed(0))
     router = torch.randn(5, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
-    routing, exact = route(x, router, Rule(chosen=2)), route(x, router.float(), Rule(chosen=2))
+    routing, exact = route(x, router, RoutingRule(chosen=2)), route(x, router.float(), RoutingRule(chosen=2))
     assert torch.equal(routing.probs_NE, (x.bfloat16() @ router.T).float().softmax(-1))
     assert routing.gates_NK.dtype == torch.float32
     flipped = (routing.experts_NK.sort(-1).values != exact.experts_NK.sort(-1).values).any(-1)

@@ -17,14 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_nb.cli import main
-from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.muon import OptimizerSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import share, train_step
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.parallel.fsdp import on_mesh
-from composer_nb.trainer.parallel.memory import Load, Need, estimate, require_memory
+from composer_nb.trainer.parallel.memory import Need, RankLoad, estimate, require_memory
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
 from composer_nb.trainer.parallel.team import Team
@@ -82,7 +82,7 @@ def test_the_peak_is_above_the_state_and_below_the_estimate(
     c, length = ModelConfig(**sizes), 256
     random = np.random.default_rng(0)
     ids = random.integers(0, c.vocab_size, (rows, length + 1)).astype(np.int32)
-    data = [Row(row, np.ones(length + 1, np.float32)) for row in ids]
+    data = [TokenRow(row, np.ones(length + 1, np.float32)) for row in ids]
 
     def two_steps() -> object:
         model = Model(c)
@@ -92,7 +92,7 @@ def test_the_peak_is_above_the_state_and_below_the_estimate(
             train_step(model, data, made, Ranks(), lr=1e-3, balance=1e-3, clip=1.0)
         return made
 
-    load = Load(tokens=rows * length, longest=length, optimizer=optimizer, recompute=recompute)
+    load = RankLoad(tokens=rows * length, longest=length, optimizer=optimizer, recompute=recompute)
     require_bounds(estimate(c, Mesh(), load), measured_peak(two_steps))
 
 
@@ -119,7 +119,7 @@ def _two_steps_of_a_rank(sizes: dict[str, Any], rows: int, settings: MeshSetting
     c, length, mesh = ModelConfig(**sizes), 256, Mesh.of(settings, 2)
     random, team = np.random.default_rng(0), Team(mesh)
     ids = random.integers(0, c.vocab_size, (rows, length + 1)).astype(np.int32)
-    data = [Row(row, np.ones(length + 1, np.float32)) for row in ids]
+    data = [TokenRow(row, np.ones(length + 1, np.float32)) for row in ids]
     torch.manual_seed(0)
     model = Model(c)
 
@@ -129,7 +129,7 @@ def _two_steps_of_a_rank(sizes: dict[str, Any], rows: int, settings: MeshSetting
             train_step(model, share(data, team), optimizer, team, lr=1e-3, balance=1e-3, clip=1.0)
         return optimizer
 
-    load = Load(tokens=rows * length // mesh.data, longest=length, published=False)
+    load = RankLoad(tokens=rows * length // mesh.data, longest=length, published=False)
     return asdict(estimate(c, mesh, load)), max(team.gather(measured_peak(steps)))
 
 
@@ -160,7 +160,7 @@ def test_cutting_keeps_every_weight_once_in_each_copy(shard: int, cp: int, ep: i
     c = ModelConfig(**GROUPED)
     world = 8 * copies
     mesh = Mesh.of(MeshSettings(shard=shard, cp=cp, ep=ep), world)
-    whole, need = estimate(c, Mesh(), Load()), estimate(c, mesh, Load())
+    whole, need = estimate(c, Mesh(), RankLoad()), estimate(c, mesh, RankLoad())
     expert = 4 * 3 * c.hidden_size * c.moe_intermediate_size * c.num_experts * c.num_hidden_layers
     parts = (whole.weights - expert) / mesh.fsdp + expert / (mesh.ep * mesh.expert_shard)
     assert need.weights == need.gradients == pytest.approx(parts, abs=16)
@@ -174,13 +174,13 @@ def test_cutting_keeps_every_weight_once_in_each_copy(shard: int, cp: int, ep: i
 def test_what_is_sent_is_what_the_collectives_say():
     c = ModelConfig(**GROUPED)
     mesh = Mesh.of(MeshSettings(shard=4, cp=2, ep=8), 8)
-    need = estimate(c, mesh, Load(tokens=1024, microbatches=3))
+    need = estimate(c, mesh, RankLoad(tokens=1024, microbatches=3))
     n, layers, d = 512, 4, 128
     assert need.traffic["all-to-all of tokens"] == 4 * (n * 2 * d) * 4 * 7 // 8 * layers * 3
     assert need.traffic["all-gather of keys and values"] == n * 2 * 2 * 32 * 4 * layers * 3
-    others = estimate(c, Mesh(), Load()).weights // 4 - 3 * d * 96 * 8 * layers
+    others = estimate(c, Mesh(), RankLoad()).weights // 4 - 3 * d * 96 * 8 * layers
     assert need.traffic["all-gather of weights"] == pytest.approx(2 * others * 7 / 8 * 4 * 3, rel=1e-6)
-    again = estimate(c, mesh, Load(tokens=1024, microbatches=3, recompute=True, mx_dispatch=True)).traffic
+    again = estimate(c, mesh, RankLoad(tokens=1024, microbatches=3, recompute=True, mx_dispatch=True)).traffic
     assert again["all-to-all of tokens"] == pytest.approx(
         n * 2 * d * 7 / 8 * layers * 3 * (2 * (33 / 32 + 4) + 8), rel=1e-6
     )
@@ -188,14 +188,14 @@ def test_what_is_sent_is_what_the_collectives_say():
 
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.2])
 def test_what_does_not_fit_is_refused_with_settings_that_do(share: float):
-    c, load = ModelConfig(**GROUPED), Load(tokens=4096, longest=512)
+    c, load = ModelConfig(**GROUPED), RankLoad(tokens=4096, longest=512)
     settings, ranks = MeshSettings(), 2
     limit = int(share * require_memory(c, settings, ranks, load, 2**62).peak)
     with pytest.raises(ValueError, match=r"a rank needs .* would \(") as refusal:
         require_memory(c, settings, ranks, load, limit)
     named = dict(re.findall(r"([\w.]+)=(\w+)", str(refusal.value)))
     mesh = override(settings, {name[5:]: value for name, value in named.items() if name.startswith("mesh.")})
-    changed = Load(
+    changed = RankLoad(
         tokens=int(named.get("rl.microbatch_tokens", 4096)), longest=512, recompute=named.get("rl.recompute") == "true"
     )
     assert require_memory(c, mesh, int(named.get("ranks", ranks)), changed, limit).peak <= limit
@@ -203,7 +203,7 @@ def test_what_does_not_fit_is_refused_with_settings_that_do(share: float):
 
 def test_what_no_mesh_can_hold_is_refused():
     with pytest.raises(ValueError, match="no setting that was tried"):
-        require_memory(ModelConfig(**GROUPED), MeshSettings(), 1, Load(), 1000)
+        require_memory(ModelConfig(**GROUPED), MeshSettings(), 1, RankLoad(), 1000)
 
 
 def test_the_command_tells_what_a_rank_needs(capsys: pytest.CaptureFixture[str]):

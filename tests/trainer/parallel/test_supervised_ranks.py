@@ -14,11 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_nb.harness.environment import Sandboxes
-from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.muon import OptimizerSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.learning.supervised import Plan, cross_entropy, train_step
+from composer_nb.trainer.learning.supervised import StagePlan, cross_entropy, train_step
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.shards import INDEX
 from composer_nb.trainer.models.transformer import Layer, Model, ModelConfig
@@ -35,13 +35,15 @@ from tests.trainer.forked import on_ranks
 from tests.trainer.parallel.test_sharding import GQA, MLA, assert_same, made
 
 
-def rows(count: int, seed: int = 0) -> list[Row]:
+def rows(count: int, seed: int = 0) -> list[TokenRow]:
     """Rows of uneven lengths with tokens of weight 0, between, and 1; the first two begin alike."""
     rng = np.random.default_rng(seed)
     found = [rng.integers(0, GQA.vocab_size, n).astype(np.int32) for n in rng.integers(4, 30, count)]
     if count > 1:
         found[1][:3] = found[0][:3]
-    return [Row(ids, rng.choice([0.0, 0.25, 1.0], len(ids), p=[0.3, 0.3, 0.4]).astype(np.float32)) for ids in found]
+    return [
+        TokenRow(ids, rng.choice([0.0, 0.25, 1.0], len(ids), p=[0.3, 0.3, 0.4]).astype(np.float32)) for ids in found
+    ]
 
 
 BATCHES = [rows(9), rows(1, seed=1), rows(4, seed=2)]
@@ -72,7 +74,7 @@ def same(config: ModelConfig, mesh: MeshSettings, *, muon: bool = False) -> None
     assert_same(cut, alone, 1e-11)
 
 
-def _part(batch: list[Row], team: Team) -> list[Row]:
+def _part(batch: list[TokenRow], team: Team) -> list[TokenRow]:
     from composer_nb.trainer.learning.supervised import share
 
     return share(batch, team)
@@ -178,11 +180,11 @@ def _resumed(folder: Path) -> None:
         for name in ("whole", "cut"):
             RunDir(folder / name)
     team.barrier()
-    plan = Plan(
+    plan = StagePlan(
         stage="sft", steps=20, lr=lambda step: 1e-3, balance=0.1, clip=1.0, weight_decay=0.0, watch={"own": BATCHES[0]}
     )
 
-    def batches(last: int) -> Iterator[list[Row]]:
+    def batches(last: int) -> Iterator[list[TokenRow]]:
         yield from (rows(4, seed=step) for step in range(last))
         if last < plan.steps:
             raise InterruptedError

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_recipe import MICRO
 
-from composer_nb.trainer.learning.data import Row, mixture, mixture_code
+from composer_nb.trainer.learning.data import TokenRow, mixture, mixture_code
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.models.transformer import Model, ModelConfig, Yarn
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
@@ -40,7 +40,7 @@ def test_what_turns_fast_stays_and_what_turns_slowly_is_stretched() -> None:
 
 
 def test_the_phase_takes_its_share_in_rows_as_long_as_all_positions() -> None:
-    long, short = ([Row(torch.zeros(n).numpy(), torch.zeros(n).numpy())] * 40 for n in (512, 100))
+    long, short = ([TokenRow(torch.zeros(n).numpy(), torch.zeros(n).numpy())] * 40 for n in (512, 100))
     batches = list(mixture(long, short, steps=30, tokens=1000, code_first=0.0, code_share=0.6, seed=0))
     taken = sum(len(row.token_ids) == 512 for batch in batches for row in batch)
     assert taken == int(30 * 600 / 512) and taken <= mixture_code(30, 1000, 0.0, 0.6, 512)

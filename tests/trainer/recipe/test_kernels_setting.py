@@ -12,7 +12,7 @@ import torch
 from composer_nb.harness.policy import Request
 from composer_nb.labs.rewards.rescore import model_before
 from composer_nb.trainer.engine import Engine, pack
-from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import train_step
@@ -38,13 +38,13 @@ def model(recipe: str = "bf16") -> Model:
     return made
 
 
-def rows(count: int = 8) -> list[Row]:
+def rows(count: int = 8) -> list[TokenRow]:
     """Sequences in which each token is the one before plus a step that the row keeps."""
     random = np.random.default_rng(0)
     found = []
     for _ in range(count):
         ids = (random.integers(0, 31) + random.integers(1, 4) * np.arange(24)) % 31
-        found.append(Row(ids.astype(np.int32), np.ones(24, np.float32)))
+        found.append(TokenRow(ids.astype(np.int32), np.ones(24, np.float32)))
     return found
 
 

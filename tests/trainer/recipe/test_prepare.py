@@ -20,7 +20,7 @@ from composer_nb.harness.agent.scripts import turn
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.environment import EnvSettings, Sandboxes, carried, make_agent
 from composer_nb.harness.grading.grade import Attempt, Grade
-from composer_nb.harness.grading.plan import PLAN, Plan, digest, with_plan
+from composer_nb.harness.grading.plan import PLAN, GradePlan, digest, with_plan
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tasks.runtime import PACKAGES
@@ -238,7 +238,7 @@ HIDDEN: dict[str, Any] = {"grader": "pytest", "tests": {"test_f.py": "def test_0
 def planned(number: int, **metadata: str) -> Task:
     """A task of the grader `pytest`."""
     task = own(number, **HIDDEN, metadata=metadata)
-    return with_plan(task, Plan(digest=digest(task), tests={}))
+    return with_plan(task, GradePlan(digest=digest(task), tests={}))
 
 
 @pytest.mark.docker

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from composer_nb.harness.environment import Sandboxes
-from composer_nb.trainer.learning.data import Row
+from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import train_step
 from composer_nb.trainer.models.transformer import Model, ModelConfig
@@ -21,7 +21,7 @@ SMALL = ModelConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, head_dim
 
 def test_a_stage_recomputes_layers_if_it_is_set_to(tmp_path: Path):
     rng = np.random.default_rng(0)
-    rows = [Row(rng.integers(0, 64, 40).astype(np.int32), np.ones(40, np.float32)) for _ in range(3)]
+    rows = [TokenRow(rng.integers(0, 64, 40).astype(np.int32), np.ones(40, np.float32)) for _ in range(3)]
     found = []
     for recompute in (False, True):
         settings = override(Settings(), {"ranks": 1, "midtrain.recompute": recompute})

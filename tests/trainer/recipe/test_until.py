@@ -11,7 +11,7 @@ import torch
 
 from composer_nb.harness.environment import Sandboxes
 from composer_nb.trainer.corpus.build import CorpusSettings, make_corpus
-from composer_nb.trainer.drafts import Draft, load_draft, save_draft
+from composer_nb.trainer.drafts import DraftHead, load_draft, save_draft
 from composer_nb.trainer.learning.data import code_rows, read_corpus
 from composer_nb.trainer.learning.infill import gap_tokens
 from composer_nb.trainer.learning.ranks import Ranks
@@ -74,7 +74,7 @@ def test_mid_training_alone_on_a_corpus_with_gaps(tmp_path: Path):
 def test_the_policy_after_rl_has_the_head_of_mid_training(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):
     run = copy_of(tiny_run)
     model = load_pretrained(run.path / "weights/final")
-    save_draft(Draft(model.config.hidden_size), run.path / "weights/midtrained")
+    save_draft(DraftHead(model.config.hidden_size), run.path / "weights/midtrained")
     assert load_draft(run.path / "weights/final", model) is None
     settings = override(from_dict(run.settings()), {"midtrain.draft_steps": 1})
     with Sandboxes() as sandboxes:

@@ -45,7 +45,7 @@ from composer_nb.trainer.services.journal import REFUSED, request_change
 from composer_nb.trainer.services.services import EngineService, TrainerService, store_url
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer.versions.manifest import state_hash
-from composer_nb.trainer.versions.store import Store
+from composer_nb.trainer.versions.store import VersionStore
 from composer_nb.views.report import pictures
 from tests.trainer.services.threads import ThreadRemote, Threads
 
@@ -710,7 +710,7 @@ def test_what_a_trainer_gives_is_of_one_moment(begun, monkeypatch: pytest.Monkey
     finally:
         coordinator.journal.close()
         actors.close()
-    assert state_hash(tensors) == Store(store_url(other.path, settings)).manifest(version).hash
+    assert state_hash(tensors) == VersionStore(store_url(other.path, settings)).manifest(version).hash
     assert all(torch.equal(before[name], as_given[name]) for name in as_given)
 
 

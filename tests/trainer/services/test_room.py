@@ -12,7 +12,7 @@ from composer_nb.trainer.recipe import launch
 from composer_nb.trainer.recipe.launch import start_or_resume
 from composer_nb.trainer.records.rundir import create
 from composer_nb.trainer.services import capacity as room
-from composer_nb.trainer.services.capacity import Machine, require_room, require_room_for_rl, this_machine
+from composer_nb.trainer.services.capacity import MachineCapacity, require_room, require_room_for_rl, this_machine
 from composer_nb.trainer.settings import Settings, override, to_dict
 
 GIB = 1 << 30
@@ -31,7 +31,7 @@ def test_this_machine_has_memory_and_says_what_runs_on_it():
 
 
 def test_the_defaults_fit_a_laptop_and_not_a_watch():
-    laptop, watch = Machine(name="laptop", memory=4 * GIB), Machine(name="watch", memory=150 << 20)
+    laptop, watch = MachineCapacity(name="laptop", memory=4 * GIB), MachineCapacity(name="watch", memory=150 << 20)
     require_room(Settings(), laptop)
     require_room_for_rl(Settings(), [laptop])
     with pytest.raises(ValueError, match=r"ranks=2: each needs .* GiB; ranks=1 would fit"):
@@ -44,7 +44,7 @@ def test_the_defaults_fit_a_laptop_and_not_a_watch():
 
 def test_recomputation_is_named_where_it_suffices():
     wanted = settings(ranks=1, midtrain__tokens=8192, data__level="functions")
-    small = Machine(name="small", memory=300 << 20)
+    small = MachineCapacity(name="small", memory=300 << 20)
     with pytest.raises(ValueError, match="ranks=1: .*; midtrain.recompute=true would fit"):
         require_room(wanted, small)
     require_room(override(wanted, {"midtrain.recompute": True}), small)
@@ -57,16 +57,16 @@ def test_what_the_refusal_names_fits_and_can_be_set():
         (30 << 20, "no micro-batch is small enough"),
     ):
         with pytest.raises(ValueError, match=said) as refused:
-            require_room_for_rl(wanted, [Machine(name="small", memory=memory)])
+            require_room_for_rl(wanted, [MachineCapacity(name="small", memory=memory)])
     with pytest.raises(ValueError, match="would") as refused:
-        require_room_for_rl(wanted, [Machine(name="small", memory=300 << 20)])
+        require_room_for_rl(wanted, [MachineCapacity(name="small", memory=300 << 20)])
     named = dict(pair.split("=") for pair in str(refused.value).partition("; ")[2].partition(" would")[0].split())
-    require_room_for_rl(override(wanted, named), [Machine(name="small", memory=300 << 20)])
+    require_room_for_rl(override(wanted, named), [MachineCapacity(name="small", memory=300 << 20)])
 
 
 def test_one_trainer_of_many_ranks_has_the_memory_alone():
     wanted = settings(ranks=8, rl__prompts=8, data__rl_tasks=20000, services__on=True)
-    need = Machine(name="a", memory=400 << 20)
+    need = MachineCapacity(name="a", memory=400 << 20)
     require_room_for_rl(wanted, [need])
     with pytest.raises(ValueError, match="a rank needs"):
         require_room_for_rl(override(wanted, {"mesh.shard": 8}), [need])
@@ -76,7 +76,7 @@ def test_one_trainer_of_many_ranks_has_the_memory_alone():
 
 def test_nodes_that_run_something_else_are_refused_by_name():
     one, other = (
-        Machine(name=name, memory=GIB * 8, code={"torch": "2.13", "composer_nb": name}) for name in ("a", "b")
+        MachineCapacity(name=name, memory=GIB * 8, code={"torch": "2.13", "composer_nb": name}) for name in ("a", "b")
     )
     with pytest.raises(ValueError, match=r"services\.address: a has composer_nb a, b has b; install the same"):
         require_room_for_rl(Settings(), [one, other])
@@ -85,7 +85,7 @@ def test_nodes_that_run_something_else_are_refused_by_name():
 
 def test_ranks_on_gpus_need_one_each():
     wanted = override(Settings(), {"services.on": True, "ranks": 8, "mesh.device": "cuda", "mesh.shard": 8})
-    machine = Machine(name="node", memory=GIB, gpus=4)
+    machine = MachineCapacity(name="node", memory=GIB, gpus=4)
     require_room_for_rl(wanted, [machine, machine, replace(machine, gpus=1)])
     with pytest.raises(ValueError, match="8 trainer rank.* and 1 engine.* need a GPU each, and there are 8"):
         require_room_for_rl(wanted, [machine, machine])
@@ -100,9 +100,9 @@ def test_a_run_without_services_shares_the_gpus_of_its_machine():
     alone = override(Settings(), {"services.on": False, "ranks": 2, "mesh.device": "cuda"})
     assert not alone.meshed, "where models are is no division of work"
     for check in (lambda one: require_room_for_rl(alone, [one]), lambda one: require_room(alone, one)):
-        check(Machine(name="node", memory=GIB, gpus=1))
+        check(MachineCapacity(name="node", memory=GIB, gpus=1))
         with pytest.raises(ValueError, match="no GPU on node"):
-            check(Machine(name="node", memory=GIB))
+            check(MachineCapacity(name="node", memory=GIB))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from composer_nb.harness.files import SOCKET_PATH, socket_folder
-from composer_nb.harness.sandbox.journal import Journal
+from composer_nb.harness.sandbox.journal import ResourceJournal
 from composer_nb.jobs.notebook import _sockets
 from composer_nb.trainer.services import cluster
 
@@ -31,7 +31,7 @@ def test_a_socket_fits_below_the_folder_however_long_tmpdir_is(
     monkeypatch.setattr(cluster, "start_node", start)
     try:
         with pytest.raises(ConnectionError, match="far enough"):
-            cluster.Cluster("", "x", Journal(tmp_path, "x"))
+            cluster.Cluster("", "x", ResourceJournal(tmp_path, "x"))
         with _sockets() as kernels:
             longest = [str(folders[0]) + cluster.SOCKET.removeprefix("/cnb-12345678"), f"{kernels}/k-12345"]
         assert all(len(os.fsencode(path)) <= SOCKET_PATH for path in longest)

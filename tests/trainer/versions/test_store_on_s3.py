@@ -12,7 +12,7 @@ from test_version_store import FILES, assert_right, follow, weights
 from composer_nb.trainer.versions.manifest import DamagedVersion, MissingVersion
 from composer_nb.trainer.versions.publisher import Publisher
 from composer_nb.trainer.versions.receiver import Receiver, SecondWriter
-from composer_nb.trainer.versions.store import Store, anchor, folder, log
+from composer_nb.trainer.versions.store import VersionStore, anchor, folder, log
 
 moto_server = pytest.importorskip("moto.server", reason="moto, a development dependency, serves S3")
 pytest.importorskip("s3fs", reason="s3fs, a development dependency, speaks to it")
@@ -49,17 +49,17 @@ def test_versions_go_through_s3_bit_for_bit(bucket: str, tmp_path):
         assert_right(receiver, version)
         receiver.install(receiver.fetch(version))
         receiver.report()
-    assert Store(bucket).anchors() == [3] and Store(bucket).exists(3, anchor(3))
+    assert VersionStore(bucket).anchors() == [3] and VersionStore(bucket).exists(3, anchor(3))
     rows = log(bucket)
     assert [row["base"] for row in rows] == [None, 0, 1, 2, 3] and rows[0]["acknowledged"] == ["far"]
     publisher.prune(1)
-    assert Store(bucket).folders() == [3, 4]
+    assert VersionStore(bucket).folders() == [3, 4]
     assert_right(Receiver(bucket), 4)
     publisher.close()
 
 
 def test_a_file_is_created_by_one_alone(bucket: str):
-    store = Store(bucket)
+    store = VersionStore(bucket)
     assert store.create("v000000/manifest.json", b"one") and not store.create("v000000/manifest.json", b"two")
     assert store.read("v000000/manifest.json") == b"one"
     first = Publisher(bucket, owner="one")
@@ -74,7 +74,7 @@ def test_damage_and_loss_are_named_and_mended(bucket: str):
     publisher, receiver = Publisher(bucket, owner="run"), Receiver(bucket)
     for version in range(3):
         follow(publisher, receiver, version)
-    store = Store(bucket)
+    store = VersionStore(bucket)
     data = bytearray(store.read(f"{folder(1)}/delta.safetensors"))
     data[-1] ^= 1
     store.write(f"{folder(1)}/delta.safetensors", bytes(data))

@@ -21,7 +21,7 @@ from composer_nb.trainer.versions.manifest import (
 )
 from composer_nb.trainer.versions.publisher import Publisher
 from composer_nb.trainer.versions.receiver import Receiver, SecondWriter
-from composer_nb.trainer.versions.store import Store, folder
+from composer_nb.trainer.versions.store import VersionStore, folder
 
 LAST = 3
 """The newest version that was published before the damage: 0 is full, the others build on it one by one."""
@@ -35,7 +35,7 @@ class Case:
     """A store with four versions, one receiver that runs the last but one, and one that runs nothing."""
 
     def __init__(self, url: str, seed: int) -> None:
-        self.url, self.random, self.store = url, random.Random(seed), Store(url)
+        self.url, self.random, self.store = url, random.Random(seed), VersionStore(url)
         self.publisher, self.follower, self.joiner = (
             Publisher(url, owner="run"),
             Receiver(url, name="follower"),
@@ -50,7 +50,7 @@ class Case:
         return self.random.choice([*names, "writer.json"])
 
     def copy(self, source: int, target: int, names: list[str] | None = None, url: str = "") -> None:
-        origin = Store(url or self.url)
+        origin = VersionStore(url or self.url)
         for name in names or origin.names(folder(source)):
             self.store.write(f"{folder(target)}/{name}", origin.read(f"{folder(source)}/{name}"))
 
@@ -145,7 +145,7 @@ class Case:
 
     def killed(self):
         """The process ends at some write of the next version, at any byte of it; another one takes up the work."""
-        placing, at, calls = Store._placing, self.random.randrange(3), iter(range(9))
+        placing, at, calls = VersionStore._placing, self.random.randrange(3), iter(range(9))
 
         @contextmanager
         def dying(store, path):
@@ -160,7 +160,7 @@ class Case:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self.publisher, "abandon", lambda plan: None)
-            patch.setattr(Store, "_placing", dying)
+            patch.setattr(VersionStore, "_placing", dying)
             with pytest.raises(Killed):
                 self.publisher.publish(LAST + 1, weights(99), FILES)
         self.publisher = Publisher(self.url, owner="run")

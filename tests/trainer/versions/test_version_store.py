@@ -26,9 +26,9 @@ from composer_nb.trainer.versions.manifest import (
     WeightFault,
     state_hash,
 )
-from composer_nb.trainer.versions.publisher import BackgroundPublisher, Plan, Publisher, VersionReused, Writer
+from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher, VersionPlan, VersionReused, Writer
 from composer_nb.trainer.versions.receiver import Receiver, SecondWriter
-from composer_nb.trainer.versions.store import Lease, Store, StoreError, anchor, folder, log
+from composer_nb.trainer.versions.store import PublisherLease, StoreError, VersionStore, anchor, folder, log
 from composer_nb.trainer.weights import verify
 
 FILES = {"config.json": b'{"model_type": "small"}'}
@@ -144,7 +144,7 @@ def test_an_anchor_lies_beside_every_nth_delta(url: str):
     publisher, receiver = Publisher(url, owner="run", full_every=3), Receiver(url)
     for version in range(8):
         follow(publisher, receiver, version)
-    assert anchors(url) == Store(url).anchors() == [3, 6]
+    assert anchors(url) == VersionStore(url).anchors() == [3, 6]
     assert [row["base"] for row in log(url)] == [None, 0, 1, 2, 3, 4, 5, 6], "who follows never reads one"
     joiner = Receiver(url)
     assert_right(joiner, 7)
@@ -154,7 +154,7 @@ def test_an_anchor_lies_beside_every_nth_delta(url: str):
 
 
 def verify_anchor(url: str, version: int) -> str:
-    return Store(url).manifest(version, anchor(version)).hash
+    return VersionStore(url).manifest(version, anchor(version)).hash
 
 
 def test_deltas_that_add_up_to_half_a_full_version_bring_an_anchor(url: str):
@@ -189,7 +189,7 @@ def test_a_laggard_takes_deltas_where_they_are_fewer_bytes_and_the_anchor_where_
     assert near.fetch(6).read_bytes == sum(deltas[3:])
     assert far.fetch(6).read_bytes == min(sum(deltas), sizes[4]["anchor_bytes"] + sum(deltas[4:])) == sum(deltas)
     for version in range(1, 5):
-        Store(url).remove(folder(version))
+        VersionStore(url).remove(folder(version))
     with pytest.raises(MissingVersion):
         near.fetch(6)
     assert anchors(url) == [4], "its line is still in the ledger"
@@ -199,7 +199,7 @@ def test_where_one_way_is_broken_the_other_is_taken(url: str):
     publisher, receiver = Publisher(url, owner="run", full_every=4), Receiver(url)
     for version in range(6):
         follow(publisher, receiver, version)
-    store = Store(url)
+    store = VersionStore(url)
     store.write(f"{anchor(4)}/model.safetensors", b"damaged")
     assert_right(Receiver(url, name="by the chain"), 5)
     store.write(f"{folder(2)}/delta.safetensors", b"damaged")
@@ -223,7 +223,7 @@ def test_ranks_write_their_shards_and_one_seals_them(url: str):
     for version in range(4):
         held = shares(version)
         surveys = [rank.survey(version, mine) for rank, mine in zip(ranks, held, strict=True)]
-        plan: Plan | None = publisher.begin(version, surveys, FILES)
+        plan: VersionPlan | None = publisher.begin(version, surveys, FILES)
         while plan is not None:
             with ThreadPoolExecutor(3) as pool:
                 parts = list(pool.map(Writer.write, ranks, [plan] * 3))
@@ -232,7 +232,7 @@ def test_ranks_write_their_shards_and_one_seals_them(url: str):
         publisher.acknowledge(version, receiver.install(receiver.fetch(version)), "engine")
         assert_right(receiver, version)
     assert anchors(url) == [2]
-    files = Store(url).manifest(0).files
+    files = VersionStore(url).manifest(0).files
     assert {name[:15] for name in files if name.startswith("model-rank")} == {f"model-rank0000{r}" for r in range(3)}
     assert [row["acknowledged"] for row in log(url)][:3] == [["engine"]] * 3
 
@@ -325,7 +325,7 @@ def test_what_a_receiver_runs_is_not_pruned_unless_it_is_hopelessly_behind(url: 
     for version in range(6, 12):
         follow(publisher, first, version)
     publisher.prune(2)
-    assert not Store(url).exists(2)
+    assert not VersionStore(url).exists(2)
 
 
 def test_a_receiver_that_lags_and_one_that_joins_decode_the_chain(url: str):
@@ -446,7 +446,7 @@ def test_two_publishers_at_once_leave_one_version(url: str, monkeypatch):
     Publisher(url, owner="run").publish(0, weights(0), FILES)
     with pytest.raises(SecondWriter):
         late.publish(0, weights(5), FILES)
-    assert Store(url).manifest(0).hash == state_hash(weights(0))
+    assert VersionStore(url).manifest(0).hash == state_hash(weights(0))
 
 
 def test_a_publisher_that_comes_back_goes_on_with_a_full_version(url: str):
@@ -470,7 +470,7 @@ def test_a_receiver_that_runs_a_lost_version_does_not_take_its_successor_for_it(
     follow(publisher, receiver, 0)
     publisher.publish(1, weights(91), FILES)
     receiver.install(receiver.fetch(1))
-    Store(url).remove(f"{folder(1)}/manifest.json")
+    VersionStore(url).remove(f"{folder(1)}/manifest.json")
     publisher = Publisher(url, owner="run")
     follow(publisher, Receiver(url), 1)
     assert publisher.publish(2, weights(2), FILES).base is not None
@@ -481,7 +481,7 @@ def test_a_receiver_that_runs_a_lost_version_does_not_take_its_successor_for_it(
 def test_a_lease_that_is_damaged_or_lost_is_written_again(url: str, damage):
     publisher, receiver = Publisher(url, owner="run"), Receiver(url)
     publisher.publish(0, weights(0), FILES)
-    store = Store(url)
+    store = VersionStore(url)
     data = damage(store.read("writer.json"))
     store.remove("writer.json") if data is None else store.write("writer.json", data)
     with pytest.raises((DamagedVersion, MissingVersion), match="writer.json"):
@@ -511,7 +511,7 @@ def test_weights_of_another_form_are_refused(url: str, change: dict[str, Tensor]
         publisher = Publisher(url, owner="run")
     with pytest.raises(ValueError, match="norm|more"):
         publisher.publish(1, weights(1) | change, FILES)
-    assert Store(url).folders() == [0]
+    assert VersionStore(url).folders() == [0]
     publisher.publish(1, weights(1), FILES)
     assert_right(receiver, 1)
 
@@ -520,14 +520,14 @@ def test_weights_of_another_form_are_refused(url: str, change: dict[str, Tensor]
 def test_side_files_that_can_not_be_are_refused(url: str, files: dict[str, bytes]):
     with pytest.raises(ValueError, match="config.json|cannot be a side file"):
         Publisher(url, owner="run").publish(0, weights(0), files)
-    assert Store(url).folders() == []
+    assert VersionStore(url).folders() == []
 
 
 @pytest.mark.parametrize("fails_at", range(3))
 def test_a_store_that_is_full_leaves_everything_as_it_was(url: str, fails_at: int, monkeypatch):
     publisher, receiver = Publisher(url, owner="run"), Receiver(url)
     follow(publisher, receiver, 0)
-    placing, calls = Store._placing, iter(range(99))
+    placing, calls = VersionStore._placing, iter(range(99))
 
     @contextmanager
     def full(store, path):
@@ -537,10 +537,10 @@ def test_a_store_that_is_full_leaves_everything_as_it_was(url: str, fails_at: in
             yield part
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "_placing", full)
+        patch.setattr(VersionStore, "_placing", full)
         with pytest.raises(StoreError, match="cannot be written .make room.*No space left"):
             publisher.publish(1, weights(1), FILES)
-    assert Store(url).folders() == [0], "what was begun is removed"
+    assert VersionStore(url).folders() == [0], "what was begun is removed"
     assert receiver.newest() == 0 and publisher.last == 0
     manifest = publisher.publish(1, weights(1), FILES)
     assert manifest.base is not None and manifest.base.version == 0
@@ -552,7 +552,7 @@ def test_a_full_version_that_would_not_fit_is_refused_before_anything_is_written
     publisher = Publisher(tmp_path / "store", owner="run")
     with pytest.raises(StoreError, match="8,214 bytes are needed and 100 free"):
         publisher.publish(0, weights(0), FILES)
-    assert Store(tmp_path / "store").folders() == []
+    assert VersionStore(tmp_path / "store").folders() == []
 
 
 def test_a_store_that_can_not_be_written_is_refused_at_once(tmp_path: Path):
@@ -650,7 +650,7 @@ def test_the_same_weights_again_mend_a_version_that_was_damaged(url: str):
     publisher, receiver = Publisher(url, owner="run", full_every=10), Receiver(url)
     for version in range(3):
         follow(publisher, receiver, version)
-    store = Store(url)
+    store = VersionStore(url)
     [name] = [n for n in store.manifest(2).files if n.endswith(".safetensors")]
     store.write(f"{folder(2)}/{name}", b"damaged")
     with pytest.raises(WeightFault):
@@ -668,8 +668,8 @@ def test_pruning_keeps_what_newer_versions_are_decoded_from(url: str):
     for version in range(11):
         follow(publisher, receiver, version)
     assert publisher.prune(2, pins=[1]) == [2, 3, 4, 5, 6, 7]
-    assert Store(url).folders() == [0, 1, 8, 9, 10]
-    for version in Store(url).folders():
+    assert VersionStore(url).folders() == [0, 1, 8, 9, 10]
+    for version in VersionStore(url).folders():
         assert_right(Receiver(url), version)
     follow(publisher, receiver, 11)
     assert_right(Receiver(url), 11)
@@ -686,12 +686,12 @@ def test_pruning_keeps_the_baseline_and_what_may_become_one(url: str):
     publisher.acknowledge(3, state_hash(weights(3)))
     manifest = publisher.publish(5, weights(5), FILES)
     assert manifest.base is not None and manifest.base.version == 3
-    assert publisher.prune(1) == [] and Store(url).folders() == [3, 4, 5], "4 may still be acknowledged"
+    assert publisher.prune(1) == [] and VersionStore(url).folders() == [3, 4, 5], "4 may still be acknowledged"
     assert_right(Receiver(url), 5)
 
 
 def test_pruning_removes_what_was_never_finished_and_nothing_while_a_chain_can_not_be_read(url: str):
-    publisher, receiver, store = Publisher(url, owner="run"), Receiver(url), Store(url)
+    publisher, receiver, store = Publisher(url, owner="run"), Receiver(url), VersionStore(url)
     for version in (0, 2):
         follow(publisher, receiver, version)
     store.write(f"{folder(1)}/delta.safetensors", b"half")
@@ -703,13 +703,13 @@ def test_pruning_removes_what_was_never_finished_and_nothing_while_a_chain_can_n
 
 def test_a_note_that_can_not_be_written_is_said_so(url: str, monkeypatch):
     Publisher(url, owner="run").publish(0, weights(0), FILES)
-    store = Store(url)
+    store = VersionStore(url)
     store.write(f"{folder(0)}/config.json", b"{")
 
     def refuses(self, name, data):
         raise StoreError("read only")
 
-    monkeypatch.setattr(Store, "write", refuses)
+    monkeypatch.setattr(VersionStore, "write", refuses)
     with pytest.raises(DamagedVersion) as caught:
         Receiver(url).fetch(0)
     assert caught.value.__notes__ == ["and no full version could be asked for: read only"]
@@ -719,7 +719,7 @@ def test_the_log_names_what_is_damaged(url: str):
     publisher, receiver = Publisher(url, owner="run"), Receiver(url)
     follow(publisher, receiver, 0)
     follow(publisher, receiver, 1)
-    Store(url).write(f"{folder(0)}/manifest.json", Lease(owner=None, token="", since=0).dump())
+    VersionStore(url).write(f"{folder(0)}/manifest.json", PublisherLease(owner=None, token="", since=0).dump())
     rows = log(url)
     assert rows[0]["fault"] == "DamagedVersion" and "manifest" in rows[0]["detail"]
     assert rows[1]["base"] == 0

@@ -15,7 +15,7 @@ import threading
 import time
 import typing
 
-from composer_nb.harness.sandbox.guest.files import Files, Header, open_beneath
+from composer_nb.harness.sandbox.guest.files import Header, WorkspaceFiles, open_beneath
 from composer_nb.harness.sandbox.guest.warm import Become, Words, suits
 from composer_nb.harness.sandbox.system.linux import ended_children, processes, read_exactly
 
@@ -29,7 +29,7 @@ class Unstartable(OSError):
     """A command that cannot be executed."""
 
 
-class Kept:
+class StreamEnds:
     """A stream's head and tail, at most `limit` bytes together."""
 
     def __init__(self, limit: int) -> None:
@@ -58,7 +58,7 @@ class Kept:
 class Commands:
     """Everything that runs in the sandbox besides this program."""
 
-    def __init__(self, files: Files, wake: int, settings: Header) -> None:
+    def __init__(self, files: WorkspaceFiles, wake: int, settings: Header) -> None:
         """`settings`, of which: `programs`, a folder of more programs, or nothing; `environment`, what an image sets, which holds
         but for the home."""
         self.files, self.wake, self.nice, self.copies = files, wake, settings["nice"], settings["copies"]
@@ -142,7 +142,7 @@ class Commands:
         begin, since = time.monotonic(), self.now()
         out, err = os.pipe(), os.pipe()
         feed = os.pipe() if len(stdin) else (os.open("/dev/null", os.O_RDONLY), None)
-        kept = {fd: Kept(asked["output_bytes"]) for fd in (out[0], err[0])}
+        kept = {fd: StreamEnds(asked["output_bytes"]) for fd in (out[0], err[0])}
         cut, pid = "", 0
         try:
             pid = self.awaited = self.start(asked, (feed[0], out[1], err[1]))
@@ -173,7 +173,9 @@ class Commands:
         }
         return facts, b"".join(texts)
 
-    def _follow(self, pid: int, kept: dict[int, Kept], feed: int | None, data: memoryview, deadline: float) -> str:
+    def _follow(
+        self, pid: int, kept: dict[int, StreamEnds], feed: int | None, data: memoryview, deadline: float
+    ) -> str:
         """Move a command's streams until it ends: "", or before that when its time was up ("timed_out") or when the host
         asked for it ("stopped")."""
         poller = select.poll()

@@ -49,7 +49,7 @@ def held(fd: int) -> typing.Iterator[int]:
         os.close(fd)
 
 
-class Files:
+class WorkspaceFiles:
     """The workspace."""
 
     def __init__(self, root: str, limit: int) -> None:

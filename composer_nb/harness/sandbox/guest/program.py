@@ -40,7 +40,7 @@ import typing
 
 from composer_nb.harness.sandbox.guest.calls import Caller
 from composer_nb.harness.sandbox.guest.commands import Commands
-from composer_nb.harness.sandbox.guest.files import Files, Header, held, open_beneath
+from composer_nb.harness.sandbox.guest.files import Header, WorkspaceFiles, held, open_beneath
 from composer_nb.harness.sandbox.guest.warm import COMMON, Become, load, run
 from composer_nb.harness.sandbox.system.linux import (
     NAMESPACES,
@@ -76,7 +76,7 @@ class Resident:
     def __init__(self, settings: Header) -> None:
         self.wake = child_alarm()
         signal.signal(signal.SIGINT, lambda *_: None)  # unlike what is ignored, this is not inherited by commands
-        files = self.files = Files(settings["workspace"], settings["disk_bytes"])
+        files = self.files = WorkspaceFiles(settings["workspace"], settings["disk_bytes"])
         commands = self.commands = Commands(files, self.wake, settings)
         self.warm = bool(settings["warm"])
         # What can be asked, and what answers: the facts of an answer, or a pair of facts and data.

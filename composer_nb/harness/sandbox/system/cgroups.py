@@ -20,7 +20,7 @@ SWAP = ("memory.swap.max", "memory.memsw.limit_in_bytes")
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Cgroup:
     """The group of one sandbox: a folder for each hierarchy (version 1), or one (version 2)."""
 
     folders: tuple[Path, ...]
@@ -126,9 +126,9 @@ class Cgroups:
         """Return the folders of a group of this name."""
         return tuple(place / name for place in dict.fromkeys(self.places.values()))
 
-    def make(self, folders: tuple[Path, ...], memory_bytes: int, processes: int, cpus: float) -> Group:
+    def make(self, folders: tuple[Path, ...], memory_bytes: int, processes: int, cpus: float) -> Cgroup:
         """Make a group with these limits. Raises OSError."""
-        group = Group(folders, self.version)
+        group = Cgroup(folders, self.version)
         try:
             for folder in folders:
                 folder.mkdir()

@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from composer_nb.harness.grading.box import Boxes, Job, Place, Ran, Reach, RunnerEnded
-from composer_nb.harness.grading.plan import Plan, digest, gold_files, job, modules_of
+from composer_nb.harness.grading.box import Boxes, JobResult, Place, Reach, RunnerEnded, TestJob
+from composer_nb.harness.grading.plan import GradePlan, digest, gold_files, job, modules_of
 from composer_nb.harness.grading.validate import with_twins
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxDied
-from composer_nb.harness.tasks.making.options import Options, Running
+from composer_nb.harness.tasks.making.options import Options, RunOptions
 from composer_nb.harness.tasks.making.repository import Repository
 from composer_nb.harness.tasks.runtime import packages_of
 from composer_nb.harness.tasks.task import Task
@@ -36,7 +36,7 @@ Say = Callable[[str], None]
 class Baseline:
     """The measured suite of one state of a repository."""
 
-    plan: Plan
+    plan: GradePlan
     """The tests that count, with their twins."""
     reach: Mapping[str, Reach]
     """By the keys of the tests that count."""
@@ -73,7 +73,9 @@ class Baseline:
             key: Reach(seconds=seconds, depths={places[number]: depth for number, depth in depths})
             for key, (seconds, depths) in held["reach"].items()
         }
-        return cls(plan=Plan.from_json(held["plan"]), reach=reach, left_out=held["left_out"], suite_s=held["suite_s"])
+        return cls(
+            plan=GradePlan.from_json(held["plan"]), reach=reach, left_out=held["left_out"], suite_s=held["suite_s"]
+        )
 
 
 def whole(repository: Repository) -> Task:
@@ -94,20 +96,20 @@ def measure(
     backend: Backend,
     spec: SandboxSpec,
     say: Say,
-    running: Running | None = None,
+    running: RunOptions | None = None,
     options: Options | None = None,
 ) -> Baseline:
     """Measure the suite on the repository as it is.
 
     Raises ValueError for a suite that yields no tasks, and SandboxFailure, from which nothing follows.
     """
-    running, options = running or Running(), options or Options()
+    running, options = running or RunOptions(), options or Options()
     task = whole(repository)
     gold = gold_files(task)
     boxes = Boxes(backend=backend, spec=spec, timeout_s=running.suite_s)
     _refuse_copies(repository, backend, spec)
 
-    def run(*jobs: Job) -> list[Ran]:
+    def run(*jobs: TestJob) -> list[JobResult]:
         try:
             return boxes.run(jobs)
         except (SandboxDied, RunnerEnded) as error:
@@ -149,7 +151,7 @@ def measure(
             "--test-seconds allows more"
         )
     say(f"looking for twins of {len(reach)} tests")
-    plan = Plan(digest=digest(task), tests={key: names[key] for key in sorted(reach)})
+    plan = GradePlan(digest=digest(task), tests={key: names[key] for key in sorted(reach)})
     plan, problems, _ = with_twins(task, plan, boxes)
     if problems:
         raise ValueError(f"{repository.name}: its suite cannot be graded: {problems[0][:300]}")
@@ -157,7 +159,7 @@ def measure(
 
 
 def _passing(
-    repository: Repository, ran: Ran, running: Running, say: Say
+    repository: Repository, ran: JobResult, running: RunOptions, say: Say
 ) -> tuple[dict[str, str], dict[str, str], set[str]]:
     """Return node ids by key, the reasons of those left out, and the keys that pass. Raises ValueError if too few pass."""
     names = {key: result.id for key, result in ran.results.items()}

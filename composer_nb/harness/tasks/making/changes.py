@@ -72,7 +72,7 @@ class Change:
         changed: dict[str, str] = {}
         for edit in sorted(self.edits, key=lambda edit: (edit.path, -edit.start)):
             text = changed.get(edit.path, files[edit.path])
-            layout = syntax.Layout.of(text)
+            layout = syntax.TextFormat.of(text)
             lines = layout.plain(text).split("\n")
             lines[edit.start - 1 : edit.end] = edit.text.split("\n") if edit.text else []
             changed[edit.path] = layout.restore("\n".join(lines))
@@ -101,7 +101,7 @@ def normalised(text: str) -> str:
 
 def units(path: str, text: str) -> list[Unit]:
     """Return the units of a file. Raises ValueError, with the reason, if no bug can be planted in it."""
-    plain = syntax.Layout.of(text).plain(text)
+    plain = syntax.TextFormat.of(text).plain(text)
     if "\r" in plain:
         raise ValueError("its lines end in several ways")
     try:
@@ -125,7 +125,7 @@ def _units(path: str, body: Iterable[ast.AST], base: str) -> Iterator[Unit]:
 def text_of(unit: Unit, files: Mapping[str, str]) -> str:
     """Return the lines of a unit, with plain line ends."""
     text = files[unit.path]
-    return "\n".join(syntax.Layout.of(text).plain(text).split("\n")[unit.start - 1 : unit.end])
+    return "\n".join(syntax.TextFormat.of(text).plain(text).split("\n")[unit.start - 1 : unit.end])
 
 
 def bugs(files: Mapping[str, str], where: Sequence[Unit], seed: str) -> Iterator[Change]:
@@ -194,14 +194,14 @@ def _sites(tree: cst.Module, nested: bool, rng: Random) -> list[tuple[str, cst.C
     if nested:
         assert isinstance(root, cst.If)
         root = root.body.body[0]
-    seen = _Seen()
+    seen = _NodeCollector()
     root.visit(seen)
     names = sorted(seen.names)
     pairs = [(kind, mutate, node) for node in seen.nodes for kind, (mutate, t) in KINDS.items() if isinstance(node, t)]
     return [(kind, node, new) for kind, mutate, node in pairs for new in mutate(node, rng, names)]
 
 
-class _Seen(cst.CSTVisitor):
+class _NodeCollector(cst.CSTVisitor):
     """Nodes in the order of the text, annotations left out, with the function's parameters and variables."""
 
     def __init__(self) -> None:

@@ -125,7 +125,7 @@ def write_feature(path: str, name: str, text: str, seed: str, examples: Sequence
 
 def without_tests(text: str, keys: Iterable[str]) -> str:
     """Return a test module without the functions of these keys."""
-    layout = syntax.Layout.of(text)
+    layout = syntax.TextFormat.of(text)
     text = layout.plain(text)
     tree = syntax.parse(text)
     spans: dict[int, tuple[int, str]] = {}

@@ -24,10 +24,10 @@ from composer_nb.harness.grading.recorded import Guarding, guard_of, guards_line
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.tasks.making.baseline import Baseline, measure
 from composer_nb.harness.tasks.making.changes import Change, bugs, combined, features
-from composer_nb.harness.tasks.making.options import INI, Options, Running, given_packages, plugins_in, read_options
+from composer_nb.harness.tasks.making.options import INI, Options, RunOptions, given_packages, plugins_in, read_options
 from composer_nb.harness.tasks.making.repository import Repository, read_repository
-from composer_nb.harness.tasks.making.store import Store
-from composer_nb.harness.tasks.making.trial import Outcome, Subject, settle
+from composer_nb.harness.tasks.making.store import TaskStore
+from composer_nb.harness.tasks.making.trial import Subject, TrialOutcome, settle
 from composer_nb.harness.tasks.runtime import PACKAGES, PACKAGES_DIGEST, allow_packages, packages_digest
 from composer_nb.harness.tasks.task import Task, save_tasks
 
@@ -45,7 +45,7 @@ FORMAT = "7"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class MakeProgress:
     """The progress of one run."""
 
     doing: str
@@ -56,7 +56,7 @@ class State:
     """Tasks that were left out because of their guard."""
 
 
-Told = Callable[[State], None]
+Told = Callable[[MakeProgress], None]
 
 
 def make(
@@ -67,7 +67,7 @@ def make(
     limit: int = 60,
     seed: str = "0",
     spec: SandboxSpec | None = None,
-    running: Running | None = None,
+    running: RunOptions | None = None,
     require: Guarding = "none",
     report: Told = lambda state: None,
 ) -> dict[str, Any]:
@@ -85,17 +85,19 @@ def make(
         raise ValueError(
             f"--out {out}: lies in the repository, so that its tasks would hold each other's answers; choose another"
         )
-    running = running or Running()
+    running = running or RunOptions()
     if spec is None:  # an image's packages take more memory than the standard library
         spec = SandboxSpec(image=running.image, memory_bytes=2 << 30) if running.image else SandboxSpec()
     repository = read_repository(path)
-    with Store(out / RECORD) as store:
+    with TaskStore(out / RECORD) as store:
         repository, options = prepared(repository, running)
         _claim(store, repository, seed, out, [running.test_s, list(options.select), *options.paths, *options.ignored])
         if "baseline" not in store.facts:
             if options.dropped:
-                report(State(doing=f"leaving out pytest's {' '.join(options.dropped)}"))
-            measured = measure(repository, backend, spec, lambda doing: report(State(doing=doing)), running, options)
+                report(MakeProgress(doing=f"leaving out pytest's {' '.join(options.dropped)}"))
+            measured = measure(
+                repository, backend, spec, lambda doing: report(MakeProgress(doing=doing)), running, options
+            )
             store.keep_fact("baseline", measured.to_json())
         baseline = Baseline.from_json(store.facts["baseline"])
         maker = Maker(Subject(repository, baseline, backend, spec, seed), store, report, limit, require)
@@ -111,7 +113,7 @@ def make(
     return summary
 
 
-def prepared(repository: Repository, running: Running) -> tuple[Repository, Options]:
+def prepared(repository: Repository, running: RunOptions) -> tuple[Repository, Options]:
     """Return the repository with the packages that its tests need, and how they run. Raises ValueError."""
     settings: dict[str, str] = {"image": running.image} if running.image else {}
     plugins: list[str] = []
@@ -125,7 +127,7 @@ def prepared(repository: Repository, running: Running) -> tuple[Repository, Opti
     return replace(repository, settings=settings), options
 
 
-def _claim(store: Store, repository: Repository, seed: str, out: Path, ways: list[Any]) -> None:
+def _claim(store: TaskStore, repository: Repository, seed: str, out: Path, ways: list[Any]) -> None:
     """Note whose tasks `out` holds. Raises ValueError if they belong to another repository or setting."""
     held = [FORMAT, seed, sorted(repository.files.items()), sorted(repository.settings.items()), ways]
     own = hashlib.sha256(json.dumps(held).encode()).hexdigest()
@@ -139,7 +141,7 @@ def _claim(store: Store, repository: Repository, seed: str, out: Path, ways: lis
 class Maker:
     """One run: draws candidates, tries them side by side, and keeps those that make tasks."""
 
-    def __init__(self, subject: Subject, store: Store, report: Told, limit: int, require: Guarding) -> None:
+    def __init__(self, subject: Subject, store: TaskStore, report: Told, limit: int, require: Guarding) -> None:
         reached = {function for reach in subject.baseline.reach.values() for function in reach.depths}
         self.units = [unit for unit in subject.units if unit.place in reached]
         self.subject, self.store, self.report, self.limit, self.require = subject, store, report, limit, require
@@ -201,7 +203,7 @@ class Maker:
 
     def _tell(self, doing: str) -> None:
         below = f"below --require {self.require}: {guards_line(self.below)}" if self.below else ""
-        self.report(State(doing=doing, kept=len(self.found), wanted=self.limit, tried=self.tried, below=below))
+        self.report(MakeProgress(doing=doing, kept=len(self.found), wanted=self.limit, tried=self.tried, below=below))
 
 
 def _summary(maker: Maker, tasks: Sequence[Task], wall_s: float) -> dict[str, Any]:
@@ -213,7 +215,7 @@ def _summary(maker: Maker, tasks: Sequence[Task], wall_s: float) -> dict[str, An
     look, summed over sandboxes, and `wall_s` those of this call, in which outcomes of an earlier one take no time.
     """
     subject, baseline = maker.subject, maker.subject.baseline
-    by_kind: dict[str, list[Outcome]] = {}
+    by_kind: dict[str, list[TrialOutcome]] = {}
     for outcome in maker.store.outcomes.values():
         by_kind.setdefault(outcome.kind, []).append(outcome)
     kinds = [

@@ -36,16 +36,16 @@ from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.syntax import nodes_of
 from composer_nb.harness.tasks.making.changes import changed_lines
 from composer_nb.harness.tasks.making.instructions import without_tests
-from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, State, Told, prepared
-from composer_nb.harness.tasks.making.options import Running, read_options
+from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, MakeProgress, Told, prepared
+from composer_nb.harness.tasks.making.options import RunOptions, read_options
 from composer_nb.harness.tasks.making.repository import Repository, of_files, read_repository, supports_tests, unwanted
-from composer_nb.harness.tasks.making.store import Store
-from composer_nb.harness.tasks.making.trial import Outcome, needed
+from composer_nb.harness.tasks.making.store import TaskStore
+from composer_nb.harness.tasks.making.trial import TrialOutcome, needed
 from composer_nb.harness.tasks.runtime import limits_spec, workspace
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import Task, save_tasks
 from composer_nb.harness.untrusted import opcodes
-from composer_nb.production.requests import Asked, asked, request_behind
+from composer_nb.production.requests import AcceptedRequest, asked, request_behind
 
 if TYPE_CHECKING:
     from dulwich.repo import Repo
@@ -100,7 +100,7 @@ def mine(
     commits: int = 200,
     most_lines: int = 400,
     requests: Sequence[Path] = (),
-    running: Running | None = None,
+    running: RunOptions | None = None,
     report: Told = lambda state: None,
 ) -> dict[str, Any]:
     """Make up to `limit` tasks and write them into `out`. The same call continues where it was interrupted.
@@ -116,12 +116,12 @@ def mine(
 
     Raises FileNotFoundError and ValueError for paths that hold no repository or no result, and SandboxFailure.
     """
-    began, running, left_out = time.monotonic(), running or Running(), dict[str, str]()
+    began, running, left_out = time.monotonic(), running or RunOptions(), dict[str, str]()
     if requests and len(paths) > 1:
         raise ValueError("--requests: only commits hold the changes of agents, so give one checkout and no releases")
     candidates = releases(paths) if len(paths) > 1 else history(paths[0], commits, asked(requests))
     tasks: list[Task] = []
-    with Store(out / RECORD) as store:
+    with TaskStore(out / RECORD) as store:
         origin = repr([[str(path.resolve()) for path in paths], most_lines, running])
         fingerprint = hashlib.sha256(origin.encode()).hexdigest()
         if store.facts.get("mined from", fingerprint) != fingerprint:
@@ -132,7 +132,7 @@ def mine(
         for candidate in candidates:
             if len(tasks) == limit:
                 break
-            report(State(doing=candidate.id, kept=len(tasks), wanted=limit, tried=len(rows)))
+            report(MakeProgress(doing=candidate.id, kept=len(tasks), wanted=limit, tried=len(rows)))
             left_out |= candidate.after.left_out if candidate.after else {}
             store.keep_fact("mined from", fingerprint)  # once its history could be read
             if (earlier := store.outcomes.get(candidate.key)) is None or earlier.verdict == UNFETCHED:
@@ -160,7 +160,7 @@ def mine(
     return summary
 
 
-def history(path: Path, commits: int, log: Sequence[Asked] = ()) -> Iterator[Candidate]:
+def history(path: Path, commits: int, log: Sequence[AcceptedRequest] = ()) -> Iterator[Candidate]:
     """Yield the commits of a checkout, the newest first. Raises ValueError if it is none that can be read."""
     from dulwich import errors
     from dulwich.object_store import iter_tree_contents
@@ -262,7 +262,7 @@ def changelog(before: Repository, after: Repository) -> str:
     return text if len(text.split()) >= MIN_WORDS else ""
 
 
-def draft(candidate: Candidate, most_lines: int, running: Running) -> Task | str:
+def draft(candidate: Candidate, most_lines: int, running: RunOptions) -> Task | str:
     """Return the task of a candidate before it has run, or why there is none."""
     before, after = candidate.before, candidate.after
     if before is None or after is None or not candidate.request:
@@ -303,14 +303,14 @@ def draft(candidate: Candidate, most_lines: int, running: Running) -> Task | str
         return f"unfit: {str(error)[:200]}"
 
 
-def _outcome(candidate: Candidate, backend: Backend, running: Running, most_lines: int) -> tuple[Outcome, int]:
+def _outcome(candidate: Candidate, backend: Backend, running: RunOptions, most_lines: int) -> tuple[TrialOutcome, int]:
     """Try a candidate. Return its outcome, and how many tests are too slow to count. Raises SandboxFailure."""
     began, task = time.monotonic(), draft(candidate, most_lines, running)
     boxes = Boxes(backend=backend, spec=None if isinstance(task, str) else limits_spec(task), timeout_s=running.suite_s)
     counted, slow, why = ({}, 0, task) if isinstance(task, str) else first_look(task, boxes, running)
     if isinstance(task, str) or why:
         verdict, _, why = why.partition(": ")
-        return Outcome(key=candidate.key, kind=why, verdict=verdict, seconds=time.monotonic() - began), slow
+        return TrialOutcome(key=candidate.key, kind=why, verdict=verdict, seconds=time.monotonic() - began), slow
     task = task.model_copy(update={"files": task.files | current(task, candidate, boxes)})
     task = task.model_copy(update={"metadata": task.metadata | {IDS: json.dumps(sorted(counted.values()))}})
     validation = validate_task(task, backend, timeout_s=running.suite_s, keys=frozenset(counted))
@@ -320,10 +320,10 @@ def _outcome(candidate: Candidate, backend: Backend, running: Running, most_line
         verdict = "unseen" if why == "all tests pass without a change" else "ungraded"
     accepted_task = with_plan(task, validation.plan) if verdict == "kept" and validation.plan else None
     seconds = time.monotonic() - began
-    return Outcome(key=candidate.key, kind=why, verdict=verdict, seconds=seconds, task=accepted_task), slow
+    return TrialOutcome(key=candidate.key, kind=why, verdict=verdict, seconds=seconds, task=accepted_task), slow
 
 
-def first_look(task: Task, boxes: Boxes, running: Running) -> tuple[dict[str, str], int, str]:
+def first_look(task: Task, boxes: Boxes, running: RunOptions) -> tuple[dict[str, str], int, str]:
     """Return the tests that pass afterwards, key -> node id, how many take too long, and why they make no task.
 
     Others fail for want of a file or a package, as a rule, or are slow. Raises SandboxFailure.

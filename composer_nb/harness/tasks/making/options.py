@@ -37,7 +37,7 @@ OUTPUT = ("junit_", "log_", "console_", "tmp_path_", "faulthandler_", "doctest_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
+class RunOptions:
     """The caller's settings."""
 
     pytest_args: str = ""

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from composer_nb.harness.grading.recorded import guards_line
-from composer_nb.harness.tasks.making.make import State
+from composer_nb.harness.tasks.making.make import MakeProgress
 from composer_nb.harness.untrusted import visible
 
 LINE_S = 30.0
@@ -21,12 +21,12 @@ LINE_S = 30.0
 
 
 @contextmanager
-def progress(console: Console) -> Iterator[Callable[[State], None]]:
+def progress(console: Console) -> Iterator[Callable[[MakeProgress], None]]:
     """Yield a function that shows the states that it is given: in one line on a terminal, else as a line now and then."""
     last, when = "", -LINE_S
     with console.status("reading") if console.is_terminal else nullcontext() as status:
 
-        def show(state: State) -> None:
+        def show(state: MakeProgress) -> None:
             nonlocal last, when
             counts = f": {state.kept} of {state.wanted} tasks, {state.tried} tried" if state.wanted else ""
             counts += f"; {state.below}" if state.below else ""

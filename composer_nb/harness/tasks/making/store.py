@@ -9,7 +9,7 @@ import sqlite3
 from pathlib import Path
 from typing import Self
 
-from composer_nb.harness.tasks.making.trial import Outcome
+from composer_nb.harness.tasks.making.trial import TrialOutcome
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import check_database
 
@@ -21,7 +21,7 @@ create table if not exists outcomes (
 """
 
 
-class Store:
+class TaskStore:
     """The record of a repository's tasks. For one thread."""
 
     def __init__(self, path: Path) -> None:
@@ -36,11 +36,11 @@ class Store:
         except (sqlite3.DatabaseError, ValueError) as error:
             self._db.close()
             raise ValueError(f"{path}: not a record of tasks made: {error}") from None
-        self.outcomes: dict[str, Outcome] = {}
+        self.outcomes: dict[str, TrialOutcome] = {}
         """By key, in the order in which they were stored."""
         for key, kind, verdict, seconds, text in rows:
             task = None if text is None else Task.model_validate_json(text)
-            self.outcomes[key] = Outcome(key=key, kind=kind, verdict=verdict, seconds=seconds, task=task)
+            self.outcomes[key] = TrialOutcome(key=key, kind=kind, verdict=verdict, seconds=seconds, task=task)
 
     def __enter__(self) -> Self:
         return self
@@ -53,7 +53,7 @@ class Store:
         with self._db:
             self._db.execute("insert or replace into facts values (?, ?)", (name, value))
 
-    def keep(self, outcome: Outcome) -> None:
+    def keep(self, outcome: TrialOutcome) -> None:
         self.outcomes[outcome.key] = outcome
         text = outcome.task.model_dump_json() if outcome.task is not None and outcome.verdict == "kept" else None
         row = (outcome.key, outcome.kind, outcome.verdict, outcome.seconds, text)

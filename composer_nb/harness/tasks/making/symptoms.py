@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 from composer_nb.harness import syntax
-from composer_nb.harness.grading.box import Failure, Result
+from composer_nb.harness.grading.box import Failure, TestResult
 from composer_nb.harness.grading.source import Function, last_name
 
 MAX_QUOTE = 160
@@ -84,7 +84,7 @@ class Symptom:
         return "exception" if self.exception else "missing" if self.missing else "value"
 
 
-def symptom(key: str, test: str, result: Result, failure: Failure | None) -> Symptom:
+def symptom(key: str, test: str, result: TestResult, failure: Failure | None) -> Symptom:
     """Return the symptom of one failing test. `test`: text of its module as it ran (`plan.normal`)."""
     if failure is None:
         return Symptom()

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from composer_nb.harness.grading.box import Boxes, Job, Ran, RunnerEnded
-from composer_nb.harness.grading.plan import Plan, digest, gold_files, job, modules_of, normal, plan_of, with_plan
+from composer_nb.harness.grading.box import Boxes, JobResult, RunnerEnded, TestJob
+from composer_nb.harness.grading.plan import GradePlan, digest, gold_files, job, modules_of, normal, plan_of, with_plan
 from composer_nb.harness.grading.pytest_grader import RUN_S, SECONDS, grade_pytest
 from composer_nb.harness.grading.validate import IDS, guarded
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
@@ -71,7 +71,7 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class TrialOutcome:
     """The result of trying a change."""
 
     key: str
@@ -82,7 +82,7 @@ class Outcome:
     task: Task | None = None
 
 
-def _job(subject: Subject, changed: Mapping[str, str], keys: Iterable[str], explain: bool = False) -> Job:
+def _job(subject: Subject, changed: Mapping[str, str], keys: Iterable[str], explain: bool = False) -> TestJob:
     """Return a run of the tests of these keys on a changed repository, without the test modules that they do not need."""
     files = {path: text.encode() for path, text in {**subject.repository.files, **changed}.items()}
     whole_job = job(whole(subject.repository), files, (), frozenset(keys), explain=explain)
@@ -100,7 +100,7 @@ def needed(hidden: Mapping[str, str], modules: Iterable[str]) -> list[str]:
     return sorted({*kept, *(path for path in hidden if not is_test_module(path))})
 
 
-def _tried(subject: Subject, jobs: Sequence[Job], timeout_s: float) -> list[Ran | Verdict]:
+def _tried(subject: Subject, jobs: Sequence[TestJob], timeout_s: float) -> list[JobResult | Verdict]:
     """Return each run, or the verdict where it did not end. If one ends a sandbox that all share, each runs alone."""
     try:
         ran = subject.boxes(timeout_s).run(jobs)
@@ -111,7 +111,7 @@ def _tried(subject: Subject, jobs: Sequence[Job], timeout_s: float) -> list[Ran 
     return ["endless" if "timeout" in each.flags else "ends early" if each.flags else each for each in ran]
 
 
-def _failing(ran: Ran, keys: Iterable[str]) -> set[str]:
+def _failing(ran: JobResult, keys: Iterable[str]) -> set[str]:
     return {key for key in keys if not ran.result(key).passed}
 
 
@@ -119,14 +119,14 @@ Part = tuple[Change, Task]
 """A component bug of a combined change, and its task."""
 
 
-def settle(subject: Subject, change: Change, parts: Sequence[Part] = ()) -> Outcome:
+def settle(subject: Subject, change: Change, parts: Sequence[Part] = ()) -> TrialOutcome:
     """Return the task of a change, or why there is none. Raises SandboxFailure."""
     if not parts and (unfit := look(subject, change)):  # the parts of a combined bug have been looked at
-        return Outcome(key=change.key, kind=change.kind, verdict=unfit, seconds=0.0)
+        return TrialOutcome(key=change.key, kind=change.kind, verdict=unfit, seconds=0.0)
     began = time.monotonic()
     verdict, task = _settled(subject, change, parts)
     seconds = time.monotonic() - began
-    return Outcome(key=change.key, kind=change.kind, verdict=verdict, seconds=seconds, task=task)
+    return TrialOutcome(key=change.key, kind=change.kind, verdict=verdict, seconds=seconds, task=task)
 
 
 def look(subject: Subject, change: Change) -> Verdict | None:
@@ -192,12 +192,12 @@ def _draft(subject: Subject, change: Change, changed: Mapping[str, str], keys: S
     return with_plan(task, restricted(plan, keys, digest(task)))
 
 
-def restricted(plan: Plan, keys: Iterable[str], made_for: str) -> Plan:
+def restricted(plan: GradePlan, keys: Iterable[str], made_for: str) -> GradePlan:
     """Return a plan of fewer tests."""
     kept = set(keys)
     left = [twin for twin in plan.twins if not kept.isdisjoint(twin.keys)]
     twins = [replace(each, keys=_common(kept, each.keys), besides=_common(kept, each.besides)) for each in left]
-    return Plan(digest=made_for, tests={key: plan.tests[key] for key in sorted(kept)}, twins=tuple(twins))
+    return GradePlan(digest=made_for, tests={key: plan.tests[key] for key in sorted(kept)}, twins=tuple(twins))
 
 
 def _common(some: set[str], others: Iterable[str]) -> tuple[str, ...]:
@@ -206,7 +206,7 @@ def _common(some: set[str], others: Iterable[str]) -> tuple[str, ...]:
 
 def repeated(subject: Subject, task: Task, failing: Iterable[str]) -> Task | Verdict:
     """Return the task with the tests on which all runs agree, and its workspace without those that fail."""
-    plan = Plan.from_json(task.metadata["pytest.plan"])
+    plan = GradePlan.from_json(task.metadata["pytest.plan"])
     keys = frozenset(plan.tests)
     jobs = [job(task, files, (), keys) for files in (gold_files(task), workspace(task))]
     reach = subject.baseline.reach
@@ -259,7 +259,9 @@ def _copied(repository: Repository, change: Change) -> bool:
     return False
 
 
-def _symptoms(subject: Subject, ran: Ran, order: Sequence[str], change: Change, parts: Sequence[Part]) -> list[Symptom]:
+def _symptoms(
+    subject: Subject, ran: JobResult, order: Sequence[str], change: Change, parts: Sequence[Part]
+) -> list[Symptom]:
     """Return one symptom for each bug, or the examples for a feature; nothing if a bug has no symptom that tells.
 
     For several bugs, a test that fails because of one bug alone is preferred.
@@ -283,12 +285,12 @@ def _symptoms(subject: Subject, ran: Ran, order: Sequence[str], change: Change, 
     return symptoms
 
 
-def _best(subject: Subject, ran: Ran, keys: Sequence[str]) -> Symptom | None:
+def _best(subject: Subject, ran: JobResult, keys: Sequence[str]) -> Symptom | None:
     """Return the first of the symptoms that tell most."""
     found = [each for each in (_symptom(subject, ran, key) for key in keys[:LISTENED]) if each.tells]
     return min(found, key=lambda each: (each.rank, bool(each.setup), len(each.code) > SHORT_CODE), default=None)
 
 
-def _symptom(subject: Subject, ran: Ran, key: str) -> Symptom:
+def _symptom(subject: Subject, ran: JobResult, key: str) -> Symptom:
     text = normal(subject.repository.hidden[key.partition("::")[0]])
     return symptom(key, text, ran.result(key), ran.failures.get(key))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from composer_nb.harness.grading.box import Failure, Result
+from composer_nb.harness.grading.box import Failure, TestResult
 from composer_nb.harness.tasks.making.instructions import without_tests, write, write_feature
 from composer_nb.harness.tasks.making.symptoms import Symptom, symptom
 
@@ -106,7 +106,7 @@ def seen(
 ) -> Symptom:
     line = next(number for number, each in enumerate(TESTS.split("\n"), 1) if needle in each)
     failed = Failure(line=line, message=message, values=values or {}, compared=tuple(compared))
-    return symptom(f"tests/test_core.py::{name}#0", TESTS + "\n", Result(outcome="failed", why=why), failed)
+    return symptom(f"tests/test_core.py::{name}#0", TESTS + "\n", TestResult(outcome="failed", why=why), failed)
 
 
 LINES = "from shapes import Stack\nstack = Stack()\nstack.push(1).push(2)\nresult = stack.pop()"
@@ -194,7 +194,7 @@ LINES = "from shapes import Stack\nstack = Stack()\nstack.push(1).push(2)\nresul
         ),
         (seen("test_size", "check_size", compared=[]), 2, {"code": ""}),
         (seen("test_stop", "raise Exception", "Exception", "bad"), 2, {"call": "", "code": ""}),
-        (symptom("tests/test_core.py::gone#0", TESTS, Result(outcome="failed", why="KeyError"), None), 2, {}),
+        (symptom("tests/test_core.py::gone#0", TESTS, TestResult(outcome="failed", why="KeyError"), None), 2, {}),
     ],
 )  # fmt: skip
 def test_what_is_seen_of_a_failure(found: Symptom, rank: int, facts: dict[str, Any]) -> None:
@@ -215,7 +215,7 @@ def test_long_values_are_cut_to_where_they_differ() -> None:
     found = symptom(
         "t/test_a.py::test_a#0",
         f"def test_a():\n    assert clamp(1) == {right}\n",
-        Result(outcome="failed", why="AssertionError"),
+        TestResult(outcome="failed", why="AssertionError"),
         Failure(line=2, message="", compared=("==", left, right)),
     )
     assert found.seen.startswith("…aaa") and "bbb" in found.seen and "ccc" in found.wanted and len(found.wanted) <= 82

@@ -14,17 +14,17 @@ from typing import cast
 
 import pytest
 
-from composer_nb.harness.grading.plan import Plan, digest, plan_of, with_plan
+from composer_nb.harness.grading.plan import GradePlan, digest, plan_of, with_plan
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.recorded import Guarding, guard_of
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.tasks.making import make as making
 from composer_nb.harness.tasks.making.baseline import Baseline, measure, whole
 from composer_nb.harness.tasks.making.changes import Change, Edit
-from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, State, make
+from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, MakeProgress, make
 from composer_nb.harness.tasks.making.repository import read_repository
 from composer_nb.harness.tasks.making.show import table
-from composer_nb.harness.tasks.making.trial import Outcome, Subject
+from composer_nb.harness.tasks.making.trial import Subject, TrialOutcome
 from composer_nb.harness.tasks.task import Task, load_tasks
 
 LIMIT = 7
@@ -161,15 +161,15 @@ def test_progress_counts_the_tasks_that_are_taken(
 ) -> None:
     """More candidates hold than are wanted, as they are tried some at a time."""
     repository = read_repository(checkout)
-    empty = Baseline(plan=Plan(digest="", tests={}), reach={}, left_out={}, suite_s=0.0)
-    told: list[State] = []
+    empty = Baseline(plan=GradePlan(digest="", tests={}), reach={}, left_out={}, suite_s=0.0)
+    told: list[MakeProgress] = []
     task = whole(repository).model_copy(update={"metadata": {}})
     edits = [Edit(path="a.py", name="f", start=1, end=1, text=f"x = {n}") for n in range(6)]
     changes = [Change(kind="k", edits=(edit,), places=()) for edit in edits]
     with making.Store(tmp_path / RECORD) as store:
         subject = Subject(repository, empty, cast(Backend, None), SandboxSpec(), "0")
         maker = making.Maker(subject, store, told.append, 3, "none")
-        kept = Outcome(key="", kind="k", verdict="kept", seconds=0.0, task=task)
+        kept = TrialOutcome(key="", kind="k", verdict="kept", seconds=0.0, task=task)
         monkeypatch.setattr(making, "settle", lambda subject, change, parts: replace(kept, key=change.key))
         with ThreadPoolExecutor() as pool:
             found = list(maker._kept(pool, "-", changes, 3))
@@ -182,15 +182,17 @@ def test_a_guard_that_nothing_reaches_ends_the_run_at_once(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, require: Guarding, ends: bool
 ) -> None:
     repository = read_repository(checkout)
-    empty = Baseline(plan=Plan(digest="", tests={}), reach={}, left_out={}, suite_s=0.0)
-    states: list[State] = []
+    empty = Baseline(plan=GradePlan(digest="", tests={}), reach={}, left_out={}, suite_s=0.0)
+    states: list[MakeProgress] = []
     bare = whole(repository)
-    task = with_plan(bare.model_copy(update={"metadata": {"fail_to_pass": "[]"}}), Plan(digest=digest(bare), tests={}))
+    task = with_plan(
+        bare.model_copy(update={"metadata": {"fail_to_pass": "[]"}}), GradePlan(digest=digest(bare), tests={})
+    )
     edits = [Edit(path="a.py", name="f", start=1, end=1, text=f"x = {n}") for n in range(200)]
     with making.Store(tmp_path / RECORD) as store:
         subject = Subject(repository, empty, cast(Backend, None), SandboxSpec(), "0")
         maker = making.Maker(subject, store, states.append, 8, require)
-        kept = Outcome(key="", kind="k", verdict="kept", seconds=0.0, task=task)
+        kept = TrialOutcome(key="", kind="k", verdict="kept", seconds=0.0, task=task)
         monkeypatch.setattr(making, "settle", lambda subject, change, parts: replace(kept, key=change.key))
         with ThreadPoolExecutor() as pool:
             changes = [Change(kind="k", edits=(edit,), places=()) for edit in edits]
@@ -251,7 +253,7 @@ def test_a_guard_can_be_required(tmp_path: Path, backend: Backend) -> None:
 def test_an_interrupted_run_goes_on_to_the_same_tasks(checkout, made, tmp_path, backend: Backend, monkeypatch):
     """What an earlier run found out is not found out again, and tasks are written whatever ends a run."""
 
-    def interrupt(state: State) -> None:
+    def interrupt(state: MakeProgress) -> None:
         if state.kept == 3:
             raise KeyboardInterrupt
 

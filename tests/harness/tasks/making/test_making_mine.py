@@ -20,7 +20,7 @@ from composer_nb.harness.grading.plan import gold_files, plan_of
 from composer_nb.harness.grading.pytest_grader import limit_of
 from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec
 from composer_nb.harness.tasks.making.mine import draft, history, mine, releases, request_of, unnamed
-from composer_nb.harness.tasks.making.options import Running
+from composer_nb.harness.tasks.making.options import RunOptions
 from composer_nb.harness.tasks.making.repository import of_files
 from composer_nb.harness.tasks.runtime import workspace
 from composer_nb.harness.tasks.task import load_tasks
@@ -104,13 +104,13 @@ def test_what_is_known_is_not_tried_again(
 
 
 def test_changes_that_are_too_large_or_have_no_suite(checkout: Path) -> None:
-    found = [draft(candidate, 0, Running()) for candidate in history(checkout, 3)]
+    found = [draft(candidate, 0, RunOptions()) for candidate in history(checkout, 3)]
     assert found == ["too much", "no source", "too much"]
 
 
 def test_paths_choose_among_the_tests_that_a_change_touches(checkout: Path) -> None:
     def tried(args: str) -> list[str]:
-        found = [draft(candidate, 400, Running(pytest_args=args)) for candidate in history(checkout, 3)]
+        found = [draft(candidate, 400, RunOptions(pytest_args=args)) for candidate in history(checkout, 3)]
         return [each if isinstance(each, str) else "task" for each in found]
 
     assert tried("tests") == ["task", "no source", "task"]
@@ -178,7 +178,7 @@ def test_that_its_project_leaves_out():
         for path, text in {"sums.py": code, "test_sums.py": tests, "NEWS.md": log, "pytest.ini": settings}.items():
             (tmp_path / f"sums-{number}").mkdir(exist_ok=True)
             (tmp_path / f"sums-{number}" / path).write_text(text)
-    paths, running = [tmp_path / "sums-0", tmp_path / "sums-1"], Running(suite_s=30.0)
+    paths, running = [tmp_path / "sums-0", tmp_path / "sums-1"], RunOptions(suite_s=30.0)
     made = mine(paths, tmp_path / "out", backend, running=running)
     again = mine(paths, tmp_path / "out", None, running=running)  # type: ignore[arg-type]
     for each in (made, again):
@@ -254,7 +254,7 @@ def test_tests_run_in_the_image_that_has_their_packages(tmp_path: Path, checkout
             asked.append(spec or SandboxSpec())
             return backend.create(replace(spec or SandboxSpec(), image=""))
 
-    made = mine([checkout], tmp_path, cast(Backend, Engine()), running=Running(image="own"), limit=1)
+    made = mine([checkout], tmp_path, cast(Backend, Engine()), running=RunOptions(image="own"), limit=1)
     assert made["tasks"] == 1 and {spec.image for spec in asked} == {"own"}
     assert {spec.memory_bytes for spec in asked} == {2 << 30}
 

@@ -10,7 +10,7 @@ import pytest
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.tasks.making.baseline import measure
 from composer_nb.harness.tasks.making.make import make
-from composer_nb.harness.tasks.making.options import Options, Running, plugins_in, read_options
+from composer_nb.harness.tasks.making.options import Options, RunOptions, plugins_in, read_options
 from composer_nb.harness.tasks.making.repository import Repository
 from composer_nb.harness.tasks.runtime import (
     PACKAGES,
@@ -130,7 +130,7 @@ def test_a_suite_that_needs_packages_and_leaves_tests_out(tmp_path: Path, backen
     """Its own options leave out what would take minutes; a plugin of a package gives a fixture."""
     repository = prepared(tmp_path)
     assert plugins_in(tmp_path / "packages") == ["helper.plugin"]
-    running = Running(suite_s=40.0)
+    running = RunOptions(suite_s=40.0)
     options = read_options(REPOSITORY, "", plugins_in(tmp_path / "packages"))
     found = measure(repository, backend, SandboxSpec(), lambda doing: None, running, options)
     assert list(found.plan.tests.values()) == ["tests/test_shapes.py::test_clamp"] and not found.left_out
@@ -146,7 +146,7 @@ def test_a_suite_that_needs_packages_and_leaves_tests_out(tmp_path: Path, backen
             backend,
             SandboxSpec(),
             lambda doing: None,
-            Running(suite_s=3.0),
+            RunOptions(suite_s=3.0),
             Options(ini=repository.settings["pytest.ini"]),
         )
 
@@ -158,7 +158,7 @@ def test_of_a_suite_that_takes_too_long_the_tests_that_ran_count(tmp_path: Path,
         "test_f.py": f"import time\nfrom f import double\n{tests}def test_z(): time.sleep(60)\n",
     }
     said: list[str] = []
-    running = Running(suite_s=12.0)
+    running = RunOptions(suite_s=12.0)
     found = measure(
         Repository(name="f", files=files), backend, SandboxSpec(), said.append, running, read_options(files)
     )
@@ -169,9 +169,9 @@ def test_a_copy_among_the_packages_is_an_answer(tmp_path: Path, backend: Backend
     source = laid(tmp_path / "source", {"shapes.py": SOURCE, "test_shapes.py": "def test_f(): pass\n"})
     folder = laid(tmp_path / "packages", {"shapes.py": SOURCE})
     with pytest.raises(ValueError, match="a copy of it is among the packages: shapes"):
-        make(source, tmp_path / "out", backend, running=Running(packages=folder))
+        make(source, tmp_path / "out", backend, running=RunOptions(packages=folder))
     with pytest.raises(ValueError, match="holds no file; fill it by pip install --target"):
-        make(source, tmp_path / "out", backend, running=Running(packages=tmp_path / "nothing"))
+        make(source, tmp_path / "out", backend, running=RunOptions(packages=tmp_path / "nothing"))
 
 
 def needing(tmp_path: Path, **settings: str) -> Task:
@@ -201,4 +201,4 @@ def test_a_task_in_an_image_is_for_docker(tmp_path: Path, backend: Backend) -> N
     ):
         spec_of(needing(tmp_path, image="python:3.12"), backend)
     with pytest.raises(ValueError, match="install the packages into the image"):
-        Running(image="x", packages=tmp_path)
+        RunOptions(image="x", packages=tmp_path)
