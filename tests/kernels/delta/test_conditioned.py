@@ -17,10 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.kernels.delta import block as delta
-from composer_nb.kernels.delta import decoder as delta_decoder
-from composer_nb.kernels.delta import encoder as delta_encoder
-from composer_nb.kernels.delta.codec import Same, bits
-from composer_nb.kernels.delta.conditioned import BLOCK, LAYOUTS, Bits, Conditioned
+from composer_nb.kernels.delta import coder
+from composer_nb.kernels.delta.codec import BLOCK, LAYOUTS, Bits, Conditioned, Same, bits
 from tests.kernels.delta import conditioned_reference
 
 CODEC = Conditioned()
@@ -208,7 +206,7 @@ def test_rows_that_change_more_than_others_cost_less_than_their_entropy():
 
 
 def rates_of(there: list[int], changed: list[int]) -> tuple[int, int, Bits]:
-    first, last, codes = delta_encoder.rate_codes(np.array(there), np.array(changed))
+    first, last, codes = coder.rate_codes(np.array(there), np.array(changed))
     return int(first), int(last), codes
 
 
@@ -244,7 +242,7 @@ def test_few_elements_are_counted_and_many_estimated():
     base, target = weights(1 << 20, lr=1e-6)
     exponents = ((base >> 7) & 255).astype(np.int64)
     exact, changed = np.bincount(exponents, minlength=256), np.bincount(exponents[base != target], minlength=256)
-    found = delta_encoder.histogram(base, changed, *LAYOUTS["bfloat16"].numbers[:2])
+    found = coder.histogram(base, changed, *LAYOUTS["bfloat16"].numbers[:2])
     few = np.flatnonzero((np.cumsum(exact) < changed.sum() / 2) & (exact > 0))
     assert len(few) > 5 and np.array_equal(found[few], exact[few])
     many = exact > 1 << 17
@@ -256,7 +254,7 @@ def test_goal_is_the_least_hazard_beyond_a_slot():
     edges = [k + d for k in delta.KNOTS.tolist()[:-1] for d in (-1, 0, 1)] + [int(delta.GIVEN_UP) - 1]
     for slot in [*(s for s in edges if s >= 0), *random.integers(0, int(delta.GIVEN_UP), 2000).tolist()]:
         for speed in (1 << 13, 1 << 16, 77_777, 1 << 19):
-            goal = int(delta_decoder.goal_of(np.uint64(slot), np.uint64(speed)))
+            goal = int(coder.goal_of(np.uint64(slot), np.uint64(speed)))
             before, at = (conditioned_reference.cumulative(hazard * speed >> 16) for hazard in (goal - 1, goal))
             assert before <= slot < at
 
@@ -416,7 +414,7 @@ def test_lengths_beyond_the_payload_are_refused():
 BESIDE_NOTHING = """
 import ctypes, mmap, sys
 import numpy as np
-from composer_nb.kernels.delta.conditioned import Conditioned
+from composer_nb.kernels.delta.codec import Conditioned
 libc = ctypes.CDLL(None, use_errno=True)
 room = mmap.mmap(-1, 5 * mmap.PAGESIZE)
 start = ctypes.addressof(ctypes.c_char.from_buffer(room))

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_nb.kernels.delta import header as delta_header
+from composer_nb.kernels.delta import block as delta_header
 
 U = np.uint64
 NUMBERS = st.integers(0, 2**64 - 1)

@@ -26,7 +26,7 @@ PLAIN = PlainSteps()
 
 @pytest.fixture
 def steps(device: str) -> PlainSteps:
-    from composer_nb.kernels.moe.explanation import architecture
+    from composer_nb.kernels.moe.recipes import architecture
     from composer_nb.kernels.moe.triton_steps import TritonSteps
 
     return TritonSteps(architecture(torch.device(device)))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from composer_nb.kernels.moe.swiglu import swiglu
+from composer_nb.kernels.moe.experts import swiglu
 
 
 def exact(hidden: Tensor, gate: Tensor) -> Tensor:

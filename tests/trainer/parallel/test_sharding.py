@@ -21,11 +21,10 @@ from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.replay_settings import ReplaySettings
 from composer_nb.trainer.models.checkpoint import published
 from composer_nb.trainer.models.transformer import Model, ModelConfig
-from composer_nb.trainer.parallel.checkpoint import restore, save
+from composer_nb.trainer.parallel.checkpoint import published_share, restore, save
 from composer_nb.trainer.parallel.fsdp import shard
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
-from composer_nb.trainer.parallel.owned import held
 from composer_nb.trainer.parallel.team import Team
 from tests.trainer.forked import on_ranks
 from tests.trainer.parallel.whole_state import whole as whole_state
@@ -322,7 +321,7 @@ def _publishes(folder: Path) -> None:
     """What the ranks hold makes up what one process would publish, nothing twice."""
     learner, team = cut_learner(MeshSettings(shard=2, cp=2, ep=2, expert_shard=2))
     learn(learner, team, streams(MLA, 6), range(1))
-    parts = team.gather(held(learner.model, team))
+    parts = team.gather(published_share(learner.model, team))
     alone = made(MLA, torch.float32, False)
     optimizer = FlatOptimizer(alone, ADAMW, published=torch.bfloat16)
     learn(Learner(alone, optimizer, LossSettings(ratio="none")), Ranks(), streams(MLA, 6), range(1))

@@ -22,10 +22,10 @@ from composer_nb.trainer.learning.supervised import StagePlan, cross_entropy, tr
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.shards import INDEX
 from composer_nb.trainer.models.transformer import Layer, Model, ModelConfig
+from composer_nb.trainer.parallel.checkpoint import load_sharded, save_sharded
 from composer_nb.trainer.parallel.fsdp import shard
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
-from composer_nb.trainer.parallel.owned import load_cut, save_held
 from composer_nb.trainer.parallel.team import Team
 from composer_nb.trainer.recipe.recipe import _train
 from composer_nb.trainer.recipe.stages import Stages
@@ -129,7 +129,7 @@ def _saved(folder: Path) -> None:
     cut, alone = (biased(made(config, torch.float32, False)) for _ in range(2))
     shard(cut, team)
     cut.companions = {"tokenizer.json": b"{}"}
-    save_held(cut, team, folder / "cut")
+    save_sharded(cut, team, folder / "cut")
     assert (folder / "cut" / INDEX).is_file() and (folder / "cut" / "tokenizer.json").read_text() == "{}"
     assert not list(folder.glob("cut*.part")), "the folder appears at once"
     save_pretrained(alone, folder / f"alone-{team.rank}", dtype=torch.bfloat16)
@@ -137,7 +137,7 @@ def _saved(folder: Path) -> None:
     assert found.config == expected.config
     for name, weight in expected.named_parameters():
         assert torch.equal(found.get_parameter(name), weight), name
-    again = load_cut(folder / "cut", team, MeshSettings(shard=2, ep=2))
+    again = load_sharded(folder / "cut", team, MeshSettings(shard=2, ep=2))
     for model in (found, expected, again):
         assert biases(model) == {"_layers.1": 0.5, "_aheads.0.layer": 0.5}
     expected_cut = shard(expected, team)
@@ -145,7 +145,7 @@ def _saved(folder: Path) -> None:
         assert torch.equal(one, other)
     assert again.companions == cut.companions
     team.barrier()
-    save_held(cut, team, folder / "cut")  # over the one before
+    save_sharded(cut, team, folder / "cut")  # over the one before
     assert not list(folder.glob("cut*.part"))
 
 
