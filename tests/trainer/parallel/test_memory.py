@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +19,13 @@ from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.muon import OptimizerSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.learning.supervised import share, train_step
+from composer_nb.trainer.learning.supervised import train_step
 from composer_nb.trainer.models.checkpoint import hugging_face_views
 from composer_nb.trainer.models.hf_config import read_config
 from composer_nb.trainer.models.transformer import Model, ModelConfig, weight_counts
-from composer_nb.trainer.parallel.fsdp import on_mesh
 from composer_nb.trainer.parallel.memory import Need, RankLoad, estimate, plan_memory, require_memory
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
-from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
-from composer_nb.trainer.parallel.team import Team
 from composer_nb.trainer.settings import override
-from tests.trainer.forked import on_ranks
 
 
 def measured_peak(step: Callable[[], object]) -> int:
@@ -130,54 +124,6 @@ def test_the_peak_is_above_the_state_and_below_the_estimate(
 
     load = RankLoad(tokens=rows * length, longest=length, optimizer=optimizer, recompute=recompute)
     require_bounds(estimate(c, Mesh(), load), measured_peak(two_steps))
-
-
-CUT: dict[str, tuple[dict[str, Any], int, MeshSettings]] = {
-    "weights, whole": (HEAVY, 2, MeshSettings()),
-    "weights, shard 2 and ep 2": (HEAVY, 2, MeshSettings(shard=2, ep=2)),
-    "weights, cp 2 and ep 2": (HEAVY, 1, MeshSettings(cp=2, ep=2)),
-    "activations, shard 2 and ep 2": (GROUPED, 16, MeshSettings(shard=2, ep=2)),
-    "latent, shard 2 and ep 2": (LATENT, 8, MeshSettings(shard=2, ep=2)),
-}
-
-
-def _supervised(folder: Path) -> None:
-    found = {}
-    for name, case in CUT.items():
-        found[name] = _two_steps_of_a_rank(*case)
-        gc.collect()  # else the next case gives this memory back
-    if torch.distributed.get_rank() == 0:
-        (folder / "peaks.json").write_text(json.dumps(found))
-
-
-def _two_steps_of_a_rank(sizes: dict[str, Any], rows: int, settings: MeshSettings) -> tuple[dict[str, Any], int]:
-    """Return the estimate for a rank of two and the larger of both peaks. The whole model is not counted."""
-    c, length, mesh = ModelConfig(**sizes), 256, Mesh.of(settings, 2)
-    random, team = np.random.default_rng(0), Team(mesh)
-    ids = random.integers(0, c.vocab_size, (rows, length + 1)).astype(np.int32)
-    data = [TokenRow(row, np.ones(length + 1, np.float32)) for row in ids]
-    torch.manual_seed(0)
-    model = Model(c)
-
-    def steps() -> object:
-        optimizer = ShardedOptimizer(on_mesh(model, team, settings), team, OptimizerSettings())
-        for _ in range(2):
-            train_step(model, share(data, team), optimizer, team, lr=1e-3, balance=1e-3, clip=1.0)
-        return optimizer
-
-    load = RankLoad(tokens=rows * length // mesh.data, longest=length, published=False)
-    return asdict(estimate(c, mesh, load)), max(team.gather(measured_peak(steps)))
-
-
-def test_two_ranks_on_a_mesh_need_what_is_estimated(tmp_path: Path):
-    assert not on_ranks(2, {"supervised": _supervised}, tmp_path, tmp_path)
-    found = json.loads((tmp_path / "peaks.json").read_text())
-    for name, (need, measured) in found.items():
-        print(f"{name}: estimate {need['peak'] / 2**20:.1f} MiB, measured {measured / 2**20:.1f} MiB")
-        require_bounds(
-            Need(**need), measured, over=1.5
-        )  # a rank that waits for a slower one holds buffers of both steps
-    assert found["weights, shard 2 and ep 2"][1] < 0.6 * found["weights, whole"][1]
 
 
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2]))
