@@ -47,7 +47,7 @@ class Bench:
         return self.normal(s.e, 2 * s.i, s.d, scale=s.d**-0.5), self.normal(s.e, s.d, s.i, scale=s.i**-0.5)
 
     def plan(self, s: Shape, routes: Routes) -> tuple[Tensor, DispatchPlan]:
-        from composer_nb.kernels.moe.triton_steps import TritonSteps
+        from composer_nb.kernels.moe.steps_triton import TritonSteps
 
         experts = choose_experts(route_logits(routes, s.n, s.e, self.device), s.k)
         return experts, TritonSteps(architecture(self.device)).plan(experts, s.e)
@@ -150,7 +150,7 @@ def products(b: Bench) -> Iterator[Case]:
 
 def scaled_products(b: Bench, x: Tensor, up: Tensor, plan: DispatchPlan, work: float, shape: str) -> Iterator[Case]:
     """Row 12: operands that are quantised already."""
-    from composer_nb.kernels.moe.triton_steps import TritonSteps
+    from composer_nb.kernels.moe.steps_triton import TritonSteps
 
     steps = TritonSteps(architecture(b.device))
 
@@ -261,7 +261,7 @@ def compiled(b: Bench) -> Iterator[Case]:
 
 def rows(b: Bench) -> Iterator[Case]:
     """Rows 8 to 11: what moves memory."""
-    from composer_nb.kernels.moe.triton_steps import TritonSteps
+    from composer_nb.kernels.moe.steps_triton import TritonSteps
 
     steps = TritonSteps(architecture(b.device))
     high, wide = b.size(131_072, 64), b.size(7168, 256)

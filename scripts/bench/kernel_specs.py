@@ -11,7 +11,7 @@ from composer_nb.kernels import logprob_triton
 from composer_nb.kernels.attention import cached_triton
 from composer_nb.kernels.formats import quantize_triton
 from composer_nb.kernels.formats.microscaling import NVFP4_BLOCK
-from composer_nb.kernels.moe import gemm_triton, triton_steps
+from composer_nb.kernels.moe import gemm_triton, steps_triton
 from composer_nb.kernels.moe.gemm_triton import Tiles
 from composer_nb.kernels.moe.recipes import INSTRUCTIONS, Format
 from scripts.bench.aot import ARCHITECTURES, Expect, Spec
@@ -166,7 +166,7 @@ def widened(name: str, data: str, scales: str, *, four: bool) -> Spec:
 
 
 def rows() -> list[Spec]:
-    r, d = triton_steps, 2048
+    r, d = steps_triton, 2048
     inner = {"INNER": 768, "BM": 4, "BI": r.swiglu_shape(768, 32)[1]}
     plain, quantised = inner | {"BLOCK": 0, "PACKED": False}, inner | {"BLOCK": 32, "PACKED": True}
     forward, backward = "h gate:fp32 out q:u8 scale:u8", "d h gate:fp32 dh act dgate:fp32 q:u8 scale:u8"
@@ -181,7 +181,7 @@ def rows() -> list[Spec]:
 
 
 def routes() -> list[Spec]:
-    r = triton_steps
+    r = steps_triton
     return [
         spec(
             "router",

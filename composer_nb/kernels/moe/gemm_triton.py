@@ -12,7 +12,7 @@ result of a row does not depend on other rows.
 Quantized operands (`scaled_product`):
 
     mxfp8, nvfp4     `tl.dot_scaled`. On Blackwell, this is a tensor core instruction that takes the scales. Hopper has none:
-                     there `triton_steps.py` widens the operands to bf16 in memory, exactly, and multiplies these. (Triton
+                     there `steps_triton.py` widens the operands to bf16 in memory, exactly, and multiplies these. (Triton
                      would widen in registers, which took six times as long on an H200.)
     fp8_block128     a plain float8 product for every 128 of K, multiplied by both scales and added to float32 sums: Hopper keeps
                      sums of float8 products in about 14 bits (DeepSeek-V3, arXiv 2412.19437, §3.5.2), too few for long sums.

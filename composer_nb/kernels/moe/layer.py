@@ -1,6 +1,6 @@
 """The mixture-of-experts layer: `moe` from router logits, `experts` from given experts and gates.
 
-One autograd function runs the steps of a back end (`plain.py`: torch, `triton_steps.py`: Triton) in the formats of a recipe. The
+One autograd function runs the steps of a back end (`plain.py`: torch, `steps_triton.py`: Triton) in the formats of a recipe. The
 default, unquantized in torch, is `experts.py`, which is faster on a CPU.
 
     h   = x[token] · W_gate_upᵀ        [M, F]      rows sorted by expert, never copied: the product gathers them
@@ -139,7 +139,7 @@ def _backend(x: Tensor, backend: str | None) -> BackendName:
 def _steps(name: BackendName, device: torch.device) -> PlainSteps:
     if name == "torch":
         return PlainSteps()
-    from composer_nb.kernels.moe.triton_steps import TritonSteps
+    from composer_nb.kernels.moe.steps_triton import TritonSteps
 
     return TritonSteps(architecture(device))
 

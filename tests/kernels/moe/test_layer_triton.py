@@ -27,7 +27,7 @@ PLAIN = PlainSteps()
 @pytest.fixture
 def steps(device: str) -> PlainSteps:
     from composer_nb.kernels.moe.recipes import architecture
-    from composer_nb.kernels.moe.triton_steps import TritonSteps
+    from composer_nb.kernels.moe.steps_triton import TritonSteps
 
     return TritonSteps(architecture(torch.device(device)))
 
@@ -157,7 +157,7 @@ def test_scaled_products_multiply_the_numbers_that_the_formats_have(device: str,
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4", "nvfp4_tensor"])
 def test_products_of_widened_operands_are_the_same(device: str, format):
     """What a GPU without block-scaled products computes: rows gathered, and rows and weights that the TMA could load."""
-    from composer_nb.kernels.moe.triton_steps import TritonSteps
+    from composer_nb.kernels.moe.steps_triton import TritonSteps
 
     plan, steps = planned(device, n=20, e=3), TritonSteps(90)
     for rows, gather in ((20, True), (len(plan.token_M), False)):
