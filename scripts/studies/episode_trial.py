@@ -33,8 +33,7 @@ from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
-from composer_nb.harness.sandbox.journal import FOLDER, OWN, mounts, started
-from composer_nb.harness.sandbox.reap import reap
+from composer_nb.harness.sandbox.reap import FOLDER, OWN, mounts, reap, started
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
 from composer_nb.tour.repairs import make_tasks
 

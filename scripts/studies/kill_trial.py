@@ -27,8 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 
-from composer_nb.harness.sandbox.journal import started
-from composer_nb.harness.sandbox.reap import reap
+from composer_nb.harness.sandbox.reap import reap, started
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.replay import replay
 from composer_nb.trainer.records.rundir import RunDir

@@ -20,8 +20,7 @@ from typing import Any
 import psutil
 
 from composer_nb.harness.files import socket_folder
-from composer_nb.harness.sandbox.journal import WRITER, Resource, ResourceJournal
-from composer_nb.harness.sandbox.reap import release
+from composer_nb.harness.sandbox.reap import WRITER, Resource, ResourceJournal, release
 from composer_nb.harness.sandbox.system.linux import patience
 
 START_S = 180.0

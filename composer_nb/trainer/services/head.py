@@ -29,8 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from composer_nb.harness.files import write_json
-from composer_nb.harness.sandbox.journal import FOLDER, ResourceJournal
-from composer_nb.harness.sandbox.reap import reap
+from composer_nb.harness.sandbox.reap import FOLDER, ResourceJournal, reap
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.trainer.services.cluster import Cluster
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_nb.harness.sandbox.journal import started
-from composer_nb.harness.sandbox.reap import reap
+from composer_nb.harness.sandbox.reap import reap, started
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.trainer.services import head
 from composer_nb.trainer.services.head import HeadGone, attach, down, find, held, holder, renew, resolve, up
