@@ -36,8 +36,8 @@ FOLDER = "journal"
 LABEL = ".composer_nb-journal"
 """The file that marks a directory."""
 WRITER = "COMPOSER_NB_DIRECTORY"
-"""Environment variable with the mark of a directory, for processes that live for it alone and may write there to their end. They
-and all that they start are ended before it is removed."""
+"""Environment variable with the marks of directories, joined by colons, for processes that live for them and may write there to
+their end. They and all that they start are ended before one of them is removed."""
 OWN = "composer_nb-"
 """Prefix of names with a random number, which are never used again: those of a sandbox's cgroups."""
 
@@ -70,6 +70,11 @@ def started(pid: int) -> int | None:
     """Return the clock tick after boot in which a process began; None for one that is gone or a zombie."""
     fields = status_of(str(pid))
     return int(fields[19]) if lives(fields) else None
+
+
+def with_mark(mark: str) -> str:
+    """Return the value of WRITER for what this process starts for a directory."""
+    return ":".join(filter(None, (os.environ.get(WRITER), mark)))
 
 
 def below(root: int) -> list[tuple[int, int]]:

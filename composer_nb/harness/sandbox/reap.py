@@ -253,12 +253,13 @@ def remove_directory(path: Path) -> None:
 
 def _writers(mark: str) -> list[int]:
     """Return the living processes that were started for the directory with this mark."""
-    word, found = f"{WRITER}={mark}".encode(), []
+    name, pids = f"{WRITER}=".encode(), []
     for entry in Path("/proc").iterdir() if mark else ():
         with suppress(OSError):
-            if entry.name.isdigit() and word in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return [pid for pid in found if pid != os.getpid() and started(pid) is not None]
+            variables = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            if any(mark.encode() in text[len(name) :].split(b":") for text in variables if text.startswith(name)):
+                pids.append(int(entry.name))
+    return [pid for pid in pids if pid != os.getpid() and started(pid) is not None]
 
 
 _ENDS: dict[Kind, Callable[[Resource], None]] = {
