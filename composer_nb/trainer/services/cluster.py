@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from composer_nb.harness.files import socket_folder
-from composer_nb.harness.sandbox.reap import WRITER, Resource, ResourceJournal, release
+from composer_nb.harness.sandbox.reap import WRITER, Resource, ResourceJournal, release, with_mark
 from composer_nb.harness.sandbox.system.linux import patience
 
 START_S = 180.0
@@ -98,13 +98,14 @@ class Cluster:
     def _start(self) -> str:
         """Start a cluster and return its address."""
         folder = Path(tempfile.mkdtemp(prefix="cnb-", dir=socket_folder(len(SOCKET))))
+        marks = os.environ.get(WRITER, "")
         if (noted := self._note("directory", folder)) is not None:
-            os.environ[WRITER] = noted.mark
+            os.environ[WRITER] = with_mark(noted.mark)
         before = _below()
         try:
             self._node = start_node(folder)
         finally:
-            os.environ.pop(WRITER, None)
+            os.environ[WRITER] = marks
             for pid in _below() - before:
                 self._note("process", pid)
         return str(self._node.gcs_address)
