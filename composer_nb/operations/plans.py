@@ -65,7 +65,7 @@ def _plan_schedules(args: argparse.Namespace) -> int:
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.schedule import Schedule
 
-    reached, base, schedules = 0.0, Schedule(steps=args.steps), [*SCHEDULES]
+    reached, base, schedules = 0.0, Schedule(steps=args.steps, window=0.5, hang_s=1800.0), [*SCHEDULES]
     if args.write and not args.run:
         raise ValueError("--write needs --run, the run whose durations it keeps")
     if args.run:

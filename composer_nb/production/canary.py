@@ -29,8 +29,7 @@ from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
 from composer_nb.production.policies import OpenEngine
 from composer_nb.production.replicas import Replicas, open_replicas
-from composer_nb.trainer.versions.receiver import Receiver
-from composer_nb.trainer.versions.rule import VersionRule
+from composer_nb.trainer.versions.receiver import Receiver, VersionRule
 
 LOG = logging.getLogger(__name__)
 FILE = "canary.json"

@@ -34,7 +34,7 @@ from composer_nb.harness.policy import Completion, ProviderFailure, Request, Sam
 from composer_nb.production.policies import OpenEngine, chat_of
 from composer_nb.production.record import overlaid
 from composer_nb.production.replica import serve_replica
-from composer_nb.trainer.versions.rule import VersionRule
+from composer_nb.trainer.versions.receiver import VersionRule
 
 LOG = logging.getLogger(__name__)
 HUNG_S = 60.0
