@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 from collections import Counter
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -81,11 +82,15 @@ def mine(args: argparse.Namespace) -> int:
     from composer_nb.harness.tasks.making.mine import UNFETCHED, mine
     from composer_nb.harness.tasks.making.options import RunOptions
     from composer_nb.harness.tasks.making.show import progress
+    from composer_nb.production.requests import accepted_requests, request_behind
     from composer_nb.views.page import text_table
 
+    if args.requests and len(args.paths) > 1:
+        raise ValueError("--requests: only commits hold the changes of agents, so give one checkout and no releases")
+    behind = partial(request_behind, accepted_requests(args.requests)) if args.requests else None
     running = RunOptions(**pick(args, "pytest_args", "packages", "image"), suite_s=args.suite_seconds)
     with open_backend(args.backend) as backend, progress(Console(stderr=True)) as report:
-        options = pick(args, "limit", "commits", "most_lines") | {"requests": args.requests or ()}
+        options = pick(args, "limit", "commits", "most_lines") | {"request_behind": behind}
         summary = mine(args.paths, args.out, backend, running=running, report=report, **options)
     rows = [(str(count), verdict) for verdict, count in summary["verdicts"].most_common()]
     line = f"{summary['tasks']} tasks of {summary['tried']} changes in {summary['wall_s']:.0f} s"

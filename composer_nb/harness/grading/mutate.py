@@ -8,7 +8,6 @@ are in the suite (trigrams) and how often it occurs there. `scripts/studies/twin
 from __future__ import annotations
 
 import ast
-import builtins
 import math
 import re
 import string
@@ -22,7 +21,6 @@ from composer_nb.harness.grading.source import Value, values
 Form = tuple[int, int, str] | tuple[()]
 TRIES = 32
 """Proposals that are compared with the original."""
-STRANGERS = ("ValueError", "TypeError", "KeyError", "IndexError", "RuntimeError", "ZeroDivisionError", "OSError")
 CASES: tuple[Callable[[str], bool], ...] = (str.islower, str.isupper, str.isdigit)
 
 
@@ -100,7 +98,8 @@ def others(
     """Return the texts of at most `count` other literals of the same form, the most fitting first."""
     match value:
         case bool():
-            return [repr(not value)]
+            rare = 2 * suite.count(not value) < suite.count(value)  # in this one's place, it would show itself
+            return [] if rare else [repr(not value)]
         case int() | float():
             found: Sequence[Value] = _numbers(value, rng, suite, place, count)
         case complex():
@@ -117,11 +116,6 @@ def others(
         case _:
             return []
     return [repr(each) for each in found]
-
-
-def telling(value: object, suite: Suite) -> bool:
-    """Return whether the only other value is one that the suite hardly ever has in this one's place."""
-    return isinstance(value, bool) and 2 * suite.count(not value) < suite.count(value)
 
 
 def _best(
@@ -242,41 +236,3 @@ def _grams(text: str) -> Counter[str]:
 def _cases(text: str) -> str:
     """Return a text's form: a letter for the case of each character."""
     return "".join(next((mark for mark, holds in zip("aAd", CASES, strict=True) if holds(each)), each) for each in text)
-
-
-# Exceptions.
-
-
-def other_exceptions(wanted: ast.expr, rng: Random, expected: Counter[str], count: int = 2) -> list[tuple[str, bool]]:
-    """Return exceptions unrelated to the wanted ones, and whether they tell.
-
-    They are drawn from those that the suite expects, by how often it does, if they are written like the wanted one. Running them
-    on the gold patch shows which are related after all.
-    """
-    kinds = [kind for node in ast.walk(wanted) if (kind := _builtin(getattr(node, "id", "")))]
-
-    def kin(name: str) -> bool:
-        one = _builtin(name)
-        return one is not None and any(issubclass(kind, one) or issubclass(one, kind) for kind in kinds)
-
-    text, form = ast.unparse(wanted), _expression_form(ast.unparse(wanted))
-    pool = {each: times for each, times in expected.items() if each != text and not kin(each)}
-    pool = {each: times for each, times in pool.items() if _expression_form(each) == form}
-    found: list[tuple[str, bool]] = []
-    while pool and len(found) < count:
-        name = rng.choices([*pool], [*pool.values()])[0]
-        del pool[name]
-        found.append((name, False))
-    if not found:
-        strangers = [name for name in STRANGERS if not kin(name)]
-        found = [(name, True) for name in rng.sample(strangers, min(count, len(strangers)))]
-    return found
-
-
-def _builtin(name: str) -> type | None:
-    found = getattr(builtins, name, None)
-    return found if isinstance(found, type) else None
-
-
-def _expression_form(text: str) -> str:
-    return re.sub(r"\w+", "x", text)

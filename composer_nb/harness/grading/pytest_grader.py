@@ -9,7 +9,6 @@
   a table of parameters therefore cannot put one row in another's place.
 * A test that passed, and whose twin passed too, proves that something other than a correct solution makes tests pass: `tampered`.
   A twin that passes where the test failed proves nothing, because wrong solutions do that; it scores nothing.
-* A weak twin (an exception of two kinds at once, an assertion in a loop that may not run) fails the test and proves nothing.
 * Where recorded calls are no guard, a few tests also run alone, each as itself or as its twin, in processes that hold nothing
   else (`alone.py`): expectations that stand in one process may explain one another.
 * Foreign lines on the result channel and a changed report file are `tampered` too.
@@ -49,7 +48,6 @@ FLAGS = {
     "unsafe_path": "a path that leads out of the workspace or that no sandbox could write",
     "conflict": "a file where a folder of the task lies, or the other way round",
     "twin_passed": "a test passed, and so did its twin",
-    "weak_twin_passed": "a test passed, and so did a twin of it that honest code may pass: the test does not count",
     "forged_events": "something else than the runner wrote on the result channel",
     "forged_report": "something wrote a test report",
     "printed_results": "something printed lines that look like pytest's",
@@ -153,9 +151,7 @@ def judge(plan: GradePlan, twin_sets: Runs, ran: Sequence[JobResult]) -> tuple[d
     """Return whether each test passed, by node id, and the flags."""
     flags = {flag for run in ran for flag in run.flags}
     twins = [{key for twin in run for key in twin.keys} for run in twin_sets]
-    weak = {key for run in twin_sets for twin in run if twin.weak for key in twin.keys}
-    touched = [keys | {key for twin in run for key in twin.besides} for keys, run in zip(twins, twin_sets, strict=True)]
-    changed = [{_function(key) for key in keys} for keys in touched]
+    changed = [{_function(key) for key in keys} for keys in twins]
     tests: dict[str, bool] = {}
     for key, name in plan.tests.items():
         real, twin, named = set[bool](), set[bool](), True
@@ -163,12 +159,12 @@ def judge(plan: GradePlan, twin_sets: Runs, ran: Sequence[JobResult]) -> tuple[d
             result = run.result(key)
             if key in twins[number]:
                 twin.add(result.passed)
-            elif key not in touched[number]:
+            else:
                 real.add(result.passed)
                 if result.passed and result.id != name:
                     named &= _function(key) in changed[number] and same_id(result.id, name)
         if False not in real and True in twin:
-            flags.add("weak_twin_passed" if key in weak else "twin_passed")
+            flags.add("twin_passed")
         if len(real) > 1 or len(twin) > 1:
             flags.add("inconsistent")
         tests[name] = False not in real and named and True not in twin

@@ -199,8 +199,7 @@ class Guard:
     telling: int
     """Calls that the task's start answers differently."""
     strong: int
-    """Tests that fail without a change and have a strong twin. `weak` and `none` count those with a weak twin, and with none."""
-    weak: int
+    """Tests that fail without a change and have a twin; `none` counts those without."""
     none: int
     alone: int
     """Tests that fail without a change and stand alone."""
@@ -227,9 +226,7 @@ def guard(plan: GradePlan, failing: Iterable[str]) -> Guard:
     """Return the guard of the tests with these node ids, which fail without a change."""
     names = set(failing)
     keys = {key for key, name in plan.tests.items() if name in names}
-    solid = [set(twin.keys) & keys for twin in plan.twins if not (twin.weak or twin.telling)]
-    strong = set[str]().union(*solid)
-    weak = (plan.covered & keys) - strong
+    strong = plan.covered & keys
     lone = {key for twin in plan.twins if twin.alone for key in twin.keys} & keys
     twins = len(lone) >= INDEPENDENT
     return Guard(
@@ -237,8 +234,7 @@ def guard(plan: GradePlan, failing: Iterable[str]) -> Guard:
         calls=len(plan.calls),
         telling=sum(call.telling for call in plan.calls),
         strong=len(strong),
-        weak=len(weak),
-        none=len(keys - strong - weak),
+        none=len(keys - strong),
         alone=len(lone),
     )
 

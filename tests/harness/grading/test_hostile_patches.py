@@ -30,8 +30,7 @@ TIMEOUT_S = 20.0
 def test_a_patch_gets_what_it_deserves(patch: Patch, backend: Backend, plans: dict[str, GradePlan]) -> None:
     grade = grade_pytest(patch.task, patch.workspace, backend, plans[patch.task.id], timeout_s=TIMEOUT_S)
     assert grade.passed == patch.honest
-    accusing = set(grade.flags) - {"weak_twin_passed"}  # a wrong answer may satisfy a weak twin
-    assert bool(grade.flags if patch.flagged else accusing) == patch.flagged, grade.flags
+    assert bool(grade.flags) == patch.flagged, grade.flags
     assert grade.status in ("graded", "tampered", "agent_failed"), (
         "an agent can not make its grade an infrastructure error"
     )
@@ -132,10 +131,6 @@ class TestSides(unittest.TestCase):
     def test_attribute(self):
         order = types.SimpleNamespace(total=f(1))
         self.assertEqual(2, order.total)
-
-    def test_nobody_knows(self):
-        a, b = f(1), str(3)
-        self.assertEqual(b[0] + "x" if a is None else a, f(1))
 """
 
 
@@ -161,6 +156,5 @@ def test_the_check_of_a_backend(backend: Backend) -> None:
     rows = list(check_patches(backend))
     assert [row["id"] for row in rows] == [patch.id for patch in patches()]
     assert [row["id"] for row in rows if not row["blocked"]] == []
-    for row, patch in zip(rows, patches(), strict=True):  # a wrong answer may satisfy a weak twin
-        assert row["flagged"] if patch.flagged else not set(row["detail"].split(", ")[2:]) - {"weak_twin_passed"}
+    assert [row["flagged"] for row in rows] == [patch.flagged for patch in patches()]
     assert all(set(row) == {"id", "kind", "title", "blocked", "flagged", "detail"} for row in rows)

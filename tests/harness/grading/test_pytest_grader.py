@@ -15,8 +15,8 @@ from composer_nb.harness.grading import box, diff, pytest_grader
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.grading.plan import GradePlan, job, with_plan
 from composer_nb.harness.grading.pytest_grader import FLAGS, SECONDS, TAMPERING, grade_pytest
-from composer_nb.harness.grading.twins import candidates_of
-from composer_nb.harness.grading.validate import _twin, validate_task
+from composer_nb.harness.grading.twins import all_candidates
+from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox.contract import Backend, ExecResult
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.tasks.task import Task
@@ -38,7 +38,7 @@ def test_gold_passes_and_nothing_fails(ledger: Task, backend: Backend) -> None:
     assert gold.passed and gold.status == "graded" and gold.flags == () and len(gold.tests) == 16
     assert "tests/test_hidden_ledger.py::test_amount[1.50-150]" in gold.tests
     nothing = grade_pytest(ledger, NOTHING, backend)
-    assert not nothing.passed and nothing.status == "graded" and set(nothing.flags) <= {"weak_twin_passed"}
+    assert not nothing.passed and nothing.status == "graded" and not nothing.flags
     assert set(nothing.tests) == set(gold.tests) and 4 < sum(nothing.tests.values()) <= 8
 
 
@@ -48,7 +48,7 @@ def test_changes_outside_the_scope_neither_help_nor_harm(ledger: Task, backend: 
         status="graded", tests=grade_pytest(ledger, GOLD, backend).tests, flags=("outside_scope",)
     )
     fixed = grade_pytest(ledger, NOTHING | {"other.py": RIGHT.encode()}, backend)
-    assert not fixed.passed and set(fixed.flags) - {"weak_twin_passed"} == {"outside_scope"}
+    assert not fixed.passed and fixed.flags == ("outside_scope",)
 
 
 def test_new_files_of_the_scope_are_graded(ledger: Task, backend: Backend) -> None:
@@ -227,18 +227,14 @@ def test_a_test_and_its_twin_are_written_alike(make_task: Callable[..., Task], e
     """What goes into a box is what `ast` writes, so neither layout, comments, quotes nor columns of compiled code tell."""
     text = BY_HAND.replace("\n", ends)
     task = make_task({"test_f.py": text})
-    found = candidates_of({"test_f.py": text})
-    assert len({text[: each.start].count("def") for each in found}) == 6 and {each.telling for each in found} == {
-        True,
-        False,
-    }
-    for candidate in [None, *found]:
-        twins = [] if candidate is None else [_twin(candidate)]
+    candidates = all_candidates({"test_f.py": text})
+    assert len({candidate.base for candidate in candidates}) == 3
+    for twins in [[], *([candidate] for candidate in candidates)]:
         hidden = job(task, {}, twins, None).hidden["test_f.py"]
         assert ast.unparse(ast.parse(hidden)) + "\n" == hidden
         assert "#" not in hidden and '"' not in hidden and "\r" not in hidden and len(hidden.splitlines()) == 19
     plain = job(task, {}, [], None).hidden["test_f.py"].splitlines()
-    changed = [job(task, {}, [_twin(each)], None).hidden["test_f.py"].splitlines() for each in found]
+    changed = [job(task, {}, [each], None).hidden["test_f.py"].splitlines() for each in candidates]
     differing = [[new for old, new in zip(plain, lines, strict=True) if old != new] for lines in changed]
     assert {len(lines) for lines in differing} == {1}
 

@@ -1,10 +1,10 @@
 """Tasks from what developers did: the commits of a checkout, or consecutive releases of a library.
 
 The workspace is the state before. The request is the commit's message, or what the release adds to the changelog; for a commit
-that holds an agent's accepted change, it is what the user had asked (`logs.py`). The hidden tests are the test modules that the
-change touches, as they are afterwards. Visible tests of these modules that pass before and fail afterwards are removed. A task
-is kept if some hidden tests fail before, all that count pass afterwards, and repeats agree. dulwich reads the history and runs
-nothing, so a hostile checkout cannot name programs.
+that holds an agent's accepted change, it is what the user had asked (`production/requests.py`). The hidden tests are the test
+modules that the change touches, as they are afterwards. Visible tests of these modules that pass before and fail afterwards are
+removed. A task is kept if some hidden tests fail before, all that count pass afterwards, and repeats agree. dulwich reads the
+history and runs nothing, so a hostile checkout cannot name programs.
 
 What a request does not name, but its tests need, is added as a list of names, as in SWE-bench Pro (arXiv 2509.16941).
 """
@@ -19,7 +19,7 @@ import stat
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -45,7 +45,6 @@ from composer_nb.harness.tasks.runtime import limits_spec, workspace
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import Task, save_tasks
 from composer_nb.harness.untrusted import opcodes
-from composer_nb.production.requests import AcceptedRequest, asked, request_behind
 
 if TYPE_CHECKING:
     from dulwich.repo import Repo
@@ -71,6 +70,10 @@ CHANGELOG = re.compile(
     r"(^|/)(changes|changelog|history|news|release[_-]?notes|versions)[^/]*\.(rst|md|txt)$|^(changes|changelog|news)$",
     re.I,
 )
+
+
+RequestBehind = Callable[[dict[str, str], dict[str, str]], str]
+"""Returns the request behind the change from one state of a repository's files to another; empty if none is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +102,7 @@ def mine(
     limit: int = 30,
     commits: int = 200,
     most_lines: int = 400,
-    requests: Sequence[Path] = (),
+    request_behind: RequestBehind | None = None,
     running: RunOptions | None = None,
     report: Told = lambda state: None,
 ) -> dict[str, Any]:
@@ -112,14 +115,12 @@ def mine(
         paths: a checkout, or folders of releases, the oldest first.
         commits: looks at this many, the newest first.
         most_lines: leaves out changes of more source lines, added and removed.
-        requests: results of `composer-nb agent` on this repository, or folders of such.
+        request_behind: what a user asked for in the conversations that a commit holds; empty if there is none.
 
-    Raises FileNotFoundError and ValueError for paths that hold no repository or no result, and SandboxFailure.
+    Raises FileNotFoundError and ValueError for paths that hold no repository, and SandboxFailure.
     """
     began, running, left_out = time.monotonic(), running or RunOptions(), dict[str, str]()
-    if requests and len(paths) > 1:
-        raise ValueError("--requests: only commits hold the changes of agents, so give one checkout and no releases")
-    candidates = releases(paths) if len(paths) > 1 else history(paths[0], commits, asked(requests))
+    candidates = releases(paths) if len(paths) > 1 else history(paths[0], commits, request_behind)
     tasks: list[Task] = []
     with TaskStore(out / RECORD) as store:
         origin = repr([[str(path.resolve()) for path in paths], most_lines, running])
@@ -160,7 +161,7 @@ def mine(
     return summary
 
 
-def history(path: Path, commits: int, log: Sequence[AcceptedRequest] = ()) -> Iterator[Candidate]:
+def history(path: Path, commits: int, request_behind: RequestBehind | None = None) -> Iterator[Candidate]:
     """Yield the commits of a checkout, the newest first. Raises ValueError if it is none that can be read."""
     from dulwich import errors
     from dulwich.object_store import iter_tree_contents
@@ -193,7 +194,7 @@ def history(path: Path, commits: int, log: Sequence[AcceptedRequest] = ()) -> It
                 message = request_of(commit.message.decode("utf-8", "replace"))
                 if len(commit.parents) != 1:
                     yield Candidate(id=name, unfit="merge" if commit.parents else "first")
-                elif not (message or log):
+                elif not (message or request_behind):
                     yield Candidate(id=name)
                 else:
                     try:
@@ -207,9 +208,9 @@ def history(path: Path, commits: int, log: Sequence[AcceptedRequest] = ()) -> It
                             raise
                         yield Candidate(id=name, unfit=f"{UNFETCHED}: {_short(error)}; `{fetch}` brings it")
                     else:
-                        logged_request = request_behind(log, before.files, after.files)[:MAX_REQUEST]
-                        asks = logged_request or message
-                        yield Candidate(id=name, before=before, after=after, request=asks, logged=bool(logged_request))
+                        logged = request_behind(before.files, after.files)[:MAX_REQUEST] if request_behind else ""
+                        request = logged or message
+                        yield Candidate(id=name, before=before, after=after, request=request, logged=bool(logged))
         except (KeyError, OSError, ValueError, zlib.error, errors.MissingCommitError, errors.ObjectMissing) as error:
             raise ValueError(f"{path}: its history cannot be read: {error!r}") from None
 

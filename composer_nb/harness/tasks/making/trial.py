@@ -195,13 +195,9 @@ def _draft(subject: Subject, change: Change, changed: Mapping[str, str], keys: S
 def restricted(plan: GradePlan, keys: Iterable[str], made_for: str) -> GradePlan:
     """Return a plan of fewer tests."""
     kept = set(keys)
-    left = [twin for twin in plan.twins if not kept.isdisjoint(twin.keys)]
-    twins = [replace(each, keys=_common(kept, each.keys), besides=_common(kept, each.besides)) for each in left]
+    twins = [replace(twin, keys=tuple(sorted(kept.intersection(twin.keys)))) for twin in plan.twins]
+    twins = [twin for twin in twins if twin.keys]
     return GradePlan(digest=made_for, tests={key: plan.tests[key] for key in sorted(kept)}, twins=tuple(twins))
-
-
-def _common(some: set[str], others: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(some.intersection(others)))
 
 
 def repeated(subject: Subject, task: Task, failing: Iterable[str]) -> Task | Verdict:
