@@ -23,9 +23,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from composer_nb.harness.grading.guest import calls, runner
 from composer_nb.harness.grading.guest.runner import CALLS, DECOY, DECOY_AT, FOLDER, PLUGIN
 from composer_nb.harness.sandbox.contract import Backend, ExecResult, Sandbox, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
+from composer_nb.harness.sandbox.guest import values
 from composer_nb.harness.sandbox.toolchain import pytest_modules
 
 START_S = 2.0
@@ -67,6 +69,8 @@ sys.stdout.buffer.write(marshal.dumps(table, 4))
 _RUN = (
     _START
     + f"""\
+values = sys.modules[{values.__name__!r}] = types.ModuleType({values.__name__!r})
+exec(marshal.loads(table.pop({values.__name__!r})[2]), values.__dict__)
 module = types.ModuleType({RUNNER!r})
 exec(marshal.loads(table.pop({RUNNER!r})[2]), module.__dict__)
 module.main(table)
@@ -313,11 +317,12 @@ def _compiled(backend: Backend, spec: SandboxSpec | None, whole: bool) -> bytes:
 
 def sources(whole: bool = True) -> dict[str, tuple[str, bool, str]]:
     """Return module name -> (path to show, whether it is a package, text). Raises SandboxUnavailable without pytest."""
-    found = pytest_modules() if whole else {}
-    for name, file in ((RUNNER, "runner.py"), (CALLS, "calls.py"), (PLUGIN, "plugin.py")):
-        text = (Path(__file__).parent / "guest" / file).read_text(encoding="utf-8")
-        found[name] = (f"/kit/{name}.py", False, text)
-    return found
+    modules = pytest_modules() if whole else {}
+    own = {RUNNER: runner, CALLS: calls, PLUGIN: None, values.__name__: values}
+    for name, module in own.items():  # the plugin imports pytest
+        path = Path(str(module.__file__)) if module else Path(__file__).parent / "guest/plugin.py"
+        modules[name] = (f"/kit/{name}.py", False, path.read_text(encoding="utf-8"))
+    return modules
 
 
 def _last_line(stderr: bytes) -> str:

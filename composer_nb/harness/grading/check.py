@@ -18,9 +18,10 @@ from composer_nb.harness.grading.recorded import Guarding, guard, meets
 from composer_nb.harness.grading.script_grader import run_script
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox import open_backend
-from composer_nb.harness.sandbox.calls import Executor, SandboxExecutor
+from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxUnavailable
+from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.tasks.runtime import artifacts_left, start, workspace
 from composer_nb.harness.tasks.task import SOLVE, Task
 

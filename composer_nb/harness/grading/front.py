@@ -23,8 +23,9 @@ from composer_nb.harness.grading.plan import conftests
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.script_grader import grade_script
 from composer_nb.harness.sandbox import open_backend
-from composer_nb.harness.sandbox.calls import Executor, SandboxExecutor
+from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.syntax import lints
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import Task

@@ -23,9 +23,9 @@ from random import Random
 from typing import Any, Literal, get_args
 
 from composer_nb.harness.grading.box import Boxes, CallInput, JobResult, Noted, RunnerEnded, TestJob
-from composer_nb.harness.grading.guest.calls import decode
 from composer_nb.harness.grading.plan import GradePlan, RecordedCall, gold_files, job, plan_of
 from composer_nb.harness.sandbox.errors import SandboxDied
+from composer_nb.harness.sandbox.guest.values import decode
 from composer_nb.harness.tasks.functions import reveals
 from composer_nb.harness.tasks.runtime import workspace
 from composer_nb.harness.tasks.task import Task

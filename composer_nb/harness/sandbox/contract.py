@@ -18,11 +18,12 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
 from pydantic import Field, FiniteFloat, TypeAdapter
 
-from composer_nb.harness.plain import Positive, Some, require_ranges
+from composer_nb.harness.plain import require_ranges
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxSlow
 from composer_nb.harness.sandbox.granted import PATIENCE, GrantedTime
 from composer_nb.harness.sandbox.host import Channel, frame_of
 from composer_nb.harness.sandbox.journal import Resource
+from composer_nb.harness.sandbox.requests import CallLimits
 from composer_nb.harness.sandbox.system.cgroups import Cgroup
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.untrusted import visible
@@ -40,35 +41,6 @@ LIMITS = (
 """Names in `Capabilities.enforced`. `locks`: locks that one sandbox takes on files and devices are hidden from all others.
 `page_cache`: no sandbox with `SandboxSpec.basic`, or of an image, changes which pages of common files are in memory.
 `core_dumps`: a crash starts no program of the host."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallLimits:
-    """Limits of one request of function calls. All of its arguments share them, except `output_bytes`.
-
-    Raises ValueError for a limit that is not positive.
-    """
-
-    cpu_s: Positive = 0.1
-    """CPU seconds, from the import of the module on."""
-    wall_s: Positive = 2.0
-    """Maximum seconds of sleep; waiting for the machine does not count."""
-    memory_bytes: Some = 256 << 20
-    """Address space."""
-    disk_bytes: Some = 4 << 20
-    """Size of the workspace, which is in memory."""
-    inodes: Some = 256
-    files: Some = 32
-    """Maximum number of open files."""
-    threads: Some = 16
-    """Maximum number of threads; new processes are never allowed."""
-    output_bytes: Some = 16 << 10
-    """Maximum characters of one value's text."""
-    answer_bytes: Some = 1 << 20
-    """Maximum bytes of a request's whole report."""
-
-    def __post_init__(self) -> None:
-        require_ranges(self, "CallLimits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

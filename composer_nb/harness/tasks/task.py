@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 
 from composer_nb.harness.files import write_atomic
-from composer_nb.harness.sandbox.contract import CallLimits
+from composer_nb.harness.sandbox.requests import CallLimits
 from composer_nb.harness.tasks import harbor
 from composer_nb.harness.tasks.functions import is_test, parse_module, parse_test_files, parse_tests
 from composer_nb.harness.tasks.scope import in_scope, is_test_module

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Grade, grade_functions
-from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, SandboxExecutor
+from composer_nb.harness.sandbox.calls import SandboxExecutor
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.tasks.functions import parse_test_files
 from composer_nb.harness.tasks.task import Task
 

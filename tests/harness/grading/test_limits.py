@@ -15,8 +15,8 @@ from composer_nb.harness.grading.pytest_grader import grade_pytest, limit_of
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox import contract
-from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec, Snapshot
+from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.store import pack_attempt, unpack_attempt
 from composer_nb.harness.tasks.harbor import ForeignFiles
 from composer_nb.harness.tasks.task import Task

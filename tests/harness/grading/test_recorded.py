@@ -15,11 +15,12 @@ import pytest
 from composer_nb.harness.grading import recorded
 from composer_nb.harness.grading.box import Boxes, JobResult
 from composer_nb.harness.grading.check import check_tasks
-from composer_nb.harness.grading.guest.calls import NotPlain, decode, encode, encode_result
+from composer_nb.harness.grading.guest.calls import encode_result
 from composer_nb.harness.grading.plan import GradePlan, RecordedCall, Twin, digest, job, with_plan
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.recorded import Guarding, chosen, enough, guard, meets, record, same, wrong
 from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.sandbox.guest.values import NotPlain, decode, encode
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.patch_target import MODULE, RIGHT
 from composer_nb.labs.attacks.patches import Patch, patches

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.sandbox.calls import CallRequest, SandboxExecutor, value_text
+from composer_nb.harness.sandbox.calls import SandboxExecutor
+from composer_nb.harness.sandbox.requests import CallRequest, value_text
 from composer_nb.harness.tasks.functions import (
     literal,
     parse_test_files,

@@ -1,10 +1,10 @@
 """The part of recorded calls that runs in a grading box: it notes calls while tests run, and answers calls.
 
 `recorded.py` says what both are for. A call comes in as module, qualified name and arguments, and the answer goes out as a value.
-What the answer should be is never in the box. Values travel as JSON (`encode`), which keeps their types apart.
+What the answer should be is never in the box. Values travel as JSON (`sandbox/guest/values.py`).
 
 Uses the standard library alone and runs on Python 3.9 and newer. Agent code runs in the same process, so an answer is worth what
-the host's comparison makes of it. `encode` serves the host too.
+the host's comparison makes of it.
 """
 
 from __future__ import annotations
@@ -23,60 +23,15 @@ import time
 import types
 import typing
 
-Json = typing.Any
+from composer_nb.harness.sandbox.guest.values import Json, NotPlain, decode, encode
+
 Say = typing.Callable[[Json], None]
 
-DEEPEST = 40
-ROOM = 8 << 10  # characters and values of one call's arguments, or of its result
 MOST_ITEMS = 1000  # of an iterator
 MOST_CALLS, MOST_OF_ONE = 1500, 200  # noted in one run, and of one function
 GENERATOR = inspect.CO_GENERATOR
 ASYNCHRONOUS = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 SLOW_S = 0.2  # CPU seconds of one call: sixteen of them stay far below a batch's limit on a busy machine, too
-
-
-class NotPlain(Exception):
-    """A value that is not built from builtin types alone, is too deep, or too large."""
-
-
-def encode(value: typing.Any) -> Json:
-    """Return `value` as JSON that tells types apart; sets are in the order of their texts.
-
-    Plain are None, bool, int, float, str, bytes, and list, tuple, set, frozenset and dict of plain values. Subclasses are not.
-    Raises NotPlain.
-    """
-    return _encode(value, [ROOM], DEEPEST)
-
-
-def _encode(value: typing.Any, room: list[int], depth: int) -> Json:
-    kind = type(value)
-    room[0] -= 1 + (len(value) if kind in (str, bytes) else 0)
-    if room[0] < 0 or depth < 0:
-        raise NotPlain
-    if value is None or kind in (bool, float, str) or (kind is int and value.bit_length() <= 13_000):
-        return value
-    if kind is bytes:
-        return {"bytes": value.hex()}
-    if kind in (list, tuple):
-        return {kind.__name__: [_encode(each, room, depth - 1) for each in value]}
-    if kind in (set, frozenset):
-        return {kind.__name__: sorted((_encode(each, room, depth - 1) for each in value), key=json.dumps)}
-    if kind is dict:
-        return {"dict": [[_encode(each, room, depth - 1) for each in pair] for pair in value.items()]}
-    raise NotPlain
-
-
-def decode(held: Json) -> typing.Any:
-    """Return the value that `encode` wrote."""
-    if not isinstance(held, dict):
-        return held
-    [(kind, inside)] = held.items()
-    if kind == "bytes":
-        return bytes.fromhex(inside)
-    if kind == "dict":
-        return {decode(key): decode(value) for key, value in inside}
-    made: typing.Any = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind]
-    return made(map(decode, inside))
 
 
 def encode_result(value: typing.Any) -> Json:
