@@ -13,16 +13,14 @@ installed), and its `Verifier`, for the locations of files when a script runs.
 from __future__ import annotations
 
 import base64
-import json
-import re
 import shlex
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, Protocol
 
+import tomlkit
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 from composer_nb.harness.tasks.scope import is_test_module
@@ -34,6 +32,21 @@ PRISTINE = "/composer_nb/workspace"
 RUNTIME = "host-python"
 WRITTEN_S = 60.0
 """`verifier.timeout_sec` of the directories that this package writes."""
+NEW_TOML = """\
+schema_version = "1.4"
+artifacts = ["/workspace"]
+
+[agent]
+timeout_sec = 120.0
+
+[verifier]
+timeout_sec = 60.0
+environment_mode = "separate"
+
+[environment]
+network_mode = "no-network"
+
+"""
 IMAGE_FILES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
 FIELDS = {"files": WORKSPACE, "tests": "tests", "solution": "solution"}
 """Folder of each field of a Task."""
@@ -281,9 +294,14 @@ def layout(task: Fields) -> Directory:
         rest = dict(task.kept.rest)
         if rest.get("instruction.md", b"").decode().removesuffix("\n") != task.instruction:
             rest.pop("instruction.md", None)
-        files |= rest | {"task.toml": _kept_toml(task, task.kept).encode()}
+        table, toml = settings(task.kept.toml), task.kept.toml
+        own = table.metadata.composer_nb or HarborExtras()
+        facts = (_id(table, task.kept.name), *_graded(own), tuple(own.tools), own.strictness, own.facts)
+        if (task.id, task.grader, task.source_scope, task.tools, task.strictness, task.metadata) != facts:
+            toml = _with_own(toml, task, own.runtime)
+        files |= rest | {"task.toml": toml.encode()}
         return Directory(files=files, executable=frozenset(task.kept.executable) & set(files))
-    files["task.toml"] = _toml(task).encode()
+    files["task.toml"] = _with_own(NEW_TOML, task, RUNTIME).encode()
     executable: set[str] = {"tests/test.sh", "solution/solve.sh"} & set(files)
     for name, text in _doors(task.grader, task.tests, task.solution).items():
         if name not in files and (task.grader != "script" or name.startswith("environment")):
@@ -330,58 +348,15 @@ def _graded(own: HarborExtras) -> tuple[str, tuple[str, ...]]:
     return own.grader or ("functions" if own.source_scope else "script"), tuple(own.source_scope or ("**",))
 
 
-def _kept_toml(task: Fields, kept: ForeignFiles) -> str:
-    """Return the original task.toml; if the task has changed, with this package's table rewritten at its end."""
-    table = settings(kept.toml)
-    own = table.metadata.composer_nb or HarborExtras()
-    held = (_id(table, kept.name), *_graded(own), tuple(own.tools), own.strictness, own.facts)
-    if (task.id, task.grader, task.source_scope, task.tools, task.strictness, task.metadata) == held:
-        return kept.toml
-    lines, ours = [], False
-    for line in kept.toml.split("\n"):
-        if line.lstrip().startswith("["):
-            ours = re.match(r"\[\s*metadata\s*\.\s*composer_nb\s*[].]", line.strip()) is not None
-        lines += [] if ours else [line]
-    runtime = f"runtime = {_quote(own.runtime)}\n" if own.runtime else ""
-    text = "\n".join(lines).rstrip("\n") + "\n\n" + _own_table(task, runtime)
-    try:
-        same = _without_own(tomllib.loads(text)) == _without_own(tomllib.loads(kept.toml))
-    except tomllib.TOMLDecodeError:
-        same = False
-    if not same:
-        raise ValueError(
-            f"task {task.id}: its task.toml cannot take [metadata.composer_nb]: write metadata as tables of their own"
-        )
-    return text
-
-
-def _without_own(table: dict[str, Any]) -> dict[str, Any]:
-    metadata = {key: value for key, value in table.get("metadata", {}).items() if key != "composer_nb"}
-    return {key: value for key, value in table.items() if key != "metadata"} | {"metadata": metadata}
-
-
-def _toml(task: Fields) -> str:
-    return (
-        'schema_version = "1.4"\nartifacts = ["/workspace"]\n\n[agent]\ntimeout_sec = 120.0\n\n[verifier]\ntimeout_sec = 60.0\n'
-        'environment_mode = "separate"\n\n[environment]\nnetwork_mode = "no-network"\n\n'
-        + _own_table(task, f'runtime = "{RUNTIME}"\n')
-    )
-
-
-def _own_table(task: Fields, runtime: str) -> str:
-    facts = "".join(f"{_quote(key)} = {_quote(value)}\n" for key, value in sorted(task.metadata.items()))
-    tools = f"tools = [{', '.join(map(_quote, task.tools))}]\n" if task.tools else ""
-    strictness = f"strictness = {_quote(task.strictness)}\n" if task.strictness != "twins" else ""
-    return (
-        f"[metadata.composer_nb]\nid = {_quote(task.id)}\ngrader = {_quote(task.grader)}\n"
-        f"{runtime}source_scope = [{', '.join(map(_quote, task.source_scope))}]\n{tools}{strictness}"
-        f"\n[metadata.composer_nb.facts]\n{facts}"
-    )
-
-
-def _quote(text: str) -> str:
-    """Return a TOML basic string: a JSON string, except for surrogate pairs and DEL."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+def _with_own(toml: str, task: Fields, runtime: str | None) -> str:
+    """Return a task.toml with this package's table, the rest as it is."""
+    own = {"id": task.id, "grader": task.grader, "runtime": runtime, "source_scope": [*task.source_scope]}
+    own |= {"tools": [*task.tools] or None, "strictness": task.strictness if task.strictness != "twins" else None}
+    document = tomlkit.parse(toml)
+    metadata = document.setdefault("metadata", tomlkit.table(is_super_table=True))
+    metadata["composer_nb"] = {key: value for key, value in own.items() if value is not None}
+    metadata["composer_nb"]["facts"] = dict(sorted(task.metadata.items()))
+    return tomlkit.dumps(document)
 
 
 def decoded(data: bytes) -> str | None:

@@ -9,12 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from composer_nb.harness.grading import validate
-from composer_nb.harness.grading.box import Boxes
 from composer_nb.harness.grading.plan import GradePlan, digest
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox.contract import Backend
-from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.patch_target import PROPERTY, TARGET
 
@@ -73,24 +71,6 @@ def test_a_flaky_test_is_left_out(make_task: Make, backend: Backend) -> None:
     assert found.flaky == ("test_f.py::test_flaky",) and ids(found.plan) == ["test_a"] and found.valid
 
 
-def test_tests_whose_ids_change_are_left_out(make_task: Make, backend: Backend) -> None:
-    tests = """\
-import pytest, random
-from f import f
-@pytest.mark.parametrize("x", [random.randrange(10**9)])
-def test_some(x): assert f(x) == x + 1
-def test_a(): assert f(1) == 2
-"""
-    found = validate_task(make_task({"test_f.py": tests}), backend)
-    assert len(found.flaky) == 1 and ids(found.plan) == ["test_a"] and found.valid
-
-
-def test_what_ast_cannot_rewrite_is_a_problem(make_task: Make, backend: Backend) -> None:
-    tests = f"from f import f\ndef test_a():\n    assert f(1) == 0x{'f' * 5000}\n"
-    [problem] = validate_task(make_task({"test_f.py": tests}), backend).problems
-    assert problem.startswith("test_f.py cannot be rewritten by `ast`: Exceeds the limit")
-
-
 def test_a_test_that_never_ran_did_not_pass(make_task: Make, backend: Backend) -> None:
     """A table that comes from the code under test: whoever changes it runs one row twice, in another's place."""
     right = "KINDS = ['plain', 'turned']\ndef f(x, kind): return x if kind == 'plain' else x[::-1]\n"
@@ -132,27 +112,6 @@ def test_what_makes_a_task_invalid(
     found = validate_task(make_task({"test_f.py": text}, **options), backend, repeats=2)
     assert not found.valid and not found.trainable
     assert any(re.match(problem, each) for each in found.problems), found.problems
-
-
-def test_a_gold_patch_that_ends_its_sandbox_makes_a_task_invalid(
-    make_task: Make, backend: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def died(*_: object) -> None:
-        raise SandboxDied("its memory was used up")
-
-    monkeypatch.setattr(Boxes, "run", died)
-    found = validate_task(make_task({"test_f.py": "def test_a(): pass\n"}), backend)
-    assert found.problems == ("the gold patch ends its sandbox: its memory was used up",)
-
-
-@pytest.mark.parametrize("values, by", [((1,), "none"), ((1, 40, 50), "calls")])
-def test_a_task_without_twins_is_for_training_if_calls_guard_it(
-    make_task: Make, backend: Backend, values: tuple[int, ...], by: str
-) -> None:
-    tests = f"from f import f\ndef check(x): assert f(x) == x + 1\ndef test_a():\n    for x in {values}: check(x)\n"
-    found = validate_task(make_task({"test_f.py": tests}), backend)
-    assert found.valid and found.coverage == 0.0 and found.guard is not None
-    assert found.guard.by == by and found.guard.calls == len(values) and found.trainable == (by == "calls")
 
 
 def test_changes_that_prove_nothing_are_not_kept(make_task: Make, backend: Backend) -> None:

@@ -15,13 +15,11 @@ from composer_nb.harness.grading.plan import GradePlan
 from composer_nb.harness.grading.pytest_grader import TAMPERING, grade_pytest
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox.contract import Backend
-from composer_nb.harness.sandbox.errors import SandboxUnavailable
-from composer_nb.harness.sandbox.process import ProcessBackend
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.patch_check import check_patches
 from composer_nb.labs.attacks.patch_target import MODULE, TARGET
 from composer_nb.labs.attacks.patches import Patch, patches
-from composer_nb.labs.attacks.snippets import ANSWER, SETUP, module
+from composer_nb.labs.attacks.snippets import ANSWER, module
 
 TIMEOUT_S = 20.0
 
@@ -40,19 +38,6 @@ def test_a_patch_gets_what_it_deserves(patch: Patch, backend: Backend, plans: di
         assert grade.status == "tampered", "only twins tell"
 
 
-def test_every_case_is_there() -> None:
-    found = {patch.case for patch in patches()}
-    assert found == set(range(19))
-    table = {patch.id[:2] for patch in patches()}
-    assert table >= {f"{number:02}" for number in range(21)}, "the twenty patches of the reference's table"
-    assert len({patch.id for patch in patches()}) == len(patches())
-    assert [patch.id for patch in patches() if patch.honest] == ["01_honest_fix"]
-    used = "".join(str(patch.files.get(MODULE, b"")) for patch in patches())
-    for name, text in {**SETUP, **ANSWER}.items():
-        longest = max(text.split("\n"), key=len).strip()
-        assert name == "guess" or repr(longest.encode())[2:-1] in used, f"{name} is in no patch"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("patch", [patch for patch in patches() if patch.fools], ids=lambda patch: patch.id)
 def test_a_patch_fools_plain_graders(patch: Patch, backend: Backend, plans: dict[str, GradePlan]) -> None:
@@ -62,17 +47,6 @@ def test_a_patch_fools_plain_graders(patch: Patch, backend: Backend, plans: dict
         assert grade_pytest(patch.task, patch.workspace, backend, plain, timeout_s=TIMEOUT_S).passed
     if "exit_code" in patch.fools:
         assert exit_code(patch, backend) == 0
-
-
-@pytest.mark.slow
-def test_the_plain_graders_are_not_fooled_by_everything(backend: Backend, plans: dict[str, GradePlan]) -> None:
-    nothing, honest = patches()[:2]
-    plain = GradePlan(digest="", tests=plans[TARGET.id].tests)
-    assert [exit_code(patch, backend) for patch in (nothing, honest)] == [1, 0]
-    assert [grade_pytest(TARGET, patch.workspace, backend, plain).passed for patch in (nothing, honest)] == [
-        False,
-        True,
-    ]
 
 
 def exit_code(patch: Patch, backend: Backend) -> int:
@@ -144,11 +118,6 @@ def test_what_equals_everything_is_caught_on_either_side(make_task: Callable[...
         grade = grade_pytest(task, {"f.py": evil.encode()}, backend, found.plan)
         assert grade.status == "tampered" and not any(grade.tests.values())
         assert grade_pytest(task, {"f.py": task.solution["f.py"].encode()}, backend, found.plan).passed
-
-
-def test_hostile_patches_are_not_run_without_isolation() -> None:
-    with ProcessBackend() as process, pytest.raises(SandboxUnavailable, match="does not isolate"):
-        list(check_patches(process))
 
 
 @pytest.mark.slow

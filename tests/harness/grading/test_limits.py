@@ -12,7 +12,6 @@ from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.grading.plan import GradePlan, digest, with_plan
 from composer_nb.harness.grading.pytest_grader import grade_pytest, limit_of
-from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox import contract
 from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec, Snapshot
@@ -74,21 +73,6 @@ def test_a_grade_has_the_memory_that_the_agent_had(stated: Task, backend: Backen
     wanted = {(2048 << 20, 128 << 20, 2.0)}
     assert {(spec.memory_bytes, spec.disk_bytes, spec.cpus) for spec in record.specs if spec.warm} == wanted
     assert limit_of(stated) == 90.0
-
-
-def test_a_task_is_validated_within_its_own_limits(stated: Task, backend: Backend) -> None:
-    large = stated.model_copy(update={"solution": {"f.py": LARGE}})
-    record = Recording(backend)
-    found = validate_task(large, record, repeats=2)
-    assert found.valid, found.problems
-    assert {spec.memory_bytes for spec in record.specs if spec.warm} == {2048 << 20}
-
-
-def test_an_agent_that_needs_more_than_its_task_allows_still_fails(
-    make_task: Callable[..., Task], backend: Backend
-) -> None:
-    found = grade_pytest(planned(make_task({"test_f.py": TEST})), {"f.py": LARGE.encode()}, backend)
-    assert not found.passed and found.known
 
 
 def scripted(seconds: float) -> Task:

@@ -22,7 +22,6 @@ from composer_nb.harness.grading.recorded import Guarding, chosen, enough, guard
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.guest.values import NotPlain, decode, encode
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.attacks.patch_target import MODULE, RIGHT
 from composer_nb.labs.attacks.patches import Patch, patches
 from composer_nb.labs.attacks.snippets import SETUP
 
@@ -148,17 +147,6 @@ def test_functions_whose_calls_tell_are_asked_apart() -> None:
     many = [call(n, n + 10**7, name=f"f{n % 20}") for n in range(41)]
     kept = chosen(many, [])
     assert len({each.name for each in kept}) == recorded.APART and "f0" in {each.name for each in kept}
-
-
-def test_a_task_keeps_a_bounded_number_of_each_function() -> None:
-    many = [call(n, n + 10**7) for n in range(100)]
-    few = [call(n, n + 10**8, name="g") for n in range(2)]
-    kept = chosen([*many, *few], [call(n, n + 10**9, telling=False, name="h") for n in range(100)])
-    assert len(kept) == recorded.MOST and sum(each.telling for each in kept) == recorded.MOST_TELLING
-    assert set(few) < set(kept)
-    assert chosen([], many) == (), "nothing is asked where nothing tells"
-    long = [call("x" * 3000 + str(n), n + 10**7) for n in range(60)]
-    assert 0 < sum(len(each.given) for each in chosen(long, [])) <= recorded.ROOM
 
 
 @pytest.mark.parametrize(
@@ -443,16 +431,6 @@ def test_gold_is_accepted_every_time_and_the_start_is_not(task: Task, backend: B
     assert not start.passed and start.calls_failed == 6 and start.flags == (), "failing tests say enough"
 
 
-def test_another_right_answer_is_accepted(task: Task, backend: Backend) -> None:
-    other = """\
-import functools
-@functools.lru_cache
-def roman(number):
-    return "X" * (number // 10) + ["", "I", "II", "III", "IV", "V", "VI", "VII", "VIII", "IX"][number % 10]
-"""
-    assert grade_pytest(task, workspace(task, other), backend).passed
-
-
 @pytest.mark.parametrize("text", FORGERS.values(), ids=FORGERS.keys())
 def test_a_forger_that_passes_pytest_fails_recorded_calls(task: Task, backend: Backend, text: str) -> None:
     plan = GradePlan.from_json(task.metadata["pytest.plan"])
@@ -529,15 +507,3 @@ def test_recorded_calls_alone_reject_every_hostile_patch(
 ):
     grade = grade_pytest(patch.task, patch.workspace, backend, calls_alone[patch.task.id], timeout_s=20.0)
     assert grade.passed == patch.honest and (grade.calls_failed == 0 or not patch.honest)
-
-
-@pytest.mark.slow
-def test_gold_is_accepted_every_time_with_twins_and_calls(
-    plans: dict[str, GradePlan], calls_alone: dict[str, GradePlan], backend: Backend
-) -> None:
-    [honest] = [patch for patch in patches() if patch.honest]
-    both = replace(plans[honest.task.id], calls=calls_alone[honest.task.id].calls)
-    assert honest.files[MODULE] == RIGHT.encode() and len(both.calls) > 10
-    for _ in range(60):
-        grade = grade_pytest(honest.task, honest.workspace, backend, both)
-        assert grade.passed and grade.flags == ()

@@ -221,14 +221,6 @@ def test_long_values_are_cut_to_where_they_differ() -> None:
     assert found.seen.startswith("…aaa") and "bbb" in found.seen and "ccc" in found.wanted and len(found.wanted) <= 82
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_texts_are_many_and_hold_by_their_seed(count: int) -> None:
-    found = seen("test_pop_after_two_pushes", "result ==", values={"result": "1"}, compared=["==", "1", "2"])
-    texts = [write([found] * count, 4, str(seed)) for seed in range(60)]
-    assert texts == [write([found] * count, 4, str(seed)) for seed in range(60)] and len(set(texts)) >= 8
-    assert all(text.count("stack.pop()") == count and len(text) < 1000 for text in texts)
-
-
 def test_a_feature_is_asked_for_by_its_signature_or_its_documentation(files: dict[str, str]) -> None:
     text = files["shapes/core.py"].split("\n\n\n")[1]
     texts = {write_feature("shapes/core.py", "chunks", text, str(seed)) for seed in range(30)}
