@@ -16,18 +16,20 @@ from composer_nb.harness.tasks.harbor import decoded
 from composer_nb.harness.tasks.making.repository import Repository
 from composer_nb.production.work import CHANGES, accepted
 
+# A commit is a request's if it adds this share of the lines that the agent added, and they are this share of what it adds.
 SHARE = 0.5
-"""A commit is a request's if it adds this share of the lines that the agent added, and they are this share of what it adds."""
-Lines = Counter[tuple[str, str]]
-"""Paths and lines, without indentation."""
+Lines = Counter[tuple[str, str]]  # Paths and lines, without indentation.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptedRequest:
-    """A request, with the source lines that the agent added for it."""
+    """A request, with the source lines that the agent added for it.
+
+    Attributes:
+        time: When the change was accepted.
+    """
 
     time: str
-    """When the change was accepted."""
     request: str
     lines: Lines
 

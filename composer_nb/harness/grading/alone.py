@@ -31,8 +31,7 @@ NAME = "test_it"
 SETUP = re.compile(r"(setup|teardown)(_?(module|function|class|method))?", re.I)
 BODIES = ("body", "orelse", "handlers", "finalbody")
 GUESSABLE = (None, True, False, 0, 1, "", b"")
-PLAIN_TEXT = 4
-"""Minimum characters of a value that other texts do not contain by chance."""
+PLAIN_TEXT = 4  # Minimum characters of a value that other texts do not contain by chance.
 
 
 class _Unfit(Exception):

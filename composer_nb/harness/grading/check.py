@@ -26,12 +26,10 @@ from composer_nb.harness.tasks.runtime import artifacts_left, start, workspace
 from composer_nb.harness.tasks.task import SOLVE, Task
 
 NOT_GUARDED = "code that only claims to be right could pass it"
-SOLVE_S = 600.0
-"""Time limit of a solution's script, in seconds, if the task gives its agent none."""
+SOLVE_S = 600.0  # Time limit of a solution's script, in seconds, if the task gives its agent none.
 
 
-Found = Iterable[tuple[str, Task | ValueError]]
-"""Places, and the task in each or why it cannot be read."""
+Found = Iterable[tuple[str, Task | ValueError]]  # Places, and the task in each or why it cannot be read.
 ROW = {"tests": 0, "gold": False, "none": False, "repeatable": False, "guard": {"by": "none"}}
 
 

@@ -19,37 +19,42 @@ from random import Random
 from composer_nb.harness.grading.source import Value, values
 
 Form = tuple[int, int, str] | tuple[()]
-TRIES = 32
-"""Proposals that are compared with the original."""
+TRIES = 32  # Proposals that are compared with the original.
 CASES: tuple[Callable[[str], bool], ...] = (str.islower, str.isupper, str.isdigit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiteralContext:
-    """The surroundings of a literal, which its replacement should suit."""
+    """The surroundings of a literal, which its replacement should suit.
+
+    Attributes:
+        inputs: Literals on the other side of the equation, or in the other cells of the row.
+        apart: Least difference of two numbers, relative to the larger, at which no tolerance accepts both.
+        apart_by: The same, absolute.
+        signed: True if a minus stands before it.
+    """
 
     inputs: tuple[Value, ...] = ()
-    """Literals on the other side of the equation, or in the other cells of the row."""
     apart: float = 0.0
-    """Least difference of two numbers, relative to the larger, at which no tolerance accepts both."""
     apart_by: float = 0.0
-    """The same, absolute."""
     signed: bool = False
-    """True if a minus stands before it."""
 
 
 @dataclass(slots=True)
 class Suite:
-    """Statistics of the literals in some test modules."""
+    """Statistics of the literals in some test modules.
+
+    Attributes:
+        repeats: Share of the expected literals that are also inputs.
+        texts: By length.
+        numbers: By type and number of digits.
+    """
 
     seen: Counter[tuple[type, Value]] = field(default_factory=Counter)
     repeats: float = 0.0
-    """Share of the expected literals that are also inputs."""
     grams: Counter[str] = field(default_factory=Counter)
     texts: dict[int, list[str]] = field(default_factory=dict)
-    """By length."""
     numbers: dict[tuple[type, Form], Counter[float]] = field(default_factory=dict)
-    """By type and number of digits."""
 
     @classmethod
     def of(cls, trees: Iterable[ast.AST]) -> Suite:

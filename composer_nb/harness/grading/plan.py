@@ -31,24 +31,25 @@ from composer_nb.harness.tasks.runtime import packages_of, workspace
 from composer_nb.harness.tasks.scope import is_conftest, is_test_module
 from composer_nb.harness.tasks.task import Task
 
-Keys = frozenset[str] | None
-"""Keys of tests; None: of all."""
-PLAN = "pytest.plan"
-"""Metadata key of a task's plan."""
+Keys = frozenset[str] | None  # Keys of tests; None: of all.
+PLAN = "pytest.plan"  # Metadata key of a task's plan.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Twin:
-    """One change of a hidden test: characters `start` to `end` of a file with \\n line ends become `text`."""
+    """One change of a hidden test: characters `start` to `end` of a file with \n line ends become `text`.
+
+    Attributes:
+        keys: Tests that it makes fail.
+        alone: Validation showed that its test tells right from wrong in a process of its own (`alone.py`).
+    """
 
     path: str
     start: int
     end: int
     text: str
     keys: tuple[str, ...] = ()
-    """Tests that it makes fail."""
     alone: bool = False
-    """Validation showed that its test tells right from wrong in a process of its own (`alone.py`)."""
 
 
 def _contradicting(twins: Any) -> Any:
@@ -61,22 +62,28 @@ def _contradicting(twins: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCall(CallInput):
-    """A call and the gold patch's answer to it (`recorded.py`)."""
+    """A call and the gold patch's answer to it (`recorded.py`).
+
+    Attributes:
+        said: JSON, as `guest.calls.answer` writes it.
+        telling: True if the task's start answers differently.
+    """
 
     said: str
-    """JSON, as `guest.calls.answer` writes it."""
     telling: bool
-    """True if the task's start answers differently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradePlan:
-    """The tests that count, their twins, and the recorded calls."""
+    """The tests that count, their twins, and the recorded calls.
+
+    Attributes:
+        digest: Digest of the tests' texts. The plan is valid for these tests only.
+        tests: Key -> pytest's node id.
+    """
 
     digest: str
-    """Digest of the tests' texts. The plan is valid for these tests only."""
     tests: Mapping[str, str]
-    """Key -> pytest's node id."""
     twins: Annotated[tuple[Twin, ...], BeforeValidator(_contradicting)] = ()
     calls: tuple[RecordedCall, ...] = ()
 
@@ -203,8 +210,7 @@ def job(
     )
 
 
-Runs = tuple[tuple[Twin, ...], ...]
-"""The twins that replace their tests in each run of a grade."""
+Runs = tuple[tuple[Twin, ...], ...]  # The twins that replace their tests in each run of a grade.
 
 
 def draw(plan: GradePlan, rng: Random, runs: int) -> Runs:

@@ -41,6 +41,7 @@ from composer_nb.harness.tasks.runtime import limits_spec
 from composer_nb.harness.tasks.task import Task
 
 TAMPERING = {"twin_passed", "forged_events", "forged_report"}
+# Meaning of each flag of a grade.
 FLAGS = {
     "outside_scope": "a change outside the source scope, which was dropped",
     "test_setup": "a changed conftest, ini file or the like inside the scope, which was dropped",
@@ -57,16 +58,13 @@ FLAGS = {
     "calls_disagree": "every test passed, but a recorded call gave another value than the gold patch",
     "inconsistent": "a test, or its twin, passed in one run and not in another: chance decides, or guessing",
 }
-"""Meaning of each flag of a grade."""
-SECONDS = "pytest.seconds"
-"""Metadata key of the time limit of one run, which a suite that takes long needs."""
+SECONDS = "pytest.seconds"  # Metadata key of the time limit of one run, which a suite that takes long needs.
+# Runs of a grade. Code that decides at random in each run is right about one test with probability 1 / (2^RUNS - 2); code
+# that decides by the test's text is right at best once in two, whatever the number of runs.
 RUNS = 3
-"""Runs of a grade. Code that decides at random in each run is right about one test with probability 1 / (2^RUNS - 2); code that
-decides by the test's text is right at best once in two, whatever the number of runs."""
 
 
-RUN_S = 60.0
-"""Time limit of one run, in seconds, of a task that states none."""
+RUN_S = 60.0  # Time limit of one run, in seconds, of a task that states none.
 
 
 def limit_of(task: Task) -> float:
@@ -171,8 +169,7 @@ def judge(plan: GradePlan, twin_sets: Runs, ran: Sequence[JobResult]) -> tuple[d
     return tests, flags
 
 
-Lone = list[tuple[Twin, bool]]
-"""Tests that run alone: a twin of each, and whether it replaces the test."""
+Lone = list[tuple[Twin, bool]]  # Tests that run alone: a twin of each, and whether it replaces the test.
 
 
 def draw_alone(plan: GradePlan, rng: random.Random) -> Lone:

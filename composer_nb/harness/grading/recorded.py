@@ -30,29 +30,21 @@ from composer_nb.harness.tasks.functions import reveals
 from composer_nb.harness.tasks.runtime import workspace
 from composer_nb.harness.tasks.task import Task
 
-MOST, MOST_TELLING = 64, 48
-"""Calls of one task."""
-LONGEST = 4 << 10
-"""Characters of one call's arguments, and of its answer."""
-ROOM = 64 << 10
-"""Characters of all of a task's calls."""
-BATCHES = 4
-"""Processes among which a box splits its calls."""
-APART = 6
-"""Functions with telling calls of one task: each costs a box a grade."""
+MOST, MOST_TELLING = 64, 48  # Calls of one task.
+LONGEST = 4 << 10  # Characters of one call's arguments, and of its answer.
+ROOM = 64 << 10  # Characters of all of a task's calls.
+BATCHES = 4  # Processes among which a box splits its calls.
+APART = 6  # Functions with telling calls of one task: each costs a box a grade.
+# Points that make calls a guard. A telling call with an answer that is hard to guess counts 2, any other 1: three such
+# values, or six yes-or-no answers, which blind guesses get right once in 64.
 ENOUGH = 6
-"""Points that make calls a guard. A telling call with an answer that is hard to guess counts 2, any other 1: three such values,
-or six yes-or-no answers, which blind guesses get right once in 64."""
+# Tests that stand alone, of which a grade runs so many (`alone.py`). Code that cannot know whether it sees one of them or its
+# twin passes all once in 8.
 INDEPENDENT = 3
-"""Tests that stand alone, of which a grade runs so many (`alone.py`). Code that cannot know whether it sees one of them or its
-twin passes all once in 8."""
-CLOSE = 1e-9
-"""Relative tolerance of floats, which covers a sum in another order."""
-ELSEWHERE = "XYZ-12:45"
-"""A time zone in which no machine is."""
+CLOSE = 1e-9  # Relative tolerance of floats, which covers a sum in another order.
+ELSEWHERE = "XYZ-12:45"  # A time zone in which no machine is.
 NOTHING = '["returned", null, null]'
-START_CPU_S = 2
-"""CPU seconds of one call of the task's start, which may never end."""
+START_CPU_S = 2  # CPU seconds of one call of the task's start, which may never end.
 
 Guarding = Literal["calls", "twins", "none"]
 GUARDS: tuple[Guarding, ...] = get_args(Guarding)
@@ -191,18 +183,21 @@ def enough(calls: Iterable[RecordedCall]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """The protection of a task against code that only claims to be right."""
+    """The protection of a task against code that only claims to be right.
+
+    Attributes:
+        by: The best protection that is sufficient. Do not train on a task with `none`.
+        telling: Calls that the task's start answers differently.
+        strong: Tests that fail without a change and have a twin; `none` counts those without.
+        alone: Tests that fail without a change and stand alone.
+    """
 
     by: Guarding
-    """The best protection that is sufficient. Do not train on a task with `none`."""
     calls: int
     telling: int
-    """Calls that the task's start answers differently."""
     strong: int
-    """Tests that fail without a change and have a twin; `none` counts those without."""
     none: int
     alone: int
-    """Tests that fail without a change and stand alone."""
 
 
 def meets(reached: Guarding, required: Guarding) -> bool:

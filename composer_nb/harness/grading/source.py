@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from composer_nb.harness import syntax
 
+# Constructors of plain data.
 PLAIN = {"approx", "set", "frozenset", "dict", "list", "tuple", "Decimal", "Fraction", "Path", "date", "datetime"}
-"""Constructors of plain data."""
 RAISES = {"raises", "assertRaises", "assertRaisesRegex"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Value = str | bytes | bool | int | float | complex | None

@@ -39,25 +39,24 @@ from composer_nb.harness.grading.source import (
 )
 from composer_nb.harness.tasks.scope import is_test_module
 
-VALUES = 4
-"""Changes proposed for one expectation."""
-CHANGES = 24
-"""Changes proposed for one test, unless it has more expectations than that: then each gets one."""
-EXPECTATIONS = 96
-"""Expectations of one test that get a change, drawn at random where there are more."""
+VALUES = 4  # Changes proposed for one expectation.
+CHANGES = 24  # Changes proposed for one test, unless it has more expectations than that: then each gets one.
+EXPECTATIONS = 96  # Expectations of one test that get a change, drawn at random where there are more.
 EQUALS = re.compile(r"assert(Almost|List|Dict|Tuple|Set|Sequence|MultiLine|Count)?Equals?")
-SHORT = 8
-"""Letters: shorter texts are in many others."""
+SHORT = 8  # Letters: shorter texts are in many others.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwinCandidate(Twin):
-    """A change that may make a twin; which tests it makes fail is not known yet."""
+    """A change that may make a twin; which tests it makes fail is not known yet.
+
+    Attributes:
+        base: Key of the test function that it changes, up to `#`.
+        row: Number of the row that it changes, of a parametrised test; None means all.
+    """
 
     base: str
-    """Key of the test function that it changes, up to `#`."""
     row: int | None = None
-    """Number of the row that it changes, of a parametrised test; None means all."""
 
     def changes(self, key: str) -> bool:
         base, _, number = key.rpartition("#")

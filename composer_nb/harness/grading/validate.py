@@ -36,36 +36,36 @@ from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.tasks.runtime import limits_spec, workspace
 from composer_nb.harness.tasks.task import Task
 
-IDS = "pytest.ids"
-"""Metadata key of the node ids that count, as a JSON list; without it, all count."""
-HARMLESS = {"printed_results"}
-"""Flags that a task's own tests may cause."""
+IDS = "pytest.ids"  # Metadata key of the node ids that count, as a JSON list; without it, all count.
+HARMLESS = {"printed_results"}  # Flags that a task's own tests may cause.
 ON_ASSERTION = {"AssertionError", "Failed", "failureException"}
+# Time limit of a changed test, in seconds. A test that fails inside a `with` may leave it waiting forever.
 TEST_S = 5.0
-"""Time limit of a changed test, in seconds. A test that fails inside a `with` may leave it waiting forever."""
-TESTS_ALONE, TWINS_ALONE = 8, 2
-"""Maximum tests of a task that may run alone, and twins of each."""
+TESTS_ALONE, TWINS_ALONE = 8, 2  # Maximum tests of a task that may run alone, and twins of each.
 FARTHER = 2.0
 NO_FAILURE = Failure(line=0, message="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """The findings about a task."""
+    """The findings about a task.
+
+    Attributes:
+        problems: Reasons not to use it; empty if it is valid.
+        flaky: Ids of tests that were left out because repeats disagreed about their result or their id.
+        left_out: Ids of tests that were left out because the gold patch skips them, or they are expected to fail.
+        fail_to_pass: Ids of tests that fail without a change.
+        proposed: Changes of tests that were tried as twins.
+        output: Output of the first run, if there are problems. Quotes hidden tests.
+    """
 
     problems: tuple[str, ...] = ()
-    """Reasons not to use it; empty if it is valid."""
     plan: GradePlan | None = None
     flaky: tuple[str, ...] = ()
-    """Ids of tests that were left out because repeats disagreed about their result or their id."""
     left_out: tuple[str, ...] = ()
-    """Ids of tests that were left out because the gold patch skips them, or they are expected to fail."""
     fail_to_pass: tuple[str, ...] = ()
-    """Ids of tests that fail without a change."""
     proposed: int = 0
-    """Changes of tests that were tried as twins."""
     output: str = field(default="", repr=False)
-    """Output of the first run, if there are problems. Quotes hidden tests."""
 
     @property
     def valid(self) -> bool:

@@ -26,10 +26,8 @@ from composer_nb.harness.sandbox.guest import calls as guest
 from composer_nb.harness.sandbox.requests import CallLimits, CallOutcome, CallRequest, CallStatus, Executor
 from composer_nb.harness.sandbox.system.linux import patience
 
-STARTS = 2
-"""Times that a run starts a sandbox, at most, to get its requests answered."""
-FAILURES = 3
-"""Runs that fail in a row until all runs are refused for REST_S."""
+STARTS = 2  # Times that a run starts a sandbox, at most, to get its requests answered.
+FAILURES = 3  # Runs that fail in a row until all runs are refused for REST_S.
 REST_S = 60.0
 
 

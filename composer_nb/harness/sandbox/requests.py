@@ -24,25 +24,27 @@ class CallLimits:
     """Limits of one request of function calls. All of its arguments share them, except `output_bytes`.
 
     Raises ValueError for a limit that is not positive.
+
+    Attributes:
+        cpu_s: CPU seconds, from the import of the module on.
+        wall_s: Maximum seconds of sleep; waiting for the machine does not count.
+        memory_bytes: Address space.
+        disk_bytes: Size of the workspace, which is in memory.
+        files: Maximum number of open files.
+        threads: Maximum number of threads; new processes are never allowed.
+        output_bytes: Maximum characters of one value's text.
+        answer_bytes: Maximum bytes of a request's whole report.
     """
 
     cpu_s: Positive = 0.1
-    """CPU seconds, from the import of the module on."""
     wall_s: Positive = 2.0
-    """Maximum seconds of sleep; waiting for the machine does not count."""
     memory_bytes: Some = 256 << 20
-    """Address space."""
     disk_bytes: Some = 4 << 20
-    """Size of the workspace, which is in memory."""
     inodes: Some = 256
     files: Some = 32
-    """Maximum number of open files."""
     threads: Some = 16
-    """Maximum number of threads; new processes are never allowed."""
     output_bytes: Some = 16 << 10
-    """Maximum characters of one value's text."""
     answer_bytes: Some = 1 << 20
-    """Maximum bytes of a request's whole report."""
 
     def __post_init__(self) -> None:
         require_ranges(self, "CallLimits")
@@ -53,17 +55,19 @@ class CallRequest:
     """Call `function` of `module` once for each text of an argument tuple, in one process.
 
     Raises ValueError for paths that leave the workspace, for bad names and for texts that are no tuple.
+
+    Attributes:
+        files: Workspace path -> text.
+        module: Dotted name.
+        arguments: Literals such as "([3, 1], 4)".
+        limits: Limits of each call; None takes the executor's.
     """
 
     files: Mapping[str, str]
-    """Workspace path -> text."""
     module: str
-    """Dotted name."""
     function: str
     arguments: tuple[str, ...]
-    """Literals such as "([3, 1], 4)"."""
     limits: CallLimits | None = None
-    """Limits of each call; None takes the executor's."""
 
     def __post_init__(self) -> None:
         for name in self.files:
@@ -78,14 +82,17 @@ class CallRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOutcome:
-    """The result of one argument."""
+    """The result of one argument.
+
+    Attributes:
+        status: returned: a readable value. raised: the call or the import raised. timeout: it used up its CPU time or slept
+            too long. died: its process ended otherwise. unreadable: a value, or a report, that is not plain data of a fair
+            size. not_run: an earlier argument ended the process.
+        text: The value's text (`value_text`), or the name of the exception's type.
+    """
 
     status: CallStatus
-    """returned: a readable value. raised: the call or the import raised. timeout: it used up its CPU time or slept too long.
-    died: its process ended otherwise. unreadable: a value, or a report, that is not plain data of a fair size. not_run: an
-    earlier argument ended the process."""
     text: str = ""
-    """The value's text (`value_text`), or the name of the exception's type."""
 
 
 @functools.lru_cache(maxsize=8192)

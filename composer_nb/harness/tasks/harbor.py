@@ -27,11 +27,9 @@ from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.untrusted import beneath, checked, toml_of, visible
 
 WORKSPACE = "environment/workspace"
-PRISTINE = "/composer_nb/workspace"
-"""Folder of a derived image with the files of its working directory."""
+PRISTINE = "/composer_nb/workspace"  # Folder of a derived image with the files of its working directory.
 RUNTIME = "host-python"
-WRITTEN_S = 60.0
-"""`verifier.timeout_sec` of the directories that this package writes."""
+WRITTEN_S = 60.0  # `verifier.timeout_sec` of the directories that this package writes.
 NEW_TOML = """\
 schema_version = "1.4"
 artifacts = ["/workspace"]
@@ -48,8 +46,7 @@ network_mode = "no-network"
 
 """
 IMAGE_FILES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
-FIELDS = {"files": WORKSPACE, "tests": "tests", "solution": "solution"}
-"""Folder of each field of a Task."""
+FIELDS = {"files": WORKSPACE, "tests": "tests", "solution": "solution"}  # Folder of each field of a Task.
 
 
 def _stays(path: str) -> str:

@@ -40,11 +40,11 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import is_plain, visible
 
 MIB = 1 << 20
+# Metadata keys of the folder of installed packages for a task's tests, and of its digest.
 PACKAGES, PACKAGES_DIGEST = "packages", "packages.sha256"
-"""Metadata keys of the folder of installed packages for a task's tests, and of its digest."""
 PACKAGES_AT = "/tmp/packages"
+# Empty file in a folder of packages, with which its owner lets tasks bring the folder into sandboxes.
 ALLOWED = "composer_nb.packages"
-"""Empty file in a folder of packages, with which its owner lets tasks bring the folder into sandboxes."""
 MAX_PACKAGES_BYTES = 32 << 20
 MAX_PACKAGES_FILES = 20_000
 _UNPACK = """\
@@ -54,8 +54,7 @@ for member in (archive := tarfile.open(fileobj=sys.stdin.buffer, mode="r|")):
     member.mode = int(sys.argv[2])
     archive.extract(member, sys.argv[1])
 """
-PACK_BYTES = 16 << 20
-"""Maximum size of an archive of artifacts."""
+PACK_BYTES = 16 << 20  # Maximum size of an archive of artifacts.
 _PACK = """\
 import fnmatch, json, os, sys, tarfile
 asked, writable, reserved = json.loads(sys.argv[1])
@@ -85,14 +84,14 @@ with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as archive:
 """
 _REAL = "import os, sys; print(*map(os.path.realpath, sys.argv[1:]), sep='\\0', end='\\0')"
 _WRITABLE = ("/tmp", "/dev/shm")
+# Places of the verifier's own files. Nothing that an agent left there reaches its grade.
 _RESERVED = ("/tmp/tests", "/tmp/solution", "/tmp/logs/verifier")
-"""Places of the verifier's own files. Nothing that an agent left there reaches its grade."""
+# Lines of a Dockerfile without effect in a sandbox with this machine's Python and pytest.
 _NO_EFFECT = re.compile(
     r"((FROM|CMD|ENTRYPOINT|LABEL|EXPOSE|MAINTAINER|STOPSIGNAL|HEALTHCHECK)( .*)?"
     r"|WORKDIR (/|/workspace/?)|COPY workspace/? (\.|/workspace)/?"
     r"|RUN (python3? -m )?pip3? install( -[\w-]+)* pytest([=<>~!]=?[\w.]+)?)"
 )
-"""Lines of a Dockerfile without effect in a sandbox with this machine's Python and pytest."""
 _TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.S)
 
 

@@ -21,8 +21,7 @@ from composer_nb.harness.tasks.patch import apply_patch
 from composer_nb.harness.tasks.task import Task
 
 Row = Mapping[str, Any]
-IDS = "pytest.ids"
-"""See `grading.validate`."""
+IDS = "pytest.ids"  # See `grading.validate`.
 TOML = (
     'schema_version = "1.4"\n\n[verifier]\ntimeout_sec = 1800.0\n\n[environment]\nmemory_mb = 4096\nstorage_mb = 1024\n'
 )

@@ -22,12 +22,10 @@ from composer_nb.harness.tasks.functions import is_test, parse_module, parse_tes
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.untrusted import UnsafeName, checked, json_of
 
-ENTRY, SOLVE = "test.sh", "solve.sh"
-"""Files of the grader `script` that run the tests and write a solution."""
+ENTRY, SOLVE = "test.sh", "solve.sh"  # Files of the grader `script` that run the tests and write a solution.
 
 
-LOWERED = {"turns": "max_turns", "tokens": "max_tokens"}
-"""Limits that a task may lower, and their keys in `metadata`."""
+LOWERED = {"turns": "max_turns", "tokens": "max_tokens"}  # Limits that a task may lower, and their keys in `metadata`.
 
 
 class Task(BaseModel):

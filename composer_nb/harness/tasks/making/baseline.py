@@ -25,25 +25,26 @@ from composer_nb.harness.tasks.runtime import packages_of
 from composer_nb.harness.tasks.task import Task
 
 KEPT_SHARE = 0.8
-FEWEST = 8
-"""Tests that pass within the time of a suite that takes longer; the others are left out."""
-REPEATS = 4
-"""More runs of the tests that passed once and are quick enough."""
+FEWEST = 8  # Tests that pass within the time of a suite that takes longer; the others are left out.
+REPEATS = 4  # More runs of the tests that passed once and are quick enough.
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """The measured suite of one state of a repository."""
+    """The measured suite of one state of a repository.
+
+    Attributes:
+        plan: The tests that count, with their twins.
+        reach: By the keys of the tests that count.
+        left_out: Node id -> why a test does not count: failing, skipped, flaky, slow, reads its source.
+        suite_s: Seconds of one run of the tests that count.
+    """
 
     plan: GradePlan
-    """The tests that count, with their twins."""
     reach: Mapping[str, Reach]
-    """By the keys of the tests that count."""
     left_out: Mapping[str, str]
-    """Node id -> why a test does not count: failing, skipped, flaky, slow, reads its source."""
     suite_s: float
-    """Seconds of one run of the tests that count."""
 
     def nearest(self, places: Iterable[Place]) -> list[str]:
         """Return the keys of the tests that reach one of these functions, the most direct callers first."""

@@ -23,25 +23,25 @@ from composer_nb.harness.grading.source import Function
 from composer_nb.harness.tasks.making.mutations import KINDS
 from composer_nb.harness.untrusted import MAX_DIFF_LINES, opcodes
 
-MIN_LINES, MAX_LINES = 3, 160
-"""Lines of a function in which a bug may be planted."""
-MAX_TOKENS = 8000
-"""Tokens of such a function: lines can be long."""
-MAX_CHANGED = 24
-"""Maximum lines that one bug adds and removes, together."""
+MIN_LINES, MAX_LINES = 3, 160  # Lines of a function in which a bug may be planted.
+MAX_TOKENS = 8000  # Tokens of such a function: lines can be long.
+MAX_CHANGED = 24  # Maximum lines that one bug adds and removes, together.
 FEATURE_LINES = (6, 120)
 ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Whole lines of a file that hold a function or method that is in no other."""
+    """Whole lines of a file that hold a function or method that is in no other.
+
+    Attributes:
+        name: Qualified, `Class.method`.
+        start: First line, decorators included, from 1.
+    """
 
     path: str
     name: str
-    """Qualified, `Class.method`."""
     start: int
-    """First line, decorators included, from 1."""
     end: int
 
     @property
@@ -59,13 +59,16 @@ class Edit(Unit):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change that turns the repository into a task's workspace."""
+    """A change that turns the repository into a task's workspace.
+
+    Attributes:
+        parts: Keys of the component bugs, for a combined bug.
+    """
 
     kind: str
     edits: tuple[Edit, ...]
     places: tuple[Place, ...]
     parts: tuple[str, ...] = ()
-    """Keys of the component bugs, for a combined bug."""
 
     def apply(self, files: Mapping[str, str]) -> dict[str, str]:
         """Return the changed files."""

@@ -14,9 +14,9 @@ from composer_nb.harness import syntax
 from composer_nb.harness.tasks.making.changes import function_of
 from composer_nb.harness.tasks.making.symptoms import MAX_QUOTE, Symptom, find
 
-SAYS = 5
-"""Words that a docstring must have to say what a function is for."""
+SAYS = 5  # Words that a docstring must have to say what a function is for.
 # {c}: call, {w}: wanted, {o}: observed, {e}: exception, {m}: message, {x}: what should come instead
+# Kind of symptom -> wordings of a call that says everything, and what follows lines that reproduce it.
 WORDINGS: dict[str, tuple[tuple[str, ...], str]] = {
     "value": (
         (
@@ -44,7 +44,6 @@ WORDINGS: dict[str, tuple[tuple[str, ...], str]] = {
         "It should raise {e}, but nothing is raised.",
     ),
 }
-"""Kind of symptom -> wordings of a call that says everything, and what follows lines that reproduce it."""
 LEADS = ("This used to work:", "Can you look into this?", "There is a regression. To reproduce:", "please fix this:")
 EXTRAS = ("", "", "{n} of our tests fail because of it.", "Don't touch the tests.", "Keep the change small.")
 HEADS = ("Several things broke:", "please fix these:", "A few reports came in, likely not related:")

@@ -32,28 +32,26 @@ from composer_nb.harness.tasks.runtime import PACKAGES, PACKAGES_DIGEST, allow_p
 from composer_nb.harness.tasks.task import Task, save_tasks
 
 TASKS, RECORD, SUMMARY = "tasks.jsonl", "made.db", "summary.json"
-SIDE_BY_SIDE = 2
-"""Sandboxes at a time."""
-AHEAD = 12
-"""Candidates drawn at a time."""
-SHARE = 6
-"""One task in SHARE is a missing feature, and one combines several bugs."""
-BELOW = 24
-"""Tasks below the required guard, without one that reaches it, after which a run ends."""
-FORMAT = "8"
-"""Version of the record. A new number makes earlier outcomes invalid."""
+SIDE_BY_SIDE = 2  # Sandboxes at a time.
+AHEAD = 12  # Candidates drawn at a time.
+SHARE = 6  # One task in SHARE is a missing feature, and one combines several bugs.
+BELOW = 24  # Tasks below the required guard, without one that reaches it, after which a run ends.
+FORMAT = "8"  # Version of the record. A new number makes earlier outcomes invalid.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MakeProgress:
-    """The progress of one run."""
+    """The progress of one run.
+
+    Attributes:
+        below: Tasks that were left out because of their guard.
+    """
 
     doing: str
     kept: int = 0
     wanted: int = 0
     tried: int = 0
     below: str = ""
-    """Tasks that were left out because of their guard."""
 
 
 Told = Callable[[MakeProgress], None]

@@ -49,16 +49,11 @@ from composer_nb.harness.untrusted import opcodes
 if TYPE_CHECKING:
     from dulwich.repo import Repo
 
-MIN_WORDS = 4
-"""Words of a message that asks for something."""
-MAX_REQUEST = 4000
-"""Characters of a request."""
-MAX_MESSAGE = 4 * MAX_REQUEST
-"""Characters of a message or a changelog that are read for one."""
-UNFETCHED = "not fetched"
-"""Verdict on commits of which a shallow or partial clone lacks a part."""
-SLOW = 6
-"""A test may take one part in six of the time limit of a run."""
+MIN_WORDS = 4  # Words of a message that asks for something.
+MAX_REQUEST = 4000  # Characters of a request.
+MAX_MESSAGE = 4 * MAX_REQUEST  # Characters of a message or a changelog that are read for one.
+UNFETCHED = "not fetched"  # Verdict on commits of which a shallow or partial clone lacks a part.
+SLOW = 6  # A test may take one part in six of the time limit of a run.
 TRAILER = re.compile(
     r"^([\w-]+-by|Change-Id|Refs?|See|Link|BREAKING CHANGE|PiperOrigin-RevId)\b.*:|^https?://\S+$", re.I
 )
@@ -72,13 +67,17 @@ CHANGELOG = re.compile(
 )
 
 
+# Returns the request behind the change from one state of a repository's files to another; empty if none is known.
 RequestBehind = Callable[[dict[str, str], dict[str, str]], str]
-"""Returns the request behind the change from one state of a repository's files to another; empty if none is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Two states of a repository, and what was asked between them. `unfit`: why there are no such states."""
+    """Two states of a repository, and what was asked between them. `unfit`: why there are no such states.
+
+    Attributes:
+        logged: Whether the request is from an agent's log.
+    """
 
     id: str
     before: Repository | None = None
@@ -86,7 +85,6 @@ class Candidate:
     request: str = ""
     unfit: str = ""
     logged: bool = False
-    """Whether the request is from an agent's log."""
 
     @property
     def key(self) -> str:

@@ -17,8 +17,8 @@ from typing import Any
 import libcst as cst
 
 Mutate = Callable[[Any, Random, Sequence[str]], Iterator[cst.CSTNode]]
+# Kind -> its generator, and the node types that it applies to.
 Kinds = dict[str, tuple[Mutate, tuple[type[cst.CSTNode], ...]]]
-"""Kind -> its generator, and the node types that it applies to."""
 Block = cst.IndentedBlock
 
 PAIRS: list[tuple[type[cst.CSTNode], type[cst.CSTNode]]] = [

@@ -22,34 +22,34 @@ from typing import Any
 from composer_nb.harness.tasks.runtime import read_packages
 from composer_nb.harness.untrusted import toml_of, visible
 
-INI = "pytest.ini"
-"""Metadata key of the settings of every run."""
+INI = "pytest.ini"  # Metadata key of the settings of every run.
 SELECTS = "-m, -k, --deselect, --ignore, --ignore-glob, -p PLUGIN, and paths"
 NOT_KEPT = (
     "addopts", "testpaths", "minversion", "required_plugins", "cache_dir", "norecursedirs", "collect_imported_tests",
 )  # fmt: skip
 DROPPED = ("filterwarnings", "pythonpath", "python_files", "confcutdir")
-_KEY = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
-"""A key whose line cannot be taken for another one."""
-_MODULE = re.compile(r"[\w.]+(\s*:\s*[\w.]+)?(\s*\[[\w, .-]*\])?")
-"""An entry point's value (`importlib.metadata`)."""
+_KEY = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)  # A key whose line cannot be taken for another one.
+_MODULE = re.compile(r"[\w.]+(\s*:\s*[\w.]+)?(\s*\[[\w, .-]*\])?")  # An entry point's value (`importlib.metadata`).
 OUTPUT = ("junit_", "log_", "console_", "tmp_path_", "faulthandler_", "doctest_", "cov", "verbosity_", "truncation_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """The caller's settings."""
+    """The caller's settings.
+
+    Attributes:
+        pytest_args: More pytest options; `-m` and `-k` replace the project's own.
+        suite_s: Time limit of one run of the whole suite, in seconds.
+        test_s: Time limit of a test that counts, in seconds, while calls are traced. A grade runs it three times.
+        packages: Folder of installed packages that the suite needs, from `pip install --target`.
+        image: A Docker image in which the suite runs.
+    """
 
     pytest_args: str = ""
-    """More pytest options; `-m` and `-k` replace the project's own."""
     suite_s: float = 400.0
-    """Time limit of one run of the whole suite, in seconds."""
     test_s: float = 1.0
-    """Time limit of a test that counts, in seconds, while calls are traced. A grade runs it three times."""
     packages: Path | None = None
-    """Folder of installed packages that the suite needs, from `pip install --target`."""
     image: str = ""
-    """A Docker image in which the suite runs."""
 
     def __post_init__(self) -> None:
         for name, value in (("--suite-seconds", self.suite_s), ("--test-seconds", self.test_s)):
@@ -61,18 +61,21 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The pytest options of a suite."""
+    """The pytest options of a suite.
+
+    Attributes:
+        ini: Lines of the section `[pytest]` of every run.
+        select: Arguments that choose tests, for the first run only.
+        paths: Folders or files with tests; empty means everywhere.
+        ignored: Globs of files without tests.
+        dropped: Settings of the project that these runs do not follow.
+    """
 
     ini: str = ""
-    """Lines of the section `[pytest]` of every run."""
     select: tuple[str, ...] = ()
-    """Arguments that choose tests, for the first run only."""
     paths: tuple[str, ...] = ()
-    """Folders or files with tests; empty means everywhere."""
     ignored: tuple[str, ...] = ()
-    """Globs of files without tests."""
     dropped: tuple[str, ...] = ()
-    """Settings of the project that these runs do not follow."""
 
     def chosen(self, modules: Iterable[str]) -> tuple[str, ...]:
         """Return the test modules that run."""

@@ -38,15 +38,18 @@ NO_SOURCE_FOLDERS = {"doc", "docs", "example", "examples", "benchmark", "benchma
 
 @dataclass(frozen=True, kw_only=True)
 class Repository:
-    """A repository's text files, without history, caches and copies."""
+    """A repository's text files, without history, caches and copies.
+
+    Attributes:
+        files: Relative POSIX path -> text, tests included.
+        settings: Metadata that each of its tasks has: how its tests run.
+        left_out: Files and folders that are no part of its tasks -> why.
+    """
 
     name: str
     files: dict[str, str]
-    """Relative POSIX path -> text, tests included."""
     settings: dict[str, str] = field(default_factory=dict)
-    """Metadata that each of its tasks has: how its tests run."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Files and folders that are no part of its tasks -> why."""
 
     @cached_property
     def tests(self) -> tuple[str, ...]:

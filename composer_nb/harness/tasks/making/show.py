@@ -16,8 +16,7 @@ from composer_nb.harness.grading.recorded import guards_line
 from composer_nb.harness.tasks.making.make import MakeProgress
 from composer_nb.harness.untrusted import visible
 
-LINE_S = 30.0
-"""Seconds between lines where there is no terminal."""
+LINE_S = 30.0  # Seconds between lines where there is no terminal.
 
 
 @contextmanager

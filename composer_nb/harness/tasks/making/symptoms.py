@@ -22,15 +22,12 @@ from composer_nb.harness import syntax
 from composer_nb.harness.grading.box import Failure, TestResult
 from composer_nb.harness.grading.source import Function, last_name
 
-MAX_QUOTE = 160
-"""Characters of a value, a message or a call in a line."""
-MAX_LINES, MAX_CODE = 20, 1000
-"""Lines that reproduce a bug, and their characters."""
-FIXTURES = 2
-"""Fixtures that these lines may use without showing them."""
-CONTEXT = 24
-"""Characters shown before the first difference of two long values."""
+MAX_QUOTE = 160  # Characters of a value, a message or a call in a line.
+MAX_LINES, MAX_CODE = 20, 1000  # Lines that reproduce a bug, and their characters.
+FIXTURES = 2  # Fixtures that these lines may use without showing them.
+CONTEXT = 24  # Characters shown before the first difference of two long values.
 RAISES = ("raises", "assertRaises", "assertRaisesRegex", "deprecated_call", "warns", "assertWarns")
+# unittest's assertions without their prefix `assert`, as statements of the language.
 UNITTEST = {
     **dict.fromkeys(("Equal", "Equals", "ListEqual", "DictEqual"), "assert ({0}) == ({1})"),
     "NotEqual": "assert ({0}) != ({1})",
@@ -43,28 +40,30 @@ UNITTEST = {
     "IsNone": "assert ({0}) is None",
     "IsNotNone": "assert ({0}) is not None",
 }
-"""unittest's assertions without their prefix `assert`, as statements of the language."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Symptom:
-    """A failing test, as a report of a bug would tell it."""
+    """A failing test, as a report of a bug would tell it.
+
+    Attributes:
+        call: The expression that goes wrong; empty if it is no short line.
+        alone: True if the call, or `code` where there is some, says everything that is needed to reproduce it.
+        code: Lines that lead to the call and end in it, if the call alone does not say everything.
+        setup: Names in `code` that come from fixtures.
+        message: Message of an exception that the code raised. An assertion's is not kept.
+        missing: The exception that should have been raised.
+    """
 
     call: str = ""
-    """The expression that goes wrong; empty if it is no short line."""
     alone: bool = False
-    """True if the call, or `code` where there is some, says everything that is needed to reproduce it."""
     code: str = ""
-    """Lines that lead to the call and end in it, if the call alone does not say everything."""
     setup: tuple[str, ...] = ()
-    """Names in `code` that come from fixtures."""
     wanted: str = ""
     seen: str = ""
     exception: str = ""
     message: str = ""
-    """Message of an exception that the code raised. An assertion's is not kept."""
     missing: str = ""
-    """The exception that should have been raised."""
 
     @property
     def rank(self) -> int:

@@ -32,22 +32,17 @@ from composer_nb.harness.tasks.runtime import workspace
 from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.tasks.task import Task
 
+# unseen: no test fails. endless, ends early: the tests do not end, or their process does. too much: more tests fail than one
+# bug should break. flaky: no failing test fails every time. copied: the original lines occur elsewhere in the workspace.
+# ungraded: the grader does not score the solution 1 and the start 0 without a flag. silent: no failing test has a symptom for
+# the instruction, or one of several bugs has no symptom of its own.
 Verdict = Literal["kept", "unseen", "endless", "ends early", "too much", "flaky", "copied", "ungraded", "silent"]
-"""unseen: no test fails. endless, ends early: the tests do not end, or their process does. too much: more tests fail than one bug
-should break. flaky: no failing test fails every time. copied: the original lines occur elsewhere in the workspace. ungraded: the
-grader does not score the solution 1 and the start 0 without a flag. silent: no failing test has a symptom for the instruction, or
-one of several bugs has no symptom of its own."""
-LOOK_AT = 24
-"""Tests that a change is first tried with."""
-MOST_BROKEN = 0.3
-"""Largest share of the suite that may fail; eight tests always may."""
-BESIDES = 80
-"""Maximum tests of a task that pass before and after; the nearest to the change are chosen."""
+LOOK_AT = 24  # Tests that a change is first tried with.
+MOST_BROKEN = 0.3  # Largest share of the suite that may fail; eight tests always may.
+BESIDES = 80  # Maximum tests of a task that pass before and after; the nearest to the change are chosen.
 REPEATS = 5
-LISTENED = 8
-"""Failing tests, nearest to the change first, among which the best symptom is chosen."""
-SHORT_CODE = 300
-"""Characters of code that are quickly read."""
+LISTENED = 8  # Failing tests, nearest to the change first, among which the best symptom is chosen.
+SHORT_CODE = 300  # Characters of code that are quickly read.
 
 
 class Subject:
@@ -72,12 +67,15 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialOutcome:
-    """The result of trying a change."""
+    """The result of trying a change.
+
+    Attributes:
+        verdict: A `Verdict`, or one of `mine.py`.
+    """
 
     key: str
     kind: str
     verdict: str
-    """A `Verdict`, or one of `mine.py`."""
     seconds: float
     task: Task | None = None
 
@@ -115,8 +113,7 @@ def _failing(ran: JobResult, keys: Iterable[str]) -> set[str]:
     return {key for key in keys if not ran.result(key).passed}
 
 
-Part = tuple[Change, Task]
-"""A component bug of a combined change, and its task."""
+Part = tuple[Change, Task]  # A component bug of a combined change, and its task.
 
 
 def settle(subject: Subject, change: Change, parts: Sequence[Part] = ()) -> TrialOutcome:
