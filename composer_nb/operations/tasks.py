@@ -142,7 +142,7 @@ def convert(args: argparse.Namespace) -> int:
 
     files = read_repository(args.repository).files if args.repository else None
     written, problems = 0, []
-    for place, task in read_rows(args.path, args.format, files):
+    for where, task in read_rows(args.path, args.format, files):
         try:
             if isinstance(task, ValueError):
                 raise task
@@ -151,7 +151,7 @@ def convert(args: argparse.Namespace) -> int:
         except ValueError as error:
             problems.append(str(error))
         except FileExistsError as error:
-            problems.append(f"{place}: {error.filename} is there already")
+            problems.append(f"{where}: {error.filename} is there already")
     for problem in problems:
         print(visible_lines(problem), file=sys.stderr)
     line = f"{written} tasks in {args.out}, {len(problems)} rows left out"
@@ -179,15 +179,17 @@ def audit(args: argparse.Namespace) -> int:
     from composer_nb.labs.audit.audit import audit as run
     from composer_nb.views.page import text_table
 
-    own = EnvSettings(tasks=args.path).own
-    tasks = ((task.id, task) for task in tasks_of(args.path, own)) if own else read_tasks(Path(args.path))
-    options = {"seconds": args.seconds, "seed": args.seed, "pays": getattr(own, "reward", None)}
+    environment = EnvSettings(tasks=args.path).own
+    tasks = (
+        ((task.id, task) for task in tasks_of(args.path, environment)) if environment else read_tasks(Path(args.path))
+    )
+    options = {"seconds": args.seconds, "seed": args.seed, "pays": getattr(environment, "reward", None)}
     report = run(tasks, args.backend, **options)
     if not report["read"]:
         raise ValueError(f"{args.path}: holds no task")
     rates = [(name, str(row["tried"]), str(row["wrong"])) for name, row in report["probes"].items()]
     problems = [(row["id"], kind, text) for row in report["tasks"] for kind, text in row["problems"]]
-    slips, planted = (sum(row["slips"][place] for row in report["tasks"]) for place in (0, 1))
+    slips, planted = (sum(row["slips"][index] for row in report["tasks"]) for index in (0, 1))
     line = f"{report['sound']} of {report['audited']} tasks are sound; {report['read'] - report['audited']} were not reached"
     line += f"; {slips} of {planted} planted bugs found; {report['seconds']:.0f} s"
     tables = [text_table(rates, ("workspace", "tried", "wrongly graded"))]
@@ -222,7 +224,7 @@ def attack(args: argparse.Namespace) -> int:
     report = run_checks(args.backend, lambda case: log.info(f"{case['kind'] or '':>2}  {case['title']}"))
     cases, kinds = report["cases"], report["kinds"]
     table = [("ok" if c["blocked"] else "NOT BLOCKED", str(c["kind"] or ""), c["title"], c["detail"]) for c in cases]
-    blocked, right = (sum(one["blocked"] for one in each) for each in (kinds, cases))
+    blocked, right = (sum(row["blocked"] for row in rows) for rows in (kinds, cases))
     line = f"{blocked} of {len(kinds)} kinds of attack blocked on {args.backend}; {right} of {len(cases)} cases in all"
     status = int(blocked < len(kinds) or right < len(cases))
     return emit(args, report, lambda: Group(text_table(table, ("", "kind", "attempt", "observed")), line), status)

@@ -319,23 +319,23 @@ def compiled_kit(backend: Backend, spec: SandboxSpec | None = None, whole: bool 
 def _compiled(backend: Backend, spec: SandboxSpec | None, whole: bool) -> bytes:
     with backend.create(spec) as box:
         stdin = framed(marshal.dumps(sources(whole), 4))
-        done = box.exec(["python3", "-s", "-S", "-c", _COMPILE], stdin=stdin, output_bytes=64 << 20)
-        if done.exit_code == 0 and not done.truncated:
-            tried = box.exec(COMMAND, stdin=framed(done.stdout))
+        result = box.exec(["python3", "-s", "-S", "-c", _COMPILE], stdin=stdin, output_bytes=64 << 20)
+        if result.exit_code == 0 and not result.truncated:
+            tried = box.exec(COMMAND, stdin=framed(result.stdout))
             if tried.stdout.startswith(b"ready\n"):
-                return done.stdout
-            done = tried
-    last = _last_line(done.stderr)
-    if b"SyntaxError" in done.stderr or b"ModuleNotFoundError" in done.stderr:
+                return result.stdout
+            result = tried
+    last = _last_line(result.stderr)
+    if b"SyntaxError" in result.stderr or b"ModuleNotFoundError" in result.stderr:
         raise SandboxUnavailable(f"the pytest installed here is not for the Python of the sandbox: {last}")
-    raise SandboxFailure(f"pytest could not be prepared in a sandbox: exit code {done.exit_code}, {last}")
+    raise SandboxFailure(f"pytest could not be prepared in a sandbox: exit code {result.exit_code}, {last}")
 
 
 def sources(whole: bool = True) -> dict[str, tuple[str, bool, str]]:
     """Return module name -> (path to show, whether it is a package, text). Raises SandboxUnavailable without pytest."""
     modules = pytest_modules() if whole else {}
-    own = {RUNNER: runner, CALLS: calls, PLUGIN: None, values.__name__: values}
-    for name, module in own.items():  # the plugin imports pytest
+    guests = {RUNNER: runner, CALLS: calls, PLUGIN: None, values.__name__: values}
+    for name, module in guests.items():  # the plugin imports pytest
         path = Path(str(module.__file__)) if module else Path(__file__).parent / "guest/plugin.py"
         modules[name] = (f"/kit/{name}.py", False, path.read_text(encoding="utf-8"))
     return modules
@@ -347,7 +347,7 @@ def _last_line(stderr: bytes) -> str:
 
 def _frame(job: TestJob, nonce: str, site: bool) -> bytes:
     """Return a job as its box reads it."""
-    frame = {each.name: getattr(job, each.name) for each in fields(job) if each.name not in ("hash_seed", "zone")}
+    frame = {item.name: getattr(job, item.name) for item in fields(job) if item.name not in ("hash_seed", "zone")}
     return marshal.dumps(
         frame
         | {
@@ -355,7 +355,7 @@ def _frame(job: TestJob, nonce: str, site: bool) -> bytes:
             "hidden": dict(job.hidden),
             "packages": dict(job.packages),
             "keys": None if job.keys is None else sorted(job.keys),
-            "calls": [[[each.module, each.name, each.given] for each in batch] for batch in job.calls],
+            "calls": [[[item.module, item.name, item.given] for item in batch] for batch in job.calls],
             "select": job.select if job.keys is None else (),
             "nonce": nonce,
             "site": site,
@@ -369,12 +369,12 @@ def _read(job: TestJob, nonce: str, events: str, ended: ExecResult, *, read: boo
     output = ended.stderr[:OUTPUT_BYTES].decode("utf-8", "replace")
     ran = JobResult(output=output, seconds=ended.duration_s)
     places: list[Place] = []
-    asked = sum(map(len, job.calls))
-    done = False
+    call_count = sum(map(len, job.calls))
+    complete = False
     for line in events.split("\n")[:-1]:
-        match None if done else _event(line, nonce):
+        match None if complete else _event(line, nonce):
             case ["done", int(code)]:
-                done = True
+                complete = True
                 ran.flags |= {"ended_early"} if code == INTERNAL_ERROR else set()
             case [str(key), "passed" | "failed" | "skipped" as outcome, str(why), str(name)] if (
                 key not in ran.results and (job.keys is None or key in job.keys)
@@ -383,7 +383,9 @@ def _read(job: TestJob, nonce: str, events: str, ended: ExecResult, *, read: boo
             case ["place", str(path), int(number)] if job.reach:
                 places.append((path, number))
             case ["reached", str(key), int() | float() as seconds, list(called)] if (
-                job.reach and key not in ran.reached and all(_fits(each, places) for each in called)
+                job.reach
+                and key not in ran.reached
+                and all(_fits(called_function, places) for called_function in called)
             ):
                 ran.reached[key] = Reach(seconds=seconds, depths={places[number]: depth for number, depth in called})
             case ["at", str(key), int(number), str(message), dict(values), list(compared)] if (
@@ -395,18 +397,18 @@ def _read(job: TestJob, nonce: str, events: str, ended: ExecResult, *, read: boo
             case ["call", str(module), str(name), str(given), bool(inside), list(ends)] if job.record:
                 call = CallInput(module=module, name=name, given=given)
                 ran.noted.append(Noted(call=call, inside=inside, ends=tuple((kind, value) for kind, value in ends)))
-            case ["answer", int(place), [str(), _, _] as said] if 0 <= place < asked and place not in ran.answers:
+            case ["answer", int(place), [str(), _, _] as said] if 0 <= place < call_count and place not in ran.answers:
                 ran.answers[place] = json.dumps(said)
             case _:
                 ran.flags.add("forged_events")
-    for flag, seen in (
+    for flag, noticed in (
         ("forged_report", changed),
         ("read_tests", read),
         ("printed_results", _looks_like_pytest(output)),
         ("timeout", ended.timed_out),
-        ("ended_early", not done and not ended.timed_out),
+        ("ended_early", not complete and not ended.timed_out),
     ):
-        ran.flags |= {flag} if seen else set()
+        ran.flags |= {flag} if noticed else set()
     return ran
 
 
@@ -431,8 +433,8 @@ def _looks_like_pytest(output: str) -> bool:
 
 
 def _event(line: str, nonce: str) -> Any:
-    given, _, text = line.partition(" ")
-    if not secrets.compare_digest(given.encode(), nonce.encode()):
+    prefix, _, text = line.partition(" ")
+    if not secrets.compare_digest(prefix.encode(), nonce.encode()):
         return None
     try:
         return json.loads(text)

@@ -113,7 +113,7 @@ def _makes_package(task: Task, path: str) -> bool:
     """
     folder, _, name = path.rpartition("/")
     new = path not in task.files and path not in task.solution and path not in task.tests
-    return name == "__init__.py" and bool(folder) and new and any(each.startswith(folder + "/") for each in task.tests)
+    return name == "__init__.py" and bool(folder) and new and any(test.startswith(folder + "/") for test in task.tests)
 
 
 def _misfits(graded: Set[str], path: str) -> bool:

@@ -37,7 +37,7 @@ PLAN = "pytest.plan"  # Metadata key of a task's plan.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Twin:
-    """One change of a hidden test: characters `start` to `end` of a file with \n line ends become `text`.
+    """One change of a hidden test: characters `start` to `end` of a file with \\n line ends become `text`.
 
     Attributes:
         keys: Tests that it makes fail.
@@ -118,8 +118,8 @@ def modules_of(keys: Iterable[str]) -> tuple[str, ...]:
 
 def digest(task: Task) -> str:
     """Return the digest of everything that the positions of twins and the keys of tests depend on."""
-    held = json.dumps([sorted(task.tests.items()), sorted(conftests(task).items())])
-    return hashlib.sha256(held.encode("utf-8", "surrogatepass")).hexdigest()
+    content = json.dumps([sorted(task.tests.items()), sorted(conftests(task).items())])
+    return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def conftests(task: Task) -> dict[str, str]:

@@ -58,7 +58,7 @@ def replay(
     The arguments of one function may hold the answers of another, in a form that nobody foresees. So each function with telling
     calls has a box of its own, which holds no other function's calls. All other functions share one.
     """
-    telling = {_function(each) for each in calls if each.telling}
+    telling = {_function(call_) for call_ in calls if call_.telling}
     boxes: dict[str, list[RecordedCall]] = {}
     for call in rng.sample(calls, len(calls)):
         name = _function(call)
@@ -77,31 +77,31 @@ def _function(call: CallInput) -> str:
 
 def wrong(order: Sequence[RecordedCall], ran: JobResult) -> list[RecordedCall]:
     """Return the calls that were not answered as the gold patch answers them."""
-    return [call for place, call in enumerate(order) if not _agrees(call.said, ran.answers.get(place))]
+    return [call for index, call in enumerate(order) if not _agrees(call.said, ran.answers.get(index))]
 
 
-def _agrees(said: str, given: str | None) -> bool:
+def _agrees(expected: str, answer: str | None) -> bool:
     try:
-        return given is not None and same(json.loads(said), json.loads(given))
+        return answer is not None and same(json.loads(expected), json.loads(answer))
     except RecursionError:  # an answer that is nested as deeply as the box's reader could bear, which had more room
         return False
 
 
-def same(wanted: Any, given: Any) -> bool:
+def same(expected: Any, actual: Any) -> bool:
     """Return whether two encoded values agree: in type and value, floats within CLOSE, dictionaries in any order."""
-    if type(wanted) is not type(given):
+    if type(expected) is not type(actual):
         return False
-    if isinstance(wanted, float):
-        return math.isclose(wanted, given, rel_tol=CLOSE) or (math.isnan(wanted) and math.isnan(given))
-    if isinstance(wanted, list):
-        return len(wanted) == len(given) and all(map(same, wanted, given))
-    if isinstance(wanted, dict):
-        if wanted.keys() != given.keys():
+    if isinstance(expected, float):
+        return math.isclose(expected, actual, rel_tol=CLOSE) or (math.isnan(expected) and math.isnan(actual))
+    if isinstance(expected, list):
+        return len(expected) == len(actual) and all(map(same, expected, actual))
+    if isinstance(expected, dict):
+        if expected.keys() != actual.keys():
             return False
-        if wanted.keys() == {"dict"} and isinstance(given["dict"], list):
-            return same(*(sorted(each["dict"], key=json.dumps) for each in (wanted, given)))
-        return all(same(wanted[kind], given[kind]) for kind in wanted)
-    return bool(wanted == given)
+        if expected.keys() == {"dict"} and isinstance(actual["dict"], list):
+            return same(*(sorted(side["dict"], key=json.dumps) for side in (expected, actual)))
+        return all(same(expected[kind], actual[kind]) for kind in expected)
+    return bool(expected == actual)
 
 
 def chosen(telling: Sequence[RecordedCall], others: Sequence[RecordedCall]) -> tuple[RecordedCall, ...]:
@@ -138,12 +138,12 @@ def _spread(calls: Iterable[RecordedCall]) -> Iterator[RecordedCall]:
     return (call for call in chain.from_iterable(zip_longest(*groups.values())) if call is not None)
 
 
-def parts(held: Any) -> Iterator[str]:
+def parts(encoded: Any) -> Iterator[str]:
     """Yield the JSON of an encoded value and of everything in it."""
-    yield json.dumps(held)
-    inside = held.values() if isinstance(held, dict) else held if isinstance(held, list) else ()
-    for each in inside:
-        yield from parts(each)
+    yield json.dumps(encoded)
+    inside = encoded.values() if isinstance(encoded, dict) else encoded if isinstance(encoded, list) else ()
+    for part in inside:
+        yield from parts(part)
 
 
 def _answers(call: RecordedCall) -> set[str]:
@@ -255,53 +255,53 @@ def record(task: Task, plan: GradePlan, failing: Iterable[str], boxes: Boxes) ->
     try:
         noted: dict[tuple[str, str, str], Noted] = {}
         for ran in boxes.run(noting):
-            for each in ran.noted:
-                noted.setdefault((each.call.module, each.call.name, each.call.given), each)
-        asked = [each for each in noted.values() if len(each.call.given) <= LONGEST]
-        if not asked:
+            for note in ran.noted:
+                noted.setdefault((note.call.module, note.call.name, note.call.given), note)
+        candidates = [note for note in noted.values() if len(note.call.given) <= LONGEST]
+        if not candidates:
             return ()
-        alone = TestJob(files=gold, hidden={}, tests=(), calls=tuple((each.call,) for each in asked))
+        alone = TestJob(files=gold, hidden={}, tests=(), calls=tuple((note.call,) for note in candidates))
         watching = replace(alone, hash_seed=1, zone=ELSEWHERE, watch=True)
         starting = replace(alone, files=workspace(task), batch_cpu_s=START_CPU_S)
         right, started = boxes.run([watching, starting])
-        said = {each: right.answers.get(place, "") for place, each in enumerate(asked)}
-        said = {each: text for each, text in said.items() if len(text) <= LONGEST and _fits(each, text)}
-        steady = _steady(said, alone, boxes)
-        speaking = {each: text for each, text in said.items() if text != NOTHING}
+        answers = {note: right.answers.get(index, "") for index, note in enumerate(candidates)}
+        answers = {note: text for note, text in answers.items() if len(text) <= LONGEST and _fits(note, text)}
+        steady = _steady(answers, alone, boxes)
+        speaking = {note: text for note, text in answers.items() if text != NOTHING}
         if len(steady) < len(speaking):  # a call that answers None may be there for its side effect, and spoil others
             steady = max(steady, _steady(speaking, alone, boxes), key=len)
     except (SandboxDied, RunnerEnded):
         return ()
-    last = max(started.answers, default=-1) if "timeout" in started.flags else len(asked)
+    last = max(started.answers, default=-1) if "timeout" in started.flags else len(candidates)
     telling, others = list[RecordedCall](), list[RecordedCall]()
-    for place, each in enumerate(asked):
-        answer = started.answers.get(place)
-        if each not in steady or (answer is None and place >= last):  # the latter was never asked
+    for index, note in enumerate(candidates):
+        answer = started.answers.get(index)
+        if note not in steady or (answer is None and index >= last):  # the latter was never asked
             continue
-        tells = answer is None or not same(json.loads(said[each]), json.loads(answer))
-        call = each.call
-        kept = RecordedCall(module=call.module, name=call.name, given=call.given, said=said[each], telling=tells)
+        tells = answer is None or not same(json.loads(answers[note]), json.loads(answer))
+        call = note.call
+        call_ = RecordedCall(module=call.module, name=call.name, given=call.given, said=answers[note], telling=tells)
         if tells:
-            telling.append(kept)
-        elif each.inside:
-            others.append(kept)
+            telling.append(call_)
+        elif note.inside:
+            others.append(call_)
     return chosen(telling, others)
 
 
-def _steady(said: Mapping[Noted, str], alone: TestJob, boxes: Boxes) -> set[Noted]:
+def _steady(answers: Mapping[Noted, str], alone: TestJob, boxes: Boxes) -> set[Noted]:
     """Return the calls with the same answer in one process with all others, in a random order followed by its reverse."""
-    order = Random(0).sample(list(said), len(said))
-    asked = [*order, *order[::-1]]
-    batch = tuple(each.call for each in asked)
+    order = Random(0).sample(list(answers), len(answers))
+    sequence = [*order, *order[::-1]]
+    batch = tuple(note.call for note in sequence)
     if not batch:
         return set()
     [ran] = boxes.run([replace(alone, calls=(batch,), hash_seed=2, batch_cpu_s=int(boxes.timeout_s) + 1)])
-    return set(order) - {each for place, each in enumerate(asked) if ran.answers.get(place) != said[each]}
+    return set(order) - {note for index, note in enumerate(sequence) if ran.answers.get(index) != answers[note]}
 
 
-def _fits(noted: Noted, said: str) -> bool:
+def _fits(noted: Noted, answer: str) -> bool:
     """Return whether a call's answer matches its outcome in the tests."""
-    kind, value, _ = json.loads(said or '["", null, null]')
+    kind, value, _ = json.loads(answer or '["", null, null]')
     ends = dict(noted.ends)
     if kind == "returned" and "iterator" in ends:
         return isinstance(value, dict) and "iterator" in value

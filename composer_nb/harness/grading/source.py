@@ -37,9 +37,9 @@ class ModuleSource:
 def values(node: ast.AST) -> tuple[Value, ...]:
     """Return the literals of an expression."""
     return tuple(
-        each.value
-        for each in ast.walk(node)
-        if isinstance(each, ast.Constant) and isinstance(each.value, str | bytes | int | float | complex)
+        child.value
+        for child in ast.walk(node)
+        if isinstance(child, ast.Constant) and isinstance(child.value, str | bytes | int | float | complex)
     )
 
 
@@ -57,9 +57,9 @@ def constants(node: ast.expr) -> Iterator[ast.Constant]:
         case ast.Subscript():  # another index may well find the same
             yield from constants(node.value)
         case _:
-            for each in ast.iter_child_nodes(node):
-                if isinstance(each, ast.expr):
-                    yield from constants(each)
+            for part in ast.iter_child_nodes(node):
+                if isinstance(part, ast.expr):
+                    yield from constants(part)
 
 
 def cells_of(names: Sequence[str], row: ast.expr) -> list[ast.expr]:
@@ -77,28 +77,32 @@ def last_name(function: ast.expr) -> str:
 
 def has_calls(node: ast.expr) -> bool:
     """Return whether an expression calls anything but constructors of plain data."""
-    names = [ast.unparse(each.func).rpartition(".")[2] for each in ast.walk(node) if isinstance(each, ast.Call)]
+    names = [ast.unparse(call.func).rpartition(".")[2] for call in ast.walk(node) if isinstance(call, ast.Call)]
     return any(name not in PLAIN for name in names)
 
 
 def tolerance(node: ast.expr) -> tuple[float, float, bool]:
     """Return the relative and the absolute difference beyond which no answer is close to both of two numbers, and whether these
     are certain."""
-    for each in ast.walk(node):
-        name = last_name(each.func) if isinstance(each, ast.Call) else ""
-        if isinstance(each, ast.Call) and name in ("approx", "assertAlmostEqual", "assertNotAlmostEqual"):
-            given = {word.arg: word.value for word in each.keywords}
+    for call in ast.walk(node):
+        name = last_name(call.func) if isinstance(call, ast.Call) else ""
+        if isinstance(call, ast.Call) and name in ("approx", "assertAlmostEqual", "assertNotAlmostEqual"):
+            options = {word.arg: word.value for word in call.keywords}
             first = ("rel", "abs") if name == "approx" else ("places", "msg", "delta")
-            given |= dict(zip(first, each.args[1 if name == "approx" else 2 :], strict=False))
-            numbers = {word: each.value for word, each in given.items() if isinstance(each, ast.Constant)}
-            held = {word: float(each) for word, each in numbers.items() if isinstance(each, int | float)}
-            sure = all(word in held for word in given if word in ("rel", "abs", "places", "delta"))
-            fixed = 10.0 ** -held["places"] if "places" in held else held.get("delta", held.get("abs", 1e-7))
-            return 3 * held.get("rel", 1e-6), 3 * fixed, sure
+            options |= dict(zip(first, call.args[1 if name == "approx" else 2 :], strict=False))
+            numbers = {word: value.value for word, value in options.items() if isinstance(value, ast.Constant)}
+            numbers_by_name = {word: float(value) for word, value in numbers.items() if isinstance(value, int | float)}
+            sure = all(word in numbers_by_name for word in options if word in ("rel", "abs", "places", "delta"))
+            fixed = (
+                10.0 ** -numbers_by_name["places"]
+                if "places" in numbers_by_name
+                else numbers_by_name.get("delta", numbers_by_name.get("abs", 1e-7))
+            )
+            return 3 * numbers_by_name.get("rel", 1e-6), 3 * fixed, sure
     return 0.0, 0.0, True
 
 
 def names_in(node: ast.AST) -> set[str]:
     """Return the names that an expression depends on, without those that it binds itself."""
-    names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
-    return {each.id for each in names} - {each.id for each in names if isinstance(each.ctx, ast.Store)}
+    names = [name for name in ast.walk(node) if isinstance(name, ast.Name)]
+    return {name.id for name in names} - {name.id for name in names if isinstance(name.ctx, ast.Store)}

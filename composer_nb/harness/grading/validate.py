@@ -235,13 +235,13 @@ def _agreed(task: Task, trials: Sequence[JobResult]) -> Validation:
     """Return a plan of the tests that pass in all trials."""
     first = trials[0].results
     names = {key: result.id for trial in trials for key, result in trial.results.items()}
-    seen = {key: {trial.result(key) for trial in trials} for key in names}
-    outcomes = {key: {result.outcome for result in results} for key, results in seen.items()}
-    wanted = json.loads(task.metadata[IDS]) if IDS in task.metadata else None
-    counted = [key for key in names if wanted is None or names[key] in wanted]
-    flaky = [key for key in counted if len({(result.outcome, result.id) for result in seen[key]}) > 1]
+    results_of = {key: {trial.result(key) for trial in trials} for key in names}
+    outcomes = {key: {result.outcome for result in results} for key, results in results_of.items()}
+    required = json.loads(task.metadata[IDS]) if IDS in task.metadata else None
+    counted = [key for key in names if required is None or names[key] in required]
+    flaky = [key for key in counted if len({(result.outcome, result.id) for result in results_of[key]}) > 1]
     problems = [f"the gold patch fails {names[k]} ({first[k].why})" for k in counted if outcomes[k] == {"failed"}]
-    problems += [f"no test {name}" for name in wanted or () if name not in names.values()]
+    problems += [f"no test {name}" for name in required or () if name not in names.values()]
     flags = sorted({flag for trial in trials for flag in trial.flags} - HARMLESS)
     problems += [f"the gold patch: {flag}" for flag in flags]
     tests = {key: names[key] for key in counted if outcomes[key] == {"passed"} and key not in flaky}

@@ -73,9 +73,9 @@ def render_tests(module: str, function: str, cases: list[tuple[tuple[object, ...
     Raises ValueError for a value that has no literal.
     """
     lines = [f"from {module} import {function}"]
-    for number, (arguments, wanted) in enumerate(cases):
+    for number, (arguments, expected) in enumerate(cases):
         call = ", ".join(literal(argument) for argument in arguments)
-        lines += ["", "", f"def test_{number}():", f"    assert {function}({call}) == {literal(wanted)}"]
+        lines += ["", "", f"def test_{number}():", f"    assert {function}({call}) == {literal(expected)}"]
     return "\n".join(lines) + "\n"
 
 

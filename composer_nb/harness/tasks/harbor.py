@@ -241,20 +241,20 @@ def settings(toml: str, where: str = "task.toml") -> TaskFile:
 def first_problem(error: ValidationError) -> str:
     """Return the first problem of a validation and its place."""
     first = error.errors()[0]
-    place = visible(".".join(str(part) for part in first["loc"]))
-    told = "must have named fields" if first["type"] == "model_type" else first["msg"].removeprefix("Value error, ")
-    return f"{place + ': ' if place else ''}{told}"
+    where = visible(".".join(str(part) for part in first["loc"]))
+    message = "must have named fields" if first["type"] == "model_type" else first["msg"].removeprefix("Value error, ")
+    return f"{where + ': ' if where else ''}{message}"
 
 
 def values(directory: Directory, path: Path) -> dict[str, Any]:
     """Return the fields of the Task in `directory`, read from `path`. Raises ValueError, which names the file or key."""
     toml = _text(directory, "task.toml", path)
     table = settings(toml, str(path / "task.toml"))
-    own = table.metadata.composer_nb or HarborExtras()
-    grader, scope = _graded(own)
+    extras = table.metadata.composer_nb or HarborExtras()
+    grader, scope = _graded(extras)
     if table.steps:
         raise ValueError(f"{path / 'task.toml'}: steps: tasks of several steps are not supported")
-    if grader != "script" and not own.source_scope:
+    if grader != "script" and not extras.source_scope:
         raise ValueError(f"{path / 'task.toml'}: [metadata.composer_nb] must name source_scope")
     instruction = _text(directory, "instruction.md", path).removesuffix("\n")
     fields: dict[str, dict[str, str]] = {name: {} for name in FIELDS}
@@ -269,33 +269,33 @@ def values(directory: Directory, path: Path) -> dict[str, Any]:
             rest[name] = data
     if grader != "script":
         _drop_doors(grader, fields, rest)
-    kept = {"name": path.resolve().name, "toml": toml, "rest": rest, "executable": sorted(directory.executable)}
+    foreign = {"name": path.resolve().name, "toml": toml, "rest": rest, "executable": sorted(directory.executable)}
     return fields | {
         "id": _id(table, path.resolve().name),
         "instruction": instruction,
         "source_scope": scope,
         "grader": grader,
-        "tools": tuple(own.tools),
-        "strictness": own.strictness,
-        "metadata": dict(own.facts),
-        "kept": kept,
+        "tools": tuple(extras.tools),
+        "strictness": extras.strictness,
+        "metadata": dict(extras.facts),
+        "kept": foreign,
     }
 
 
 def layout(task: Fields) -> Directory:
     """Return the directory of a task: the one that was read, with later changes, or a new one."""
-    held: list[tuple[str, dict[str, str]]] = [(folder, getattr(task, field)) for field, folder in FIELDS.items()]
-    files = {f"{folder}/{name}": text.encode() for folder, texts in held for name, text in texts.items()}
+    fields: list[tuple[str, dict[str, str]]] = [(folder, getattr(task, field)) for field, folder in FIELDS.items()]
+    files = {f"{folder}/{name}": text.encode() for folder, texts in fields for name, text in texts.items()}
     files["instruction.md"] = f"{task.instruction}\n".encode()
     if task.kept is not None:
         rest = dict(task.kept.rest)
         if rest.get("instruction.md", b"").decode().removesuffix("\n") != task.instruction:
             rest.pop("instruction.md", None)
         table, toml = settings(task.kept.toml), task.kept.toml
-        own = table.metadata.composer_nb or HarborExtras()
-        facts = (_id(table, task.kept.name), *_graded(own), tuple(own.tools), own.strictness, own.facts)
+        extras = table.metadata.composer_nb or HarborExtras()
+        facts = (_id(table, task.kept.name), *_graded(extras), tuple(extras.tools), extras.strictness, extras.facts)
         if (task.id, task.grader, task.source_scope, task.tools, task.strictness, task.metadata) != facts:
-            toml = _with_own(toml, task, own.runtime)
+            toml = _with_own(toml, task, extras.runtime)
         files |= rest | {"task.toml": toml.encode()}
         return Directory(files=files, executable=frozenset(task.kept.executable) & set(files))
     files["task.toml"] = _with_own(NEW_TOML, task, RUNTIME).encode()
@@ -336,22 +336,22 @@ def _drop_doors(grader: str, fields: dict[str, dict[str, str]], rest: dict[str, 
 
 
 def _id(table: TaskFile, name: str) -> str:
-    own = table.metadata.composer_nb or HarborExtras()
-    return own.id if own.id is not None else table.task.name if table.task else name
+    extras = table.metadata.composer_nb or HarborExtras()
+    return extras.id if extras.id is not None else table.task.name if table.task else name
 
 
-def _graded(own: HarborExtras) -> tuple[str, tuple[str, ...]]:
+def _graded(extras: HarborExtras) -> tuple[str, tuple[str, ...]]:
     """Return the grader and the source scope."""
-    return own.grader or ("functions" if own.source_scope else "script"), tuple(own.source_scope or ("**",))
+    return extras.grader or ("functions" if extras.source_scope else "script"), tuple(extras.source_scope or ("**",))
 
 
 def _with_own(toml: str, task: Fields, runtime: str | None) -> str:
     """Return a task.toml with this package's table, the rest as it is."""
-    own = {"id": task.id, "grader": task.grader, "runtime": runtime, "source_scope": [*task.source_scope]}
-    own |= {"tools": [*task.tools] or None, "strictness": task.strictness if task.strictness != "twins" else None}
+    extras = {"id": task.id, "grader": task.grader, "runtime": runtime, "source_scope": [*task.source_scope]}
+    extras |= {"tools": [*task.tools] or None, "strictness": task.strictness if task.strictness != "twins" else None}
     document = tomlkit.parse(toml)
     metadata = document.setdefault("metadata", tomlkit.table(is_super_table=True))
-    metadata["composer_nb"] = {key: value for key, value in own.items() if value is not None}
+    metadata["composer_nb"] = {key: value for key, value in extras.items() if value is not None}
     metadata["composer_nb"]["facts"] = dict(sorted(task.metadata.items()))
     return tomlkit.dumps(document)
 

@@ -48,8 +48,8 @@ class MakeProgress:
     """
 
     doing: str
-    kept: int = 0
-    wanted: int = 0
+    tasks: int = 0
+    limit: int = 0
     tried: int = 0
     below: str = ""
 
@@ -116,9 +116,9 @@ def prepared(repository: Repository, running: RunOptions) -> tuple[Repository, O
     settings: dict[str, str] = {"image": running.image} if running.image else {}
     plugins: list[str] = []
     if running.packages is not None:
-        folder, held = running.packages.resolve(), given_packages(running.packages)
+        folder, packages = running.packages.resolve(), given_packages(running.packages)
         allow_packages(folder)
-        settings |= {PACKAGES: str(folder), PACKAGES_DIGEST: packages_digest(held)}
+        settings |= {PACKAGES: str(folder), PACKAGES_DIGEST: packages_digest(packages)}
         plugins = plugins_in(folder)
     options = read_options(repository.files, running.pytest_args, plugins)
     settings |= {INI: options.ini} if options.ini else {}
@@ -127,13 +127,13 @@ def prepared(repository: Repository, running: RunOptions) -> tuple[Repository, O
 
 def _claim(store: TaskStore, repository: Repository, seed: str, out: Path, ways: list[Any]) -> None:
     """Note whose tasks `out` holds. Raises ValueError if they belong to another repository or setting."""
-    held = [FORMAT, seed, sorted(repository.files.items()), sorted(repository.settings.items()), ways]
-    own = hashlib.sha256(json.dumps(held).encode()).hexdigest()
-    if "baseline" in store.facts and store.facts.get("made of") != own:  # without one, nothing was made yet
+    origin = [FORMAT, seed, sorted(repository.files.items()), sorted(repository.settings.items()), ways]
+    fingerprint = hashlib.sha256(json.dumps(origin).encode()).hexdigest()
+    if "baseline" in store.facts and store.facts.get("made of") != fingerprint:  # without one, nothing was made yet
         raise ValueError(
             f"--out {out}: holds tasks of another repository, state of it, seed, or way to run its tests; choose another folder"
         )
-    store.keep_fact("made of", own)
+    store.keep_fact("made of", fingerprint)
 
 
 class Maker:
@@ -201,7 +201,7 @@ class Maker:
 
     def _tell(self, doing: str) -> None:
         below = f"below --require {self.require}: {guards_line(self.below)}" if self.below else ""
-        self.report(MakeProgress(doing=doing, kept=len(self.found), wanted=self.limit, tried=self.tried, below=below))
+        self.report(MakeProgress(doing=doing, tasks=len(self.found), limit=self.limit, tried=self.tried, below=below))
 
 
 def _summary(maker: Maker, tasks: Sequence[Task], wall_s: float) -> dict[str, Any]:

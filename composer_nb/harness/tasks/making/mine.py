@@ -131,7 +131,7 @@ def mine(
         for candidate in candidates:
             if len(tasks) == limit:
                 break
-            report(MakeProgress(doing=candidate.id, kept=len(tasks), wanted=limit, tried=len(rows)))
+            report(MakeProgress(doing=candidate.id, tasks=len(tasks), limit=limit, tried=len(rows)))
             left_out |= candidate.after.left_out if candidate.after else {}
             store.keep_fact("mined from", fingerprint)  # once its history could be read
             if (earlier := store.outcomes.get(candidate.key)) is None or earlier.verdict == UNFETCHED:
@@ -267,7 +267,7 @@ def draft(candidate: Candidate, most_lines: int, running: RunOptions) -> Task | 
     if before is None or after is None or not candidate.request:
         return candidate.unfit or "no request"
     try:
-        held, options = prepared(after, running)
+        with_packages, options = prepared(after, running)
     except ValueError as error:
         return f"unfit: {str(error)[:200]}"
     changed = {path for path, text in after.files.items() if before.files.get(path) != text}
@@ -275,8 +275,8 @@ def draft(candidate: Candidate, most_lines: int, running: RunOptions) -> Task | 
     support = {path for path in changed if supports_tests(path) and not is_test_module(path)}
     hidden = {path: after.files[path] for path in {*needed(after.hidden, modules), *support}} if modules else {}
     scope = tuple(sorted({*before.scope, *after.scope}))
-    own = [path for path in changed - hidden.keys() if in_scope(path, scope)]
-    solution = {path: after.files[path] for path in own if not supports_tests(path)}
+    paths = [path for path in changed - hidden.keys() if in_scope(path, scope)]
+    solution = {path: after.files[path] for path in paths if not supports_tests(path)}
     if not any(path in after.sources for path in solution):
         return "no source"
     if not modules:
@@ -296,7 +296,7 @@ def draft(candidate: Candidate, most_lines: int, running: RunOptions) -> Task | 
             solution=solution,
             source_scope=scope,
             grader="pytest",
-            metadata=held.settings | facts,
+            metadata=with_packages.settings | facts,
         )
     except ValueError as error:
         return f"unfit: {str(error)[:200]}"
@@ -341,8 +341,8 @@ def first_look(task: Task, boxes: Boxes, running: RunOptions) -> tuple[dict[str,
         [before] = boxes.run([job(task, workspace(task), keys=frozenset(counted))])
     except (SandboxDied, RunnerEnded):
         return counted, slow, ""
-    seen = [key for key in counted if not before.result(key).passed]
-    return counted, slow, "" if seen else "unseen: all tests pass without a change"
+    failing = [key for key in counted if not before.result(key).passed]
+    return counted, slow, "" if failing else "unseen: all tests pass without a change"
 
 
 def current(task: Task, candidate: Candidate, boxes: Boxes) -> dict[str, str]:
@@ -350,33 +350,33 @@ def current(task: Task, candidate: Candidate, boxes: Boxes) -> dict[str, str]:
 
     Such tests hold what the request changes, so they would mislead an agent. Raises SandboxFailure.
     """
-    known = candidate.after.files if candidate.after else {}
-    shown = {path: text for path, text in task.files.items() if is_test_module(path) and known.get(path) != text}
-    if not shown:
+    later = candidate.after.files if candidate.after else {}
+    touched = {path: text for path, text in task.files.items() if is_test_module(path) and later.get(path) != text}
+    if not touched:
         return {}
-    twin = task.model_copy(update={"tests": shown})
+    twin = task.model_copy(update={"tests": touched})
     jobs = [replace(job(twin, files), test_s=boxes.timeout_s / SLOW) for files in (workspace(task), gold_files(task))]
     try:
         before, after = boxes.run(jobs)
     except (SandboxDied, RunnerEnded):
         return {}
     gone = [key for key, result in before.results.items() if result.passed and not after.result(key).passed]
-    texts = {path: [key for key in gone if key.startswith(f"{path}::")] for path in shown}
-    return {path: without_tests(shown[path], keys) for path, keys in texts.items() if keys}
+    texts = {path: [key for key in gone if key.startswith(f"{path}::")] for path in touched}
+    return {path: without_tests(touched[path], keys) for path, keys in texts.items() if keys}
 
 
 def unnamed(before: Repository, after: Repository, tests: dict[str, str], request: str) -> list[str]:
     """Return the names of new modules, functions, classes, attributes, parameters and variables that tests use and the request
     does not mention."""
     changed = {p: before.files.get(p, "") for p in after.sources if before.files.get(p) != after.files[p]}
-    made, more = (
+    definitions, more = (
         set[str]().union(*(names(path, after.files[path]) - names(path, text) for path, text in changed.items()))
         for names in (defined, declared)
     )
-    wanted = [name for name in (made | more) & used(tests) if not re.search(rf"\b{re.escape(name)}\b", request)]
-    known = "\n".join(before.files[path] for path in before.sources) if wanted else ""
-    signs = {name: r"(\b(def|class) |\.)" if name in made else r"\b" for name in wanted}
-    return sorted(name for name, sign in signs.items() if not re.search(rf"{sign}{re.escape(name)}\b", known))
+    missing = [name for name in (definitions | more) & used(tests) if not re.search(rf"\b{re.escape(name)}\b", request)]
+    sources = "\n".join(before.files[path] for path in before.sources) if missing else ""
+    signs = {name: r"(\b(def|class) |\.)" if name in definitions else r"\b" for name in missing}
+    return sorted(name for name, sign in signs.items() if not re.search(rf"{sign}{re.escape(name)}\b", sources))
 
 
 def used(tests: Mapping[str, str]) -> set[str]:
@@ -394,14 +394,19 @@ def defined(path: str, text: str) -> set[str]:
     cannot be parsed."""
     nodes = nodes_of(text)
     set_here = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    own = {path.rpartition("/")[2].removesuffix(".py")} if text and nodes else set()
-    return own | set_here | {node.name for node in nodes if isinstance(node, Function | ast.ClassDef)}
+    module_name = {path.rpartition("/")[2].removesuffix(".py")} if text and nodes else set()
+    return module_name | set_here | {node.name for node in nodes if isinstance(node, Function | ast.ClassDef)}
 
 
 def declared(path: str, text: str) -> set[str]:
     """Return the names of the parameters of a module's functions, and of the variables of the module and its classes."""
     nodes = nodes_of(text)
-    bodies = [each for node in nodes if isinstance(node, ast.Module | ast.ClassDef) for each in node.body]
-    places = [node for each in bodies if isinstance(each, ast.Assign | ast.AnnAssign) for node in ast.walk(each)]
+    bodies = [statement for node in nodes if isinstance(node, ast.Module | ast.ClassDef) for statement in node.body]
+    places = [
+        node
+        for statement in bodies
+        if isinstance(statement, ast.Assign | ast.AnnAssign)
+        for node in ast.walk(statement)
+    ]
     names = {node.id for node in places if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     return names | {node.arg for node in nodes if isinstance(node, ast.arg)}

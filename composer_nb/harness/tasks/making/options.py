@@ -82,60 +82,60 @@ class Options:
         return tuple(m for m in modules if _any_below(m, self.paths or [""]) and not _any_below(m, self.ignored))
 
 
-def read_options(files: Mapping[str, str], given: str = "", plugins: Sequence[str] = ()) -> Options:
+def read_options(files: Mapping[str, str], pytest_args: str = "", plugins: Sequence[str] = ()) -> Options:
     """Return the options for a repository of these files. `plugins` are modules of the pytest plugins installed for it.
 
-    Raises ValueError for a configuration that cannot be read, and for an option in `given` that cannot be followed.
+    Raises ValueError for a configuration that cannot be read, and for an option in `pytest_args` that cannot be followed.
     """
-    where, held = _configuration(files)
-    own, others = _parsed(_words(held.get("addopts", ""), f"{where}: addopts"))
-    asked, unknown = _parsed(_words(given, "--pytest-args"))
+    where, config = _configuration(files)
+    project, others = _parsed(_words(config.get("addopts", ""), f"{where}: addopts"))
+    caller, unknown = _parsed(_words(pytest_args, "--pytest-args"))
     paths = [word for word in unknown if not word.startswith("-")]
     if refused := [word for word in unknown if word.startswith("-")]:
         raise ValueError(f"--pytest-args: {refused[0]} cannot be followed; these can: {SELECTS}")
     if missing := [path for path in paths if not any(_any_below(file, [path]) for file in files)]:
         raise ValueError(f"--pytest-args: {missing[0]!r} is no file or folder of the repository")
     installed = {plugin.partition(".")[0] for plugin in plugins}
-    wanted = [name for name in own.p if name.partition(".")[0] in installed]
-    loaded = dict.fromkeys([*plugins, *wanted, *(name for name in asked.p if not name.startswith("no:"))])
+    enabled = [name for name in project.p if name.partition(".")[0] in installed]
+    loaded = dict.fromkeys([*plugins, *enabled, *(name for name in caller.p if not name.startswith("no:"))])
     # A project may name folders in `testpaths` that its source distribution does not ship: pytest looks everywhere then.
-    tested = [path for path in _words(held.get("testpaths", ""), where) if any(_any_below(f, [path]) for f in files)]
+    tested = [path for path in _words(config.get("testpaths", ""), where) if any(_any_below(f, [path]) for f in files)]
     left_out = {*NOT_KEPT, *DROPPED}
-    kept = {key: value for key, value in held.items() if key not in left_out and not key.startswith(OUTPUT)}
-    odd = [key for key in kept if not _KEY.fullmatch(key)]
-    lines = [_line(key, value) for key, value in sorted(kept.items()) if key not in odd]
+    ini_settings = {key: value for key, value in config.items() if key not in left_out and not key.startswith(OUTPUT)}
+    odd = [key for key in ini_settings if not _KEY.fullmatch(key)]
+    lines = [_line(key, value) for key, value in sorted(ini_settings.items()) if key not in odd]
     lines += [f"addopts = {shlex.join(word for name in loaded for word in ('-p', name))}\n"] if loaded else []
-    mark, names = asked.m or own.m, asked.k or own.k
+    mark, names = caller.m or project.m, caller.k or project.k
     select = [*(["-m", mark] if mark else []), *(["-k", names] if names else [])]
-    select += [f"--deselect={each}" for each in (*own.deselect, *asked.deselect)]
-    dropped = [word for word in others if word.startswith("-")] + [key for key in DROPPED if key in held]
+    select += [f"--deselect={test}" for test in (*project.deselect, *caller.deselect)]
+    dropped = [word for word in others if word.startswith("-")] + [key for key in DROPPED if key in config]
     return Options(
         ini="".join(lines),
         select=tuple(select),
         paths=tuple(paths or tested),
-        ignored=(*own.ignore, *own.ignore_glob, *asked.ignore, *asked.ignore_glob),
+        ignored=(*project.ignore, *project.ignore_glob, *caller.ignore, *caller.ignore_glob),
         dropped=(*dropped, *(visible(key[:60]) for key in odd)),
     )
 
 
 def given_packages(folder: Path | None) -> Mapping[str, bytes]:
     """Return the packages in a folder that a user named; none for None. Raises ValueError for a folder without any."""
-    held = {} if folder is None else read_packages(folder.resolve())
-    if folder is not None and not held:
+    packages = {} if folder is None else read_packages(folder.resolve())
+    if folder is not None and not packages:
         raise ValueError(f"--packages {folder}: holds no file; fill it by pip install --target")
-    return held
+    return packages
 
 
 def plugins_in(folder: Path) -> list[str]:
     """Return the modules of the pytest plugins among installed packages. Raises ValueError for what is no module."""
     try:
-        entries = [each for held in distributions(path=[str(folder)]) for each in held.entry_points]
+        entries = [entry for distribution in distributions(path=[str(folder)]) for entry in distribution.entry_points]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder}: entry points that cannot be read: {visible(str(error)[:200])}") from None
-    found = sorted(each.value for each in entries if each.group == "pytest11")
-    if odd := [value for value in found if not _MODULE.fullmatch(value)]:
+    modules = sorted(entry.value for entry in entries if entry.group == "pytest11")
+    if odd := [value for value in modules if not _MODULE.fullmatch(value)]:
         raise ValueError(f"{folder}: announces {visible(odd[0][:60])!r} as a pytest plugin, which is no module")
-    return found
+    return modules
 
 
 def _configuration(files: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
@@ -185,7 +185,7 @@ def _ini(text: str, name: str) -> dict[str, Any] | None:
 
 def _words(value: object, where: str) -> list[str]:
     if isinstance(value, list):
-        return [str(each) for each in value]
+        return [str(word) for word in value]
     try:
         return shlex.split(str(value))
     except ValueError as error:
@@ -212,5 +212,5 @@ def _any_below(file: str, paths: Iterable[str]) -> bool:
 
 
 def _line(key: str, value: object) -> str:
-    said = [line for each in (value if isinstance(value, list) else [value]) for line in str(each).splitlines()]
-    return f"{key} =" + "".join(f"\n    {each.strip()}" for each in said if each.strip()) + "\n"
+    lines = [line for item in (value if isinstance(value, list) else [value]) for line in str(item).splitlines()]
+    return f"{key} =" + "".join(f"\n    {item.strip()}" for item in lines if item.strip()) + "\n"

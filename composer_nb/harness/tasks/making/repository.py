@@ -71,8 +71,8 @@ class Repository:
     def hidden(self) -> dict[str, str]:
         """Hidden files of a grade: test modules, and their support if an answer could change it."""
         support = {path for path in self.files if supports_tests(path) and in_scope(path, self.scope)}
-        kept = support | set(self.tests)
-        return {path: text for path, text in self.files.items() if path in kept}
+        paths = support | set(self.tests)
+        return {path: text for path, text in self.files.items() if path in paths}
 
 
 def _is_source(path: str) -> bool:

@@ -84,18 +84,18 @@ def _job(subject: Subject, changed: Mapping[str, str], keys: Iterable[str], expl
     """Return a run of the tests of these keys on a changed repository, without the test modules that they do not need."""
     files = {path: text.encode() for path, text in {**subject.repository.files, **changed}.items()}
     whole_job = job(whole(subject.repository), files, (), frozenset(keys), explain=explain)
-    kept = needed(whole_job.hidden, whole_job.tests)
-    return replace(whole_job, hidden={path: whole_job.hidden[path] for path in kept})
+    paths = needed(whole_job.hidden, whole_job.tests)
+    return replace(whole_job, hidden={path: whole_job.hidden[path] for path in paths})
 
 
 def needed(hidden: Mapping[str, str], modules: Iterable[str]) -> list[str]:
     """Return these test modules, those that they import, and everything that is no test module."""
-    kept = list(modules)
-    for path in kept:  # grows
+    paths = list(modules)
+    for path in paths:  # grows
         imports = " ".join(re.findall(r"^\s*(?:from|import)\b.*", hidden[path], re.M))
         named = [other for other in hidden if re.search(rf"\b{re.escape(other.rpartition('/')[2][:-3])}\b", imports)]
-        kept += [other for other in named if other not in kept]
-    return sorted({*kept, *(path for path in hidden if not is_test_module(path))})
+        paths += [other for other in named if other not in paths]
+    return sorted({*paths, *(path for path in hidden if not is_test_module(path))})
 
 
 def _tried(subject: Subject, jobs: Sequence[TestJob], timeout_s: float) -> list[JobResult | Verdict]:
@@ -105,8 +105,8 @@ def _tried(subject: Subject, jobs: Sequence[TestJob], timeout_s: float) -> list[
     except (SandboxDied, RunnerEnded):
         if len(jobs) == 1:
             return ["ends early"]
-        return [each for one in jobs for each in _tried(subject, [one], timeout_s)]
-    return ["endless" if "timeout" in each.flags else "ends early" if each.flags else each for each in ran]
+        return [result for alone in jobs for result in _tried(subject, [alone], timeout_s)]
+    return ["endless" if "timeout" in run.flags else "ends early" if run.flags else run for run in ran]
 
 
 def _failing(ran: JobResult, keys: Iterable[str]) -> set[str]:
@@ -191,10 +191,10 @@ def _draft(subject: Subject, change: Change, changed: Mapping[str, str], keys: S
 
 def restricted(plan: GradePlan, keys: Iterable[str], made_for: str) -> GradePlan:
     """Return a plan of fewer tests."""
-    kept = set(keys)
-    twins = [replace(twin, keys=tuple(sorted(kept.intersection(twin.keys)))) for twin in plan.twins]
+    wanted_keys = set(keys)
+    twins = [replace(twin, keys=tuple(sorted(wanted_keys.intersection(twin.keys)))) for twin in plan.twins]
     twins = [twin for twin in twins if twin.keys]
-    return GradePlan(digest=made_for, tests={key: plan.tests[key] for key in sorted(kept)}, twins=tuple(twins))
+    return GradePlan(digest=made_for, tests={key: plan.tests[key] for key in sorted(wanted_keys)}, twins=tuple(twins))
 
 
 def repeated(subject: Subject, task: Task, failing: Iterable[str]) -> Task | Verdict:
@@ -204,15 +204,15 @@ def repeated(subject: Subject, task: Task, failing: Iterable[str]) -> Task | Ver
     jobs = [job(task, files, (), keys) for files in (gold_files(task), workspace(task))]
     reach = subject.baseline.reach
     timeout_s = 10.0 + 4 * sum(reach[key].seconds for key in keys)
-    seen: list[set[str]] = []
+    failures: list[set[str]] = []
     for seed in range(REPEATS):
-        right, wrong = _tried(subject, [replace(each, hash_seed=seed) for each in jobs], timeout_s)
+        right, wrong = _tried(subject, [replace(run, hash_seed=seed) for run in jobs], timeout_s)
         if isinstance(wrong, str):
             return wrong
         if isinstance(right, str) or _failing(right, keys):
             return "ungraded"
-        seen.append(_failing(wrong, keys))
-    steady, ever = set.intersection(*seen) & set(failing), set.union(*seen) | set(failing)
+        failures.append(_failing(wrong, keys))
+    steady, ever = set.intersection(*failures) & set(failing), set.union(*failures) | set(failing)
     if not steady:
         return "flaky"
     counted = [key for key in sorted(keys) if key in steady or key not in ever]
@@ -247,7 +247,7 @@ def _copied(repository: Repository, change: Change) -> bool:
     for edit in change.edits:
         lines = repository.files[edit.path].split("\n")[edit.start - 1 : edit.end]
         text = "\n".join(lines)
-        if len(lines) >= 3 and sum(each.count(text) for each in repository.files.values()) > 1:
+        if len(lines) >= 3 and sum(content.count(text) for content in repository.files.values()) > 1:
             return True
     return False
 
@@ -262,26 +262,32 @@ def _symptoms(
     if change.kind == "feature":
         return [_symptom(subject, ran, key) for key in order[:LISTENED]]
     if not parts:
-        found = _best(subject, ran, order)
-        return [found] if found else []
+        best = _best(subject, ran, order)
+        return [best] if best else []
     plan = subject.baseline.plan
     broken = [set(json.loads(part.metadata["fail_to_pass"])) for _, part in parts]
     symptoms: list[Symptom] = []
-    for number, (own, (kind, _)) in enumerate(zip(broken, parts, strict=True)):
+    for number, (failed, (kind, _)) in enumerate(zip(broken, parts, strict=True)):
         others = set().union(*broken[:number], *broken[number + 1 :])
-        near = [key for key in subject.baseline.nearest(kind.places) if key in order and plan.tests[key] in own]
+        near = [key for key in subject.baseline.nearest(kind.places) if key in order and plan.tests[key] in failed]
         mixed = sorted(near, key=lambda key: plan.tests[key] in others)  # stable
-        found = _best(subject, ran, mixed)
-        if found is None or found in symptoms:
+        best = _best(subject, ran, mixed)
+        if best is None or best in symptoms:
             return []
-        symptoms.append(found)
+        symptoms.append(best)
     return symptoms
 
 
 def _best(subject: Subject, ran: JobResult, keys: Sequence[str]) -> Symptom | None:
     """Return the first of the symptoms that tell most."""
-    found = [each for each in (_symptom(subject, ran, key) for key in keys[:LISTENED]) if each.tells]
-    return min(found, key=lambda each: (each.rank, bool(each.setup), len(each.code) > SHORT_CODE), default=None)
+    candidates = [
+        candidate for candidate in (_symptom(subject, ran, key) for key in keys[:LISTENED]) if candidate.tells
+    ]
+    return min(
+        candidates,
+        key=lambda candidate: (candidate.rank, bool(candidate.setup), len(candidate.code) > SHORT_CODE),
+        default=None,
+    )
 
 
 def _symptom(subject: Subject, ran: JobResult, key: str) -> Symptom:

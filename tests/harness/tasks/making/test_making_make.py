@@ -203,7 +203,7 @@ def test_an_interrupted_run_goes_on_to_the_same_tasks(checkout, made, tmp_path, 
     """What an earlier run found out is not found out again, and tasks are written whatever ends a run."""
 
     def interrupt(state: MakeProgress) -> None:
-        if state.kept == 3:
+        if state.tasks == 3:
             raise KeyboardInterrupt
 
     wanted = [task.id for task in load_tasks(made / TASKS)]
