@@ -25,15 +25,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from composer_nb.harness.sandbox.contract import (
-    PLACES,
-    WORKSPACE,
-    Backend,
-    Sandbox,
-    SandboxSpec,
-    archive_of,
-    members,
-)
+from composer_nb.harness.sandbox.contract import PLACES, WORKSPACE, Backend, Sandbox, SandboxSpec, archive_of, members
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.tasks import harbor
 from composer_nb.harness.tasks.task import Task

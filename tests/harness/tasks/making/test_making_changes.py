@@ -16,14 +16,7 @@ import pytest
 
 from composer_nb.harness.grading import plan, twins
 from composer_nb.harness.tasks.making import changes as making
-from composer_nb.harness.tasks.making.changes import (
-    MAX_CHANGED,
-    Change,
-    bugs,
-    combined,
-    features,
-    units,
-)
+from composer_nb.harness.tasks.making.changes import MAX_CHANGED, Change, bugs, combined, features, units
 from composer_nb.harness.tasks.making.mutations import KINDS
 
 SOURCES = {f"{each.__name__}.py": inspect.getsource(each) for each in (plan, twins, textwrap, shlex)}
