@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from random import Random
 from typing import Any
@@ -31,7 +31,7 @@ from composer_nb.harness.grading.plan import (
 from composer_nb.harness.grading.pytest_grader import grade_pytest, limit_of, same_id
 from composer_nb.harness.grading.recorded import INDEPENDENT, Guard, enough, guard, record
 from composer_nb.harness.grading.twins import TwinCandidate, all_candidates
-from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
+from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.tasks.runtime import limits_spec, workspace
 from composer_nb.harness.tasks.task import Task
@@ -55,8 +55,6 @@ class Validation:
         flaky: Ids of tests that were left out because repeats disagreed about their result or their id.
         left_out: Ids of tests that were left out because the gold patch skips them, or they are expected to fail.
         fail_to_pass: Ids of tests that fail without a change.
-        proposed: Changes of tests that were tried as twins.
-        output: Output of the first run, if there are problems. Quotes hidden tests.
     """
 
     problems: tuple[str, ...] = ()
@@ -64,8 +62,6 @@ class Validation:
     flaky: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     fail_to_pass: tuple[str, ...] = ()
-    proposed: int = 0
-    output: str = field(default="", repr=False)
 
     @property
     def valid(self) -> bool:
@@ -93,7 +89,6 @@ def validate_task(
     *,
     repeats: int = 3,
     timeout_s: float = 0.0,
-    spec: SandboxSpec | None = None,
     keys: Keys = None,
 ) -> Validation:
     """Validate a task. `keys`: the tests to run; None runs all. `timeout_s`: of one run; 0 takes the task's own.
@@ -103,7 +98,7 @@ def validate_task(
     if task.grader != "pytest":
         raise ValueError(f"task {task.id}: its grader is {task.grader!r}, not 'pytest'")
     timeout_s = timeout_s or limit_of(task)
-    boxes = Boxes(backend=backend, spec=spec or limits_spec(task), timeout_s=timeout_s)
+    boxes = Boxes(backend=backend, spec=limits_spec(task), timeout_s=timeout_s)
     gold = gold_files(task)
     try:
         for path, text in {**task.tests, **conftests(task)}.items():
@@ -117,19 +112,19 @@ def validate_task(
     validation = _agreed(task, trials)
     if validation.problems or validation.plan is None:
         return validation
-    plan, twin_problems, proposed = with_twins(task, validation.plan, boxes, repeats=repeats)
+    plan, twin_problems = with_twins(task, validation.plan, boxes, repeats=repeats)
     problems = list(twin_problems)
     pristine = workspace(task)
-    nothing = grade_pytest(task, pristine, backend, plan, timeout_s=timeout_s, spec=spec)
+    nothing = grade_pytest(task, pristine, backend, plan, timeout_s=timeout_s)
     if nothing.status not in ("graded", "agent_failed"):
         problems.append(f"no change is {nothing.status} {list(nothing.flags)}")
     # Without twins: one that passes would make a passing test look like one that an answer has to repair.
-    bare = grade_pytest(task, pristine, backend, replace(plan, twins=()), timeout_s=timeout_s, spec=spec)
+    bare = grade_pytest(task, pristine, backend, replace(plan, twins=()), timeout_s=timeout_s)
     if bare.passed:
         problems.append("all tests pass without a change")
     if not problems:
         plan = guarded(task, plan, bare.failed, boxes)
-    return replace(validation, problems=tuple(problems), plan=plan, fail_to_pass=bare.failed, proposed=proposed)
+    return replace(validation, problems=tuple(problems), plan=plan, fail_to_pass=bare.failed)
 
 
 def guarded(task: Task, plan: GradePlan, failing: Iterable[str], boxes: Boxes) -> GradePlan:
@@ -203,10 +198,8 @@ def _distance(first: str, second: str) -> float:
         return 1 - SequenceMatcher(None, first, second, autojunk=False).ratio()
 
 
-def with_twins(
-    task: Task, plan: GradePlan, boxes: Boxes, *, repeats: int = 3
-) -> tuple[GradePlan, tuple[str, ...], int]:
-    """Return the plan with the twins that fail on the gold patch, remaining problems, and the number of changes tried.
+def with_twins(task: Task, plan: GradePlan, boxes: Boxes, *, repeats: int = 3) -> tuple[GradePlan, tuple[str, ...]]:
+    """Return the plan with the twins that fail on the gold patch, and remaining problems.
 
     Raises SandboxFailure.
     """
@@ -228,7 +221,7 @@ def with_twins(
         for grade in grades
         if not grade.passed or set(grade.flags) - HARMLESS
     )
-    return plan, problems, len(proposed)
+    return plan, problems
 
 
 def _agreed(task: Task, trials: Sequence[JobResult]) -> Validation:
@@ -254,7 +247,6 @@ def _agreed(task: Task, trials: Sequence[JobResult]) -> Validation:
         plan=GradePlan(digest=digest(task), tests=tests),
         flaky=tuple(names[key] for key in flaky),
         left_out=tuple(names[key] for key in counted if outcomes[key] == {"skipped"}),
-        output=trials[0].output if problems else "",
     )
 
 

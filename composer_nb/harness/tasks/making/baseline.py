@@ -153,7 +153,7 @@ def measure(
         )
     say(f"looking for twins of {len(reach)} tests")
     plan = GradePlan(digest=digest(task), tests={key: names[key] for key in sorted(reach)})
-    plan, problems, _ = with_twins(task, plan, boxes)
+    plan, problems = with_twins(task, plan, boxes)
     if problems:
         raise ValueError(f"{repository.name}: its suite cannot be graded: {problems[0][:300]}")
     return Baseline(plan=plan, reach=reach, left_out=left_out, suite_s=min(ran.seconds for ran in again))

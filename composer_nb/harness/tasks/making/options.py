@@ -103,7 +103,12 @@ def read_options(files: Mapping[str, str], pytest_args: str = "", plugins: Seque
     left_out = {*NOT_KEPT, *DROPPED}
     ini_settings = {key: value for key, value in config.items() if key not in left_out and not key.startswith(OUTPUT)}
     odd = [key for key in ini_settings if not _KEY.fullmatch(key)]
-    lines = [_line(key, value) for key, value in sorted(ini_settings.items()) if key not in odd]
+    lines = []
+    for key, value in sorted(ini_settings.items()):
+        if key not in odd:
+            items = value if isinstance(value, list) else [value]
+            parts = [line.strip() for item in items for line in str(item).splitlines() if line.strip()]
+            lines.append("\n    ".join([f"{key} =", *parts]) + "\n")
     lines += [f"addopts = {shlex.join(word for name in loaded for word in ('-p', name))}\n"] if loaded else []
     mark, names = caller.m or project.m, caller.k or project.k
     select = [*(["-m", mark] if mark else []), *(["-k", names] if names else [])]
@@ -141,46 +146,43 @@ def plugins_in(folder: Path) -> list[str]:
 def _configuration(files: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
     """Return the file that pytest would choose, and its settings. Raises ValueError."""
     for name in ("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg"):
-        if name not in files:
-            continue
+        text = files.get(name, "").removeprefix("\ufeff")
         try:
-            settings = _toml(files[name], name) if name.endswith(".toml") else _ini(files[name], name)
+            settings = _toml(text, name) if name.endswith(".toml") else _ini(text, name)
         except ValueError as error:
             raise ValueError(f"{name} cannot be read for pytest's options: {error}") from None
-        if settings is not None:
+        if name in files and settings is not None:
             return name, settings
     return "", {}
 
 
 def _toml(text: str, name: str) -> dict[str, Any] | None:
-    document = toml_of(text.removeprefix("\ufeff"))
+    document = toml_of(text)
     if name.endswith("pytest.toml"):  # its settings stand in [pytest], and it counts even without
         settings = document.get("pytest", {})
-        misplaced = "pytest" not in document and not all(isinstance(value, dict) for value in document.values())
-        if misplaced or not isinstance(settings, dict):
-            raise ValueError("pytest's settings must stand in a table [pytest]")
-        return settings
-    tool = document.get("tool", {})
-    table = tool.get("pytest") if isinstance(tool, dict) else None
-    if not isinstance(table, dict):
-        return None
-    ini_options = table.get("ini_options", {key: value for key, value in table.items() if not isinstance(value, dict)})
-    if not isinstance(ini_options, dict):
-        raise ValueError("tool.pytest.ini_options is no table")
-    return ini_options
+        if "pytest" not in document and not all(isinstance(value, dict) for value in document.values()):
+            settings = None
+    else:
+        tool = document.get("tool", {})
+        table = tool.get("pytest") if isinstance(tool, dict) else None
+        if not isinstance(table, dict):
+            return None
+        plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
+        settings = table.get("ini_options", plain)
+    if not isinstance(settings, dict):
+        raise ValueError("pytest's settings must stand in a table [pytest] or [tool.pytest.ini_options]")
+    return settings
 
 
 def _ini(text: str, name: str) -> dict[str, Any] | None:
     from iniconfig import IniConfig, ParseError
 
     try:
-        config = IniConfig(name, data=text.removeprefix("\ufeff"))
+        config = IniConfig(name, data=text)
     except ParseError as error:
         raise ValueError(str(error)) from None
     section = "tool:pytest" if name == "setup.cfg" else "pytest"
-    if section in config:
-        return dict(config[section].items())
-    return {} if name.endswith("pytest.ini") else None
+    return dict(config[section].items()) if section in config else {} if name.endswith("pytest.ini") else None
 
 
 def _words(value: object, where: str) -> list[str]:
@@ -209,8 +211,3 @@ def _any_below(file: str, paths: Iterable[str]) -> bool:
     """Return whether a file is one of these paths, or below one of them, which may be globs."""
     places = [path.strip("/").removeprefix("./") for path in paths]
     return any(at in ("", ".", file) or file.startswith(f"{at}/") or fnmatch(file, f"{at}/*") for at in places)
-
-
-def _line(key: str, value: object) -> str:
-    lines = [line for item in (value if isinstance(value, list) else [value]) for line in str(item).splitlines()]
-    return f"{key} =" + "".join(f"\n    {item.strip()}" for item in lines if item.strip()) + "\n"
