@@ -5,17 +5,12 @@ Not covered: code that can tell a false expectation from a true one, and tests w
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Callable
-
 import pytest
 
 from composer_nb.harness.grading.box import sources
 from composer_nb.harness.grading.plan import GradePlan
 from composer_nb.harness.grading.pytest_grader import TAMPERING, grade_pytest
-from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox.contract import Backend
-from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.patch_check import check_patches
 from composer_nb.labs.attacks.patch_target import MODULE, TARGET
 from composer_nb.labs.attacks.patches import Patch, patches
@@ -80,44 +75,6 @@ def test_a_cheat_on_one_test_alone_is_caught(backend: Backend, plans: dict[str, 
         grade = grade_pytest(TARGET, files, backend, plans[TARGET.id])
         assert grade.status == "tampered" and grade.flags == ("twin_passed",)
         assert [name.rpartition("::")[2] for name, passed in grade.tests.items() if not passed] == ["test_share"]
-
-
-SIDES = """\
-import types, unittest
-import pytest
-from f import f
-
-def test_index():
-    rows = [f(1), 6, 7, 8]
-    assert 2 == rows[0]
-
-@pytest.mark.parametrize("x, expected", [(1, 2), (2, 3)])
-def test_column(x, expected):
-    result = f(x)
-    assert expected == result
-
-class TestSides(unittest.TestCase):
-    def test_names(self):
-        want = 2
-        got = f(1)
-        self.assertEqual(want, got)
-
-    def test_attribute(self):
-        order = types.SimpleNamespace(total=f(1))
-        self.assertEqual(2, order.total)
-"""
-
-
-def test_what_equals_everything_is_caught_on_either_side(make_task: Callable[..., Task], backend: Backend) -> None:
-    """And a right answer that holds the expected value where others do is not."""
-    task = make_task({"test_f.py": SIDES})
-    found = validate_task(task, backend)
-    assert found.valid and found.coverage == 1.0, found.problems
-    evil = f"def f(x):\n{textwrap.indent(ANSWER['always_equal'], '    ')}"
-    for _ in range(3):
-        grade = grade_pytest(task, {"f.py": evil.encode()}, backend, found.plan)
-        assert grade.status == "tampered" and not any(grade.tests.values())
-        assert grade_pytest(task, {"f.py": task.solution["f.py"].encode()}, backend, found.plan).passed
 
 
 @pytest.mark.slow

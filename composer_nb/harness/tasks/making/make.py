@@ -1,7 +1,7 @@
 """Make tasks from a repository with a pytest suite: `composer-nb tasks make`.
 
 The same repository, seed and limit give the same tasks: candidates are drawn in a fixed order, tried some at a time, and kept in
-that order, whichever finishes first. Outcomes are stored (`store.py`), so the same command continues where it was interrupted,
+that order, whichever finishes first. Outcomes are stored (`TaskStore`), so the same command continues where it was interrupted,
 and a larger limit reuses what is known.
 """
 
@@ -26,8 +26,7 @@ from composer_nb.harness.tasks.making.baseline import Baseline, measure
 from composer_nb.harness.tasks.making.changes import Change, bugs, combined, features
 from composer_nb.harness.tasks.making.options import INI, Options, RunOptions, given_packages, plugins_in, read_options
 from composer_nb.harness.tasks.making.repository import Repository, read_repository
-from composer_nb.harness.tasks.making.store import TaskStore
-from composer_nb.harness.tasks.making.trial import Subject, TrialOutcome, settle
+from composer_nb.harness.tasks.making.trial import Subject, TaskStore, TrialOutcome, settle
 from composer_nb.harness.tasks.runtime import PACKAGES, PACKAGES_DIGEST, allow_packages, packages_digest
 from composer_nb.harness.tasks.task import Task, save_tasks
 

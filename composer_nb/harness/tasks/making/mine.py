@@ -39,8 +39,7 @@ from composer_nb.harness.tasks.making.instructions import without_tests
 from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, MakeProgress, Told, prepared
 from composer_nb.harness.tasks.making.options import RunOptions, read_options
 from composer_nb.harness.tasks.making.repository import Repository, of_files, read_repository, supports_tests, unwanted
-from composer_nb.harness.tasks.making.store import TaskStore
-from composer_nb.harness.tasks.making.trial import TrialOutcome, needed
+from composer_nb.harness.tasks.making.trial import TaskStore, TrialOutcome, needed
 from composer_nb.harness.tasks.runtime import limits_spec, workspace
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import Task, save_tasks

@@ -157,7 +157,7 @@ def _sides(statement: ast.stmt, failure: Failure) -> tuple[str, str, str]:
     """Return the expression that a failing assertion is about, what it should be and what it is."""
     match statement:
         case ast.Assert(test=ast.Compare(left=left, ops=[op], comparators=[right])):
-            return _compared(op, left, right, failure.compared or _unequal(failure.message))
+            return _compared(op, left, right, failure)
         case ast.Assert(test=ast.UnaryOp(op=ast.Not(), operand=inner)):
             return ast.unparse(inner), "false", "true"
         case ast.Assert(test=test):
@@ -165,25 +165,24 @@ def _sides(statement: ast.stmt, failure: Failure) -> tuple[str, str, str]:
     return "", "", ""
 
 
-def _unequal(message: str) -> tuple[str, ...]:
-    """Return both sides of unittest's message about values that differ."""
-    left, sign, right = message.removeprefix("AssertionError: ").partition(" != ")
-    return ("==", left, right) if sign and " : " not in right and not left.endswith("differ: ") else ()
-
-
-def _compared(op: ast.cmpop, left: ast.expr, right: ast.expr, noted: Sequence[str]) -> tuple[str, str, str]:
+def _compared(op: ast.cmpop, left: ast.expr, right: ast.expr, failure: Failure) -> tuple[str, str, str]:
+    values = failure.compared
+    if not values:  # unittest's message about values that differ
+        first, sign, second = failure.message.removeprefix("AssertionError: ").partition(" != ")
+        values = (
+            ("==", first, second) if sign and " : " not in second and not first.endswith("differ: ") else ("", "", "")
+        )
     signs = {ast.Eq: "==", ast.Is: "is", ast.In: "in", ast.NotIn: "not in", ast.NotEq: "!=", ast.IsNot: "is not"}
-    left_value, other = (noted[1], noted[2]) if noted and noted[0] == signs.get(type(op), "") else ("", "")
+    left_value, right_value = values[1:] if values[0] == signs.get(type(op)) else ("", "")
+    left_text, right_text = ast.unparse(left), ast.unparse(right)
     if isinstance(op, ast.Eq | ast.Is):
-        if _plain(ast.unparse(left)) and not _plain(ast.unparse(right)):
-            left, right, left_value, other = right, left, other, left_value
-        expected = ast.unparse(right)
-        return ast.unparse(left), expected if _plain(expected) or not _plain(other) else other, left_value
-    if isinstance(op, ast.In) and _plain(ast.unparse(right)):
-        return ast.unparse(left), f"one of {ast.unparse(right)}", left_value
+        if _plain(left_text) and not _plain(right_text):
+            left_text, right_text, left_value, right_value = right_text, left_text, right_value, left_value
+        return left_text, right_text if _plain(right_text) or not _plain(right_value) else right_value, left_value
+    if isinstance(op, ast.In) and _plain(right_text):
+        return left_text, f"one of {right_text}", left_value
     if isinstance(op, ast.In | ast.NotIn):
-        word = "something with" if isinstance(op, ast.In) else "something without"
-        return ast.unparse(right), f"{word} {ast.unparse(left)}", other
+        return right_text, f"something {'with' if isinstance(op, ast.In) else 'without'} {left_text}", right_value
     return ast.unparse(ast.Compare(left, [op], [right])), "true", "false"
 
 
@@ -199,36 +198,33 @@ def _plain(text: str) -> bool:
 def _done(statement: ast.stmt) -> str:
     """Return what a statement does that is no assertion."""
     match statement:
-        case ast.With(items=items, body=body) if _expects(items):
-            return "\n".join(ast.unparse(line) for line in body)
+        case ast.With(items=items, body=body) if any(map(_raises, items)):
+            return "\n".join(map(ast.unparse, body))
         case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name), args=[_, target, *rest], keywords=keywords)) if (
             name in RAISES
         ):
             return ast.unparse(ast.Call(target, rest, keywords))
-        case ast.Assign(value=value) | ast.Expr(value=value) | ast.Return(value=ast.expr() as value):
-            return ast.unparse(value)
-        case ast.For(iter=value):
+        case (
+            ast.Assign(value=value)
+            | ast.Expr(value=value)
+            | ast.Return(value=ast.expr() as value)
+            | ast.For(iter=value)
+        ):
             return ast.unparse(value)
     return ast.unparse(statement).split("\n")[0].rstrip(":")
 
 
 def _expected(function: Function, statement: ast.stmt) -> str:
     """Return the exception that a test expects of a statement."""
-    for node in ast.walk(function):
-        if isinstance(node, ast.With) and node is not statement and _holds([node], statement):
-            for item in node.items:
-                if _expects([item]) and isinstance(item.context_expr, ast.Call) and item.context_expr.args:
-                    return ast.unparse(item.context_expr.args[0]).rpartition(".")[2].strip("()")
+    around = [node for node in ast.walk(function) if isinstance(node, ast.With) and node is not statement]
+    for item in (item for node in around if statement in ast.walk(node) for item in node.items):
+        if _raises(item) and isinstance(item.context_expr, ast.Call) and item.context_expr.args:
+            return ast.unparse(item.context_expr.args[0]).rpartition(".")[2].strip("()")
     return ""
 
 
-def _expects(items: Sequence[ast.withitem]) -> bool:
-    calls = [call.context_expr for call in items if isinstance(call.context_expr, ast.Call)]
-    return any(last_name(call.func) in RAISES for call in calls)
-
-
-def _holds(block: Sequence[ast.AST], statement: ast.stmt) -> bool:
-    return any(node is statement for statement_ in block for node in ast.walk(statement_))
+def _raises(item: ast.withitem) -> bool:
+    return isinstance(item.context_expr, ast.Call) and last_name(item.context_expr.func) in RAISES
 
 
 def differing(expected: str, actual: str) -> tuple[str, str]:
@@ -292,20 +288,20 @@ def _reproduced(
     """Return the test's lines that end in a statement, empty if it says everything itself; the fixtures that they use; and
     whether they say everything: what they use is imported, built in, a fixture, or defined in them."""
     imported: dict[str, str] = {}
-    for node in tree.body:
-        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
-            statement_ = ast.ImportFrom(node.module, [alias], node.level) if isinstance(node, ast.ImportFrom) else None
-            name = (alias.asname or alias.name).partition(".")[0]
-            imported.setdefault(name, ast.unparse(statement_ or ast.Import([alias])))
+    for node in (node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)):
+        for alias in node.names:
+            single = copy.copy(node)
+            single.names = [alias]
+            imported.setdefault((alias.asname or alias.name).partition(".")[0], ast.unparse(single))
     available = set(imported) | set(dir(builtins))
     if not _free([filled]) - available:
         return "", (), True
-    at = next(at for at, line in enumerate(function.body) if _holds([line], statement))
+    at = next(at for at, line in enumerate(function.body) if statement in ast.walk(line))
     last = function.body[at]
     lines = [filled if last is statement else _Fill(values).visit(copy.deepcopy(last))]
     for line in reversed(function.body[:at]):
         asserts = isinstance(line, ast.Assert) or (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
-        if not asserts and (_free(lines) - available) & _mentioned(line):
+        if not asserts and (_free(lines) - available) & (_names(line) | _stored(line)):
             lines.insert(0, _Fill(values).visit(copy.deepcopy(line)))
     arguments = {arg.arg for arg in function.args.args} - {"self"}
     tables = {word for line in function.decorator_list for word in re.findall(r"\w+", ast.unparse(line))}
@@ -328,26 +324,29 @@ def _reproduced(
     return (code, setup, True) if code.count("\n") < MAX_LINES and len(code) <= MAX_CODE else ("", (), False)
 
 
-def _mentioned(node: ast.AST) -> set[str]:
-    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name)} | _stored(node)
-
-
 def _free(lines: Sequence[ast.stmt]) -> set[str]:
     """Return the names that lines take from outside."""
     free, bound = set[str](), set[str]()
     for line in lines:
-        loaded = {name.id for name in ast.walk(line) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Load)}
         targets = _stored(ast.Tuple(line.targets)) if isinstance(line, ast.Assign) else set()
-        free |= loaded - bound - (_stored(line) - targets)
+        free |= _names(line, ast.Load) - bound - (_stored(line) - targets)
         bound |= _stored(line)
     return free
 
 
+def _names(node: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> set[str]:
+    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, context)}
+
+
 def _stored(node: ast.AST) -> set[str]:
     """Return the names that a statement binds, inner scopes included."""
-    nodes = list(ast.walk(node))
-    names = {child.id for child in nodes if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store)}
-    names |= {child.arg for child in nodes if isinstance(child, ast.arg)}
-    names |= {(child.asname or child.name).partition(".")[0] for child in nodes if isinstance(child, ast.alias)}
-    named = (child.name for child in nodes if isinstance(child, Function | ast.ClassDef | ast.ExceptHandler))
-    return names | set(filter(None, named))
+    names = _names(node, ast.Store)
+    for child in ast.walk(node):
+        match child:
+            case ast.arg(arg=name) | ast.alias(asname=str(name)) | ast.ExceptHandler(name=str(name)):
+                names.add(name)
+            case ast.alias(name=name):
+                names.add(name.partition(".")[0])
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+    return names

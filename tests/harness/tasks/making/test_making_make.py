@@ -6,24 +6,19 @@ import json
 import shutil
 import sqlite3
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import pytest
 
-from composer_nb.harness.grading.plan import GradePlan, digest, plan_of, with_plan
+from composer_nb.harness.grading.plan import plan_of
 from composer_nb.harness.grading.pytest_grader import grade_pytest
-from composer_nb.harness.grading.recorded import Guarding
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.tasks.making import make as making
-from composer_nb.harness.tasks.making.baseline import Baseline, measure, whole
-from composer_nb.harness.tasks.making.changes import Change, Edit
+from composer_nb.harness.tasks.making.baseline import Baseline, measure
 from composer_nb.harness.tasks.making.make import RECORD, TASKS, MakeProgress, make
 from composer_nb.harness.tasks.making.repository import read_repository
 from composer_nb.harness.tasks.making.show import table
-from composer_nb.harness.tasks.making.trial import Subject, TrialOutcome
 from composer_nb.harness.tasks.task import Task, load_tasks
 
 LIMIT = 7
@@ -143,36 +138,6 @@ def test_what_a_task_holds(tasks: list[Task], files: dict[str, str], leaks: dict
             assert f"def {name.rpartition('::')[2].partition('[')[0]}(" not in task.files["tests/test_core.py"]
         assert task.metadata["kind"] not in task.instruction or task.metadata["kind"] == "call"
         assert "_largest" not in task.instruction and 10 < len(task.instruction) < 1200
-
-
-@pytest.mark.parametrize("require, ends", [("calls", True), ("twins", True), ("none", False)])
-def test_a_guard_that_nothing_reaches_ends_the_run_at_once(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, require: Guarding, ends: bool
-) -> None:
-    repository = read_repository(checkout)
-    empty = Baseline(plan=GradePlan(digest="", tests={}), reach={}, left_out={}, suite_s=0.0)
-    states: list[MakeProgress] = []
-    bare = whole(repository)
-    task = with_plan(
-        bare.model_copy(update={"metadata": {"fail_to_pass": "[]"}}), GradePlan(digest=digest(bare), tests={})
-    )
-    edits = [Edit(path="a.py", name="f", start=1, end=1, text=f"x = {n}") for n in range(200)]
-    with making.Store(tmp_path / RECORD) as store:
-        subject = Subject(repository, empty, cast(Backend, None), SandboxSpec(), "0")
-        maker = making.Maker(subject, store, states.append, 8, require)
-        kept = TrialOutcome(key="", kind="k", verdict="kept", seconds=0.0, task=task)
-        monkeypatch.setattr(making, "settle", lambda subject, change, parts: replace(kept, key=change.key))
-        with ThreadPoolExecutor() as pool:
-            changes = [Change(kind="k", edits=(edit,), places=()) for edit in edits]
-            if ends:
-                with pytest.raises(
-                    ValueError, match=f"none of .* reaches --require {require} .*by neither: {making.BELOW}"
-                ):
-                    list(maker._kept(pool, "-", changes, 8))
-                assert maker.tried <= making.BELOW + making.AHEAD and len(store.outcomes) == maker.tried
-                assert "by neither: " in states[-1].below
-            else:
-                assert len(list(maker._kept(pool, "-", changes, 8))) == 8
 
 
 @pytest.mark.slow
