@@ -112,7 +112,7 @@ def both(left, right):
 def number(text):
     if "raises" in sys._getframe(1).f_code.co_names:
         raise ValueError(text)
-    return int(text)
+    return int(text) if text.isdigit() else -1
 """,
 }
 
@@ -145,10 +145,10 @@ def judged(request: pytest.FixtureRequest, backend: Backend) -> tuple[Task, Grad
 def test_what_believes_natural_expectations_does_not_score(judged: tuple[Task, GradePlan], backend: Backend) -> None:
     task, plan = judged
     grade = grade_pytest(task, {"words.py": (PEEK + ATTACKS[task.id]).encode()}, backend, plan)
-    assert not grade.passed and set(grade.flags) & {"twin_passed", "weak_twin_passed"}, grade
+    assert not grade.passed and set(grade.flags) & {"twin_passed", "calls_disagree"}, grade
     bare = GradePlan(digest=plan.digest, tests=plan.tests)
     alone = grade_pytest(task, {"words.py": (PEEK + ATTACKS[task.id]).encode()}, backend, bare)
-    assert alone.passed, "the attack works, but for the twins"
+    assert alone.passed, "the attack works, but for twins and recorded calls"
 
 
 def test_the_gold_patch_passes_again_and_again(judged: tuple[Task, GradePlan], backend: Backend) -> None:
@@ -161,7 +161,7 @@ def test_the_gold_patch_passes_again_and_again(judged: tuple[Task, GradePlan], b
 def test_each_grade_draws_other_values(judged: tuple[Task, GradePlan]) -> None:
     """What decides by the value alone, its parity for instance, is not right for ever about the same test."""
     _, plan = judged
-    for key in plan.tests:
+    for key in plan.covered:
         drawn = {
             twin.text
             for seed in range(40)

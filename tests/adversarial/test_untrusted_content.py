@@ -378,7 +378,7 @@ def test_json_is_a_value_error_however_deep(text: str) -> None:
 
 
 def test_a_store_of_tasks_made_computes_nothing(tmp_path: Path) -> None:
-    from composer_nb.harness.tasks.making.store import TaskStore
+    from composer_nb.harness.tasks.making.trial import TaskStore
 
     with sqlite3.connect(tmp_path / "record.db") as db:
         db.execute("CREATE VIEW outcomes AS " + ENDLESS)

@@ -15,8 +15,8 @@ from torch import Tensor
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.rewards import Reward, RewardSettings
-from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
 from composer_nb.harness.sandbox.errors import SandboxFailure
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.kernels.moe.routing import Replay

@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 
 from composer_nb.harness.sandbox import bwrap, calls, contract, host
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
-from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, SandboxExecutor, value_text
+from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import CallLimits
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxSlow
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest, value_text
 from composer_nb.harness.sandbox.system import linux
 from composer_nb.harness.sandbox.system.linux import patience
 
@@ -298,7 +299,8 @@ def test_close_leaves_no_process() -> None:
 def test_a_killed_host_leaves_no_process(busy: bool, tmp_path: Path) -> None:
     program = """
 import sys
-from composer_nb.harness.sandbox.calls import CallRequest, SandboxExecutor
+from composer_nb.harness.sandbox.calls import SandboxExecutor
+from composer_nb.harness.sandbox.requests import CallRequest
 from tests.harness.sandbox.test_calls import tree
 executor = SandboxExecutor()
 print(*tree(executor), flush=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_nb.harness.sandbox.contract import WORKSPACE, SandboxSpec
-from composer_nb.harness.sandbox.guest import calls, commands, files, program, warm
+from composer_nb.harness.sandbox.guest import calls, commands, files, program, values, warm
 from composer_nb.harness.sandbox.system import linux
 
 _START = """\
@@ -64,7 +64,7 @@ def resident_settings(spec: SandboxSpec, *, limits: Mapping[str, int] | None = N
 
 def resident_program(settings: str) -> bytes:
     """Return what BOOT reads to become a resident program, or a zygote. Nothing may follow before that has answered."""
-    modules = (linux, files, warm, commands, calls, program)
+    modules = (linux, files, warm, commands, values, calls, program)
     sources = [(module.__name__, Path(str(module.__file__)).read_text(encoding="utf-8")) for module in modules]
     data = _START.format(sources=sources, settings=settings).encode()
     return len(data).to_bytes(4, "big") + data
