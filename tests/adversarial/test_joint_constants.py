@@ -24,9 +24,11 @@ from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.functions import parse_test_files, passes, request_tests
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.attacks.joint import CODEC, FITTED, JOINT, LOOKED_UP, PAIRS, RIGHT, ROUND_TRIPS
+from composer_nb.labs.attacks.joint import CODEC, FITTED, JOINT, LOOKED_UP, PAIRS, RIGHT, ROUND_TRIPS, joint_task
 
 GRADES = 8
+IN_A_CLASS = "class TestScale:\n    def setup_method(self):\n        self.scale = Scale()\n"
+IN_A_CLASS += "".join(f"    def test_{x}(self):\n        assert self.scale.up({x}) == {y}\n" for x, y in PAIRS.items())
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +37,9 @@ def backend() -> Iterator[Backend]:
         yield made
 
 
-@pytest.fixture(scope="module", params=list(JOINT))
+@pytest.fixture(scope="module", params=["rows", "tests", "a class"])
 def judged(request: pytest.FixtureRequest, backend: Backend) -> tuple[Task, GradePlan]:
-    task = JOINT[request.param]
+    task = JOINT.get(request.param) or joint_task("a class", IN_A_CLASS)
     found = validate_task(task, backend, repeats=1)
     assert found.plan is not None and found.valid, found.problems
     assert guard(found.plan, found.fail_to_pass).by == "twins", found.guard

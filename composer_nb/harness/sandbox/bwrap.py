@@ -7,7 +7,7 @@ here.
 
 A sandbox sees, read-only, the programs and libraries of this machine's /usr, but no installed Python packages, nothing of /etc
 but what the loader needs, no home, no /sys, no other sandbox; besides these, the few programs of `toolchain.py`. With
-`SandboxSpec(basic=True)` it sees copies of the basic ones alone (`kit.py`). Its workspace and its temporary files are in memory.
+`SandboxSpec(basic=True)` it sees copies of the basic ones alone (`layout.py`). Its workspace and temporary files are in memory.
 
 Covers Linux with user namespaces, as root or as an ordinary user. Does not cover images: `docker` does.
 """
@@ -35,21 +35,18 @@ from composer_nb.harness.sandbox.contract import LIMITS, WORKSPACE, Capabilities
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxSlow, SandboxUnavailable
 from composer_nb.harness.sandbox.guest.bundle import BOOT, LIMITS_INSIDE, resident_program, resident_settings
 from composer_nb.harness.sandbox.host import hide_network_counts, launch, sender, socket_pair
-from composer_nb.harness.sandbox.kit import MEMORY, STAGE, namespaces, own_copies
-from composer_nb.harness.sandbox.layout import KIT, Layout, make_devices
+from composer_nb.harness.sandbox.layout import KIT, MEMORY, STAGE, Layout, make_devices, namespaces, own_copies
 from composer_nb.harness.sandbox.reap import OWN
 from composer_nb.harness.sandbox.system.cgroups import Cgroups
 from composer_nb.harness.sandbox.system.linux import machine, patience, unstoppable_dumps
 from composer_nb.harness.sandbox.system.seccomp import system_call_filter
 from composer_nb.harness.sandbox.toolchain import Interpreter, install_hint
 
-BOX_UID = 47_811
-"""User that starts bubblewrap when the harness is root: a number no account uses."""
+BOX_UID = 47_811  # User that starts bubblewrap when the harness is root: a number no account uses
 NICE = 10
-SIGNALS = 1024
-"""Maximum pending signals and timers of a sandbox."""
+SIGNALS = 1024  # Maximum pending signals and timers of a sandbox
+# Seconds that the zygote may take to be ready, and a sandbox to end: more on a busy machine.
 START_S, END_S = 10.0, 10.0
-"""Seconds that the zygote may take to be ready, and a sandbox to end: more on a busy machine."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -80,7 +80,7 @@ class SandboxSpec:
         open_files: maximum open files of one process. Fewer than 32 would not suffice for the resident program itself.
         image: name of an image, for the backend `docker`; empty: an image made from this machine's files.
         warm: import pytest in advance, if the backend can (`bwrap`), so that its runs begin at once (`Sandbox.exec`).
-        basic: show the basic programs alone (`kit.py`), as copies in memory that no sandbox can change for another. Backend
+        basic: show the basic programs alone (`layout.py`), as copies in memory that no sandbox can change for another. Backend
             `bwrap`; what `docker` shows is the image. Locks have no effect, and there are no watches. For code that has something
             to tell: grades run this way.
         calls: limits of each request of function calls, for a sandbox that serves only these (backend `bwrap`).

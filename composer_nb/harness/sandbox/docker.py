@@ -38,18 +38,17 @@ from composer_nb.harness.sandbox.system.linux import MACHINES, network_settings,
 from composer_nb.harness.sandbox.system.seccomp import system_call_filter
 
 STDOUT, STDERR = 1, 2
-COMPLAINT = 4000
-"""Bytes kept of the resident program's last words."""
-LEASE_S = 24 * 3600.0
-"""Seconds after its start for which a container should be taken as in use."""
+COMPLAINT = 4000  # Bytes kept of the resident program's last words
+LEASE_S = 24 * 3600.0  # Seconds after its start for which a container should be taken as in use
 SEND_S, END_S = 10.0, 5.0
+# Files of /proc about the whole machine, by which two sandboxes could signal to each other. `meminfo` and `stat` stay,
+# for `ps`: an engine can hide files of /proc but put nothing in their place.
 HIDDEN = """
     acpi asound buddyinfo bus cgroups diskstats driver fs interrupts irq kallsyms kcore key-users keys kmsg kpagecgroup
     kpagecount kpageflags latency_stats loadavg locks mdstat modules pagetypeinfo partitions pressure sched_debug schedstat scsi
     slabinfo softirqs swaps sys sysrq-trigger sysvipc timer_list timer_stats tty vmallocinfo vmstat zoneinfo
 """.split()
-"""Files of /proc about the whole machine, by which two sandboxes could signal to each other. `meminfo` and `stat` stay, for `ps`:
-an engine can hide files of /proc but put nothing in their place."""
+# Reads all files of an image, three times: then all their pages are among those in use (`layout.STAGE`).
 FETCH = """
 import os
 for top, below, names in os.walk("/"):
@@ -64,9 +63,8 @@ for top, below, names in os.walk("/"):
         except OSError:
             pass
 """
-"""Reads all files of an image, three times: then all their pages are among those in use (`kit.STAGE`)."""
+# Facts of the engine about limits that it cannot set everywhere.
 COUNTED = {"memory_bytes": "MemoryLimit", "processes": "PidsLimit", "cpus": "CpuCfsQuota"}
-"""Facts of the engine about limits that it cannot set everywhere."""
 
 
 class DockerChannel(Channel):

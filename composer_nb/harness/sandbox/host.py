@@ -19,13 +19,12 @@ from typing import Any
 from composer_nb.harness.sandbox.granted import GrantedTime
 from composer_nb.harness.untrusted import json_of
 
-STOP_S = 0.02
-"""Seconds between two checks for a request to stop."""
+STOP_S = 0.02  # Seconds between two checks for a request to stop
 
+# Files of /proc/PID/net that are about one network alone.
 OWN_NETWORK = frozenset(
     "arp dev if_inet6 igmp ipv6_route netstat raw raw6 route snmp snmp6 tcp tcp6 udp udp6 unix".split()
 )
-"""Files of /proc/PID/net that are about one network alone."""
 
 
 def hide_network_counts(pid: int) -> None:

@@ -33,8 +33,7 @@ from composer_nb.harness.sandbox.toolchain import PLACE, Interpreter, host_progr
 HOST_IMAGE = "composer-nb-host"
 BUILT_IMAGE = "composer-nb-built"
 BUILD_S = 1800
-USER = ("box", 47_811)
-"""Name and number of who runs in a container."""
+USER = ("box", 47_811)  # Name and number of who runs in a container
 WHERE = "/usr/bin:/bin:/usr/sbin:/sbin"
 NEEDED = ("sh", "bash")
 PROGRAMS = """
@@ -45,16 +44,16 @@ PROGRAMS = """
     sha224sum sha256sum sha384sum sha512sum shred shuf sleep sort split stat stdbuf stty sum sync tac tail tar tee test timeout
     touch tr true truncate tsort tty uname unexpand uniq unlink uptime vdir wc which who whoami xargs yes zcat
 """.split()
+# Libraries beside the C library that it opens itself: for ending threads, for users (before glibc 2.34).
 BY_NAME = ("libgcc_s.so.1", "libnss_files.so.2")
-"""Libraries beside the C library that it opens itself: for ending threads, for users (before glibc 2.34)."""
+# File by which the loader finds libraries that are in no usual place; written anew whenever libraries are installed.
 CACHE = "/etc/ld.so.cache"
-"""File by which the loader finds libraries that are in no usual place; written anew whenever libraries are installed."""
+# Parts of the standard library and of git that nobody installs for a task, or that need a network.
 LEFT_OUT = re.compile(
     r"(^|/)(site-packages|dist-packages|_vendor|_bundled|idlelib|turtledemo|test|tests|config-[^/]*|(site|user)customize\.[^/]*)(/|$)"
     r"|\.opt-\d\.pyc$"
     r"|/git-core/(git-)?(daemon|http-|imap-send|instaweb|remote-|scalar|shell|web--browse)[^/]*$"
 )
-"""Parts of the standard library and of git that nobody installs for a task, or that need a network."""
 WRITTEN = {
     "/etc/passwd": f"root:x:0:0:root:/:/bin/sh\n{USER[0]}:x:{USER[1]}:{USER[1]}:{USER[0]}:/workspace:/bin/sh\n",
     "/etc/group": f"root:x:0:\n{USER[0]}:x:{USER[1]}:\n",

@@ -29,17 +29,15 @@ from composer_nb.harness.sandbox.errors import SandboxUnavailable
 
 MIN_PYTHON = (3, 9)
 MANAGERS = {"apt-get": "install -y", "dnf": "install -y", "pacman": "-S", "apk": "add", "zypper": "install"}
-PACKAGES = {"rg": "ripgrep", "ruff": "ruff"}
-"""Program -> its name in package managers."""
+PACKAGES = {"rg": "ripgrep", "ruff": "ruff"}  # Program -> its name in package managers
 TESTING = "pytest.zip"
-PLACE = "/usr/local/bin"
-"""Folder of these programs in a sandbox."""
+PLACE = "/usr/local/bin"  # Folder of these programs in a sandbox
 MODULES = ("pytest", "pluggy", "iniconfig", "packaging")
+# Packages that pytest needs on Python 3.10 and older: taken along if they are installed here.
 OLD_MODULES = ("exceptiongroup", "tomli")
-"""Packages that pytest needs on Python 3.10 and older: taken along if they are installed here."""
-WITH_VERSION = ("pytest", "pluggy")
-"""Packages whose versions pytest looks up to print its own."""
+WITH_VERSION = ("pytest", "pluggy")  # Packages whose versions pytest looks up to print its own
 LONG_AGO = (1980, 1, 1, 0, 0, 0)
+# Stand-ins for the modules of pygments, which pytest imports to colour what it prints.
 STAND_INS = {
     "pygments": "from pygments import util\ndef highlight(code, lexer, formatter):\n    return code\n",
     "pygments.util": "class ClassNotFound(ValueError):\n    pass\nclass OptionError(Exception):\n    pass\n",
@@ -50,7 +48,6 @@ STAND_INS = {
     "pygments.lexers.diff": "class DiffLexer:\n    pass\n",
     "pygments.lexers.python": "class PythonLexer:\n    pass\n",
 }
-"""Stand-ins for the modules of pygments, which pytest imports to colour what it prints."""
 
 
 def install_hint(program: str = "bubblewrap") -> str:

@@ -25,6 +25,7 @@ for name, text in {sources!r}:
 module.main({settings!r})
 """
 
+# A program that reads another one from its input: what runs then does not stand in the list of processes.
 BOOT = """\
 import os
 b = bytes()
@@ -35,20 +36,19 @@ while len(b) < 4 or len(b) < 4 + int.from_bytes(b[:4], "big"):
     b += c
 exec(b[4:].decode())
 """
-"""A program that reads another one from its input: what runs then does not stand in the list of processes."""
 
 
+# Limits of every process in a sandbox that isolates. To lock a page of a common file, and let it go, would move it to
+# another of the kernel's lists, which /proc/self/numa_maps tells.
 LIMITS_INSIDE = {"RLIMIT_MSGQUEUE": 0, "RLIMIT_MEMLOCK": 0}
-"""Limits of every process in a sandbox that isolates. To lock a page of a common file, and let it go, would move it to another of
-the kernel's lists, which /proc/self/numa_maps tells."""
+# Settings of a resident program: variables that an image sets, whether commands may run in copies of it (`warm.py`),
+# what `warm.load` is called with, if it is, whether there are the basic programs alone, and the folder of its devices.
+# Besides these, `filter` and `nice`: by how much commands stand back behind the resident program; 0 where they have no
+# CPU group of their own, in which it counts.
 USUAL = {
     "role": "resident", "workspace": WORKSPACE, "environment": {}, "copies": False, "warm": [], "basic": False,
     "devices": "/dev",
 }  # fmt: skip
-"""Settings of a resident program: variables that an image sets, whether commands may run in copies of it (`warm.py`), what
-`warm.load` is called with, if it is, whether there are the basic programs alone, and the folder of its devices. Besides these,
-`filter` and `nice`: by how much commands stand back behind the resident program; 0 where they have no CPU group of their own, in
-which it counts."""
 
 
 def resident_settings(spec: SandboxSpec, *, limits: Mapping[str, int] | None = None, **settings: Any) -> str:

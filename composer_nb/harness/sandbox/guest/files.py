@@ -25,8 +25,8 @@ RESOLVE_BENEATH, RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, OPENAT2 = 0x08, 0x0
 Header = typing.Dict[str, typing.Any]  # noqa: UP006  (runs on Python 3.9 too)
 
 
+# Bytes of an archive, besides the contents, for names and permissions. Less than what the other side spares for it.
 HEADERS = 32 << 20
-"""Bytes of an archive, besides the contents, for names and permissions. Less than what the other side spares for it."""
 
 
 class OpenHow(ctypes.Structure):

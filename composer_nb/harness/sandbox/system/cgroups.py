@@ -15,8 +15,7 @@ from pathlib import Path
 CONTROLLERS = ("memory", "pids", "cpu")
 PERIOD_US = 100_000
 REMOVE_S = 2.0
-SWAP = ("memory.swap.max", "memory.memsw.limit_in_bytes")
-"""Limits that kernels without swap accounting do not have."""
+SWAP = ("memory.swap.max", "memory.memsw.limit_in_bytes")  # Limits that kernels without swap accounting do not have
 
 
 @dataclass(frozen=True, slots=True)
