@@ -257,12 +257,6 @@ def test_what_fools_the_tests_does_not_answer_the_calls(degrees: tuple[Task, Gra
     assert not grade.passed and grade.status in ("graded", "agent_failed", "tampered")
 
 
-def test_right_answers_pass_twenty_times(degrees: tuple[Task, GradePlan], backend: Backend) -> None:
-    task, plan = degrees
-    for text in (RIGHT, OTHER_RIGHT) * 10:
-        assert passed_unseen(grade_pytest(task, {"words.py": text.encode()}, backend, plan))
-
-
 # What a replay shows of one function may say what another one answers.
 
 READ = """\

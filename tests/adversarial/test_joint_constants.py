@@ -7,7 +7,6 @@ do not. `joint` grades without the tests that run alone, to show that the attack
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -96,15 +95,3 @@ def test_a_function_that_runs_the_agents_code_unseen_shares_no_process() -> None
     with SandboxExecutor() as calls:
         assert not any(grade_functions(task, {**files, "codec.py": LOOKED_UP}, calls).tests.values())
         assert grade_functions(task, {**files, "codec.py": CODEC}, calls).passed
-
-
-def test_a_twin_is_not_much_farther_from_what_the_start_returns(judged: tuple[Task, GradePlan]) -> None:
-    """Code that has the unfixed code would believe what is near to its answer: here, to the argument."""
-    task, plan = judged
-    for twin in [twin for twin in plan.twins if twin.alone]:
-        true, changed = (lone_job(task, {}, twin, flag) for flag in (False, True))
-        assert true is not None and changed is not None
-        numbers = [[int(each) for each in re.findall(r"\b\d+\b", *job.hidden.values())] for job in (true, changed)]
-        [(wanted, other)] = [pair for pair in zip(*numbers, strict=True) if pair[0] != pair[1]]
-        [asked] = [x for x, y in PAIRS.items() if y == wanted]
-        assert 0 < abs(other - asked) <= 2 * abs(wanted - asked)

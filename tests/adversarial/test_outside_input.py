@@ -3,7 +3,6 @@ attack is refused, named or made harmless; one that would never end is cut short
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import signal
@@ -37,7 +36,6 @@ from composer_nb.harness.tasks.scope import in_scope
 from composer_nb.harness.tasks.swe import from_swebench, read_rows
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import parquet
-from composer_nb.production import work
 from composer_nb.production.diff import patch
 from composer_nb.production.serve import ScriptServer
 from composer_nb.production.work import CHANGES, DIFF, give_verdict
@@ -94,10 +92,6 @@ def test_a_repositorys_configuration_adds_no_option(text: str) -> None:
 def test_a_configuration_that_cannot_be_read_is_named(text: str) -> None:
     with pytest.raises(ValueError, match=r"pyproject\.toml cannot be read"):
         read_options({"pyproject.toml": text})
-
-
-def test_a_tool_that_is_no_table_has_no_options() -> None:
-    assert not read_options({"pyproject.toml": "tool = 5\n"}).ini
 
 
 # Packages
@@ -230,30 +224,6 @@ def test_forged_work_is_not_accepted(kept: Path, forged: Callable[[Path], Any], 
     with pytest.raises(ValueError, match=r"nothing was written|damaged"):
         give_verdict(kept, "accepted")
     assert sorted(kept.parent.rglob("*")) == sorted([*before, kept / CHANGES])
-
-
-@pytest.mark.parametrize("name", [".git/HEAD", ".GIT/HEAD", "sub/.hg/hgrc"])
-def test_a_history_is_not_changed_even_where_the_diff_shows_it(
-    name: str, kept: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root, old = kept.parent / "repository", b"ref: refs/heads/main\n"
-    (root / name).parent.mkdir(parents=True, exist_ok=True)
-    (root / name).write_bytes(old)
-    monkeypatch.chdir(root)
-    (kept / DIFF).write_bytes(b"")
-    monkeypatch.setattr(work, "patch", lambda before, changes: b"")  # as a git that shows such names would
-    pair = [{"mode": "100644", "data": base64.b64encode(data).decode()} for data in (old, b"evil\n")]
-    (kept / CHANGES).write_text(json.dumps({"repository": str(root), "changes": {name: pair}}))
-    with pytest.raises(ValueError, match="nothing was written"):
-        give_verdict(kept, "accepted")
-    assert (root / name).read_bytes() == old
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, "{", "9" * 5000])
-def test_work_that_cannot_be_read_is_named(kept: Path, text: str) -> None:
-    (kept / CHANGES).write_text(text)
-    with pytest.raises(ValueError):
-        give_verdict(kept, "rejected")
 
 
 def test_work_as_its_diff_shows_it_is_accepted(kept: Path) -> None:

@@ -151,13 +151,6 @@ def test_what_believes_natural_expectations_does_not_score(judged: tuple[Task, G
     assert alone.passed, "the attack works, but for the twins"
 
 
-def test_the_gold_patch_passes_again_and_again(judged: tuple[Task, GradePlan], backend: Backend) -> None:
-    task, plan = judged
-    for _ in range(3):
-        grade = grade_pytest(task, {"words.py": RIGHT.encode()}, backend, plan)
-        assert grade.passed and not grade.flags
-
-
 def test_each_grade_draws_other_values(judged: tuple[Task, GradePlan]) -> None:
     """What decides by the value alone, its parity for instance, is not right for ever about the same test."""
     _, plan = judged

@@ -9,11 +9,10 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from composer_nb.harness.sandbox.granted import GrantedTime
@@ -35,12 +34,6 @@ def hide_network_counts(pid: int) -> None:
             return  # the machine's own
         for name in set(os.listdir(f"/proc/{pid}/net")) - OWN_NETWORK:
             os.chmod(f"/proc/{pid}/net/{name}", 0)
-
-
-def launch(command: Sequence[str], end: socket.socket, **more: Any) -> subprocess.Popen[bytes]:
-    """Start a program that is spoken to over a socket, in a session of its own: Ctrl-C is for this process."""
-    fd = end.fileno()
-    return subprocess.Popen(command, stdin=fd, stdout=fd, env={}, start_new_session=True, **more)
 
 
 class Channel:

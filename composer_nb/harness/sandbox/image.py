@@ -33,7 +33,7 @@ from composer_nb.harness.sandbox.toolchain import PLACE, Interpreter, host_progr
 HOST_IMAGE = "composer-nb-host"
 BUILT_IMAGE = "composer-nb-built"
 BUILD_S = 1800
-USER = ("box", 47_811)  # Name and number of who runs in a container
+UID = 47_811  # of who runs in a sandbox, where root makes it: a number that no account uses
 WHERE = "/usr/bin:/bin:/usr/sbin:/sbin"
 NEEDED = ("sh", "bash")
 PROGRAMS = """
@@ -55,8 +55,8 @@ LEFT_OUT = re.compile(
     r"|/git-core/(git-)?(daemon|http-|imap-send|instaweb|remote-|scalar|shell|web--browse)[^/]*$"
 )
 WRITTEN = {
-    "/etc/passwd": f"root:x:0:0:root:/:/bin/sh\n{USER[0]}:x:{USER[1]}:{USER[1]}:{USER[0]}:/workspace:/bin/sh\n",
-    "/etc/group": f"root:x:0:\n{USER[0]}:x:{USER[1]}:\n",
+    "/etc/passwd": f"root:x:0:0:root:/:/bin/sh\nbox:x:{UID}:{UID}:box:/workspace:/bin/sh\n",
+    "/etc/group": f"root:x:0:\nbox:x:{UID}:\n",
     "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
 FOLDERS = {"/tmp": 0o1777, "/var/tmp": 0o1777, "/workspace": 0o755, "/proc": 0o755, "/sys": 0o755, "/dev": 0o755}
@@ -228,7 +228,7 @@ def write_archive(files: ImageFiles, target: IO[bytes]) -> None:
                 info.type, info.linkname, info.mode = tarfile.SYMTYPE, files.links[path], 0o777
             elif path in folders:
                 info.type, info.mode = tarfile.DIRTYPE, FOLDERS.get(path, 0o755)
-                info.uid = info.gid = USER[1] if path == "/workspace" else 0
+                info.uid = info.gid = UID if path == "/workspace" else 0
             else:
                 source = files.regular[path]
                 info = archive.gettarinfo(source, info.name)  # also knows files with several names

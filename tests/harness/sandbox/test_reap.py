@@ -105,13 +105,6 @@ def test_what_a_killed_owner_left_is_ended_once(owner: Callable[..., Owner], tmp
     assert reap(tmp_path / "runs") == Reaped() and journal_files(tmp_path) == []
 
 
-def test_a_zombie_owns_nothing(owner: Callable[..., Owner], tmp_path: Path) -> None:
-    left = owner("directory")
-    left.kill(wait=False)  # nobody has asked for its exit status yet
-    os.waitid(os.P_PID, left.process.pid, os.WEXITED | os.WNOWAIT)
-    assert reap(tmp_path / "runs" / "one").directories == tuple(left.names)  # a run directory will do as well
-
-
 def test_what_a_living_owner_holds_is_left_alone(owner: Callable[..., Owner], tmp_path: Path) -> None:
     alive, dead = owner("process", "directory"), owner("directory")
     dead.kill()
@@ -159,19 +152,6 @@ def test_who_counts_as_dead(change: dict[str, Any], dead: bool) -> None:
     assert is_dead(replace(this_process(), **change)) is dead
 
 
-def test_after_a_restart_only_directories_can_be_left(owner: Callable[..., Owner], tmp_path: Path) -> None:
-    left = owner("process", "directory")
-    pid, folder = left.names
-    left.kill()
-    [file] = journal_files(tmp_path)
-    kept = file.read_text()
-    rewrite(file, lambda entry: entry["owner"].update(boot="the boot before"))
-    assert reap(tmp_path / "runs") == Reaped(directories=(folder,))
-    assert started(int(pid))  # some process of today
-    file.write_text(kept)
-    assert reap(tmp_path / "runs").processes == (pid,)
-
-
 @pytest.mark.parametrize("what", ["a link to it", "a link", "a folder", "a file"])
 def test_what_stands_in_place_of_a_directory_is_spared(owner: Callable[..., Owner], tmp_path: Path, what: str) -> None:
     """Even with the same inode: file systems give those out again at once."""
@@ -210,15 +190,6 @@ def test_a_line_that_was_cut_off_and_rubbish(owner: Callable[..., Owner], tmp_pa
     assert not file.exists()
     with pytest.raises(FileNotFoundError, match="no such folder of runs"):
         reap(tmp_path / "nowhere")
-
-
-def test_rubbish_in_a_journal_hides_nothing_else_of_it(owner: Callable[..., Owner], tmp_path: Path) -> None:
-    left = owner("directory")
-    left.kill()
-    [file] = journal_files(tmp_path)
-    file.write_text('{"event": "made", "kind": "proc{"ev\n' + file.read_text())
-    found = reap(tmp_path / "runs")
-    assert found.directories == tuple(left.names) and len(found.failed) == 1 and file.exists()
 
 
 def can_mount() -> bool:
@@ -291,16 +262,6 @@ def test_a_journal_is_there_only_while_it_holds_something(tmp_path: Path) -> Non
     assert len(journal.file.read_text().splitlines()) == 1
 
 
-def test_the_start_of_a_process_is_read_past_its_name(tmp_path: Path) -> None:
-    odd = tmp_path / "a) R 1 2 3"
-    odd.symlink_to(shutil.which("sleep") or "/bin/sleep")
-    with subprocess.Popen([str(odd), "60"]) as process:
-        before, now = reaping.started(os.getpid()), reaping.started(process.pid)
-        assert before is not None and now is not None and now >= before
-        process.kill()
-    assert reaping.started(process.pid) is None
-
-
 def test_a_directory_that_can_not_be_removed_now_is_removed_the_next_time(
     owner: Callable[..., Owner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,21 +330,6 @@ def test_only_the_container_that_was_noted_is_removed(owner: Callable[..., Owner
     finally:
         for name in names:
             remove_container(docker_client, name)
-
-
-@pytest.mark.docker
-def test_a_container_outlives_a_boot(owner: Callable[..., Owner], tmp_path: Path, docker_client: Any) -> None:
-    name = f"composer_nb-test-{tmp_path.name}"
-    docker_client.containers.create(host_image(docker_client), ["true"], name=name, labels={MARK: "mark-1"})
-    try:
-        left = owner("container", container=name)
-        assert reap(tmp_path / "runs") == Reaped(kept=1)
-        [file] = journal_files(tmp_path)
-        rewrite(file, lambda entry: entry["owner"].update(boot="the boot before"))
-        assert reap(tmp_path / "runs") == Reaped(containers=(name,))
-        left.kill()
-    finally:
-        remove_container(docker_client, name)
 
 
 @pytest.mark.skipif(not can_mount(), reason="only root can mount")

@@ -1,6 +1,6 @@
 """System calls that Python has no function for, by way of ctypes: namespaces, capabilities, system call filters.
 
-Part of the programs inside the sandboxes (`bundle.py` puts it there), so it uses the standard library alone.
+Part of the programs inside the sandboxes (`backend.resident_program` puts it there), so it uses the standard library alone.
 
 Covers Linux on x86_64 and aarch64, Python 3.9 and newer.
 """
