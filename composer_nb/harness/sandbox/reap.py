@@ -48,8 +48,8 @@ from composer_nb.harness.sandbox.system.linux import lives, patience, status_of
 
 FOLDER = "journal"  # of a run directory, with its journals
 LABEL = ".composer_nb-journal"  # the file that marks a directory
-# Environment variable with the mark of a directory, for processes that live for it alone and may write there to their end. They
-# and all that they start are ended before it is removed.
+# Environment variable with the marks of directories, joined by colons, for processes that live for them and may write there to
+# their end. They and all that they start are ended before one of them is removed.
 WRITER = "COMPOSER_NB_DIRECTORY"
 # Prefix of names with a random number, which are never used again: those of a sandbox's cgroups.
 OWN = "composer_nb-"
@@ -108,6 +108,11 @@ def started(pid: int) -> int | None:
     """Return the clock tick after boot in which a process began; None for one that is gone or a zombie."""
     fields = status_of(str(pid))
     return int(fields[19]) if lives(fields) else None
+
+
+def with_mark(mark: str) -> str:
+    """Return the value of WRITER for what this process starts for a directory."""
+    return ":".join(filter(None, (os.environ.get(WRITER), mark)))
 
 
 def below(root: int) -> list[tuple[int, int]]:
@@ -360,6 +365,7 @@ def _writers(mark: str) -> list[int]:
     pids = []
     for process in psutil.process_iter() if mark else ():
         with suppress(psutil.Error, OSError):
-            if process.pid != os.getpid() and process.environ().get(WRITER) == mark and started(process.pid):
+            marks = process.environ().get(WRITER, "").split(":")
+            if process.pid != os.getpid() and mark in marks and started(process.pid):
                 pids.append(process.pid)
     return pids

@@ -219,9 +219,8 @@ class TrainerService:
         return self.step, {name: tensor.clone() for name, tensor in self._learner.optimizer.state().items()}
 
     def close(self) -> None:
-        """Stop publishing once all versions are published, and release the store."""
+        """Stop publishing once all versions are published."""
         self._background.close()
-        self._publisher.close()
 
     def finish(self, versions: Mapping[str, int]) -> None:
         """Stop publishing, and save each of these versions under its name."""
