@@ -24,13 +24,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from composer_nb.harness.sandbox import toolchain
 from composer_nb.harness.sandbox.contract import PLACES, WORKSPACE
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.sandbox.guest.warm import TRIAL
 from composer_nb.harness.sandbox.image import host_files
 from composer_nb.harness.sandbox.reap import mounts
-from composer_nb.harness.sandbox.toolchain import PLACE, TESTING, Interpreter, made_programs, open_to_all
+from composer_nb.harness.sandbox.toolchain import (
+    PLACE,
+    TESTING,
+    Interpreter,
+    host_programs,
+    install_hint,
+    made_programs,
+    open_to_all,
+)
 
 MEMORY = "/sys"  # where the copies are for bubblewrap: a folder that every machine has and no sandbox needs
 ZONES = "/usr/share/zoneinfo"
@@ -145,7 +152,7 @@ def namespaces(plan: bytes) -> Iterator[list[int]]:
 def packages(folders: Sequence[str]) -> tuple[str, ...]:
     """Return the folders of Python packages and wheels below some folders."""
     if (find := shutil.which("find")) is None:
-        hint = toolchain.install_hint("findutils")
+        hint = install_hint("findutils")
         raise SandboxUnavailable(f"`find`, which looks for installed Python packages, is missing: {hint}")
 
     def named(names: Sequence[str]) -> list[str]:
@@ -220,7 +227,7 @@ class Layout:
 
     @classmethod
     def of(cls, interpreter: Interpreter, uid: int | None) -> Layout:
-        found = toolchain.host_programs()
+        found = host_programs()
         programs = {f"{PLACE}/{name}": path for name, path in found.items() if not path.startswith(PROGRAMS)}
         if not interpreter.path.startswith(PROGRAMS):
             programs[interpreter.path] = interpreter.path

@@ -86,7 +86,7 @@ def test_programs_are_there_wherever_they_are_installed(place: str, tmp_path: Pa
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=where)))
         folder.chmod(0o700 if place == "in a private folder" else 0o755)
         shutil.copy(host_programs()["rg"], folder / "rg")
-        monkeypatch.setattr("composer_nb.harness.sandbox.toolchain.host_programs", lambda: {"rg": str(folder / "rg")})
+        monkeypatch.setattr("composer_nb.harness.sandbox.layout.host_programs", lambda: {"rg": str(folder / "rg")})
         backend = stack.enter_context(BwrapBackend())
         box = stack.enter_context(backend.create())
         box.write("a.py", b"")

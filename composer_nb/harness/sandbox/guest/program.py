@@ -1,7 +1,8 @@
 """The resident program of a sandbox: carries out what is asked over a pipe, as the first process of the sandbox.
 
 `backend.resident_program` hands the text of this file, of `files.py`, `commands.py`, `calls.py`, `warm.py` and `linux.py` to a
-bare interpreter inside the sandbox; they use the standard library alone and never import the rest of the project. Two ways to run it:
+bare interpreter inside the sandbox; they use the standard library alone and never import the rest of the project. Two ways to
+run it:
 
 * *resident*: serves one sandbox until its input ends. Everything in the sandbox is its descendant, and as the first process of
   its pid namespace it reaps orphans and can be neither killed nor traced from inside.
