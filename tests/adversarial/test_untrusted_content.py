@@ -67,9 +67,6 @@ class Scripted:
         self.channel.close()
         self.ended = True
 
-    def usage(self) -> tuple[int | None, float | None]:
-        return None, None
-
     def kills(self) -> int:
         return 0
 
@@ -86,38 +83,17 @@ ASKED: dict[str, Callable[[Sandbox], Any]] = {
 }
 STRANGE: dict[str, list[Any]] = {
     "exec": [
-        {},
-        {"answer": 3},
-        {"answer": [0]},
-        {"answer": [0, -1, False, False, False, 0.1]},
-        {"answer": [{}, 0, False, False, False, 0.1]},
-        {"answer": [0, 0, False, False, False, None]},
-        {"answer": [0, 0, False, False, False, float("nan")]},
+        {}, {"answer": 3}, {"answer": [0]}, {"answer": [0, -1, False, False, False, 0.1]},
+        {"answer": [{}, 0, False, False, False, 0.1]}, {"answer": [0, 0, False, False, False, float("nan")]},
     ],
-    "background": [{}, {"answer": "x"}, {"answer": None}, {"answer": [1]}, {"answer": -1}],
-    "end_all": [{"answer": 1}, {"answer": {}}],
-    "read": [
-        {"error": 5},
-        {"error": [1]},
-        {"error": ["x", "y"]},
-        {"error": [1, {}]},
-        {"answer": {}},
-        {"answer": DEEP},
-        [],
-        5,
-        None,
-    ],
-    "entries": [
-        {},
-        {"answer": 5},
-        {"answer": [["a"]]},
-        {"answer": [["a", "door", 1, 1]]},
-        {"answer": [["a", "file", -1, 1]]},
-    ],
-    "download": [{}, {"answer": 5}],
-    "snapshot": [{}, {"answer": None}],
-    "stats": [{}, {"answer": ["x", 0, 0]}],
-}
+    "background": [{}, {"answer": "x"}, {"answer": [1]}, {"answer": -1}],
+    "end_all": [{"answer": 1}],
+    "read": [{"error": 5}, {"error": [1]}, {"error": ["x", "y"]}, {"error": [1, {}]}, {"answer": DEEP}, [], 5, None],
+    "entries": [{}, {"answer": [["a"]]}, {"answer": [["a", "door", 1, 1]]}, {"answer": [["a", "file", -1, 1]]}],
+    "download": [{"answer": 5}],
+    "snapshot": [{"answer": None}],
+    "stats": [{"answer": ["x", 0, 0]}],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

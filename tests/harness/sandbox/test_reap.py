@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -46,48 +45,36 @@ sys.stdin.read()
 
 
 class Owner:
-    """A process that holds things and can be killed outright."""
+    """A process that holds resources and can be killed outright."""
 
-    def __init__(self, run: Path, things: list[tuple[str, str]]) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", OWNER, str(run), json.dumps(things)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, run: Path, resources: list[tuple[str, str]]) -> None:
+        command = [sys.executable, "-c", OWNER, str(run), json.dumps(resources)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        self.names = [self.process.stdout.readline().strip() for _ in things]
+        self.names = [self.process.stdout.readline().strip() for _ in resources]
         assert all(self.names)
 
-    def kill(self, wait: bool = True) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        if wait:
-            self.process.wait()
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
 
 
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[Callable[..., Owner]]:
-    """`owner(*kinds)` makes one thing of each kind, for the run directory `tmp_path/runs/one`."""
-    made: list[Owner] = []
+    """`owner(*kinds)` makes one resource of each kind, for the run directory `tmp_path/runs/one`."""
+    owners: list[Owner] = []
     run = tmp_path / "runs" / "one"
     run.mkdir(parents=True)
 
     def make(*kinds: str, **paths: str) -> Owner:
-        made.append(Owner(run, [(kind, paths.get(kind, str(tmp_path / f"{kind}{len(made)}"))) for kind in kinds]))
-        return made[-1]
+        owners.append(Owner(run, [(kind, paths.get(kind, str(tmp_path / f"{kind}{len(owners)}"))) for kind in kinds]))
+        return owners[-1]
 
     yield make
-    for each in made:
-        each.kill()
-        assert each.process.stdin is not None and each.process.stdout is not None
-        each.process.stdin.close()
-        each.process.stdout.close()
+    for each in owners:
+        if each.process.poll() is None:
+            each.kill()
     reap(tmp_path / "runs")
-
-
-def below(pid: int) -> set[int]:
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout
-    return {pid, *(int(child) for child in children.split())}
 
 
 def journal_files(tmp_path: Path) -> list[Path]:
@@ -97,11 +84,11 @@ def journal_files(tmp_path: Path) -> list[Path]:
 def test_what_a_killed_owner_left_is_ended_once(owner: Callable[..., Owner], tmp_path: Path) -> None:
     left = owner("process", "directory")
     pid, folder = left.names
-    family = below(int(pid))
+    family = {int(pid), *(child for child, _ in reaping.below(int(pid)))}
     left.kill()
-    assert len(family) == 3 and all(started(each) for each in family) and Path(folder).is_dir()
+    assert len(family) == 3 and all(map(started, family)) and Path(folder).is_dir()
     assert reap(tmp_path / "runs") == Reaped(processes=(pid,), directories=(folder,))
-    assert not any(started(each) for each in family) and not Path(folder).exists()
+    assert not any(map(started, family)) and not Path(folder).exists()
     assert reap(tmp_path / "runs") == Reaped() and journal_files(tmp_path) == []
 
 
