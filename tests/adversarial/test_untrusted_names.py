@@ -184,8 +184,7 @@ def test_a_store_keeps_to_its_root(tmp_path: Path, name: str, url: str) -> None:
     store = VersionStore(url.format(tmp_path))
     calls: list[Callable[[], Any]] = [
         lambda: store.read(name), lambda: list(store.chunks(name)), lambda: store.write(name, b""),
-        lambda: lambda: store.put(name, [b""]), lambda: store.remove(name),
-        lambda: store.names(name), lambda: store.exists(0, name),
+        lambda: store.put(name, [b""]), lambda: store.remove(name), lambda: store.names(name), lambda: store.exists(0, name),
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(StoreError, match="not a plain relative path"):

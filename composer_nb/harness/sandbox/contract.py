@@ -314,9 +314,9 @@ class Sandbox:
             raise SandboxSlow(f"a command with {timeout_s:g} s waited for a CPU {waited}: run less beside it")
         return ExecResult(stdout=output[:cut], stderr=output[cut:], oom=self._kills() > kills, **facts)
 
-    def exec_background(self, command: Sequence[str], *, log: str, cwd: str = ".", env: Variables = None) -> int:
+    def exec_background(self, command: Sequence[str], *, log: str, env: Variables = None) -> int:
         """Start a command and return its pid in the sandbox. Both of its streams go to the file `log`."""
-        return self._ask("background", _COUNT, _command(command, cwd, env) | {"log": log})[0]
+        return self._ask("background", _COUNT, _command(command, ".", env) | {"log": log})[0]
 
     def end_all(self) -> None:
         """End all processes in the sandbox, including orphans. Raises OSError if one is still running after some seconds."""

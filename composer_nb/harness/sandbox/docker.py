@@ -146,12 +146,10 @@ class DockerBackend(ResidentBackend):
 
     name = "docker"
 
-    def __init__(self, run_id: str | None = None, journal: Path | None = None, runtime: str | None = None) -> None:
-        """`journal`: a folder in which containers are noted (`reap.py`). `runtime`: another one than the engine's usual one,
-        such as `runsc`."""
+    def __init__(self, run_id: str | None = None, journal: Path | None = None) -> None:
         self._client = connect()
         self._facts: dict[str, Any] = self._client.info()
-        self._runtime = runtime or str(self._facts["DefaultRuntime"])
+        self._runtime = str(self._facts["DefaultRuntime"])
         kind, machine = self._facts["OSType"], self._facts["Architecture"]
         if kind != "linux" or machine not in MACHINES:
             self._client.close()

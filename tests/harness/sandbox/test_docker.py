@@ -171,7 +171,8 @@ def test_images_that_will_not_do(docker_client: Any, backend: DockerBackend) -> 
 
 @pytest.mark.docker
 def test_what_the_engine_refuses(docker_client: Any) -> None:
-    with DockerBackend(runtime="no-such-runtime") as made, pytest.raises(SandboxFailure, match="no-such-runtime"):
+    with DockerBackend() as made, pytest.raises(SandboxFailure, match="no-such-runtime"):
+        made._runtime = "no-such-runtime"
         made.create()
     with pytest.raises(SandboxFailure, match="this backend is closed"):
         made.create()
