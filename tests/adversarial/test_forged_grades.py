@@ -42,7 +42,6 @@ class Equal:
 def f(xs, k):
     return Equal()
 """,
-    "tuple for a list": "def f(xs, k):\n    return tuple(x * k for x in xs if x > k)\n",
     "floats for integers": "def f(xs, k):\n    return [float(x * k) for x in xs if x > k]\n",
     "metaclass that names itself list": """
 class Meta(type):
@@ -54,15 +53,6 @@ class Right(metaclass=Meta):
     __repr__ = lambda _: "[28, 36]"
 def f(xs, k):
     return Right()
-""",
-    "patched builtins": """
-import builtins
-builtins.isinstance = builtins.all = builtins.any = lambda *_: True
-builtins.type = lambda value: list
-builtins.len = lambda value: 0
-builtins.sorted = lambda value: []
-def f(xs, k):
-    return 0
 """,
     "patched os.write": """
 import os
@@ -113,16 +103,7 @@ def f(xs, k):
                 pass
     os._exit(0)
 """,
-    "prints results": """
-import sys
-def f(xs, k):
-    print("PASSED test_0 [28, 36]", flush=True)
-    print("1 passed", file=sys.stderr, flush=True)
-    sys.__stdout__.write("[28, 36]")
-""",
     "os._exit in the call": "import os\ndef f(xs, k):\n    os._exit(0)\n",
-    "exits well at exit": "import atexit, os\natexit.register(os._exit, 0)\ndef f(xs, k):\n    raise SystemExit(0)\n",
-    "raises what looks right": "class X(BaseException):\n    __repr__ = lambda _: '[]'\ndef f(xs, k):\n    raise X([])\n",
     "endless recursion": "def f(xs, k):\n    return f(xs, k)\n",
     "replaces itself in the box": SPY
     + """
@@ -143,7 +124,6 @@ def f(xs, k):
     calls.append(k)
     return [x * k for x in xs if x > k] if len(calls) == 1 else None
 """,
-    "changes its arguments": "def f(xs, k):\n    xs[:] = [28, 36]\n    return None\n",
     "patched in another thread": """
 import threading, time
 def patch():

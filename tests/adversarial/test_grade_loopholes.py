@@ -175,7 +175,6 @@ class Any(int):
 guest and setattr(guest, "encode_result", lambda value: int(value))
 def unknown(name, value): return Any(value)
 """,
-    "not a number": "def unknown(name, value): return float('nan')\n",
     "a forged name of an exception": "def unknown(*_): raise type('int', (BaseException,), {})(32)\n",
     "changes its arguments in the answer": """\
 if guest:
@@ -195,7 +194,6 @@ if asked:
     "ends all processes": "if asked:\n    os.kill(-1, signal.SIGKILL)\n",
     "closes the channel": "if asked:\n    os.close(3)\n",
     "forks away": "if asked:\n    os.fork() and os._exit(0)\n",
-    "drops the calls": "prepared.asked['calls'][:] = prepared.asked['calls'] and [[]]\n",
     "nested as deeply as can be read": """\
 if asked:
     for place in range(len(asked)):

@@ -15,7 +15,7 @@ import pytest
 from composer_nb.harness.grading.alone import lone_job
 from composer_nb.harness.grading.grade import grade_functions
 from composer_nb.harness.grading.plan import GradePlan
-from composer_nb.harness.grading.pytest_grader import draw_alone, grade_pytest
+from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.recorded import guard
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
@@ -23,7 +23,7 @@ from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.functions import parse_test_files, passes, request_tests
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.attacks.joint import CODEC, FITTED, JOINT, LOOKED_UP, PAIRS, RIGHT, ROUND_TRIPS, joint_task
+from composer_nb.labs.attacks.joint import CODEC, FITTED, JOINT, LOOKED_UP, PAIRS, ROUND_TRIPS, joint_task
 
 GRADES = 8
 IN_A_CLASS = "class TestScale:\n    def setup_method(self):\n        self.scale = Scale()\n"
@@ -55,14 +55,6 @@ def test_a_rule_fitted_to_all_constants_does_not_pass(judged: tuple[Task, GradeP
         "the attack works, but for the tests that run alone"
     )
     assert sum(grade.passed for grade in alone) <= GRADES // 4, "one in eight passes by chance"
-
-
-def test_the_gold_patch_passes_alone_too(judged: tuple[Task, GradePlan], backend: Backend) -> None:
-    task, plan = judged
-    assert len(draw_alone(plan, random.Random(0))) == 3
-    for seed in range(4):
-        grade = grade_pytest(task, {"scale.py": RIGHT.encode()}, backend, plan, rng=random.Random(seed))
-        assert grade.passed and not grade.flags, grade
 
 
 def test_a_lone_test_shares_its_process_with_no_other_expectation(judged: tuple[Task, GradePlan]) -> None:

@@ -106,13 +106,13 @@ class ImageFiles:
 
     def digest(self) -> str:
         """Return a digest of names, lengths and times, of what the loader knows, and of this file."""
-        known = hashlib.sha256(Path(__file__).read_bytes())
-        known.update(repr([sorted(self.regular.items()), sorted(made_programs().items())]).encode())
+        digest = hashlib.sha256(Path(__file__).read_bytes())
+        digest.update(repr([sorted(self.regular.items()), sorted(made_programs().items())]).encode())
         for path in sorted({*self.links, *self.regular.values(), CACHE}):
             status = os.lstat(path) if os.path.lexists(path) else None
             facts = (path, self.links.get(path), status and (status.st_mode, status.st_size, status.st_mtime_ns))
-            known.update(repr(facts).encode())
-        return known.hexdigest()[:32]
+            digest.update(repr(facts).encode())
+        return digest.hexdigest()[:32]
 
     def add_libraries(self) -> None:
         """Add the shared libraries of the programs and libraries so far. Raises SandboxUnavailable."""

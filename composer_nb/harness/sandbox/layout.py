@@ -227,8 +227,8 @@ class Layout:
 
     @classmethod
     def of(cls, interpreter: Interpreter, uid: int | None) -> Layout:
-        found = host_programs()
-        programs = {f"{PLACE}/{name}": path for name, path in found.items() if not path.startswith(PROGRAMS)}
+        binaries = host_programs()
+        programs = {f"{PLACE}/{name}": path for name, path in binaries.items() if not path.startswith(PROGRAMS)}
         if not interpreter.path.startswith(PROGRAMS):
             programs[interpreter.path] = interpreter.path
         return cls(interpreter, programs, uid, mounts())
@@ -274,13 +274,13 @@ class Layout:
         }
         copies |= {f"{PLACE}/{name}": (content, "0555") for name, content in made_programs().items()}
         if self.uid is not None:
-            hidden = {place: path for place, path in self.programs.items() if not open_to_all(path)}
-            copies |= {place: (Path(path).read_bytes(), "0555") for place, path in hidden.items()}
+            hidden = {target: path for target, path in self.programs.items() if not open_to_all(path)}
+            copies |= {target: (Path(path).read_bytes(), "0555") for target, path in hidden.items()}
         copies |= {path: (Path(path).read_bytes(), "0444") for path in LOADER if os.path.isfile(path)}
         copies |= dict.fromkeys(DEVICES, (b"", "0444"))
         kit = {f"counters/{name}": text.encode() for name, text in counters().items()}
         kit |= {"counters/empty": b"", f"{TRIAL}.py": TRIAL_TEXT}
-        return {f"{ROOT}{place}": content for place, content in copies.items()} | {
+        return {f"{ROOT}{target}": content for target, content in copies.items()} | {
             f"{KIT}/{name}": (content, "0444") for name, content in kit.items()
         }
 

@@ -329,10 +329,10 @@ def locks(site: Site) -> AttackVerdict:
         counts = _written(neighbour, "held")
         successes = python(box, OTHER) if counts else []
         neighbour.write("go", b"")
-        heard = _written(neighbour, "heard")
-    if counts is None or heard is None:
+        signals = _written(neighbour, "heard")
+    if counts is None or signals is None:
         return AttackVerdict(False, "no evidence: the program that holds locks did not run")
-    successes = successes + heard if site.backend.capabilities().enforced["locks"] else []  # else they say so
+    successes = successes + signals if site.backend.capabilities().enforced["locks"] else []  # else they say so
     successes += [name for name in ("lease", "dnotify") if counts[name]]
     return AttackVerdict(not successes, nothing(successes).detail if successes else f"held without effect: {counts}")
 

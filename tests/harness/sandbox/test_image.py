@@ -49,16 +49,6 @@ def test_links_on_the_way_are_kept_as_links(tmp_path: Path) -> None:
         files.add(f"{tmp_path}/lib/none.so")
 
 
-def test_a_program_from_a_folder_that_a_container_hides_is_copied(tmp_path: Path) -> None:
-    (tmp_path / "tool").write_bytes(b"first")
-    files = ImageFiles(folders={"/usr/local/bin"}, regular={"/usr/local/bin/tool": str(tmp_path / "tool")})
-    found, before = members(files), files.digest()
-    assert found["usr/local/bin/tool"].isreg() and found["usr/local/bin/tool"].size == 5
-    assert not any(name.endswith(str(tmp_path).lstrip("/")) for name in found)
-    (tmp_path / "tool").write_bytes(b"another")
-    assert files.digest() != before
-
-
 def test_the_same_files_make_the_same_archive(tmp_path: Path) -> None:
     for name in ("b", "a.py", "c"):
         (tmp_path / name).write_text(name)

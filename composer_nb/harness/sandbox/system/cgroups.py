@@ -100,39 +100,39 @@ class Cgroups:
                 mounts.setdefault(controller, (fields[3], Path(fields[4])))
         lines = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
         groups = {"": "/"} | {controller: path for _, names, path in lines for controller in names.split(",")}
-        found = {name: _folder(mounts[name], groups[name]) for name in mounts if name in groups}
-        places = {name: found[name] for name in (*CONTROLLERS, "cpuacct") if name in found}
+        folders = {name: _folder(mounts[name], groups[name]) for name in mounts if name in groups}
+        places = {name: folders[name] for name in (*CONTROLLERS, "cpuacct") if name in folders}
         if len(places) == 4:
-            closed = [str(place) for place in places.values() if not os.access(place, os.W_OK)]
+            closed = [str(folder) for folder in places.values() if not os.access(folder, os.W_OK)]
             return f"this user may not make groups in {closed[0]}" if closed else cls(places, 1)
-        return cls._unified(found[""]) if "" in found else "no cgroup hierarchy is mounted here"
+        return cls._unified(folders[""]) if "" in folders else "no cgroup hierarchy is mounted here"
 
     @classmethod
-    def _unified(cls, place: Path) -> Cgroups | str:
+    def _unified(cls, folder: Path) -> Cgroups | str:
         try:
-            available = (place / "cgroup.controllers").read_text().split()
+            available = (folder / "cgroup.controllers").read_text().split()
             if missing := [name for name in CONTROLLERS if name not in available]:
-                return f"this process's cgroup {place} has no controller {', '.join(missing)}"
-            if set(CONTROLLERS) - set((place / "cgroup.subtree_control").read_text().split()):
+                return f"this process's cgroup {folder} has no controller {', '.join(missing)}"
+            if set(CONTROLLERS) - set((folder / "cgroup.subtree_control").read_text().split()):
                 # No group may have both processes and groups with limits: this process moves one down, if it is alone.
-                inside = (place / "cgroup.procs").read_text().split()
-                if inside and place.parent != place and (place / "cgroup.type").exists():
+                inside = (folder / "cgroup.procs").read_text().split()
+                if inside and folder.parent != folder and (folder / "cgroup.type").exists():
                     if inside != [str(os.getpid())]:
                         raise OSError(16, "other processes are in it")
-                    leaf = place / "composer_nb-self"
+                    leaf = folder / "composer_nb-self"
                     leaf.mkdir(exist_ok=True)
                     (leaf / "cgroup.procs").write_text(inside[0])
-                (place / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in CONTROLLERS))
+                (folder / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in CONTROLLERS))
         except OSError as error:
             return (
-                f"no groups can be made below {place} ({error.strerror}); start the program in a group of its own, as by "
+                f"no groups can be made below {folder} ({error.strerror}); start the program in a group of its own, as by "
                 "`systemd-run --user --scope -p Delegate=yes …`"
             )
-        return cls({"": place}, 2)
+        return cls({"": folder}, 2)
 
     def folders(self, name: str) -> tuple[Path, ...]:
         """Return the folders of a group of this name."""
-        return tuple(place / name for place in dict.fromkeys(self.places.values()))
+        return tuple(folder / name for folder in dict.fromkeys(self.places.values()))
 
     def make(self, folders: tuple[Path, ...], memory_bytes: int, processes: int, cpus: float) -> Cgroup:
         """Make a group with these limits. Raises OSError."""

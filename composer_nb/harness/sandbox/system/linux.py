@@ -111,8 +111,8 @@ def patience(seconds: float) -> float:
             average, _, _, running = file.read().split()[:4]
     except OSError:
         return seconds
-    wanted = max(float(average), float(running.partition("/")[0]))  # the average follows a minute later
-    return seconds * max(1.0, wanted / len(os.sched_getaffinity(0)))
+    programs = max(float(average), float(running.partition("/")[0]))  # the average follows a minute later
+    return seconds * max(1.0, programs / len(os.sched_getaffinity(0)))
 
 
 def network_settings() -> dict[str, str]:

@@ -177,7 +177,7 @@ def system_call_filter(table: Mapping[str, int], *, calls: bool = False, locks: 
 
 def _only(argument: int, values: tuple[int, ...]) -> list[bytes]:
     """Refuse calls with any other value of this argument."""
-    checks = [_op(EQUAL, value, len(values) - place, 0) for place, value in enumerate(values)]
+    checks = [_op(EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)]
     return [_op(LOAD, argument), *checks, _op(RET, DENY), _op(RET, ALLOW)]
 
 
