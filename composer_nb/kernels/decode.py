@@ -25,34 +25,40 @@ from composer_nb.kernels.tiles import BLOCK, WIDTH, Floats, Matrix, products
 
 
 class LayerWeights(NamedTuple):
-    """Weights of a layer, contiguous, each matrix in panels."""
+    """Weights of a layer, contiguous, each matrix in panels.
+
+    Attributes:
+        qkv: F = (Q + 2G) · C.
+        qkv_bias_F: Empty: none.
+        qk_norm_HC: A row for each query head, then one for each key head. Empty: no norm.
+        count: Experts; 0: a dense layer, in the place of the first.
+        w_in: A leading dimension of experts; F = 2H, gate and up side by side.
+    """
 
     attention_norm_D: Floats
     qkv: Matrix
-    """F = (Q + 2G) · C."""
     qkv_bias_F: Floats
-    """Empty: none."""
     qk_norm_HC: Floats
-    """A row for each query head, then one for each key head. Empty: no norm."""
     o: Matrix
     moe_norm_D: Floats
     count: int  # type: ignore[assignment]  # of a NamedTuple, whose method nobody calls
-    """Experts; 0: a dense layer, in the place of the first."""
     router: Matrix
     w_in: Matrix
-    """A leading dimension of experts; F = 2H, gate and up side by side."""
     w_out: Matrix
 
 
 class DecodeWeights(NamedTuple):
-    """A model's weights, contiguous. All matrices but the embedding are of one dtype."""
+    """A model's weights, contiguous. All matrices but the embedding are of one dtype.
+
+    Attributes:
+        rope_P2C: Cosines and sines of each position, half a head wide.
+    """
 
     embed_VD: Floats
     layers: tuple[LayerWeights, ...]
     final_norm_D: Floats
     output: Matrix
     rope_P2C: Floats
-    """Cosines and sines of each position, half a head wide."""
 
 
 class NewTokens(NamedTuple):

@@ -23,34 +23,41 @@ gates, through which no gradient reaches the router."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRule:
-    """The rule of a router's choice. `chosen` is K."""
+    """The rule of a router's choice. `chosen` is K.
+
+    Attributes:
+        sigmoid: Whether scores are sigmoids instead of a softmax (DeepSeek-V3, arXiv 2412.19437, eq. 13 to 16).
+        kept_groups: Number of groups from which experts are chosen: those with the largest sums of their two best scores.
+        scale: Factor of all gates.
+        normalised: Whether gates are divided by a token's sum.
+    """
 
     chosen: int
     sigmoid: bool = False
-    """Whether scores are sigmoids instead of a softmax (DeepSeek-V3, arXiv 2412.19437, eq. 13 to 16)."""
     groups: int = 1
     kept_groups: int = 1
-    """Number of groups from which experts are chosen: those with the largest sums of their two best scores."""
     scale: float = 1.0
-    """Factor of all gates."""
     normalised: bool = True
-    """Whether gates are divided by a token's sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """Routes to use instead of the router's own: [N, L, K] for a model, [N, K] for one layer (`layer`)."""
+    """Routes to use instead of the router's own: [N, L, K] for a model, [N, K] for one layer (`layer`).
+
+    Attributes:
+        experts: int64, in the order of choice.
+        gates: float32; required at level `weights`.
+        valid_N: bool; an invalid token uses the router's own experts. None: all tokens are valid.
+        plausible: Replayed experts whose live score is below this times the lowest score of the router's own K are replaced
+            by its best ones that are not kept (Composer 2 technical report, §6.2, which leaves the rule open;
+            docs/replay.md).
+    """
 
     experts: Tensor
-    """int64, in the order of choice."""
     level: Level = "ids+order"
     gates: Tensor | None = None
-    """float32; required at level `weights`."""
     valid_N: Tensor | None = None
-    """bool; an invalid token uses the router's own experts. None: all tokens are valid."""
     plausible: float = 0.0
-    """Replayed experts whose live score is below this times the lowest score of the router's own K are replaced by its best ones
-    that are not kept (Composer 2 technical report, §6.2, which leaves the rule open; docs/replay.md)."""
 
     def take(self, own_N: Tensor) -> Replay:
         """Return the routes of a selection of tokens."""
@@ -64,20 +71,23 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """A router's decisions for N tokens."""
+    """A router's decisions for N tokens.
+
+    Attributes:
+        experts_NK: int64, by falling score or in the replayed order.
+        gates_NK: float32 or wider; gradients flow through it to the router.
+        margin_N: Score of the K-th expert minus that of the next: the distance to a flip.
+        probs_NE: float32 or wider; distribution of a token over all experts: the softmax, or sigmoids divided by their sum.
+        own_NK: int64; the router's own choice, equal to `experts_NK` without replay.
+        implausible_NK: bool; mask of replayed experts that were replaced. None without a filter.
+    """
 
     experts_NK: Tensor
-    """int64, by falling score or in the replayed order."""
     gates_NK: Tensor
-    """float32 or wider; gradients flow through it to the router."""
     margin_N: Tensor
-    """Score of the K-th expert minus that of the next: the distance to a flip."""
     probs_NE: Tensor
-    """float32 or wider; distribution of a token over all experts: the softmax, or sigmoids divided by their sum."""
     own_NK: Tensor
-    """int64; the router's own choice, equal to `experts_NK` without replay."""
     implausible_NK: Tensor | None = None
-    """bool; mask of replayed experts that were replaced. None without a filter."""
 
 
 def route(

@@ -206,12 +206,15 @@ def empty_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Mode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightParts:
-    """The tensors from which one weight is read."""
+    """The tensors from which one weight is read.
+
+    Attributes:
+        format: Format of a weight that several tensors encode; None if it is one plain tensor.
+    """
 
     shape: Shape
     parts: tuple[TensorLocation, ...]
     format: Format | None = None
-    """Format of a weight that several tensors encode; None if it is one plain tensor."""
 
     def read(self) -> Tensor:
         """Return the weight, in float32 if it is quantised. Raises ValueError that names the file and the tensor."""
@@ -225,14 +228,17 @@ class WeightParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSource:
-    """A checkpoint in a folder whose headers fit its config.json."""
+    """A checkpoint in a folder whose headers fit its config.json.
+
+    Attributes:
+        weights: By the names of `hugging_face_views`, in file order, so that each file is read once.
+        repeats: Repeated tensors, and the weight that each repeats.
+    """
 
     path: Path
     config: ModelConfig
     weights: Mapping[str, WeightParts]
-    """By the names of `hugging_face_views`, in file order, so that each file is read once."""
     repeats: Mapping[TensorLocation, str]
-    """Repeated tensors, and the weight that each repeats."""
 
     @classmethod
     def open(cls, path: Path) -> Self:

@@ -233,13 +233,16 @@ _STATED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """Contents of a config.json."""
+    """Contents of a config.json.
+
+    Attributes:
+        prefix: Prefix of the names of the language model's tensors.
+        format: Format of quantised weights; None if there are none.
+    """
 
     model: ModelConfig
     prefix: str = ""
-    """Prefix of the names of the language model's tensors."""
     format: Format | None = None
-    """Format of quantised weights; None if there are none."""
 
 
 def read_config(file: Path) -> Described:

@@ -33,18 +33,21 @@ from composer_nb.trainer.models.transformer import Model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """The arithmetic of one side."""
+    """The arithmetic of one side.
+
+    Attributes:
+        dtype: Dtype of weights and activations.
+        expert_bits: Experts go through integers of so many bits, groups of 32; 0: as published.
+        router_bits: Routers likewise, groups of 64.
+        matrices: All matrices go through int8 with a power of two as the scale of each output.
+        router_dtype: Dtype of the router's product; None: that of the model's family.
+    """
 
     dtype: torch.dtype = torch.float32
-    """Dtype of weights and activations."""
     expert_bits: int = 0
-    """Experts go through integers of so many bits, groups of 32; 0: as published."""
     router_bits: int = 0
-    """Routers likewise, groups of 64."""
     matrices: bool = False
-    """All matrices go through int8 with a power of two as the scale of each output."""
     router_dtype: torch.dtype | None = None
-    """Dtype of the router's product; None: that of the model's family."""
 
 
 class VariantPair(NamedTuple):

@@ -26,35 +26,41 @@ from composer_nb.trainer.models.transformer import Gather
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of a bucket in which this rank has queries."""
+    """Rows of a bucket in which this rank has queries.
+
+    Attributes:
+        key_M: [B · T]: token of the batch at each position.
+        query_M: [B · t]: index of the query among this rank's tokens.
+        seen: bool [B, 1, t, T]: attention mask, False for masked positions.
+        own_M: Places in [B · t] of queries, without padding.
+    """
 
     rows: int
     key_M: Tensor
-    """[B · T]: token of the batch at each position."""
     query_M: Tensor
-    """[B · t]: index of the query among this rank's tokens."""
     seen: Tensor
-    """bool [B, 1, t, T]: attention mask, False for masked positions."""
     own_M: Tensor
-    """Places in [B · t] of queries, without padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContextShard(FlatBatch):
     """The part of a batch that one rank computes. Fields of tokens are of this rank; fields of sampled tokens, which enter the
-    loss, are of all ranks. Each rank computes the same loss, and the gradient of its own tokens."""
+    loss, are of all ranks. Each rank computes the same loss, and the gradient of its own tokens.
+
+    Attributes:
+        whole: N.
+        each: Maximum number of tokens of a rank.
+        place_N: Place of each token of the batch in the concatenated tokens of the ranks, each padded to `each`.
+        from_each: Number of sampled tokens that each rank predicts.
+        place_S: Place of each sampled token of the batch in their concatenation over ranks.
+    """
 
     whole: int
-    """N."""
     each: int
-    """Maximum number of tokens of a rank."""
     place_N: Tensor
-    """Place of each token of the batch in the concatenated tokens of the ranks, each padded to `each`."""
     mine: list[_Rows]
     from_each: list[int]
-    """Number of sampled tokens that each rank predicts."""
     place_S: Tensor
-    """Place of each sampled token of the batch in their concatenation over ranks."""
     rank: int
     group: dist.ProcessGroup
 
