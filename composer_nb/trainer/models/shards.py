@@ -116,8 +116,8 @@ def read_shard(file: Path) -> Shard:
     entries = []
     for name, form in table.items():
         (first, last), shape = form["data_offsets"], tuple(form["shape"])
-        place = {"start": begin + first, "size": last - first}
-        entries.append(TensorLocation(name=name, file=file, dtype=form["dtype"], shape=shape, **place))
+        span = {"start": begin + first, "size": last - first}
+        entries.append(TensorLocation(name=name, file=file, dtype=form["dtype"], shape=shape, **span))
     return Shard(file=file, entries=tuple(sorted(entries, key=lambda entry: (entry.start, entry.size))))
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 import psutil
 
 
-def cgroup_limits(name: str, root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[str]:
+def cgroup_limits(
+    name: str, root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> list[str]:
     """Return the values of a cgroup-v2 control file (`cpu.max`) for this process's group and every group above it."""
     try:
-        relative = next(line[3:] for line in own.read_text().splitlines() if line.startswith("0::"))
+        relative = next(line[3:] for line in membership.read_text().splitlines() if line.startswith("0::"))
     except (OSError, StopIteration):
         return []
     group = root / relative.strip().lstrip("/")
