@@ -64,7 +64,8 @@ def _plan_schedules(args: argparse.Namespace) -> int:
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.schedule import Schedule
 
-    reached, base, schedules, results = 0.0, Schedule(steps=args.steps), [*SCHEDULES], []
+    base, schedules = Schedule(steps=args.steps, window=0.5, hang_s=1800.0), [*SCHEDULES]
+    reached, results = 0.0, []
     if args.write and not args.run:
         raise ValueError("--write needs --run, the run whose durations it keeps")
     if args.run:

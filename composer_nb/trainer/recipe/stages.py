@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from torch.distributed.fsdp import FSDPModule
 
+from composer_nb.harness.agent.formats import FORMATS
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.environment import Sandboxes, carry, make_agent
 from composer_nb.harness.tasks.task import Task, load_tasks
@@ -23,7 +24,7 @@ from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks, release_memory
 from composer_nb.trainer.learning.supervised import StagePlan
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
-from composer_nb.trainer.models.tokenizer import FORMATS, load_tokenizer
+from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.parallel.checkpoint import load_sharded, restore, save, save_sharded
 from composer_nb.trainer.parallel.fsdp import on_mesh
@@ -60,7 +61,7 @@ class Stages:
         return self.run.path / "data" / "tokenizer.json"
 
     def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.tokenizer_file.parent, FORMATS[self.settings.env.renderer])
+        return load_tokenizer(self.tokenizer_file.parent, FORMATS[self.settings.env.renderer].tokens)
 
     def agent(self) -> Agent:
         return make_agent(self.settings.env, self.tokenizer(), self.settings.limits, self.sandboxes)

@@ -11,13 +11,13 @@ import torch
 from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.chat import CallResult, Said, User, Written
-from composer_nb.harness.environment import RENDERERS
+from composer_nb.harness.agent.formats import FORMATS
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.companions import for_format, read_companions
 from composer_nb.trainer.models.convert import convert
-from composer_nb.trainer.models.tokenizer import FORMATS, train_tokenizer
+from composer_nb.trainer.models.tokenizer import train_tokenizer
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 
 SYSTEM = "You repair code.\n  Be brief."
@@ -80,7 +80,7 @@ def tools_of(format: str, kind: str) -> ToolSet:
 
 def small_tokenizer(format: str) -> Tokenizer:
     return train_tokenizer(
-        ["def f(xs):\n    return sum(x for x in xs)\n"] * 9, 420, () if format == "compact" else FORMATS[format]
+        ["def f(xs):\n    return sum(x for x in xs)\n"] * 9, 420, () if format == "compact" else FORMATS[format].tokens
     )
 
 
@@ -93,9 +93,9 @@ def test_the_template_renders_the_tokens_of_the_renderer(format: str, kind: str,
     for name, data in for_format({}, tokenizer, format).items():
         (tmp_path / name).write_bytes(data)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert theirs.eos_token == RENDERERS[format].closing
+    assert theirs.eos_token == FORMATS[format].closing
     for offered in (tools, []) if format != "compact" else (tools,):
-        renderer, talk = RENDERERS[format](tokenizer, offered), talk_of(format) if offered else [User(text="hi")]
+        renderer, talk = FORMATS[format](tokenizer, offered), talk_of(format) if offered else [User(text="hi")]
         for end in range(1, len(talk) + 1):
             if isinstance(talk[end - 1], CallResult) and end < len(talk) and isinstance(talk[end], CallResult):
                 continue  # a turn's results are rendered together

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
+from composer_nb.harness.agent.formats import FORMATS
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.convert import upcycle, with_format
-from composer_nb.trainer.models.tokenizer import FORMATS
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 
 IDS = torch.arange(2 * 20).view(2, 20)
@@ -61,12 +61,12 @@ def test_tokens_of_a_chat_format_are_added_and_change_nothing_else(tied: bool) -
     model = dense(tie_word_embeddings=tied)
     tokenizer = Tokenizer(models.BPE({chr(78 + i): i for i in range(48)}, []))  # "<" and ">" have no token
     made, longer = with_format(model, tokenizer, "qwen")
-    new = [longer.token_to_id(token) for token in FORMATS["qwen"]]
-    assert new == list(range(48, 48 + len(FORMATS["qwen"]))) and made.config.vocab_size == 48 + len(new)
+    new = [longer.token_to_id(token) for token in FORMATS["qwen"].tokens]
+    assert new == list(range(48, 48 + len(FORMATS["qwen"].tokens))) and made.config.vocab_size == 48 + len(new)
     with torch.no_grad():
         logits = made(IDS)[0]
         torch.testing.assert_close(logits[..., :48], model(IDS)[0], atol=1e-12, rtol=1e-12)
-        for token in FORMATS["qwen"]:  # about as probable as the text that it stands for
+        for token in FORMATS["qwen"].tokens:  # about as probable as the text that it stands for
             spelt = [ord(letter) - 78 for letter in token if ord(letter) >= 78]
             row = logits[..., longer.token_to_id(token)]
             torch.testing.assert_close(row, logits[..., spelt].mean(-1), atol=1e-12, rtol=1e-12)
