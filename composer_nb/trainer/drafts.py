@@ -43,6 +43,8 @@ FILE = Path("draft", "head.safetensors")
 """Path of a head in the folder of its checkpoint."""
 TOKENS = 4096
 """Maximum tokens of an optimizer step."""
+LR = 2e-3
+"""Largest learning rate of a head that is trained by itself."""
 
 
 class DraftHead(nn.Module):
@@ -65,9 +67,7 @@ class DraftHead(nn.Module):
         return F.linear(x_ND, model.output_weight.float())
 
 
-def train_draft(
-    model: Model, rows: Sequence[Sequence[int]], steps: int, *, lr: float = 2e-3, seed: int = 0
-) -> DraftHead:
+def train_draft(model: Model, rows: Sequence[Sequence[int]], steps: int, *, seed: int = 0) -> DraftHead:
     """Train a head on rows of tokens, as the model reads and writes them, with the mean of KL(model ‖ head) as loss. The model is
     unchanged. Raises ValueError if no row has three tokens."""
     rows = [row[: model.config.max_position_embeddings] for row in rows if len(row) > 2]
@@ -87,7 +87,7 @@ def train_draft(
             size += len(batch[-1])
         loss, _ = divergence(model, head, batch)
         for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (step + 1) / 10, 2 * (1 - step / steps))
+            group["lr"] = LR * min(1.0, (step + 1) / 10, 2 * (1 - step / steps))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -285,7 +285,7 @@ REVIEWED = {
     },
     "names that the kernel, or this machine's own folders, have": {
         "harness/sandbox/image.py add",
-        "machine.py cgroup_limits",
+        "trainer/services/machine.py cgroup_limits",
     },
     "regular files that a walk of the same folder, without its links, has found": {
         "production/checkout.py _ignore",
