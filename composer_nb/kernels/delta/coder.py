@@ -348,6 +348,16 @@ def take(state, next_word, word, last_word, start, frequency):  # type: ignore[n
 
 
 @coder
+def take_bit(state, next_word, word, last_word, model):  # type: ignore[no-untyped-def]
+    """Return the same behind a decision, the decision, and its model, which has learnt it."""
+    one_share = probability(model)
+    bit = state & MASK < one_share
+    start, frequency = (U(0), one_share) if bit else (one_share, WHOLE - one_share)
+    state, word = take(state, next_word, word, last_word, start, frequency)
+    return state, word, bit, learn(model, bit)
+
+
+@coder
 def goal_of(slot, speed):  # type: ignore[no-untyped-def]
     """Return the least hazard at which the distribution is beyond a slot below GIVEN_UP. The time t has come at the hazard
     ⌈t · 2^16 / speed⌉."""
@@ -402,8 +412,7 @@ def read_changes(block, words, quarters, models, table, shift, mask, first, elem
             quarters[q, SLOW], quarters[q, ELEMENT] = after_change(slow, before, element_hazard), i + U(1)
         for j in range(k, k + turn):
             which = models_of(U(block[elements[j]]), shift, mask, first)
-            models[which] = learn(U(models[which]), steps[j] >> U(1))
-            models[which + U(1)] = learn(U(models[which + U(1)]), steps[j] & U(1))
+            learn_step(models, which, U(steps[j]))
     return True
 
 
@@ -432,22 +441,14 @@ def apply_changes(block, words, quarters, models, shift, mask, width, first, ele
             if steps[k] & 1:
                 which, length, more = models_of(U(block[i]), shift, mask, first), U(1), True
                 while more and length < width:
-                    model = U(models[which + U(1) + length])
-                    one_share = probability(model)
-                    more = state & MASK < one_share
-                    models[which + U(1) + length] = learn(model, more)
-                    start, frequency = (U(0), one_share) if more else (one_share, WHOLE - one_share)
-                    state, word = take(state, U(words[word]), word, last_word, start, frequency)
+                    at = which + U(1) + length
+                    state, word, more, models[at] = take_bit(state, U(words[word]), word, last_word, U(models[at]))
                     length += U(more)
                 rest = U(1)
                 if length > U(1):
                     left = length - U(2)
-                    model = U(models[which + U(1 + LONGEST) + left])
-                    one_share = probability(model)
-                    digit = state & MASK < one_share
-                    models[which + U(1 + LONGEST) + left] = learn(model, digit)
-                    start, frequency = (U(0), one_share) if digit else (one_share, WHOLE - one_share)
-                    state, word = take(state, U(words[word]), word, last_word, start, frequency)
+                    at = which + U(1 + LONGEST) + left
+                    state, word, digit, models[at] = take_bit(state, U(words[word]), word, last_word, U(models[at]))
                     rest = U(2) + U(digit)
                     while left:
                         digits = min(left, U(16))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from composer_nb.kernels.compiled import compiled
-from composer_nb.kernels.linear import linear
+from composer_nb.kernels.linear import compiles, linear
 
 Level = Literal["ids", "ids+order", "weights"]
 """The replayed part of recorded routes: the set of experts (in the order of the live scores), also their order, or also their
@@ -146,7 +146,7 @@ def _choose(choice_NE: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
 def _best(score_NE: Tensor, count: int) -> Tensor:
     """Return the indices, int64 [N, count], of the largest scores, largest first. In float32 on a CPU, equal scores are in the
     order of their indices, as in the engine."""
-    if score_NE.dtype != torch.float32 or score_NE.device.type != "cpu":
+    if not compiles(score_NE):
         return score_NE.topk(count, dim=-1).indices
     best_NK = score_NE.new_empty(len(score_NE), count, dtype=torch.int64)
     _fill_best(score_NE.contiguous().numpy(), best_NK.numpy())
@@ -196,20 +196,16 @@ def _replayed(replay: Replay, own_NK: Tensor, score_NE: Tensor, choice_NE: Tenso
     if replay.plausible > 0:
         least_N = replay.plausible * score_NE.gather(1, own_NK).amin(-1)
         implausible_NK = score_NE.gather(1, experts_NK) < least_N[:, None]
-        experts_NK = _fill(experts_NK, implausible_NK, own_NK)
+        # Place by place, the router's own unused experts replace them, best first.
+        kept_NK = experts_NK.masked_fill(implausible_NK, -1)
+        used_NK = (own_NK[:, :, None] == kept_NK[:, None, :]).any(-1)
+        spare_NK = own_NK.gather(1, used_NK.to(torch.uint8).argsort(stable=True, dim=-1))
+        which_NK = (implausible_NK.cumsum(-1) - 1).clamp_min(0)
+        experts_NK = torch.where(implausible_NK, spare_NK.gather(1, which_NK), experts_NK)
     if replay.level == "ids":
         order_NK = choice_NE.gather(1, experts_NK).argsort(stable=True, dim=-1, descending=True)
         experts_NK = experts_NK.gather(1, order_NK)
     return experts_NK, implausible_NK
-
-
-def _fill(experts_NK: Tensor, gone_NK: Tensor, own_NK: Tensor) -> Tensor:
-    """Return `experts_NK` with those in `gone_NK` replaced, place by place, by the router's own unused experts, best first."""
-    kept_NK = experts_NK.masked_fill(gone_NK, -1)
-    there_NK = (own_NK[:, :, None] == kept_NK[:, None, :]).any(-1)
-    spare_NK = own_NK.gather(1, there_NK.to(torch.uint8).argsort(stable=True, dim=-1))
-    which_NK = (gone_NK.cumsum(-1) - 1).clamp_min(0)
-    return torch.where(gone_NK, spare_NK.gather(1, which_NK), experts_NK)
 
 
 def _replayed_gates(replay: Replay, live_NK: Tensor, implausible_NK: Tensor | None) -> Tensor:

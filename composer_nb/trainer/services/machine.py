@@ -8,7 +8,6 @@ from pathlib import Path
 
 import psutil
 
-
 CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
