@@ -82,10 +82,7 @@ def read_gguf(file: Path) -> Model:
 
 
 class _Tensor(NamedTuple):
-    """Attributes:
-    kind: Its `GGMLQuantizationType`.
-    data: [rows, bytes of a row]
-    """
+    """A tensor of a `GGMLQuantizationType`; `data` is [rows, bytes of a row]."""
 
     shape: tuple[int, ...]
     kind: Any

@@ -78,7 +78,13 @@ class Layer(nn.Module):
         scale = (2 * c.num_hidden_layers) ** -0.5
         self.attention_norm = nn.Parameter(torch.ones(c.hidden_size))
         if c.latent:
-            self._latent(c)
+            if c.q_lora_rank:
+                self.q_a = _normal(c.q_lora_rank, c.hidden_size)
+                self.q_a_norm = nn.Parameter(torch.ones(c.q_lora_rank))
+            self.q_b = _normal(c.num_attention_heads * c.head_dim, c.q_lora_rank or c.hidden_size)
+            self.kv_a = _normal(c.kv_lora_rank + c.qk_rope_head_dim, c.hidden_size)
+            self.kv_a_norm = nn.Parameter(torch.ones(c.kv_lora_rank))
+            self.kv_b = _normal(c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)
         else:
             kv_width = c.num_key_value_heads * c.head_dim
             self.qkv = _normal(c.num_attention_heads * c.head_dim + 2 * kv_width, c.hidden_size)
@@ -106,16 +112,6 @@ class Layer(nn.Module):
     def forward(self, compute: Callable[..., T], *values: Any) -> T:
         """Return `compute(self, *values)`. FSDP gathers sharded weights around a call of their module."""
         return compute(self, *values)
-
-    def _latent(self, c: ModelConfig) -> None:
-        heads = c.num_attention_heads
-        if c.q_lora_rank:
-            self.q_a = _normal(c.q_lora_rank, c.hidden_size)
-            self.q_a_norm = nn.Parameter(torch.ones(c.q_lora_rank))
-        self.q_b = _normal(heads * c.head_dim, c.q_lora_rank or c.hidden_size)
-        self.kv_a = _normal(c.kv_lora_rank + c.qk_rope_head_dim, c.hidden_size)
-        self.kv_a_norm = nn.Parameter(torch.ones(c.kv_lora_rank))
-        self.kv_b = _normal(heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)
 
 
 def _normal(*shape: int, along: int = -1, scale: float = 1.0) -> nn.Parameter:
