@@ -189,8 +189,7 @@ BOMBS = {
     "a nested array": announcing(keys=1, more=key(9, struct.pack("<IQIQ", 9, 1, 0, MANY))),
     "dimensions": announcing(tensors=1, more=struct.pack("<Q", 1) + b"t" + struct.pack("<IQQ", MANY, 1, 1)),
     "one place": announcing(
-        tensors=40,
-        more=b"".join(struct.pack("<Q2sIQIQ", 2, b"%02d" % n, 1, 12, 0, 0) for n in range(40)),
+        tensors=40, more=b"".join(struct.pack("<Q2sIQIQ", 2, b"%02d" % n, 1, 12, 0, 0) for n in range(40))
     ),
     "weights": announcing(tensors=1, more=struct.pack("<Q1sIQQIQ", 1, b"t", 2, MANY, MANY, 0, 0)),
 }
