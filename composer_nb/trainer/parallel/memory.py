@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from composer_nb.trainer.learning.muon import OptimizerName, matrices
+from composer_nb.trainer.learning.optimizer import OptimizerName, matrices
 from composer_nb.trainer.models.transformer import Layer, Model, ModelConfig
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 

@@ -23,7 +23,7 @@ def test_a_socket_fits_below_the_folder_however_long_tmpdir_is(
     place.mkdir(exist_ok=True)
     folders: list[Path] = []
 
-    def start(folder: Path, namespace: str) -> None:
+    def start(folder: Path) -> None:
         folders.append(folder)
         raise ConnectionError("far enough")
 
