@@ -1,7 +1,7 @@
 """A connection of this process to Ray: to a new cluster, which ends with the process, or to an existing one.
 
-The processes and the folder of a new cluster are in the journal, so that `reap` can remove them after a SIGKILL: Ray's agents
-would live for another half minute, and its folder would stay. A new cluster listens on the loopback only and requires a token.
+The folder of a new cluster is in the journal, so that `reap` can remove it and its processes after a SIGKILL: Ray's agents would
+live for another half minute, and the folder would stay. A new cluster listens on the loopback only and requires a token.
 """
 
 from __future__ import annotations
@@ -18,11 +18,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from composer_nb.harness.files import socket_folder
-from composer_nb.harness.sandbox.journal import WRITER, Resource, ResourceJournal
-from composer_nb.harness.sandbox.reap import release
+from composer_nb.harness.sandbox.reap import WRITER, Resource, ResourceJournal, release, with_mark
 
 END_S = 5.0
 LOCAL = ("127.0.0.1:", "localhost:")
@@ -103,18 +100,16 @@ class Cluster:
         self._remove()
 
     def _start(self) -> str:
-        """Start a cluster, record its folder and its processes, and return its address."""
+        """Start a cluster, record its folder, whose mark its processes inherit, and return its address."""
         folder = Path(tempfile.mkdtemp(prefix="cnb-", dir=socket_folder(len(SOCKET))))
+        marks = os.environ.get(WRITER, "")
         if (resource := self._journal.made("directory", folder)) is not None:
             self._resources.append(resource)
-            os.environ[WRITER] = resource.mark
+            os.environ[WRITER] = with_mark(resource.mark)
         try:
             self._node = start(folder)
         finally:
-            os.environ.pop(WRITER, None)
-        node = psutil.Process(self._node.pid)
-        made = [self._journal.made("process", process.pid) for process in (node, *node.children(recursive=True))]
-        self._resources += [resource for resource in made if resource is not None]
+            os.environ[WRITER] = marks
         return (folder / ADDRESS).read_text()
 
     def _remove(self) -> None:

@@ -29,8 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from composer_nb.harness.files import write_json
-from composer_nb.harness.sandbox.journal import FOLDER, ResourceJournal
-from composer_nb.harness.sandbox.reap import reap
+from composer_nb.harness.sandbox.reap import FOLDER, WRITER, ResourceJournal, reap
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.trainer.services.cluster import Cluster
 
@@ -212,14 +211,14 @@ def claim(lock: Path, tries: int = 20) -> int | None:
 
 def detach(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     """Run a module of this package in its own session, where it outlives this process; its output goes to `log`. The end of a job
-    does not end it, because it holds a lease on its own folder (docs/jobs.md)."""
+    does not end it, because it lives for its own folder (docs/jobs.md)."""
     with log.open("ab") as out:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", *words],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
-            env=os.environ | PROCESS | {"COMPOSER_NB_LEASE": str(log.parent)},
+            env=os.environ | PROCESS | {WRITER: str(log.parent)},
             start_new_session=True,
         )
     threading.Thread(target=process.wait, daemon=True).start()  # no zombie if it ends before this process

@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-from composer_nb.harness.sandbox.journal import FOLDER, ResourceJournal
+from composer_nb.harness.sandbox.reap import FOLDER, ResourceJournal
 from composer_nb.trainer.records.rundir import RunDir, full_disk
 from composer_nb.trainer.services import LOST
 from composer_nb.trainer.services.actors import ActorDied, RayActors

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_nb.harness.sandbox.journal import started
-from composer_nb.harness.sandbox.reap import reap
+from composer_nb.harness.sandbox.reap import reap, started
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.trainer.services import head
 from composer_nb.trainer.services.head import HeadGone, down, find, held, holder, up
@@ -197,5 +196,7 @@ def test_a_detached_process_has_a_session_and_a_lease_of_its_own(tmp_path: Path)
     process = head.detach(("timeit", "-n1", "-r1", "__import__('time').sleep(60)"), tmp_path / "its.log")
     wait(lambda: b"timeit" in Path(f"/proc/{process.pid}/cmdline").read_bytes())
     assert os.getsid(process.pid) == process.pid
-    assert f"COMPOSER_NB_LEASE={tmp_path}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    assert f"COMPOSER_NB_DIRECTORY={tmp_path}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(
+        b"\0"
+    )
     process.kill()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from composer_nb.harness.files import SOCKET_PATH, socket_folder
-from composer_nb.harness.sandbox.journal import ResourceJournal
+from composer_nb.harness.sandbox.reap import ResourceJournal
 from composer_nb.jobs.notebook import _sockets
 from composer_nb.trainer.services import cluster
 
