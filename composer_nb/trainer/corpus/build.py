@@ -21,9 +21,8 @@ from pydantic import Field
 
 from composer_nb.harness.files import replacing, write_json
 from composer_nb.harness.tasks.task import Task
-from composer_nb.trainer.corpus import licences, quality
-from composer_nb.trainer.corpus.contamination import Run, contaminated, secrets
-from composer_nb.trainer.corpus.duplicates import near_duplicates
+from composer_nb.trainer.corpus import filters, licences
+from composer_nb.trainer.corpus.filters import Run, contaminated, near_duplicates, secrets
 from composer_nb.trainer.corpus.order import import_order
 from composer_nb.trainer.corpus.repositories import SourceFile, read_files
 from composer_nb.trainer.corpus.store import digest_of, write_rows
@@ -75,7 +74,7 @@ def make_corpus(root: Path, out: Path, settings: CorpusSettings, tasks: Sequence
     files, reasons = [file for file, _ in read], {place: why for place, (_, why) in enumerate(read) if why}
     secret = secrets(tasks, settings.run)
     yields, dropped = [_row("found", files, [])], list[tuple[SourceFile, str, str]]()
-    for name, find in [("readable", lambda _: reasons), *_filters(settings, secret)]:
+    for name, find in [("readable", lambda _: reasons), *_filters_of(settings, secret)]:
         wrong = find(files)
         gone = [file for place, file in enumerate(files) if place in wrong]
         dropped += [(files[place], name, why) for place, why in sorted(wrong.items())]
@@ -105,7 +104,7 @@ def make_corpus(root: Path, out: Path, settings: CorpusSettings, tasks: Sequence
     return report
 
 
-def _filters(s: CorpusSettings, secret: Mapping[Run, str]) -> list[tuple[str, Find]]:
+def _filters_of(s: CorpusSettings, secret: Mapping[Run, str]) -> list[tuple[str, Find]]:
     def each(why: Callable[[SourceFile], str]) -> Find:
         return lambda files: {place: reason for place, file in enumerate(files) if (reason := why(file))}
 
@@ -113,16 +112,16 @@ def _filters(s: CorpusSettings, secret: Mapping[Run, str]) -> list[tuple[str, Fi
         return f"{value:.0f}" if value > most else ""
 
     def alphanumeric(file: SourceFile) -> str:
-        return f"{share:.2f}" if (share := quality.alphanumeric(file.text)) < s.alphanumeric else ""
+        return f"{share:.2f}" if (share := filters.alphanumeric(file.text)) < s.alphanumeric else ""
 
     def unparsed(file: SourceFile) -> str:
-        return "no Python" if file.path.endswith(".py") and not quality.parsed(file.text) else ""
+        return "no Python" if file.path.endswith(".py") and not filters.parsed(file.text) else ""
 
     return [
         ("licence", each(lambda file: _unlicensed(file, s.licences))),
-        ("not generated", each(lambda file: "says so" if quality.is_generated(file.text) else "")),
-        ("longest line", each(lambda file: over(quality.longest_line(file.text), s.line))),
-        ("mean line", each(lambda file: over(quality.mean_line(file.text), s.mean_line))),
+        ("not generated", each(lambda file: "says so" if filters.is_generated(file.text) else "")),
+        ("longest line", each(lambda file: over(filters.longest_line(file.text), s.line))),
+        ("mean line", each(lambda file: over(filters.mean_line(file.text), s.mean_line))),
         ("alphanumeric", each(alphanumeric)),
         ("parses", each(unparsed)),
         ("identical", _identical),

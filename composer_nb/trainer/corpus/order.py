@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 
-from composer_nb.trainer.corpus.quality import parsed
+from composer_nb.trainer.corpus.filters import parsed
 
 
 def import_order(texts: Mapping[str, str]) -> list[str]:

@@ -24,7 +24,7 @@ from composer_nb.harness.rollout import Hint
 from composer_nb.kernels.attention.causal import causal_attention
 from composer_nb.kernels.logprob import logprob_entropy
 from composer_nb.kernels.moe.routing import Replay, Routing
-from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY, ReplaySettings
+from composer_nb.trainer.learning.routes import FULL, NO_REPLAY, ReplaySettings
 from composer_nb.trainer.models.transformer import Gather, Model
 
 
@@ -57,7 +57,7 @@ class Stream:
     whole: Whole | None = None
     """The rollout that this segment belongs to. None: the stream is all of it."""
     hints: tuple[Hint, ...] = ()
-    """Hints for some of its turns (`feedback.py`)."""
+    """Hints for some of its turns (`learner.py`)."""
 
     def route_fault(self, replay: ReplaySettings = FULL) -> str:
         """Return why these routes cannot be replayed, as far as the stream alone shows; empty if they can."""
