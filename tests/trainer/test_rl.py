@@ -26,9 +26,8 @@ from composer_nb.trainer.learning import learner as learning
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.packing import Stream, flatten, score
+from composer_nb.trainer.learning.packing import FULL, NO_REPLAY, Stream, flatten, score
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.learning.routes import FULL, NO_REPLAY
 from composer_nb.trainer.models.transformer import Model, PackedRows
 from composer_nb.trainer.recipe.reinforce import sample_groups
 from composer_nb.trainer.rl import Scored, ledger, score_groups, shuffle_rewards, to_streams

@@ -28,9 +28,8 @@ from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.packing import Stream, families, flatten, microbatches, score
+from composer_nb.trainer.learning.packing import FULL, Stream, families, flatten, microbatches, score
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.learning.routes import FULL
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.rl import Batch as RlBatch
 from composer_nb.trainer.rl import Scored, ledger, measured, streams_of, to_streams

@@ -11,7 +11,7 @@ import torch
 from composer_nb.harness.rewards import Reward
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.routes import FULL, NO_REPLAY
+from composer_nb.trainer.learning.packing import FULL, NO_REPLAY
 from composer_nb.trainer.models.variants import Numerics, variant
 from composer_nb.trainer.rl import Scored, to_streams
 from tests.trainer.stillness import stand_still

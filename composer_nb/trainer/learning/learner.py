@@ -34,9 +34,19 @@ from composer_nb.kernels.moe.routing import Routing
 from composer_nb.trainer.learning.balance import Cost, deal_out, first_fit
 from composer_nb.trainer.learning.loss import LossSettings, kl_penalty, policy_loss
 from composer_nb.trainer.learning.optimizer import Optimizer
-from composer_nb.trainer.learning.packing import FlatBatch, Stream, families, flatten, microbatches, moved, score
+from composer_nb.trainer.learning.packing import (
+    NO_REPLAY,
+    FlatBatch,
+    ReplaySettings,
+    Stream,
+    families,
+    flatten,
+    microbatches,
+    moved,
+    score,
+)
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.learning.routes import NO_REPLAY, ReplaySettings, overlap, own_routes, require_routes
+from composer_nb.trainer.learning.routes import overlap, own_routes, require_routes
 from composer_nb.trainer.models.transformer import Model
 
 PER_TOKEN = ("masked", "ratio_off_20", "k3", "ratio_cut", "entropy")

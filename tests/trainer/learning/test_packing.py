@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from composer_nb.harness.policy import route_checks
 from composer_nb.kernels.moe.routing import Replay
 from composer_nb.trainer.learning.packing import (
+    FULL,
+    NO_REPLAY,
     FlatBatch,
     Stream,
     families,
@@ -20,7 +22,6 @@ from composer_nb.trainer.learning.packing import (
     microbatches,
     score,
 )
-from composer_nb.trainer.learning.routes import FULL, NO_REPLAY
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from tests.trainer.learning.trees import tree_tokens
 

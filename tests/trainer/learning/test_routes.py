@@ -16,9 +16,8 @@ from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.packing import Stream
+from composer_nb.trainer.learning.packing import FULL, Stream
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.learning.routes import FULL
 from composer_nb.trainer.rl import Scored, to_streams
 
 LEARN: dict[str, Any] = {"minibatches": 2, "denominator": 50.0, "lr": 1e-3, "clip": 1.0, "budget": 64}
