@@ -28,10 +28,17 @@ LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
 SOCKET = "/cnb-12345678/session_2026-01-01_12-00-00_123456_1234567/sockets/plasma_store"
 """A path of Ray's sockets, below the folder for temporary files."""
-PORTS = ("dashboard-agent-listen-port", "ray-client-server-port")
-"""Ports that are the same for all clusters unless they are set."""
-STARTS = 3
-"""Tries to start Ray, whose raylet ends itself if its agents are not there after 15 s, as on a busy machine."""
+PORTS = {
+    "dashboard-agent-grpc-port": "metrics_agent_port",
+    "dashboard-agent-listen-port": "dashboard_agent_listen_port",
+    "metrics-export-port": "metrics_export_port",
+    "runtime-env-agent-port": "runtime_env_agent_port",
+    "ray-client-server-port": "",
+}
+"""Ports of a cluster, with the names of the files in which Ray's agents tell their raylet of theirs."""
+STARTS = 2
+"""Tries to start Ray."""
+GCS = "gcs_server_port_"
 ADDRESS = "ray_current_cluster"
 """File with the address of a cluster, once it has started."""
 ANSWER_S = 5.0
@@ -161,6 +168,11 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
         while process.poll() is None:
             if (folder / ADDRESS).is_file():
                 return process
+            # A raylet ends itself if its agents have not told it of their ports after 15 s, as on a busy machine.
+            for gcs in folder.glob(f"session_*/{GCS}*"):
+                for option, name in PORTS.items():
+                    if name and not (file := gcs.with_name(f"{name}_{gcs.name.removeprefix(GCS)}")).exists():
+                        file.write_text(str(ports[option]))
             time.sleep(0.05)
     raise ConnectionError(f"Ray did not start: {' '.join(log.read_text(errors='replace').split())[-500:]}")
 
