@@ -87,10 +87,10 @@ def shingles(text: str) -> NDArray[np.uint32]:
     return np.unique(np.array([crc32(" ".join(run).encode()) for run in runs], np.uint32))
 
 
-def jaccard(one: NDArray[np.uint32], other: NDArray[np.uint32]) -> float:
+def jaccard(first: NDArray[np.uint32], other: NDArray[np.uint32]) -> float:
     """Return the Jaccard similarity of two sets, given as sorted arrays without repeats."""
-    both = len(np.intersect1d(one, other, assume_unique=True))
-    return both / (len(one) + len(other) - both)
+    both = len(np.intersect1d(first, other, assume_unique=True))
+    return both / (len(first) + len(other) - both)
 
 
 def near_duplicates(texts: Sequence[str], similar: float, seed: int) -> dict[int, int]:
@@ -101,17 +101,17 @@ def near_duplicates(texts: Sequence[str], similar: float, seed: int) -> dict[int
     rows = max(r for r in range(1, _PERMUTATIONS) if (1 - similar**r) ** (_PERMUTATIONS // r) < _MISSED)
     index = MinHashLSH(params=(_PERMUTATIONS // rows, rows), num_perm=_PERMUTATIONS)
     empty = MinHash(num_perm=_PERMUTATIONS, seed=seed + 1, hashfunc=int, scheme="affine32")
-    kept: dict[int, NDArray[np.uint32]] = {}
+    retained: dict[int, NDArray[np.uint32]] = {}
     dropped: dict[int, int] = {}
-    for place, text in enumerate(texts):
+    for position, text in enumerate(texts):
         mine, sketch = shingles(text), empty.copy()
         sketch.update_batch(mine)
-        near = (other for other in sorted(index.query(sketch)) if jaccard(mine, kept[other]) >= similar)
-        if (found := next(near, None)) is not None:
-            dropped[place] = found
+        near = (other for other in sorted(index.query(sketch)) if jaccard(mine, retained[other]) >= similar)
+        if (duplicate := next(near, None)) is not None:
+            dropped[position] = duplicate
         else:
-            kept[place] = mine
-            index.insert(place, sketch)
+            retained[position] = mine
+            index.insert(position, sketch)
     return dropped
 
 
@@ -128,12 +128,12 @@ def runs(words: Sequence[str], n: int) -> Iterator[Run]:
 
 def secrets(tasks: Iterable[Task], n: int) -> dict[Run, str]:
     """Return the runs of `n` tokens that reveal a task, each with a task's id. A part with fewer tokens gives none."""
-    found: dict[Run, str] = {}
+    revealing: dict[Run, str] = {}
     for task in tasks:
-        shown = {run for text in task.files.values() for run in runs(tokens(text), n)}
+        visible = {run for text in task.files.values() for run in runs(tokens(text), n)}
         for text in (task.instruction, *task.tests.values(), *task.solution.values()):
-            found |= {run: task.id for run in runs(tokens(text), n) if run not in shown}
-    return found
+            revealing |= {run: task.id for run in runs(tokens(text), n) if run not in visible}
+    return revealing
 
 
 def contaminated(texts: Sequence[tuple[str, str]], secret: Mapping[Run, str], n: int, common: int) -> dict[int, str]:
@@ -141,13 +141,13 @@ def contaminated(texts: Sequence[tuple[str, str]], secret: Mapping[Run, str], n:
     than `common` repositories are idioms and do not count."""
     users: dict[Run, set[str]] = defaultdict(set)
     shared: dict[int, set[Run]] = {}
-    for place, (repository, text) in enumerate(texts if secret else ()):
+    for index, (repository, text) in enumerate(texts if secret else ()):
         if hits := {run for run in runs(tokens(text), n) if run in secret}:
-            shared[place] = hits
+            shared[index] = hits
             for run in hits:
                 users[run].add(repository)
     return {
-        place: min(secret[run] for run in own)
-        for place, hits in shared.items()
-        if (own := [run for run in hits if len(users[run]) <= common])
+        index: min(secret[run] for run in specific)
+        for index, hits in shared.items()
+        if (specific := [run for run in hits if len(users[run]) <= common])
     }

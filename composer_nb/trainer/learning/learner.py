@@ -114,32 +114,32 @@ class Learner:
             after()
         sums = ranks.sums({name: totals[name] for name in (*PER_TOKEN, *COUNTS)})
         count, rows, agreed, chosen, implausible, hinted, kl = (sums.pop(name) for name in COUNTS)
-        found = {name: share(value, count) for name, value in sums.items()}
-        found |= {"grad_norm": float(np.mean(norms)) if norms else math.nan, "lr": lr}
+        results = {name: share(value, count) for name, value in sums.items()}
+        results |= {"grad_norm": float(np.mean(norms)) if norms else math.nan, "lr": lr}
         if self.settings.feedback:
-            found |= {"hinted": hinted, "feedback_kl": share(kl, hinted)}
+            results |= {"hinted": hinted, "feedback_kl": share(kl, hinted)}
         if ranks.world > 1 and shares:
-            found |= {name: float(np.mean([waits[name] for _, waits in shares])) for name in shares[0][1]}
+            results |= {name: float(np.mean([waits[name] for _, waits in shares])) for name in shares[0][1]}
         if self.replay.on:
-            wanted = sum(len(stream.token_ids) - 1 for stream in streams)
-            assert rows == wanted, "each row of routes is used exactly once"
-            found["replay_overlap"] = share(agreed, chosen)
-            found["replay_implausible"] = share(implausible, chosen)
-        return found
+            forwarded = sum(len(stream.token_ids) - 1 for stream in streams)
+            assert rows == forwarded, "each row of routes is used exactly once"
+            results["replay_overlap"] = share(agreed, chosen)
+            results["replay_implausible"] = share(implausible, chosen)
+        return results
 
     def _batch(self, streams: Sequence[Stream], ranks: Ranks) -> FlatBatch:
         """Return this rank's part of the streams as one batch, with the routes to replay, if any."""
         batch: FlatBatch = moved(ranks.split(flatten(streams, self.replay)), self.model.embed.device)
         if not self.replay.on or self.replay.source == "engine":
             return batch
-        seen: list[Routing] = []
+        routings: list[Routing] = []
         with torch.no_grad():
-            score(self.model, batch, seen=seen)
-        return replace(batch, recorded=own_routes(seen, self.replay))
+            score(self.model, batch, seen=routings)
+        return replace(batch, recorded=own_routes(routings, self.replay))
 
     def _loss(self, batch: FlatBatch, denominator: float) -> tuple[Tensor, dict[str, float]]:
-        s, seen = self.settings, list[Routing]()
-        logprob_S, entropy_S = score(self.model, batch, batch.recorded, seen=seen)
+        s, routings = self.settings, list[Routing]()
+        logprob_S, entropy_S = score(self.model, batch, batch.recorded, seen=routings)
         advantage_S, penalty = batch.advantage_S, None
         if s.beta and self.reference is not None:
             with torch.no_grad():
@@ -153,7 +153,7 @@ class Learner:
         sums = {"entropy": float(entropy_S.sum()), **metrics}
         if not batch.counts:
             sums = dict.fromkeys(sums, 0.0)
-        return loss, sums | (overlap(seen) | {"rows": float(batch.rows)} if self.replay.on else {})
+        return loss, sums | (overlap(routings) | {"rows": float(batch.rows)} if self.replay.on else {})
 
 
 def _share(

@@ -235,16 +235,16 @@ class FlatOptimizer(Optimizer):
         """Restore `state`. Raises ValueError, before any change, if it belongs to a model of another size or to another
         optimizer."""
         moments = {name: value for name, value in state.items() if name != "master"}
-        known = {"step", "exp_avg", "exp_avg_sq", *(["momentum"] if self._stacks else [])}
+        expected = {"step", "exp_avg", "exp_avg_sq", *(["momentum"] if self._stacks else [])}
         if state["master"].shape != self.master.shape:
             raise ValueError(
                 f"the checkpoint holds {state['master'].numel()} weights, the model {self.master.numel()}: "
                 "the model's settings changed since it was written"
             )
-        if moments and moments.keys() != known:  # a state without moments is from before the first step
+        if moments and moments.keys() != expected:  # a state without moments is from before the first step
             raise ValueError(
                 f"optimizer.name={self._settings.name!r}: the checkpoint holds {', '.join(sorted(moments))}, not "
-                f"{', '.join(sorted(known))}; it was written with another optimiser: go on with that one, or begin a new run"
+                f"{', '.join(sorted(expected))}; it was written with another optimiser: go on with that one, or begin a new run"
             )
         momentum = moments.pop("momentum", None)
         self._momentum.zero_() if momentum is None else self._momentum.copy_(momentum)
@@ -260,7 +260,7 @@ class FlatOptimizer(Optimizer):
 
 def trapezoid(step: float, steps: float, warmup: float, constant: float, floor: float = 0.03) -> float:
     """Return a factor of the learning rate: rising over `warmup`, 1 until `constant` (shares of `steps`), falling to `floor`."""
-    place = (step + 1) / steps
-    if place < warmup:
-        return place / warmup
-    return 1.0 if place <= constant else floor + (1 - floor) * (1 - place) / (1 - constant)
+    progress = (step + 1) / steps
+    if progress < warmup:
+        return progress / warmup
+    return 1.0 if progress <= constant else floor + (1 - floor) * (1 - progress) / (1 - constant)

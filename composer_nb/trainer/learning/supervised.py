@@ -147,16 +147,16 @@ def _losses(
 
 def share(rows: Sequence[TokenRow], ranks: Ranks) -> list[TokenRow]:
     """Return this rank's part of a batch. Rows are dealt longest first, so that the ranks' parts cost about the same."""
-    place, count = ranks.share
-    mine = deal({number: len(row.token_ids) for number, row in enumerate(rows)}, count)[place]
+    rank, count = ranks.share
+    mine = deal({number: len(row.token_ids) for number, row in enumerate(rows)}, count)[rank]
     return [rows[number] for number in mine]
 
 
 @torch.no_grad()
 def cross_entropy(model: Model, rows: Sequence[TokenRow], ranks: Ranks, budget: int = 4096) -> float:
     """Return the mean cross-entropy, in nats per token, over the tokens of weight 1."""
-    place, count = ranks.share
-    parts = list(within(budget, rows[place::count]))
+    rank, count = ranks.share
+    parts = list(within(budget, rows[rank::count]))
     if ranks.lockstep:
         parts += [[]] * (max(ranks.gather(len(parts))) - len(parts))
     total = {"loss": 0.0, "tokens": 0.0}

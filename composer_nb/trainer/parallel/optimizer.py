@@ -104,12 +104,12 @@ class ShardedOptimizer(Optimizer):
     def state(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as DTensors that share memory with this rank's parts. Names are those of the
         unsharded model."""
-        found: dict[str, Any] = {"step": torch.zeros(())}
+        tensors: dict[str, Any] = {"step": torch.zeros(())}
         for name, weight in self.weights.items():
             parts = self._parts(name)
-            found["step"] = parts.pop("step", found["step"])
-            found |= {f"{kind}.{_plain(name)}": _like(weight, part) for kind, part in parts.items()}
-        return found
+            tensors["step"] = parts.pop("step", tensors["step"])
+            tensors |= {f"{kind}.{_plain(name)}": _like(weight, part) for kind, part in parts.items()}
+        return tensors
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ def _plain(name: str) -> str:
     return name.replace(".experts.", ".")
 
 
-def _like(weight: DTensor, own: Tensor) -> DTensor:
+def _like(weight: DTensor, shard: Tensor) -> DTensor:
     return DTensor.from_local(
-        own, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        shard, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
     )

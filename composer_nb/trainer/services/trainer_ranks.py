@@ -187,9 +187,9 @@ class TrainerGroup:
         _chain(saved, lambda _: outer.set_result(begun), outer)
 
 
-def together(futures: Sequence[Future[Any]], patience_s: float = HEARD_S) -> Future[list[Any]]:
+def together(futures: Sequence[Future[Any]]) -> Future[list[Any]]:
     """Return a future of all results. It raises as soon as a rank is known to be dead. Another failure may be the first sign of a
-    death, so it raises once all have ended or after `patience_s`."""
+    death, so it raises once all have ended or after `HEARD_S`."""
     outer: Future[list[Any]] = Future()
     lock, left, failed = threading.Lock(), len(futures), list[BaseException]()
 
@@ -215,7 +215,7 @@ def together(futures: Sequence[Future[Any]], patience_s: float = HEARD_S) -> Fut
         elif last:
             settle(None)
         elif first:
-            timer = threading.Timer(patience_s, settle, (error,))
+            timer = threading.Timer(HEARD_S, settle, (error,))
             timer.daemon = True
             timer.start()
 

@@ -94,7 +94,7 @@ def test_the_baseline_moves_on_acknowledgement_alone(url: str):
     publisher.acknowledge(3, state_hash(weights(3)))
     publisher.acknowledge(2, state_hash(weights(2)))
     assert base(5) == 3, "a late acknowledgement does not move it back"
-    publisher.refuse()
+    VersionStore(url).write("refused/receiver.json", b"")
     assert [base(6), base(7)] == [None, None], "a full version starts a chain of its own"
     for version in range(2, 8):
         assert_right(receiver, version)
@@ -188,7 +188,7 @@ def test_the_ledger_outlives_what_is_pruned(url: str):
     for version in range(6):
         publisher.publish(version, weights(version), FILES)
         publisher.acknowledge(version, receiver.install(receiver.fetch(version)), "engine-a")
-    publisher.refuse()
+    VersionStore(url).write("refused/receiver.json", b"")
     publisher.publish(6, weights(6), FILES)
     publisher.prune(1)
     rows = log(url)
@@ -370,29 +370,21 @@ def test_the_background_publisher_publishes_in_order_and_close_waits_for_all(url
 
 def test_an_error_in_the_background_surfaces_at_the_next_call_and_what_was_handed_over_is_published(url: str):
     inner, gate = Publisher(url, owner="run"), threading.Lock()
-    publisher, form = BackgroundPublisher(inner, depth=3), "not versions of one model"
+    publisher = BackgroundPublisher(inner)
     with gate, pytest.MonkeyPatch.context() as patch:
         publish = inner.publish
         patch.setattr(inner, "publish", lambda *work: [gate.acquire(), gate.release(), publish(*work)])
         publisher.publish(0, weights(0), FILES)
         publisher.publish(1, {"norm": torch.zeros(1)}, FILES)
-        publisher.publish(2, weights(2), FILES)
-    with pytest.raises(ValueError, match=form):
+    with pytest.raises(ValueError, match="not versions of one model"):
         publisher.close()
-    assert [row["version"] for row in log(url)] == [0, 2]
-    publisher = BackgroundPublisher(inner, depth=1)
-    publisher.publish(3, {"norm": torch.zeros(1)}, FILES)
-    with pytest.raises(ValueError, match=form):
-        publisher.publish(4, weights(4), FILES)
-    publisher.publish(4, weights(4), FILES)
-    publisher.close()
-    assert [row["version"] for row in log(url)] == [0, 2, 4]
+    assert [row["version"] for row in log(url)] == [0]
 
 
 def test_the_queue_is_bounded(url: str, monkeypatch):
     inner, gate = Publisher(url, owner="run"), threading.Event()
     monkeypatch.setattr(inner, "publish", lambda *_: gate.wait())
-    publisher = BackgroundPublisher(inner, depth=2)
+    publisher = BackgroundPublisher(inner)
     caller = threading.Thread(target=lambda: [publisher.publish(v, weights(v), FILES) for v in range(3)])
     caller.start()
     caller.join(0.2)
@@ -451,7 +443,7 @@ def test_pruning_keeps_the_baseline_and_what_may_become_one(url: str):
     publisher, receiver = Publisher(url, owner="run"), Receiver(url)
     for version in range(3):
         follow(publisher, receiver, version)
-    publisher.refuse()
+    VersionStore(url).write("refused/receiver.json", b"")
     publisher.publish(3, weights(3), FILES)
     publisher.publish(4, weights(4), FILES)
     assert publisher.prune(1) == [0, 1, 2]
