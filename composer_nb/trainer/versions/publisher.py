@@ -297,7 +297,8 @@ class BackgroundPublisher:
         self._under_way: deque[Future[Any]] = deque()
 
     def publish(self, version: int, tensors: Weights, files: SideFiles) -> Future[str]:
-        """Queue a version; blocks while `DEPTH` versions are under way. The future is the hash of all ranks' tensors together. Raises the error of an earlier version."""
+        """Queue a version; blocks while `DEPTH` versions are under way. The future is the hash of all ranks' tensors together.
+        Raises the error of an earlier version."""
         self._settle(DEPTH - 1)
         hash: Future[str] = Future()
 
