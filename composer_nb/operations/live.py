@@ -94,7 +94,7 @@ class LivePage:
 
     def _board(self, request: Request) -> Response:
         """Return the board. Pictures are redrawn after a change, in at most a fifth of the time: the run needs the processors."""
-        from composer_nb.trainer.recipe.status import read_status
+        from composer_nb.trainer.recipe.reader import read_status
         from composer_nb.views import dashboard
         from composer_nb.views.page import image
 

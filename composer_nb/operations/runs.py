@@ -139,8 +139,8 @@ def fork(args: argparse.Namespace) -> int:
     """
     from composer_nb.harness.untrusted import json_of
     from composer_nb.jobs.notebook import terminate_as_interrupt
-    from composer_nb.trainer.recipe.branch import branch, settings_after
     from composer_nb.trainer.recipe.launch import start_or_resume
+    from composer_nb.trainer.recipe.replay import branch, settings_after
     from composer_nb.trainer.records.rundir import open_run
     from composer_nb.trainer.settings import from_dict, override
 
@@ -248,7 +248,7 @@ def watch(args: argparse.Namespace) -> int:
     """Show the state of a run, live or finished."""
     from composer_nb.harness.files import write_atomic
     from composer_nb.harness.untrusted import visible
-    from composer_nb.trainer.recipe.status import read_status
+    from composer_nb.trainer.recipe.reader import read_status
     from composer_nb.views import dashboard
     from composer_nb.views.page import document, text_table
 
@@ -280,17 +280,17 @@ def compare(args: argparse.Namespace) -> int:
     from composer_nb.production.arms import compare_evals
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.recipe.report import compare
-    from composer_nb.views.compare import eval_page, eval_table, figures, page, table
+    from composer_nb.views.compare import figures, page, table
 
-    if not any((path / "run.db").is_file() for path in args.paths):
-        scores = compare_evals(*args.paths)
-        if args.html:
-            write_atomic(args.html, eval_page(scores))
-        return emit(args, scores, lambda: eval_table(scores))
-    first, second = (ReadOnly(each) for each in args.paths)
-    comparison = compare(first, second)
+    drawn: dict[str, tuple[str, bytes]] = {}
+    if any((path / "run.db").is_file() for path in args.paths):
+        first, second = map(ReadOnly, args.paths)
+        comparison = compare(first, second)
+        drawn = figures(comparison, first, second) if args.html else {}
+    else:
+        comparison = compare_evals(*args.paths)
     if args.html:
-        write_atomic(args.html, page(comparison, figures(comparison, first, second)))
+        write_atomic(args.html, page(comparison, drawn))
     return emit(args, comparison, lambda: table(comparison))
 
 
@@ -301,7 +301,7 @@ def track(args: argparse.Namespace) -> int:
     """Send the figures of a run, live or finished, to trackers; the same command goes on where it ended."""
     from composer_nb.harness.untrusted import visible
     from composer_nb.operations.track import follow, parse
-    from composer_nb.trainer.recipe.status import read_status
+    from composer_nb.trainer.recipe.reader import read_status
 
     path, names = read_status(args.path).path, parse(args.to)
     with ThreadPoolExecutor() as pool:

@@ -24,9 +24,8 @@ from matplotlib.ticker import MaxNLocator
 
 from composer_nb.harness.untrusted import as_html
 from composer_nb.trainer.recipe.launch import LOCK
-from composer_nb.trainer.recipe.reader import ReadOnly
+from composer_nb.trainer.recipe.reader import ReadOnly, Status, read_status
 from composer_nb.trainer.recipe.report import reward_trend
-from composer_nb.trainer.recipe.status import Status, read_status
 from composer_nb.trainer.services.head import holder
 from composer_nb.trainer.services.journal import REFUSED
 from composer_nb.views import style

@@ -8,8 +8,8 @@ from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import as_html
 from composer_nb.views import style
-from composer_nb.views.colouring import Tint
 from composer_nb.views.page import Html, box
+from composer_nb.views.rollout import Tint
 
 MARK = Tint(style.ORANGE, 0.6).over_page
 """Background of a wrong line."""

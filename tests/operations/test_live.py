@@ -10,8 +10,7 @@ import httpx
 import pytest
 
 from composer_nb.operations.live import LivePage
-from composer_nb.trainer.recipe.reader import example_run, telling_step
-from composer_nb.trainer.recipe.status import read_status
+from composer_nb.trainer.recipe.reader import example_run, read_status, telling_step
 from composer_nb.views.dashboard import headline
 from composer_nb.views.rollout import sampled
 

@@ -30,7 +30,7 @@ from composer_nb.trainer.learning.packing import Stream, flatten, score
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY
 from composer_nb.trainer.models.transformer import Model, PackedRows
-from composer_nb.trainer.recipe.reinforce import sample_groups
+from composer_nb.trainer.recipe.recipe import sample_groups
 from composer_nb.trainer.rl import Scored, ledger, score_groups, shuffle_rewards, to_streams
 
 NEVER = frozenset[int]()

@@ -18,8 +18,7 @@ from pixels import drawn
 
 from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.system.linux import patience
-from composer_nb.trainer.recipe.reader import PromptSlot
-from composer_nb.trainer.recipe.status import read_status
+from composer_nb.trainer.recipe.reader import PromptSlot, read_status
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.settings import Settings, override, to_dict
 from composer_nb.views import dashboard

@@ -24,7 +24,7 @@ from composer_nb.labs.microscope import routes
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.views import colouring, curves, rollout, scores, style, task
+from composer_nb.views import curves, rollout, scores, style, task
 from composer_nb.views.page import box
 from composer_nb.views.report import pictures
 
@@ -160,8 +160,8 @@ def test_colours_say_how_likely_and_which_way(tiny_run: RunDir):
             assert tint is None or (tint.hue == style.SKY) == (advantage > 0)
 
 
-def colours_of(stored: rollout.StoredRollout, by: colouring.ColorBy) -> colouring.Colouring:
-    return colouring.colouring(stored.segment, by, stored.token_advantages, stored.trainer)
+def colours_of(stored: rollout.StoredRollout, by: rollout.ColorBy) -> rollout.Colouring:
+    return rollout.colouring(stored.segment, by, stored.token_advantages, stored.trainer)
 
 
 @pytest.fixture
@@ -171,8 +171,8 @@ def followed(tiny_run: RunDir) -> rollout.StoredRollout:
     return rollout.with_trainer(stored, load_pretrained(tiny_run.path / "weights" / "midtrained"))
 
 
-@pytest.mark.parametrize("color", get_args(colouring.ColorBy))
-def test_every_colouring_explains_itself(followed: rollout.StoredRollout, color: colouring.ColorBy):
+@pytest.mark.parametrize("color", get_args(rollout.ColorBy))
+def test_every_colouring_explains_itself(followed: rollout.StoredRollout, color: rollout.ColorBy):
     page, colours = rollout.read(followed, color).text, colours_of(followed, color)
     assert colours.key and all(html.escape(meaning) in page for _, meaning in colours.key)
     for tint, acted in zip(colours.tints, followed.segment.acted, strict=True):
@@ -183,13 +183,13 @@ def test_every_colouring_explains_itself(followed: rollout.StoredRollout, color:
 def test_ratios_are_the_trainers(followed: rollout.StoredRollout):
     assert followed.trainer is not None
     segment, acted = followed.segment, followed.segment.acted
-    moved = colouring.log_ratio(segment, followed.trainer)
+    moved = rollout.log_ratio(segment, followed.trainer)
     assert np.allclose(moved[acted], (followed.trainer.logprob - segment.logprob)[acted]) and not moved[~acted].any()
     assert np.abs(moved).max() > 0.05, "another policy"
     tints = colours_of(followed, "ratio").tints
     for tint, value in zip(tints, moved.tolist(), strict=True):
         if tint is not None:
-            assert tint.strength == pytest.approx(min(1.0, abs(value) / colouring.DRIFT))
+            assert tint.strength == pytest.approx(min(1.0, abs(value) / rollout.DRIFT))
             assert value == 0 or (tint.hue == style.SKY) == (value > 0)
     place = int(np.argmax(np.abs(moved)))
     notes = [html.unescape(note) for note in re.findall(r'title="([^"]*)"', rollout.read(followed).text)]
@@ -233,7 +233,7 @@ def test_a_page_follows_the_theme_and_text_stays_readable():
     hues = (style.SKY, style.ORANGE, style.GREEN, style.PURPLE, style.YELLOW, style.BLUE, style.VERMILION)
     for back, ink in (((1.0,) * 3, (0x22 / 255,) * 3), ((0x18 / 255,) * 3, (0xE6 / 255,) * 3)):
         for hue in hues:
-            red, green, blue, alpha = (float(x) for x in re.findall(r"[\d.]+", colouring.Tint(hue).over_page))
+            red, green, blue, alpha = (float(x) for x in re.findall(r"[\d.]+", rollout.Tint(hue).over_page))
             under = tuple(alpha * c / 255 + (1 - alpha) * b for c, b in zip((red, green, blue), back, strict=True))
             dark, bright = sorted((luminance(under), luminance(ink)))
             assert (bright + 0.05) / (dark + 0.05) > 3, (hue, back)

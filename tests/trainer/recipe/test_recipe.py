@@ -26,8 +26,8 @@ from composer_nb.trainer import settings as config
 from composer_nb.trainer.models.companions import read_companions, template, token_ids
 from composer_nb.trainer.recipe.launch import RunFailed, fork, start_or_resume
 from composer_nb.trainer.recipe.prepare import _drop_leaks
+from composer_nb.trainer.recipe.reader import prompts
 from composer_nb.trainer.recipe.report import build_report
-from composer_nb.trainer.recipe.status import prompts
 from composer_nb.trainer.records.rundir import RunDir, create
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
 from composer_nb.views.report import pictures

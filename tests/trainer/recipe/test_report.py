@@ -13,9 +13,15 @@ import pytest
 from rich.console import Console
 
 from composer_nb.harness.files import write_json
-from composer_nb.trainer.recipe.reader import open_run, solved_by_task, telling_step, weights_before
-from composer_nb.trainer.recipe.report import STAGES, build_report, last_live, reward_trend
-from composer_nb.trainer.recipe.status import read_status
+from composer_nb.trainer.recipe.reader import (
+    STAGES,
+    open_run,
+    read_status,
+    solved_by_task,
+    telling_step,
+    weights_before,
+)
+from composer_nb.trainer.recipe.report import build_report, last_live, reward_trend
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.settings import Settings, override, to_dict
 from composer_nb.views.report import fact_rows, last_update, page, score_rows, table, write_report

@@ -30,11 +30,10 @@ from composer_nb.trainer import rl
 from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face, load_pretrained, published
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.prompts import Order, prompt_order, tasks_by_id
-from composer_nb.trainer.recipe.branch import branch
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
-from composer_nb.trainer.recipe.replay import replay
+from composer_nb.trainer.recipe.reader import prompts
+from composer_nb.trainer.recipe.replay import branch, replay
 from composer_nb.trainer.recipe.report import build_report
-from composer_nb.trainer.recipe.status import prompts
 from composer_nb.trainer.records.batches import batch_file, load_batch
 from composer_nb.trainer.records.rundir import RunDir, create
 from composer_nb.trainer.services import run as process
