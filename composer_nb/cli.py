@@ -44,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_lines("stdout" if args.lines and not getattr(args, "json", False) else "stderr", render=visible_lines)
     try:
         return int(COMMANDS[args.command].run(args))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:  # with a hint of how to go on, if the command knows one
+        print("; ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output is gone
         sys.stderr.close()

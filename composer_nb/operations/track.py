@@ -103,7 +103,7 @@ def mlflow(run: ReadOnly, settings: Mapping[str, Any]) -> Tracker:
     return log, lambda: client.set_terminated(key)
 
 
-TRACKERS = {each.__name__: each for each in (tensorboard, wandb, trackio, mlflow)}
+TRACKERS = {tracker.__name__: tracker for tracker in (tensorboard, wandb, trackio, mlflow)}
 
 
 def parse(names: str) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,9 +17,7 @@ from composer_nb.harness.rollout import Turn
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import SandboxSpec, Stats
 from composer_nb.harness.sandbox.journal import ResourceJournal
-from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.attacks.case import AttackVerdict
 from composer_nb.labs.attacks.patches import Patch, patches
 from composer_nb.views import environments
 from composer_nb.views.environments import Future, Watched
@@ -102,13 +99,6 @@ def test_everyday_graders_know_an_honest_fix_and_are_fooled_as_they_were(backend
     }
 
 
-def test_a_verdict_tells_tampering_from_failing():
-    assert environments.verdict(Grade(status="graded", tests={"a": True})) == "accepted"
-    assert environments.verdict(Grade(status="graded", tests={"a": False})) == "rejected"
-    assert environments.verdict(Grade(status="tampered", tests={"a": True})) == "tampered"
-    assert environments.verdict(Grade(status="agent_failed")) == "rejected"
-
-
 def test_a_census_counts_what_is_there_not_what_is_noted(tmp_path: Path):
     journal = ResourceJournal(tmp_path, "run")
     folder = tmp_path / "held"
@@ -125,20 +115,6 @@ def test_a_census_counts_what_is_there_not_what_is_noted(tmp_path: Path):
     assert environments.census(tmp_path, below)["notes in the journal"] == 1
     journal.gone(directory)
     assert environments.census(tmp_path, {}) == dict.fromkeys(there, 0)
-
-
-def test_descendants_are_found_below_their_ancestor():
-    shell = subprocess.Popen(["bash", "-c", "sleep 60 & wait"])
-    try:
-        deadline = time.monotonic() + patience(10)
-        while not (below := environments.descendants(shell.pid)) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert len(below) == 1 and shell.pid not in below
-    finally:
-        for pid in below:
-            subprocess.run(["kill", str(pid)], check=False)
-        shell.kill()
-        shell.wait()
 
 
 # Figures.
@@ -208,13 +184,3 @@ def test_a_matrix_says_who_was_wrong():
     assert texts(picture) == ["✓ accepted", "✗ rejected", "✗ accepted", "! tampered", "rejected", "rejected"]
     assert [label.get_text() for label in picture.axes[0].get_yticklabels()] == ["fix", "cheat", "nothing"]
     assert shows_something(picture)
-
-
-def test_cases_show_what_held_and_what_did_not():
-    page = environments.cases(
-        [
-            ("a", AttackVerdict(blocked=True, detail="every attempt failed"), 0.5),
-            ("b", AttackVerdict(blocked=False, detail="<x>"), 1.0),
-        ]
-    ).text
-    assert page.count(">held<") == 1 and page.count(">NOT HELD<") == 1 and "&lt;x&gt; · 1.0 s" in page

@@ -5,7 +5,6 @@ import io
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,7 +19,6 @@ from safetensors.numpy import save_file
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.untrusted import visible_lines
-from composer_nb.labs.microscope import routes
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir
@@ -142,22 +140,6 @@ def test_text_of_a_rollout_is_no_markup(tiny_run: RunDir):
     page = rollout.read(stored).text
     assert "<|" not in page and "&lt;|call|&gt;" in page
     assert set(re.findall(r"<(\w+)", page)) == {"style", "div", "details", "summary", "pre", "span"}
-
-
-def test_colours_say_how_likely_and_which_way(tiny_run: RunDir):
-    group = rollout.sampled(tiny_run)
-    stored = max(group, key=lambda one: abs(one.advantage or 0))
-    assert stored.advantage
-    tints = colours_of(stored, "logprob").tints
-    acted = stored.segment.acted
-    assert [tint is not None for tint in tints] == list(acted)
-    sure = int(np.argmax(np.where(acted, stored.segment.logprob, -np.inf)))
-    unsure = int(np.argmin(np.where(acted, stored.segment.logprob, np.inf)))
-    assert tints[sure].strength < tints[unsure].strength, "the less likely, the stronger"
-    for one in (stored, replace(stored, advantage=-stored.advantage)):
-        assert one.token_advantages is not None and set(one.token_advantages) == {one.advantage}
-        for tint, advantage in zip(colours_of(one, "advantage").tints, one.token_advantages, strict=True):
-            assert tint is None or (tint.hue == style.SKY) == (advantage > 0)
 
 
 def colours_of(stored: rollout.StoredRollout, by: rollout.ColorBy) -> rollout.Colouring:
@@ -313,9 +295,3 @@ def test_what_a_policy_did_not_show_is_a_dash(tiny_run: RunDir):
     [ax] = scores.mismatch(report).axes
     assert [text.get_text() for text in ax.texts][3:] == ["0.0e+00", "–", "–"]
     assert pixels(scores.mismatch(report).png()).size
-
-
-def test_a_gradient_that_is_not_there_has_no_bar():
-    [ax] = routes.cosines({"bf16": {"own routes": float("nan"), "replayed": 0.9}}).axes
-    assert [text.get_text() for text in ax.texts] == ["–", "1.0e-01"]
-    assert [np.isnan(bar.get_height()) for bar in ax.patches] == [True, False]

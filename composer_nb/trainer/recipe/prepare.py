@@ -95,8 +95,8 @@ def make_tokenizer(s: Stages) -> None:
         corpus = read_corpus(s.settings.data.code)
         texts = _conversations(s) * OFTEN
         more = GAP_TOKENS[0] if s.settings.midtrain.infill.share else ()
-        made = train_tokenizer([*corpus.train[::2], *texts], s.settings.tokenizer.vocab_size, more)
-        made.save(str(s.tokenizer_file))
+        tokenizer = train_tokenizer([*corpus.train[::2], *texts], s.settings.tokenizer.vocab_size, more)
+        tokenizer.save(str(s.tokenizer_file))
         write_json(s.run.path / "data" / "corpus.json", {"digest": corpus.digest, "files": corpus.names})
         info |= {"files": len(corpus.names), "corpus_digest": corpus.digest}
 
@@ -111,8 +111,8 @@ def _conversations(s: Stages) -> list[str]:
     limits = replace(settings.limits, tokens=16 * settings.limits.tokens, turn_tokens=16 * settings.limits.turn_tokens)
     agent = make_agent(settings.env, letters, limits, s.sandboxes)
     tasks = list(_generated(s, f"{settings.seed} tokenizer", Chunk("mistaken", 0, count)))
-    done = demonstrate(tasks, agent, s.sandboxes, settings.seed, settings.data.mistake_rate)
-    ids = (segment.token_ids.tolist() for d in done for segment in d.rollout.segments)
+    demonstrations = demonstrate(tasks, agent, s.sandboxes, settings.seed, settings.data.mistake_rate)
+    ids = (segment.token_ids.tolist() for d in demonstrations for segment in d.rollout.segments)
     whole = (letters.decode(each, skip_special_tokens=False) for each in ids)
     return [text for each in whole for text in re.split("|".join(map(re.escape, SPECIALS)), each) if text]
 
