@@ -99,12 +99,12 @@ class LivePage:
         from composer_nb.views.page import image
 
         with self._lock:
-            seen, began = read_status(self.path), time.monotonic()
-            if (drawn := dashboard.pictured(seen)) != self._drawn and began >= self._rest_until:
-                self._picture, self._drawn = image(dashboard.headline(seen), dashboard.picture(seen).png()), drawn
+            status, began = read_status(self.path), time.monotonic()
+            if (state := dashboard.pictured(status)) != self._drawn and began >= self._rest_until:
+                self._picture, self._drawn = image(dashboard.headline(status), dashboard.picture(status).png()), state
                 ended = time.monotonic()
                 self._rest_until = ended + (ended - began) / dashboard.SHARE
-            return HTMLResponse(f"{dashboard.head(seen).text}<div>{self._picture}</div>")
+            return HTMLResponse(f"{dashboard.head(status).text}<div>{self._picture}</div>")
 
     def _listed(self, request: Request) -> Response:
         from composer_nb.trainer.recipe.reader import ReadOnly
@@ -114,14 +114,14 @@ class LivePage:
             self._rollouts = []
             with suppress(ValueError, FileNotFoundError):  # no step yet
                 self._rollouts = sampled(ReadOnly(self.path))
-            texts = [html.escape(each.heading) for each in self._rollouts]
+            texts = [html.escape(rollout.heading) for rollout in self._rollouts]
         return HTMLResponse("".join(f'<option value="{at}">{text}</option>' for at, text in enumerate(texts)))
 
     def _read(self, request: Request) -> Response:
         from composer_nb.views.rollout import read
 
-        place = request.path_params["place"]
+        index = request.path_params["place"]
         with self._lock:
-            if place >= len(self._rollouts):
+            if index >= len(self._rollouts):
                 return HTMLResponse("RL has made no step yet", status_code=404)
-            return HTMLResponse(read(self._rollouts[place]).text)
+            return HTMLResponse(read(self._rollouts[index]).text)

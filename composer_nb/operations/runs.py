@@ -280,15 +280,15 @@ def compare(args: argparse.Namespace) -> int:
     from composer_nb.trainer.recipe.report import compare
     from composer_nb.views.compare import figures, page, table
 
-    drawn: dict[str, tuple[str, bytes]] = {}
+    pictures: dict[str, tuple[str, bytes]] = {}
     if any((path / "run.db").is_file() for path in args.paths):
         first, second = map(ReadOnly, args.paths)
         comparison = compare(first, second)
-        drawn = figures(comparison, first, second) if args.html else {}
+        pictures = figures(comparison, first, second) if args.html else {}
     else:
         comparison = compare_evals(*args.paths)
     if args.html:
-        write_atomic(args.html, page(comparison, drawn))
+        write_atomic(args.html, page(comparison, pictures))
     return emit(args, comparison, lambda: table(comparison))
 
 

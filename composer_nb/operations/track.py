@@ -98,7 +98,7 @@ def mlflow(run: ReadOnly, settings: Mapping[str, Any]) -> Tracker:
 
     def log(figures: Mapping[str, float], step: int) -> None:
         now = int(1000 * time.time())
-        client.log_batch(key, metrics=[Metric(each, value, now, step) for each, value in figures.items()])
+        client.log_batch(key, metrics=[Metric(figure, value, now, step) for figure, value in figures.items()])
 
     return log, lambda: client.set_terminated(key)
 

@@ -102,13 +102,13 @@ class ModelSettings(ModelConfig):
         if not self.start:
             return ModelConfig(**sizes)
         try:
-            found = read_config(self.folder / "config.json").model
+            config = read_config(self.folder / "config.json").model
         except (OSError, ValueError) as error:
             raise ValueError(f"model.start={self.start!r}: {error}") from None
         for name, value in sizes.items():
-            if value not in (getattr(ModelConfig(), name), getattr(found, name)):
-                raise ValueError(f"model.{name}={value!r}: model.start has {getattr(found, name)!r}; leave it out")
-        return found
+            if value not in (getattr(ModelConfig(), name), getattr(config, name)):
+                raise ValueError(f"model.{name}={value!r}: model.start has {getattr(config, name)!r}; leave it out")
+        return config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -432,8 +432,8 @@ def _validated(kind: type[Tree], tree: Mapping[str, Any], problems: Iterable[str
             if problem["type"] == "unexpected_keyword_argument":
                 problems.append(f"unknown setting {name!r}")
             else:  # the checks of the dataclasses name the setting themselves
-                own = what.removeprefix("Value error, ")
-                problems.append(own if own != what else f"{name}={problem['input']!r}: {what}")
+                message = what.removeprefix("Value error, ")
+                problems.append(message if message != what else f"{name}={problem['input']!r}: {what}")
     if problems:
         raise ValueError(". ".join(problems))
     return cast(Tree, settings.tree)  # type: ignore[attr-defined]

@@ -30,15 +30,15 @@ _CURVES = ("solved", "reward", "entropy", "turns", "staleness", "live_groups")
 
 def figures(comparison: Mapping[str, Any], first: RunDir, second: RunDir) -> dict[str, tuple[str, bytes]]:
     """Return (caption, PNG) by name of every figure that both runs have data for. `comparison` is the result of `compare`."""
-    drawn: dict[str, tuple[str, Picture]] = {}
+    pictures: dict[str, tuple[str, Picture]] = {}
     if any("difference" in part for part in comparison["eval"].values()):
         sides = "Left: pass@1 with 95 % intervals over tasks. Right: second − first. An interval over 0 shows no difference; "
-        drawn["scores"] = (f"{sides}paired by task it is narrower than the bars suggest.", scores(comparison))
+        pictures["scores"] = (f"{sides}paired by task it is narrower than the bars suggest.", scores(comparison))
     if first.steps("rl") and second.steps("rl"):
-        drawn["curves"] = (f"RL. Bold: mean of the last {WINDOW} steps.", curves(comparison, first, second))
+        pictures["curves"] = (f"RL. Bold: mean of the last {WINDOW} steps.", curves(comparison, first, second))
     if comparison["wall_s"]:
-        drawn["time"] = ("Where the time went.", times(comparison))
-    return {name: (caption, picture.png()) for name, (caption, picture) in drawn.items()}
+        pictures["time"] = ("Where the time went.", times(comparison))
+    return {name: (caption, picture.png()) for name, (caption, picture) in pictures.items()}
 
 
 def scores(comparison: Mapping[str, Any]) -> Picture:
@@ -57,10 +57,10 @@ def scores(comparison: Mapping[str, Any]) -> Picture:
     as_share(bars, min(1.3, 1.3 * max(0.1, *(s["ci95"][1] for part in both.values() for s in part["scores"]))))
     title(bars, "solved, held-out tasks, pass@1")
     key(bars, loc="upper left", ncols=2)
-    for place, part in enumerate(both.values()):
+    for row, part in enumerate(both.values()):
         gap = part["difference"]
-        gaps.plot(gap["ci95"], [place, place], color=style.INK, linewidth=1.4)
-        gaps.plot(gap["pass_at_1"], place, "o" if gap["paired"] else "s", color=style.INK, markersize=6)
+        gaps.plot(gap["ci95"], [row, row], color=style.INK, linewidth=1.4)
+        gaps.plot(gap["pass_at_1"], row, "o" if gap["paired"] else "s", color=style.INK, markersize=6)
     gaps.axvline(0, color=style.GREY, linestyle=":")
     style.rows(gaps, list(both)).xaxis.set_major_formatter(lambda value, _: f"{value:+.0%}")
     paired = all(part["difference"]["paired"] for part in both.values())
@@ -85,9 +85,9 @@ def times(comparison: Mapping[str, Any]) -> Picture:
     """Draw seconds by part of the recipe."""
     names = [name for name in comparison["wall_s"] if name != "total"] + ["total"]
     picture, ax = style.one_panel(9.5, 0.9 + 0.42 * len(names))
-    for place, (color, label) in enumerate(zip(COLORS, labels(comparison), strict=True)):
-        spent = [comparison["wall_s"].get(name, (0, 0))[place] or 0.0 for name in names]
-        at = [number + (place - 0.5) * 0.4 for number in range(len(names))]
+    for side, (color, label) in enumerate(zip(COLORS, labels(comparison), strict=True)):
+        spent = [comparison["wall_s"].get(name, (0, 0))[side] or 0.0 for name in names]
+        at = [number + (side - 0.5) * 0.4 for number in range(len(names))]
         ax.barh(at, spent, 0.37, color=color, label=label)
         for y, seconds in zip(at, spent, strict=True):
             style.note(ax, seconds, y, f" {seconds:.0f}")

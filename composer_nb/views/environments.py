@@ -80,8 +80,8 @@ def tree(trunk: Sequence[str], futures: Mapping[str, Future]) -> Picture:
     for text, x in columns.items():
         style.note(ax, x, -0.8, text, ha="center", color=style.GREY)
     ax.plot([0, fork], [middle, middle], color=style.GREY, linewidth=1.2, zorder=1)
-    for place, text in enumerate(trunk):
-        _node(ax, 1.05 * place, middle, text, "white")
+    for index, text in enumerate(trunk):
+        _node(ax, 1.05 * index, middle, text, "white")
     ax.plot(fork, middle, "D", color=style.INK, markersize=9, zorder=3)
     ax.text(fork - 0.05, middle - 0.25, "snapshot", ha="right", va="bottom", fontsize=8.5, color=style.INK)
     digests = list(dict.fromkeys(future.digest for future in futures.values()))
@@ -108,16 +108,16 @@ def _node(ax: Axes, x: float, y: float, text: str, fill: str, ink: str = style.I
 # Graders.
 
 
-def twin(task: Task, one: Twin) -> Html:
+def twin(task: Task, twin_of_test: Twin) -> Html:
     """Return a hidden test beside its twin, with the difference marked."""
-    text = task.tests[one.path]
-    first, last = _around(text, one.start)
+    text = task.tests[twin_of_test.path]
+    first, last = _around(text, twin_of_test.start)
     columns = []
     for head, middle, tint in (
-        ("the test: a right answer passes", text[one.start : one.end], "rgba(0,114,178,.3)"),
-        ("its twin: a right answer fails", one.text, "rgba(213,94,0,.4)"),
+        ("the test: a right answer passes", text[twin_of_test.start : twin_of_test.end], "rgba(0,114,178,.3)"),
+        ("its twin: a right answer fails", twin_of_test.text, "rgba(213,94,0,.4)"),
     ):
-        marked = f"{text[first : one.start]}\0{middle}\1{text[one.end : last]}"
+        marked = f"{text[first : twin_of_test.start]}\0{middle}\1{text[twin_of_test.end : last]}"
         body = html.escape(textwrap.dedent(marked))
         body = body.replace("\0", f'<b style="background:{tint}">').replace("\1", "</b>")
         columns.append(f'<div style="flex:1 1 22em"><div class="head">{head}</div><pre>{body}</pre></div>')
@@ -127,13 +127,13 @@ def twin(task: Task, one: Twin) -> Html:
 def _around(text: str, offset: int) -> tuple[int, int]:
     """Return begin and end of the function around a character, decorators included; else of its line."""
     line = text.count("\n", 0, offset) + 1
-    found = [
+    spans = [
         (first, node.end_lineno or first)
         for node in ast.walk(parse(text))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (first := min([node.lineno, *(d.lineno for d in node.decorator_list)])) <= line <= (node.end_lineno or 0)
     ]
-    first, last = max(found, default=(line, line))
+    first, last = max(spans, default=(line, line))
     lines = text.split("\n")
     begin = len("\n".join(lines[: first - 1])) + (first > 1)
     return begin, begin + len("\n".join(lines[first - 1 : last]))
@@ -184,10 +184,10 @@ def matrix(verdicts: Mapping[str, Mapping[str, PatchVerdict]], honest: str) -> P
 # Limits.
 
 
-def cases(found: Sequence[tuple[str, AttackVerdict, float]]) -> Html:
+def cases(verdicts: Sequence[tuple[str, AttackVerdict, float]]) -> Html:
     """Return each attack with its outcome and seconds."""
     rows = []
-    for name, judged, seconds in found:
+    for name, judged, seconds in verdicts:
         text, hue = ("held", "0,158,115") if judged.blocked else ("NOT HELD", "213,94,0")
         chip = f'<span class="chip" style="background:rgba({hue},.4)">{text}</span>'
         detail = f'<span class="quiet">{html.escape(judged.detail)} · {seconds:.1f} s</span>'
@@ -231,16 +231,16 @@ class Watched:
         result = call()
         seconds = time.perf_counter() - begin
         text = json.dumps({"name": kind, "arguments": {"target": target}})
-        said, self._said = self._said, ""
-        turn = Turn(call=text, observation=observe(result), said=said, beside=not said, seconds=seconds)
+        message, self._said = self._said, ""
+        turn = Turn(call=text, observation=observe(result), said=message, beside=not message, seconds=seconds)
         self.turns.append(turn)
         self.stats[-1] = self.sandbox.stats()
         return result
 
 
-def _last_line(done: ExecResult) -> str:
-    lines = (done.stdout + done.stderr).decode("utf-8", "replace").strip().splitlines()
-    return lines[-1] if lines else f"exit code {done.exit_code}"
+def _last_line(result: ExecResult) -> str:
+    lines = (result.stdout + result.stderr).decode("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else f"exit code {result.exit_code}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,16 +275,16 @@ def everyday(sandbox: Sandbox, task: Task, ids: Iterable[str], tools: bytes) -> 
     sandbox.exec(["tar", "xf", "-", "-C", "/tmp"], stdin=tools)
     sandbox.upload({path: text.encode() for path, text in task.tests.items()})
     command = ["python3", "-m", "pytest", "-rA", "-q", "-p", "no:cacheprovider", *filter(is_test_module, task.tests)]
-    done = sandbox.exec(command, env={"PYTHONPATH": "/tmp/kit"}, timeout_s=30)
-    lines = done.stdout.decode("utf-8", "replace").splitlines()
-    said = {
+    result = sandbox.exec(command, env={"PYTHONPATH": "/tmp/kit"}, timeout_s=30)
+    lines = result.stdout.decode("utf-8", "replace").splitlines()
+    ids_by_word = {
         word: {line.removeprefix(word + " ").partition(" - ")[0] for line in lines if line.startswith(word + " ")}
         for word in ("PASSED", "FAILED")
     }
     return {
-        "exit code 0": done.exit_code == 0,
-        "no line says FAILED": not said["FAILED"] & set(ids),
-        "every line says PASSED": said["PASSED"] >= set(ids),
+        "exit code 0": result.exit_code == 0,
+        "no line says FAILED": not ids_by_word["FAILED"] & set(ids),
+        "every line says PASSED": ids_by_word["PASSED"] >= set(ids),
     }
 
 
@@ -307,12 +307,12 @@ def census(folder: Path, below: Mapping[int, int | None]) -> dict[str, int]:
         for line in file.read_text().splitlines():
             entry = json.loads(line)
             named[entry["kind"], entry["name"], entry["mark"]] += 1 if entry["event"] == "made" else -1
-    held = [thing for thing, count in named.items() if count > 0]
-    there = Counter(kind for kind, name, mark in held if mark_of(kind, name) == mark)  # type: ignore[arg-type]
+    resources = [resource for resource, count in named.items() if count > 0]
+    there = Counter(kind for kind, name, mark in resources if mark_of(kind, name) == mark)  # type: ignore[arg-type]
     return {
         "processes": sum(started(pid) == tick is not None for pid, tick in below.items()),
         "cgroups": there["cgroup"],
         "containers": there["container"],
         "folders": there["directory"],
-        "notes in the journal": len(held),
+        "notes in the journal": len(resources),
     }

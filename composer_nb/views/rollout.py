@@ -78,11 +78,11 @@ class StoredRollout:
 
     @property
     def heading(self) -> str:
-        done = self.attempt
-        outcome = "solved" if done.grade.passed else "not solved"
+        attempt = self.attempt
+        outcome = "solved" if attempt.grade.passed else "not solved"
         gain = "" if self.advantage is None else f", advantage {self.advantage:+.2f}"
-        calls = len(done.rollout.turns)
-        return f"{self.name}: {outcome}, {calls} calls, ended by “{done.rollout.stop}”{gain}"
+        calls = len(attempt.rollout.turns)
+        return f"{self.name}: {outcome}, {calls} calls, ended by “{attempt.rollout.stop}”{gain}"
 
 
 def held_out(run: RunDir, policy: str) -> dict[str, StoredRollout]:
@@ -91,7 +91,7 @@ def held_out(run: RunDir, policy: str) -> dict[str, StoredRollout]:
     attempts = load_attempts(beneath(run.path / "rollouts", f"eval_{policy}.parquet"), tasks)
     tokenizer = load_tokenizer(run.path / "data")
     # The greedy ones come last, and the last one of a task stays.
-    return {done.task.id: StoredRollout(attempt=done, name=policy, tokenizer=tokenizer) for done in attempts}
+    return {attempt.task.id: StoredRollout(attempt=attempt, name=policy, tokenizer=tokenizer) for attempt in attempts}
 
 
 def sampled(run: RunDir, step: int = -1) -> list[StoredRollout]:
@@ -102,20 +102,22 @@ def sampled(run: RunDir, step: int = -1) -> list[StoredRollout]:
         raise ValueError(f"step {step}: RL has {steps} steps that can be looked at")
     tasks = tasks_by_id(run.path)
     tokenizer, name = load_tokenizer(run.path / "data"), f"RL step {number + 1}"
-    found = []
+    rollouts = []
     for path in sorted((run.path / "rollouts").glob(f"rl_{number:05d}_*.parquet")):
-        found += [
+        rollouts += [
             StoredRollout(attempt=s.attempt, name=name, tokenizer=tokenizer, advantage=s.advantage)
             for group in load_batch(path, tasks)
             for s in group
         ]
-    return found
+    return rollouts
 
 
 def served(run: RunDir) -> list[StoredRollout]:
     """Return the rollouts that `composer-nb serve --record` stored."""
     tokenizer = load_tokenizer(run.path / "data", needed=())
-    return [StoredRollout(attempt=done, name=name, tokenizer=tokenizer) for name, done in served_by(run.path).items()]
+    return [
+        StoredRollout(attempt=attempt, name=name, tokenizer=tokenizer) for name, attempt in served_by(run.path).items()
+    ]
 
 
 def before_and_after(run: RunDir) -> tuple[StoredRollout, StoredRollout]:
@@ -141,12 +143,12 @@ def read(stored: StoredRollout, color: ColorBy = "logprob", unfold: bool = False
     """Return the rollout as HTML, segment after segment, with one folding part for the prompt, each call and each observation.
     Calls are open; `unfold` opens all. Hovering over a token shows its kind, numbers, experts and gates."""
     parts, key, chain = list[str](), dict[str, Tint](), stored.chain
-    for each in chain:
-        colours = colouring(each.segment, color, each.token_advantages, each.trainer)
+    for segment in chain:
+        colours = colouring(segment.segment, color, segment.token_advantages, segment.trainer)
         key |= {text: tint for tint, text in colours.key}
         if len(chain) > 1:
-            parts.append(f'<div class="head">{_segment_heading(each)}</div>')
-        parts += _folding(each, colours.tints, unfold)
+            parts.append(f'<div class="head">{_segment_heading(segment)}</div>')
+        parts += _folding(segment, colours.tints, unfold)
     chip = '<span class="chip" style="background:{}">{}</span>'
     chips = " ".join(chip.format(tint.over_page, html.escape(text)) for text, tint in key.items())
     return box(
@@ -164,11 +166,11 @@ def _segment_heading(stored: StoredRollout) -> str:
 
 def _folding(stored: StoredRollout, tints: Sequence[Tint | None], unfold: bool) -> Iterator[str]:
     texts = _texts(stored)
-    spans = [_span(*each) for each in zip(texts, _notes(stored), tints, strict=True)]
+    spans = [_span(*token) for token in zip(texts, _notes(stored), tints, strict=True)]
     for kind, places in _parts(stored.segment):
         opened = " open" if unfold or kind not in (Kind.PROMPT, Kind.OBSERVATION) else ""
-        heading = as_html(_part_heading(kind, [texts[place] for place in places]))
-        body = "".join(spans[place] for place in places)
+        heading = as_html(_part_heading(kind, [texts[position] for position in places]))
+        body = "".join(spans[position] for position in places)
         yield f"<details{opened}><summary>{heading}</summary><pre>{body}</pre></details>"
 
 
@@ -177,22 +179,22 @@ def _span(text: str, note: str, tint: Tint | None) -> str:
     classes = [name for name, is_so in (("read", tint is None), ("mark", _is_special(text))) if is_so]
     named = f' class="{" ".join(classes)}"' if classes else ""
     look = f' style="background:{tint.over_page}"' if tint else ""
-    shown = as_html(text.replace("\n", "⏎\n"))
+    body = as_html(text.replace("\n", "⏎\n"))
     hover = as_html(note).replace("\n", "&#10;")
-    return f'<span{named}{look} title="{hover}">{shown}</span>'
+    return f'<span{named}{look} title="{hover}">{body}</span>'
 
 
 def _parts(segment: Segment) -> Iterator[tuple[Kind, list[int]]]:
     """Yield runs of tokens of one kind."""
-    for kind, places in groupby(range(len(segment.token_ids)), key=lambda place: int(segment.kind[place])):
+    for kind, places in groupby(range(len(segment.token_ids)), key=lambda position: int(segment.kind[position])):
         yield Kind(kind), list(places)
 
 
 def _part_heading(kind: Kind, texts: Sequence[str]) -> str:
     joined = "".join(" " if _is_special(text) else text.replace("\n", " ⏎ ") for text in texts)
     text = " ".join(joined.split())
-    shown = text if len(text) <= PREVIEW else text[: PREVIEW - 1] + "…"
-    return f"{_name(kind)} · {len(texts)} tokens · {shown}"
+    preview = text if len(text) <= PREVIEW else text[: PREVIEW - 1] + "…"
+    return f"{_name(kind)} · {len(texts)} tokens · {preview}"
 
 
 def _is_special(text: str) -> bool:
@@ -228,7 +230,7 @@ def experts(run: RunDir, step: int = -1) -> Picture:
     chosen = use_LE.sum(1).round().astype(int)[0]
     picture = Picture(7.0, 0.9 + 0.42 * len(use_LE))
     ax = picture.add_subplot()
-    shown = ax.imshow(use_LE, cmap="cividis", vmin=0, aspect="auto")
+    image = ax.imshow(use_LE, cmap="cividis", vmin=0, aspect="auto")
     for layer, row in enumerate(use_LE):
         for expert, share in enumerate(row):
             ink = "white" if share < 0.6 * use_LE.max() else style.DARK
@@ -237,7 +239,7 @@ def experts(run: RunDir, step: int = -1) -> Picture:
     ax.set_yticks(range(len(use_LE)), [f"layer {n + 1}" for n in range(len(use_LE))], fontsize=8.5)
     even = chosen / use_LE.shape[1]
     title(ax, f"share of tokens by expert, RL step {number + 1} (even use: {even:.0%})", "expert")
-    picture.colorbar(shown, ax=ax, format=lambda value, _: f"{value:.0%}", fraction=0.04)
+    picture.colorbar(image, ax=ax, format=lambda value, _: f"{value:.0%}", fraction=0.04)
     return picture
 
 
@@ -258,28 +260,28 @@ def _texts(stored: StoredRollout) -> list[str]:
 
 def _notes(stored: StoredRollout) -> list[str]:
     """Return the hover text of each token."""
-    segment, seen = stored.segment, stored.trainer
-    ratio_T = None if seen is None else np.exp(log_ratio(segment, seen))
+    segment, trainer = stored.segment, stored.trainer
+    ratio_T = None if trainer is None else np.exp(log_ratio(segment, trainer))
     notes = []
-    for place, text in enumerate(_texts(stored)):
-        lines = [f"{text!r}, {_name(Kind(segment.kind[place]))}, token {place + 1}"]
-        if segment.acted[place]:
-            logprob, version = float(segment.logprob[place]), segment.policy_version[place]
+    for position, text in enumerate(_texts(stored)):
+        lines = [f"{text!r}, {_name(Kind(segment.kind[position]))}, token {position + 1}"]
+        if segment.acted[position]:
+            logprob, version = float(segment.logprob[position]), segment.policy_version[position]
             lines.append(f"log p {logprob:.3f}, p {np.exp(logprob):.3f}, policy version {version}")
-            if seen is not None and ratio_T is not None:
-                theirs, entropy = seen.logprob[place], seen.entropy[place]
-                lines.append(f"trainer: log p {theirs:.3f}, ratio {ratio_T[place]:.3f}, entropy {entropy:.2f}")
-        notes.append("\n".join([*lines, *_route_lines(segment, place)]))
+            if trainer is not None and ratio_T is not None:
+                theirs, entropy = trainer.logprob[position], trainer.entropy[position]
+                lines.append(f"trainer: log p {theirs:.3f}, ratio {ratio_T[position]:.3f}, entropy {entropy:.2f}")
+        notes.append("\n".join([*lines, *_route_lines(segment, position)]))
     return notes
 
 
-def _route_lines(segment: Segment, place: int) -> Iterator[str]:
+def _route_lines(segment: Segment, position: int) -> Iterator[str]:
     trace = segment.trace
-    if not len(trace.routes) or not trace.route_valid[place]:
+    if not len(trace.routes) or not trace.route_valid[position]:
         return
-    for layer, (experts_K, gates_K) in enumerate(zip(trace.routes[place], trace.gates[place], strict=True), 1):
+    for layer, (experts_K, gates_K) in enumerate(zip(trace.routes[position], trace.gates[position], strict=True), 1):
         shares = ", ".join(f"{expert} ({gate:.2f})" for expert, gate in zip(experts_K, gates_K, strict=True))
-        yield f"layer {layer}: experts {shares}, margin {trace.margins[place][layer - 1]:.2f}"
+        yield f"layer {layer}: experts {shares}, margin {trace.margins[position][layer - 1]:.2f}"
 
 
 Floats = NDArray[np.float64]

@@ -78,13 +78,13 @@ def families(report: Mapping[str, Any]) -> Picture:
     names = sorted({family for s in scores.values() for family in s["by_family"]})
     picture, ax = style.one_panel(7.5, 0.9 + 0.42 * len(names))
     style.rows(ax, names)
-    for place, family in enumerate(names):
-        found = [s["by_family"][family] for s in scores.values() if family in s["by_family"]]
-        ax.plot([min(found), max(found)], [place, place], color=style.PALE, linewidth=3, zorder=1)
+    for row, family in enumerate(names):
+        shares = [s["by_family"][family] for s in scores.values() if family in s["by_family"]]
+        ax.plot([min(shares), max(shares)], [row, row], color=style.PALE, linewidth=3, zorder=1)
     markers = dict(zip(scores, "sDo^v", strict=False))
     for name, score in scores.items():
         solved = score["by_family"]
-        points = [(solved[family], place) for place, family in enumerate(names) if family in solved]
+        points = [(solved[family], row) for row, family in enumerate(names) if family in solved]
         color = POLICY.get(name, style.PURPLE)
         ax.plot(*zip(*points, strict=True), markers.get(name, "o"), color=color, markersize=7.5, label=name, alpha=0.9)
     ax.set_xlim(-0.03, 1.03)
@@ -114,13 +114,13 @@ def conduct(score: Mapping[str, Any]) -> str:
         "filtered best of {}": score.get("filtered_best_of", {}),
     }
     parts = []
-    for heading, found in lists.items():
-        known = {name: value for name, value in found.items() if value is not None}
-        if known:
-            parts.append(f"{heading.format('/'.join(known))}: {' '.join(format(v, '.3f') for v in known.values())}")
+    for heading, values in lists.items():
+        present = {name: value for name, value in values.items() if value is not None}
+        if present:
+            parts.append(f"{heading.format('/'.join(present))}: {' '.join(format(v, '.3f') for v in present.values())}")
     single = {"recovery": ".3f", "tries": ".1f", "calls_per_turn": ".2f", "reads_before_edit": ".1f"}
-    known = {name: score[name] for name in single if score.get(name) is not None}
-    parts += [f"{name.replace('_', ' ')} {format(value, single[name])}" for name, value in known.items()]
+    present = {name: score[name] for name in single if score.get(name) is not None}
+    parts += [f"{name.replace('_', ' ')} {format(value, single[name])}" for name, value in present.items()]
     return "; ".join(parts)
 
 
@@ -136,15 +136,15 @@ def behaviour(report: Mapping[str, Any]) -> Picture:
             ax.set_axis_off()
             continue
         heading, form = _BEHAVIOUR[name]
-        known = {x: score[name] for x, score in enumerate(scores.values()) if score.get(name) is not None}
+        values = {x: score[name] for x, score in enumerate(scores.values()) if score.get(name) is not None}
         names = list(scores)
-        ax.bar(list(known), list(known.values()), 0.7, color=[POLICY.get(names[x], style.PURPLE) for x in known])
+        ax.bar(list(values), list(values.values()), 0.7, color=[POLICY.get(names[x], style.PURPLE) for x in values])
         for x in range(len(names)):
-            text = form.format(known[x]) if x in known else "–"
-            ax.text(x, known.get(x, 0.0), text, ha="center", va="bottom", fontsize=8.5, color=style.INK)
+            text = form.format(values[x]) if x in values else "–"
+            ax.text(x, values.get(x, 0.0), text, ha="center", va="bottom", fontsize=8.5, color=style.INK)
         ax.set_xticks(range(len(names)), names, fontsize=8)
         ax.set_xlim(-0.6, len(names) - 0.4)
-        ax.set_ylim(0, max([*known.values(), 1e-9]) * 1.2 if "%" not in form else 1.15)
+        ax.set_ylim(0, max([*values.values(), 1e-9]) * 1.2 if "%" not in form else 1.15)
         ax.set_yticks([])
         ax.spines["left"].set_visible(False)
         title(ax, heading)

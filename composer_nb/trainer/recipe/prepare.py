@@ -112,9 +112,10 @@ def _conversations(s: Stages) -> list[str]:
     agent = make_agent(settings.env, letters, limits, s.sandboxes)
     tasks = list(_generated(s, f"{settings.seed} tokenizer", Chunk("mistaken", 0, count)))
     demonstrations = demonstrate(tasks, agent, s.sandboxes, settings.seed, settings.data.mistake_rate)
-    ids = (segment.token_ids.tolist() for d in demonstrations for segment in d.rollout.segments)
-    whole = (letters.decode(each, skip_special_tokens=False) for each in ids)
-    return [text for each in whole for text in re.split("|".join(map(re.escape, SPECIALS)), each) if text]
+    segments = (segment for d in demonstrations for segment in d.rollout.segments)
+    texts = (letters.decode(segment.token_ids.tolist(), skip_special_tokens=False) for segment in segments)
+    special = re.compile("|".join(map(re.escape, SPECIALS)))
+    return [part for text in texts for part in special.split(text) if part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +146,14 @@ def chunks(settings: Settings, dealt: Mapping[str, Sequence[Task]] | None = None
         ("mistaken", d.mistaken_demonstrations, False, d.mistake_rate),
         ("clean", d.demonstrations, False, 0.0),
     ]
-    own = {kind: tuple((dealt or {}).get("tune" if kind == "tune" else "rl", ()))[:count] for kind, count, *_ in kinds}
+    tasks_by_kind = {
+        kind: tuple((dealt or {}).get("tune" if kind == "tune" else "rl", ()))[:count] for kind, count, *_ in kinds
+    }
     return [
-        Chunk(kind, number, min(CHUNK, count - at), heldout, rate, own[kind][at : at + CHUNK])
+        Chunk(kind, number, min(CHUNK, count - at), heldout, rate, tasks_by_kind[kind][at : at + CHUNK])
         for kind, count, heldout, rate in kinds
         if dealt is None or rate is not None
-        for number, at in enumerate(range(0, count if dealt is None else len(own[kind]), CHUNK))
+        for number, at in enumerate(range(0, count if dealt is None else len(tasks_by_kind[kind]), CHUNK))
     ]
 
 
@@ -162,18 +165,18 @@ def make_data(s: Stages) -> None:
         agent, folder = s.agent(), s.run.path / "data"
         dealt = deal_tasks(own_tasks(s.settings.env), s.settings.data) if s.settings.env.path else None
         work = chunks(s.settings, dealt)[s.ranks.rank :: s.ranks.world]
-        for place, chunk in enumerate(work):
+        for index, chunk in enumerate(work):
             if not (folder / f"{chunk.name}.prints.json").is_file():
                 _make_chunk(s, agent, chunk, folder)
-            if s.ranks.first and place % 4 == 3:
-                done = (place + 1) / len(work)
-                s.say(f"data: {done:.0%} of {s.settings.data.demonstrations} demonstrations and more")
+            if s.ranks.first and index % 4 == 3:
+                share = (index + 1) / len(work)
+                s.say(f"data: {share:.0%} of {s.settings.data.demonstrations} demonstrations and more")
         s.ranks.barrier()
         if s.ranks.first:
-            if found := unguarded((dealt or {}).get("rl", [])):
+            if ids := unguarded((dealt or {}).get("rl", [])):
                 s.say(
-                    f"data: env.tasks={s.settings.env.tasks}: code that only claims to be right can pass {len(found)} of RL's "
-                    f"tasks, so RL may teach it; take out: {', '.join(found[:5])}{', …' * (len(found) > 5)}"
+                    f"data: env.tasks={s.settings.env.tasks}: code that only claims to be right can pass {len(ids)} of RL's "
+                    f"tasks, so RL may teach it; take out: {', '.join(ids[:5])}{', …' * (len(ids) > 5)}"
                 )
             for kind, tasks in (dealt or {}).items():
                 save_tasks(tasks, folder / f"{kind}.jsonl")
@@ -188,9 +191,9 @@ def _make_chunk(s: Stages, agent: Agent, chunk: Chunk, folder: Path) -> None:
     tasks = list(chunk.own) or list(_generated(s, seed, chunk))
     if chunk.mistake_rate is not None:
         able = s.settings.env.toolset.needs_sandbox  # with these tools the expert does more than change lines
-        shown = [task for task in tasks if able or "function" in task.metadata or changes_lines(task)]
-        done = demonstrate(shown, agent, s.sandboxes, s.settings.seed, chunk.mistake_rate)
-        solved = [d.rollout for d in done if d.grade.passed or not (chunk.own or s.settings.searched)]
+        solvable = [task for task in tasks if able or "function" in task.metadata or changes_lines(task)]
+        demonstrations = demonstrate(solvable, agent, s.sandboxes, s.settings.seed, chunk.mistake_rate)
+        solved = [d.rollout for d in demonstrations if d.grade.passed or not (chunk.own or s.settings.searched)]
         if not solved:
             raise ValueError(
                 f"data: the expert solves none of {len(tasks)} tasks ({chunk.kind}) with env.tools={s.settings.env.tools} and "
@@ -210,9 +213,9 @@ def _generated(s: Stages, seed: str, chunk: Chunk) -> Iterator[Task]:
         return make_tasks(seed, chunk.count, heldout=chunk.heldout, executor=functions)
     families = DEMONSTRATED if chunk.kind == "mistaken" and chunk.number else frozenset[str]()
     options: dict[str, Any] = {"told": data.told, "families": families, "kinds": data.kinds}
-    made = make_miniatures(seed, chunk.count, heldout=chunk.heldout, executor=functions, **options)
+    tasks = make_miniatures(seed, chunk.count, heldout=chunk.heldout, executor=functions, **options)
     lowered = {LOWERED["turns"]: str(data.rl_turns)} if chunk.kind == "rl" and data.rl_turns else {}
-    return (task.model_copy(update={"metadata": task.metadata | lowered}) for task in made)
+    return (task.model_copy(update={"metadata": task.metadata | lowered}) for task in tasks)
 
 
 def _drop_leaks(s: Stages, folder: Path) -> dict[str, Any]:
@@ -222,31 +225,31 @@ def _drop_leaks(s: Stages, folder: Path) -> dict[str, Any]:
     for path in folder.glob("*.prints.json"):
         if not path.name.startswith(SCORED):
             training |= set(json.loads(path.read_text()))
-    kept: dict[str, list[Task]] = {}
-    seen: set[tuple[str, str]] = set()
+    tasks_by_kind: dict[str, list[Task]] = {}
+    keys: set[tuple[str, str]] = set()
     dropped: Counter[str] = Counter()
     for kind in (*SCORED, "rl"):
-        kept[kind] = []
+        tasks_by_kind[kind] = []
         for path in sorted(folder.glob(f"{kind}-*.jsonl")):
             for task in load_tasks(path):
                 key = (task.instruction, buggy(task))
-                shown = buggy_prints if kind == "heldout" else fingerprints
-                leaked = kind != "rl" and bool(shown([task]) & training)
-                dropped[kind] += leaked or key in seen
-                if not leaked and key not in seen:
-                    kept[kind].append(task)
-                seen.add(key)
-        if kept[kind]:
-            save_tasks(kept[kind], folder / f"{kind}.jsonl")
+                prints_of = buggy_prints if kind == "heldout" else fingerprints
+                leaked = kind != "rl" and bool(prints_of([task]) & training)
+                dropped[kind] += leaked or key in keys
+                if not leaked and key not in keys:
+                    tasks_by_kind[kind].append(task)
+                keys.add(key)
+        if tasks_by_kind[kind]:
+            save_tasks(tasks_by_kind[kind], folder / f"{kind}.jsonl")
         elif kind != "structures" or s.settings.data.structure_tasks:
             raise ValueError(f"no {kind} task is left; raise data.{kind.removesuffix('s')}_tasks")
     needed = s.settings.prompts_needed
-    if len(kept["rl"]) < needed:
+    if len(tasks_by_kind["rl"]) < needed:
         raise ValueError(
             f"rl.steps × rl.prompts × (1 + rl.refill) = {needed} tasks are needed, no task is trained on twice, and only "
-            f"{len(kept['rl'])} are there; raise data.rl_tasks or lower rl.steps"
+            f"{len(tasks_by_kind['rl'])} are there; raise data.rl_tasks or lower rl.steps"
         )
-    return {"tasks": {kind: len(tasks) for kind, tasks in kept.items()}, "dropped": dict(dropped)}
+    return {"tasks": {kind: len(tasks) for kind, tasks in tasks_by_kind.items()}, "dropped": dict(dropped)}
 
 
 # Custom tasks
@@ -347,7 +350,7 @@ def _marks(task: Task) -> Iterator[str]:
     structure = task.metadata.get("structure")
     yield f"structure {structure}" if structure else f"instruction {task.instruction}"
     places = re.findall(r'"([^"]+)"', task.metadata.get("places", ""))
-    yield from (f"place {task.metadata.get('repository')} {place}" for place in places)
+    yield from (f"place {task.metadata.get('repository')} {location}" for location in places)
     for path, text in () if places else task.solution.items():
         parts = [part.strip() for part in re.split(r"\n(?=[ \t]*(?:async )?def )", text)]
         yield from [part for part in parts if part not in task.files.get(path, "")] or [text]

@@ -101,8 +101,8 @@ def _train(s: Stages, model: Model, plan: StagePlan, batches: Iterator[list[Toke
     for step, point in supervise(model, optimizer, batches, plan, s.ranks, begin):
         if s.ranks.first:
             s.run.log(plan.stage, step, point)
-            shown = ", ".join(f"{k} {v:.3f}" for k, v in point.items() if v is not None and k != "tokens")
-            s.say(f"{plan.stage} {step}/{plan.steps}: {shown}")
+            figures = ", ".join(f"{k} {v:.3f}" for k, v in point.items() if v is not None and k != "tokens")
+            s.say(f"{plan.stage} {step}/{plan.steps}: {figures}")
         s.commit(plan, optimizer, step, point, before + time.perf_counter() - start)
     info["seconds_before"] = before
 
@@ -128,16 +128,16 @@ def midtrain(s: Stages) -> None:
         if not m.steps:
             s.publish_again("base", "midtrained")
             return
-        watch, own = _watched(s), _own_text(s)
-        if own:
-            watch["heldout_own_loss"] = own[:HELD]
-            info["own_loss_before"] = cross_entropy(model, own[:HELD], s.ranks)
+        watch, own_rows = _watched(s), _own_text(s)
+        if own_rows:
+            watch["heldout_own_loss"] = own_rows[:HELD]
+            info["own_loss_before"] = cross_entropy(model, own_rows[:HELD], s.ranks)
         plan, ids = midtrain_plan(m, watch), [row.token_ids.tolist() for row in _shown(s)]
         if m.draft_weight:
             how: dict[str, Any] = {"steps": m.draft_steps, "weight": m.draft_weight, "seed": s.settings.seed}
             begin = min(round(m.constant * m.steps), m.steps - 1)
             plan = replace(plan, beside=Joint(model, ids, s.ranks, begin=begin, **how))
-        _train(s, model, plan, _mixture(s, s.settings.seed, m, own=own[HELD:]), info)
+        _train(s, model, plan, _mixture(s, s.settings.seed, m, own_rows=own_rows[HELD:]), info)
         s.publish(model, "midtrained")
         if m.draft_steps and s.ranks.first:
             head = plan.beside.head if isinstance(plan.beside, Joint) else None
@@ -157,17 +157,18 @@ def _own_text(s: Stages) -> list[TokenRow]:
     if not m.rehearsal:
         return []
     if not path.is_file():
-        wanted = m.rehearsal * mixture_code(m.steps, m.tokens, m.code_first, m.code_share)
-        numbers = range(HELD + min(REHEARSED, math.ceil(wanted)))[s.ranks.rank :: s.ranks.world]
+        row_count = m.rehearsal * mixture_code(m.steps, m.tokens, m.code_first, m.code_share)
+        numbers = range(HELD + min(REHEARSED, math.ceil(row_count)))[s.ranks.rank :: s.ranks.world]
         begin = s.agent().renderer.read([User(text="")])[:1]
         slots = min(s.settings.engine.slots, len(numbers))
         engine = Engine(s.load("base"), stop=frozenset(), slots=slots, max_length=CODE_ROW, seed=s.settings.seed)
         rows = list[TokenRow]()
         for at in range(0, len(numbers), slots):
-            asked = [Request(rollout=n, token_ids=begin, max_tokens=CODE_ROW - 1) for n in numbers[at : at + slots]]
-            for one in engine.generate(asked):
-                rows.append(TokenRow(np.array([*begin, *one.token_ids], np.int32), np.ones(CODE_ROW, np.float32)))
-                engine.release(one.rollout)
+            requests = [Request(rollout=n, token_ids=begin, max_tokens=CODE_ROW - 1) for n in numbers[at : at + slots]]
+            for completion in engine.generate(requests):
+                ids = np.array([*begin, *completion.token_ids], np.int32)
+                rows.append(TokenRow(ids, np.ones(CODE_ROW, np.float32)))
+                engine.release(completion.rollout)
         save_rows(rows, path)
     s.ranks.barrier()
     return s.rows("own")
@@ -193,17 +194,21 @@ def _watched(s: Stages) -> dict[str, list[TokenRow]]:
 
 
 def _mixture(
-    s: Stages, seed: int, part: MidtrainSettings | ExtendSettings, length: int = CODE_ROW, own: Sequence[TokenRow] = ()
+    s: Stages,
+    seed: int,
+    part: MidtrainSettings | ExtendSettings,
+    length: int = CODE_ROW,
+    own_rows: Sequence[TokenRow] = (),
 ) -> Iterator[list[TokenRow]]:
     steps, tokens, code_share = part.steps, part.tokens, part.code_share
     code_first = part.code_first if isinstance(part, MidtrainSettings) else 0.0
     texts = list(read_corpus(s.settings.data.code).train)
     Random(f"code {seed}").shuffle(texts)
-    wanted = mixture_code(steps, tokens, code_first, code_share, length)
-    code = code_rows(texts, s.tokenizer(), s.settings.midtrain.code_weight, limit=wanted, length=length)
+    row_count = mixture_code(steps, tokens, code_first, code_share, length)
+    code = code_rows(texts, s.tokenizer(), s.settings.midtrain.code_weight, limit=row_count, length=length)
     code = with_gaps(code, s.tokenizer(), s.settings.midtrain.infill, seed)
-    for place in range(round(len(code) * s.settings.midtrain.rehearsal) if own else 0):
-        code[place] = replace(code[place], token_ids=own[place % len(own)].token_ids)
+    for index in range(round(len(code) * s.settings.midtrain.rehearsal) if own_rows else 0):
+        code[index] = replace(code[index], token_ids=own_rows[index % len(own_rows)].token_ids)
     Random(f"code rows {seed}").shuffle(code)  # neighbours come from one file; a long table would fill many batches
     return mixture(code, _shown(s), steps=steps, tokens=tokens, code_first=code_first, code_share=code_share, seed=seed)
 
@@ -280,7 +285,7 @@ def calibrate(s: Stages, model: Model, info: dict[str, Any]) -> None:
     for factor in s.settings.sft.sharpness:
         with torch.no_grad():
             gain.copy_(before * factor)
-        passed = [one.grade.passed for one in evaluate_model(s, model, tasks, TUNING_TRIES, 1.0)]
+        passed = [attempt.grade.passed for attempt in evaluate_model(s, model, tasks, TUNING_TRIES, 1.0)]
         by_task = np.array(passed, float).reshape(len(tasks), TUNING_TRIES).mean(1)
         solved[factor], interval[str(factor)] = float(by_task.mean()), bootstrap(by_task, 0)
     best = max(solved, key=lambda factor: (solved[factor], -factor))
@@ -288,9 +293,9 @@ def calibrate(s: Stages, model: Model, info: dict[str, Any]) -> None:
         gain.copy_(before * best)
     info |= {"sharpness": best, "sharpness_solved": {str(factor): share for factor, share in solved.items()}}
     if s.ranks.first:
-        found = ((factor, share, *interval[str(factor)]) for factor, share in solved.items())
-        shown = [f"{factor:g} solves {share:.3f} ({low:.2f} to {high:.2f})" for factor, share, low, high in found]
-        s.say(f"sharpness {best:g}: " + ", ".join(shown))
+        results = ((factor, share, *interval[str(factor)]) for factor, share in solved.items())
+        lines = [f"{factor:g} solves {share:.3f} ({low:.2f} to {high:.2f})" for factor, share, low, high in results]
+        s.say(f"sharpness {best:g}: " + ", ".join(lines))
 
 
 def _taught(s: Stages) -> str:
@@ -381,14 +386,14 @@ def evaluate_model(s: Stages, model: Model, tasks: Sequence[Task], samples: int,
     engine = s.engine(model, seed=s.settings.seed + 17, temperature=temperature)
     slots = range(len(tasks))[s.ranks.rank :: s.ranks.world]
     mine = run_eval(engine, s.agent(), [tasks[slot] for slot in slots], s.sandboxes, samples, slots)
-    parts = s.ranks.gather([_light(done) for done in mine])
-    order = {task.id: place for place, task in enumerate(tasks)}
-    return sorted((done for part in parts for done in part), key=lambda done: order[done.task.id])
+    parts = s.ranks.gather([_light(attempt) for attempt in mine])
+    order = {task.id: index for index, task in enumerate(tasks)}
+    return sorted((attempt for part in parts for attempt in part), key=lambda attempt: order[attempt.task.id])
 
 
-def _light(done: Attempt) -> Attempt:
-    segments = tuple(replace(segment, trace=Trace()) for segment in done.rollout.segments)
-    return replace(done, rollout=replace(done.rollout, segments=segments))
+def _light(attempt: Attempt) -> Attempt:
+    segments = tuple(replace(segment, trace=Trace()) for segment in attempt.rollout.segments)
+    return replace(attempt, rollout=replace(attempt.rollout, segments=segments))
 
 
 def compare_numerics(s: Stages) -> None:

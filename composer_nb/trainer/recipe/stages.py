@@ -66,8 +66,8 @@ class Stages:
     def agent(self) -> Agent:
         return make_agent(self.settings.env, self.tokenizer(), self.settings.limits, self.sandboxes)
 
-    def engine(self, model: Model, **given: Any) -> Engine:
-        return make_engine(model, self.settings, self.agent().renderer.stop, **given)
+    def engine(self, model: Model, **options: Any) -> Engine:
+        return make_engine(model, self.settings, self.agent().renderer.stop, **options)
 
     def load(self, name: str) -> Model:
         return self._load(self.weights(name))
@@ -119,15 +119,15 @@ class Stages:
 
     def resume(self, plan: StagePlan, optimizer: AnyOptimizer) -> tuple[int, float]:
         """Restore the newest checkpoint of a supervised stage. Return the number of its steps and their seconds."""
-        if (found := self.run.pointer(plan.stage)) is None:
+        if (pointer := self.run.pointer(plan.stage)) is None:
             return 0, 0.0
         if isinstance(optimizer, ShardedOptimizer):
-            restore(optimizer, found[1])
+            restore(optimizer, pointer[1])
         elif saved := self.run.checkpoint(plan.stage):
             optimizer.load({name: value for name, value in saved[1].items() if not name.startswith("draft_")})
             if plan.beside:
                 plan.beside.load(saved[1])
-        return found[0], found[2]
+        return pointer[0], pointer[2]
 
     def commit(
         self, plan: StagePlan, optimizer: AnyOptimizer, step: int, point: dict[str, Any], seconds: float
@@ -155,8 +155,8 @@ class Stages:
     def stage(self, name: str) -> Iterator[dict[str, Any] | None]:
         """Enter a stage: `with stages.stage(name) as info`. `info` is None if the stage is complete; otherwise its contents are
         recorded at the end."""
-        known = self.ranks.gather(self.run.finished(name))[0]
-        if known is not None:
+        info_before = self.ranks.gather(self.run.finished(name))[0]
+        if info_before is not None:
             yield None
             return
         release_memory()
