@@ -104,14 +104,6 @@ def test_what_a_user_can_mend_is_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["tasks.jsonl"]
 
 
-def test_a_tour_without_sandboxes_ends_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    monkeypatch.setenv("PATH", "")
-    assert cli.main(["tour", "--runs", str(tmp_path / "runs")]) == 2
-    said = capsys.readouterr()
-    assert "env.tasks=generated: bubblewrap (bwrap) is not installed" in said.err and said.err.count("\n") == 1
-    assert not (tmp_path / "runs").exists()
-
-
 @pytest.mark.parametrize("command", [["tour", "--runs", "runs"], ["rl", "--model", "gone", "--tasks", "TASKS"]])
 def test_the_backend_of_the_settings_is_the_one_that_must_work(
     tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, command: list[str]

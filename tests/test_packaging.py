@@ -222,14 +222,6 @@ def test_it_installs_as_root_or_with_a_sudo_that_asks_nothing(uid: int, extra: d
 # -- the checkout --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "path, shell", [(".ci/run", "bash"), ("scripts/system_packages", "sh"), ("scripts/docker_engine", "sh")]
-)
-def test_scripts_can_be_run(path: str, shell: str):
-    assert os.access(ROOT / path, os.X_OK)
-    assert run(shell, "-n", path).returncode == 0
-
-
 def test_ci_checks_and_tests_and_stops_at_the_first_failure(clone: Path):
     """With an engine, which ends with it if it was started for it."""
     shutil.copytree(ROOT / ".ci", clone / ".ci")

@@ -83,25 +83,21 @@ def times(turns: Sequence[Turn]) -> Picture:
 
 def arms(report: Mapping[str, Any]) -> Picture:
     """Draw solved tasks with intervals, and calls per task, by arm."""
-    names = list(report["arms"])
-    rows = [report["arms"][name] for name in names]
+    names, rows = list(report["arms"]), list(report["arms"].values())
     picture = Picture(8.5, 2.8)
     solved, calls = picture.panels(1, 2)
-    for column, row in enumerate(rows):
-        if "pass_at_1" not in row:  # every attempt was lost
+    graded = ["pass_at_1" in row for row in rows]  # otherwise every attempt was lost
+    scores = [row.get("pass_at_1") for row in rows]
+    style.grouped(solved, names, [style.BarSeries("", style.BLUE, scores, [row.get("ci95") for row in rows])])
+    for column in range(len(rows)):
+        if not graded[column]:
             solved.text(column, 0.0, "–", ha="center", va="bottom")
-            continue
-        low, high = row["ci95"]
-        solved.bar(column, row["pass_at_1"], color=style.BLUE, width=0.6)
-        style.interval(solved, [column, column], [low, high])
-        valid = row["tool_calls_per_task"] * (1 - (row["invalid_call_rate"] or 0.0))  # without calls there is no rate
-        calls.bar(column, valid, color=style.GREEN, width=0.6, label="answered" if not column else None)
-        invalid = row["tool_calls_per_task"] - valid
-        calls.bar(
-            column, invalid, bottom=valid, color=style.VERMILION, width=0.6, label="invalid" if not column else None
-        )
-    for ax in (solved, calls):
-        ax.set_xticks(range(len(names)), names)
+    counts = [row.get("tool_calls_per_task") or 0.0 for row in rows]
+    rates = [row.get("invalid_call_rate") or 0.0 for row in rows]  # without calls there is no rate
+    invalid = [count * rate for count, rate in zip(counts, rates, strict=True)]
+    valid = [count - wrong for count, wrong in zip(counts, invalid, strict=True)]
+    calls.bar(names, valid, color=style.GREEN, width=0.6, label="answered")
+    calls.bar(names, invalid, bottom=valid, color=style.VERMILION, width=0.6, label="invalid")
     title(as_share(solved, 1.05), "solved (pass@1, 95 % over tasks)")
     title(calls, "calls a task")
     calls.set_ylim(0, calls.get_ylim()[1] * 1.2)

@@ -108,11 +108,11 @@ def reinforcement(run: RunDir) -> Picture:
     panels = picture.panels(2, 2)
     for ax, name in zip(panels, ("solved", "entropy", "turns", "faults"), strict=True):
         metric(ax, derived, name).set_xlim(0, steps[-1]["step"] + 1)
-    looks = (("tune_greedy", "greedy", "D", style.VERMILION), ("tune_pass_at_1", "pass@1", "o", style.INK))
-    for name, label, marker, color in looks:
+    for name, label, marker in (("tune_greedy", "greedy", "D"), ("tune_pass_at_1", "pass@1", "o")):
         if points := known(steps, name):
-            at, values = zip(*points, strict=True)
-            panels[0].plot(at, values, marker, color=color, markersize=5, label=f"tuning tasks, {label}", zorder=3)
+            color = style.VERMILION if marker == "D" else style.INK
+            look = {"color": color, "markersize": 5, "zorder": 3, "label": f"tuning tasks, {label}"}
+            panels[0].plot(*zip(*points, strict=True), marker, **look)
     key(panels[0], loc="best")
     return picture
 

@@ -94,8 +94,8 @@ def facts(status: Status) -> Iterator[tuple[str, str]]:
 
 def utilisation(status: Status) -> float | None:
     """Return the share of the wall-clock time of RL steps in which the trainer trained; None before the first step."""
-    wall = sum(point["time"]["wall_s"] for point in status.steps)
-    return sum(point["time"]["train_s"] for point in status.steps) / wall if wall else None
+    wall, train = (sum(point["time"][name] for point in status.steps) for name in ("wall_s", "train_s"))
+    return train / wall if wall else None
 
 
 def _in_flight(status: Status) -> str:

@@ -245,13 +245,11 @@ def _last_line(result: ExecResult) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Future:
-    """The result of a fork."""
+    """The result of a fork: whether the visible tests pass (`seen`), the grade, and the digest of the workspace."""
 
     seen: bool
-    """The visible tests pass."""
     grade: Grade
     digest: str
-    """Digest of the workspace."""
 
 
 # Graders.

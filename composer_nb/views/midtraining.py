@@ -29,12 +29,12 @@ _SEEN = LinearSegmentedColormap.from_list("seen", ["#ffffff", style.SKY, style.B
 def yields(report: Mapping[str, Any]) -> Table:
     """Return what each filter of a corpus (`corpus.build`) dropped and left, as a table for a terminal."""
     head = ("filter", "dropped: files", "MB", "left: files", "MB", "repositories", "of bytes")
-    total_bytes = report["yields"][0]["bytes"] or 1
+    form = "{dropped_files:,}|{dropped_mb:.2f}|{files:,}|{mb:.2f}|{repositories:,}|{share:.1%}"
+    total = report["yields"][0]["bytes"] or 1
     rows = []
     for row in [*report["yields"], report["heldout"]]:
-        dropped = f"{row['dropped_files']:,}", f"{row['dropped_bytes'] / 1e6:.2f}"
-        left = f"{row['files']:,}", f"{row['bytes'] / 1e6:.2f}", f"{row['repositories']:,}"
-        rows.append((row["filter"], *dropped, *left, f"{row['bytes'] / total_bytes:.1%}"))
+        sizes = {"dropped_mb": row["dropped_bytes"] / 1e6, "mb": row["bytes"] / 1e6, "share": row["bytes"] / total}
+        rows.append((row["filter"], *form.format(**row, **sizes).split("|")))
     return text_table(rows, head, numbers=True)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,24 +37,21 @@ from composer_nb.views import style
 from composer_nb.views.page import Html, box
 from composer_nb.views.style import Picture, title
 
-_KINDS = {Kind.PROMPT: "prompt", Kind.OBSERVATION: "observation", Kind.TOOL_CALL: "tool call"}
 PREVIEW = 60
 """Characters of a folded part that its heading shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRollout:
-    """A stored rollout with its context."""
+    """A stored rollout with its origin, for headings (`name`), and what else is known of it: its advantage in RL, the values of
+    another model at the tokens of each segment (`with_trainer`), and the `number` of the segment that is looked at, from 0."""
 
     attempt: Attempt
     name: str
-    """Origin, for headings."""
     tokenizer: Tokenizer
     advantage: float | None = None
     recomputed: tuple[Recomputed, ...] = ()
-    """Values of another model at the tokens of each segment (`with_trainer`)."""
     number: int = 0
-    """The segment that is looked at, from 0."""
 
     @property
     def segment(self) -> Segment:
@@ -72,17 +69,14 @@ class StoredRollout:
     @property
     def token_advantages(self) -> NDArray[np.float64] | None:
         """The advantage of each token, float64 [T]; None for a rollout that RL did not train on."""
-        if self.advantage is None:
-            return None
-        return np.full(len(self.segment.token_ids), self.advantage)
+        return None if self.advantage is None else np.full(len(self.segment.token_ids), self.advantage)
 
     @property
     def heading(self) -> str:
-        attempt = self.attempt
-        outcome = "solved" if attempt.grade.passed else "not solved"
+        rollout = self.attempt.rollout
+        outcome = "solved" if self.attempt.grade.passed else "not solved"
         gain = "" if self.advantage is None else f", advantage {self.advantage:+.2f}"
-        calls = len(attempt.rollout.turns)
-        return f"{self.name}: {outcome}, {calls} calls, ended by “{attempt.rollout.stop}”{gain}"
+        return f"{self.name}: {outcome}, {len(rollout.turns)} calls, ended by “{rollout.stop}”{gain}"
 
 
 def held_out(run: RunDir, policy: str) -> dict[str, StoredRollout]:
@@ -102,14 +96,12 @@ def sampled(run: RunDir, step: int = -1) -> list[StoredRollout]:
         raise ValueError(f"step {step}: RL has {steps} steps that can be looked at")
     tasks = tasks_by_id(run.path)
     tokenizer, name = load_tokenizer(run.path / "data"), f"RL step {number + 1}"
-    rollouts = []
-    for path in sorted((run.path / "rollouts").glob(f"rl_{number:05d}_*.parquet")):
-        rollouts += [
-            StoredRollout(attempt=s.attempt, name=name, tokenizer=tokenizer, advantage=s.advantage)
-            for group in load_batch(path, tasks)
-            for s in group
-        ]
-    return rollouts
+    return [
+        StoredRollout(attempt=scored.attempt, name=name, tokenizer=tokenizer, advantage=scored.advantage)
+        for path in sorted((run.path / "rollouts").glob(f"rl_{number:05d}_*.parquet"))
+        for group in load_batch(path, tasks)
+        for scored in group
+    ]
 
 
 def served(run: RunDir) -> list[StoredRollout]:
@@ -143,12 +135,14 @@ def read(stored: StoredRollout, color: ColorBy = "logprob", unfold: bool = False
     """Return the rollout as HTML, segment after segment, with one folding part for the prompt, each call and each observation.
     Calls are open; `unfold` opens all. Hovering over a token shows its kind, numbers, experts and gates."""
     parts, key, chain = list[str](), dict[str, Tint](), stored.chain
-    for segment in chain:
-        colours = colouring(segment.segment, color, segment.token_advantages, segment.trainer)
+    for link in chain:
+        segment, colours = link.segment, colouring(link.segment, color, link.token_advantages, link.trainer)
         key |= {text: tint for tint, text in colours.key}
         if len(chain) > 1:
-            parts.append(f'<div class="head">{_segment_heading(segment)}</div>')
-        parts += _folding(segment, colours.tints, unfold)
+            origin = f"goes on from segment {segment.parent + 1}" if segment.parent >= 0 else "begins with the task"
+            heading = f"segment {link.number + 1}: {len(segment.token_ids)} tokens, {origin}"
+            parts.append(f'<div class="head">{heading}</div>')
+        parts += _folding(link, colours.tints, unfold)
     chip = '<span class="chip" style="background:{}">{}</span>'
     chips = " ".join(chip.format(tint.over_page, html.escape(text)) for text, tint in key.items())
     return box(
@@ -158,36 +152,25 @@ def read(stored: StoredRollout, color: ColorBy = "logprob", unfold: bool = False
     )
 
 
-def _segment_heading(stored: StoredRollout) -> str:
-    segment = stored.segment
-    begins = f"goes on from segment {segment.parent + 1}" if segment.parent >= 0 else "begins with the task"
-    return f"segment {stored.number + 1}: {len(segment.token_ids)} tokens, {begins}"
-
-
 def _folding(stored: StoredRollout, tints: Sequence[Tint | None], unfold: bool) -> Iterator[str]:
+    """Yield runs of tokens of one kind as HTML."""
     texts = _texts(stored)
     spans = [_span(*token) for token in zip(texts, _notes(stored), tints, strict=True)]
-    for kind, places in _parts(stored.segment):
+    for number, run in groupby(range(len(texts)), key=lambda position: int(stored.segment.kind[position])):
+        kind, positions = Kind(number), list(run)
         opened = " open" if unfold or kind not in (Kind.PROMPT, Kind.OBSERVATION) else ""
-        heading = as_html(_part_heading(kind, [texts[position] for position in places]))
-        body = "".join(spans[position] for position in places)
+        heading = as_html(_part_heading(kind, [texts[position] for position in positions]))
+        body = "".join(spans[position] for position in positions)
         yield f"<details{opened}><summary>{heading}</summary><pre>{body}</pre></details>"
 
 
 def _span(text: str, note: str, tint: Tint | None) -> str:
     """Return a token as HTML: a class for tokens that the agent read, a colour for those that it wrote."""
-    classes = [name for name, is_so in (("read", tint is None), ("mark", _is_special(text))) if is_so]
-    named = f' class="{" ".join(classes)}"' if classes else ""
+    classes = " ".join(["read"] * (tint is None) + ["mark"] * _is_special(text))
+    named = f' class="{classes}"' if classes else ""
     look = f' style="background:{tint.over_page}"' if tint else ""
-    body = as_html(text.replace("\n", "⏎\n"))
-    hover = as_html(note).replace("\n", "&#10;")
-    return f'<span{named}{look} title="{hover}">{body}</span>'
-
-
-def _parts(segment: Segment) -> Iterator[tuple[Kind, list[int]]]:
-    """Yield runs of tokens of one kind."""
-    for kind, places in groupby(range(len(segment.token_ids)), key=lambda position: int(segment.kind[position])):
-        yield Kind(kind), list(places)
+    hover, shown = as_html(note).replace("\n", "&#10;"), text.replace("\n", "⏎\n")
+    return f'<span{named}{look} title="{hover}">{as_html(shown)}</span>'
 
 
 def _part_heading(kind: Kind, texts: Sequence[str]) -> str:
@@ -202,7 +185,7 @@ def _is_special(text: str) -> bool:
 
 
 def _name(kind: Kind) -> str:
-    return _KINDS.get(kind, kind.name.lower().replace("_", " "))
+    return kind.name.lower().replace("_", " ")
 
 
 def doubts(pair: Sequence[StoredRollout]) -> Picture:
@@ -269,8 +252,8 @@ def _notes(stored: StoredRollout) -> list[str]:
             logprob, version = float(segment.logprob[position]), segment.policy_version[position]
             lines.append(f"log p {logprob:.3f}, p {np.exp(logprob):.3f}, policy version {version}")
             if trainer is not None and ratio_T is not None:
-                theirs, entropy = trainer.logprob[position], trainer.entropy[position]
-                lines.append(f"trainer: log p {theirs:.3f}, ratio {ratio_T[position]:.3f}, entropy {entropy:.2f}")
+                values = trainer.logprob[position], ratio_T[position], trainer.entropy[position]
+                lines.append("trainer: log p {:.3f}, ratio {:.3f}, entropy {:.2f}".format(*values))
         notes.append("\n".join([*lines, *_route_lines(segment, position)]))
     return notes
 
@@ -304,12 +287,11 @@ class Tint:
     @property
     def over_page(self) -> str:
         """The tint in CSS, transparent, for a light or a dark page."""
-        red, green, blue = (int(self.hue[at : at + 2], 16) for at in (1, 3, 5))
+        red, green, blue = bytes.fromhex(self.hue[1:])
         return f"rgba({red},{green},{blue},{OPAQUE * self.strength:.2f})"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Colouring:
+class Colouring(NamedTuple):
     """Tints of T tokens (None for tokens that the agent read) and their meaning."""
 
     tints: list[Tint | None]
@@ -321,31 +303,26 @@ def colouring(segment: Segment, by: ColorBy, advantage: Floats | None, trainer: 
 
     Raise ValueError when `by` needs what is missing: advantages, or the values of a trainer."""
     low, high = Tint(style.ORANGE), Tint(style.SKY)
-    key: tuple[tuple[Tint, str], ...]
-    values: NDArray[Any]
-    if by == "advantage":
-        if advantage is None:
-            raise ValueError(
-                "only rollouts that RL trained on have an advantage; color='advantage' needs one, 'logprob' does not"
-            )
+    if by == "advantage" and advantage is None:
+        raise ValueError(
+            "only rollouts that RL trained on have an advantage; color='advantage' needs one, 'logprob' does not"
+        )
+    if by == "ratio" and trainer is None:
+        raise ValueError("color='ratio' needs the values that a model computes here; see `rollout.with_trainer`")
+    values: NDArray[Any] = np.ones(len(segment.acted))
+    key: tuple[tuple[Tint, str], ...] = ((high, "written by the agent"),)
+    if advantage is not None and by == "advantage":
         values, key = advantage, ((low, "worse than expected, made less likely"), (high, "better, made likelier"))
-    elif by == "ratio":
-        if trainer is None:
-            raise ValueError("color='ratio' needs the values that a model computes here; see `rollout.with_trainer`")
+    elif trainer is not None and by == "ratio":
         values = log_ratio(segment, trainer) / DRIFT
         key = ((low, "the trainer finds it less likely"), (high, "likelier"))
-    elif by == "written":
-        values, key = np.ones(len(segment.acted)), ((high, "written by the agent"),)
-    else:
+    elif by == "logprob":
         values, key = np.minimum(0.0, segment.logprob) / DOUBT, ((low, "less likely"),)
-    pairs = zip(values.tolist(), segment.acted.tolist(), strict=True)
-    return Colouring(tints=[_signed(value) if mine else None for value, mine in pairs], key=key)
+    hues = [style.SKY if value > 0 else style.ORANGE for value in values]
+    tints = [Tint(hue, min(1.0, abs(value))) for hue, value in zip(hues, values.tolist(), strict=True)]
+    return Colouring([tint if acted else None for tint, acted in zip(tints, segment.acted, strict=True)], key)
 
 
 def log_ratio(segment: Segment, trainer: Recomputed) -> NDArray[np.float32]:
     """Return [T] the trainer's log p − the sampled log p; 0 for tokens that the agent read."""
     return np.where(segment.acted, trainer.logprob - segment.logprob, 0.0).astype(np.float32)
-
-
-def _signed(value: float) -> Tint:
-    return Tint(style.SKY if value > 0 else style.ORANGE, min(1.0, abs(value)))

@@ -81,13 +81,12 @@ def interval(ax: Axes, x: Sequence[float], y: Sequence[float]) -> None:
 
 
 class BarSeries(NamedTuple):
-    """The bars of one colour in a grouped bar chart."""
+    """The bars of one colour in a grouped bar chart, and the interval of each value (`spans`)."""
 
     label: str
     color: str
     values: Sequence[float | None]
     spans: Sequence[Sequence[float] | None] = ()
-    """Interval of each value."""
 
 
 def grouped(

@@ -49,11 +49,3 @@ def test_another_host_gets_nothing_and_a_port_in_use_is_named(page: LivePage) ->
     assert port is not None
     with pytest.raises(ValueError, match=f"--port {port}: "):
         LivePage(page.path, port)
-
-
-def test_a_run_without_steps_has_no_rollouts(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "settings.json").write_text("{}")
-    with LivePage(tmp_path / "run") as empty:
-        assert httpx.get(empty.url + "rollouts").text == ""
-        assert httpx.get(empty.url + "rollouts/0").text == "RL has made no step yet"

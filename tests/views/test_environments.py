@@ -166,12 +166,6 @@ def test_a_twin_stands_beside_its_test_with_the_change_marked(old: str, shown: s
     assert "import x" not in page
 
 
-def test_patches_are_shown_as_text():
-    page = environments.patches([Patch(id="a", title="<t>", case=0, files={"a.py": b"1 < 2\n", "gone": None})]).text
-    assert "&lt;t&gt;" in page and "1 &lt; 2" in page and "(deleted)" in page and "<t>" not in page
-    assert environments.patches(patches()), "whatever bytes they hold"
-
-
 def test_a_matrix_says_who_was_wrong():
     picture = environments.matrix(
         {

@@ -25,18 +25,21 @@ Gap = NDArray[np.float64]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Engine and trainer on the same S sampled tokens, and their routers on the N tokens forwarded for them. Tokens of a shared
-    prefix count once."""
+    prefix count once.
+
+    Attributes:
+        off_S: log p of the trainer − log p of the engine, with the trainer's own routes
+        on_S: the same, with the engine's routes replayed
+        flipped_S: mask of sampled tokens predicted where the set of experts differs in some layer
+        flips_NL: mask of the pairs where the trainer's own set of experts differs from the engine's
+        margins_NL: the trainer's router: probability of the last expert chosen minus that of the next
+    """
 
     off_S: Gap
-    """log p of the trainer − log p of the engine, with the trainer's own routes."""
     on_S: Gap
-    """The same, with the engine's routes replayed."""
     flipped_S: NDArray[np.bool_]
-    """Mask of sampled tokens predicted where the set of experts differs in some layer."""
     flips_NL: NDArray[np.bool_]
-    """Mask of the pairs where the trainer's own set of experts differs from the engine's."""
     margins_NL: NDArray[np.float32]
-    """The trainer's router: probability of the last expert chosen minus that of the next."""
 
 
 def compare(model: Model, attempts: Sequence[Attempt], replay: ReplaySettings = FULL, budget: int = 4096) -> Comparison:

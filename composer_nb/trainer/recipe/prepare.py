@@ -90,13 +90,13 @@ def make_tokenizer(s: Stages) -> None:
         if info is None or not s.ranks.first:
             return
         if s.settings.model.start:
-            shutil.copyfile(s.settings.model.folder / "tokenizer.json", s.tokenizer_file)
+            shutil.copyfile(s.settings.model.folder / "tokenizer.json", s.run.path / "data" / "tokenizer.json")
             return
         corpus = read_corpus(s.settings.data.code)
         texts = _conversations(s) * OFTEN
         more = GAP_TOKENS[0] if s.settings.midtrain.infill.share else ()
         tokenizer = train_tokenizer([*corpus.train[::2], *texts], s.settings.tokenizer.vocab_size, more)
-        tokenizer.save(str(s.tokenizer_file))
+        tokenizer.save(str(s.run.path / "data" / "tokenizer.json"))
         write_json(s.run.path / "data" / "corpus.json", {"digest": corpus.digest, "files": corpus.names})
         info |= {"files": len(corpus.names), "corpus_digest": corpus.digest}
 
@@ -120,7 +120,8 @@ def _conversations(s: Stages) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of the data: `count` tasks of a kind, with its own seed."""
+    """A piece of the data: `count` tasks of a kind, with its own seed. `own` are custom tasks; without them, tasks are
+    generated."""
 
     kind: str
     number: int
@@ -128,7 +129,6 @@ class Chunk:
     heldout: bool = False
     mistake_rate: float | None = None
     own: tuple[Task, ...] = ()
-    """Custom tasks; without them, tasks are generated."""
 
     @property
     def name(self) -> str:
@@ -221,24 +221,22 @@ def _generated(s: Stages, seed: str, chunk: Chunk) -> Iterator[Task]:
 def _drop_leaks(s: Stages, folder: Path) -> dict[str, Any]:
     """Join the chunks of tasks. Drop held-out tasks that occur in training, tasks of new structures whose structure does, and
     repeated tasks. Raises ValueError if too few remain."""
-    training: set[str] = set()
-    for path in folder.glob("*.prints.json"):
-        if not path.name.startswith(SCORED):
-            training |= set(json.loads(path.read_text()))
+    files = [path for path in folder.glob("*.prints.json") if not path.name.startswith(SCORED)]
+    training = {print_ for path in files for print_ in json.loads(path.read_text())}
     tasks_by_kind: dict[str, list[Task]] = {}
     keys: set[tuple[str, str]] = set()
     dropped: Counter[str] = Counter()
     for kind in (*SCORED, "rl"):
+        prints_of = buggy_prints if kind == "heldout" else fingerprints
+        candidates = [task for path in sorted(folder.glob(f"{kind}-*.jsonl")) for task in load_tasks(path)]
         tasks_by_kind[kind] = []
-        for path in sorted(folder.glob(f"{kind}-*.jsonl")):
-            for task in load_tasks(path):
-                key = (task.instruction, buggy(task))
-                prints_of = buggy_prints if kind == "heldout" else fingerprints
-                leaked = kind != "rl" and bool(prints_of([task]) & training)
-                dropped[kind] += leaked or key in keys
-                if not leaked and key not in keys:
-                    tasks_by_kind[kind].append(task)
-                keys.add(key)
+        for task in candidates:
+            key = (task.instruction, buggy(task))
+            leaked = key in keys or (kind != "rl" and bool(prints_of([task]) & training))
+            keys.add(key)
+            if not leaked:
+                tasks_by_kind[kind].append(task)
+        dropped[kind] = len(candidates) - len(tasks_by_kind[kind])
         if tasks_by_kind[kind]:
             save_tasks(tasks_by_kind[kind], folder / f"{kind}.jsonl")
         elif kind != "structures" or s.settings.data.structure_tasks:
@@ -260,15 +258,15 @@ def own_tasks(env: EnvSettings) -> list[Task]:
     tasks = tasks_of(env.tasks, env.own) if env.own else load_tasks(env.path or Path())
     for task in tasks:
         tools_of(task, env.toolset)
-        if task.grader == "script":
-            raise ValueError(f"env.tasks: task {task.id} has the grader `script`, which is for evaluation alone")
-        if task.grader == "pytest" and PLAN not in task.metadata:
-            raise ValueError(f"env.tasks: task {task.id} has no plan of its tests; composer-nb tasks make makes one")
-        if task.grader == "pytest":
-            try:
+        try:
+            if task.grader == "script":
+                raise ValueError("has the grader `script`, which is for evaluation alone")
+            if task.grader == "pytest" and PLAN not in task.metadata:
+                raise ValueError("has no plan of its tests; composer-nb tasks make makes one")
+            if task.grader == "pytest":
                 plan_of(task)
-            except ValueError as error:
-                raise ValueError(f"env.tasks: task {task.id}: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"env.tasks: task {task.id}: {error}") from None
     return tasks
 
 

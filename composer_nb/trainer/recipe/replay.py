@@ -34,12 +34,11 @@ from composer_nb.trainer.settings import Settings, changed, from_dict, override
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """One repeated step."""
+    """One repeated step, with the hash of the published version (`was`) and of this one (`now`)."""
 
     step: int
     version: int
     was: str
-    """Hash of the published version."""
     now: str
 
     @property

@@ -56,12 +56,8 @@ class Stages:
         path = self.run.path / "data" / f"{kind}.jsonl"
         return load_tasks(path) if path.is_file() else []
 
-    @property
-    def tokenizer_file(self) -> Path:
-        return self.run.path / "data" / "tokenizer.json"
-
     def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.tokenizer_file.parent, FORMATS[self.settings.env.renderer])
+        return load_tokenizer(self.run.path / "data", FORMATS[self.settings.env.renderer])
 
     def agent(self) -> Agent:
         return make_agent(self.settings.env, self.tokenizer(), self.settings.limits, self.sandboxes)
@@ -70,10 +66,8 @@ class Stages:
         return make_engine(model, self.settings, self.agent().renderer.stop, **options)
 
     def load(self, name: str) -> Model:
-        return self._load(self.weights(name))
-
-    def _load(self, path: Path) -> Model:
-        model = load_pretrained(path).to(self.settings.mesh.device)
+        """Load published weights, whole."""
+        model = load_pretrained(self.weights(name)).to(self.settings.mesh.device)
         model.kernels = self.settings.kernels
         return model
 
@@ -107,7 +101,10 @@ class Stages:
 
     def trained(self, path: Path) -> Model:
         """Load the model to train, as `divided` returns it."""
-        model = load_cut(path, self.ranks, self.settings.mesh) if isinstance(self.ranks, Team) else self._load(path)
+        if isinstance(self.ranks, Team):
+            model = load_cut(path, self.ranks, self.settings.mesh)
+        else:
+            model = load_pretrained(path).to(self.settings.mesh.device)
         model.kernels = self.settings.kernels
         return model
 
