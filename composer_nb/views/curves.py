@@ -111,7 +111,7 @@ def reinforcement(run: RunDir) -> Picture:
     for name, label, marker in (("tune_greedy", "greedy", "D"), ("tune_pass_at_1", "pass@1", "o")):
         if points := known(steps, name):
             color = style.VERMILION if marker == "D" else style.INK
-            look = {"color": color, "markersize": 5, "zorder": 3, "label": f"tuning tasks, {label}"}
+            look: dict[str, Any] = {"color": color, "markersize": 5, "zorder": 3, "label": f"tuning tasks, {label}"}
             panels[0].plot(*zip(*points, strict=True), marker, **look)
     key(panels[0], loc="best")
     return picture
