@@ -82,11 +82,8 @@ def test_environment_yml_brings_python_and_leaves_the_rest_to_pyproject():
     lowest = PROJECT["requires-python"].removeprefix(">=")
     assert conda == [f"python={lowest}", "pip"]
     assert pip == {"pip": ["-e .[dev,lab]"]}
-    needed = set[str]().union(
-        *(EXTRAS[name] for name in ("corpus", "docker", "docs", "gguf", "mcp", "tasks", "trackers"))
-    )
-    assert needed <= set(EXTRAS["dev"]), "the tests need them"
-    assert set(environment) == {"name", "channels", "dependencies"}
+    needed = {name: EXTRAS[name] for name in EXTRAS if name not in ("browser", "dev", "lab")}
+    assert set().union(*needed.values()) <= set(EXTRAS["dev"]), "the tests need them"
 
 
 # -- make ----------------------------------------------------------------------------------------------------
@@ -156,14 +153,6 @@ def test_a_failing_install_is_not_taken_for_an_environment(clone: Path):
     assert not (clone / ".venv/.ready").exists()
 
 
-def test_what_libraries_keep_stays_inside_the_clone(clone: Path):
-    script(clone / ".venv/bin/python", "env >>log")
-    assert run("make", "setup", cwd=clone).returncode == 0
-    kept = dict(line.split("=", 1) for line in (clone / "log").read_text().splitlines() if "=" in line)
-    for name in ("HF_HOME", "IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR", "TRITON_CACHE_DIR"):
-        assert kept[name].startswith(f"{clone}/.cache/"), name
-
-
 # -- system programs -----------------------------------------------------------------------------------------
 
 TOOLS = ("sh", "id", "env")
@@ -181,18 +170,11 @@ def packages(folder: Path, uid: int, *asked: str, **managers: str) -> subprocess
     return run("/bin/sh", str(ROOT / "scripts/system_packages"), *asked, PATH=str(folder))
 
 
-def test_nothing_is_said_where_nothing_is_missing(tmp_path: Path):
-    done = packages(tmp_path / "bin", 0, bwrap="exit 0", apt_get="echo called; exit 1")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
 @pytest.mark.parametrize(
     "manager, line",
     [
         ("apt_get", "apt-get install -y --no-install-recommends bubblewrap"),
         ("dnf", "dnf install -y bubblewrap"),
-        ("pacman", "pacman -Sy --noconfirm bubblewrap"),
-        ("zypper", "zypper --non-interactive install bubblewrap"),
         ("apk", "apk add bubblewrap"),
     ],
 )

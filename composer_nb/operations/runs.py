@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 def tour(args: argparse.Namespace) -> int:
     """Train a small coding agent from nothing, in a notebook that is run and kept."""
     from composer_nb.harness.environment import require_sandboxes
-    from composer_nb.jobs.notebook import run_notebook
     from composer_nb.operations.live import LivePage
     from composer_nb.operations.track import Tracking, parse
     from composer_nb.trainer.recipe.detached import start_detached
@@ -64,6 +63,8 @@ def tour(args: argparse.Namespace) -> int:
         if plain:
             start_or_resume(run.path, say=log.info)
         else:
+            from composer_nb.jobs.notebook import run_notebook
+
             run_notebook(tour_notebook(), run.path / NOTEBOOK, {"run_dir": str(run.path)}, say=log.info)
     return _reported(run, args.runs / "tour", *([] if plain else [NOTEBOOK]))
 
@@ -71,7 +72,7 @@ def tour(args: argparse.Namespace) -> int:
 @contextmanager
 def _interruptible(hint: str) -> Iterator[None]:
     """Turn SIGTERM into an interrupt, which says how to go on."""
-    from composer_nb.jobs.notebook import terminate_as_interrupt
+    from composer_nb.jobs.processes import terminate_as_interrupt
 
     with terminate_as_interrupt():
         try:

@@ -40,7 +40,7 @@ from composer_nb.trainer.models.transformer import Kernels, ModelConfig
 from composer_nb.trainer.models.variants import ENGINES, EngineSettings
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 from composer_nb.trainer.prompts import CurriculumSettings
-from composer_nb.trainer.schedule import Schedule, ServicesSettings, require_live
+from composer_nb.trainer.schedule import SamplingLimits, Schedule, ServicesSettings, require_live
 
 Seed = Annotated[int, Field(ge=-(2**62), le=2**62)]
 Tree = TypeVar("Tree")
@@ -391,11 +391,11 @@ class Settings:
 
     def schedule(self) -> Schedule:
         """Return the schedule of the orchestrator. Raises ValueError, which names the setting, if one does not fit."""
-        v = self.services
+        limits = {item.name: getattr(self.services, item.name) for item in dataclasses.fields(SamplingLimits)}
+        limits["hang_s"] += self.limits.seconds  # longer than any turn or call of a rollout
         return Schedule(
+            **limits,
             **{name: getattr(self.rl, name) for name in ("prompts", "group", "steps")},
-            **{name: getattr(v, name) for name in ("ahead", "bound", "window", "order", "retries", "deaths")},
-            hang_s=v.hang_s + self.limits.seconds,  # longer than any turn or call of a rollout
             refill=round(self.rl.refill * self.rl.steps * self.rl.prompts),
         )
 
