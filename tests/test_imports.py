@@ -88,7 +88,7 @@ LAYERS = ("kernels", "harness", "tour", "trainer", "production", "labs views", "
 BACKWARDS = {
     (f"{PACKAGE}.trainer.services.services", f"{PACKAGE}.production.conversations"),
     (f"{PACKAGE}.trainer.services.services", f"{PACKAGE}.production.serve"),
-    (f"{PACKAGE}.trainer.recipe.evaluate", f"{PACKAGE}.production.fidelity"),
+    (f"{PACKAGE}.trainer.recipe.recipe", f"{PACKAGE}.production.fidelity"),
 }
 """Arrows that still point the wrong way."""
 

@@ -30,8 +30,8 @@ from composer_nb.harness.untrusted import as_html, visible, visible_lines
 from composer_nb.jobs.file import load_job
 from composer_nb.production.diff import patch
 from composer_nb.production.show import teller
+from composer_nb.trainer.recipe.reader import read_status
 from composer_nb.trainer.recipe.report import build_report
-from composer_nb.trainer.recipe.status import read_status
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views.task import card
 from tests.harness.tasks.test_task import MINIMAL
