@@ -24,7 +24,7 @@ from composer_nb.harness.rollout import Kind
 from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
 from composer_nb.harness.store import load_attempts, pack_attempt, save_attempts, unpack_attempt
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.microscope.frozen import FrozenBatch
+from composer_nb.labs.microscope.numerics import FrozenBatch
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings

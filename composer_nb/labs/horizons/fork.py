@@ -28,12 +28,15 @@ from composer_nb.tour.expert import unsampled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """Futures of a rollout from one of its turns on."""
+    """Futures of a rollout from one of its turns on.
+
+    Attributes:
+        exact: All tokens before the turn are the stored ones: the tools answered as they did.
+    """
 
     turn: int
     attempts: tuple[Attempt, ...]
     exact: bool
-    """All tokens before the turn are the stored ones: the tools answered as they did."""
 
     @property
     def solved(self) -> float:

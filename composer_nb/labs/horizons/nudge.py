@@ -23,18 +23,21 @@ from composer_nb.trainer.rl import Scored, to_streams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nudge:
-    """The S tokens of a turn as the policy sees them without the hint (student) and with it (teacher)."""
+    """The S tokens of a turn as the policy sees them without the hint (student) and with it (teacher).
+
+    Attributes:
+        tokens: As they were said.
+        kl: KL(student ‖ teacher): what `loss.feedback` weighs, in nats.
+        gain: Log-probability of the token that was said: teacher − student.
+        raised: The token whose probability the hint raises most.
+        chance: Its probability without and with the hint.
+    """
 
     tokens: list[str]
-    """As they were said."""
     kl: list[float]
-    """KL(student ‖ teacher): what `loss.feedback` weighs, in nats."""
     gain: list[float]
-    """Log-probability of the token that was said: teacher − student."""
     raised: list[str]
-    """The token whose probability the hint raises most."""
     chance: list[tuple[float, float]]
-    """Its probability without and with the hint."""
 
 
 _ADVICE = """\

@@ -63,28 +63,35 @@ NO_SIGNAL = 1e-6
 
 
 class SampledTokens(NamedTuple):
-    """The S sampled tokens of a group as losses see them."""
+    """The S sampled tokens of a group as losses see them.
+
+    Attributes:
+        sampled_S: The sampler's log-probability.
+        advantage_S: R − mean(R).
+        std_S: An advantage of 1 after division by the group's standard deviation.
+    """
 
     logprob_S: Tensor
     sampled_S: Tensor
-    """The sampler's log-probability."""
     advantage_S: Tensor
-    """R − mean(R)."""
     std_S: Tensor
-    """An advantage of 1 after division by the group's standard deviation."""
     rollout_S: Tensor
     reference_S: Tensor | None
 
 
 class Slope(NamedTuple):
-    """A loss on a group's tokens."""
+    """A loss on a group's tokens.
+
+    Attributes:
+        slope_S: ∂L/∂ℓ.
+        weight_S: Weight of a token's A ∇ℓ, A as R − mean(R) less the KL's part: r for PPO within its clip. NaN where A
+            is 0.
+        reason_S: Indices into REASONS.
+    """
 
     slope_S: Tensor
-    """∂L/∂ℓ."""
     weight_S: Tensor
-    """Weight of a token's A ∇ℓ, A as R − mean(R) less the KL's part: r for PPO within its clip. NaN where A is 0."""
     reason_S: Tensor
-    """Indices into REASONS."""
 
 
 def slope(tokens: SampledTokens, settings: LossSettings, denominator: float) -> Slope:
@@ -172,28 +179,34 @@ def _advantage(stream: Stream) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRow:
-    """A loss on a batch."""
+    """A loss on a batch.
+
+    Attributes:
+        masked: Share of *all* sampled tokens that have an advantage and no gradient: what is rejected stays in the
+            denominator, so that rejecting more cannot make it look better.
+        reasons: Shares of tokens by REASONS; they add up to 1.
+        ess: Effective sample size of the weights, as a share of the tokens that have an advantage (`effective_share`).
+        norm: Length of the gradient; the denominator is the batch's tokens, or rollouts with a length norm.
+    """
 
     loss: str
     masked: float
-    """Share of *all* sampled tokens that have an advantage and no gradient: what is rejected stays in the denominator, so that
-    rejecting more cannot make it look better."""
     reasons: dict[str, float]
-    """Shares of tokens by REASONS; they add up to 1."""
     ess: float
-    """Effective sample size of the weights, as a share of the tokens that have an advantage (`effective_share`)."""
     norm: float
-    """Length of the gradient; the denominator is the batch's tokens, or rollouts with a length norm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """The losses on a batch."""
+    """The losses on a batch.
+
+    Attributes:
+        cosines: [L, L], in the order of `rows`; NaN for a loss without a gradient.
+    """
 
     rows: tuple[LossRow, ...]
     gradients_LW: Tensor
     cosines: Array
-    """[L, L], in the order of `rows`; NaN for a loss without a gradient."""
 
     def row(self, name: str) -> LossRow:
         return next(row for row in self.rows if row.loss == name)

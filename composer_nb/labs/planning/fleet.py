@@ -28,15 +28,18 @@ _COLORS = (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpeed:
-    """The speed of a run's RL, as it recorded it."""
+    """The speed of a run's RL, as it recorded it.
+
+    Attributes:
+        reached: Samples a second after the first step.
+        delta_bytes: Bytes of a full version and of a delta, on average; 0 if the run keeps none, as an excerpt.
+    """
 
     load: SimulatedLoad
     schedule: Schedule
     reached: float
-    """Samples a second after the first step."""
     full_bytes: float
     delta_bytes: float
-    """Bytes of a full version and of a delta, on average; 0 if the run keeps none, as an excerpt."""
     origin: str
 
     @classmethod
@@ -85,18 +88,21 @@ class RunSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """A trainer, its engines and its sandboxes, as somebody assumes them. A rollout holds a sandbox from start to end."""
+    """A trainer, its engines and its sandboxes, as somebody assumes them. A rollout holds a sandbox from start to end.
+
+    Attributes:
+        batch: Rollouts of a training step.
+        rollout_s: Seconds of a training step, and of a rollout on average.
+        update_bytes: Bytes of one update, sent once to every region.
+    """
 
     gpus: int
     regions: int
     sandboxes: int
     batch: int
-    """Rollouts of a training step."""
     step_s: float
     rollout_s: float
-    """Seconds of a training step, and of a rollout on average."""
     update_bytes: float
-    """Bytes of one update, sent once to every region."""
 
     @property
     def rate(self) -> float:

@@ -86,19 +86,23 @@ class Durations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedLoad:
-    """Workers, trainer, and their speed."""
+    """Workers, trainer, and their speed.
+
+    Attributes:
+        capacity: Rollouts at a time per worker.
+        train_s: Seconds of a training step.
+        publish_s: Seconds from the end of a step until every engine serves its weights; running rollouts continue with
+            them.
+        report_s: Seconds from the end of a rollout until its worker says so.
+    """
 
     durations: Durations
     workers: int = 4
     capacity: int = 16
-    """Rollouts at a time per worker."""
     train_s: float = 60.0
-    """Seconds of a training step."""
     publish_s: float = 0.0
-    """Seconds from the end of a step until every engine serves its weights; running rollouts continue with them."""
 
     report_s: float = 0.0
-    """Seconds from the end of a rollout until its worker says so."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for values out of range."""

@@ -47,10 +47,13 @@ NO_SIGNAL = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBatch:
-    """The batch of one RL step, and the settings then in force."""
+    """The batch of one RL step, and the settings then in force.
+
+    Attributes:
+        step: Number of the RL step, from 1.
+    """
 
     step: int
-    """Number of the RL step, from 1."""
     groups: tuple[tuple[Scored, ...], ...]
     settings: Settings
 
@@ -83,11 +86,14 @@ def settings_at(run: RunDir, step: int) -> Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """The R rollouts of a batch under a reward, group after group."""
+    """The R rollouts of a batch under a reward, group after group.
+
+    Attributes:
+        advantage_R: The trainer's float32 numbers.
+    """
 
     reward_R: NDArray[np.float64]
     advantage_R: NDArray[np.float64]
-    """The trainer's float32 numbers."""
     group_R: NDArray[np.int64]
     solved_R: NDArray[np.bool_]
     terms: tuple[Mapping[str, float], ...]
@@ -160,10 +166,13 @@ def shuffled(batch: StoredBatch, seed: int) -> Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """Inner products of the policy gradients of a batch's rollouts."""
+    """Inner products of the policy gradients of a batch's rollouts.
+
+    Attributes:
+        gram: [2R, 2R]: g_i(+1) of all rollouts, then g_i(−1).
+    """
 
     gram: NDArray[np.float64]
-    """[2R, 2R]: g_i(+1) of all rollouts, then g_i(−1)."""
 
     def _along(self, advantage_R: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return [2R] the weight of each gradient in the batch's."""
@@ -257,17 +266,20 @@ def model_before(run: RunDir, step: int) -> Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RescoredBatch:
-    """A stored batch under another reward; groups are numbered from 0."""
+    """A stored batch under another reward; groups are numbered from 0.
+
+    Attributes:
+        cosine: Between the policy gradient under the stored advantages and under the new ones.
+        revived: Groups that were dead and teach something now.
+        silenced: Groups that taught something and are dead now.
+        flipped: Groups in which a rollout that was made likelier is made less likely, or the other way round.
+    """
 
     scores: Scores
     cosine: float
-    """Between the policy gradient under the stored advantages and under the new ones."""
     revived: list[int]
-    """Groups that were dead and teach something now."""
     silenced: list[int]
-    """Groups that taught something and are dead now."""
     flipped: list[int]
-    """Groups in which a rollout that was made likelier is made less likely, or the other way round."""
 
 
 def judge(lab: Lab, rewards: RewardSettings) -> RescoredBatch:

@@ -21,11 +21,14 @@ from composer_nb.trainer.records.rundir import RunDir
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped:
-    """One optimiser step."""
+    """One optimiser step.
+
+    Attributes:
+        after: Published weights, bfloat16, under Hugging Face's names.
+    """
 
     before: Mapping[str, Tensor]
     after: Mapping[str, Tensor]
-    """Published weights, bfloat16, under Hugging Face's names."""
 
     @property
     def changed(self) -> float:

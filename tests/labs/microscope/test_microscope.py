@@ -13,11 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.kernels.formats.groupwise import rounded
-from composer_nb.labs.microscope.causes import CAUSES, engines, path
-from composer_nb.labs.microscope.evidence import UNEXPLAINED
-from composer_nb.labs.microscope.frozen import FrozenBatch
-from composer_nb.labs.microscope.microscope import Examination, examine, figures, kl_divergence
-from composer_nb.labs.microscope.numerics import ProgramChoices, observe, record
+from composer_nb.labs.microscope.microscope import UNEXPLAINED, Examination, examine, figures, kl_divergence
+from composer_nb.labs.microscope.numerics import CAUSES, FrozenBatch, ProgramChoices, engines, observe, path, record
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.retrace import with_checks
 from composer_nb.trainer.models.transformer import Model

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from composer_nb.labs.microscope import view
-from composer_nb.labs.microscope.causes import CAUSES
-from composer_nb.labs.microscope.evidence import Finding, Streams, Where
-from composer_nb.labs.microscope.microscope import CauseStep, Examination, Figures
+from composer_nb.labs.microscope.microscope import CauseStep, Examination, Figures, Finding, Streams, Where
+from composer_nb.labs.microscope.numerics import CAUSES
 
 
 def figures(k3: float, p99: float) -> Figures:
