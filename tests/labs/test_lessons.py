@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from composer_nb.labs.lessons import later, raw_streams
-from composer_nb.labs.losses.bench import OURS, bench
+from composer_nb.labs.losses import OURS, bench
 from composer_nb.labs.rewards.rescore import model_before, stored_batch
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.records.rundir import RunDir

@@ -27,8 +27,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from composer_nb.harness.grading.grade import Attempt
+from composer_nb.harness.environment import Sandboxes
+from composer_nb.harness.grading.front import grade
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rewards import RewardSettings
+from composer_nb.harness.tasks.functions import parse_test_files, passes, request_tests
 from composer_nb.labs.gradient import flat_gradient, inner_products
 from composer_nb.trainer.learning.loss import policy_loss
 from composer_nb.trainer.learning.packing import flatten, score
@@ -299,3 +302,29 @@ def verdict(lab: Lab, scores: Scores) -> RescoredBatch:
         silenced=np.flatnonzero(old.live_P & ~new.live_P).tolist(),
         flipped=np.unique(old.group_R[crossed_R]).tolist(),
     )
+
+
+def graded_again(attempts: Sequence[Attempt], sandboxes: Sandboxes) -> list[Grade]:
+    """Return the grades of what attempts left, each in a fresh sandbox. Raises SandboxUnavailable."""
+    return [
+        grade(done.task, done.rollout.files, sandboxes.functions)
+        if done.task.grader == "functions"
+        else grade(done.task, _bytes(done), sandboxes.backend)
+        for done in attempts
+    ]
+
+
+def _bytes(done: Attempt) -> dict[str, bytes]:
+    return {path: text.encode("utf-8", "surrogateescape") for path, text in done.rollout.files.items()}
+
+
+def visible_share(attempts: Sequence[Attempt], sandboxes: Sandboxes) -> list[float | None]:
+    """Return the share of the visible tests, as they were at the start, that what an attempt left passes; None where a task has
+    none of the grader `functions`. Raises SandboxFailure."""
+    shares: list[float | None] = []
+    for done in attempts:
+        visible = done.task.visible_tests if done.task.grader == "functions" else {}
+        tests = parse_test_files(visible) if visible else ()
+        [outcomes] = sandboxes.run([request_tests(done.rollout.files, tests)]) if tests else [()]
+        shares.append(sum(map(passes, tests, outcomes)) / len(tests) if tests else None)
+    return shares

@@ -16,8 +16,7 @@ from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.tasks.functions import render_tests
 from composer_nb.harness.tasks.task import Task, save_tasks
 from composer_nb.labs.audit.audit import _graded, audit, audit_task, limited
-from composer_nb.labs.audit.leaks import leaks, untold
-from composer_nb.labs.audit.probes import Probe, contradicted, probes, slips
+from composer_nb.labs.audit.probes import Probe, contradicted, leaks, probes, slips, untold
 
 RIGHT = "def clip(values, most):\n    kept = [value for value in values if value < most]\n    return sorted(kept, reverse=True)\n"
 WRONG = RIGHT.replace("value < most", "value <= most")

@@ -13,7 +13,7 @@ from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.policy import ProviderFailure
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.horizons.nudge import ADVICE, written
+from composer_nb.labs.horizons.fork import ADVICE, written
 
 
 class Says:

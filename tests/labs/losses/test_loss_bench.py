@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from composer_nb.labs.losses import bench as module
-from composer_nb.labs.losses.bench import (
+from composer_nb.labs import losses as module
+from composer_nb.labs.losses import (
     EXACT,
     LOSSES,
     OURS,

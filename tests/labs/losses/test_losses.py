@@ -9,8 +9,8 @@ import matplotlib.image
 import numpy as np
 import torch
 
-from composer_nb.labs.losses import view as losses
-from composer_nb.labs.losses.bench import EXACT, OURS, REASONS, Bench, LossRow
+from composer_nb.labs import losses
+from composer_nb.labs.losses import EXACT, OURS, REASONS, Bench, LossRow
 from composer_nb.views.style import Picture
 
 NAMES = (OURS, "grpo", "icepop", EXACT)

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from composer_nb import cli
-from composer_nb.labs.planning.fleet import Fleet, RunSpeed, bars, sweep
-from composer_nb.labs.planning.simulate import Durations, SimulatedLoad, simulate
+from composer_nb.labs.planning import Durations, Fleet, RunSpeed, SimulatedLoad, bars, simulate, sweep
 from composer_nb.trainer.schedule import Schedule
 
 TABLE = Path(__file__).resolve().parents[3] / "data" / "tour_durations.csv"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from composer_nb.labs.planning.simulate import Durations, SimulatedLoad, ks, measured, simulate
+from composer_nb.labs.planning import Durations, SimulatedLoad, ks, measured, simulate
 from composer_nb.trainer.recipe.reader import example_run
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.schedule import Schedule

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from composer_nb.labs.weights import view as weights
+from composer_nb.labs import weights
 from composer_nb.views.style import Picture
 
 
