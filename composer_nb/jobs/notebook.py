@@ -47,7 +47,7 @@ from traitlets.config import Config
 
 from composer_nb import __version__
 from composer_nb.harness.files import write_atomic, write_json
-from composer_nb.harness.sandbox.journal import WRITER, with_mark
+from composer_nb.harness.sandbox.reap import WRITER, with_mark
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tools.session import ESCAPES
 from composer_nb.harness.untrusted import visible

@@ -34,14 +34,13 @@ class OnRay:
     def __init__(self, address: str, run: str, job: Job, mark: str) -> None:
         """Raise ValueError where Ray is not installed, there is no cluster, or no machine of it is large enough."""
         try:
+            attach(address, run)
             import ray
         except ImportError:
             raise ValueError("--ray: Ray is not installed here; pip install ray") from None
-        self.ray, self.run, self.mark, self.gone = ray, run, mark, False
-        try:
-            attach(address, run)
         except ConnectionError as error:
             raise ValueError(f"--ray: {error}") from None
+        self.ray, self.run, self.mark, self.gone = ray, run, mark, False
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         for node in job.nodes.values():
             needs = {"CPU": node.spec.cpus, "GPU": node.spec.gpus}

@@ -1,6 +1,6 @@
 """Processes that a run started: found even when their parents are gone, spared if they live for something else, ended.
 
-A run and each of its attempts own a directory, which their journal names (`harness.sandbox.journal`). What they start has the
+A run and each of its attempts own a directory, which their journal names (`harness.sandbox.reap`). What they start has the
 directory's mark in its environment, so it is found after its parents died, and ends with the directory:
 
     COMPOSER_NB_DIRECTORY   the mark of the attempt's directory, or of whatever else the process lives for
@@ -27,8 +27,7 @@ from typing import Any
 import psutil
 
 from composer_nb.harness.files import socket_folder
-from composer_nb.harness.sandbox.journal import FOLDER, WRITER, ResourceJournal
-from composer_nb.harness.sandbox.reap import release
+from composer_nb.harness.sandbox.reap import FOLDER, WRITER, ResourceJournal, release
 
 RUN = "COMPOSER_NB_RUN"
 POLITE_S = 3.0
