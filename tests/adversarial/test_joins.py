@@ -255,7 +255,12 @@ REVIEWED = {
         "trainer/records/rundir.py create",
     },
     "a job's or a node's name, which `JobFile` holds to letters, digits and a few signs": {
+        "jobs/directory.py attempts",
         "jobs/directory.py create",
+        "jobs/runner.py _begin",
+        "jobs/runner.py _keep",
+        "jobs/runner.py _reference_values",
+        "jobs/runner.py _watch",
         "jobs/runner.py run_job",
     },
     "the name of a served rollout, which requests hold to letters, digits and a few signs": {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -33,11 +32,3 @@ def test_later_versions_are_learnt_on_a_copy(tiny_run: RunDir):
         for model in (one, two)
     ]
     assert 0 < moved[0] < moved[1]
-
-
-def test_raw_advantages_are_those_of_the_rewards(tiny_run: RunDir):
-    for group in stored_batch(tiny_run, 1).groups:
-        rewards = np.array([scored.reward.total for scored in group])
-        [streams] = raw_streams([group])
-        for stream, wanted in zip(streams, rewards - rewards.mean(), strict=True):
-            assert stream.advantage[stream.acted] == pytest.approx(wanted, abs=1e-6)

@@ -10,7 +10,7 @@ import pytest
 
 from composer_nb.harness.files import SOCKET_PATH, socket_folder
 from composer_nb.harness.sandbox.reap import ResourceJournal
-from composer_nb.jobs.notebook import _sockets
+from composer_nb.jobs.processes import owned_directory
 from composer_nb.trainer.services import cluster
 
 
@@ -31,7 +31,7 @@ def test_a_socket_fits_below_the_folder_however_long_tmpdir_is(
     try:
         with pytest.raises(ConnectionError, match="far enough"):
             cluster.Cluster("", "x", ResourceJournal(tmp_path, "x"))
-        with _sockets() as kernels:
+        with owned_directory(tmp_path, {}) as (kernels, _):
             longest = [str(folders[0]) + cluster.SOCKET.removeprefix("/cnb-12345678"), f"{kernels}/k-12345"]
         assert all(len(os.fsencode(path)) <= SOCKET_PATH for path in longest)
         assert not folders[0].exists() and socket_folder(SOCKET_PATH - length) == str(place)
