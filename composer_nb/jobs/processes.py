@@ -83,7 +83,13 @@ def package_environment() -> dict[str, str]:
 def spawn(attempt: Path) -> subprocess.Popen[bytes]:
     """Start the process of an attempt. It has a session of its own, ends when our end of its input closes, and writes to log.txt
     beside `attempt`."""
-    command = [sys.executable, "-P", "-m", "composer_nb.jobs", str(attempt)]  # -P: no random.py of the user's folder
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "composer_nb.jobs.notebook",
+        str(attempt),
+    ]  # -P: no random.py of the user's folder
     with attempt.with_name("log.txt").open("ab") as log:
         streams: Any = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
         return subprocess.Popen(command, **streams, env=package_environment(), start_new_session=True)

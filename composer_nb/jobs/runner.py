@@ -30,9 +30,8 @@ from typing import TYPE_CHECKING, Any
 from composer_nb.harness.files import write_json
 from composer_nb.jobs import directory, processes
 from composer_nb.jobs.check import check_parameters, notebook_digest
-from composer_nb.jobs.directory import STOP_S
+from composer_nb.jobs.directory import ENDED, STOP_S, file_digest, now, read_json
 from composer_nb.jobs.file import DIR, JOB, Job, Node, load_job, name_of, references, resolve
-from composer_nb.jobs.records import ENDED, file_digest, now, read_json
 from composer_nb.trainer.records.provenance import package_digest
 from composer_nb.trainer.services.head import held, last_words
 

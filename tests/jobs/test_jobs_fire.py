@@ -265,7 +265,7 @@ def test_sigkill_leaves_nothing_running_and_resume_repeats_what_was_cut_off(benc
     runner = bench.start("run", str(job), "--set", "done:steps=5")  # which --resume goes on with
     bench.wait(flag.exists)
     time.sleep(3)  # output is saved every second
-    shot = [p for p in bench.alive() if everyone and "composer_nb.jobs" in p.cmdline()]
+    shot = [p for p in bench.alive() if everyone and "composer_nb.jobs.notebook" in p.cmdline()]
     assert len(shot) == everyone
     for process in (psutil.Process(runner.pid), *shot):
         process.kill()
@@ -391,7 +391,7 @@ def test_files_of_the_users_folder_do_not_stand_in_for_modules(bench: Bench):
 @pytest.mark.parametrize("ending", ["raise ImportError('no half of it')"])
 def test_a_process_that_never_began_has_failed_with_its_last_words(bench: Bench, ending: str):
     """It would end so each time, so it is not `lost`, which schedulers repeat."""
-    (bench.package / "composer_nb" / "jobs" / "__main__.py").write_text(f"{ending}\n")
+    (bench.package / "composer_nb" / "jobs" / "notebook.py").write_text(f"{ending}\n")
     code, output = bench.run("run", str(bench.job({"a": {"notebook": bench.notebook("n", "1")}})))
     assert code == 1 and bench.states() == {"a": "failed"} and bench.attempts() == {"a": 1}
     assert "its process ended before the notebook began: " in output and "no half of it (" in output
