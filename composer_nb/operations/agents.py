@@ -61,8 +61,8 @@ def evaluate(args: argparse.Namespace) -> int:
     from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
     from composer_nb.labs.rewards.judges import RubricJudge, rubric_levels
     from composer_nb.labs.suites import judged, make_suite
-    from composer_nb.production.agents import bench_settings, evaluate, new_folder
-    from composer_nb.production.arms import require_attempts
+    from composer_nb.production.agents import new_folder
+    from composer_nb.production.bench import bench_settings, evaluate, require_attempts
     from composer_nb.production.foreign import KINDS
     from composer_nb.production.policies import open_endpoint
     from composer_nb.production.show import bench_progress, bench_table
@@ -128,7 +128,7 @@ def _rubric_table(arms: Mapping[str, Any]) -> Table:
 
 
 def _evaluate_foreign(args: argparse.Namespace) -> int:
-    from composer_nb.production.arms import LOST, TooManyLost
+    from composer_nb.production.bench import LOST, TooManyLost
     from composer_nb.production.foreign import ForeignSettings, evaluate_foreign
     from composer_nb.trainer.settings import override
 

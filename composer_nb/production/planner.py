@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,10 @@ from pydantic import BaseModel
 
 from composer_nb.harness.agent.chat import Said, User
 from composer_nb.harness.agent.scripts import play
-from composer_nb.harness.agent.turns import Script
+from composer_nb.harness.agent.turns import Script, TurnPolicy
 from composer_nb.harness.files import write_atomic
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import opcodes
-from composer_nb.production.attempts import Cast
 
 ASK = (
     "Another engineer will carry out the request below in the repository below. Write a short plan: which files and functions to "
@@ -46,7 +45,9 @@ class TaskPlan(BaseModel, frozen=True):
         )
 
 
-def make_plans(tasks: Sequence[Task], cast: Cast, keep: Path, workers: int, seconds: float) -> list[TaskPlan]:
+def make_plans(
+    tasks: Sequence[Task], cast: Callable[[Task, int], TurnPolicy], keep: Path, workers: int, seconds: float
+) -> list[TaskPlan]:
     """Return a plan for each task, written within `seconds`, or read from the folder `keep`. Raises ProviderFailure, TimeIsUp."""
     keep.mkdir(parents=True, exist_ok=True)
 

@@ -4,7 +4,7 @@
 
 Covers `POST /v1/chat/completions` and Anthropic's `/v1/messages` with tools, whole or as a stream, `POST /v1/generate` for tokens
 in and out, `GET` of `/v1/models`, `/health` and `/metrics`, and, where conversations are recorded, the same below
-`/rollouts/NAME`, with `POST /rollouts/NAME/grade`. The forms of requests and answers are in `wire.py` and `anthropic.py`.
+`/rollouts/NAME`, with `POST /rollouts/NAME/grade`. The forms of requests and answers are in `wire.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
+from functools import partial
 from ipaddress import ip_address
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -37,23 +38,20 @@ from composer_nb.harness.agent.turns import Script
 from composer_nb.harness.environment import Carried
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.production import SLOTS
-from composer_nb.production.anthropic import Messages, MessagesReply, refusal
 from composer_nb.production.record import NAME, Verdict
 from composer_nb.production.wire import (
+    DIALECTS,
     Answered,
     AnswerWriter,
     AnyAsked,
-    Body,
     Choice,
-    Complete,
-    CompletionReply,
-    Generate,
+    MessagesReply,
     Refused,
     RequestBody,
     Told,
-    generated,
     messages_of,
     read_request,
+    refusal,
     wire_of,
 )
 
@@ -74,7 +72,7 @@ RETRY_S = 1
 """Seconds that a client is asked to wait when the queue is full."""
 _AUTHORITY = re.compile(r"(\[[^\[\]@/?#,\s]+\]|[^\[\]:@/?#,\s]+)(:[0-9]*)?")
 """A name or an address and a port, with nothing that another parser could take for the end of the name."""
-PATHS = ("/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/generate")
+PATHS = ("/health", "/metrics", "/v1/models", *DIALECTS)
 _NAMED = re.compile(rf"/rollouts/({NAME})(/v1/.*|/grade)")
 """Addresses that belong to one rollout, on a server that records."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -188,7 +186,7 @@ class ChatServer:
         except Exception as error:
             refused = _refused(error)
             headers = {"Connection": "close", **refused.headers}  # since some of the request may not have been read
-            reply = JSONResponse(_shown(refused, scope["path"]), refused.status, headers)
+            reply = JSONResponse(refusal(refused, scope["path"]), refused.status, headers)
             if reply.status_code == 500:
                 LOG.exception("a request failed")
         if scope["path"] in PATHS:
@@ -211,21 +209,14 @@ class ChatServer:
                 return JSONResponse({"object": "list", "data": [listed]})
             case "GET", path if path == f"/v1/models/{self.model}":
                 return JSONResponse(listed)
-            case "POST", "/v1/generate":
-                tokens = self._known(await _aside(body, read_request, body, Generate))
-                return JSONResponse(generated(await self._queued(tokens, request), self.model))
-            case "POST", ("/v1/chat/completions" | "/v1/completions" | "/v1/messages") as path:
-                reply: AnswerWriter | MessagesReply
+            case "POST", path if path in DIALECTS:
+                kind, writer = DIALECTS[path]
+                asked = await _aside(body, read_request, body, kind)
+                if (model := getattr(asked, "model", None)) not in (None, self.model):
+                    message = f"no model {model!r} here; there is {self.model!r}"
+                    raise Refused(message, 404, "model_not_found", "model")
                 named = {"rollout": request.scope["rollout"]} if "rollout" in request.scope else {}
-                if path == "/v1/messages":
-                    converted = await _aside(body, self._known(await _aside(body, read_request, body, Messages)).asked)
-                    reply = MessagesReply(converted.model_copy(update=named), self.model)
-                elif path == "/v1/completions":
-                    text = self._known(await _aside(body, read_request, body, Complete))
-                    reply = CompletionReply(text.asked, self.model, text)
-                else:
-                    chat = self._known(await _aside(body, read_request, body, RequestBody))
-                    reply = AnswerWriter(chat.model_copy(update=named), self.model)
+                reply = await _aside(body, partial(writer, asked, self.model, **named))
                 if reply.asked.stream:
                     return await self._stream(reply, request)
                 return JSONResponse(reply.whole(await self._queued(reply.body, request)))
@@ -235,12 +226,6 @@ class ChatServer:
                 return JSONResponse({"rollout": request.scope["rollout"], "segments": count})
             case method, path:
                 raise Refused(f"nothing at {method} {path}", 404, "not_found")
-
-    def _known(self, asked: Body) -> Body:
-        if (model := getattr(asked, "model", None)) not in (None, self.model):
-            message = f"no model {model!r} here; there is {self.model!r}"
-            raise Refused(message, 404, "model_not_found", "model")
-        return asked
 
     def _metrics(self) -> str:
         """Return counts in Prometheus' text format."""
@@ -278,7 +263,7 @@ class ChatServer:
         if self.key and path != "/health" and not hmac.compare_digest(given.encode(), self.key.encode()):
             raise Refused("the key of this server is needed, as a bearer token", 401, "invalid_api_key")
 
-    async def _stream(self, reply: AnswerWriter | MessagesReply, request: Request) -> Response:
+    async def _stream(self, reply: AnswerWriter, request: Request) -> Response:
         """Return a stream, once there is something to send: what fails before is a plain refusal."""
         parts, loop = asyncio.Queue[Any](), asyncio.get_running_loop()
 
@@ -301,10 +286,10 @@ class ChatServer:
                 for chunk in reply.rest(work.result()):
                     yield _event(chunk)
             except Exception as error:
-                yield _event(_shown(_refused(error), request.scope["path"]))
+                yield _event(refusal(_refused(error), request.scope["path"]))
             finally:
                 work.cancel()
-            if isinstance(reply, AnswerWriter):
+            if not isinstance(reply, MessagesReply):
                 yield b"data: [DONE]\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream")
@@ -401,12 +386,3 @@ def _refused(error: Exception) -> Refused:
             return Refused(str(error) or "the server is closing", 503, "unavailable")
         case _:
             return Refused(f"the server failed at this request: {error!r}", 500, "internal_error")
-
-
-def _shown(refused: Refused, path: str) -> dict[str, Any]:
-    """Return a refusal in the form of a path."""
-    if path == "/v1/messages":
-        return refusal(refused)
-    kinds = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
-    kind = kinds.get(refused.status, "invalid_request_error")
-    return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}

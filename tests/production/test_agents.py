@@ -33,8 +33,8 @@ from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.sandbox.image import host_image
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tasks.task import Task, save_tasks
-from composer_nb.production.agents import bench_settings, evaluate, run_agent
-from composer_nb.production.arms import ARMS
+from composer_nb.production.agents import run_agent
+from composer_nb.production.bench import ARMS, bench_settings, evaluate
 from composer_nb.production.checkout import read_checkout
 from composer_nb.production.serve import ScriptServer
 from composer_nb.production.show import bench_table, decide

@@ -35,8 +35,8 @@ from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.production import policies
-from composer_nb.production.agents import evaluate, run_agent
-from composer_nb.production.arms import ARMS
+from composer_nb.production.agents import run_agent
+from composer_nb.production.bench import ARMS, evaluate
 from composer_nb.production.conversations import Conversations
 from composer_nb.production.policies import equipment, open_engine, trained_with
 from composer_nb.production.serve import ChatServer

@@ -14,7 +14,7 @@ import pytest
 
 from composer_nb.cli import main
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
-from composer_nb.production.agents import bench_settings, evaluate
+from composer_nb.production.bench import bench_settings, evaluate
 from composer_nb.production.conversations import Conversations
 from composer_nb.production.policies import open_engine
 from composer_nb.production.serve import ChatServer

@@ -14,8 +14,7 @@ from composer_nb.harness.agent.scripts import read_script
 from composer_nb.harness.agent.turns import Spoken, TokenlessTurnPolicy
 from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.harness.tools.tool_call import ToolCall
-from composer_nb.production.agents import evaluate
-from composer_nb.production.arms import ARMS
+from composer_nb.production.bench import ARMS, evaluate
 from composer_nb.production.planner import TaskPlan, make_plans, with_plans
 from composer_nb.production.serve import ScriptServer
 

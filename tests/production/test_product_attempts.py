@@ -35,8 +35,7 @@ from composer_nb.harness.tools.arguments import Arguments
 from composer_nb.harness.tools.tool_call import Tool, ToolCall, ToolError
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.harness.tools.workspace import Indexes
-from composer_nb.production.arms import figures
-from composer_nb.production.attempts import attempt_all
+from composer_nb.production.bench import attempt_all, figures
 from composer_nb.production.serve import ScriptServer
 from composer_nb.tour.expert import Script, ScriptedPolicy, step_by_step
 from composer_nb.tour.expert import expert as line_expert

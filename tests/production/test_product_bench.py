@@ -11,7 +11,7 @@ from composer_nb.cli import main
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tasks.task import Task
-from composer_nb.production.arms import detectable, figures
+from composer_nb.production.bench import detectable, figures
 
 
 def attempt(task: str, passed: bool, **grade: Any) -> Attempt:
