@@ -27,8 +27,7 @@ from composer_nb.harness.grading.grade import Attempt
 from composer_nb.production.policies import OpenEngine, chat_of
 from composer_nb.production.replicas import Replica, Replicas, open_actors
 from composer_nb.trainer.services.actors import RayActors
-from composer_nb.trainer.versions.receiver import Receiver
-from composer_nb.trainer.versions.rule import VersionRule
+from composer_nb.trainer.versions.receiver import Receiver, VersionRule
 
 LOG = logging.getLogger(__name__)
 FILE = "canary.json"

@@ -30,7 +30,7 @@ from typing import Any, Self
 
 from composer_nb.harness.agent.grammar import Grammar
 from composer_nb.harness.policy import Completion, ProviderFailure, Request, SampledToken, Trace
-from composer_nb.harness.sandbox.journal import ResourceJournal
+from composer_nb.harness.sandbox.reap import ResourceJournal
 from composer_nb.production.policies import OpenEngine, chat_of, open_engine
 from composer_nb.production.record import overlaid
 from composer_nb.trainer.services.actors import ActorDied, RayActors, RemoteService

@@ -26,7 +26,7 @@ from composer_nb.production.serve import ChatServer
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.services.inference import Updates
 from composer_nb.trainer.versions.publisher import Publisher
-from composer_nb.trainer.versions.rule import VersionRule
+from composer_nb.trainer.versions.receiver import VersionRule
 from tests.production import conftest as product
 from tests.production import test_replicas as several
 from tests.production.test_replicas import SIZE
