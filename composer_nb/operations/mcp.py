@@ -57,7 +57,7 @@ def line(name: str, arguments: Sequence[Argument], args: Mapping[str, Any]) -> l
             continue
         values = value if isinstance(value, list) else [value]
         if argument.startswith("-"):
-            options += [argument] if value is True else [f"{argument}={each}" for each in values]
+            options += [argument] if value is True else [f"{argument}={item}" for item in values]
         else:
             places += map(str, values)
     if left:
@@ -121,8 +121,8 @@ class McpWorkspace:
         require_git()
         self._source, self.tools = read_checkout(self._root), tools_for("cursor")
         with ExitStack() as stack:
-            made = stack.enter_context(open_backend(self._backend))
-            self._session, _ = stack.enter_context(open_session(self._source, self.tools, made))
+            sandboxes = stack.enter_context(open_backend(self._backend))
+            self._session, _ = stack.enter_context(open_session(self._source, self.tools, sandboxes))
             self._stack = stack.pop_all()
         return self
 
@@ -130,11 +130,11 @@ class McpWorkspace:
         self._stack.close()
 
     def schemas(self) -> Iterator[dict[str, Any]]:
-        for each in self.tools.schemas:
-            yield each["function"]
+        for schema in self.tools.schemas:
+            yield schema["function"]
         empty = {"type": "object", "properties": {}, "additionalProperties": False}
-        told = "Show the diff of all changes in the workspace."
-        yield {"name": "show_changes", "description": told, "parameters": empty}
+        description = "Show the diff of all changes in the workspace."
+        yield {"name": "show_changes", "description": description, "parameters": empty}
 
     def call(self, name: str, args: Mapping[str, Any]) -> tuple[str, bool]:
         """Execute a tool call. Return its observation, and whether it failed."""
@@ -165,11 +165,15 @@ def mcp(args: argparse.Namespace) -> int:
     except ImportError:
         raise ValueError("mcp: the SDK is not installed; pip install 'composer-nb[mcp]' brings it") from None
 
-    names = {each.replace(" ", "_"): each for each in (*READS, *WRITES[: 2 * args.allow_writes])}
+    names = {
+        command_name.replace(" ", "_"): command_name for command_name in (*READS, *WRITES[: 2 * args.allow_writes])
+    }
     hidden = {name: WRITERS if name in READS else {"--json"} for name in names.values()}
     with ExitStack() as stack:
-        place = stack.enter_context(McpWorkspace(args.workspace, args.backend)) if args.workspace else None
-        own = {each["name"]: each for each in place.schemas()} if place else {}
+        workspace = stack.enter_context(McpWorkspace(args.workspace, args.backend)) if args.workspace else None
+        workspace_tools = (
+            {command_name["name"]: command_name for command_name in workspace.schemas()} if workspace else {}
+        )
 
         async def listed(context: Any, params: Any) -> Any:
             tools = [
@@ -182,24 +186,26 @@ def mcp(args: argparse.Namespace) -> int:
                 for tool, name in names.items()
             ]
             tools += [
-                types.Tool(name=tool, description=each["description"], input_schema=each["parameters"])
-                for tool, each in own.items()
+                types.Tool(name=tool, description=tool_schema["description"], input_schema=tool_schema["parameters"])
+                for tool, tool_schema in workspace_tools.items()
             ]
             return types.ListToolsResult(tools=tools)
 
         async def called(context: Any, params: Any) -> Any:
-            asked = params.arguments or {}
+            values = params.arguments or {}
             try:
-                if place and params.name in own:
-                    text, failed = await asyncio.to_thread(place.call, params.name, asked)
+                if workspace and params.name in workspace_tools:
+                    text, failed = await asyncio.to_thread(workspace.call, params.name, values)
                 elif name := names.get(params.name):
-                    taken = hidden[name] - {"--json"}
-                    known = [each for each in COMMANDS[name].arguments if each[0][0] not in taken]
+                    hidden_flags = hidden[name] - {"--json"}
+                    arguments = [
+                        argument for argument in COMMANDS[name].arguments if argument[0][0] not in hidden_flags
+                    ]
                     if name in READS:
-                        require_inside(name, known, asked, Path.cwd().resolve())
-                    text, failed = await run(line(name, known, asked))
+                        require_inside(name, arguments, values, Path.cwd().resolve())
+                    text, failed = await run(line(name, arguments, values))
                 else:
-                    text, failed = f"no tool {params.name!r}; there are {', '.join([*names, *own])}", True
+                    text, failed = f"no tool {params.name!r}; there are {', '.join([*names, *workspace_tools])}", True
             except ValueError as error:
                 text, failed = str(error), True
             return types.CallToolResult(content=[types.TextContent(text=text)], is_error=failed)

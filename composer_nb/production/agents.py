@@ -34,7 +34,7 @@ def run_agent(
     image: str = "",
     packages: Path | None = None,
     limits: Limits | None = None,
-    told: Told = silent,
+    on_event: Told = silent,
     temperature: float = 1.0,
 ) -> Work:
     """Let an agent work on a copy of a user's repository, in a sandbox, and keep the result in the new folder `out`: `rollout`
@@ -63,7 +63,7 @@ def run_agent(
         with open_policy(policy, system, tools.schemas, limits=limits, temperature=temperature, slots=1) as cast:
             turn_policy = cast(None, 0)
             try:
-                conversation = converse(instruction, turn_policy, tools, session, limits, told)
+                conversation = converse(instruction, turn_policy, tools, session, limits, on_event)
             finally:
                 segments = turn_policy.close()
         changes, others, lost = dict[str, Blob | None](), frozenset[str](), ""

@@ -187,7 +187,7 @@ def evaluate(
             certain = run(replace(settings, temperature=0.0), 1, out / name / "greedy") if greedy else []
             if greedy:
                 save_attempts(out / name / "greedy.parquet", certain)
-            empty += sum(done.rollout.stop == "tokens" and not done.rollout.turns for done in sampled)
+            empty += sum(sample.rollout.stop == "tokens" and not sample.rollout.turns for sample in sampled)
             report[name] = figures(sampled, certain, settings.seed, price)
             if name == "planned":
                 report[name] = with_plans(report[name], plans, planner, planner_price)
@@ -304,10 +304,10 @@ def attempt_all(
         if path.is_file():
             with suppress(ValueError):  # damaged: it is made again
                 return unpack_attempt(path.read_bytes(), task)
-        done = attempt(task, environment, cast(task, number * samples + sample))
-        if done.grade.known:
-            write_atomic(path, pack_attempt(done))
-        return done
+        result = attempt(task, environment, cast(task, number * samples + sample))
+        if result.grade.known:
+            write_atomic(path, pack_attempt(result))
+        return result
 
     with ThreadPoolExecutor(workers, thread_name_prefix="attempt") as pool:
         jobs = [(task, number, sample) for number, task in enumerate(tasks) for sample in range(samples)]
@@ -356,7 +356,9 @@ def figures(
     return {
         **{name: value for name, value in summary if tiny or name not in TINY_FIGURES},
         **losses,
-        "all_of_k": float(np.mean([min(solved) for solved in scores(graded, lambda each: each.task.id).values()])),
+        "all_of_k": float(
+            np.mean([min(solved) for solved in scores(graded, lambda solved_attempt: solved_attempt.task.id).values()])
+        ),
         "flagged": float(np.mean([bool(attempt.grade.flags or flags_of(attempt)) for attempt in graded])),
         "disqualified": sorted({attempt.task.id for attempt in attempts if attempt.grade.status == "tampered"}),
         "seconds_p50": median,
@@ -385,12 +387,12 @@ def detectable(tasks: int, samples: int, spread: float = 0.2) -> float:
     return (1.96 + 0.84) * ((spread**2 + 2 * 0.25 / samples) / tasks) ** 0.5
 
 
-def difference(one: Sequence[Attempt], other: Sequence[Attempt], seed: int = 0) -> list[float]:
-    """Return the gain in pass@1 of `one` over `other` on tasks that both have grades of, with its 95 % interval by bootstrap over
+def difference(new: Sequence[Attempt], old: Sequence[Attempt], seed: int = 0) -> list[float]:
+    """Return the gain in pass@1 of `new` over `old` on tasks that both have grades of, with its 95 % interval by bootstrap over
     tasks (2,000 resamples); empty if there is no such task."""
     first, second = (
         scores([attempt for attempt in attempts if attempt.grade.known], lambda attempt: attempt.task.id)
-        for attempts in (one, other)
+        for attempts in (new, old)
     )
     shared = sorted(first.keys() & second.keys())
     gains = np.array([np.mean(first[task]) - np.mean(second[task]) for task in shared])

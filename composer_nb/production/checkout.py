@@ -78,10 +78,10 @@ def read_checkout(root: Path) -> Checkout:
         raise kind(f"{root}: {what}; give the repository that the agent should work on")
     left_out: dict[str, str] = {}
     room = MAX_BYTES
-    found = dict(_walk(root, left_out))
-    ignore = _ignore(root, [path for path in found if PurePosixPath(path).name in NAMES])
+    statuses = dict(_walk(root, left_out))
+    ignore = _ignore(root, [path for path in statuses if PurePosixPath(path).name in NAMES])
     files: dict[str, bytes] = {}
-    for path, status in sorted(found.items()):
+    for path, status in sorted(statuses.items()):
         if ignore.ignored(path):
             left_out[path] = "ignored"
             continue
@@ -97,7 +97,7 @@ def read_checkout(root: Path) -> Checkout:
             )
     if not files:
         raise ValueError(f"{root}: holds no file that an agent could see ({len(left_out)} left out)")
-    executable = frozenset(path for path in files if found[path].st_mode & 0o100)
+    executable = frozenset(path for path in files if statuses[path].st_mode & 0o100)
     return Checkout(root=root.resolve(), files=files, executable=executable, left_out=left_out, ignore=ignore)
 
 

@@ -140,7 +140,7 @@ class _ReplicaConversation:
     """Number of tokens, and their records, for each replica that it left."""
     request: Request | None = None
     answer: Future[Completion] = field(default_factory=Future)
-    drawn: list[SampledToken] = field(default_factory=list)
+    sampled: list[SampledToken] = field(default_factory=list)
     deaths: int = 0
 
 
@@ -158,8 +158,10 @@ class Replicas:
         self._stays = 0
         self._stop: frozenset[int] = frozenset()
         self._over: ProviderFailure | None = None
-        self._replicas = [Replica(number=number, options=each) for number, each in enumerate(options)]
-        self._threads = [threading.Thread(target=self._keep, args=(each,), daemon=True) for each in self._replicas]
+        self._replicas = [Replica(number=number, options=replica) for number, replica in enumerate(options)]
+        self._threads = [
+            threading.Thread(target=self._keep, args=(replica,), daemon=True) for replica in self._replicas
+        ]
 
     @property
     def capacity(self) -> int:
@@ -198,7 +200,7 @@ class Replicas:
                 assert conversation.request is None, f"rollout {request.rollout} is in the middle of a turn"
                 conversation.tokens += request.token_ids
                 conversation.request, conversation.answer = request, Future()
-                conversation.drawn, conversation.deaths = [], 0
+                conversation.sampled, conversation.deaths = [], 0
                 self._conversations[request.rollout] = conversation
                 started.append(conversation)
             self._waiting += started
@@ -239,7 +241,7 @@ class Replicas:
                     "ready": int(replica.ready),
                     "policy_version": replica.version,
                     "running": len(self._running(replica)),
-                    "held": sum(each.home is replica for each in self._conversations.values()),
+                    "held": sum(conversation.home is replica for conversation in self._conversations.values()),
                     "moved_total": replica.moved,
                     "restarts_total": max(replica.starts - 1, 0),
                 }
@@ -254,19 +256,25 @@ class Replicas:
         return self._replicas
 
     def _running(self, replica: Replica) -> list[_ReplicaConversation]:
-        return [each for each in self._conversations.values() if each.home is replica and each.request]
+        return [
+            conversation
+            for conversation in self._conversations.values()
+            if conversation.home is replica and conversation.request
+        ]
 
     def _assign(self) -> None:
         """Give the turns that wait to replicas."""
         turns: dict[Replica, list[Any]] = {}
         waiting, self._waiting = self._waiting, []
         for conversation in waiting:
-            if all(each.stillborn >= STILLBORN for each in conversation.replicas):
+            if all(candidate.stillborn >= STILLBORN for candidate in conversation.replicas):
                 conversation.replicas = self._replicas
-            running = {each: len(self._running(each)) for each in conversation.replicas if each.ready}
+            running = {
+                candidate: len(self._running(candidate)) for candidate in conversation.replicas if candidate.ready
+            }
             for replica in running:
                 running[replica] -= replica is conversation.home  # its own turn counts already
-            free = [each for each, count in running.items() if count < each.options["slots"]]
+            free = [candidate for candidate, count in running.items() if count < candidate.options["slots"]]
             if not free:
                 self._waiting.append(conversation)
                 continue
@@ -277,16 +285,16 @@ class Replicas:
                 unread = conversation.tokens
                 replica.moved += bool(conversation.home or conversation.earlier)
                 self._leave(conversation)
-                cached = [each for each in self._conversations.values() if each.home is replica]
+                cached = [candidate for candidate in self._conversations.values() if candidate.home is replica]
                 if len(cached) >= replica.options["slots"]:
-                    self._leave(next(each for each in cached if each.request is None))
+                    self._leave(next(candidate for candidate in cached if candidate.request is None))
                 conversation.home = replica
             self._stays += 1
             conversation.stay = self._stays
-            left = conversation.request.max_tokens - len(conversation.drawn)
+            left = conversation.request.max_tokens - len(conversation.sampled)
             grammar = _grammar(conversation.request)
             turn = replace(conversation.request, token_ids=unread, max_tokens=left, heard=None, allowed=None)
-            before = [token.token for token in conversation.drawn]
+            before = [token.token for token in conversation.sampled]
             turns.setdefault(replica, []).append((self._stays, turn, grammar and grammar.form, before))
         for replica, started in turns.items():
             replica.orders.append(("start", *started))
@@ -354,11 +362,11 @@ class Replicas:
             conversation.answer.set_exception(reply)
             return self._assign()
         conversation.tokens.append(reply.token)
-        conversation.drawn.append(reply)
+        conversation.sampled.append(reply)
         if request.heard:
             request.heard(reply)
-        if reply.token in self._stop or len(conversation.drawn) >= request.max_tokens:
-            tokens, logprobs, versions = (list(column) for column in list(zip(*conversation.drawn, strict=True))[:3])
+        if reply.token in self._stop or len(conversation.sampled) >= request.max_tokens:
+            tokens, logprobs, versions = (list(column) for column in list(zip(*conversation.sampled, strict=True))[:3])
             if grammar := _grammar(request):
                 grammar.follow(tokens)  # what it cannot, its caller sees
             conversation.request = None
@@ -383,9 +391,9 @@ class Replicas:
                 if conversation.deaths > DEATHS:
                     conversation.request = None
                     conversation.answer.set_exception(ProviderFailure(f"{DEATHS + 1} replicas died at this turn"))
-            self._waiting = [*(each for each in lost if each.request), *self._waiting]
+            self._waiting = [*(other for other in lost if other.request), *self._waiting]
             self._assign()
-            if all(each.stillborn >= STILLBORN for each in self._replicas):
+            if all(other.stillborn >= STILLBORN for other in self._replicas):
                 self._give_up(ProviderFailure(f"every replica died {STILLBORN} times before it was ready"))
 
     def _give_up(self, failure: ProviderFailure) -> None:
@@ -427,10 +435,10 @@ def open_replicas(
 ) -> Iterator[OpenEngine[Replicas]]:
     """Run a checkpoint in `count` actors, which share the `slots`, on the cluster `ray` (as for `open_actors`). Raises like
     `open_engine`, whose other parameters it has."""
-    known, tokenizer, form = chat_of(path)
+    training, tokenizer, form = chat_of(path)
     options |= {"path": path.resolve(), "slots": -(-slots // count)}
     with open_actors(ray) as actors, Replicas(actors, [options] * count) as service:
-        yield OpenEngine(shared=service, tokenizer=tokenizer, format=form, tokens=service.tokens, known=known)
+        yield OpenEngine(shared=service, tokenizer=tokenizer, format=form, tokens=service.tokens, training=training)
 
 
 def _grammar(request: Request) -> Grammar | None:

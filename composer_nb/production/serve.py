@@ -211,12 +211,12 @@ class ChatServer:
                 return JSONResponse(listed)
             case "POST", path if path in DIALECTS:
                 kind, writer = DIALECTS[path]
-                asked = await _aside(body, read_request, body, kind)
-                if (model := getattr(asked, "model", None)) not in (None, self.model):
+                parsed = await _aside(body, read_request, body, kind)
+                if (model := getattr(parsed, "model", None)) not in (None, self.model):
                     message = f"no model {model!r} here; there is {self.model!r}"
                     raise Refused(message, 404, "model_not_found", "model")
                 named = {"rollout": request.scope["rollout"]} if "rollout" in request.scope else {}
-                reply = await _aside(body, partial(writer, asked, self.model, **named))
+                reply = await _aside(body, partial(writer, parsed, self.model, **named))
                 if reply.asked.stream:
                     return await self._stream(reply, request)
                 return JSONResponse(reply.whole(await self._queued(reply.body, request)))
@@ -259,8 +259,8 @@ class ChatServer:
             raise Refused("requests of other origins are not served", 403, "origin_not_allowed")
         if "content-length" in headers and "transfer-encoding" in headers:
             raise Refused("both Content-Length and Transfer-Encoding", code="invalid_request")
-        given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
-        if self.key and path != "/health" and not hmac.compare_digest(given.encode(), self.key.encode()):
+        token = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        if self.key and path != "/health" and not hmac.compare_digest(token.encode(), self.key.encode()):
             raise Refused("the key of this server is needed, as a bearer token", 401, "invalid_api_key")
 
     async def _stream(self, reply: AnswerWriter, request: Request) -> Response:
@@ -271,7 +271,7 @@ class ChatServer:
             loop.call_soon_threadsafe(parts.put_nowait, part)
 
         work = asyncio.create_task(self._queued(reply.body, request, told))
-        work.add_done_callback(lambda done: parts.put_nowait(None))
+        work.add_done_callback(lambda task: parts.put_nowait(None))
         first = await parts.get()
         if first is None and work.exception() is not None:
             raise work.exception() or TimeIsUp
@@ -294,7 +294,7 @@ class ChatServer:
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    async def _queued(self, asked: AnyAsked, request: Request, told: Told = lambda *part: None) -> Answered:
+    async def _queued(self, body: AnyAsked, request: Request, report: Told = lambda *part: None) -> Answered:
         """Return the answer. Requests wait in order, and a client that goes away leaves the queue."""
         if len(self._work) >= self.most:
             message = f"{self.most} requests are under way or wait; ask again"
@@ -306,17 +306,17 @@ class ChatServer:
         def there() -> bool:
             return not gone.is_set() and not self._server.should_exit
 
-        work = self._threads.submit(self._answer, asked, there, told)
+        work = self._threads.submit(self._answer, body, there, report)
         self._work.add(work)
         work.add_done_callback(self._work.discard)
         answer, left = asyncio.wrap_future(work), asyncio.create_task(_left(request))
         try:
             await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
             if answer.done() and not answer.cancelled():
-                done = answer.result()
-                self._counts["tokens_read_total"] += done.read
-                self._counts["tokens_written_total"] += sum(choice.written for choice in done.choices)
-                return done
+                answered = answer.result()
+                self._counts["tokens_read_total"] += answered.read
+                self._counts["tokens_written_total"] += sum(choice.written for choice in answered.choices)
+                return answered
             raise TimeIsUp
         finally:
             gone.set()
@@ -328,18 +328,18 @@ class ScriptServer(ChatServer):
     """Plays a script, which maps a conversation to its next turn. Temperature, top_p, seed and token limits have no effect. Words
     are counted as tokens."""
 
-    def __init__(self, script: Script, port: int = 0, model: str = "scripted", **given: Any) -> None:
-        def answer(asked: AnyAsked, there: Callable[[], bool], told: Told) -> Answered:
-            if not isinstance(asked, RequestBody):
+    def __init__(self, script: Script, port: int = 0, model: str = "scripted", **options: Any) -> None:
+        def answer(body: AnyAsked, there: Callable[[], bool], report: Told) -> Answered:
+            if not isinstance(body, RequestBody):
                 raise Refused("a script has no tokens", 404, "not_found")
             for name in ("stop", "logprobs", "tool_choice"):
-                if getattr(asked, name) not in (None, False, "auto"):
+                if getattr(body, name) not in (None, False, "auto"):
                     raise Refused(f"{name}: a script does not support it", code="unsupported_parameter", param=name)
-            message = wire_of(script(messages_of(asked.messages)))
-            read, written = (len(json.dumps(part).split()) for part in (asked.messages, message))
+            message = wire_of(script(messages_of(body.messages)))
+            read, written = (len(json.dumps(part).split()) for part in (body.messages, message))
             return Answered(choices=[Choice(message=message, written=written)], read=read)
 
-        super().__init__(answer, port, model, **given)
+        super().__init__(answer, port, model, **options)
 
 
 async def _body(request: Request) -> bytes:

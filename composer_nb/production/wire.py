@@ -128,8 +128,8 @@ class RequestBody(_SamplingParameters):
 
     @property
     def stops(self) -> list[str]:
-        found = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [text for text in found if text]
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [text for text in texts if text]
 
 
 class Sampling(Strict):
@@ -164,7 +164,7 @@ class Complete(_SamplingParameters):
     """The body of a request for text that follows text or tokens."""
 
     prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-    max_tokens: Annotated[Count, BeforeValidator(lambda given: 16 if given is None else given)] = 16
+    max_tokens: Annotated[Count, BeforeValidator(lambda count: 16 if count is None else count)] = 16
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     # Accepted with the values that change nothing.
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
@@ -174,8 +174,8 @@ class Complete(_SamplingParameters):
     @property
     def asked(self) -> RequestBody:
         """Its sampling as that of a conversation."""
-        known = self.model_dump(include={"max_tokens", *_SamplingParameters.model_fields})
-        return RequestBody(messages=[{}], logprobs=self.logprobs is not None, top_logprobs=self.logprobs, **known)
+        sampling = self.model_dump(include={"max_tokens", *_SamplingParameters.model_fields})
+        return RequestBody(messages=[{}], logprobs=self.logprobs is not None, top_logprobs=self.logprobs, **sampling)
 
 
 IGNORED = ("cache_control", "citations")
@@ -361,7 +361,7 @@ its log-probabilities."""
 def read_request(body: bytes, kind: type[Body]) -> Body:
     """Return the body of a request. Raises Refused, which names the first parameter that is wrong."""
     try:
-        asked = kind.model_validate_json(body)
+        parsed = kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         names = [str(part) for part in first["loc"]]
@@ -370,9 +370,9 @@ def read_request(body: bytes, kind: type[Body]) -> Body:
         code = "unsupported_parameter" if unknown else "invalid_value"
         param = names[0] if names else None
         raise Refused(f"{'.'.join(names) or 'the body'}: {why}", code=code, param=param) from None
-    if isinstance(asked, RequestBody) and asked.top_logprobs and not asked.logprobs:
+    if isinstance(parsed, RequestBody) and parsed.top_logprobs and not parsed.logprobs:
         raise Refused("top_logprobs: only beside logprobs=true", param="top_logprobs")
-    return asked
+    return parsed
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -416,19 +416,19 @@ def messages_of(wire: Sequence[Mapping[str, Any]]) -> list[Message]:
 def arguments_of(text: str) -> dict[str, Any]:
     """Return what can be read of an object that need not be complete, as Anthropic's client does."""
     try:
-        known = from_json(text, allow_partial=True)
+        arguments = from_json(text, allow_partial=True)
     except ValueError:
         return {}
-    return known if isinstance(known, dict) else {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
-def wire_of(said: Said) -> dict[str, Any]:
+def wire_of(turn: Said) -> dict[str, Any]:
     """Return a turn as an endpoint's message."""
     calls = []
-    for written in said.calls:
+    for written in turn.calls:
         if isinstance(written.call, ToolCall):
             calls.append(call_on_wire(written.id, written.call.name, json.dumps(dict(written.call.arguments))))
-    return {"role": "assistant", "content": said.text} | ({"tool_calls": calls} if calls else {})
+    return {"role": "assistant", "content": turn.text} | ({"tool_calls": calls} if calls else {})
 
 
 class AnswerWriter:
@@ -446,10 +446,10 @@ class AnswerWriter:
         self._called: dict[tuple[int, int], int] = {}
         """Letters of the arguments of each call sent so far, by the numbers of its choice and its own."""
 
-    def whole(self, done: Answered) -> dict[str, Any]:
-        choices = [self._whole(number, choice) for number, choice in enumerate(done.choices)]
-        self._head["system_fingerprint"] = _fingerprint(done)
-        return {**self._head, "object": self.kind, "choices": choices, "usage": _usage(done)}
+    def whole(self, answered: Answered) -> dict[str, Any]:
+        choices = [self._whole(number, choice) for number, choice in enumerate(answered.choices)]
+        self._head["system_fingerprint"] = _fingerprint(answered)
+        return {**self._head, "object": self.kind, "choices": choices, "usage": _usage(answered)}
 
     def part(self, number: int, text: str, calls: Calls, logprobs: Logprobs) -> Iterator[dict[str, Any]]:
         """Yield the chunks of a part of an answer."""
@@ -458,25 +458,25 @@ class AnswerWriter:
             role = {} if number in self._sent else {"role": "assistant"}
             self._sent[number] = letters + len(text), tokens + len(logprobs)
             yield self._chunk(number, {**role, "content": text}, logprobs=_logprobs(logprobs) if logprobs else None)
-        for place, call in enumerate(shown(calls, self.asked)):
-            sent, arguments = self._called.get((number, place)), call["function"]["arguments"]
+        for position, call in enumerate(shown(calls, self.asked)):
+            sent, arguments = self._called.get((number, position)), call["function"]["arguments"]
             if sent is None:
                 named = {**call, "function": {**call["function"], "arguments": ""}}
-                yield self._chunk(number, {"tool_calls": [{"index": place, **named}]})
+                yield self._chunk(number, {"tool_calls": [{"index": position, **named}]})
             if more := arguments[sent or 0 :]:
-                yield self._chunk(number, {"tool_calls": [{"index": place, "function": {"arguments": more}}]})
-            self._called[number, place] = len(arguments)
+                yield self._chunk(number, {"tool_calls": [{"index": position, "function": {"arguments": more}}]})
+            self._called[number, position] = len(arguments)
 
-    def rest(self, done: Answered) -> Iterator[dict[str, Any]]:
+    def rest(self, answered: Answered) -> Iterator[dict[str, Any]]:
         """Yield the chunks of all that was not sent yet."""
-        self._head["system_fingerprint"] = _fingerprint(done)
-        for number, choice in enumerate(done.choices):
+        self._head["system_fingerprint"] = _fingerprint(answered)
+        for number, choice in enumerate(answered.choices):
             letters, tokens = self._sent.get(number, (0, 0))
             text, logprobs = choice.message["content"][letters:], (choice.logprobs or ())[tokens:]
             yield from self.part(number, text, choice.message.get("tool_calls", ()), logprobs)
             yield self._chunk(number, {}, finish_reason=self._reason(choice), **spoke(choice))
         if self._counted:
-            yield {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": _usage(done)}
+            yield {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": _usage(answered)}
 
     @property
     def _counted(self) -> bool:
@@ -507,15 +507,15 @@ class CompletionReply(AnswerWriter):
         return self._text(number, text, self._reason(choice), choice.logprobs) | spoke(choice)
 
     def _chunk(self, number: int, delta: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-        told = (more.get("logprobs") or {}).get("content")
-        choice = self._text(number, delta.get("content", ""), more.get("finish_reason"), told)
+        tokens = (more.get("logprobs") or {}).get("content")
+        choice = self._text(number, delta.get("content", ""), more.get("finish_reason"), tokens)
         return {**self._head, "object": self.kind, "choices": [choice]}
 
-    def _text(self, number: int, text: str, reason: str | None, told: Logprobs | None) -> dict[str, Any]:
-        logprobs = told and {
-            "tokens": [each["token"] for each in told],
-            "token_logprobs": [each["logprob"] for each in told],
-            "top_logprobs": [{top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in told],
+    def _text(self, number: int, text: str, reason: str | None, tokens: Logprobs | None) -> dict[str, Any]:
+        logprobs = tokens and {
+            "tokens": [token["token"] for token in tokens],
+            "token_logprobs": [token["logprob"] for token in tokens],
+            "top_logprobs": [{top["token"]: top["logprob"] for top in token["top_logprobs"]} for token in tokens],
         }
         return {"index": number, "text": text, "logprobs": logprobs or None, "finish_reason": reason}
 
@@ -523,7 +523,7 @@ class CompletionReply(AnswerWriter):
 class GenerateReply(AnswerWriter):
     """Writes the answer to a `Generate`, in vLLM's form."""
 
-    def whole(self, done: Answered) -> dict[str, Any]:
+    def whole(self, answered: Answered) -> dict[str, Any]:
         choices = [
             {
                 **_choice(number, choice, "length" if choice.cut else "stop"),
@@ -531,10 +531,14 @@ class GenerateReply(AnswerWriter):
                 "policy_versions": list(choice.versions),
                 **({} if choice.routes is None else {"routed_experts": choice.routes}),
             }
-            for number, choice in enumerate(done.choices)
+            for number, choice in enumerate(answered.choices)
         ]
-        head = {"id": f"gen-{uuid.uuid4().hex}", "model": self._head["model"], "system_fingerprint": _fingerprint(done)}
-        return {**head, "choices": choices, "usage": _usage(done)}
+        head = {
+            "id": f"gen-{uuid.uuid4().hex}",
+            "model": self._head["model"],
+            "system_fingerprint": _fingerprint(answered),
+        }
+        return {**head, "choices": choices, "usage": _usage(answered)}
 
 
 class MessagesReply(AnswerWriter):
@@ -547,28 +551,28 @@ class MessagesReply(AnswerWriter):
         self._blocks = list[object]()
         """What stands in each block; the last one is open."""
 
-    def whole(self, done: Answered) -> dict[str, Any]:
-        [choice] = done.choices
+    def whole(self, answered: Answered) -> dict[str, Any]:
+        [choice] = answered.choices
         text, calls = choice.message["content"], shown(choice.message.get("tool_calls", ()), self.asked)
         before, after = text[: choice.lead], "" if choice.lead is None else text[choice.lead :]
         texts = [[{"type": "text", "text": part}] if part else [] for part in (before, after)]
         content = [*texts[0], *map(_use, calls), *texts[1]] or [{"type": "text", "text": ""}]
-        return {**self._start(), "content": content, **_stopped(choice), "usage": _tokens(done), **spoke(choice)}
+        return {**self._start(), "content": content, **_stopped(choice), "usage": _tokens(answered), **spoke(choice)}
 
     def part(self, number: int, text: str, calls: Calls, logprobs: Logprobs) -> Iterator[dict[str, Any]]:
         if text:
             self._letters += len(text)
             yield from self._in("text before" if not self._arguments else "text after", {"type": "text", "text": ""})
             yield self._delta({"type": "text_delta", "text": text})
-        for place, call in enumerate(shown(calls, self.asked)):
+        for position, call in enumerate(shown(calls, self.asked)):
             arguments = call["function"]["arguments"]
-            if more := arguments[self._arguments.get(place, 0) :]:
-                yield from self._in(place, {**_use(call), "input": {}})
+            if more := arguments[self._arguments.get(position, 0) :]:
+                yield from self._in(position, {**_use(call), "input": {}})
                 yield self._delta({"type": "input_json_delta", "partial_json": more})
-            self._arguments[place] = len(arguments)
+            self._arguments[position] = len(arguments)
 
-    def rest(self, done: Answered) -> Iterator[dict[str, Any]]:
-        [choice] = done.choices
+    def rest(self, answered: Answered) -> Iterator[dict[str, Any]]:
+        [choice] = answered.choices
         text, calls = choice.message["content"], choice.message.get("tool_calls", ())
         lead = len(text) if choice.lead is None else choice.lead
         yield from self.part(0, text[self._letters : lead], calls, ())
@@ -576,7 +580,7 @@ class MessagesReply(AnswerWriter):
         if not self._blocks:
             yield from self._in("text before", {"type": "text", "text": ""})
         yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
-        yield {"type": "message_delta", "delta": {**_stopped(choice), **spoke(choice)}, "usage": _tokens(done)}
+        yield {"type": "message_delta", "delta": {**_stopped(choice), **spoke(choice)}, "usage": _tokens(answered)}
         yield {"type": "message_stop"}
 
     def _in(self, what: object, start: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -598,9 +602,9 @@ class MessagesReply(AnswerWriter):
         return {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": self._head["model"]}
 
 
-def shown(calls: Calls, asked: RequestBody) -> Calls:
+def shown(calls: Calls, body: RequestBody) -> Calls:
     """Return the calls that a client wants to see."""
-    return calls[:1] if asked.parallel_tool_calls is False else calls
+    return calls[:1] if body.parallel_tool_calls is False else calls
 
 
 def _choice(number: int, choice: Choice, reason: str) -> dict[str, Any]:
@@ -620,19 +624,19 @@ def spoke(choice: Choice) -> dict[str, Any]:
     return {**named, "policy_version": choice.versions[-1], "weight_versions": spans}
 
 
-def _fingerprint(done: Answered) -> str | None:
+def _fingerprint(answered: Answered) -> str | None:
     """Return the newest version that spoke."""
-    newest = max((version for choice in done.choices for version in choice.versions), default=-1)
+    newest = max((version for choice in answered.choices for version in choice.versions), default=-1)
     return f"v{newest}" if newest >= 0 else None
 
 
-def _logprobs(found: Logprobs) -> dict[str, Any]:
-    return {"content": list(found), "refusal": None}
+def _logprobs(tokens: Logprobs) -> dict[str, Any]:
+    return {"content": list(tokens), "refusal": None}
 
 
-def _usage(done: Answered) -> dict[str, int]:
-    total = done.read + done.written
-    return {"prompt_tokens": done.read, "completion_tokens": done.written, "total_tokens": total}
+def _usage(answered: Answered) -> dict[str, int]:
+    total = answered.read + answered.written
+    return {"prompt_tokens": answered.read, "completion_tokens": answered.written, "total_tokens": total}
 
 
 def _use(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -651,8 +655,8 @@ def _stopped(choice: Choice) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": choice.stopped or None}
 
 
-def _tokens(done: Answered) -> dict[str, int]:
-    return {"input_tokens": done.read, "output_tokens": done.written}
+def _tokens(answered: Answered) -> dict[str, int]:
+    return {"input_tokens": answered.read, "output_tokens": answered.written}
 
 
 DIALECTS: Mapping[str, tuple[type[BaseModel], type[AnswerWriter]]] = {

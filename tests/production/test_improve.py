@@ -170,14 +170,6 @@ def test_turns_that_a_request_had_drawn_from_another_distribution_are_left_out(g
         improve([run], START, tmp_path / "other", gate, SETTINGS)
 
 
-def test_bad_input_is_refused_before_anything_is_learnt(record: Path, gate: Path, tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "empty/rollouts").mkdir(parents=True)
-    assert main(words(tmp_path / "empty", gate, tmp_path / "out")) == 2
-    assert "0 rollouts with a verdict" in capsys.readouterr().err
-    assert main(words(record, gate, tmp_path)) == 2
-    assert "is there already" in capsys.readouterr().err and list(tmp_path.iterdir()) == [tmp_path / "empty"]
-
-
 def attempts(passed: Sequence[float], edits: float = 1.0) -> list[Attempt]:
     """Ten attempts at each of some tasks: these shares pass, and this share edits something."""
     edit = Turn(call='{"name": "edit_line", "arguments": {}}', observation="")

@@ -28,7 +28,7 @@ HELD_OUT = load_tasks(EXAMPLE / "data" / "heldout.jsonl")
 def served(tokens: int = 32_768) -> Iterator[str]:
     with open_engine(POLICY, slots=4, tokens=tokens) as engine:
         answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
-        with ChatServer(answer, model="final", trained=engine.known, context=engine.tokens) as server:
+        with ChatServer(answer, model="final", trained=engine.training, context=engine.tokens) as server:
             yield f"openai:{server.url}"
 
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from composer_nb.cli import main
 from composer_nb.harness.agent.chat import Said, Written
 from composer_nb.harness.agent.scripts import read_script
 from composer_nb.harness.agent.turns import Spoken, TokenlessTurnPolicy
 from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.harness.tools.tool_call import ToolCall
-from composer_nb.production.bench import ARMS, evaluate
+from composer_nb.production.bench import evaluate
 from composer_nb.production.planner import TaskPlan, make_plans, with_plans
 from composer_nb.production.serve import ScriptServer
 
@@ -88,13 +87,3 @@ def test_an_endpoint_plans_and_a_policy_executes(
     assert evaluate("scripted:searcher", tasks, tmp_path / "out", samples=1)["arms"]
     with pytest.raises(ValueError, match="holds rollouts of another"):
         evaluate("scripted:searcher", tasks, tmp_path / "out", **given | {"planner": "scripted:planner"})
-
-
-def test_tiny_models_lose_grep_without_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole, less = (ARMS[name].tiny().tools.keys() for name in ("all", "no-search"))
-    assert whole - less == {"grep"} and not less - whole
-    asked = ["eval", "--policy", "scripted:blind", "--tasks", str(HELDOUT), "--out", str(tmp_path / "out")]
-    assert main([*asked, "--arms", "bash"]) == 2
-    assert "no-search" in capsys.readouterr().err
-    assert main([*asked, "--arms", "no-search"]) == 2 and "call grep" in capsys.readouterr().err
-    assert main([*asked, "--planner", "nothing:x"]) == 2 and "--policy nothing:x" in capsys.readouterr().err

