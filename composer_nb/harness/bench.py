@@ -87,21 +87,25 @@ FILTERED = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """The course of an attempt: what it did, in order of its turns."""
+    """The course of an attempt: what it did, in order of its turns.
+
+    Attributes:
+        failed: Whether a test run failed after an edit.
+        retried: Whether another edit followed that failure.
+        tested: Whether a test run followed the first edit.
+        accepted: Whether the last test run passed and no edit followed it.
+        looks: Number of reads and searches before the first edit.
+        tries: Number of stretches between test runs, and after the last, in which an edit was made; a refused repetition is
+            none.
+    """
 
     edited: bool
     failed: bool
-    """Whether a test run failed after an edit."""
     retried: bool
-    """Whether another edit followed that failure."""
     tested: bool
-    """Whether a test run followed the first edit."""
     accepted: bool
-    """Whether the last test run passed and no edit followed it."""
     looks: int
-    """Number of reads and searches before the first edit."""
     tries: int
-    """Number of stretches between test runs, and after the last, in which an edit was made; a refused repetition is none."""
 
     @classmethod
     def of(cls, turns: Sequence[Turn]) -> Course:

@@ -47,11 +47,14 @@ Side = dict[str, dict[str, float]]
 
 @dataclass(slots=True)
 class Trial:
-    """The verdicts on a new version and, over the same time, on the trusted one."""
+    """The verdicts on a new version and, over the same time, on the trusted one.
+
+    Attributes:
+        verdicts: Verdicts on the new version at which it is promoted or withdrawn at the latest.
+    """
 
     version: int
     verdicts: int
-    """Verdicts on the new version at which it is promoted or withdrawn at the latest."""
     early: Side = field(default_factory=dict)
     usual: Side = field(default_factory=dict)
 

@@ -30,14 +30,17 @@ MAX_FILES = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkout:
-    """The files of a folder that an agent sees."""
+    """The files of a folder that an agent sees.
+
+    Attributes:
+        files: Relative POSIX path -> content; bytes of names that are not UTF-8 are lone surrogates.
+        left_out: Path of a file or folder -> reason why it stays behind.
+    """
 
     root: Path
     files: Mapping[str, bytes]
-    """Relative POSIX path -> content; bytes of names that are not UTF-8 are lone surrogates."""
     executable: frozenset[str]
     left_out: Mapping[str, str]
-    """Path of a file or folder -> reason why it stays behind."""
     ignore: Ignore
 
     def blob(self, path: str) -> Blob | None:

@@ -79,20 +79,23 @@ SYSTEM = ("system", "developer")
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _LiveConversation:
-    """A conversation, with its tokens as the policy saw them."""
+    """A conversation, with its tokens as the policy saw them.
+
+    Attributes:
+        digest: Of its system text, tools, seed, name and user: where its messages begin.
+        drawn_by: Decides the random draws.
+        rollout: The policy's name for it; None: the policy does not hold it.
+        marks: Digest of its messages up to each of our answers -> tokens up to there.
+        unread: Tokens up to an answer with an unreadable call -> ids of all its calls (`Choice.turn`).
+    """
 
     renderer: ChatRenderer
     digest: bytes
-    """Of its system text, tools, seed, name and user: where its messages begin."""
     row: ConversationRow
     drawn_by: int = 0
-    """Decides the random draws."""
     rollout: int | None = None
-    """The policy's name for it; None: the policy does not hold it."""
     marks: dict[bytes, int] = field(default_factory=dict)
-    """Digest of its messages up to each of our answers -> tokens up to there."""
     unread: dict[int, list[str]] = field(default_factory=dict)
-    """Tokens up to an answer with an unreadable call -> ids of all its calls (`Choice.turn`)."""
     busy: bool = True
 
 
@@ -269,7 +272,7 @@ class Conversations:
     def _run(self, work: Sequence[tuple[Request, StreamedTurn]], there: Callable[[], bool]) -> None:
         """Have turns written side by side. Raises TimeIsUp when the client goes away."""
         news: SimpleQueue[tuple[int, SampledToken | Future[Completion]]] = SimpleQueue()
-        puts = [partial(_put, news, number) for number in range(len(work))]
+        puts = [lambda event, number=number: news.put((number, event)) for number in range(len(work))]
         requests = [replace(request, heard=put) for (request, _), put in zip(work, puts, strict=True)]
         for answer, put in zip(self.policy.start(*requests), puts, strict=True):
             answer.add_done_callback(put)
@@ -341,12 +344,11 @@ class Conversations:
             else:
                 row = talk.row.branch(at, self._next(talk.row.name))
             unread = {at: talk.unread[at]} if at in talk.unread else {}
-            return self._begin(replace(new, row=row, drawn_by=drawn_by, marks={}, unread=unread)), prefix
-        return self._begin(replace(new, row=row, drawn_by=drawn_by, marks={}, unread={})), 0
-
-    def _begin(self, talk: _LiveConversation) -> _LiveConversation:
-        self._talks.append(talk)
-        return talk
+            break
+        else:
+            prefix, unread = 0, {}
+        self._talks.append(replace(new, row=row, drawn_by=drawn_by, marks={}, unread=unread))
+        return self._talks[-1], prefix
 
     def _next(self, name: str) -> int:
         """Return the number of the next branch of a rollout."""
@@ -455,10 +457,6 @@ def _own_distribution(sampling: Mapping[str, Any], temperature: float, constrain
 
 def _digest(before: bytes, what: Any) -> bytes:
     return hashlib.sha256(before + json.dumps(what, sort_keys=True).encode()).digest()
-
-
-def _put(news: SimpleQueue[Any], number: int, what: SampledToken | Future[Completion]) -> None:
-    news.put((number, what))
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:

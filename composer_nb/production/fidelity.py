@@ -61,10 +61,13 @@ class SessionSide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A call that was answered differently, or a text that an agent is told (`call` is None)."""
+    """A call that was answered differently, or a text that an agent is told (`call` is None).
+
+    Attributes:
+        what: Name of the tool or text.
+    """
 
     what: str
-    """Name of the tool or text."""
     call: ToolCall | None
     training: str
     product: str
@@ -80,12 +83,15 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoSamples:
-    """Result of a classifier that tells conversations of two kinds apart."""
+    """Result of a classifier that tells conversations of two kinds apart.
+
+    Attributes:
+        auc: Area under the curve over the observations of held-out conversations.
+        chance: Share of shuffled labellings whose area is as large; small if the two can be told apart.
+    """
 
     auc: float
-    """Area under the curve over the observations of held-out conversations."""
     chance: float
-    """Share of shuffled labellings whose area is as large; small if the two can be told apart."""
     observations: int
 
 

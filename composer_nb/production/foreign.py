@@ -92,15 +92,18 @@ def load_openenv(name: str) -> tuple[Any, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Played:
-    """One attempt at an example."""
+    """One attempt at an example.
+
+    Attributes:
+        rollout: Its name, if it is recorded.
+        reward: None: it was lost.
+        tokens: None: they were not counted.
+    """
 
     example: Any
     rollout: str
-    """Its name, if it is recorded."""
     reward: float | None
-    """None: it was lost."""
     tokens: float | None
-    """None: they were not counted."""
 
 
 def _row(played: Sequence[_Played], seed: int) -> dict[str, Any]:
@@ -127,14 +130,17 @@ def _row(played: Sequence[_Played], seed: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignSettings:
-    """Settings of such an evaluation."""
+    """Settings of such an evaluation.
+
+    Attributes:
+        count: Examples of verifiers (0: all), or episodes of OpenEnv (0: 16).
+        grade: Send each reward to the policy's server, which records (`composer-nb serve --record`).
+    """
 
     count: Annotated[int, Field(ge=0)] = 0
-    """Examples of verifiers (0: all), or episodes of OpenEnv (0: 16)."""
     temperature: float = 1.0
     seed: int = 0
     grade: bool = False
-    """Send each reward to the policy's server, which records (`composer-nb serve --record`)."""
 
 
 def evaluate_foreign(policy: str, tasks: str, samples: int, settings: ForeignSettings | None = None) -> dict[str, Any]:

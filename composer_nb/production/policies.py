@@ -199,16 +199,20 @@ Service = TypeVar("Service")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenEngine(Generic[Service]):
-    """A running checkpoint and its chat format."""
+    """A running checkpoint and its chat format.
+
+    Attributes:
+        format: Makes the renderer from the tokenizer and tools. The compact format has the tools of training where none are
+            given.
+        tokens: Maximum tokens of one conversation.
+        training: What it was trained with.
+    """
 
     shared: Service
     tokenizer: Tokenizer
     format: Callable[..., ChatRenderer]
-    """Makes the renderer from the tokenizer and tools. The compact format has the tools of training where none are given."""
     tokens: int
-    """Maximum tokens of one conversation."""
     training: Carried
-    """What it was trained with."""
 
 
 def chat_of(path: Path) -> tuple[Carried, Tokenizer, Callable[..., ChatRenderer]]:

@@ -60,17 +60,20 @@ class Verdict(BaseModel):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ConversationRow:
-    """A conversation, or a branch of one, while it goes on."""
+    """A conversation, or a branch of one, while it goes on.
+
+    Attributes:
+        instruction: The user's first text.
+        user: Name of the user, if it was told.
+        number: Of the branch; 0 is where the conversation began.
+        parent: Number of the branch that it leaves; −1: it begins anew.
+    """
 
     name: str
     instruction: str = ""
-    """The user's first text."""
     user: str = ""
-    """Name of the user, if it was told."""
     number: int = 0
-    """Of the branch; 0 is where the conversation began."""
     parent: int = -1
-    """Number of the branch that it leaves; −1: it begins anew."""
     transcript: Transcript = field(default_factory=Transcript)
     turns: list[Turn] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)

@@ -106,19 +106,24 @@ class ReplicaService:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Replica:
+    """An actor with an engine, as the front sees it.
+
+    Attributes:
+        options: As for `open_engine`.
+        orders: What is to be sent with the next call.
+        opened: Tokens of one conversation, from its first process.
+        traces: Records that it was asked for, by number of the question.
+    """
+
     number: int
     options: dict[str, Any]
-    """As for `open_engine`."""
     remote: RemoteService | None = None
     orders: list[tuple[Any, ...]] = field(default_factory=list)
-    """What is to be sent with the next call."""
     ready: bool = False
     pid: int = 0
     version: int = -1
     opened: Future[int] = field(default_factory=Future)
-    """Tokens of one conversation, from its first process."""
     traces: dict[int, Future[Trace]] = field(default_factory=dict)
-    """Records that it was asked for, by number of the question."""
     starts: int = 0
     stillborn: int = 0
     moved: int = 0
@@ -126,18 +131,21 @@ class Replica:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _ReplicaConversation:
-    """A conversation that is alive, its turn under way, if there is one, and the replica that holds its cache."""
+    """A conversation that is alive, its turn under way, if there is one, and the replica that holds its cache.
+
+    Attributes:
+        replicas: Those that may take it.
+        tokens: All that were read and drawn.
+        stay: Number of its turn there: what is reported of an earlier one is not heard.
+        earlier: Number of tokens, and their records, for each replica that it left.
+    """
 
     rollout: int
     replicas: Sequence[Replica] = ()
-    """Those that may take it."""
     tokens: list[int] = field(default_factory=list)
-    """All that were read and drawn."""
     home: Replica | None = None
     stay: int = 0
-    """Number of its turn there: what is reported of an earlier one is not heard."""
     earlier: list[tuple[int, Future[Trace]]] = field(default_factory=list)
-    """Number of tokens, and their records, for each replica that it left."""
     request: Request | None = None
     answer: Future[Completion] = field(default_factory=Future)
     sampled: list[SampledToken] = field(default_factory=list)

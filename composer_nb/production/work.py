@@ -38,16 +38,19 @@ DIFF, CHANGES = "changes.diff", "changes.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The result of an agent on a user's repository, kept in the folder `path`."""
+    """The result of an agent on a user's repository, kept in the folder `path`.
+
+    Attributes:
+        others: Paths that cannot come back: links, devices, protected names.
+        lost: Reason why its files could not be carried out of the sandbox; then there are no changes.
+    """
 
     path: Path
     source: Checkout
     conversation: Conversation
     changes: Changes
     others: frozenset[str] = frozenset()
-    """Paths that cannot come back: links, devices, protected names."""
     lost: str = ""
-    """Reason why its files could not be carried out of the sandbox; then there are no changes."""
 
     @property
     def patch(self) -> bytes:

@@ -328,13 +328,6 @@ def test_what_an_endpoint_answers_is_no_markup(repository: Path, tmp_path: Path)
     assert shown.getvalue().count("[/INST] [red]no") == 2
 
 
-def test_a_port_that_is_taken_is_named(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with ScriptServer(read_script(script)) as server:
-        port = server.url.rpartition(":")[2].removesuffix("/v1")
-        assert main(["serve", "--policy", f"scripted:{script}", "--port", port]) == 2
-    assert f"--port {port}" in capsys.readouterr().err
-
-
 def test_eval_on_the_command_line(tasks: list[Task], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tasks(tasks, tmp_path / "tasks.jsonl")
     asked = ["eval", "--tasks", str(tmp_path / "tasks.jsonl"), "--samples", "1", "--out", str(tmp_path / "out")]

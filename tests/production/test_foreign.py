@@ -160,10 +160,3 @@ def test_a_policy_at_an_environment_of_openenv(
     found = json.loads(capsys.readouterr().out)
     assert (found["reward"], found["n_tasks"], found["k"]) == (reward, 3, 2)
     assert main([*asked[:-2], "limits.turns=2"]) == 2 and "limits.turns" in capsys.readouterr().err
-
-
-def test_what_is_missing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    for tasks in ("verifiers:no_such_environment", "openenv:json:Nothing", "openenv:json:Nothing:Action"):
-        policy = "openai:http://127.0.0.1:9/v1#m"
-        assert main(["eval", "--policy", policy, "--tasks", tasks]) == 2
-        assert tasks.split(":")[0] in capsys.readouterr().err

@@ -209,18 +209,6 @@ def test_small_losses_that_pass_one_by_one_are_stopped_when_they_add_up() -> Non
     assert "and was 0.500 before these updates" in solved
 
 
-def test_the_first_of_a_chain_of_updates_is_known_by_its_gate(tmp_path: Path) -> None:
-    (tmp_path / "one" / "candidate").mkdir(parents=True)
-    (start := tmp_path / "one" / "weights").symlink_to("candidate")
-    assert first_of(start, "tasks") == {} == first_of(START, "tasks")
-    known = {"gate": {"tasks": "tasks", "first": {"pass_at_1": 0.5, "edits": 1.0}}}
-    (tmp_path / "one" / "improve.json").write_text(json.dumps(known))
-    assert first_of(start, "tasks") == known["gate"]["first"] and first_of(start, "other tasks") == {}
-    (tmp_path / "one" / "improve.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"improve\.json: is no report of an update"):
-        first_of(start, "tasks")
-
-
 def test_tasks_that_a_sandbox_lost_are_compared_nowhere_and_without_any_nothing_ships() -> None:
     lost = [replace(done, grade=Grade(status="infra_error")) for done in attempts([0.5])]
     found = judge([*lost, *attempts([0.5] * 8)[10:]], attempts([0.6] * 8))

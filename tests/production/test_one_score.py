@@ -65,12 +65,6 @@ def test_a_policy_has_the_score_of_its_folder_behind_serve(tmp_path: Path) -> No
     assert {"finished", "tokens"} <= {row["stop"] for row in attempts(tmp_path / "served")}
 
 
-def test_a_server_with_less_context_ends_attempts_and_loses_none(tmp_path: Path) -> None:
-    with served(tokens=200) as address:
-        report = evaluate(address, HELD_OUT[:2], tmp_path, samples=1)
-    assert report["infra_errors"] == 0 and report["stops"]["tokens"] >= 1
-
-
 def test_too_many_lost_attempts_are_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

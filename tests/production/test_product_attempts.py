@@ -29,7 +29,7 @@ from composer_nb.harness.rollout import Kind
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
-from composer_nb.harness.store import load_attempts, pack_attempt, save_attempts, unpack_attempt
+from composer_nb.harness.store import pack_attempt, unpack_attempt
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.arguments import Arguments
 from composer_nb.harness.tools.tool_call import Tool, ToolCall, ToolError
@@ -277,19 +277,6 @@ def test_a_sandbox_that_does_not_start_is_infrastructure(
     monkeypatch.setattr(place.backend, "create", refuse)
     done = attempt(task, place, ScriptTurnPolicy(lazy(task)))
     assert done.grade.status == "infra_error" and done.rollout.stop == "infrastructure"
-
-
-def test_attempts_survive_storing(place: Environment, task: Task, tmp_path: Path) -> None:
-    script = play([turn([shell("printf '\\377' > bytes.bin; rm old.py; echo more >> README")]), Said(text="done")])
-    done = attempt(task, place, ScriptTurnPolicy(script))
-    assert (
-        "old.py" not in done.rollout.files
-        and done.rollout.files["bytes.bin"].encode("utf-8", "surrogateescape") == b"\xff"
-    )
-    save_attempts(tmp_path / "a.parquet", [done])
-    for back in (*load_attempts(tmp_path / "a.parquet", {task.id: task}), unpack_attempt(pack_attempt(done), task)):
-        assert back.rollout.files == done.rollout.files and back.rollout.turns == done.rollout.turns
-        assert (back.rollout.seconds, back.rollout.counted, back.grade) == (done.rollout.seconds, (0, 0), done.grade)
 
 
 def test_what_was_killed_goes_on(place: Environment, task: Task, tmp_path: Path) -> None:

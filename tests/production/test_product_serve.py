@@ -73,20 +73,6 @@ def wait_until(happened: Callable[[], bool]) -> None:
 # -- OpenAI's client -----------------------------------------------------------------------------------------
 
 
-def test_a_seed_decides_what_is_drawn(tokenizer: Tokenizer) -> None:
-    turn = QwenRenderer(tokenizer).turn(Said(text="Done."))
-    with served(tokenizer, *[turn] * 6) as (client, policy):
-        for seed in (7, 7, 8, -7, None, None):
-            chat(client, seed=seed)
-        drawn = [each.rollout % (1 << 40) for each in policy.asked]
-        assert drawn[0] == drawn[1] and len({*drawn}) == 5 and len({each.rollout for each in policy.asked}) == 6
-        said = {"role": "assistant", "content": "Done."}
-        policy.turns += [turn, turn]
-        for seed, known in ((None, True), (9, False)):  # another seed is another conversation
-            chat(client, seed=seed, messages=[*ASKED, said, ASKED[0]])
-            assert (policy.asked[-1].rollout in [each.rollout for each in policy.asked[:-1]]) is known
-
-
 @pytest.mark.parametrize(
     ("text", "stop", "shown"),
     [
@@ -130,32 +116,6 @@ def test_calls_are_made_as_the_client_chooses(tokenizer: Tokenizer) -> None:
         assert [each.function.arguments for each in first.message.tool_calls] == ['{"at": "f0"}', '{"at": "']
         after = called(stop="\n<tool_call>")
         assert [each.id for each in after.message.tool_calls] == ["call_0"] and after.finish_reason == "tool_calls"
-
-
-def test_a_model_of_the_compact_format(tiny_tokenizer: Tokenizer) -> None:
-    tiny, looks = CompactRenderer(tiny_tokenizer), CompactRenderer(tiny_tokenizer, [TOOL])
-    read = Said(calls=(Written(id="call_0", call=ToolCall(name="read_file", arguments={"path": "f.py"})),))
-    look = Said(calls=(Written(id="call_0", call=ToolCall(name="look", arguments={"at": "f"})),))
-    said = looks.turn(Said(text="All is well."))
-    turns = [tiny.turn(read), looks.turn(look), said, tiny.encode("babble"), said]
-    with served(tiny_tokenizer, *turns, form=CompactRenderer) as (client, policy):
-        first = chat(client).choices[0].message  # without tools it has those of tiny models
-        assert [(each.function.name, each.function.arguments) for each in first.tool_calls] == [
-            ("read_file", '{"path": "f.py"}')
-        ]
-        second = chat(client, tools=[TOOL]).choices[0].message
-        told = [*ASKED, second, {"role": "tool", "tool_call_id": "call_0", "content": "1|x"}]
-        last = chat(client, tools=[TOOL], messages=told).choices[0]
-        assert (last.message.content, last.finish_reason, last.message.tool_calls) == ("All is well.", "stop", None)
-        assert list(policy.asked[2].token_ids) == looks.observation("1|x")
-        assert chat(client).choices[0].message.content == "babble"
-        assert chat(client, tools=[TOOL], stop="well").choices[0].message.content == "All is"
-        with pytest.raises(openai.BadRequestError, match="begin with the same word"):
-            chat(client, tools=[TOOL, TOOL])
-        for role in ("system", "developer"):  # such as any agent sends: it is left out
-            policy.turns.append(said)
-            chat(client, tools=[TOOL], messages=[{"role": role, "content": "You fix. " * 9000}, *ASKED])
-            assert policy.asked[-1].token_ids == policy.asked[0].token_ids
 
 
 STRICT = {
