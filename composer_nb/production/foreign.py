@@ -107,19 +107,19 @@ class _Played:
 
 
 def _row(played: Sequence[_Played], seed: int) -> dict[str, Any]:
-    rewards: dict[Any, list[float]] = {}
-    for one in played:
-        if one.reward is not None:
-            rewards.setdefault(one.example, []).append(one.reward)
-    lost = len(played) - sum(map(len, rewards.values()))
-    if not rewards:
+    rewarded = [attempt for attempt in played if attempt.reward is not None]
+    lost = len(played) - len(rewarded)
+    if not rewarded:
         raise ValueError(f"no attempt has a reward, {lost} were lost; is the endpoint reachable?")
-    means = np.array([np.mean(each) for each in rewards.values()])
-    tokens = [one.tokens for one in played if one.reward is not None and one.tokens is not None]
+    rewards: dict[Any, list[float]] = {}
+    for attempt in rewarded:
+        rewards.setdefault(attempt.example, []).append(attempt.reward or 0.0)
+    means = np.array([np.mean(values) for values in rewards.values()])
+    tokens = [attempt.tokens for attempt in rewarded if attempt.tokens is not None]
     return {
         "reward": float(means.mean()),
         "ci95": bootstrap(means, seed),
-        "best_of_k": float(np.mean([max(each) for each in rewards.values()])),
+        "best_of_k": float(np.mean([max(values) for values in rewards.values()])),
         "k": max(map(len, rewards.values())),
         "n_tasks": len(rewards),
         "tokens_per_task": float(np.mean(tokens)) if tokens else None,
@@ -308,8 +308,8 @@ def audit_verifiers(name: str, count: int = 32) -> dict[str, Any]:
             wrongs["the answer"] += [] if gold is None else [gold <= lazy["an empty answer"]]
         return wrongs
 
-    found = asyncio.run(tried())
-    return {"examples": len(rows)} | _probed(found, [kind for kind, wrong in found.items() if any(wrong)])
+    results = asyncio.run(tried())
+    return {"examples": len(rows)} | _probed(results, [kind for kind, wrong in results.items() if any(wrong)])
 
 
 def _probed(wrongs: Mapping[str, Sequence[bool]], faults: Sequence[str]) -> dict[str, Any]:
@@ -333,21 +333,20 @@ def audit_openenv(name: str, count: int = 16, seconds: float = 55.0, seed: int =
     began, (shared, action) = time.monotonic(), load_openenv(name)
     plays = _plays(action, seed)
     first = plays[RANDOM][0]
-    wrongs: dict[str, list[bool]] = {kind: [] for kind in ("two resets", "a new environment", "the same environment")}
+    wrongs: dict[str, list[bool]] = {kind: [] for kind in ("a new environment", "the same environment")}
     tasks, every = dict[str, dict[str, list[_Episode]]](), list[_Episode]()
     for at in range(seed, seed + count):
         if tasks and time.monotonic() - began > seconds:
             break
         played = {kind: [_blind(load_openenv(name)[0], play, at) for play in some] for kind, some in plays.items()}
-        these, again = (
-            [outcome for some in played.values() for outcome in some],
-            _blind(load_openenv(name)[0], first, at),
-        )
-        others = [_blind(shared, play, at) for play in _plays(action, at)[RANDOM]]  # more actions, for exceptions
-        wrongs["two resets"].append(len({str(episode.observations[:1]) for episode in these}) > 1)
-        wrongs["a new environment"].append(differs := repr(again) != repr(played[RANDOM][0]))
-        wrongs["the same environment"].append(repr(_blind(shared, first, at)) != repr(again) and not differs)
-        tasks[repr(these)], every = played, every + these + others
+        episodes = [episode for some in played.values() for episode in some]
+        more = [_blind(shared, play, at) for play in _plays(action, at)[RANDOM]]  # further actions, for exceptions
+        again, reused = _blind(load_openenv(name)[0], first, at), _blind(shared, first, at)
+        resets = {str(episode.observations[:1]) for episode in episodes}
+        differs = len(resets) > 1 or repr(again) != repr(played[RANDOM][0])
+        wrongs["a new environment"].append(differs)
+        wrongs["the same environment"].append(repr(reused) != repr(again) and not differs)
+        tasks[repr(episodes)], every = played, [*every, *episodes, again, *more]
     unpaid = [outcome.ended and all(reward is None for reward in outcome.rewards) for outcome in every]
     wrongs["no reward"] = [
         none or not math.isfinite(outcome.total) for none, outcome in zip(unpaid, every, strict=True)
@@ -387,7 +386,7 @@ def _plays(action: Any, seed: int) -> dict[str, list[Play]]:
     def drawing(n: int, always: bool) -> Play:
         return lambda turn, observation: act(Random(f"{seed} {n} {0 if always else turn}"))
 
-    plays = {"the smallest action": [lazy(lambda seen: "")]}
+    plays = {"the smallest action": [lazy(lambda observation: "")]}
     if act(None, "text") != act(None):
         plays |= {kind: [lazy(make)] for kind, make in LAZY.items() if make("text")}
     return plays | {ONE: [drawing(n, True) for n in range(SOME)], RANDOM: [drawing(n, False) for n in range(SOME)]}

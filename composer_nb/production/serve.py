@@ -240,9 +240,13 @@ class ChatServer:
         for number, state in enumerate(health.get("replicas", ())):
             now |= {f'replica_{name}{{replica="{number}"}}': value for name, value in state.items() if name != "pid"}
         values, lines = {**self._counts, **now}, list[str]()
-        for name in sorted({each.partition("{")[0] for each in values}):
+        for name in sorted({labelled.partition("{")[0] for labelled in values}):
             lines.append(f"# TYPE composer_nb_{name} {'counter' if name.endswith('_total') else 'gauge'}")
-            lines += [f"composer_nb_{each} {values[each]}" for each in sorted(values) if each.partition("{")[0] == name]
+            lines += [
+                f"composer_nb_{labelled} {values[labelled]}"
+                for labelled in sorted(values)
+                if labelled.partition("{")[0] == name
+            ]
         return "\n".join([*lines, ""])
 
     def _authorize(self, headers: Headers, address: str, path: str) -> None:

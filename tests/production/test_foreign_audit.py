@@ -77,7 +77,7 @@ PLANTED: dict[str, tuple[str, str, str, set[str]]] = {
     "a guess": (GUESS, "", "", set()),
     "a question": (ASKS, "", "", set()),
     "a walk": (WALK, "", "", set()),
-    "a seed that is not used": (GUESS, "Random(seed)", "Random()", {"two resets", "a new environment"}),
+    "a seed that is not used": (GUESS, "Random(seed)", "Random()", {"a new environment"}),
     "noise": (WALK, "before - abs(self.away)", "before - abs(self.away) + random.random()", {"a new environment"}),
     "what another episode left": (
         WALK,
