@@ -28,7 +28,6 @@ from composer_nb.harness.grading.plan import with_plan
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.rollout import Turn
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
-from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.sandbox.image import host_image
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tasks.task import Task, save_tasks
@@ -204,23 +203,6 @@ def test_bad_input_is_one_line(
     assert told in line
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{}",
-        '[{"calls": [{"name": "x"}]}]',
-        '[{"calls": [{"name": "x", "arguments": {}}]}]',
-        '[{"calls": [{"name": 5, "arguments": {}}]}, {"text": "x"}]',
-        pytest.param("[" * 100_000, id="deep"),
-    ],
-)
-def test_a_bad_script_is_named(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "s.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"s\.json: .*(script|turn)"):
-        read_script(path)
-
-
 def test_arms_of_the_bench(tasks: list[Task], tmp_path: Path) -> None:
     heard: list[str] = []
     report = evaluate(
@@ -247,18 +229,6 @@ def test_arms_of_the_bench(tasks: list[Task], tmp_path: Path) -> None:
     assert len(heard) == 4
     with pytest.raises(ValueError, match="holds rollouts of another policy"):
         evaluate("scripted:lazy", tasks, tmp_path / "out", samples=2)
-
-
-def test_what_can_not_be_carried_out_loses_no_conversation(
-    repository: Path, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def died(*_: object) -> None:
-        raise SandboxDied("its memory was used up")
-
-    monkeypatch.setattr("composer_nb.production.agents.carry_back", died)
-    work = run_agent(repository, "fix", f"scripted:{script}", tmp_path / "out")
-    assert work.lost == "its memory was used up" and not work.changes and len(work.conversation.turns) == 5
-    assert pq.read_table(tmp_path / "out/rollout.parquet").num_rows == 1 and (repository / "f.py").read_text() == WRONG
 
 
 @pytest.mark.docker

@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent.chat import CallResult, Message, Said, Written
+from composer_nb.harness.agent.chat import Message, Said, Written
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.endpoint import Endpoint, EndpointTurnPolicy
 from composer_nb.harness.agent.loop import LIMITS, converse
@@ -32,7 +32,7 @@ from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.store import pack_attempt, unpack_attempt
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.arguments import Arguments
-from composer_nb.harness.tools.tool_call import Tool, ToolCall, ToolError
+from composer_nb.harness.tools.tool_call import Tool, ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.harness.tools.workspace import Indexes
 from composer_nb.production.bench import attempt_all, figures
@@ -157,29 +157,6 @@ def test_ctrl_c_ends_it_and_keeps_what_was_done(place: Environment) -> None:
     assert done.stop == "interrupted" and len(done.turns) == 1
 
 
-def test_invalid_calls_are_answered_in_their_places(place: Environment, backend: Backend) -> None:
-    bad = Written(id="b", call=ToolError("InvalidArguments", "not JSON"))
-    seen: list[Message] = []
-
-    def script(talk: Sequence[Message]) -> Said:
-        seen[:] = talk
-        return (
-            Said(calls=(Written(id="a", call=READ), bad, Written(id="c", call=READ)))
-            if len(talk) == 1
-            else Said(text="ok")
-        )
-
-    with backend.create() as box:
-        box.write("dates.py", b"x")
-        done = converse("x", ScriptTurnPolicy(script), place.tools, place.tools.open(box))
-    assert seen[2:] == [
-        CallResult(id="a", text="1|x"),
-        CallResult(id="b", text="error (InvalidArguments): not JSON"),
-        CallResult(id="c", text="1|x"),
-    ]
-    assert [each.beside for each in done.turns] == [False, True, True, False]
-
-
 def test_a_call_on_a_file_that_is_not_there_is_no_invalid_one(place: Environment, task: Task) -> None:
     """In the rollout, in the bench's rate, in the reward and in what the agent reads."""
     missing = [
@@ -217,7 +194,7 @@ def test_the_limit_of_time_ends_calls_that_run(place: Environment, backend: Back
     assert done.stop == "time" and {each.error for each in done.turns} == {"UserAborted"}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS[:2])
 def test_no_model_server_outlasts_the_limit_of_time(place: Environment, task: Task, way: str) -> None:
     """What was done until then is graded; where nothing ever came, nothing is known of an agent."""
     limits = dataclasses.replace(LIMITS, seconds=3.0)

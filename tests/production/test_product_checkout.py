@@ -205,13 +205,7 @@ def after_commands(root: Path, backend: Backend, command: str) -> tuple[dict[str
 
 
 @pytest.mark.parametrize(
-    "command",
-    [
-        "chmod 000 sub",
-        "chmod 000 a.py",
-        "rm a.py && ln -s /etc/passwd a.py",
-        "rm a.py; mkfifo a.py",
-    ],
+    "command", ["chmod 000 sub", "chmod 000 a.py", "rm a.py && ln -s /etc/passwd a.py", "rm a.py; mkfifo a.py"]
 )
 def test_what_is_there_in_another_way_is_not_deleted(root: Path, backend: Backend, command: str) -> None:
     changes, others = after_commands(root, backend, command)

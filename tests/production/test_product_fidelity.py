@@ -21,14 +21,7 @@ from composer_nb.harness.tools.tiny import TINY
 from composer_nb.harness.tools.tool_call import Reply
 from composer_nb.harness.tools.toolset import NAMES, ToolSet
 from composer_nb.production import work
-from composer_nb.production.fidelity import (
-    PLACES,
-    differences,
-    observations,
-    probes,
-    tiny_probes,
-    two_samples,
-)
+from composer_nb.production.fidelity import PLACES, differences, observations, probes, tiny_probes, two_samples
 from composer_nb.trainer.models.tokenizer import train_tokenizer
 
 CURSOR = EnvSettings(tasks="tasks", tools="cursor", renderer="qwen")
@@ -72,11 +65,7 @@ def test_the_product_offers_what_a_checkpoint_was_trained_with_in_any_format(
     assert calls > 8 and found == []
 
 
-PLANTS = {
-    "reply": {"run_terminal_cmd"},
-    "system text": {"system text"},
-    "description": {"description of read_file"},
-}
+PLANTS = {"reply": {"run_terminal_cmd"}, "system text": {"system text"}, "description": {"description of read_file"}}
 
 
 @pytest.mark.parametrize("place", PLACES)

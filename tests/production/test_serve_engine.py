@@ -366,11 +366,7 @@ LOOK, PUT = tool("look", at="integer"), tool("put", all="boolean")
 
 
 @pytest.mark.parametrize(
-    ("choice", "names"),
-    [
-        ("required", {"look", "put"}),
-        ({"type": "function", "function": {"name": "put"}}, {"put"}),
-    ],
+    ("choice", "names"), [("required", {"look", "put"}), ({"type": "function", "function": {"name": "put"}}, {"put"})]
 )
 def test_a_turn_that_must_call_a_tool_does_so(served: Served, choice: Any, names: set[str]) -> None:
     done = served.chat(tools=[LOOK, PUT], tool_choice=choice, n=4, seed=1, logprobs=True, top_logprobs=20)
