@@ -17,7 +17,7 @@ from composer_nb.harness.tasks.functions import parse_test_files
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools import tiny as tools
 from composer_nb.harness.tools.tiny import passes
-from composer_nb.tour.programs import FAMILIES, Program, draw_program
+from composer_nb.tour.programs import Program, draw_program
 from composer_nb.tour.repairs import (
     BATCH,
     HIDDEN,
@@ -25,7 +25,6 @@ from composer_nb.tour.repairs import (
     BuggyProgram,
     buggy_prints,
     bugs,
-    draw_candidate,
     fingerprints,
     make_task,
     make_tasks,
@@ -70,10 +69,6 @@ def test_a_bug_changes_exactly_one_line() -> None:
     assert set(kinds) == KINDS and sum(kinds.values()) > 400
 
 
-
-
-
-
 def requests_of(task: Task) -> list[CallRequest]:
     """Bug and gold on the visible tests, bug and gold on the hidden ones."""
     return [
@@ -106,10 +101,6 @@ def test_the_same_seed_gives_the_same_tasks(made: Made, sandboxes: SandboxExecut
     assert Made(sandboxes, "a seed", 30, False).tasks == made.tasks[:30]
 
 
-
-
-
-
 def test_held_out_structures_are_in_no_other_task(made: Made, heldout: Made) -> None:
     assert not {task.metadata["structure"] for task in made.tasks} & {t.metadata["structure"] for t in heldout.tasks}
     assert not fingerprints(made.tasks) & fingerprints(heldout.tasks)
@@ -126,11 +117,11 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=list(BAD))
-@pytest.mark.parametrize("place", [BATCH - 1])
+@pytest.mark.parametrize("place", [0, BATCH])
 def test_a_program_that_does_not_end_is_none_and_touches_no_other(
     sandboxes: SandboxExecutor, bad: str, place: int
 ) -> None:
-    sources = "place", [BATCH - 1].replace("1", str(n)) for n in range(BATCH + 3)]
+    sources = [GOOD.replace("1", str(n)) for n in range(BATCH + 3)]
     sources[place] = bad
     inputs = [((0,), (3,))] * len(sources)
     expected = [tuple(CallOutcome(status="returned", text=str(x + n)) for x in (0, 3)) for n in range(len(sources))]
@@ -185,5 +176,3 @@ def test_tests_are_dealt_so_that_the_bug_shows_in_both(fails: list[bool]) -> Non
     )
     assert sorted(visible + hidden) == list(range(12)) and len(visible) == VISIBLE
     assert fails[visible[0]] and any(fails[n] for n in hidden)
-
-
