@@ -31,8 +31,8 @@ from composer_nb.harness.tasks.functions import is_test
 from composer_nb.harness.tasks.runtime import artifacts_left, start, workspace
 from composer_nb.harness.tasks.task import LOWERED, Task
 from composer_nb.harness.tools.session import FOLDER, Session
-from composer_nb.harness.tools.tiny import Workspace
 from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.harness.tools.workspace import Workspace
 
 MAX_KEPT_BYTES = 16 << 20
 """Maximum size of the changed files that are kept with a rollout."""
@@ -50,8 +50,8 @@ class Environment:
     """Makes the sandboxes of all other tasks."""
     clock: Callable[[], float] = time.monotonic
     """Clock in seconds by which `limits.seconds` counts."""
-    opened: Callable[[Session | Workspace], None] = lambda target: None
-    """Called with the session or workspace of the tools, which another thread may abort."""
+    opened: Callable[[Session], None] = lambda session: None
+    """Called with the session of the tools, which another thread may abort."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,8 @@ from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallR
 from composer_nb.harness.sandbox.contract import WORKSPACE, Backend
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.tasks.task import Task, load_tasks
+from composer_nb.harness.tools.search import Indexes
 from composer_nb.harness.tools.toolset import ToolSet
-from composer_nb.harness.tools.workspace import Indexes
 
 
 class CustomEnvironment(Protocol):

@@ -16,8 +16,8 @@ from composer_nb.harness.bench import bootstrap, scores, summarise
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.monitors import flags_of
 from composer_nb.harness.rollout import Rollout
+from composer_nb.harness.tools.search import Indexes
 from composer_nb.harness.tools.toolset import NAMES, SEARCH, ToolSet
-from composer_nb.harness.tools.workspace import Indexes
 from composer_nb.harness.untrusted import visible
 
 

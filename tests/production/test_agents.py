@@ -35,9 +35,9 @@ from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.sandbox.image import host_image
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tasks.task import Task, save_tasks
-from composer_nb.harness.tools.tiny import Workspace
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.harness.tools.workspace import Workspace
 from composer_nb.production.accept import Conflict
 from composer_nb.production.agents import BenchSettings, bench_settings, evaluate, run_agent
 from composer_nb.production.arms import ARMS, arms_of

@@ -33,9 +33,9 @@ from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.store import load_attempts, pack_attempt, save_attempts, unpack_attempt
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.arguments import Arguments
+from composer_nb.harness.tools.search import Indexes
 from composer_nb.harness.tools.tool_call import Tool, ToolCall, ToolError
 from composer_nb.harness.tools.toolset import ToolSet
-from composer_nb.harness.tools.workspace import Indexes
 from composer_nb.production.arms import figures
 from composer_nb.production.attempts import attempt_all
 from composer_nb.production.serve import ScriptServer

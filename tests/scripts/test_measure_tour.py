@@ -10,7 +10,7 @@ import pytest
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.tools.tiny import Edits, Observation
+from composer_nb.harness.tools.session import Edits, Observation
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.trainer.learning.data import TokenRow

@@ -13,10 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, Executor, SandboxExecutor
-from composer_nb.harness.tasks.functions import parse_test_files
+from composer_nb.harness.tasks.functions import parse_test_files, passes, request_tests
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.tools import tiny as tools
-from composer_nb.harness.tools.tiny import passes
 from composer_nb.tour.programs import Program, draw_program
 from composer_nb.tour.repairs import (
     BATCH,
@@ -72,7 +70,7 @@ def test_a_bug_changes_exactly_one_line() -> None:
 def requests_of(task: Task) -> list[CallRequest]:
     """Bug and gold on the visible tests, bug and gold on the hidden ones."""
     return [
-        tools.request_tests(files, parse_test_files(tests))
+        request_tests(files, parse_test_files(tests))
         for tests in (task.visible_tests, task.tests)
         for files in (task.files, task.files | task.solution)
     ]

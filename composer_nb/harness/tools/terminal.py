@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import posixpath
-import re
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -11,7 +10,7 @@ from pydantic import Field
 
 from composer_nb.harness.sandbox.contract import ExecResult
 from composer_nb.harness.tools.arguments import Path, Text, tool
-from composer_nb.harness.tools.session import FOLDER, Session, clean
+from composer_nb.harness.tools.session import FOLDER, Session, clean, summary_counts
 from composer_nb.harness.tools.tool_call import ToolError
 
 TIMEOUT_S = 120.0
@@ -41,7 +40,6 @@ cd -- "$1" || exit 1
 eval "$2" 3>&-
 """
 """Merges both streams of a command, as in a terminal, and reports its final folder and environment on the other stream."""
-_SUMMARY = re.compile(r"(\d+ [a-z]+(, )?)+ in [\d.]+s.*")
 BACKGROUND = """\
 trap 'echo "[exit code $?]"' EXIT
 cd -- "$1" || exit 1
@@ -97,10 +95,9 @@ def run_terminal_cmd(
 
 def tested(output: str) -> dict[str, int]:
     """Return how many tests passed and ran, if the last line of an output is pytest's summary of them."""
-    match = _SUMMARY.fullmatch(output.rstrip().rpartition("\n")[2].strip("= "))
-    pairs = re.findall(r"\b(\d{1,9}) (passed|failed|error)", match[0]) if match else ()
-    counts = {kind: int(count) for count, kind in pairs}
-    return {"tests_passed": counts.get("passed", 0), "tests_run": sum(counts.values())} if counts else {}
+    counts = summary_counts(output.rstrip().rpartition("\n")[2].strip("= "))
+    run = sum(counts.get(outcome, 0) for outcome in ("passed", "failed", "error"))
+    return {"tests_passed": counts.get("passed", 0), "tests_run": run} if run else {}
 
 
 def _state(done: ExecResult) -> tuple[str, Mapping[str, str]] | None:

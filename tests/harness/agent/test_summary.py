@@ -25,9 +25,10 @@ from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.store import pack_attempt, unpack_attempt
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.arguments import Todo
-from composer_nb.harness.tools.tiny import HISTORY, Workspace
+from composer_nb.harness.tools.session import HISTORY
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.harness.tools.workspace import Workspace
 from composer_nb.tour.expert import Script, ScriptedPolicy, digest, one
 
 READ = ToolCall(name="read_file", arguments={"path": "f.py"})

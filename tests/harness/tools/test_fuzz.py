@@ -16,6 +16,7 @@ from composer_nb.harness.tools.arguments import parameters
 from composer_nb.harness.tools.session import SHOWN, Session
 from composer_nb.harness.tools.tool_call import ErrorKind, Reply, ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
+from tests.harness.tools.conftest import FixedSearch
 
 KINDS = {None, *typing.get_args(ErrorKind)}
 HOSTILE = [
@@ -141,7 +142,7 @@ def fuzz(backend: Backend, calls: int, seed: int, each: int = 500) -> Counter[tu
     counts: Counter[tuple[str, str]] = Counter()
     lot, done = random.Random(seed), 0
     while done < calls:
-        tools = ToolSet.cursor(search=lambda session: lambda query, directories, limit: [])
+        tools = ToolSet.cursor(search=lambda session: FixedSearch(lambda query: []))
         monkey = Monkey(tools, lot.randrange(1 << 30))
         with trapped(backend, SandboxSpec(disk_bytes=48 << 20, processes=64)) as box:
             session: Session = tools.open(box)
