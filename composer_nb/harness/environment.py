@@ -27,13 +27,14 @@ from composer_nb.harness.attempt import Agent
 from composer_nb.harness.blocking import within
 from composer_nb.harness.files import write_json
 from composer_nb.harness.grading.grade import Attempt, Grade
-from composer_nb.harness.rewards import OWN, Term, fault
+from composer_nb.harness.rewards import OWN, fault
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, Executor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import WORKSPACE, Backend
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.tasks.task import Task, load_tasks
+from composer_nb.harness.terms.registry import Term
 from composer_nb.harness.tools.search import Indexes
 from composer_nb.harness.tools.toolset import ToolSet
 

@@ -19,9 +19,9 @@ from typing import Annotated, Any, Self
 from pydantic import Field
 
 from composer_nb.harness.grading.grade import Attempt
-from composer_nb.harness.rewards import called
 from composer_nb.harness.syntax import TooLarge, count_tokens, literal_eval, nodes_of
 from composer_nb.harness.tasks.functions import is_test
+from composer_nb.harness.terms.registry import called
 
 MAX_TOKENS = 100_000
 """Maximum tokens that are parsed per attempt, over its modules in the order of their paths."""

@@ -25,13 +25,14 @@ from composer_nb.harness.attempt import Environment, attempt
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
-from composer_nb.harness.rewards import TERMS, RewardSettings, reward
+from composer_nb.harness.rewards import RewardSettings, reward
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.store import load_attempts, pack_attempt, save_attempts, unpack_attempt
 from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.terms.registry import TERMS
 from composer_nb.harness.tools.arguments import Arguments
 from composer_nb.harness.tools.search import Indexes
 from composer_nb.harness.tools.tool_call import Tool, ToolCall, ToolError

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.rewards import TERMS
+from composer_nb.harness.terms.registry import TERMS
 from composer_nb.trainer.settings import RlSettings, Settings, from_dict, override, to_dict, types_of
 
 

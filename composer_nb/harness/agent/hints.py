@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from composer_nb.harness.agent.chat import CallResult, ChatRenderer
-from composer_nb.harness.rewards import called
 from composer_nb.harness.rollout import Hint, Kind, Rollout, Turn
+from composer_nb.harness.terms.registry import called
 from composer_nb.harness.tools.toolset import ToolSet
 
 

@@ -10,8 +10,8 @@ from itertools import accumulate
 from typing import Any
 
 from composer_nb.harness.grading.grade import Grade
-from composer_nb.harness.rewards import CHANGES, EDITS, called, term
 from composer_nb.harness.rollout import Kind, Rollout
+from composer_nb.harness.terms.registry import CHANGES, EDITS, called, term
 
 LONG = 150
 """Words of a final message that cost nothing."""

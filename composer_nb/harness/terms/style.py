@@ -17,10 +17,10 @@ from typing import NamedTuple
 from composer_nb.harness import syntax
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.grading.source import Function
-from composer_nb.harness.rewards import term
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.toolchain import host_programs
 from composer_nb.harness.tasks.scope import is_test_module
+from composer_nb.harness.terms.registry import term
 
 LINTS, STYLE = ("F", "E9", "B"), ("E4", "E7", "W", "I", "N", "C4", "C90", "SIM", "RET", "PIE")
 """Rules of ruff about probable errors, and about style."""

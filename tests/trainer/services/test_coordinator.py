@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError
 
 from composer_nb.harness.files import write_json
-from composer_nb.harness.rewards import TERMS
+from composer_nb.harness.terms.registry import TERMS
 from composer_nb.labs.planning.simulate import measured, simulate
 from composer_nb.labs.rewards.rescore import rescore, settings_at, stored_batch, stored_scores, weights_of
 from composer_nb.trainer import rl
