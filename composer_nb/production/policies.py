@@ -32,7 +32,7 @@ from composer_nb.production.work import tools_for
 
 if TYPE_CHECKING:
     from composer_nb.trainer.services.inference import Inference
-    from composer_nb.trainer.versions.rule import VersionRule
+    from composer_nb.trainer.versions.receiver import VersionRule
 
 LOG = logging.getLogger(__name__)
 KINDS = "DIR, openai:URL[#MODEL], vllm:URL#DIR, sglang:URL#DIR, scripted:NAME or scripted:FILE.json"

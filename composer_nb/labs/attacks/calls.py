@@ -6,7 +6,7 @@ import os
 import time
 
 from composer_nb.harness.sandbox.calls import CallOutcome
-from composer_nb.harness.sandbox.journal import below
+from composer_nb.harness.sandbox.reap import below
 from composer_nb.harness.sandbox.system.linux import machine
 from composer_nb.labs.attacks.case import LIMITS, SECRET, AttackVerdict, Judge, Site, nothing, register
 

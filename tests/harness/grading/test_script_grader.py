@@ -23,7 +23,6 @@ from composer_nb.harness.grading.script_grader import MAX_REWARD_BYTES, grade_sc
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
-from composer_nb.harness.sandbox.process import ProcessBackend
 from composer_nb.harness.store import pack_attempt, unpack_attempt
 from composer_nb.harness.tasks.harbor import ForeignFiles
 from composer_nb.harness.tasks.runtime import obstacles, spec_of, start, variables
@@ -191,10 +190,8 @@ def test_what_can_not_be_had_is_refused_by_name(toml: str, message: str, tmp_pat
         grade_script(task, {}, backend)
 
 
-def test_a_dockerfile_is_refused_by_bwrap_and_every_script_by_process(tmp_path: Path, backend: Backend) -> None:
+def test_a_dockerfile_is_refused_by_bwrap(tmp_path: Path, backend: Backend) -> None:
     path = lay("plain", tmp_path)
-    with ProcessBackend() as process, pytest.raises(ValueError, match="isolates nothing"):
-        grade_script(Task.from_harbor(path), {}, process)
     (path / "environment/Dockerfile").write_text("FROM scratch\n")
     with pytest.raises(ValueError, match=r"environment/Dockerfile .* which bwrap cannot build: use docker"):
         spec_of(Task.from_harbor(path), backend)
@@ -250,7 +247,7 @@ def docker() -> Iterator[Backend]:
 @pytest.mark.docker
 @pytest.mark.slow
 def test_an_image_is_built_on_docker_and_graded_in(tmp_path: Path, docker: Backend) -> None:
-    from composer_nb.harness.sandbox.docker import connect
+    from composer_nb.harness.sandbox.engine import connect
     from composer_nb.harness.sandbox.image import host_image
 
     with contextlib.closing(connect()) as client:

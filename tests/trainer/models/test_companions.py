@@ -21,7 +21,6 @@ from composer_nb.trainer.models.tokenizer import train_tokenizer
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 
 SYSTEM = "You repair code.\n  Be brief."
-EDIT = {"path": "f.py", "line": 2, "text": "    return sum(xs)"}
 TINY: list[Any] = [
     User(text="fix f.py: sum of the items > 3"),
     Said(calls=(Written(id="call_0", call=ToolCall(name="read_file", arguments={"path": "f.py"})),)),
@@ -183,19 +182,6 @@ def test_ids_that_only_config_json_states_are_kept(source: Path, tmp_path: Path)
         "bos_token_id": 3,
         "eos_token_id": config["eos_token_id"],
     }
-
-
-@pytest.mark.parametrize("format", list(FORMATS))
-def test_a_model_from_random_weights_stops_at_the_end_of_a_turn(format: str, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = small_tokenizer(format)
-    model = Model(ModelConfig(vocab_size=tokenizer.get_vocab_size(), num_hidden_layers=1))
-    model.companions = for_format({}, tokenizer, format)
-    save_pretrained(model, tmp_path / "m")
-    end = tokenizer.token_to_id(FORMATS[format].closing)
-    assert AutoTokenizer.from_pretrained(tmp_path / "m").eos_token_id == end
-    assert stopping(tmp_path / "m", end) == [60, 60, end]
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
