@@ -204,16 +204,16 @@ def _attempt_in_sandbox(task: Task, env: Environment, turn_policy: TurnPolicy, r
     return Attempt(task=task, rollout=rollout, grade=grade_)
 
 
-def _left(task: Task, found: Mapping[str, Blob]) -> dict[str, bytes]:
+def _left(task: Task, files: Mapping[str, Blob]) -> dict[str, bytes]:
     """Return the files of a workspace without the harness's own. Raises OSError if the changes are too large to keep."""
     ours = (f"{FOLDER}/",) if task.image else (f"{FOLDER}/", ".git/")
-    own = {path: blob.data for path, blob in found.items() if not path.startswith(ours)}
+    kept_files = {path: blob.data for path, blob in files.items() if not path.startswith(ours)}
     if not task.image:
         before = workspace(task)
-        size = sum(len(data) for path, data in own.items() if before.get(path) != data)
+        size = sum(len(data) for path, data in kept_files.items() if before.get(path) != data)
         if size > MAX_KEPT_BYTES:
             raise OSError(errno.EFBIG, f"{size} bytes of changes")
-    return own
+    return kept_files
 
 
 def _texts(files: Mapping[str, bytes], before: Mapping[str, str]) -> dict[str, str]:

@@ -80,8 +80,8 @@ def _own(name: str) -> CustomEnvironment:
             sys.path += {os.getcwd()} - {*sys.path}
         return _only(getattr(import_module(module), kind))
     except (Exception, SystemExit) as error:
-        said = f"env.tasks={name!r}: neither a path nor MODULE:CLASS that can be imported"
-        raise ValueError(f"{said} ({error!r})") from None
+        problem = f"env.tasks={name!r}: neither a path nor MODULE:CLASS that can be imported"
+        raise ValueError(f"{problem} ({error!r})") from None
 
 
 def tasks_of(name: str, environment: CustomEnvironment) -> list[Task]:

@@ -125,12 +125,12 @@ class RewardSettings:
         for name in self.weights:
             term_named(name)
 
-    def tried(self, seen: Iterable[tuple[Rollout, Grade]] = ()) -> None:
-        """Score an empty rollout and the rollouts in `seen`, so that a failing term is found before it ends a run. Raises
+    def tried(self, pairs: Iterable[tuple[Rollout, Grade]] = ()) -> None:
+        """Score an empty rollout and the rollouts in `pairs`, so that a failing term is found before it ends a run. Raises
         ValueError for such a term."""
         nothing = Rollout(task_id="", segments=(), turns=(), files={}, stop="tokens")
-        for done in ((nothing, Grade(status="graded")), *seen):
-            reward(*done, self)
+        for pair in ((nothing, Grade(status="graded")), *pairs):
+            reward(*pair, self)
 
 
 def fault(what: str, error: BaseException) -> ValueError:

@@ -134,10 +134,10 @@ def conversation(
     return Conversation(turns=tuple(turns), stop=stop, read=read, written=written, seconds=clock() - began, why=why)
 
 
-def _turns(said: Said, replies: Sequence[Reply], tools: ToolSet) -> list[Turn]:
+def _turns(message: Said, replies: Sequence[Reply], tools: ToolSet) -> list[Turn]:
     """Return the turns of a message, one per call, as stored with a rollout."""
     if not replies:
-        return [Turn(call="", observation="", said=said.text)]
+        return [Turn(call="", observation="", said=message.text)]
     return [
         Turn(
             call=reply.call.json if reply.call.name else written.text,
@@ -145,11 +145,11 @@ def _turns(said: Said, replies: Sequence[Reply], tools: ToolSet) -> list[Turn]:
             error=reply.error,
             tests_passed=reply.tests_passed,
             tests_run=reply.tests_run,
-            said="" if number else said.text,
+            said="" if number else message.text,
             beside=number > 0,
             seconds=reply.seconds,
         )
-        for number, (written, reply) in enumerate(zip(said.calls, replies, strict=False))
+        for number, (written, reply) in enumerate(zip(message.calls, replies, strict=False))
     ]
 
 

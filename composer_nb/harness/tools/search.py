@@ -77,7 +77,7 @@ def grep(
     head_limit: Maximum lines of output.
     multiline: Allow matches across lines; . matches a newline.
     """
-    place = session.place(path)
+    target = session.place(path)
     command = [*RIPGREP, "--sort=path", "--no-heading", "--with-filename", "--line-number"]
     command += [f"--max-columns={COLUMNS}", "--max-columns-preview"]
     command += [] if output_mode == "content" else [f"--{output_mode.replace('_', '-')}"]
@@ -86,7 +86,7 @@ def grep(
     for option, text in (("glob", glob), ("type", type)):
         command += [] if text is None else [f"--{option}={text}"]
     command += ["--ignore-case"] * ignore_case + ["--multiline", "--multiline-dotall"] * multiline
-    lines, cut = _lines(session.program([*command, f"--regexp={pattern}", "--", below(place)]))
+    lines, cut = _lines(session.program([*command, f"--regexp={pattern}", "--", below(target)]))
     if not lines:
         return "(no matches)"
     return session.fit(_head(lines, head_limit or SHOWN_LINES, cut), "grep")
@@ -109,18 +109,18 @@ def glob_file_search(session: Session, glob_pattern: Path, target_directory: Pat
     return session.fit(_head(lines, SHOWN_LINES, cut), "glob_file_search")
 
 
-def _lines(done: ExecResult) -> tuple[list[str], bool]:
+def _lines(result: ExecResult) -> tuple[list[str], bool]:
     """Return the lines that ripgrep found, and whether there were more than were kept. Raises ToolError for an invalid search."""
-    if done.exit_code > 1 and not done.stdout:
-        told = [line.strip() for line in clean(done.stderr).splitlines() if line.strip()]
-        text = " ".join(told)[:500].removeprefix("rg: ")
+    if result.exit_code > 1 and not result.stdout:
+        message = [line.strip() for line in clean(result.stderr).splitlines() if line.strip()]
+        text = " ".join(message)[:500].removeprefix("rg: ")
         kind: ErrorKind = "InvalidArguments" if any(word in text for word in USAGE) else "UnexpectedEnvironment"
-        raise ToolError(kind, text or f"ripgrep ended with {done.exit_code}")
-    data = done.stdout
-    if done.truncated:
+        raise ToolError(kind, text or f"ripgrep ended with {result.exit_code}")
+    data = result.stdout
+    if result.truncated:
         data = data[: len(data) // 2]  # what is kept of a stream is a head and a tail
         data = data[: data.rfind(b"\n") + 1]
-    return [line.removeprefix("./") for line in clean(data).removesuffix("\n").split("\n") if line], done.truncated
+    return [line.removeprefix("./") for line in clean(data).removesuffix("\n").split("\n") if line], result.truncated
 
 
 def _head(lines: Sequence[str], limit: int, cut: bool) -> str:

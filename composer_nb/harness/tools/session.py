@@ -167,26 +167,26 @@ class Session:
 
     def program(self, command: Sequence[str]) -> ExecResult:
         """Run a tool's own program with a time limit. Raises ToolError (Timeout, UserAborted)."""
-        done = self.run(command)
-        if done.timed_out:
+        result = self.run(command)
+        if result.timed_out:
             raise ToolError("Timeout", f"this took more than {QUICK_S:g} s: look in fewer files")
-        return done
+        return result
 
     def find(self, text: str) -> list[tuple[str, int, str]]:
         """Return path, number and text of each line that holds `text` in the Python files that are no tests.
 
         Raises ToolError where they cannot be searched."""
         command = ("grep", "-rnFZ", "--include=*.py", "--exclude=test_*", "--exclude-dir=.?*", "-e", text, ".")
-        found = []
-        done = self.run(command, timeout_s=TESTS_S)
-        if done.exit_code > 1 and not done.stdout:
-            raise ToolError("UnexpectedEnvironment", printable(clean(done.stderr).strip())[:110])
-        for line in done.stdout.split(b"\n"):
+        matches = []
+        result = self.run(command, timeout_s=TESTS_S)
+        if result.exit_code > 1 and not result.stdout:
+            raise ToolError("UnexpectedEnvironment", printable(clean(result.stderr).strip())[:110])
+        for line in result.stdout.split(b"\n"):
             path, _, rest = line.partition(b"\0")
             number, _, code = rest.partition(b":")
             if number.isdigit():
-                found.append((clean(path).removeprefix("./"), int(number), clean(code)))
-        return sorted(found) + remembered(self.history, text)
+                matches.append((clean(path).removeprefix("./"), int(number), clean(code)))
+        return sorted(matches) + remembered(self.history, text)
 
     def run_visible_tests(self) -> Observation:
         """Run the tests that pytest finds in the workspace. What they say is what the workspace's own code wants it to say.
@@ -195,14 +195,14 @@ class Session:
         """
         self.restless = True  # tests may write files
         command = ("python", "-Bm", "pytest", "--tb=short", "--no-header", "--color=no", "-p", "no:cacheprovider")
-        done = self.run(command, timeout_s=TESTS_S, env=self.environment, warm=True)
-        if done.timed_out:
+        result = self.run(command, timeout_s=TESTS_S, env=self.environment, warm=True)
+        if result.timed_out:
             raise ToolError("Timeout", f"the tests took more than {TESTS_S:g} s")
-        output = clean(done.stdout)
+        output = clean(result.stdout)
         if not (counts := next(filter(None, map(summary_counts, reversed(output.split("\n")))), {})):
-            reason = clean(done.stderr).strip() or output.strip() or f"exit code {done.exit_code}"
-            told = "no tests here" if done.exit_code == 5 else printable(reason.rpartition("\n")[2])[:110]
-            raise ToolError("UnexpectedEnvironment", told)
+            reason = clean(result.stderr).strip() or output.strip() or f"exit code {result.exit_code}"
+            message = "no tests here" if result.exit_code == 5 else printable(reason.rpartition("\n")[2])[:110]
+            raise ToolError("UnexpectedEnvironment", message)
         passed, failed = counts.get("passed", 0), counts.get("failed", 0) + counts.get("error", 0)
         return tested(passed, passed + failed, _first_failure(output))
 
@@ -246,9 +246,9 @@ def summary_counts(line: str) -> dict[str, int]:
 def _first_failure(output: str) -> str:
     """Return one line about the first failure that pytest describes: `f(1) = 2 want 3` if it was a plain comparison."""
     error = next(_ERROR.finditer(f"{output}\nE   no reason given"))
-    told = re.fullmatch(r"(?:AssertionError: )?assert (.*?) == (.*)", error[1])
+    comparison = re.fullmatch(r"(?:AssertionError: )?assert (.*?) == (.*)", error[1])
     call = re.search(r"\bassert (.*) == .*\n(?:[ ^~]*\n)?\Z", output[: error.start()][-1000:])
-    return printable(mismatch(call[1], told[1], told[2]) if call and told else error[1])
+    return printable(mismatch(call[1], comparison[1], comparison[2]) if call and comparison else error[1])
 
 
 def below(path: str) -> str:

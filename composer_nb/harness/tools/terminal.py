@@ -79,15 +79,15 @@ def run_terminal_cmd(
         return f"runs as process {pid}; what it writes is in {log}"
     timeout_s = TIMEOUT_S if timeout_ms is None else timeout_ms / 1000
     words = ["bash", "-c", FOREGROUND, "bash", folder, command]
-    done = session.run(words, timeout_s=timeout_s, output_bytes=OUTPUT_BYTES, env=environment)
-    output = session.fit(clean(done.stdout), "run_terminal_cmd")
-    if done.timed_out:
+    result = session.run(words, timeout_s=timeout_s, output_bytes=OUTPUT_BYTES, env=environment)
+    output = session.fit(clean(result.stdout), "run_terminal_cmd")
+    if result.timed_out:
         raise ToolError("Timeout", f"ended after {timeout_s:g} s, with all that it had started\n{output}".rstrip())
-    state = _state(done)
+    state = _state(result)
     if state is not None:
         session.cwd, session.environment = state
-    notes = f"exit code {done.exit_code}"
-    notes += ", killed for memory" * done.oom
+    notes = f"exit code {result.exit_code}"
+    notes += ", killed for memory" * result.oom
     if session.cwd != session.root:
         notes += f", in {session.cwd.removeprefix(session.root + '/')}"
     return f"{notes}\n{output}".rstrip()
@@ -100,11 +100,11 @@ def tested(output: str) -> dict[str, int]:
     return {"tests_passed": counts.get("passed", 0), "tests_run": run} if run else {}
 
 
-def _state(done: ExecResult) -> tuple[str, Mapping[str, str]] | None:
+def _state(result: ExecResult) -> tuple[str, Mapping[str, str]] | None:
     """Return the folder and the exported variables that a command left; None if it did not report them."""
-    if len(done.stderr) > STATE_BYTES:
+    if len(result.stderr) > STATE_BYTES:
         return None
-    folder, *pairs = done.stderr.decode("utf-8", "surrogateescape").removesuffix("\0").split("\0")
+    folder, *pairs = result.stderr.decode("utf-8", "surrogateescape").removesuffix("\0").split("\0")
     variables = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
     if not folder.startswith("/") or "PATH" not in variables:
         return None

@@ -92,8 +92,8 @@ def grep(session: Session, pattern: str) -> Observation:
     """
     if not pattern or any(character in pattern for character in "\0\n\r"):
         raise invalid("one line")
-    found = session.find(pattern)[:FOUND]
-    return Observation(text="\n".join(f"{path}:{number}{line}" for path, number, line in found) or "none")
+    matches = session.find(pattern)[:FOUND]
+    return Observation(text="\n".join(f"{path}:{number}{line}" for path, number, line in matches) or "none")
 
 
 @tool()
@@ -102,17 +102,17 @@ def read_lints(session: Session) -> Observation:
     texts: dict[str, list[str]] = {}
     for path, _, line in session.find(""):
         texts.setdefault(path, []).append(line)
-    found = [f"{path}: {each}" for path, lines in texts.items() for each in lints("\n".join(lines))][:FOUND]
-    return Observation(text="\n".join(found) or "none")
+    findings = [f"{path}: {finding}" for path, lines in texts.items() for finding in lints("\n".join(lines))][:FOUND]
+    return Observation(text="\n".join(findings) or "none")
 
 
 @tool()
 def run_tests(session: Session) -> Observation:
     """Run the visible tests."""
-    seen = session.run_visible_tests()
-    if session.edits.now and seen.tests_passed != seen.tests_run:
+    observation = session.run_visible_tests()
+    if session.edits.now and observation.tests_passed != observation.tests_run:
         session.edits.refused.add(frozenset(session.edits.now.items()))
-    return seen
+    return observation
 
 
 @tool(ends=True)

@@ -83,8 +83,8 @@ class ToolSet:
         offer = {"tiny": TINY_NAMES, "cursor": NAMES}.get(name) or tuple(name.split(","))
         if "finish" in offer and {*offer} <= {*TINY_NAMES}:
             return cls.tiny(offer)
-        made = cls.cursor(search=search if SEARCH in offer else None, offer=offer, described=name == "cursor")
-        return replace(made, brief=name != "cursor")
+        tools = cls.cursor(search=search if SEARCH in offer else None, offer=offer, described=name == "cursor")
+        return replace(tools, brief=name != "cursor")
 
     @property
     def needs_sandbox(self) -> bool:
@@ -100,15 +100,17 @@ class ToolSet:
     @property
     def schemas(self) -> list[dict[str, Any]]:
         """The tools in OpenAI's form."""
-        found = []
+        schemas = []
         for name, tool in self.tools.items():
             description = {"description": tool.description} if self.described else {}
             schema = parameters(tool.arguments, self.described)
             if self.brief:
-                kinds = {each: {"type": schema["properties"][each]["type"]} for each in schema["required"]}
+                kinds = {
+                    parameter: {"type": schema["properties"][parameter]["type"]} for parameter in schema["required"]
+                }
                 schema = {"type": "object", "properties": kinds}
-            found.append({"type": "function", "function": {"name": name, **description, "parameters": schema}})
-        return found
+            schemas.append({"type": "function", "function": {"name": name, **description, "parameters": schema}})
+        return schemas
 
     def find(self, call: ToolCall) -> tuple[Tool, BaseModel]:
         """Return the tool that `call` names, and its checked arguments. Raises ToolError (InvalidArguments)."""
@@ -144,11 +146,11 @@ class ToolSet:
         needed = sorted({tool.needs for tool in self.tools.values() if tool.needs})
         script = 'pwd -P; command -v "$1" || echo; echo "${PYTHONPATH-}"; shift; '
         script += 'for name; do command -v "$name" >/dev/null || echo "$name"; done'
-        done = sandbox.exec(["sh", "-c", script, "sh", TESTING, *needed], timeout_s=20)
-        if done.exit_code:
-            reason = done.stderr.decode("utf-8", "replace").strip()
+        result = sandbox.exec(["sh", "-c", script, "sh", TESTING, *needed], timeout_s=20)
+        if result.exit_code:
+            reason = result.stderr.decode("utf-8", "replace").strip()
             raise SandboxUnavailable(f"a sandbox for agents needs sh: {reason}")
-        root, testing, modules, *missing = done.stdout.decode("utf-8", "surrogateescape").splitlines()
+        root, testing, modules, *missing = result.stdout.decode("utf-8", "surrogateescape").splitlines()
         if missing:
             packages = " ".join(PACKAGES.get(name, name) for name in missing)
             advice = f"pip install 'composer_nb[agent]', or {install_hint(packages)}"
@@ -194,16 +196,16 @@ class ToolSet:
             tool, arguments = self.find(call)
             if session.stop.is_set():
                 raise ToolError("UserAborted", "not begun")
-            seen = _called(tool, session, arguments)
-            if isinstance(seen, str):
-                seen = Observation(text=seen, **(tested(seen) if tool.needs == "bash" else {}))
+            observation = _called(tool, session, arguments)
+            if isinstance(observation, str):
+                observation = Observation(text=observation, **(tested(observation) if tool.needs == "bash" else {}))
             else:
-                seen = replace(seen, text=session.fit(seen.text, tool.name))
+                observation = replace(observation, text=session.fit(observation.text, tool.name))
             reply = Reply(
                 call=call,
-                text=seen.text,
-                tests_passed=seen.tests_passed,
-                tests_run=seen.tests_run,
+                text=observation.text,
+                tests_passed=observation.tests_passed,
+                tests_run=observation.tests_run,
                 ends=tool.ends,
             )
         except (SandboxFailure, TooManyBlocked):
