@@ -195,7 +195,7 @@ def test_the_limit_of_time_ends_calls_that_run(place: Environment, backend: Back
     assert done.stop == "time" and {each.error for each in done.turns} == {"UserAborted"}
 
 
-@pytest.mark.parametrize("way", WAYS[:2])
+@pytest.mark.parametrize("way", list(WAYS)[:2])
 def test_no_model_server_outlasts_the_limit_of_time(place: Environment, task: Task, way: str) -> None:
     """What was done until then is graded; where nothing ever came, nothing is known of an agent."""
     limits = dataclasses.replace(LIMITS, seconds=3.0)

@@ -113,11 +113,15 @@ class _Collect(torch.autograd.Function):
         return ordered.split(part.from_each)[part.rank], None
 
 
+def zigzag(tokens: int, ranks: int) -> list[Tensor]:
+    """Return the tokens that each rank computes."""
+    chunks = torch.arange(tokens).tensor_split(2 * ranks)
+    return [torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]]) for rank in range(ranks)]
+
+
 def split(batch: FlatBatch, rank: int, ranks: int, group: dist.ProcessGroup) -> ContextShard:
     """Return the part of `batch` for rank `rank` of the context."""
-    whole = len(batch.inputs_N)
-    chunks = torch.arange(whole).tensor_split(2 * ranks)
-    shares = [torch.cat([chunks[r], chunks[2 * ranks - 1 - r]]) for r in range(ranks)]
+    shares, whole = zigzag(len(batch.inputs_N), ranks), len(batch.inputs_N)
     longest = max(map(len, shares))
     owner_N, local_N = torch.empty(whole, dtype=torch.int64), torch.empty(whole, dtype=torch.int64)
     for number, share in enumerate(shares):
