@@ -101,7 +101,7 @@ def test_an_unknown_term_is_named_before_anything_is_scored() -> None:
 
 
 def test_a_term_of_ones_own_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("composer_nb.harness.rewards.TERMS", dict(TERMS))
+    monkeypatch.setattr("composer_nb.harness.terms.registry.TERMS", dict(TERMS))
 
     @term
     def quick(done: Rollout, grade: Grade) -> float:
