@@ -199,7 +199,10 @@ def _attempt_in_sandbox(task: Task, env: Environment, turn_policy: TurnPolicy, r
         segments = turn_policy.close()
     if left is not None:
         grade_ = grade(task, left, env.functions if task.grader == "functions" else env.backend)
-    files = task.files if left is None else _texts(left, task.files)
+    files = {path: data.decode("utf-8", "surrogateescape") for path, data in (left or {}).items()}
+    # Unchanged texts remain the same objects; bytes that are not UTF-8 become lone surrogates.
+    files = {path: task.files[path] if task.files.get(path) == text else text for path, text in files.items()}
+    files = task.files if left is None else files
     rollout = outcome.rollout(task.id, segments, files, task.files)
     return Attempt(task=task, rollout=rollout, grade=grade_)
 
@@ -214,9 +217,3 @@ def _left(task: Task, files: Mapping[str, Blob]) -> dict[str, bytes]:
         if size > MAX_KEPT_BYTES:
             raise OSError(errno.EFBIG, f"{size} bytes of changes")
     return kept_files
-
-
-def _texts(files: Mapping[str, bytes], before: Mapping[str, str]) -> dict[str, str]:
-    """Return files as text, with bytes that are not UTF-8 as lone surrogates. Unchanged texts remain the same objects."""
-    texts = {path: data.decode("utf-8", "surrogateescape") for path, data in files.items()}
-    return {path: before[path] if before.get(path) == text else text for path, text in texts.items()}

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache, update_wrapper
@@ -26,14 +26,14 @@ from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.blocking import within
 from composer_nb.harness.files import write_json
-from composer_nb.harness.grading.grade import Attempt, Grade
+from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rewards import OWN, fault
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import WORKSPACE, Backend
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
-from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest, Executor
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.harness.terms.registry import Term
 from composer_nb.harness.tools.search import Indexes
@@ -47,28 +47,8 @@ class CustomEnvironment(Protocol):
     def tasks(self) -> Iterable[Task]: ...
 
 
-class TaskGenerator(CustomEnvironment, Protocol):
-    """An environment that generates the tasks of a run, and demonstrates tasks; see `tour/environment.py`."""
-
-    def generate(
-        self, seed: str, count: int, *, heldout: bool, executor: CachedExecutor, **options: Any
-    ) -> Iterator[Task]: ...
-
-    def prints(self, tasks: Sequence[Task]) -> set[str]: ...
-
-    def leaks(self, task: Task, prints: set[str], *, structure: bool) -> bool: ...
-
-    def key(self, task: Task) -> tuple[str, str]: ...
-
-    def shows(self, task: Task, tools: ToolSet) -> bool: ...
-
-    def demonstrations(
-        self, tasks: Sequence[Task], agent: Agent, sandboxes: Executor, seed: int, mistake_rate: float
-    ) -> Iterator[Attempt]: ...
-
-
 GENERATOR = "composer_nb.tour.environment:Tour"
-"""The environment of `env.tasks=generated`, whose expert also demonstrates custom tasks."""
+"""The environment of `env.tasks=generated`. It also generates tasks from a seed, and its expert demonstrates any task."""
 
 
 def _own(name: str) -> CustomEnvironment:
@@ -156,8 +136,9 @@ class EnvSettings:
         return _own(self.tasks) if ":" in self.tasks and not Path(self.tasks).exists() else None
 
     @property
-    def generator(self) -> TaskGenerator:
-        return cast(TaskGenerator, _own(GENERATOR))
+    def generator(self) -> Any:
+        """The tour (`tour.environment.Tour`)."""
+        return _own(GENERATOR)
 
     @property
     def toolset(self) -> ToolSet:

@@ -102,12 +102,9 @@ def protected(path: str) -> bool:
     """Return whether a path is, or lies in, a protected place on any file system. This folds case, drops code points that HFS+
     ignores, and resolves NTFS's short names, trailing dots and spaces, and alternate streams (git's `verify_path`,
     `is_hfs_dotgit` and `is_ntfs_dotgit`)."""
-    return any(map(_is_protected, re.split(r"[/\\]", path)))
-
-
-def _is_protected(part: str) -> bool:
-    name = part.translate(_HFS_IGNORES).casefold().partition(":")[0].rstrip(". ")
-    return name in PROTECTED or _SHORT.fullmatch(name) is not None
+    parts = re.split(r"[/\\]", path)
+    names = [part.translate(_HFS_IGNORES).casefold().partition(":")[0].rstrip(". ") for part in parts]
+    return any(name in PROTECTED or _SHORT.fullmatch(name) for name in names)
 
 
 class _Visible(dict[int, str]):

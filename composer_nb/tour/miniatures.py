@@ -174,9 +174,13 @@ def _task(
     digest = hashlib.sha256(repr((files, candidate.inputs)).encode()).hexdigest()[:12]
     written = f"test_{name}.py"
     kind = candidate.kind if candidate.kind in PLANTS else "bug"
+    what = f"{name}: {program.spec}"
+    instruction = f"fix {what}" if specified else "fix the tests"
+    if kind != "bug":
+        instruction = {"feature": f"add {what}", "tests": f"test {what}", "lint": "fix the lints"}[kind]
     task = Task(
         id=f"{program.family}-{digest}",
-        instruction=_asked(kind, f"{name}: {program.spec}", specified),
+        instruction=instruction,
         files=files | tests,
         tests=hidden_tests,
         solution={path: right},
@@ -195,13 +199,6 @@ def _task(
         changes["metadata"]["mutants"] = json.dumps(wrong)
         changes |= {"files": task.files | {path: right}, "solution": {written: answer}, "source_scope": (written,)}
     return Task.model_validate(task.model_dump() | changes)
-
-
-def _asked(kind: str, what: str, specified: bool) -> str:
-    """Return the instruction of a task."""
-    if kind in ("feature", "tests"):
-        return f"{'add' if kind == 'feature' else 'test'} {what}"
-    return "fix the lints" if kind == "lint" else f"fix {what}" if specified else "fix the tests"
 
 
 def _named(source: str, name: str) -> str:

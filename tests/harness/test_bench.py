@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.agent.compact import CompactRenderer
-from composer_nb.harness.attempt import Agent
-from composer_nb.harness.bench import behaviour, filtered_best_of, run_eval, summarise
+from composer_nb.harness.bench import behaviour, filtered_best_of, summarise
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Kind, Rollout, Segment, Turn
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
-from composer_nb.tour.expert import one
 
 EDIT = Turn(call=ToolCall(name="edit_line", arguments={"path": "f.py"}).json, observation="ok")
 BAD_EDIT = Turn(call=EDIT.call, observation="error: no line", error="InvalidArguments")
@@ -113,19 +106,6 @@ def test_behaviour_is_what_was_done() -> None:
     assert found["finishes"] == 1 / 2
 
 
-def test_attempts_come_in_order_of_task_whatever_ended_first(
-    renderer: CompactRenderer, agent: Agent, task: Task, typist: Callable[..., Any], boxes: Callable[..., Any]
-) -> None:
-    tasks = [task.model_copy(update={"id": f"t{n}"}) for n in range(3)]
-    finish = renderer.turn(one(ToolCall(name="finish", arguments={})))
-    read = renderer.turn(one(ToolCall(name="read_file", arguments={"path": "f.py"})))
-    policy = typist(lambda rollout, turn: read if turn < (5 - rollout) else finish, capacity=3)
-    done = list(run_eval(policy, agent, tasks, boxes("1"), 2))
-    assert [each.task.id for each in done] == ["t0", "t0", "t1", "t1", "t2", "t2"]
-    assert [len(each.rollout.turns) for each in done] == [6, 5, 4, 3, 2, 1]
-    assert list(run_eval(policy, agent, [], boxes("1"), 2)) == []
-
-
 UNDO = Turn(call=ToolCall(name="undo", arguments={}).json, observation="ok")
 READ = Turn(call=ToolCall(name="read_file", arguments={"path": "f.py"}).json, observation="1x")
 RETRY = (READ, EDIT, FAIL, UNDO, EDIT, PASS, FINISH)
@@ -147,25 +127,6 @@ def test_recovery_counts_who_tried_again_after_a_failed_test() -> None:
     assert found["calls_per_turn"] == 1.0
     nothing = behaviour([made("a", False)])
     assert nothing["recovery"] is None and nothing["recovery_n"] == 0 and nothing["tests_after_wrong_edit"] is None
-
-
-@pytest.mark.parametrize(
-    ("rollouts", "tries", "hazard"),
-    [
-        ([((EDIT, PASS, FINISH), True)], 1.0, [1.0, None]),
-        ([((EDIT, FAIL, EDIT, PASS), True), ((EDIT, FAIL), False)], 1.5, [0.0, 1.0]),
-        ([((FAIL, EDIT, EDIT, FAIL, FAIL), False)], 1.0, [0.0, None]),
-        ([((EDIT, FAIL, replace(EDIT, observation="tried"), FAIL), False)], 1.0, [0.0, None]),
-        ([((EDIT,), True)], 1.0, [1.0, None]),
-        ([((EDIT, FAIL, EDIT), True)], 2.0, [0.0, 1.0]),
-        ([((FAIL, FINISH), False)], None, [None, None]),
-    ],
-)
-def test_a_try_is_an_edit_with_a_test(
-    rollouts: list[tuple[tuple[Turn, ...], bool]], tries: float | None, hazard: list[float | None]
-) -> None:
-    found = behaviour([made(f"t{n}", solved, turns) for n, (turns, solved) in enumerate(rollouts)])
-    assert found["tries"] == tries and [found["solved_at_try"][str(n)] for n in (1, 2)] == hazard
 
 
 def test_filtered_best_of_takes_the_first_attempt_that_passes_what_the_agent_sees() -> None:

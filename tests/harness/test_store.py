@@ -141,26 +141,6 @@ def test_pandas_reads_it_with_the_columns_added(played: list[Attempt], tmp_path:
     assert frame["token_ids"][0].tolist() == segment.token_ids.tolist()
 
 
-def test_traces_are_all_there_or_none(played: list[Attempt], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a\.parquet: some of these rollouts have a trace and some have none"):
-        save_attempts(tmp_path / "a.parquet", [with_trace(played[0]), played[1]])
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_rollout_without_tokens_is_stored_beside_those_with_a_trace(
-    played: list[Attempt], task: Task, tmp_path: Path, place: int
-) -> None:
-    """Its prompt left no room for a turn."""
-    empty = Rollout(task_id=task.id, segments=(), turns=(), files={}, stop="tokens")
-    kept = [with_trace(played[0])]
-    kept.insert(place, Attempt(task=task, rollout=empty, grade=Grade(status="graded")))
-    save_attempts(tmp_path / "a.parquet", kept)
-    found = load_attempts(tmp_path / "a.parquet", {task.id: task})
-    assert_same([found[1 - place]], [kept[1 - place]])
-    assert found[place].rollout.stop == "tokens" and not found[place].rollout.tokens
-
-
 def test_a_file_from_before_there_were_segments_has_rollouts_of_one(
     played: list[Attempt], task: Task, tmp_path: Path
 ) -> None:

@@ -87,15 +87,6 @@ def test_a_large_text_is_refused_with_its_size_and_without_a_tree() -> None:
     assert syntax.parse("x = '" + "long " * 30_000 + "'\n" * 1), "150,000 characters of one string are no reason"
 
 
-@pytest.mark.parametrize(
-    "text", ["1" + "+1" * 250, "a" + ".a" * 250, "not " * 250 + "1", "if a:\n b\n" + "elif a:\n b\n" * 250]
-)
-def test_trees_are_shallow_enough_for_what_walks_them(text: str) -> None:
-    with pytest.raises(ValueError, match="nested too deeply"):
-        syntax.parse(text)
-    assert ast.unparse(syntax.parse("1" + "+1" * 150))
-
-
 def test_a_byte_order_mark_is_no_part_of_the_source() -> None:
     assert ast.dump(syntax.parse("\ufeff" + TEXT)) == ast.dump(ast.parse(TEXT))
     assert syntax.lints("\ufeffimport os\n") == ["unused os"]

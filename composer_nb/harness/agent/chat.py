@@ -91,7 +91,12 @@ class ChatRenderer(ABC):
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[Schema] = ()) -> None:
         self.tokenizer, self.tools = tokenizer, tuple(tools)
-        self.ids = {token: token_id(tokenizer, token) for token in self.tokens}
+        numbers = {token: tokenizer.token_to_id(token) for token in self.tokens}
+        if missing := [token for token, number in numbers.items() if number is None]:
+            raise ValueError(
+                f"the tokenizer lacks the token {missing[0]} of this format; composer-nb convert MODEL DIR --format NAME adds it"
+            )
+        self.ids = {token: number for token, number in numbers.items() if number is not None}
         self.end = self.ids[self.closing]
         self.names = {number: token for token, number in self.ids.items()}
         added = tokenizer.get_added_tokens_decoder()
@@ -277,6 +282,14 @@ class ChatRenderer(ABC):
         [start, end] = [*starts, *[len(token_ids)] * (number + 2)][number : number + 2]
         return self.pieces(token_ids[start + 1 : end])
 
+    @staticmethod
+    def begun_json(members: Mapping[str, Any], last: tuple[str, str] | None) -> str:
+        """Return the beginning of a JSON object, up to within the text of its last member."""
+        text = json.dumps(dict(members))[:-1]
+        if last is None:
+            return text
+        return f"{text}{', ' if members else ''}{json.dumps(last[0])}: {json.dumps(last[1])[:-1]}"
+
     @abstractmethod
     def _begun_call(self, token_ids: Sequence[int], number: int) -> tuple[str, str, str] | None:
         """Return id, name and the beginning of the JSON of a call that cannot be read; None without a name. It only grows."""
@@ -347,23 +360,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_number(text: str) -> float:
     raise ValueError(f"{text} is not a number")
-
-
-def begun_json(members: Mapping[str, Any], last: tuple[str, str] | None) -> str:
-    """Return the beginning of a JSON object, up to within the text of its last member."""
-    text = json.dumps(dict(members))[:-1]
-    if last is None:
-        return text
-    return f"{text}{', ' if members else ''}{json.dumps(last[0])}: {json.dumps(last[1])[:-1]}"
-
-
-def token_id(tokenizer: Tokenizer, token: str) -> int:
-    number = tokenizer.token_to_id(token)
-    if number is None:
-        raise ValueError(
-            f"the tokenizer lacks the token {token} of this format; composer-nb convert MODEL DIR --format NAME adds it"
-        )
-    return int(number)
 
 
 @lru_cache(maxsize=16)  # the library leaks a few kilobytes per copy, and a server makes a renderer for each request

@@ -31,18 +31,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent.chat import (
-    CallResult,
-    ChatRenderer,
-    Piece,
-    Said,
-    Schema,
-    User,
-    Written,
-    begun_json,
-    read_json,
-    write_json,
-)
+from composer_nb.harness.agent.chat import CallResult, ChatRenderer, Piece, Said, User, Written, read_json, write_json
 from composer_nb.harness.agent.grammar import VERBATIM, alternatives, arguments_schema, json_rule, string_rule
 from composer_nb.harness.agent.summary import QUERIES
 from composer_nb.harness.rollout import Kind
@@ -200,9 +189,9 @@ class CompactRenderer(ChatRenderer):
                 arguments[name] = form.value(name, text)
             if len(values) < len(names) and form.types.get(names[len(values)]) == "string":
                 last = names[len(values)], texts[-1].rstrip("\ufffd")
-        return f"call_{number}", form.tool, begun_json(arguments, last)
+        return f"call_{number}", form.tool, self.begun_json(arguments, last)
 
-    def _rules(self, tools: Sequence[Schema], text: bool, several: bool) -> Iterator[str]:
+    def _rules(self, tools: Sequence[Mapping[str, Any]], text: bool, several: bool) -> Iterator[str]:
         yield "start: call" + " (<|call|> call)*" * several
         yield f' | "{DONE}" (<|to|> TEXT)?\n' if text and not self.ends else "\n"
         yield f"call: {alternatives(len(tools))}\n"

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -27,13 +26,8 @@ class Dropped(BaseException):
     """Raised in a dropped agent at its next request."""
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
-    """A request that the policy forget a rollout."""
-
-    rollout: int
-
-
+Release = int
+"""A request that the policy forget this rollout."""
 Asked = Request | CallRequest | Release | Future[Any]
 Answer = Completion | tuple[CallOutcome, ...] | Trace | Future[Trace] | BaseException
 
@@ -72,7 +66,7 @@ class Seat(Generic[Result]):
 
     def release(self, rollout: int) -> Trace:
         """Have the policy forget a rollout, and return its records."""
-        trace: Trace | Future[Trace] = self._answer(Release(rollout))
+        trace: Trace | Future[Trace] = self._answer(rollout)
         return trace.result() if isinstance(trace, Future) else trace
 
     def answer(self, answer: Answer) -> None:
@@ -161,7 +155,7 @@ class Driver(Generic[Result]):
             while self._waits(Release) or (self._waits(CallRequest) and self._batch.done()):
                 self._execute()
                 for position, released in self._taken(Release):
-                    self._answer(position, self.policy.release(released.rollout))
+                    self._answer(position, self.policy.release(released))
                 if not self._hear(until):
                     return []
             for position, request in self._taken(Request):
@@ -192,9 +186,7 @@ class Driver(Generic[Result]):
             if request is None:
                 self._take(*self._requests.get())
             else:
-                self._answer(
-                    position, self.policy.release(request.rollout) if isinstance(request, Release) else Dropped()
-                )
+                self._answer(position, self.policy.release(request) if isinstance(request, Release) else Dropped())
         ended = self._results.pop()[1]
         if not isinstance(error := ended.exception(), Dropped | None):
             raise error

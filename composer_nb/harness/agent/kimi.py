@@ -17,22 +17,13 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from pydantic_core import from_json
 
-from composer_nb.harness.agent.chat import (
-    CallResult,
-    ChatRenderer,
-    Piece,
-    Said,
-    Schema,
-    Written,
-    read_json,
-    unread,
-    write_json,
-)
+from composer_nb.harness.agent.chat import CallResult, ChatRenderer, Piece, Said, Written, read_json, unread, write_json
 from composer_nb.harness.agent.grammar import SPELLING, alternatives, check_name
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError, invalid
 
@@ -119,7 +110,7 @@ class KimiRenderer(ChatRenderer):
     def _begun_call(self, token_ids: Sequence[int], number: int) -> tuple[str, str, str] | None:
         return self._call_so_far(token_ids, number, unread(number, ""))
 
-    def _rules(self, tools: Sequence[Schema], text: bool, several: bool) -> Iterator[str]:
+    def _rules(self, tools: Sequence[Mapping[str, Any]], text: bool, several: bool) -> Iterator[str]:
         calls = f"<|tool_calls_section_begin|> call{' (call)*' * several} <|tool_calls_section_end|>"
         yield f"start: TEXT? {calls} | TEXT\n" if text else f"start: {calls}\n"
         yield f"call: <|tool_call_begin|> ({alternatives(len(tools))}) <|tool_call_end|>\n"

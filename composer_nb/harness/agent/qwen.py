@@ -26,18 +26,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent.chat import (
-    CallResult,
-    ChatRenderer,
-    Piece,
-    Said,
-    Schema,
-    Written,
-    begun_json,
-    read_json,
-    unread,
-    write_json,
-)
+from composer_nb.harness.agent.chat import CallResult, ChatRenderer, Piece, Said, Written, read_json, unread, write_json
 from composer_nb.harness.agent.grammar import alternatives, arguments_schema, check_name, json_rule, string_rule
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError, invalid
 
@@ -151,9 +140,9 @@ class QwenRenderer(ChatRenderer):
                     ends = (tag[:size] for size in range(len(_CLOSING), 0, -1) for tag in (_CLOSING, _CLOSING[1:]))
                     value = value.removesuffix(next((end for end in ends if value.endswith(end)), ""))
                 last = begun[1], value
-        return f"call_{number}", head[1], begun_json(arguments, last)
+        return f"call_{number}", head[1], self.begun_json(arguments, last)
 
-    def _rules(self, tools: Sequence[Schema], text: bool, several: bool) -> Iterator[str]:
+    def _rules(self, tools: Sequence[Mapping[str, Any]], text: bool, several: bool) -> Iterator[str]:
         calls = f"call{' (NEWLINE call)*' * several}"
         yield f"start: TEXT? {calls} | TEXT\n" if text else f"start: {calls}\n"
         yield f"call: <tool_call> ({alternatives(len(tools))}) </tool_call>\n"
@@ -193,7 +182,7 @@ class QwenRenderer(ChatRenderer):
         return ToolCall(name=head[1], arguments=arguments)
 
 
-def _value_rule(schema: Schema, parameters: Schema, name: str, rule: str) -> tuple[str, str]:
+def _value_rule(schema: Mapping[str, Any], parameters: Mapping[str, Any], name: str, rule: str) -> tuple[str, str]:
     """Return the pattern between the tags of a parameter, including its end, and the rule `rule` if needed. Raises ValueError for
     a schema that is not supported in Qwen's format."""
     literals, others, free, types = list[str](), list[str](), False, kinds(schema)

@@ -83,7 +83,13 @@ class Shared:
 
     def release(self, rollout: int) -> Trace:
         """Forget a rollout, and return its records."""
-        trace: Trace = self.between(lambda: self._forget(rollout))
+
+        def forget() -> Any:
+            if answer := self._asked.pop(rollout, None):
+                answer.cancel()
+            return self.policy.release(rollout)
+
+        trace: Trace = self.between(forget)
         return trace
 
     def check(self) -> None:
@@ -104,11 +110,6 @@ class Shared:
                 answer.set_exception(refused)
             else:
                 self._asked[request.rollout] = answer
-
-    def _forget(self, rollout: int) -> Any:
-        if answer := self._asked.pop(rollout, None):
-            answer.cancel()
-        return self.policy.release(rollout)
 
     def _order(self, what: Callable[[], Any]) -> Future[Any]:
         answer: Future[Any] = Future()

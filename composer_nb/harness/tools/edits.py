@@ -60,25 +60,16 @@ def replace(text: str, old: str, new: str, every: bool) -> tuple[str, list[int]]
     document = Lines.of(text)
     old, new = (part.replace(document.layout.newline, "\n") for part in (old, new))
     plain = document.plain
-    starts = list(_occurrences(plain, old))
+    starts, at = list[int](), plain.find(old)
+    while at >= 0:
+        starts.append(at)
+        at = plain.find(old, at + len(old))
     if not starts:
-        raise invalid(_why_not(plain, old))
+        first = next(line.strip() for line in (*old.split("\n"), old) if line.strip() or line is old)
+        near = [number for number, line in enumerate(plain.split("\n"), 1) if first and first == line.strip()]
+        hint = f"; its first line is line {near[0]}, but what follows, or white space, differs" if near else ""
+        raise invalid(f"old_string is not in the file{hint}")
     if len(starts) > 1 and not every:
         text = f"old_string occurs {len(starts)} times: include more context, or set replace_all"
         raise invalid(text)
     return document.layout.restore(plain.replace(old, new)), [plain.count("\n", 0, start) + 1 for start in starts]
-
-
-def _occurrences(text: str, part: str) -> Iterator[int]:
-    at = text.find(part)
-    while at >= 0:
-        yield at
-        at = text.find(part, at + len(part))
-
-
-def _why_not(text: str, old: str) -> str:
-    """Return why `old` was not found, with a hint."""
-    first = next(line.strip() for line in (*old.split("\n"), old) if line.strip() or line is old)
-    near = [number for number, line in enumerate(text.split("\n"), 1) if first and first == line.strip()]
-    hint = f"; its first line is line {near[0]}, but what follows, or white space, differs" if near else ""
-    return f"old_string is not in the file{hint}"

@@ -126,20 +126,16 @@ def updated(change: FileChange, text: str) -> str:
     lines, start = list(document.lines), 0
     for hunk in change.hunks:
         for anchor in hunk.anchors:
-            start = _after(lines, anchor, start, change.path)
+            at_line = next(places(lines, [anchor], start), None)
+            if at_line is None:
+                raise invalid(f"{change.path}: no line {anchor[:80]!r} from line {start + 1} on")
+            start = at_line + 1
         at = _find(lines, hunk, start, change.path)
         fresh = [line for sign, line in hunk.lines if sign != "-"]
         lines[at : at + len(hunk.old)] = fresh
         start = at + len(fresh)
     ended = document.ended or not document.lines
     return document.layout.restore(Lines(tuple(lines), ended).plain)
-
-
-def _after(lines: Sequence[str], anchor: str, start: int, path: str) -> int:
-    at = next(places(lines, [anchor], start), None)
-    if at is None:
-        raise invalid(f"{path}: no line {anchor[:80]!r} from line {start + 1} on")
-    return at + 1
 
 
 def _find(lines: Sequence[str], hunk: Hunk, start: int, path: str) -> int:

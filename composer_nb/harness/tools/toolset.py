@@ -168,9 +168,8 @@ class ToolSet:
         Calls that only read run together, FAN_OUT at a time. A call that may change something begins when all before it have
         ended, and ends before any after it begins. A call that fails leaves the others alone. Raises SandboxFailure.
         """
-        groups = itertools.groupby(
-            enumerate(calls), lambda item: item[0] if self._alone(item[1]) or not session.concurrent else -1
-        )
+        alone = {name for name, tool in self.tools.items() if tool.mutates or tool.ends or not session.concurrent}
+        groups = itertools.groupby(enumerate(calls), lambda item: item[0] if item[1].name in alone else -1)
         replies: list[Reply] = []
         try:
             with ThreadPoolExecutor(FAN_OUT) as pool:
@@ -186,9 +185,6 @@ class ToolSet:
         finally:
             session.stop.clear()
         return replies
-
-    def _alone(self, call: ToolCall) -> bool:
-        return call.name in self.tools and (self.tools[call.name].mutates or self.tools[call.name].ends)
 
     def _answer(self, session: Session, call: ToolCall) -> Reply:
         began = time.monotonic()

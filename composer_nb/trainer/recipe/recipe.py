@@ -26,11 +26,11 @@ from composer_nb.harness.attempt import Agent, rewarded
 from composer_nb.harness.bench import bootstrap, run_eval, summarise
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Policy, Request, Trace
-from composer_nb.harness.rewards import Term
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.terms.registry import Term
 from composer_nb.production.fidelity import differences
 from composer_nb.trainer.drafts import FILE, Joint, add_draft
 from composer_nb.trainer.engine import Engine

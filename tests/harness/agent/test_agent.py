@@ -16,13 +16,11 @@ from hypothesis import strategies as st
 from composer_nb.harness.agent.chat import CallResult, Said, Written
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import Seat, drive
-from composer_nb.harness.agent.loop import system_text
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.grading.grade import Attempt
-from composer_nb.harness.policy import Trace
 from composer_nb.harness.rewards import RewardSettings, reward
-from composer_nb.harness.rollout import Kind, Rollout, Segment
+from composer_nb.harness.rollout import Kind, Rollout
 from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
@@ -216,23 +214,6 @@ def test_a_caller_that_stops_early_leaves_nothing_behind(agent: Agent, task: Tas
     assert [each.rollout.stop for each in run(agent, task, policy, boxes("1"), 3)] == ["finished", "turns", "turns"]
 
 
-def test_streams_that_are_not_aligned_are_refused() -> None:
-    def segment(**change: Any) -> Segment:
-        ids = np.zeros(3, np.int32)
-        arrays = {"token_ids": ids, "kind": ids, "logprob": ids, "policy_version": ids}
-        return Segment(**arrays | change)  # type: ignore[arg-type]
-
-    segment(trace=Trace(route_valid=np.ones(3, np.bool_)))
-    for change in (
-        {"kind": np.zeros(2, np.uint8)},
-        {"logprob": np.zeros(4, np.float32)},
-        {"policy_version": np.zeros(0, np.int32)},
-        {"trace": Trace(route_valid=np.ones(2, np.bool_))},
-    ):
-        with pytest.raises(ValueError, match="streams of"):
-            segment(**change)
-
-
 @pytest.mark.parametrize("rate", [0.0, 0.6])
 def test_demonstrations_are_token_for_token_what_was_said(
     renderer: CompactRenderer, task: Task, sandboxes: SandboxExecutor, rate: float
@@ -271,9 +252,3 @@ def test_a_task_lowers_the_limits_of_the_run_and_never_raises_them(
     for wrong in ("0", "-1", "many", "1.5", "²", "9" * 5000):
         with pytest.raises(ValueError, match="metadata.max_turns must be a whole number above 0"):
             turns(max_turns=wrong)
-
-
-def test_the_system_text_is_true_in_training_in_evaluation_and_for_a_user() -> None:
-    """One sandbox serves its calls in sequence; a user may answer a message without a call, and a task does not."""
-    text = system_text("/repository")
-    assert "/repository" in text and "parallel" not in text and "cannot answer" not in text

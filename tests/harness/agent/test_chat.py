@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import jinja2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,18 +137,6 @@ def test_a_turn_survives_the_way_there_and_back_or_is_refused(
     assert [json.dumps(dict(w.call.arguments)) for w in read.calls] == [json.dumps(dict(c.arguments)) for c in calls]  # type: ignore[union-attr]
 
 
-def test_what_qwens_format_can_not_say() -> None:
-    fine = said(QWEN, "", [ToolCall(name="do", arguments={"s": "a</parameter>b\n</parameter>\nc"})])
-    assert QWEN.parse(QWEN.turn(fine)) == fine
-    for value in ("a\n</parameter>\n</function>\n", "a</parameter>\n<parameter=i>\n3"):
-        with pytest.raises(ValueError, match="the format cannot express this turn"):
-            QWEN.turn(said(QWEN, "", [ToolCall(name="do", arguments={"s": value})]))
-    with pytest.raises(ValueError, match="cannot express"):
-        QWEN.turn(said(QWEN, "", [ToolCall(name="do", arguments={"m": "null"})]))
-    with pytest.raises(ValueError, match="is invalid"):
-        QWEN.turn(Said(calls=(Written(id="x", call=ToolError("InvalidArguments", "no")),)))
-
-
 @RENDERERS
 @given(text=TEXT)
 def test_text_never_becomes_a_special_token_nor_anything_but_itself(renderer: ChatRenderer, text: str) -> None:
@@ -198,87 +185,6 @@ def test_turn_by_turn_is_at_once(
         assert renderer.parse(written) == turn
 
 
-QWEN_TEMPLATE = """\
-{%- if system %}<|im_start|>system
-{{ system }}<|im_end|>
-{% endif %}{%- for m in messages %}{%- if m.role == "user" %}<|im_start|>user
-{{ m.content }}<|im_end|>
-{% elif m.role == "assistant" %}<|im_start|>assistant
-{% if m.content %}{{ m.content }}{% if m.calls %}
-
-{% endif %}{% endif %}{%- for c in m.calls %}{% if not loop.first %}
-{% endif %}<tool_call>
-<function={{ c.name }}>
-{% for k, v in c.arguments.items() %}<parameter={{ k }}>
-{{ v if v is string else (v | tojson) }}
-</parameter>
-{% endfor %}</function>
-</tool_call>{% endfor %}<|im_end|>
-{% else %}{% if loop.previtem.role != "tool" %}<|im_start|>user
-{% endif %}<tool_response>
-{{ m.content }}
-</tool_response>
-{% if loop.last or loop.nextitem.role != "tool" %}<|im_end|>
-{% endif %}{% endif %}{% endfor %}<|im_start|>assistant
-"""
-KIMI_TEMPLATE = """\
-{%- if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools }}<|im_end|>{% endif %}
-{%- if system %}<|im_system|>system<|im_middle|>{{ system }}<|im_end|>{% endif %}
-{%- for m in messages %}
-{%- if m.role == "user" %}<|im_user|>user<|im_middle|>{{ m.content }}<|im_end|>
-{%- elif m.role == "assistant" %}<|im_assistant|>assistant<|im_middle|>{{ m.content }}
-{%- if m.calls %}<|tool_calls_section_begin|>{% for c in m.calls -%}
-<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ c.arguments | tojson }}<|tool_call_end|>
-{%- endfor %}<|tool_calls_section_end|>{% endif %}<|im_end|>
-{%- else %}<|im_system|>tool<|im_middle|>## Return of {{ m.id }}
-{{ m.content }}<|im_end|>
-{%- endif %}{% endfor %}<|im_assistant|>assistant<|im_middle|>"""
-
-
-def by_template(renderer: ChatRenderer, messages: list[Message], system: str) -> list[int]:
-    held: list[dict[str, Any]] = []
-    for message in messages:
-        if isinstance(message, Said):
-            calls = [{"id": w.id, "name": w.call.name, "arguments": dict(w.call.arguments)} for w in message.calls]  # type: ignore[union-attr]
-            held.append({"role": "assistant", "content": message.text, "calls": calls})
-        elif isinstance(message, CallResult):
-            held.append({"role": "tool", "content": message.text, "id": message.id})
-        else:
-            held.append({"role": "user", "content": message.text})
-    source = QWEN_TEMPLATE if isinstance(renderer, QwenRenderer) else KIMI_TEMPLATE
-    environment = jinja2.Environment(keep_trailing_newline=True)
-    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-    tools = json.dumps(list(renderer.tools), ensure_ascii=False, separators=(",", ":")) if renderer.tools else ""
-    text = environment.from_string(source).render(messages=held, system=system, tools=tools)
-    return list(TOKENIZER.encode(text, add_special_tokens=False).ids)
-
-
-@pytest.mark.parametrize("renderer", [QwenRenderer(TOKENIZER), KimiRenderer(TOKENIZER, TOOLS)], ids=["qwen", "kimi"])
-@pytest.mark.parametrize("count", [0, 1, 2])
-@pytest.mark.parametrize("text", ["", "Let me look: a < b.", "é 😀\n\nlines"])
-def test_the_layout_is_the_templates(renderer: ChatRenderer, count: int, text: str) -> None:
-    calls = [
-        ToolCall(name="read_file", arguments={"path": "f.py"}),
-        ToolCall(name="do", arguments={"s": "def f(x):\n    return x\n", "i": 3, "a": ["é", 1], "b": True}),
-    ][:count]
-    names = [
-        f"functions.{c.name}:{n}" if isinstance(renderer, KimiRenderer) else f"call_{n}" for n, c in enumerate(calls)
-    ]
-    turn = Said(text=text, calls=tuple(Written(id=n, call=c) for n, c in zip(names, calls, strict=True)))
-    results: list[Message] = [CallResult(id=name, text=f"1|x\n2|{name}") for name in names] or [User(text="and?")]
-    messages = [User(text="fix f.py"), turn, *results]
-    if isinstance(renderer, QwenRenderer) and calls:  # what it can not know without schemas is given as strings
-        read = renderer.encoded([*renderer._said(turn), renderer.end])
-        rendered = (
-            renderer.render(messages[:1], "You fix.")
-            + read
-            + renderer.results([r for r in results if isinstance(r, CallResult)])
-        )
-    else:
-        rendered = renderer.render(messages, "You fix.")
-    assert rendered == by_template(renderer, messages, "You fix.")
-
-
 def errors(renderer: ChatRenderer, *pieces: str | int) -> list[str]:
     """Of each call of a turn: why it is invalid, or nothing."""
     read = renderer.parse(renderer.encoded(pieces))
@@ -321,14 +227,6 @@ def test_qwens_malformed_calls_are_invalid_ones(body: str, why: str) -> None:
     assert errors(
         QWEN, Q["<tool_call>"], BODY, Q["</tool_call>"], Q["<tool_call>"], body, Q["</tool_call>"], Q["<|im_end|>"]
     ) == ["", error]
-
-
-def test_qwen_reads_what_its_template_writes_and_values_without_line_breaks() -> None:
-    body = (
-        "<function=do><parameter=s>x</parameter><parameter=b>True</parameter><parameter=z>None</parameter></function>"
-    )
-    read = QWEN.parse(QWEN.encoded([Q["<tool_call>"], body, Q["</tool_call>"], Q["<|im_end|>"]]))
-    assert read.calls[0].call == ToolCall(name="do", arguments={"s": "x", "b": True, "z": None})
 
 
 def kimi(name: str, arguments: str) -> list[str | int]:

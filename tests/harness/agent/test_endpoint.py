@@ -169,14 +169,6 @@ def test_what_fails_for_good_is_a_failure_of_the_provider(
     assert len(server.asked) == tries
 
 
-def test_the_key_goes_along_and_the_models_are_asked_for(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", "k")
-    server.answer = lambda body, number: call("finish")
-    ask(server)
-    assert server.heads[0]["Authorization"] == "Bearer k" and "k" not in repr(endpoint(server))[:5]
-    assert list(endpoint(server).models()) == ["first", "second"]
-
-
 @pytest.mark.parametrize(
     ("asked", "usual", "least", "most"),
     [

@@ -15,7 +15,7 @@ from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.kimi import KimiRenderer
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.scripts import turn
-from composer_nb.harness.agent.summary import OPENS, PROMPTED, SummarySettings, resumed
+from composer_nb.harness.agent.summary import OPENS, PROMPTED, SummarySettings
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent, Environment, attempt
 from composer_nb.harness.grading.grade import Attempt
@@ -24,7 +24,6 @@ from composer_nb.harness.rollout import Kind
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.store import pack_attempt, unpack_attempt
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.tools.arguments import Todo
 from composer_nb.harness.tools.session import HISTORY
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
@@ -107,17 +106,6 @@ def test_the_baselines_are_values_of_one_setting(
         assert set(segment.kind[len(prompt) + len(tail) : first]) == {Kind.OBSERVATION}
 
 
-def test_a_context_without_room_for_the_call_for_a_summary_is_refused(renderer: CompactRenderer) -> None:
-    least = 400 + len(renderer.ask(PROMPTED))
-    given = SummarySettings(kind="prompted", trigger=400)
-    with pytest.raises(
-        ValueError, match=rf"env.summary.trigger=400 .* come to {least} tokens, and limits.tokens={least}"
-    ):
-        Agent(renderer, limits=Limits(tokens=least), summary=given)
-    Agent(renderer, limits=Limits(tokens=least + 1), summary=given)
-    Agent(renderer, limits=Limits(tokens=401), summary=replace(given, kind="truncate"))
-
-
 def test_tokens_are_limited_per_segment_and_over_all(renderer: CompactRenderer, task: Task, sandboxes: Any) -> None:
     whole = long_attempt(renderer, task, sandboxes).rollout.tokens
     done = long_attempt(renderer, task, sandboxes, limits=replace(LIMITS, rollout_tokens=whole // 2))
@@ -143,20 +131,6 @@ def test_a_summary_that_is_cut_or_holds_calls_is_used_as_it_is_and_trains(
     asked = [request.rollout for request in policy.asked]
     assert {*asked} == {1, 1 + SEGMENT_STRIDE, 1 + 2 * SEGMENT_STRIDE} == {*policy.released}
     assert {first_segment(number) for number in asked} == {1}
-
-
-def test_a_segment_begins_with_the_task_the_summary_the_todos_and_the_history() -> None:
-    todos = [Todo(id="1", content="fix f", status="completed"), Todo(id="2", content="test f", status="pending")]
-    text = resumed("fix it", "f is fixed", 2, todos, HISTORY, terse=False)
-    for part in (
-        "fix it\n\n",
-        "summary 2",
-        "f is fixed",
-        "- [completed] fix f\n- [pending] test f",
-        f"in {HISTORY}: search",
-    ):
-        assert part in text
-    assert resumed("fix it", "f is fixed", 2, (), "", terse=True) == "fix it\nf is fixed"
 
 
 # Chat models

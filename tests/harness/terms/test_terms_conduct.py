@@ -6,11 +6,10 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from composer_nb.harness.grading.grade import Grade
-from composer_nb.harness.rollout import Kind, Rollout, Segment, Turn
+from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.terms.registry import term_named
 
 FAILED = Grade(status="graded", tests={"t": False})
@@ -81,22 +80,6 @@ CONDUCT: list[tuple[str, list[tuple[Any, ...]], float]] = [
 @pytest.mark.parametrize(("name", "turns", "value"), CONDUCT, ids=lambda each: each if isinstance(each, str) else None)
 def test_conduct(name: str, turns: list[tuple[Any, ...]], value: float) -> None:
     assert term_named(name)(talk(*turns), FAILED) == pytest.approx(value)
-
-
-def test_a_read_after_a_summary_is_none_too_many() -> None:
-    def part(*kinds: Kind) -> Segment:
-        kind = np.array(kinds, np.uint8)
-        return Segment(
-            token_ids=np.zeros(len(kind), np.int32),
-            kind=kind,
-            logprob=np.zeros(len(kind), np.float32),
-            policy_version=np.zeros(len(kind), np.int32),
-        )
-
-    first = part(Kind.PROMPT, Kind.TOOL_CALL, Kind.OBSERVATION, Kind.SUMMARY)
-    done = replace(talk(READ, READ), segments=(first, part(Kind.PROMPT, Kind.TOOL_CALL)))
-    assert term_named("repeated_reads")(done, FAILED) == 0.0
-    assert term_named("repeated_reads")(replace(done, segments=(part(Kind.PROMPT, Kind.TOOL_CALL),)), FAILED) == 0.5
 
 
 @pytest.mark.parametrize(

@@ -64,17 +64,6 @@ def test_an_edit_replaces_one_line(text: str, line: int, new: str, after: str) -
     assert edited(text, line, new) == after
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [(PROGRAM, 0), (PROGRAM, -1), (PROGRAM, 4), (PROGRAM, 999_999), (PROGRAM, 10**30), ("", 1), ("", 0), ("a\nb", 3)],
-)
-def test_there_is_no_such_line(text: str, line: int) -> None:
-    space = workspace(text)
-    with pytest.raises(ToolError, match="no line") as caught:
-        use(space, None, "edit_line", path="f.py", line=line, text="x")
-    assert caught.value.kind == "InvalidArguments" and space.files == {"f.py": text}
-
-
 @settings(max_examples=150)
 @given(text=st.text(st.sampled_from("ab \n\t\r\u2028"), max_size=15), line=st.integers(-1, 8), new=st.text(max_size=8))
 def test_an_edit_touches_no_other_line(text: str, line: int, new: str) -> None:
@@ -89,14 +78,6 @@ def test_an_edit_touches_no_other_line(text: str, line: int, new: str) -> None:
     # An unended last line that becomes empty is no line any more.
     assert before[: line - 1] == after[: line - 1] and before[line:] == after[line:]
     assert len(after) == len(before) or (line == len(before) and not text.endswith("\n"))
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [("a\nb\n", "1a\n2b"), ("a\nb", "1a\n2b"), ("", ""), ("\n", "1"), ("a\n\n\n", "1a\n2\n3"), ("  a\n", "1  a")],
-)
-def test_a_file_is_read_with_numbered_lines(text: str, shown: str) -> None:
-    assert use(workspace(text), None, "read_file", path="f.py").text == shown
 
 
 @pytest.mark.parametrize(
