@@ -420,7 +420,7 @@ def test_rows_of_a_benchmark_become_task_folders(tmp_path: Path, capsys: Any):
 
 def test_a_task_that_answers_by_chance_is_unfit():
     from composer_nb.harness.grading.check import check_task
-    from composer_nb.harness.sandbox.calls import CallOutcome
+    from composer_nb.harness.sandbox.requests import CallOutcome
 
     class Moody:
         asked = 0

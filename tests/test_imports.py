@@ -89,7 +89,6 @@ BACKWARDS = {
     (f"{PACKAGE}.trainer.services.services", f"{PACKAGE}.production.conversations"),
     (f"{PACKAGE}.trainer.services.services", f"{PACKAGE}.production.serve"),
     (f"{PACKAGE}.trainer.recipe.evaluate", f"{PACKAGE}.production.fidelity"),
-    (f"{PACKAGE}.harness.tasks.making.mine", f"{PACKAGE}.production.requests"),
 }
 """Arrows that still point the wrong way."""
 

@@ -31,9 +31,8 @@ from composer_nb.tour.miniatures import Kind
 from composer_nb.trainer.learning.data import CODE_ROW
 from composer_nb.trainer.learning.infill import InfillSettings
 from composer_nb.trainer.learning.loss import LossSettings
-from composer_nb.trainer.learning.muon import OptimizerSettings
-from composer_nb.trainer.learning.optimizer import trapezoid
-from composer_nb.trainer.learning.replay_settings import ReplaySettings
+from composer_nb.trainer.learning.optimizer import OptimizerSettings, trapezoid
+from composer_nb.trainer.learning.packing import ReplaySettings
 from composer_nb.trainer.models.hf_config import read_config
 from composer_nb.trainer.models.tokenizer import TokenizerSettings
 from composer_nb.trainer.models.transformer import Kernels, ModelConfig

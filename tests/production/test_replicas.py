@@ -225,8 +225,8 @@ def test_replicas_raise_what_an_actor_cannot_open(pair: Pair) -> None:
 
 @pytest.mark.slow
 def test_replicas_on_ray(path: Path) -> None:
-    """A killed actor's turns go on elsewhere, and the end of the server answers what is under way and leaves no process. The signal
-    reaches all its processes at once, as from a terminal or a supervisor."""
+    """A killed actor's turns go on elsewhere, and the end of the server answers what is under way and leaves no process. The
+    signal reaches all its processes at once, as from a terminal or a supervisor."""
     words = ["-m", "composer_nb.cli", "serve", "--model", str(path), "--replicas", "2", "--port", "0"]
     front = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:

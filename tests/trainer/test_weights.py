@@ -19,6 +19,7 @@ from torch import Tensor
 
 from composer_nb.kernels.delta.codec import CODECS, bits
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
+from composer_nb.trainer.versions import payload
 from composer_nb.trainer.versions.manifest import (
     BaseVersion,
     DamagedVersion,
@@ -92,7 +93,9 @@ def through(
     store: VersionStore, where: str, target: WeightState, base: WeightState | None, shard_bytes: int
 ) -> dict[str, Tensor]:
     """Written, sealed, read again."""
-    part = write_part(store, where, target, base, shard_bytes=shard_bytes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(payload, "SHARD_BYTES", shard_bytes)
+        part = write_part(store, where, target, base)
     manifest = seal(target.version, base and BaseVersion(version=base.version, hash=base.hash), [part], {})
     again = Manifest.load(manifest.dump(), "m")
     assert again == manifest and manifest.hash == target.hash

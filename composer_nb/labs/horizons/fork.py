@@ -21,7 +21,7 @@ from composer_nb.harness.attempt import Agent
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Completion, Policy, Request, Trace
 from composer_nb.harness.rollout import Kind, Rollout
-from composer_nb.harness.sandbox.calls import Executor
+from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.labs.rewards.judges import wilson
 from composer_nb.tour.expert import unsampled
 

@@ -16,7 +16,7 @@ from composer_nb.harness.policy import ProviderFailure
 from composer_nb.harness.rewards import Reward
 from composer_nb.labs.horizons.fork import turns_of
 from composer_nb.labs.rewards.judges import JudgeModel
-from composer_nb.trainer.learning.feedback import distributions, divergence, sides
+from composer_nb.trainer.learning.learner import distributions, divergence, sides
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.rl import Scored, to_streams
 

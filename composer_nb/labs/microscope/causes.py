@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from composer_nb.labs.microscope.numerics import ProgramChoices
-from composer_nb.trainer.learning.replay_settings import ReplayLevel
+from composer_nb.trainer.learning.packing import ReplayLevel
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.models.variants import Numerics
 
