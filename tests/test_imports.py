@@ -81,14 +81,14 @@ def imported(name: str, path: Path, known: set[str], *, at_import: bool = False)
                 yield from (each if each in known else source for each in deeper)
 
 
-LAYERS = ("kernels", "harness", "tour", "trainer", "production", "labs views", "jobs")
+LAYERS = ("kernels", "harness", "trainer", "tour production", "labs views", "jobs")
 """Each imports only itself and those before it; the modules at the top (the command line and the like) import them all."""
 
 
 BACKWARDS = {
     (f"{PACKAGE}.trainer.services.services", f"{PACKAGE}.production.conversations"),
     (f"{PACKAGE}.trainer.services.services", f"{PACKAGE}.production.serve"),
-    (f"{PACKAGE}.trainer.recipe.evaluate", f"{PACKAGE}.production.fidelity"),
+    (f"{PACKAGE}.trainer.recipe.recipe", f"{PACKAGE}.production.fidelity"),
 }
 """Arrows that still point the wrong way."""
 

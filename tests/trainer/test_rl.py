@@ -29,7 +29,7 @@ from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import FULL, NO_REPLAY, Stream, flatten, score
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model, PackedRows
-from composer_nb.trainer.recipe.reinforce import sample_groups
+from composer_nb.trainer.recipe.recipe import sample_groups
 from composer_nb.trainer.rl import Scored, ledger, score_groups, shuffle_rewards, to_streams
 
 NEVER = frozenset[int]()
