@@ -54,7 +54,6 @@ def test_the_log_says_who_ran_what(tmp_path: Path, capsys):
     for version in range(3):
         manifest = publisher.publish(version, {"w": torch.full((5000,), float(version))}, FILES)
         publisher.acknowledge(version, manifest.hash, "engine")
-    publisher.close()
     assert cli.main(["weights", "log", str(store)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and "full" in lines[0] and "on v000001" in lines[2]

@@ -92,7 +92,7 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor, backend: str | None = None) -
     _require(fits, f"a {tuple(a.shape)} and b {tuple(b.shape)}: must be [M, A] and [E, A, B]")
     alike = a.dtype in DTYPES and b.dtype == a.dtype
     _require(alike, f"a is {a.dtype} and b is {b.dtype}: must be alike, float32, bfloat16 or float64")
-    ends_fit = offs.shape == b.shape[:1] and offs.dtype == torch.int32
+    ends_fit = offs.shape == b.shape[:1] and offs.dtype == torch.int32 and len(offs) > 0
     _require(ends_fit, f"offs is {offs.dtype} {tuple(offs.shape)}: must be int32 [{len(b)}], the end of each group")
     ends = [0, *offs.tolist()] if offs.device.type == "cpu" else [0, len(a)]
     rising = ends == sorted(ends) and ends[-1] == len(a)

@@ -150,8 +150,7 @@ class _Header:
         name, dims = self._text(), self._number("I")
         if dims > 4:
             raise ValueError(f"{name} has {dims} dimensions")
-        shape = tuple(reversed([self._number("Q") for _ in range(dims)]))
-        return name, shape, self._number("I"), self._number("Q")
+        return name, tuple(self._number("Q") for _ in range(dims))[::-1], self._number("I"), self._number("Q")
 
     def _tensor(self, name: str, shape: tuple[int, ...], number: int, begin: int) -> _Tensor:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
