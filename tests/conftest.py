@@ -94,7 +94,7 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Any:
 @pytest.fixture(scope="session")
 def docker_client() -> Iterator[Any]:
     """A connection to the Docker Engine. Without one tests are left out on a laptop, and fail in CI, which starts one."""
-    from composer_nb.harness.sandbox.docker import connect
+    from composer_nb.harness.sandbox.engine import connect
     from composer_nb.harness.sandbox.errors import SandboxUnavailable
 
     try:

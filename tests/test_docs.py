@@ -21,7 +21,7 @@ from composer_nb import cli
 from composer_nb.jobs.check import notebook_digest
 from composer_nb.trainer.recipe.reader import EXAMPLES, ReadOnly
 from composer_nb.trainer.recipe.report import build_report
-from composer_nb.trainer.settings import Settings, types_of
+from composer_nb.trainer.settings import Settings, to_flat
 from scripts.docs import make_docs, notebook_pages
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +41,7 @@ HISTORY = {"log.md", "decisions.md"}
 """Pages that name what was there when they were written."""
 NOW = [path for path in PAGES if path.name not in HISTORY]
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-SETTINGS = {key[: dot.start()] for key in types_of(Settings()) for dot in re.finditer(r"\.|$", key)}
+SETTINGS = {key[: dot.start()] for key in to_flat(Settings()) for dot in re.finditer(r"\.|$", key)}
 REPORTED = {"sft.sharpness_ci95"}
 """Dotted names in a report that look like settings."""
 MADE_BY_READERS = {"mine.py", "random.py"}

@@ -52,7 +52,7 @@ def test_the_harness_imports_without_torch() -> None:
 def test_what_learns_imports_without_ray_and_triton() -> None:
     """Except kernels in Triton, which are imported only when one runs."""
     blocked = {"ray", "transformers", "matplotlib", "IPython", "triton"}
-    import_all([f"{PACKAGE}.kernels", f"{PACKAGE}.trainer"], blocked, ("_triton", ".triton_steps"))
+    import_all([f"{PACKAGE}.kernels", f"{PACKAGE}.trainer"], blocked, ("_triton", ".steps_triton"))
 
 
 def modules() -> dict[str, Path]:

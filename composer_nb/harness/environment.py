@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache, update_wrapper
@@ -14,16 +14,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, Self, cast
+from typing import Annotated, Literal, Protocol, Self, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent.chat import ChatRenderer
-from composer_nb.harness.agent.compact import CompactRenderer
-from composer_nb.harness.agent.kimi import KimiRenderer
+from composer_nb.harness.agent.formats import FORMATS, FormatName
 from composer_nb.harness.agent.loop import system_text
-from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent
@@ -40,8 +37,6 @@ from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.harness.tools.workspace import Indexes
-
-RENDERERS: Mapping[str, type[ChatRenderer]] = {"compact": CompactRenderer, "qwen": QwenRenderer, "kimi": KimiRenderer}
 
 
 class CustomEnvironment(Protocol):
@@ -109,8 +104,8 @@ class EnvSettings:
     """tiny: search, read, edit a line, undo, run the tests, finish. cursor: the product's tools, which need a sandbox per
     rollout. A comma-separated list of names from one set (tiny ones must include `finish`): these alone, those of the product
     without descriptions, for a short prompt."""
-    renderer: Literal["compact", "qwen", "kimi"] = "compact"
-    """The chat format. The tokenizer must contain its special tokens."""
+    renderer: FormatName = "compact"
+    """The chat format: compact, qwen or kimi. The tokenizer must contain its special tokens."""
     backend: Literal["bwrap", "docker"] = "bwrap"
     """Sandboxes of tasks with the grader `pytest`."""
     sandboxes: Annotated[int, Field(ge=1)] = 16
@@ -170,7 +165,7 @@ CARRIED = "environment.json"
 class Carried:
     """The environment that a checkpoint was trained in."""
 
-    renderer: Literal["compact", "qwen", "kimi"]
+    renderer: FormatName
     tools: str
     """The value of `env.tools`, or the `MODULE:CLASS` that defined the tools."""
     limits: Limits | None = None
@@ -197,7 +192,7 @@ def carried(path: Path, renderer: str) -> Carried:
     file is damaged."""
     file = path / CARRIED
     if not file.is_file():
-        return Carried(renderer=cast(Any, renderer), tools="tiny" if renderer == "compact" else "cursor")
+        return Carried(renderer=renderer, tools="tiny" if renderer == "compact" else "cursor")
     try:
         return read_carried(file.read_bytes())
     except ValueError as error:
@@ -260,5 +255,5 @@ def make_agent(env: EnvSettings, tokenizer: Tokenizer, limits: Limits, sandboxes
     """Return the agent of an environment. Raises ValueError for a tokenizer that lacks the tokens of the chat format."""
     tools = env.toolset
     backend = sandboxes.backend if sandboxes and env.boxed else None
-    renderer = RENDERERS[env.renderer](tokenizer, tools.schemas)
+    renderer = FORMATS[env.renderer](tokenizer, tools.schemas)
     return Agent(renderer, tools, limits, backend=backend, system=system_text(WORKSPACE), summary=env.summary)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from composer_nb.jobs import processes
-from composer_nb.jobs.notebook import JobFailed, run_notebook, terminate_as_interrupt
+from composer_nb.jobs.notebook import JobFailed, run_notebook
 from composer_nb.jobs.records import ENDED, read_json
 
 
@@ -18,7 +18,7 @@ def main(path: Path) -> int:
     attempt = json.loads(path.read_text(encoding="utf-8"))  # the arguments of run_notebook
     attempt |= {name: Path(attempt[name]) for name in ("source", "output", "folder")}
     try:
-        with terminate_as_interrupt():
+        with processes.terminate_as_interrupt():
             processes.follow_parent()
             run_notebook(**attempt, say=_print)
     except KeyboardInterrupt:

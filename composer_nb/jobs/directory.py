@@ -6,32 +6,28 @@ process number has to be trusted.
 
 from __future__ import annotations
 
-import os
+import socket
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
+from filelock import FileLock, Timeout
 
-from composer_nb.harness.files import point, write_atomic
-from composer_nb.harness.untrusted import beneath
-from composer_nb.jobs import processes
+from composer_nb.harness.files import point, write_atomic, write_json
+from composer_nb.harness.sandbox.reap import reap
 from composer_nb.jobs.check import notebook_digest
-from composer_nb.jobs.records import ENDED, file_digest, now, read_json, remove_parts, write_record
-from composer_nb.trainer.services.head import claim, holder
+from composer_nb.jobs.records import ENDED, file_digest, now, read_json
 
 STOP_S = 40.0
 """Seconds after a request to stop until a notebook is killed: its cell's grace, the kernel's end, the sweep."""
 
 
 def create(runs: Path, name: str) -> Path:
-    """Make `runs/<name>-<time>-<id>` and point `runs/<name>` at it. The id keeps runs apart that begin at once, here and in
-    the environment of their processes."""
-    unique = uuid.uuid4().hex[:6]
-    folder = runs.resolve() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{unique}"
+    """Make `runs/<name>-<time>-<id>` and point `runs/<name>` at it. The id keeps runs apart that begin at once."""
+    folder = runs.resolve() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
     folder.mkdir(parents=True)
     point(runs / name, folder)
     return folder
@@ -43,45 +39,40 @@ def find(runs: Path, text: str | None = None) -> Path:
     for path in (Path(text), runs / text) if text else ():
         if (path / "job.json").is_file():
             return path.resolve()
-    found = sorted(path.parent for path in runs.glob("*/job.json") if not path.parent.is_symlink())
-    if text or not found:
+    folders = sorted(path.parent for path in runs.glob("*/job.json") if not path.parent.is_symlink())
+    if text or not folders:
         raise FileNotFoundError(f"{text or runs}: no run of a job file is there; composer-nb jobs run FILE makes one")
-    return max(found, key=lambda path: (path / "job.json").stat().st_mtime).resolve()
+    return max(folders, key=lambda path: (path / "job.json").stat().st_mtime).resolve()
 
 
-def attempts(folder: Path, node: str) -> list[int]:
-    """Return the numbers of the attempts at a node, in order."""
-    return sorted(int(path.name) for path in beneath(folder / "nodes", node).glob("*") if path.name.isdecimal())
+def attempts(folder: Path, node: str) -> list[Path]:
+    """Return the directories of the attempts at a node, in order."""
+    paths = (folder / "nodes" / node).glob("*")
+    return sorted((path for path in paths if path.name.isdecimal()), key=lambda path: int(path.name))
 
 
-def attempt_dir(folder: Path, node: str, number: int) -> Path:
-    return beneath(folder / "nodes", node) / str(number)
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the run's lock. Raises ValueError where another process does."""
-    fd = claim(folder / "lock", tries=40)  # to ask whether a run is alive is to hold its lock for a moment
-    if fd is None:
-        raise ValueError(f"{folder} is being run already; composer-nb jobs cancel {folder} ends it")
+def locked(folder: Path) -> FileLock:
+    """Take the run's lock, as a context manager. Raises ValueError where another process holds it."""
+    lock = FileLock(folder / "lock", timeout=2)  # to ask whether a run is alive is to hold its lock for a moment
     try:
-        yield
-    finally:
-        os.close(fd)
+        lock.acquire()
+    except Timeout:
+        raise ValueError(f"{folder} is being run already; composer-nb jobs cancel {folder} ends it") from None
+    return lock
 
 
 def alive(folder: Path) -> bool:
     """Return whether a runner holds the run's lock."""
-    return holder(folder / "lock") is not None
+    try:
+        with FileLock(folder / "lock", timeout=0):
+            return False
+    except Timeout:
+        return True
 
 
 def snapshot(notebook: Path, folder: Path) -> Path:
     """Return a copy of a notebook in the run, so that an edit meanwhile changes nothing."""
-    digest = notebook_digest(notebook)
-    copy = folder / "notebooks" / digest[:12] / notebook.name
-    with suppress(FileNotFoundError, ValueError):  # not there yet, or damaged
-        if notebook_digest(copy) == digest:
-            return copy
+    copy = folder / "notebooks" / notebook_digest(notebook)[:12] / notebook.name
     copy.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(copy, notebook.read_bytes())
     return copy
@@ -93,14 +84,15 @@ def snapshot(notebook: Path, folder: Path) -> Path:
 def settle(path: Path, state: str, error: str) -> dict[str, Any]:
     """Write the record of an attempt that could not do it itself, end what it left running here, and set the state of the cell
     that ran."""
-    attempt = read_json(path / "attempt.json") or {}
-    if mark := attempt.get("mark"):
-        processes.end(lambda: [p for p in processes.marked(processes.NODE, mark) if processes.lease(p) is None])
-    record = {**attempt.get("about", {}), **(read_json(path / "run.json") or {})}
-    record |= {"state": state, "error": error, "ended": now()}
     import nbformat  # takes a second, which a look at a run need not wait
 
-    output = beneath(path, Path(attempt.get("output", "missing")).name)
+    reap(path)
+    for part in path.glob("*.part"):
+        part.unlink(missing_ok=True)
+    attempt = read_json(path / "attempt.json") or {}
+    record = {**attempt.get("about", {}), **(read_json(path / "run.json") or {})}
+    record |= {"state": state, "error": error, "ended": now()}
+    output = path / Path(attempt.get("output", "missing")).name
     try:
         book = nbformat.read(output, 4)
     except Exception as fault:  # nbformat's reader raises what its many versions happen to raise
@@ -109,33 +101,34 @@ def settle(path: Path, state: str, error: str) -> dict[str, Any]:
         for cell in book.cells:
             if cell.metadata.get("papermill", {}).get("status") == "running":
                 cell.metadata.papermill["status"] = state
-        write_atomic(output, nbformat.writes(book) + "\n")
+        with suppress(OSError):  # the disk is full
+            write_atomic(output, nbformat.writes(book) + "\n")
         record |= {"output": output.name, "output_sha256": file_digest(output)}
-    write_record(path / "run.json", record)
-    remove_parts(path)
+    with suppress(OSError):
+        write_json(path / "run.json", record, sync=True)
     return record
 
 
-def settle_all(folder: Path) -> list[dict[str, Any]]:
-    """Correct the records that a killed runner left, once its notebooks have ended; return the processes that had to be ended.
-    The caller holds the lock."""
-    patience = time.monotonic() + STOP_S
-    while time.monotonic() < patience and any(map(_saves, processes.of_run(folder.name))):
-        time.sleep(0.2)
-    ended = processes.end(lambda: processes.of_run(folder.name))
-    remove_parts(folder)
+def settle_all(folder: Path) -> list[str]:
+    """Correct the records that a killed runner left, once its notebooks have ended; return a line for each. The caller holds the
+    lock."""
     (folder / "cancel").unlink(missing_ok=True)
-    for path in (folder / "nodes").glob("*/*"):
-        if path.name.isdecimal() and (read_json(path / "run.json") or {}).get("state") not in ENDED:
+    lines = []
+    for path in sorted((folder / "nodes").glob("*/*")):
+        record = read_json(path / "run.json") or {}
+        if not path.name.isdecimal() or record.get("state") in ENDED:
+            continue
+        with suppress(psutil.Error, KeyError):
+            process = psutil.Process(record["pid"])
+            if record["host"] == socket.gethostname() and process.create_time() == record["process_started"]:
+                psutil.wait_procs([process], timeout=STOP_S)  # it ends by itself when its runner has gone
+                process.kill()
+                psutil.wait_procs([process])
+        if (read_json(path / "run.json") or {}).get("state") not in ENDED:
             settle(path, "lost", "its runner was killed")
-    return ended
-
-
-def _saves(process: psutil.Process) -> bool:
-    """Return whether this is the process of an attempt. It ends by itself when its runner has gone."""
-    with suppress(psutil.Error):
-        return "composer_nb.jobs" in process.cmdline()
-    return False
+            lines.append(f"{path.parent.name}: attempt {path.name} is lost")
+    reap(folder)
+    return lines
 
 
 # For people
@@ -151,7 +144,17 @@ def status(folder: Path, *, running: bool | None = None) -> dict[str, Any]:
         raise ValueError(f"{folder / 'job.json'} cannot be read: this run is lost; start a new one")
     running = alive(folder) if running is None else running
     summary = read_json(folder / "run.json") or {"id": job["id"], "name": job["name"], "state": "running", "nodes": {}}
-    nodes = {name: _node(folder, name, summary["nodes"].get(name, {}), running) for name in job["nodes"]}
+    nodes = {}
+    for name in job["nodes"]:
+        node = {"state": "pending", "attempt": 0, **summary["nodes"].get(name, {})}
+        if node["state"] not in ENDED and (paths := attempts(folder, name)):  # the last attempt knows better
+            record = read_json(paths[-1] / "run.json") or {}
+            state = record.get("state", "pending")
+            if not running and state not in ENDED:
+                state, record["error"] = "lost", "its runner was killed"
+            node |= {key: record[key] for key in ("error", "seconds", "outputs", "key") if key in record}
+            node |= {"state": state, "attempt": int(paths[-1].name)}
+        nodes[name] = node
     for name, node in nodes.items():
         if node["state"] == "pending":
             waits = [need for need in job["nodes"][name]["needs"] if nodes[need]["state"] != "completed"]
@@ -160,27 +163,13 @@ def status(folder: Path, *, running: bool | None = None) -> dict[str, Any]:
     return {**summary, "state": state, "alive": running, "dir": str(folder), "nodes": nodes}
 
 
-def _node(folder: Path, name: str, summary: dict[str, Any], running: bool) -> dict[str, Any]:
-    """Return a node's record: the runner's last one if it is final, else that of its last attempt."""
-    node = {"state": "pending", "attempt": 0, **summary}
-    numbers = attempts(folder, name)
-    if node["state"] in ENDED or not numbers:
-        return node
-    record = read_json(attempt_dir(folder, name, numbers[-1]) / "run.json") or {}
-    state = record.get("state", "pending")
-    if not running and state not in ENDED:
-        state, record["error"] = "lost", "its runner was killed"
-    known = {key: value for key, value in record.items() if key in ("error", "seconds", "outputs", "key")}
-    return {**node, **known, "state": state, "attempt": numbers[-1]}
-
-
 def cancel(folder: Path) -> dict[str, Any]:
     """End a run on whatever machine, or what is left of one; return its status."""
     if alive(folder):
         (folder / "cancel").touch()
-        patience = time.monotonic() + STOP_S + 20
+        deadline = time.monotonic() + STOP_S + 20
         while alive(folder):
-            if time.monotonic() > patience:
+            if time.monotonic() > deadline:
                 raise ValueError(f"{folder}: its runner does not answer; end that process, then cancel again")
             time.sleep(0.2)
     else:
@@ -188,9 +177,9 @@ def cancel(folder: Path) -> dict[str, Any]:
     return status(folder)
 
 
-def sweep(folder: Path) -> list[dict[str, Any]]:
-    """Clean up after a run without a runner; return the processes that were ended on this machine."""
+def sweep(folder: Path) -> list[str]:
+    """Clean up after a run without a runner; return a line for each record that was corrected."""
     with locked(folder):
-        ended = settle_all(folder)
-        write_record(folder / "run.json", status(folder, running=False))
-    return ended
+        lines = settle_all(folder)
+        write_json(folder / "run.json", status(folder, running=False), sync=True)
+    return lines

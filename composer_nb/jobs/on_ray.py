@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from composer_nb.jobs import processes
-from composer_nb.jobs.executor import spawn
 from composer_nb.jobs.file import Job, Node
+from composer_nb.jobs.runner import spawn
 from composer_nb.trainer.records.provenance import package_digest
 from composer_nb.trainer.services.cluster import attach
 
@@ -29,38 +29,31 @@ SWEEP_S = 30.0
 class OnRay:
     """Attempts as Ray tasks; Ray's resources decide how many run at once."""
 
-    limit: int | None = None
+    limit = None
 
-    def __init__(self, address: str, run: str, job: Job) -> None:
+    def __init__(self, address: str, run: str, job: Job, mark: str) -> None:
         """Raise ValueError where Ray is not installed, there is no cluster, or no machine of it is large enough."""
         try:
+            attach(address, run)
             import ray
         except ImportError:
             raise ValueError("--ray: Ray is not installed here; pip install ray") from None
-        self.ray, self.run, self.gone = ray, run, False
-        try:
-            attach(address, run)
         except ConnectionError as error:
             raise ValueError(f"--ray: {error}") from None
-        try:
-            self._check_size(job)
-        except ValueError:
-            ray.shutdown()
-            raise
+        self.ray, self.run, self.mark, self.gone = ray, run, mark, False
+        machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        for node in job.nodes.values():
+            needs = {"CPU": node.spec.cpus, "GPU": node.spec.gpus}
+            if not any(all(has.get(name, 0) >= count for name, count in needs.items()) for has in machines):
+                ray.shutdown()
+                raise ValueError(f"{node.name} wants {needs}; no machine of the cluster has that: change cpus or gpus")
         # What Ray retries would be an attempt that no record tells of.
         self.task = ray.remote(max_retries=0)(run_attempt)
-
-    def _check_size(self, job: Job) -> None:
-        machines = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
-        for node in job.nodes.values():
-            wanted = {"CPU": node.spec.cpus, "GPU": node.spec.gpus}
-            if not any(all(has.get(name, 0) >= count for name, count in wanted.items()) for has in machines):
-                raise ValueError(f"{node.name} wants {wanted}; no machine of the cluster has that: change cpus or gpus")
 
     def start(self, attempt: Path, node: Node) -> tuple[Any, Path]:
         needs = {"num_cpus": node.spec.cpus, "num_gpus": node.spec.gpus}
         options = self.task.options(name=f"{self.run}/{node.name}", scheduling_strategy="SPREAD", **needs)
-        return options.remote(str(attempt), self.run, package_digest()), attempt
+        return options.remote(str(attempt), package_digest()), attempt
 
     def poll(self, handle: tuple[Any, Path]) -> str | None:
         reference, _ = handle
@@ -85,18 +78,17 @@ class OnRay:
 
     def close(self) -> None:
         if self.gone:
-            end_leased(self.run)
             return
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as OnNode
 
-        sweep = self.ray.remote(max_retries=0, num_cpus=0)(end_leased)
+        sweep = self.ray.remote(max_retries=0, num_cpus=0)(end_marked)
         machines = [node["NodeID"] for node in self.ray.nodes() if node["Alive"]]
-        sweeps = [sweep.options(scheduling_strategy=OnNode(name, soft=False)).remote(self.run) for name in machines]
+        sweeps = [sweep.options(scheduling_strategy=OnNode(name, soft=False)).remote(self.mark) for name in machines]
         self.ray.wait(sweeps, num_returns=len(sweeps), timeout=SWEEP_S)
         self.ray.shutdown()
 
 
-def run_attempt(path: str, run: str, digest: str) -> str:
+def run_attempt(path: str, digest: str) -> str:
     """Run one attempt on the machine that Ray chose; return the fault of the infrastructure, empty if none."""
     attempt, host = Path(path), socket.gethostname()
     if not attempt.is_file():
@@ -106,7 +98,7 @@ def run_attempt(path: str, run: str, digest: str) -> str:
         raise FileNotFoundError(f"{host} does not see {folder}: keep the notebooks on a shared file system")
     if package_digest() != digest:
         raise RuntimeError(f"{host} has another composer_nb than the one that was started")
-    process = spawn(attempt, run)
+    process = spawn(attempt)
     stopped = False
     try:
         while (status := process.poll()) is None:
@@ -123,6 +115,6 @@ def run_attempt(path: str, run: str, digest: str) -> str:
     return f"its process on {host} ended by signal {-status}" if status < 0 else ""
 
 
-def end_leased(run: str) -> int:
-    """End on this machine what holds a lease on the run; return the number of processes."""
-    return len(processes.end(lambda: processes.of_run(run)))
+def end_marked(mark: str) -> int:
+    """End on this machine what lives for the run; return the number of processes."""
+    return len(processes.end(lambda: processes.carrying(mark)))

@@ -1,40 +1,40 @@
-"""Processes that a run started: found even when their parents are gone, spared if they hold a lease, ended.
+"""Processes that a run started: found even when their parents are gone, spared if they live for something else, ended.
 
-Every process below a notebook's kernel inherits two environment variables, so it can be found after its parents died:
+A run and each of its attempts own a directory, which their journal names (`harness.sandbox.reap`). What they start has the
+directory's mark in its environment, so it is found after its parents died, and ends with the directory:
 
-    COMPOSER_NB_RUN     the run of a job file (the same for all its notebooks)
-    COMPOSER_NB_NODE    one attempt at one notebook
+    COMPOSER_NB_DIRECTORY   the mark of the attempt's directory, or of whatever else the process lives for
+    COMPOSER_NB_RUN         the mark of the run's directory
 
-A process that is to outlive its notebook says so by a third one, set by whoever starts it:
-
-    COMPOSER_NB_LEASE   the id of the run that it belongs to
-
-A lease on the job's own run (the value of COMPOSER_NB_RUN) ends with that run; one on any other run, as a detached training
-run takes on itself, is that run's affair: such a process is left alone, and named in the record. What a leased process starts
-is leased with it. Linux only: environments are read in /proc, orphans are adopted with PR_SET_CHILD_SUBREAPER.
+A process that is to outlive its notebook gets another mark from whoever starts it: that of COMPOSER_NB_RUN to end with the run,
+any other text to be spared, as detached training runs are. Linux only.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-RUN, NODE, LEASE = "COMPOSER_NB_RUN", "COMPOSER_NB_NODE", "COMPOSER_NB_LEASE"
+from composer_nb.harness.files import socket_folder
+from composer_nb.harness.sandbox.reap import FOLDER, WRITER, ResourceJournal, release
+
+RUN = "COMPOSER_NB_RUN"
 POLITE_S = 3.0
 """Seconds between SIGTERM and SIGKILL."""
-Find = Callable[[], Iterable[psutil.Process]]
+WATCH = "import sys; from pathlib import Path; from composer_nb.harness.sandbox.reap import reap\n"
+WATCH += "sys.stdin.read(); reap(Path(sys.argv[1]))"
+PR_SET_CHILD_SUBREAPER = 36
 
 
 @contextmanager
@@ -49,125 +49,15 @@ def handling(handlers: Mapping[int, Callable[[int, Any], None]]) -> Iterator[Non
 
 
 @contextmanager
-def adopting_orphans() -> Iterator[None]:
-    """Adopt descendants whose parent dies while the block runs; otherwise init adopts them."""
-    pr_set_child_subreaper = 36
-    control = ctypes.CDLL(None, use_errno=True).prctl
-    control(pr_set_child_subreaper, 1)
-    try:
+def terminate_as_interrupt() -> Iterator[None]:
+    """Make SIGTERM raise KeyboardInterrupt, once, so that everything ends as on Ctrl-C. For the main thread."""
+
+    def interrupt(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    with handling({signal.SIGTERM: interrupt}):
         yield
-    finally:
-        control(pr_set_child_subreaper, 0)
-
-
-def environment(process: psutil.Process) -> dict[str, str]:
-    """Return the environment that a process was started with; empty where it cannot be read, as of another user's."""
-    try:
-        return process.environ()
-    except (psutil.Error, OSError):
-        return {}
-
-
-def marked(name: str, value: str) -> list[psutil.Process]:
-    """Return every living process but this one that was started with `name=value` in its environment."""
-    others = (process for process in psutil.process_iter() if process.pid != os.getpid())
-    return [process for process in others if environment(process).get(name) == value and living(process)]
-
-
-def living(process: psutil.Process) -> bool:
-    """Return whether a process runs: neither gone nor a zombie."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
-def lease(process: psutil.Process) -> str | None:
-    """Return the lease that a process, or one above it and below the kernel, holds; None without."""
-    if held := environment(process).get(LEASE):
-        return held
-    with suppress(psutil.Error):
-        for above in process.parents():
-            if above.pid == os.getpid():
-                break
-            variables = environment(above)
-            if LEASE in variables and NODE in variables:  # without a mark it is above the runner: not about us
-                return variables[LEASE]
-    return None
-
-
-def started_by(node: str, before: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Return the processes that run below us or carry `node`'s mark, except those of `before`."""
-    found = {*psutil.Process().children(recursive=True), *marked(NODE, node)} - set(before)
-    return [process for process in found if living(process)]
-
-
-def of_run(run: str) -> list[psutil.Process]:
-    """Return the processes of a run: all that carry its mark and hold no other lease, and all that it leases."""
-    return [p for p in {*marked(RUN, run), *marked(LEASE, run)} if lease(p) in (None, run)]
-
-
-def orphans(before: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Return the processes that run below us without a lease, except those of `before`: also those without a mark, as of a
-    program that cleared its environment, which came to us when an attempt was killed."""
-    found = set(psutil.Process().children(recursive=True)) - set(before)
-    return [p for p in found if living(p) and lease(p) is None and not _watches(p)]
-
-
-def _watches(process: psutil.Process) -> bool:
-    """Return whether this is the watcher of an attempt. It cleans up and ends by itself."""
-    with suppress(psutil.Error):
-        return __file__ in process.cmdline()
-    return False
-
-
-def end(find: Find, polite_s: float = POLITE_S) -> list[dict[str, Any]]:
-    """End what `find` finds, again and again until it finds nothing: SIGTERM, SIGKILL `polite_s` later.
-
-    Return pid and name of each. Gives up after ten more seconds on what not even SIGKILL ends (a process stuck in a
-    system call); `find` still finds that.
-    """
-    ended: dict[int, dict[str, Any]] = {}
-    start = time.monotonic()
-    while (alive := list(find())) and time.monotonic() - start < polite_s + 10:
-        kill = time.monotonic() - start >= polite_s
-        for process in alive:
-            with suppress(psutil.Error):
-                if kill or process.pid not in ended:
-                    ended.setdefault(process.pid, {"pid": process.pid, "name": process.name()})
-                    process.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
-        time.sleep(0.05)
-        reap(ended)
-    reap(ended)  # what the last look found to be a zombie
-    return list(ended.values())
-
-
-def reap(pids: Iterable[int]) -> None:
-    """Remove our ended children among `pids` from the table of processes."""
-    for pid in pids:
-        with suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
-
-
-@contextmanager
-def guarded(kind: str, value: str, folder: Path, scratch: Path | None = None, wait_s: float = 0.0) -> Iterator[None]:
-    """Let a small process watch over us while the block runs. If we are killed, it gives what we started `wait_s` seconds to
-    end by itself, ends the rest, and removes what we were writing in `folder` and all of `scratch`.
-
-    `kind` is RUN or NODE, `value` the mark to look for.
-    """
-    clean = {name: text for name, text in os.environ.items() if name not in (RUN, NODE, LEASE)}
-    given = kind, value, str(wait_s), str(folder), str(os.getpid()), str(scratch or "")
-    streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    command = [sys.executable, "-P", __file__, *given]
-    watch = subprocess.Popen(command, **streams, env=clean, start_new_session=True)
-    try:
-        yield
-    finally:
-        with suppress(BrokenPipeError, subprocess.TimeoutExpired):
-            watch.communicate(b"done", timeout=10)
-        watch.kill()
-        watch.wait()
 
 
 def follow_parent() -> None:
@@ -182,24 +72,80 @@ def follow_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _guard(kind: str, value: str, wait_s: str, folder: str, writer: str, scratch: str) -> None:
-    """Watch: return at once on the word `done`; when the input ends without it, clean up."""
-    if sys.stdin.buffer.read() == b"done":
-        return
-
-    def left() -> list[psutil.Process]:
-        return of_run(value) if kind == RUN else [p for p in marked(NODE, value) if lease(p) is None]
-
-    patience = time.monotonic() + float(wait_s)
-    while time.monotonic() < patience and left():
-        time.sleep(0.2)
-    end(left)
-    for pattern in (f"*.{writer}.part", ".reserve"):  # as records.remove_parts, which would import the package
-        for part in Path(folder).glob(pattern):
-            part.unlink(missing_ok=True)
-    if scratch:
-        shutil.rmtree(scratch, ignore_errors=True)
+def package_environment() -> dict[str, str]:
+    """Return the environment of a process that imports this package, also where a Ray worker lost PYTHONPATH."""
+    root = Path(__file__).parents[2]
+    if root.name == "site-packages":
+        return dict(os.environ)
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))}
 
 
-if __name__ == "__main__":
-    _guard(*sys.argv[1:])
+@contextmanager
+def owned_directory(folder: Path, record: dict[str, Any]) -> Iterator[tuple[Path, str]]:
+    """Yield a directory in which sockets fit, and its mark, and end what carries the mark with the block.
+
+    The journal in `folder` names the directory, and a small process reaps it when this one is killed. Orphans below this process
+    that have no mark at all, as of a program that cleared its environment, are ended too. `record` gets the processes that were
+    ended, and those that were left because they live for something else.
+    """
+    control, before = ctypes.CDLL(None).prctl, set(psutil.Process().children(recursive=True))
+    path = Path(tempfile.mkdtemp(prefix="nb-", dir=socket_folder(len("/nb-12345678/k-12345"))))
+    journal = ResourceJournal(folder / FOLDER, folder.name)
+    resource = journal.made("directory", path)
+    assert resource is not None
+    command, environment = [sys.executable, "-P", "-c", WATCH, str(folder)], package_environment() | {WRITER: "watch"}
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    watcher = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)
+
+    def below() -> set[psutil.Process]:
+        return {p for p in psutil.Process().children(recursive=True) if p.pid != watcher.pid and living(p)} - before
+
+    control(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield path, resource.mark
+    finally:
+        record["ended_processes"] = end(lambda: carrying(resource.mark, below()))
+        record["leased_processes"] = [{"pid": p.pid, "name": p.name()} for p in below()]
+        control(PR_SET_CHILD_SUBREAPER, 0)
+        release(journal, [resource])
+        watcher.communicate()
+        with suppress(OSError):  # something is left in it
+            journal.file.parent.rmdir()
+
+
+def carrying(mark: str, unmarked: Collection[psutil.Process] = ()) -> list[psutil.Process]:
+    """Return the living processes whose environment has a directory's mark, and those of `unmarked` that have none."""
+    processes = []
+    for process in psutil.process_iter():
+        environment: dict[str, str] = {}
+        with suppress(psutil.Error, OSError):
+            environment = process.environ()
+        marks = environment.get(WRITER, mark if process in unmarked else "")
+        if mark in marks.split(":") and living(process):
+            processes.append(process)
+    return [process for process in processes if process.pid != os.getpid()]
+
+
+def living(process: psutil.Process) -> bool:
+    """Return whether a process runs: neither gone nor a zombie."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def end(find: Callable[[], list[psutil.Process]]) -> list[dict[str, Any]]:
+    """End what `find` finds, again and again until it finds nothing: SIGTERM, then SIGKILL. Return pid and name of each.
+
+    Gives up after ten more seconds on what not even SIGKILL ends (a process stuck in a system call).
+    """
+    ended: dict[int, dict[str, Any]] = {}
+    for number, wait_s in ((signal.SIGTERM, POLITE_S), *[(signal.SIGKILL, 1.0)] * 10):
+        if not (alive := find()):
+            break
+        for process in alive:
+            with suppress(psutil.Error):
+                ended.setdefault(process.pid, {"pid": process.pid, "name": process.name()})
+                process.send_signal(number)
+        psutil.wait_procs(alive, timeout=wait_s)
+    return list(ended.values())

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from composer_nb.kernels.moe.grouped_gemm_triton import Tiles, in_bulk, loads_in_bulk
+from composer_nb.kernels.moe.gemm_triton import Tiles, in_bulk, loads_in_bulk
 from composer_nb.kernels.triton_runtime import interpreting
 
 SPLITS = 8

@@ -75,8 +75,3 @@ def _no_triton(device: torch.device, interpreted: bool) -> str:
             f"this GPU has compute capability {capability[0]}.{capability[1]}, the kernels need {OLDEST[0]}.{OLDEST[1]}"
         )
     return ""
-
-
-def ran() -> str:
-    """Return what a Triton kernel ran in, for `made_by`."""
-    return "interpret" if interpreting() else "triton"

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from composer_nb.harness.grading.grade import Attempt
+    from composer_nb.production.policies import OpenEngine
+    from composer_nb.production.serve import ChatServer
 
 KEY = "An endpoint gets the key in the environment variable OPENAI_API_KEY, if there is one."
 
@@ -207,7 +210,12 @@ def verdict(args: argparse.Namespace) -> int:
     arg("--canary SHARE", "share of users who get a new version first; their verdicts decide whether all do", 0.0),
     arg("--verdicts N", "verdicts on a new version at which --canary decides at the latest", 200),
     arg("--slots N", "conversations held at a time", SLOTS),
-    arg("--replicas N", "processes that share them, each with the model in its own memory", 1),
+    arg("--replicas N", "Ray actors that share them, each with the model in its own memory", 1),
+    arg(
+        "--ray ADDRESS",
+        "cluster for the replicas: a head's folder (composer-nb up) or HOST:PORT; else one of this machine",
+        "",
+    ),
     arg("--tokens N", "maximum tokens of one conversation", 32_768),
     arg(
         "--step-tokens N",
@@ -223,67 +231,69 @@ def verdict(args: argparse.Namespace) -> int:
 def serve(args: argparse.Namespace) -> int:
     """Serve a checkpoint or a script as an OpenAI-compatible server on this machine's loopback."""
     from composer_nb.harness.agent.scripts import read_script
-    from composer_nb.production.canary import LEAST, Canary, open_canary
+    from composer_nb.production.canary import LEAST, open_canary
     from composer_nb.production.conversations import Conversations
     from composer_nb.production.policies import open_engine
     from composer_nb.production.record import RolloutRecord
-    from composer_nb.production.replicas import Replicas, open_replicas
+    from composer_nb.production.replicas import open_replicas
     from composer_nb.production.serve import ChatServer, ScriptServer
-
-    def run(server: ChatServer) -> int:
-        with server:
-            print(server.url, flush=True)
-            if server.key:
-                print(f"its key, also as COMPOSER_NB_KEY: {server.key}", file=sys.stderr, flush=True)
-            for each in (signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(each) is not signal.SIG_IGN:  # as `nohup` sets it
-                    signal.signal(each, signal.default_int_handler)
-            try:
-                server.wait()
-            except KeyboardInterrupt:
-                server.drain()
-                raise
-        return 0
 
     if (args.model is None) == (args.policy is None):
         raise ValueError("serve: give either --model DIR or --policy scripted:FILE.json")
-    if (args.follow or args.record) and not args.model:
-        raise ValueError("--follow and --record need --model DIR, for the model's sizes and its tokenizer")
+    if (args.follow or args.record or args.replicas > 1) and not args.model:
+        raise ValueError("--follow, --record and --replicas need --model DIR, for the model's sizes and its tokenizer")
     if min(args.slots, args.tokens) < 1 or args.queue < 0 or args.step_tokens < args.slots:
         raise ValueError("--slots and --tokens must be above 0, --queue not below it, --step-tokens at least --slots")
-    if not 1 <= args.replicas <= args.slots or (args.replicas > 1 and not args.model):
-        raise ValueError(f"--replicas {args.replicas}: from 1 to --slots {args.slots}, and with --model DIR")
+    if not 1 <= args.replicas <= args.slots:
+        raise ValueError(f"--replicas {args.replicas}: from 1 to --slots {args.slots}")
     if args.canary and not (0 < args.canary < 1 and args.verdicts >= LEAST and args.follow and args.record):
         needed = f"above 0 and below 1, with --follow STORE, --record RUN and --verdicts of at least {LEAST}"
         raise ValueError(f"--canary {args.canary:g}: {needed}")
     address = {**pick(args, "host", "slots", "queue"), "key": os.environ.get("COMPOSER_NB_KEY", "")}
-    if args.model:
-        size = pick(args, "slots", "tokens", "temperature", "follow", "step_tokens", "numerics")
-        trial = {"share": args.canary, "verdicts": args.verdicts, "run": args.record}
-        with (
-            open_canary(args.model, args.replicas, **trial, **size)
-            if args.canary
-            else open_engine(args.model, **size)
-            if args.replicas == 1
-            else open_replicas(args.model, args.replicas, **size)
-        ) as engine:
-            judged = {"judged": engine.shared.judged} if isinstance(engine.shared, Canary) else {}
-            record = RolloutRecord(args.record, engine.tokenizer, **judged) if args.record else None
-            answer = Conversations(
-                engine.shared, engine.tokenizer, engine.format, engine.tokens, record, args.temperature
-            )
-            address |= {"version": lambda: engine.shared.version, "grade": answer.grade, "trained": engine.known}
-            address["context"] = engine.tokens
-            if isinstance(engine.shared, Replicas | Canary):
-                address["replicas"] = engine.shared.states
-            address |= {"canary": engine.shared.told} if isinstance(engine.shared, Canary) else {}
-            try:
-                return run(ChatServer(answer, args.port, args.model.resolve().name, **address))
-            finally:
-                for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # what was recorded is stored in any case
-                    signal.signal(each, signal.SIG_IGN)
-                answer.close()
-    kind, _, name = args.policy.partition(":")
-    if kind != "scripted" or not name.endswith(".json"):
-        raise ValueError(f"--policy {args.policy}: give scripted:FILE.json, or a checkpoint as --model DIR")
-    return run(ScriptServer(read_script(Path(name)), args.port, **address))
+    if args.policy:
+        kind, _, name = args.policy.partition(":")
+        if kind != "scripted" or not name.endswith(".json"):
+            raise ValueError(f"--policy {args.policy}: give scripted:FILE.json, or a checkpoint as --model DIR")
+        return _listen(ScriptServer(read_script(Path(name)), args.port, **address))
+    options = pick(args, "slots", "tokens", "temperature", "follow", "step_tokens", "numerics")
+    opened: AbstractContextManager[OpenEngine[Any]]
+    if args.canary:
+        trial = {"share": args.canary, "verdicts": args.verdicts, "run": args.record, "ray": args.ray}
+        opened = open_canary(args.model, args.replicas, **trial, **options)
+    elif args.replicas > 1 or args.ray:
+        opened = open_replicas(args.model, args.replicas, ray=args.ray, **options)
+    else:
+        opened = open_engine(args.model, **options)
+    with opened as engine:
+        service, judged = engine.shared, getattr(engine.shared, "judged", None)
+        record = RolloutRecord(args.record, engine.tokenizer, judged) if args.record else None
+        answer = Conversations(service, engine.tokenizer, engine.format, engine.tokens, record, args.temperature)
+        address |= {
+            "version": lambda: service.version,
+            "grade": answer.grade,
+            "health": getattr(service, "health", dict),
+        }
+        address |= {"trained": engine.known, "context": engine.tokens}
+        try:
+            return _listen(ChatServer(answer, args.port, args.model.resolve().name, **address))
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # what was recorded is stored in any case
+                signal.signal(number, signal.SIG_IGN)
+            answer.close()
+
+
+def _listen(server: ChatServer) -> int:
+    """Serve until Ctrl-C or another signal to end, then answer what is under way."""
+    with server:
+        print(server.url, flush=True)
+        if server.key:
+            print(f"its key, also as COMPOSER_NB_KEY: {server.key}", file=sys.stderr, flush=True)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` sets it
+                signal.signal(number, signal.default_int_handler)
+        try:
+            server.wait()
+        except KeyboardInterrupt:
+            server.drain()
+            raise
+    return 0

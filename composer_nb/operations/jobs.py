@@ -140,9 +140,9 @@ def log(args: argparse.Namespace) -> int:
         nodes = directory.status(folder)["nodes"]
         if args.node not in nodes:
             raise ValueError(f"{folder.name} has no node {args.node!r}; it has {', '.join(nodes)}")
-        if not (numbers := directory.attempts(folder, args.node)):
+        if not (attempts := directory.attempts(folder, args.node)):
             raise ValueError(f"{folder.name}: {args.node} has not begun")
-        path = directory.attempt_dir(folder, args.node, numbers[-1]) / "log.txt"
+        path = attempts[-1] / "log.txt"
     with path.open(encoding="utf-8", errors="replace") as file:
         while True:
             over = not (args.follow and directory.alive(folder))
@@ -159,8 +159,8 @@ def sweep(args: argparse.Namespace) -> int:
 
     for folder in sorted(path.parent.resolve() for path in args.runs.glob("*-*/job.json")):
         try:
-            for ended in [] if directory.alive(folder) else directory.sweep(folder):
-                _print(f"{folder.name}: ended {ended['name']} ({ended['pid']})")
+            for line in [] if directory.alive(folder) else directory.sweep(folder):
+                _print(f"{folder.name}: {line}")
         except ValueError as error:  # sweep the others all the same
             _print(f"{folder.name}: {error}")
     return 0

@@ -23,13 +23,13 @@ from composer_nb.operations import JSON, SET, arg, command, emit, overrides, pic
 def convert(args: argparse.Namespace) -> int:
     """Make a checkpoint from a GGUF file or another checkpoint, upcycled to experts if asked."""
     from composer_nb.trainer.models.convert import convert as write
-    from composer_nb.trainer.models.footprint import plan_memory
+    from composer_nb.trainer.models.transformer import weight_counts
 
     options = pick(args, "experts", "noise", "format", "seed")
     config = write(args.source, args.out, chosen=args.experts_per_token, **options)
-    size = plan_memory(config)
-    report = {"out": str(args.out), "family": config.family, "weights": size.total, "active": size.active}
-    line = f"{args.out}: {config.family}, {size.total / 1e6:.1f} M weights, {size.active / 1e6:.1f} M active per token"
+    total, active = (weight_counts(config)[name] for name in ("total", "active"))
+    report = {"out": str(args.out), "family": config.family, "weights": total, "active": active}
+    line = f"{args.out}: {config.family}, {total / 1e6:.1f} M weights, {active / 1e6:.1f} M active per token"
     return emit(args, report, lambda: line)
 
 
@@ -47,9 +47,9 @@ def draft(args: argparse.Namespace) -> int:
 
     if args.steps < 1:
         raise ValueError(f"--steps {args.steps}: at least 1")
-    same, held = add_draft(load_pretrained(args.model), rows_of(args.rollouts), args.steps, args.model)
-    line = f"{args.model}: of the model's most probable tokens the head names {same:.0%}, on {held} rollouts held out"
-    return emit(args, {"same": same, "held_out": held}, lambda: line)
+    same, rows = add_draft(load_pretrained(args.model), rows_of(args.rollouts), args.steps, args.model)
+    line = f"{args.model}: of the model's most probable tokens the head names {same:.0%}, on {rows} rollouts held out"
+    return emit(args, {"same": same, "held_out": rows}, lambda: line)
 
 
 @command(

@@ -12,7 +12,6 @@ from composer_nb.operations import JSON, arg, command, emit, pick
 
 if TYPE_CHECKING:
     from composer_nb.trainer.models.config import ModelConfig
-    from composer_nb.trainer.models.footprint import Footprint
 
 SCHEDULES = (
     ("fifo", 0, 0),
@@ -52,10 +51,10 @@ def plan(args: argparse.Namespace) -> int:
     if args.mesh is not None:
         return _plan_mesh(args)
     if args.model is not None:
-        from composer_nb.trainer.models.footprint import plan_memory
+        from composer_nb.trainer.parallel.memory import plan_memory
 
-        found = plan_memory(_config(args.model))
-        return emit(args, asdict(found), lambda: _footprint(found))
+        sizes = plan_memory(_config(args.model))
+        return emit(args, sizes, lambda: _size_table(sizes))
     return _plan_schedules(args)
 
 
@@ -65,7 +64,8 @@ def _plan_schedules(args: argparse.Namespace) -> int:
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.schedule import Schedule
 
-    reached, base, schedules = 0.0, Schedule(steps=args.steps), [*SCHEDULES]
+    base, schedules = Schedule(steps=args.steps, window=0.5, hang_s=1800.0), [*SCHEDULES]
+    reached, results = 0.0, []
     if args.write and not args.run:
         raise ValueError("--write needs --run, the run whose durations it keeps")
     if args.run:
@@ -83,27 +83,26 @@ def _plan_schedules(args: argparse.Namespace) -> int:
         load = SimulatedLoad(
             durations=Durations.read(file), **pick(args, "workers", "capacity", "train_s", "publish_s")
         )
-    found = []
     for order, ahead, bound in schedules:
         schedule = replace(base, order=order, ahead=ahead, bound=bound)  # type: ignore[arg-type]
-        found.append({"order": order, "ahead": ahead, "bound": bound, **simulate(schedule, load)})
+        results.append({"order": order, "ahead": ahead, "bound": bound, **simulate(schedule, load)})
     if args.run:
-        found[-1]["measured_s"] = reached
+        results[-1]["measured_s"] = reached
     lines = [HEAD, "|---|---|---|---|---|---|---|"]
-    for row in found:
+    for row in results:
         name = f"{row['order']}, O = {row['ahead']}, bound {row['bound']}" if row["ahead"] else "synchronous"
         lines.append(
-            f"| {name} | {row['samples_s']:.3f} | {row['samples_s'] / found[0]['samples_s']:.2f}× | {row['of_optimum']:.1%} "
+            f"| {name} | {row['samples_s']:.3f} | {row['samples_s'] / results[0]['samples_s']:.2f}× | {row['of_optimum']:.1%} "
             f"| {row['staleness_total']:.2f} / {row['staleness_max']} | {row['not_trained']:.1%} "
             f"| {row['half_mean_ratio']:.3f}, {row['half_ks']:.4f} |"
         )
     if args.run:
-        predicted = found[-1]["samples_s"]
+        predicted = results[-1]["samples_s"]
         lines += [
             "",
             f"The last row is the run's own schedule: {predicted / reached:.2f}× the {reached:.3f} samples/s that it reached.",
         ]
-    return emit(args, found, lambda: "\n".join(lines))
+    return emit(args, results, lambda: "\n".join(lines))
 
 
 def _plan_mesh(args: argparse.Namespace) -> int:
@@ -131,27 +130,25 @@ def _config(path: Path) -> ModelConfig:
     return read_config(path / "config.json" if path.is_dir() else path).model
 
 
-def _footprint(footprint: Footprint) -> str:
-    """Return a Markdown table."""
+def _size_table(sizes: dict[str, int]) -> str:
+    """Return `plan_memory` as a Markdown table."""
+
+    def short(name: str) -> str:
+        units = ((10**12, "T"), (10**9, "B"), (10**6, "M"))
+        count, unit = sizes[name], next((pair for pair in units if sizes[name] >= pair[0]), None)
+        return f"{count / unit[0]:,.2f} {unit[1]}" if unit else f"{count:,}"
+
+    def gib(name: str) -> str:
+        return f"{sizes[name] / 2**30:,.1f} GiB" if sizes[name] >= 2**29 else f"{sizes[name] / 2**20:,.1f} MiB"
+
     rows = [
-        ("weights", f"{_short(footprint.total)}, {_short(footprint.active)} of them active in a token"),
-        ("of the active, embedding table", _short(footprint.embedding)),
-        *([("heads that predict further ahead", _short(footprint.ahead))] if footprint.ahead else []),
-        ("in bfloat16 / float32", f"{_gib(footprint.bf16_bytes)} / {_gib(footprint.fp32_bytes)}"),
-        ("optimiser: masters and two moments", _gib(footprint.optimizer_bytes)),
-        ("training in all, but activations", _gib(footprint.training_bytes)),
-        ("cache a token, at best in bfloat16", f"{footprint.cache_bytes / 1024:,.1f} KiB"),
-        ("cache a token, in this project's engine, float32", f"{footprint.engine_cache_bytes / 1024:,.1f} KiB"),
+        ("weights", f"{short('total')}, {short('active')} of them active in a token"),
+        ("of the active, embedding table", short("embedding")),
+        *([("heads that predict further ahead", short("ahead"))] if sizes["ahead"] else []),
+        ("in bfloat16 / float32", f"{gib('bf16_bytes')} / {gib('fp32_bytes')}"),
+        ("optimiser: masters and two moments", gib("optimizer_bytes")),
+        ("training in all, but activations", gib("training_bytes")),
+        ("cache a token, at best in bfloat16", f"{sizes['cache_bytes'] / 1024:,.1f} KiB"),
+        ("cache a token, in this project's engine, float32", f"{sizes['engine_cache_bytes'] / 1024:,.1f} KiB"),
     ]
     return "\n".join(["| | |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows)])
-
-
-def _short(count: int) -> str:
-    for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
-        if count >= size:
-            return f"{count / size:,.2f} {unit}"
-    return f"{count:,}"
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB" if size >= 2**29 else f"{size / 2**20:,.1f} MiB"

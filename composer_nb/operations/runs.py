@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 def tour(args: argparse.Namespace) -> int:
     """Train a small coding agent from nothing, in a notebook that is run and kept."""
     from composer_nb.harness.environment import require_sandboxes
-    from composer_nb.jobs.notebook import run_notebook, terminate_as_interrupt
+    from composer_nb.jobs.processes import terminate_as_interrupt
     from composer_nb.operations.live import LivePage
     from composer_nb.operations.track import Tracking, parse
     from composer_nb.trainer.recipe.detached import start_detached
@@ -58,6 +58,8 @@ def tour(args: argparse.Namespace) -> int:
             if plain:
                 start_or_resume(run.path, say=log.info)
             else:
+                from composer_nb.jobs.notebook import run_notebook
+
                 run_notebook(tour_notebook(), run.path / NOTEBOOK, {"run_dir": str(run.path)}, say=log.info)
     except KeyboardInterrupt:
         same = " --plain" * args.plain + (f" --runs {args.runs}" if args.runs != Path("runs") else "")
@@ -90,7 +92,7 @@ def rl(args: argparse.Namespace) -> int:
     """
     from composer_nb.harness.agent.loop import LIMITS
     from composer_nb.harness.environment import EnvSettings, require_sandboxes
-    from composer_nb.jobs.notebook import terminate_as_interrupt
+    from composer_nb.jobs.processes import terminate_as_interrupt
     from composer_nb.operations.track import Tracking, parse
     from composer_nb.trainer.models.tokenizer import format_of
     from composer_nb.trainer.recipe.launch import begin_run, start_or_resume
@@ -138,7 +140,7 @@ def fork(args: argparse.Namespace) -> int:
     Steps before its checkpoint are made again from the stored rollouts.
     """
     from composer_nb.harness.untrusted import json_of
-    from composer_nb.jobs.notebook import terminate_as_interrupt
+    from composer_nb.jobs.processes import terminate_as_interrupt
     from composer_nb.trainer.recipe.branch import branch, settings_after
     from composer_nb.trainer.recipe.launch import start_or_resume
     from composer_nb.trainer.records.rundir import open_run

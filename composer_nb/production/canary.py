@@ -13,10 +13,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import threading
-from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,11 +24,10 @@ from pydantic import BaseModel, ConfigDict
 
 from composer_nb.harness.files import write_json
 from composer_nb.harness.grading.grade import Attempt
-from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
-from composer_nb.production.policies import OpenEngine
-from composer_nb.production.replicas import Replicas, open_replicas
-from composer_nb.trainer.versions.receiver import Receiver
-from composer_nb.trainer.versions.rule import VersionRule
+from composer_nb.production.policies import OpenEngine, chat_of
+from composer_nb.production.replicas import Replica, Replicas, open_actors
+from composer_nb.trainer.services.actors import RayActors
+from composer_nb.trainer.versions.receiver import Receiver, VersionRule
 
 LOG = logging.getLogger(__name__)
 FILE = "canary.json"
@@ -65,28 +62,27 @@ class Trial:
         """Return the difference of the mean verdicts, new minus trusted, with an asymptotic 95 % interval that holds however
         often one looks: a Gaussian mixture (Waudby-Smith et al. 2021, arXiv 2103.06476, theorem 2.2) over the harmonic count of
         the two sides. One observation is the mean of a user's verdicts, since those of one user are not independent."""
-        sides = [np.array([np.mean([*each.values()]) for each in side.values()]) for side in (self.early, self.usual)]
-        if min(map(len, sides)) < LEAST:
+        sides = [np.array([np.mean([*user.values()]) for user in side.values()]) for side in (self.early, self.usual)]
+        sizes = np.array([len(side) for side in sides])
+        if sizes.min() < LEAST:
             return 0.0, -math.inf, math.inf
-        found = float(sides[0].mean() - sides[1].mean())
-        squares = [float(((side - side.mean()) ** 2).sum()) for side in sides]
-        pooled = sum(squares) / (sum(map(len, sides)) - 2)
-        variances = [(each + LENT * pooled) / (len(side) - 1 + LENT) for each, side in zip(squares, sides, strict=True)]
-        count = 1 / sum(1 / len(side) for side in sides)
+        gain = float(sides[0].mean() - sides[1].mean())
+        squares = np.array([len(side) * side.var() for side in sides])
+        variances = (squares + LENT * squares.sum() / (sizes.sum() - 2)) / (sizes - 1 + LENT)
         rho = (-2 * math.log(ALPHA) + math.log(1 - 2 * math.log(ALPHA))) / TUNED
-        scaled = count * rho
+        scaled = rho / float((1 / sizes).sum())
         errors = math.sqrt(2 * (scaled + 1) / scaled * math.log(math.sqrt(scaled + 1) / ALPHA))
-        width = errors * math.sqrt(sum(each / len(side) for each, side in zip(variances, sides, strict=True)))
-        return found, found - width, found + width
+        width = errors * math.sqrt(float((variances / sizes).sum()))
+        return gain, gain - width, gain + width
 
     @property
     def outcome(self) -> Outcome:
-        found, _, high = self.interval()
+        gain, _, high = self.interval()
         if high < -1e-9:  # equal verdicts differ by rounding
             return "withdrawn"
         if self.counts()["early"] < self.verdicts or not math.isfinite(high):
             return ""
-        return "withdrawn" if found < -MOST_LOST else "promoted"
+        return "withdrawn" if gain < -MOST_LOST else "promoted"
 
 
 class Known(BaseModel):
@@ -99,126 +95,98 @@ class Known(BaseModel):
     withdrawn: int = -1
     """-1: none."""
 
-    @property
-    def usual(self) -> VersionRule:
-        """The rule of the usual replicas: never a version that is not trusted."""
-        return VersionRule(after=math.inf, most=self.trusted)
 
-    @property
-    def early(self) -> VersionRule:
-        """The rule of the early replicas: the newest version, or the trusted one after a withdrawal."""
-        return VersionRule(after=self.withdrawn, most=self.trusted)
+class Canary(Replicas):
+    """Replicas of which the last one serves the users who get a new version first."""
 
-
-class Canary:
-    """Two services as one, for `Conversations`. Thread-safe."""
-
-    def __init__(self, usual: Replicas, early: Replicas, share: float, verdicts: int, known: Known, file: Path) -> None:
+    def __init__(
+        self,
+        actors: RayActors,
+        options: Sequence[dict[str, Any]],
+        share: float,
+        verdicts: int,
+        known: Known,
+        file: Path,
+    ) -> None:
         """`share`: of the users who get a new version first. `verdicts`: see `Trial`. `file`: keeps what is `known`."""
-        self.usual, self.early, self.share, self.verdicts = usual, early, share, verdicts
-        self.known, self.file = known, file
+        super().__init__(actors, options)
+        *self.usual, self.early = self._replicas
+        self.share, self.verdicts, self.known, self.file = share, verdicts, known, file
         self._trial = Trial(known.trusted, verdicts)
-        self._before: set[str] = set()
+        self._settled: set[str] = set()
         """Rollouts that had a verdict before the trial."""
-        self._homes: dict[int, Replicas] = {}
-        self._lock = threading.Lock()
+        self._decided(known)
 
     @property
     def capacity(self) -> int:
-        """Conversations held at a time: any of them may be at either service."""
-        return min(self.usual.capacity, self.early.capacity)
+        """Conversations held at a time: any of them may be at either side."""
+        return min(sum(replica.options["slots"] for replica in self.usual), self.early.options["slots"])
 
     @property
     def version(self) -> int:
         """The version of most users. Raises ProviderFailure when no replica is left."""
-        return self.usual.version
+        return self._oldest(self.usual)
 
-    def start(self, *requests: Request) -> list[Future[Completion]]:
-        """Begin turns, each at the service of its conversation. Raises ProviderFailure when no replica of one is left."""
-        sides = [self._homes.setdefault(each.rollout, self._side(each.user)) for each in requests]
-        answers: dict[int, Future[Completion]] = {}
-        for service in (self.usual, self.early):
-            own = [each for each, side in zip(requests, sides, strict=True) if side is service]
-            answers |= zip((each.rollout for each in own), service.start(*own), strict=True) if own else ()
-        return [answers[each.rollout] for each in requests]
+    def _side(self, user: str) -> Sequence[Replica]:
+        """Return the replicas of a new conversation. None begins with a withdrawn version, or waits for a replica to start."""
+        fit = self.early.ready and self.early.version != self.known.withdrawn
+        return [self.early] if fit and is_early(user, self.share) else self.usual
 
-    def _side(self, user: str) -> Replicas:
-        """Return the service of a new conversation. None begins with a withdrawn version, or waits for a replica to start."""
-        fit = self.early.ready and self._newest() != self.known.withdrawn
-        return self.early if fit and is_early(user, self.share) else self.usual
-
-    def _newest(self) -> int:
-        """Return the version that runs early; -1 if none does."""
-        try:
-            return self.early.version
-        except ProviderFailure:
-            return -1
-
-    def release(self, rollout: int) -> Trace:
-        home = self._homes.pop(rollout, None)
-        return home.release(rollout) if home else Trace()
-
-    def states(self) -> list[dict[str, int]]:
-        """Return what each replica does."""
-        sides = enumerate((self.usual, self.early))
-        return [{**state, "early": number} for number, side in sides for state in side.states()]
-
-    def judged(self, name: str, user: str, done: Attempt) -> None:
+    def judged(self, name: str, user: str, attempt: Attempt) -> None:
         """Count a verdict on a rollout: its reward, or 1 and 0 for passed and failed tests. One on a conversation that several
         versions wrote says nothing, and neither does one without reward and tests. A later verdict takes the place of an earlier
         one."""
-        grade = done.grade
+        grade = attempt.grade
         if not grade.known or (grade.status == "graded" and not (grade.rewards or grade.tests)):
             return
-        versions = {int(v) for each in done.rollout.segments for v in np.unique(each.policy_version[each.acted])}
+        versions = {int(v) for each in attempt.rollout.segments for v in np.unique(each.policy_version[each.acted])}
         verdict = grade.rewards.get("reward", float(grade.passed))
-        with self._lock:
-            if (trial := self._current()) is None or name in self._before:
-                self._before.add(name)
+        with self._changed:
+            if (trial := self._current()) is None or name in self._settled:
+                self._settled.add(name)
                 return
             if versions == {trial.version}:
                 trial.early.setdefault(user, {})[name] = verdict
             elif versions == {self.known.trusted}:
                 trial.usual.setdefault(user, {})[name] = verdict
             if outcome := trial.outcome:
-                self._decide(trial, outcome)
+                field_name = "trusted" if outcome == "promoted" else "withdrawn"
+                self._decided(self.known.model_copy(update={field_name: trial.version}))
+                difference = "{:+.3f} ({:.3f} to {:.3f})".format(*trial.interval())
+                LOG.warning("version %d is %s; difference of mean verdicts: %s", trial.version, outcome, difference)
 
     def _current(self) -> Trial | None:
         """Return the trial of the version that runs early; None if it is trusted already, or was withdrawn."""
-        newest = self._newest()
+        newest = self.early.version
         if newest <= max(self.known.trusted, self.known.withdrawn):
             return None
         if newest != self._trial.version:
-            for side in (self._trial.early, self._trial.usual):
-                self._before.update(*side.values())
+            self._settled.update(*self._trial.early.values(), *self._trial.usual.values())
             self._trial = Trial(newest, self.verdicts)
         return self._trial
 
-    def _decide(self, trial: Trial, outcome: Outcome) -> None:
-        self.known = self.known.model_copy(update={"trusted" if outcome == "promoted" else "withdrawn": trial.version})
-        self.early.take(self.known.early)
-        self.usual.take(self.known.usual)
-        difference = "{:+.3f} ({:.3f} to {:.3f})".format(*trial.interval())
-        LOG.warning("version %d is %s; difference of mean verdicts: %s", trial.version, outcome, difference)
-        self.keep()
-
-    def keep(self) -> None:
+    def _decided(self, known: Known) -> None:
+        """Have every replica run the version that follows from a decision, and keep it."""
+        self.known = known
+        for replica in self._replicas:
+            # The usual ones never run a version that is not trusted; the early one runs the newest, unless it was withdrawn.
+            rule = VersionRule(after=known.withdrawn if replica is self.early else math.inf, most=known.trusted)
+            replica.options["rule"] = rule
+            replica.orders.append(("rule", rule))
         try:
-            write_json(self.file, self.known.model_dump())
+            write_json(self.file, known.model_dump())
         except OSError as error:
-            LOG.error(
-                "%s is not up to date, and a restarted server would not know what was decided: %s", self.file, error
-            )
+            LOG.error("%s is out of date, so a restarted server would not know what was decided: %s", self.file, error)
 
-    def told(self) -> dict[str, Any]:
-        """Return where the trial stands."""
-        with self._lock:
-            told = {"share": self.share, "early": self._newest(), **self.known.model_dump(exclude={"store"})}
-            if (trial := self._current()) is None:
-                return told
-            found, low, high = trial.interval()
-            figures = {"difference": found, "low": low, "high": high} if math.isfinite(low) else {}
-            return told | {"trying": trial.version, "verdicts": trial.counts(), **figures}
+    def health(self) -> dict[str, Any]:
+        """Return what each replica does, and where the trial stands."""
+        with self._changed:
+            state = {"share": self.share, "early": self.early.version, **self.known.model_dump(exclude={"store"})}
+            if (trial := self._current()) is not None:
+                gain, low, high = trial.interval()
+                state |= {"trying": trial.version, "verdicts": trial.counts()}
+                state |= {"difference": gain, "low": low, "high": high} if math.isfinite(low) else {}
+            return super().health() | {"canary": state}
 
 
 def is_early(user: str, share: float) -> bool:
@@ -228,7 +196,16 @@ def is_early(user: str, share: float) -> bool:
 
 @contextmanager
 def open_canary(
-    path: Path, count: int, *, share: float, verdicts: int, run: Path, follow: str, **given: Any
+    path: Path,
+    count: int,
+    *,
+    share: float,
+    verdicts: int,
+    run: Path,
+    follow: str,
+    slots: int,
+    ray: str = "",
+    **options: Any,
 ) -> Iterator[OpenEngine[Canary]]:
     """Run a checkpoint in `count` processes for most users, and in one more for those who get a new version first. `run`: folder
     of the records. Raises ValueError for a store without a version and for a `canary.json` that does not fit it, and like
@@ -247,13 +224,11 @@ def open_canary(
         if known.store != follow or known.trusted > newest:
             raise ValueError(f"{file} is of {known.store} and trusts version {known.trusted}; {again}")
     run.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        usual, early = (
-            stack.enter_context(open_replicas(path, each, rule=rule, narrow=True, follow=follow, **given))
-            for each, rule in ((count, known.usual), (1, known.early))
-        )
-        canary = Canary(usual.shared, early.shared, share, verdicts, known, file)
-        canary.keep()
-        yield OpenEngine(
-            shared=canary, tokenizer=usual.tokenizer, format=usual.format, tokens=usual.tokens, known=usual.known
-        )
+    model, tokenizer, form = chat_of(path)
+    options |= {"path": path.resolve(), "follow": follow}
+    sizes = [*[-(-slots // count)] * count, slots]
+    with (
+        open_actors(ray) as actors,
+        Canary(actors, [{**options, "slots": size} for size in sizes], share, verdicts, known, file) as canary,
+    ):
+        yield OpenEngine(shared=canary, tokenizer=tokenizer, format=form, tokens=canary.tokens, known=model)

@@ -402,7 +402,7 @@ def _grammar(asked: RequestBody, renderer: ChatRenderer) -> Grammar | None:
         raise Refused(f"tool_choice: {asked.tool or 'required'}: there is no such tool", param="tool_choice")
     several = asked.parallel_tool_calls is not False and not asked.tool
     try:
-        return Grammar.of_calls(renderer, names, text=not asked.must_call, several=several)
+        return renderer.grammar(names, text=not asked.must_call, several=several)
     except ValueError as error:
         raise Refused(str(error), param="tools") from None
 

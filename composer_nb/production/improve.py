@@ -20,7 +20,6 @@ import logging
 import re
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -83,7 +82,7 @@ def improve(
     figures of the checkpoint that a chain of updates with this gate began with), `version`.
 
     Raises FileNotFoundError and ValueError before anything is learnt for records without verdicts or of other weights only, for
-    tasks that cannot be read, and for an `out` that is there; SecondWriter and StoreError for a store that cannot be written.
+    tasks that cannot be read, and for an `out` that is there; StoreError for a store that cannot be read.
     """
     if out.exists():
         raise ValueError(f"--out {out}: is there already; each update has a folder of its own")
@@ -95,8 +94,8 @@ def improve(
         raise ValueError(
             f"{', '.join(map(str, records))}: {len(judged)} rollouts with a verdict; an update compares at least two"
         )
-    if store:  # another writer holds it: better known now than after the update
-        Publisher(store, owner=OWNER).close()
+    if store:  # better known now than after the update
+        Publisher(store, owner=OWNER)
     model = load_pretrained(start)
     replay = settings.replay if model.config.moe_layers else NO_REPLAY
     plain = [session for session in judged if not any(turn.sampling for turn in session[1].rollout.turns)]
@@ -245,15 +244,15 @@ def _figures(attempts: Sequence[Attempt]) -> dict[str, Any]:
 
 def publish(store: str, model: Model) -> int:
     """Publish the weights as the store's next version, and return its number."""
-    with closing(Publisher(store, owner=OWNER)) as publisher:
-        publisher.publish(publisher.last + 1, published(model), side_files(model))
-        return publisher.last
+    publisher = Publisher(store, owner=OWNER)
+    publisher.publish(publisher.last + 1, published(model), side_files(model))
+    return publisher.last
 
 
 def revert(store: str, version: int) -> int:
     """Publish the weights of an earlier version again, as the newest, and return its number: whoever follows the store takes them
     at its next look. Raises WeightFault, StoreError."""
     fetched = Receiver(store, name=OWNER).fetch(version)
-    with closing(Publisher(store, owner=OWNER)) as publisher:
-        publisher.publish(publisher.last + 1, fetched.tensors, fetched.files)
-        return publisher.last
+    publisher = Publisher(store, owner=OWNER)
+    publisher.publish(publisher.last + 1, fetched.tensors, fetched.files)
+    return publisher.last

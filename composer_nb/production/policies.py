@@ -17,11 +17,12 @@ from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.chat import ChatRenderer
 from composer_nb.harness.agent.endpoint import LISTED_S, Endpoint, EndpointTurnPolicy, context_of
+from composer_nb.harness.agent.formats import FORMATS
 from composer_nb.harness.agent.loop import LIMITS
 from composer_nb.harness.agent.scripts import SCRIPTS, read_script
 from composer_nb.harness.agent.summary import NO_SUMMARIES, SummarySettings
 from composer_nb.harness.agent.turns import Limits, ScriptTurnPolicy, TokenTurnPolicy, TurnPolicy
-from composer_nb.harness.environment import RENDERERS, TO_CONVERT, Carried, carried, read_carried
+from composer_nb.harness.environment import TO_CONVERT, Carried, carried, read_carried
 from composer_nb.harness.policy import ProviderFailure
 from composer_nb.harness.remote import REMOTE
 from composer_nb.harness.tasks.task import Task
@@ -31,7 +32,7 @@ from composer_nb.production.work import tools_for
 
 if TYPE_CHECKING:
     from composer_nb.trainer.services.inference import Inference
-    from composer_nb.trainer.versions.rule import VersionRule
+    from composer_nb.trainer.versions.receiver import VersionRule
 
 LOG = logging.getLogger(__name__)
 KINDS = "DIR, openai:URL[#MODEL], vllm:URL#DIR, sglang:URL#DIR, scripted:NAME or scripted:FILE.json"
@@ -112,7 +113,7 @@ def open_policy(
 
         url, _, folder = rest.rpartition("#")
         known = trained_with(Path(folder))
-        chat = RENDERERS[known.renderer](load_tokenizer(Path(folder), needed=()), schemas)
+        chat = FORMATS[known.renderer](load_tokenizer(Path(folder), needed=()), schemas)
         there = REMOTE[kind](url, stop=chat.stop, temperature=temperature)
         with suppress(ProviderFailure, ValueError):  # a server need not list its model
             context = context_of(_listed(f"{url.rstrip('/')}/v1")[1])
@@ -219,7 +220,7 @@ def chat_of(path: Path) -> tuple[Carried, Tokenizer, Callable[..., ChatRenderer]
     def form(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None = None) -> ChatRenderer:
         if tools is None:
             tools = tools_for(known.tools).schemas if known.renderer == "compact" else []
-        return RENDERERS[known.renderer](tokenizer, tools)
+        return FORMATS[known.renderer](tokenizer, tools)
 
     return known, load_tokenizer(path, needed=()), form
 

@@ -125,12 +125,13 @@ class ConversationRow:
 
 def overlaid(first: Trace, later: Trace) -> Trace:
     """Return the records of a rollout whose tokens were forwarded twice, the first ones where there are such."""
-    if len(later.route_valid) < len(first.route_valid):
-        return first
-    for each in fields(later) if len(first.route_valid) else ():
-        known = getattr(first, each.name)
-        getattr(later, each.name)[: len(known)][first.route_valid] = known[first.route_valid]
-    return later
+    if len(later.route_valid) < len(first.route_valid) or not len(first.route_valid):
+        return first if len(first.route_valid) else later
+    merged = {column.name: getattr(later, column.name).copy() for column in fields(later)}
+    for name, records in merged.items():
+        earlier = getattr(first, name)
+        records[: len(earlier)][first.route_valid] = earlier[first.route_valid]
+    return Trace(**merged)
 
 
 Judged = Callable[[str, str, Attempt], None]
@@ -139,7 +140,7 @@ Judged = Callable[[str, str, Attempt], None]
 class RolloutRecord:
     """A folder of rollouts that were served: that of a run with this tokenizer, or a new one."""
 
-    def __init__(self, run: Path, tokenizer: Tokenizer, judged: Judged = lambda name, user, done: None) -> None:
+    def __init__(self, run: Path, tokenizer: Tokenizer, judged: Judged | None = None) -> None:
         """`judged`: called with the name of each rollout that got a verdict, and of its user. Raises ValueError for a run with
         another tokenizer."""
         pa.array([0])  # imports pandas, for seconds: now, and not while requests are answered
@@ -173,7 +174,8 @@ class RolloutRecord:
         graded = [verdict.of(_loaded(file)) for file in files]
         for file, done in zip(files, graded, strict=True):
             self._save(file, done)
-        self.judged(name, self._users.get(name, name), graded[-1])
+        if self.judged:
+            self.judged(name, self._users.get(name, name), graded[-1])
         return sum(len(done.rollout.segments) for done in graded)
 
     def _save(self, file: Path, done: Attempt) -> None:

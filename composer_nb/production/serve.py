@@ -1,6 +1,6 @@
 """An OpenAI-compatible server: a script behind it, to try clients without a model, or an engine (`conversations.py`).
 
-    connection (how many, and how long a request may take to arrive) → Host, Origin, body → queue → a thread for each slot
+    uvicorn's limits → Host, Origin, body → queue → a thread for each slot
 
 Covers `POST /v1/chat/completions` and Anthropic's `/v1/messages` with tools, whole or as a stream, `POST /v1/generate` for tokens
 in and out, `GET` of `/v1/models`, `/health` and `/metrics`, and, where conversations are recorded, the same below
@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from ipaddress import ip_address
@@ -27,13 +27,11 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
-import h11
 import uvicorn
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from composer_nb.harness.agent.turns import Script
 from composer_nb.harness.environment import Carried
@@ -64,15 +62,12 @@ MAX_BODY_BYTES = 16 << 20
 SHORT = 16 << 10
 """Maximum bytes of a body that is checked in the event loop."""
 SPARE_CONNECTIONS = 64
-"""Connections besides those of the requests that are answered or wait: their requests are told to ask again."""
-TURNED_AWAY = 512
-"""Connections beyond these, of which no request is read: they are told to ask again. Any more are cut."""
-AWAY_S = 2.0
-"""Time for a client that is turned away to read why."""
+"""Connections besides those of the requests that are answered or wait; requests on any more get status 503."""
 ARRIVE_S = 20.0
-"""Time for the head of a request to arrive, and again for its body."""
-KEEP_S = 30.0
-"""Time that a connection stays open after an answer, also one that its client does not read."""
+"""Time for the body of a request to arrive."""
+KEEP_S = 30
+"""Time that a connection stays open after an answer."""
+MAX_HEAD_BYTES = 64 << 10
 DRAIN_S = 30.0
 """Time for what is under way when the server is to end."""
 RETRY_S = 1
@@ -88,53 +83,6 @@ Answer = TypeVar("Answer")
 Answerer = Callable[[AnyAsked, Callable[[], bool], Told], Answered]
 """Answers a request while its client is there, and may tell parts of the answer as they come. Raises ValueError for a request
 that it does not accept, and TimeIsUp when the client goes away."""
-
-
-class _Connection(H11Protocol):
-    """uvicorn's HTTP/1.1 with a limit on connections, and on the time in which a request's head arrives."""
-
-    most: int
-    """Maximum connections of the server."""
-    busy: bytes
-    """The answer on any more."""
-    _late: asyncio.TimerHandle | None = None
-    _away: bytes | None = None
-    """What is still to be told to a client that is turned away."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        transport.set_write_buffer_limits(high=1 << 30)  # nothing waits for a client that does not read
-        if len(self.connections) > self.most + TURNED_AWAY:
-            transport.abort()
-        elif len(self.connections) > self.most:
-            self._away = self.busy
-            self.loop.call_later(AWAY_S, transport.abort)
-        self._expect()
-
-    def data_received(self, data: bytes) -> None:
-        if self._away is not None:
-            if self._away:
-                self.transport.write(self._away)
-                self.transport.write_eof()  # closed before all is read, the connection would be reset
-            self._away = b""
-            return
-        super().data_received(data)
-        self._expect()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self.transport.is_closing():  # when all is read, which may be never
-            self.loop.call_later(KEEP_S, self.transport.abort)
-
-    def timeout_keep_alive_handler(self) -> None:
-        self.transport.abort()
-
-    def _expect(self) -> None:
-        if self.conn.their_state is h11.IDLE:
-            self._late = self._late or self.loop.call_later(ARRIVE_S, self.transport.abort)
-        elif self._late:
-            self._late.cancel()
-            self._late = None
 
 
 class ChatServer:
@@ -155,8 +103,7 @@ class ChatServer:
         grade: Callable[[str, Verdict], int] | None = None,
         trained: Carried | None = None,
         context: int = 0,
-        replicas: Callable[[], Sequence[Mapping[str, int]]] = tuple,
-        canary: Callable[[], Mapping[str, Any]] = dict,
+        health: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         """`port` 0 is any free port; with `shared`, several servers of a machine may listen on one, and each connection goes to
         one of them. `slots` requests are answered at a time and `queue` more wait. Requests bring the `key`, if there is
@@ -164,8 +111,8 @@ class ChatServer:
         `grade`: takes what is found out about a recorded rollout, and returns the number of its branches. `trained`: what the
         model was trained with; `GET /v1/models` says it, so that an agent offers the same tools within the same limits.
         `context`: maximum tokens of a conversation, which it says too, under vLLM's name.
-        `replicas`: what each of several engines does, for `/health` and `/metrics`. `canary`: where the trial of a version
-        stands, for `/health`.
+        `health`: what each of several `replicas` does and where the trial of a version stands (`canary`), for `/health` and
+        `/metrics`.
 
         Raises ValueError for an invalid address, or one in use."""
         self.model, self.host, self.most = model, host, slots + queue
@@ -179,7 +126,7 @@ class ChatServer:
         local = ip_address(self._socket.getsockname()[0]).is_loopback
         self.key = key or ("" if local else secrets.token_urlsafe(24))
         self._version, self._grade, self._counts = version, grade, Counter[str]()
-        self._replicas, self._canary = replicas, canary
+        self._health = health
         self._listed = {"max_model_len": context} if context else dict[str, Any]()
         self._listed |= {"trained_with": asdict(trained)} if trained else {}
         self._answer, self._work, self._draining = answer, set[Future[Answered]](), False
@@ -188,7 +135,7 @@ class ChatServer:
             uvicorn.Config(
                 self._serve,
                 interface="asgi3",
-                http=type("_Limited", (_Connection,), {"most": self.most + SPARE_CONNECTIONS, "busy": self._busy()}),
+                http="h11",
                 ws="none",
                 loop="asyncio",
                 lifespan="off",
@@ -196,7 +143,9 @@ class ChatServer:
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                timeout_keep_alive=int(KEEP_S),
+                limit_concurrency=self.most + SPARE_CONNECTIONS,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+                timeout_keep_alive=KEEP_S,
                 timeout_graceful_shutdown=5,
             )
         )
@@ -255,8 +204,7 @@ class ChatServer:
                 if self._draining:
                     raise TimeIsUp
                 version: dict[str, Any] = {"policy_version": self._version()} if self._version else {}
-                more = {"replicas": self._replicas(), "canary": self._canary()}
-                return JSONResponse({"status": "ok"} | version | {name: value for name, value in more.items() if value})
+                return JSONResponse({"status": "ok"} | version | {**self._health()})
             case "GET", "/metrics":
                 return PlainTextResponse(self._metrics())
             case "GET", "/v1/models":
@@ -294,25 +242,17 @@ class ChatServer:
             raise Refused(message, 404, "model_not_found", "model")
         return asked
 
-    def _full(self) -> Refused:
-        message = f"{self.most} requests are under way or wait; ask again"
-        return Refused(message, 429, "rate_limit_exceeded", **{"Retry-After": str(RETRY_S)})
-
-    def _busy(self) -> bytes:
-        """Return the answer on a connection of which nothing is read."""
-        body = json.dumps(_shown(self._full(), "")).encode()
-        named = {**self._full().headers, "Content-Type": "application/json", "Content-Length": len(body)}
-        heads = "".join(f"{name}: {value}\r\n" for name, value in named.items())
-        return f"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\n{heads}\r\n".encode() + body
-
     def _metrics(self) -> str:
         """Return counts in Prometheus' text format."""
         running = sum(work.running() for work in [*self._work])
         now: dict[str, float] = {"requests_running": running, "requests_queued": len(self._work) - running}
         if self._version:
             now["policy_version"] = self._version()
-        now |= {f"canary_{name}": each for name, each in self._canary().items() if isinstance(each, int | float)}
-        for number, state in enumerate(self._replicas()):
+        health = self._health()
+        now |= {
+            f"canary_{key}": value for key, value in health.get("canary", {}).items() if not isinstance(value, dict)
+        }
+        for number, state in enumerate(health.get("replicas", ())):
             now |= {f'replica_{name}{{replica="{number}"}}': value for name, value in state.items() if name != "pid"}
         values, lines = {**self._counts, **now}, list[str]()
         for name in sorted({each.partition("{")[0] for each in values}):
@@ -372,7 +312,8 @@ class ChatServer:
     async def _queued(self, asked: AnyAsked, request: Request, told: Told = lambda *part: None) -> Answered:
         """Return the answer. Requests wait in order, and a client that goes away leaves the queue."""
         if len(self._work) >= self.most:
-            raise self._full()
+            message = f"{self.most} requests are under way or wait; ask again"
+            raise Refused(message, 429, "rate_limit_exceeded", **{"Retry-After": str(RETRY_S)})
         if self._draining or self._server.should_exit:
             raise TimeIsUp
         gone = threading.Event()

@@ -8,32 +8,21 @@ its arguments up to there, in a stream and in a whole answer. A turn whose first
 from __future__ import annotations
 
 import json
-import re
 from base64 import b64encode
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from io import BytesIO
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic_core import from_json
 
-from composer_nb.harness.agent.chat import ChatRenderer, Piece, Said
-from composer_nb.harness.agent.compact import DONE, CompactRenderer
+from composer_nb.harness.agent.chat import ChatRenderer, Said
 from composer_nb.harness.agent.endpoint import call_on_wire
-from composer_nb.harness.agent.kimi import ARGUMENT, ID, KimiRenderer
-from composer_nb.harness.agent.qwen import FUNCTION, PARAMETER, QwenRenderer, kinds, read_value
 from composer_nb.harness.policy import Completion, SampledToken
-from composer_nb.harness.tools.tool_call import ToolCall, ToolError
+from composer_nb.harness.tools.tool_call import ToolError
 from composer_nb.production.wire import Calls, Choice, Logprobs, RequestBody, wire_of
-
-_BEGUN = re.compile(r"\s*<parameter=([^\n<>]+)>\n?(.*)", re.S)
-_CLOSING = "\n</parameter>"
-_CLOSED = re.compile(r"\n?</parameter>\s*(?:<[^\n<>]*)?\Z")
-"""The end of a parameter, for all that is known."""
 
 
 class StreamedTurn:
@@ -86,7 +75,9 @@ class StreamedTurn:
         return False
 
     def _calls(self, token_ids: Sequence[int]) -> list[dict[str, Any]]:
-        return [] if self.asked.tool_choice == "none" else calls_of(self.renderer, token_ids)
+        if self.asked.tool_choice == "none":
+            return []
+        return [call_on_wire(*call) for call in self.renderer.calls_so_far(token_ids)]
 
     def _lead(self, token_ids: Sequence[int]) -> str:
         """Return the text before the first call."""
@@ -158,8 +149,8 @@ class StreamedTurn:
             whole, token_ids = whole[:at], self._up_to(token_ids, at)
         parsed, calls = renderer.parse(token_ids), self._calls(token_ids)
         offered = self.asked.tools and self.asked.tool_choice != "none"
-        if not calls and offered and isinstance(renderer, CompactRenderer):
-            calls = _foreign(parsed)
+        if not calls and offered and (unknown := renderer.unknown_call(parsed)):
+            calls = [call_on_wire(*unknown)]
         if calls:
             return {"role": "assistant", "content": parsed.text, "tool_calls": calls}, length
         if length is not None or renderer.stop.isdisjoint(token_ids[-1:]):
@@ -199,119 +190,6 @@ class Continuation(StreamedTurn):
         message, kept = super()._message([*token_ids, self.renderer.end])
         whole, found = self._spelled(token_ids), self._stop(self._spelled(token_ids))
         return {**message, "content": whole[: found[1]] if found else whole}, kept
-
-
-def calls_of(renderer: ChatRenderer, token_ids: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the calls of a turn, which need not have ended, in OpenAI's form: all up to the first that cannot be read, and what
-    is known of that one."""
-    made, calls = list[dict[str, Any]](), renderer.parse(token_ids).calls
-    if isinstance(renderer, CompactRenderer) and renderer.call in token_ids and renderer.end not in token_ids:
-        last = len(token_ids) - 1 - [*token_ids][::-1].index(renderer.call)  # what stands before it is complete
-        whole = renderer.parse([*token_ids[:last], renderer.end]).calls
-        calls = (*whole, *calls[len(whole) :])
-    for number, written in enumerate(calls):
-        call, shown = written.call, None
-        match renderer:
-            case KimiRenderer():
-                shown = _kimi(renderer, token_ids, number, isinstance(call, ToolCall))
-            case _ if isinstance(call, ToolCall):
-                shown = written.id, call.name, json.dumps(dict(call.arguments))
-            case QwenRenderer():
-                shown = _qwen(renderer, token_ids, number)
-            case CompactRenderer():
-                shown = _compact(renderer, token_ids, number)
-        made += [call_on_wire(*shown)] if shown else []
-        if shown is None or isinstance(call, ToolError):
-            break
-    return made
-
-
-def _pieces(renderer: ChatRenderer, token_ids: Sequence[int], number: int, opening: str) -> list[Piece]:
-    """Return what was written between the token that begins a call and that of the next one."""
-    places = [place for place, token in enumerate(token_ids) if token == renderer.ids[opening]]
-    [start, end] = [*places, *[len(token_ids)] * (number + 2)][number : number + 2]
-    return renderer.pieces(token_ids[start + 1 : end])
-
-
-def _kimi(renderer: KimiRenderer, token_ids: Sequence[int], number: int, done: bool) -> tuple[str, str, str] | None:
-    """Return a call with its arguments as the model wrote them, without a last brace if it is not `done`."""
-    match _pieces(renderer, token_ids, number, "<|tool_call_begin|>"):
-        case [str(id), mark, str(text), *_] if mark == renderer.ids[ARGUMENT] and (found := ID.fullmatch(id.strip())):
-            known = text if done else _beginning(text.rstrip("\ufffd")).rstrip().removesuffix("}")
-            return (id.strip(), found[1], known) if known else None
-    return None
-
-
-def _beginning(text: str) -> str:
-    """Return the part of a text with which a JSON object can begin."""
-
-    def wrong(size: int) -> bool:
-        with suppress(ValueError):
-            return not isinstance(from_json(text[:size], allow_partial=True), dict)
-        return bool(text[:size].strip())
-
-    return text if not wrong(len(text)) else text[: bisect_left(range(len(text)), True, key=wrong) - 1]
-
-
-def _qwen(renderer: QwenRenderer, token_ids: Sequence[int], number: int) -> tuple[str, str, str] | None:
-    """Return a call with its arguments so far. A string comes as it is written, any other value at its end."""
-    [piece, *_] = [*_pieces(renderer, token_ids, number, "<tool_call>"), ""]
-    body = piece.rstrip("\ufffd") if isinstance(piece, str) else ""
-    if (head := FUNCTION.match(body)) is None:
-        return None
-    schemas = renderer.parameters.get(head[1], {}).get("properties", {})
-    arguments, at, last = dict[str, Any](), head.end(), None
-    with suppress(ToolError):
-        while (match := PARAMETER.match(body, at)) and match[1] not in arguments:
-            arguments[match[1]] = read_value(match[2], kinds(schemas.get(match[1], {"type": "string"})))
-            at = match.end()
-        begun = _BEGUN.match(body, at)
-        if begun and begun[1] not in arguments and kinds(schemas.get(begun[1], {"type": "string"})) == {"string"}:
-            last = begun[1], _without_end(begun[2])
-    return f"call_{number}", head[1], _object(arguments, last)
-
-
-def _without_end(value: str) -> str:
-    """Return the part of a value of Qwen's format that is no part of its end."""
-    if (closed := _CLOSED.sub("", value)) != value:
-        return closed
-    ends = (tag[:size] for size in range(len(_CLOSING), 0, -1) for tag in (_CLOSING, _CLOSING[1:]))
-    return value.removesuffix(next((end for end in ends if value.endswith(end)), ""))
-
-
-def _compact(renderer: CompactRenderer, token_ids: Sequence[int], number: int) -> tuple[str, str, str] | None:
-    """Return a call with its arguments so far, once its first line has ended."""
-    texts = [""]
-    for piece in _pieces(renderer, [renderer.call, *token_ids], number, "<|call|>"):  # its cue begins a call
-        if piece == renderer.to:
-            texts.append("")
-        elif isinstance(piece, str):
-            texts[-1] += piece
-    form = renderer.words.get(texts[0].partition(" ")[0])
-    if len(texts) < 2 or form is None or (head := form.head.fullmatch(texts[0])) is None:
-        return None
-    names, arguments, last = (*form.short, *form.long), dict[str, Any](), None
-    known = [*head.groups(), *texts[1:-1]]
-    with suppress(ToolError):
-        for name, text in zip(names, known, strict=False):
-            arguments[name] = form.value(name, text)
-        if len(known) < len(names) and form.types.get(names[len(known)]) == "string":
-            last = names[len(known)], texts[-1].rstrip("\ufffd")
-    return f"call_{number}", form.tool, _object(arguments, last)
-
-
-def _foreign(parsed: Said) -> list[dict[str, Any]]:
-    """Return the call of a tool that was not offered, whose arguments the compact format cannot name."""
-    name = parsed.calls[0].text.partition(" ")[0].removesuffix("<|end|>") if parsed.calls else ""
-    return [call_on_wire(parsed.calls[0].id, name, "{")] if name.isidentifier() and name != DONE else []
-
-
-def _object(members: Mapping[str, Any], last: tuple[str, str] | None) -> str:
-    """Return the beginning of a JSON object, up to within the text of its last member."""
-    text = json.dumps(dict(members))[:-1]
-    if last is None:
-        return text
-    return f"{text}{', ' if members else ''}{json.dumps(last[0])}: {json.dumps(last[1])[:-1]}"
 
 
 def _numbered(token: int, logprob: float) -> dict[str, Any]:

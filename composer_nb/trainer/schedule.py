@@ -31,7 +31,28 @@ def require_live(name: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServicesSettings:
+class SamplingLimits:
+    """Limits on running ahead and on failures."""
+
+    ahead: Count = 1
+    """Batches that may be in flight beyond the one that is due (O); 0: on-policy."""
+    bound: Count = 2
+    """Maximum staleness of a rollout's oldest token at training time, in batches."""
+    window: Share = 1.0
+    """A batch is taken from the oldest max(P, window · (O + 1) · P) groups."""
+    order: Literal["window", "fifo", "discard"] = "window"
+    """`discard` takes the groups that are ready first and drops those too old: biased to short rollouts, for comparison."""
+    retries: Count = 3
+    """Maximum retries of a rollout after an infrastructure fault or a hang."""
+    deaths: Count = 20
+    """Maximum number of times that a group may lose its worker, or a batch its trainer."""
+    hang_s: Positive = 120.0
+    """Seconds of silence after which a worker counts as hung and is stopped. A dispatch is given up when none of its rollouts has
+    made progress for `limits.seconds` and this, which must suffice for the grading of one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServicesSettings(SamplingLimits):
     """Asynchronous RL as services on Ray, or one synchronous loop if `on` is false."""
 
     on: bool = True
@@ -40,20 +61,6 @@ class ServicesSettings:
     it at the end."""
     engines: Some = 1
     """Number of inference engines; each has its own environment worker."""
-    ahead: Count = 1
-    """Batches that may be in flight beyond the one that is due (O); 0: on-policy."""
-    bound: Count = 2
-    """Maximum staleness of a rollout's oldest token at training time, in batches."""
-    window: Share = 1.0
-    """A batch is taken from the oldest max(P, window · (O + 1) · P) groups."""
-    order: Literal["window", "fifo", "discard"] = "window"
-    retries: Count = 3
-    """Maximum retries of a rollout after an infrastructure fault."""
-    deaths: Count = 20
-    """Maximum number of times that a group may lose its worker, or a batch its trainer."""
-    hang_s: Positive = 120.0
-    """Seconds of silence after which a worker counts as hung and is stopped. A dispatch is given up when none of its rollouts has
-    made progress for `limits.seconds` and this, which must suffice for the grading of one."""
     lockstep: bool = False
     """Step engines only while an environment worker waits for them. With ahead=0 and one engine, runs are bit-reproducible."""
     changes: Changes = field(default_factory=dict)
@@ -69,36 +76,20 @@ class ServicesSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """Limits on running ahead. The defaults are asynchronous; `ahead=0` is the synchronous schedule."""
+class Schedule(SamplingLimits):
+    """The schedule of the orchestrator; `ahead=0` is the synchronous one."""
 
     prompts: Some = 8
     """P: groups per batch."""
     group: Some = 8
     """G: rollouts per group."""
-    ahead: Count = 4
-    """O: batches that may be under way beyond the one that is due; 0: on-policy."""
-    bound: Annotated[int, Field(ge=-1)] = -1
-    """Maximum staleness, in versions, of a rollout's oldest token at training time; −1: twice `ahead`."""
-    window: Share = 0.5
-    """A batch is taken from the oldest max(P, window · (O + 1) · P) groups."""
-    order: Literal["window", "fifo", "discard"] = "window"
-    """`discard` takes the groups that are ready first and drops those too old: biased to short rollouts, for comparison."""
-    retries: Count = 3
-    """Maximum retries of a rollout after an infrastructure fault or a hang."""
-    deaths: Count = 20
-    """Maximum number of times that a group may lose its worker, or a batch its trainer."""
-    hang_s: Positive = 1800.0
-    """Seconds without progress after which a dispatch counts as hung."""
     steps: Count = 0
-    """Total number of batches; 0: until `Drain`."""
+    """Total number of batches; 0: no end."""
     refill: Count = 0
     """Maximum total of groups without a signal (all rewards equal) that are replaced by groups at other prompts."""
 
     def __post_init__(self) -> None:
         require_ranges(self, "services")
-        if self.bound == -1:
-            object.__setattr__(self, "bound", 2 * self.ahead)
         if self.bound < self.ahead:
             raise ValueError(f"services.bound={self.bound}: must be at least services.ahead ({self.ahead})")
 
@@ -208,11 +199,6 @@ class Served(Event):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick(Event):
     """Time has passed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drain(Event):
-    """Admit no more rollouts; finish those under way and train on them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,19 +10,21 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-import typing
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import lru_cache, reduce
+from operator import getitem
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import Field
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.environment import EnvSettings
 from composer_nb.harness.monitors import MonitorSettings
-from composer_nb.harness.plain import Count, NotNegative, Positive, Share, Some, reads, typed
+from composer_nb.harness.plain import Count, NotNegative, Positive, Share, Some
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.kernels.moe.recipes import RECIPES
 from composer_nb.tour.miniatures import Kind
@@ -38,9 +40,10 @@ from composer_nb.trainer.models.transformer import Kernels, ModelConfig
 from composer_nb.trainer.models.variants import ENGINES, EngineSettings
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 from composer_nb.trainer.prompts import CurriculumSettings
-from composer_nb.trainer.schedule import Schedule, ServicesSettings, require_live
+from composer_nb.trainer.schedule import SamplingLimits, Schedule, ServicesSettings, require_live
 
 Seed = Annotated[int, Field(ge=-(2**62), le=2**62)]
+Tree = TypeVar("Tree")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,27 +277,41 @@ class Settings:
             raise ValueError("mesh.*: RL on a mesh needs services.on=true; else leave mesh.* at its defaults")
         elif self.rl.prompts < self.ranks:
             raise ValueError(f"rl.prompts={self.rl.prompts}: must be at least ranks ({self.ranks}) unless services.on")
-        if self.loss.feedback and self.meshed:
-            raise ValueError("loss.feedback: its teacher's rows are not split over ranks; leave mesh.* at its defaults")
         data, clean = self.data, self.midtrain.steps + self.extend.steps
-        if clean and not data.demonstrations:
-            raise ValueError("data.demonstrations=0: midtrain.steps and extend.steps must be 0 too, they train on them")
-        if self.midtrain.draft_steps and not self.midtrain.steps:
-            raise ValueError("midtrain.draft_steps: needs midtrain.steps above 0, whose end it is")
-        if self.midtrain.draft_weight and not self.midtrain.draft_steps:
-            raise ValueError("midtrain.draft_weight: needs midtrain.draft_steps above 0, which begin the head")
-        if self.midtrain.draft_weight and self.meshed:
-            raise ValueError("midtrain.draft_weight: a head learns beside whole weights; leave mesh.* at its defaults")
-        if self.midtrain.rehearsal and not self.model.start:
-            raise ValueError("midtrain.rehearsal: needs model.start, because random weights have nothing to forget")
-        if not data.kinds:
-            raise ValueError("data.kinds=[]: at least one kind is needed")
-        if data.kinds != ("bug",) and data.level == "functions":
-            raise ValueError(f"data.kinds={list(data.kinds)}: tasks of data.level='functions' have bugs alone")
-        if self.sft.steps and not data.mistaken_demonstrations:
-            raise ValueError("data.mistaken_demonstrations=0: sft.steps must be 0 too, it trains on them")
-        if (self.rl.refill or self.services.changes) and not self.services.on:
-            raise ValueError(f"{'rl.refill' if self.rl.refill else 'services.changes'}: needs services.on=true")
+        head, steps = self.midtrain.draft_weight, self.midtrain.draft_steps
+        for wrong, message in (
+            (
+                self.loss.feedback and self.meshed,
+                "loss.feedback: its teacher's rows are not split over ranks; leave mesh.* at its defaults",
+            ),
+            (
+                clean and not data.demonstrations,
+                "data.demonstrations=0: midtrain.steps and extend.steps must be 0 too, they train on them",
+            ),
+            (steps and not self.midtrain.steps, "midtrain.draft_steps: needs midtrain.steps above 0, whose end it is"),
+            (head and not steps, "midtrain.draft_weight: needs midtrain.draft_steps above 0, which begin the head"),
+            (
+                head and self.meshed,
+                "midtrain.draft_weight: a head learns beside whole weights; leave mesh.* at its defaults",
+            ),
+            (
+                self.midtrain.rehearsal and not self.model.start,
+                "midtrain.rehearsal: needs model.start, because random weights have nothing to forget",
+            ),
+            (not data.kinds, "data.kinds=[]: at least one kind is needed"),
+            (
+                data.kinds != ("bug",) and data.level == "functions",
+                f"data.kinds={list(data.kinds)}: tasks of data.level='functions' have bugs alone",
+            ),
+            (
+                self.sft.steps and not data.mistaken_demonstrations,
+                "data.mistaken_demonstrations=0: sft.steps must be 0 too, it trains on them",
+            ),
+            (self.rl.refill and not self.services.on, "rl.refill: needs services.on=true"),
+            (self.services.changes and not self.services.on, "services.changes: needs services.on=true"),
+        ):
+            if wrong:
+                raise ValueError(message)
         if changes := self.services.changes:
             for name in {name for values in changes.values() for name in values}:
                 require_live(name)
@@ -391,47 +408,64 @@ class Settings:
 
     def schedule(self) -> Schedule:
         """Return the schedule of the orchestrator. Raises ValueError, which names the setting, if one does not fit."""
-        v = self.services
+        limits = {item.name: getattr(self.services, item.name) for item in dataclasses.fields(SamplingLimits)}
+        limits["hang_s"] += self.limits.seconds  # longer than any turn or call of a rollout
         return Schedule(
+            **limits,
             **{name: getattr(self.rl, name) for name in ("prompts", "group", "steps")},
-            **{name: getattr(v, name) for name in ("ahead", "bound", "window", "order", "retries", "deaths")},
-            hang_s=v.hang_s + self.limits.seconds,  # longer than any turn or call of a rollout
             refill=round(self.rl.refill * self.rl.steps * self.rl.prompts),
         )
-
-
-Tree = TypeVar("Tree")
 
 
 def override(settings: Tree, values: Mapping[str, Any]) -> Tree:
     """Return a copy of a tree of dataclasses with dotted names replaced; all values are set together.
 
-    An int may stand for a float. Text from a command line may stand for a number, a Boolean or a dictionary. Raises ValueError,
-    which names all such settings, for unknown names, wrong types and values out of range.
+    Text from a command line may stand for any value, as YAML; one value may stand for a list. Raises ValueError, which names the
+    settings, for unknown names, wrong types and values out of range.
     """
-    types = types_of(settings)
-    replacements: dict[str, Any] = {}
-    problems: list[str] = []
+    flat, tree, problems = to_flat(settings), to_dict(settings), list[str]()
     for name, value in values.items():
-        if name in types:
-            try:
-                replacements[name] = typed(value, types[name], name)
-            except ValueError as error:
-                problems.append(str(error))
-        elif inner := [member for member in types if member.startswith(f"{name}.")]:
-            problems.append(f"{name} is a group of settings; name one of {', '.join(inner)}")
-        else:
-            near = [candidate for candidate in difflib.get_close_matches(name, types) if reads(types[candidate], value)]
+        if name not in flat:
+            near = [other for other in flat if other.startswith(f"{name}.")] or difflib.get_close_matches(name, flat)
             problems.append(f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            continue
+        if isinstance(flat[name], tuple | dict) and isinstance(value, str):
+            with suppress(yaml.YAMLError):
+                value = yaml.safe_load(value)
+        if isinstance(flat[name], tuple) and not isinstance(value, list | tuple):
+            value = [value]
+        *groups, last = name.split(".")
+        reduce(getitem, groups, tree)[last] = value
+    return _validated(type(settings), tree, problems)
+
+
+def _validated(kind: type[Tree], tree: Mapping[str, Any], problems: Iterable[str] = ()) -> Tree:
+    problems = [*problems]
+    try:
+        settings = _model_of(cast(Hashable, kind)).model_validate({"tree": tree})
+    except ValidationError as error:
+        for problem in error.errors():
+            name, what = ".".join(map(str, problem["loc"][1:])), problem["msg"].replace("Input should", "must")
+            if problem["type"] == "unexpected_keyword_argument":
+                problems.append(f"unknown setting {name!r}")
+            else:  # the checks of the dataclasses name the setting themselves
+                own = what.removeprefix("Value error, ")
+                problems.append(own if own != what else f"{name}={problem['input']!r}: {what}")
     if problems:
         raise ValueError(". ".join(problems))
-    return _replaced(settings, replacements)
+    return cast(Tree, settings.tree)  # type: ignore[attr-defined]
+
+
+@lru_cache
+def _model_of(kind: Hashable) -> type[BaseModel]:
+    """Return a pydantic model that makes a tree of dataclasses from dictionaries; its configuration applies to all of it."""
+    return create_model("Checked", __config__=ConfigDict(allow_inf_nan=False, extra="forbid"), tree=(kind, ...))  # type: ignore[arg-type]
 
 
 def changed(first: Tree, second: Tree) -> dict[str, Any]:
     """Return by dotted name the values of `second` that differ from those of `first`, as `override` takes them."""
-    old, new = to_flat(first), to_flat(second)
-    differ = {name: value for name, value in new.items() if value != old[name]}
+    old = to_flat(first)
+    differ = {name: value for name, value in to_flat(second).items() if value != old[name]}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in differ.items()}
 
 
@@ -440,38 +474,15 @@ def to_dict(settings: Any) -> dict[str, Any]:
     return dataclasses.asdict(settings)
 
 
-def to_flat(settings: Any) -> dict[str, Any]:
-    """Return the values of the tree by dotted name."""
-    return {name: reduce(getattr, name.split("."), settings) for name in types_of(settings)}
-
-
 def from_dict(saved: Mapping[str, Any]) -> Settings:
     """Return the settings that `to_dict` saved. Raises ValueError as `override` does."""
-    return override(Settings(), _flat(saved, "", Settings()))
+    return _validated(Settings, saved)
 
 
-def _flat(tree: Mapping[str, Any], prefix: str, node: Any) -> dict[str, Any]:
-    """Return the leaves of a saved tree by dotted name; a dictionary of unknown settings is a leaf."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        inner = getattr(node, key, None)
-        nested = isinstance(value, Mapping) and dataclasses.is_dataclass(inner)
-        found |= _flat(value, f"{prefix}{key}.", inner) if nested else {prefix + key: value}
-    return found
-
-
-def types_of(settings: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the type of every setting of a tree by dotted name, with its range."""
-    found: dict[str, Any] = {}
-    for name, wanted in typing.get_type_hints(type(settings), include_extras=True).items():
-        value, full = getattr(settings, name), prefix + name
-        found |= types_of(value, f"{full}.") if dataclasses.is_dataclass(value) else {full: wanted}
-    return found
-
-
-def _replaced(node: Any, values: Mapping[str, Any]) -> Any:
-    changes: dict[str, Any] = {name: value for name, value in values.items() if "." not in name}
-    for group in {name.partition(".")[0] for name in values} - changes.keys():
-        inner = {name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{group}.")}
-        changes[group] = _replaced(getattr(node, group), inner)
-    return dataclasses.replace(node, **changes)
+def to_flat(settings: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the values of the tree by dotted name."""
+    flat: dict[str, Any] = {}
+    for field_ in dataclasses.fields(settings):
+        name, value = prefix + field_.name, getattr(settings, field_.name)
+        flat |= to_flat(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
+    return flat

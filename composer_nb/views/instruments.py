@@ -17,7 +17,7 @@ from composer_nb.harness.grading import box
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rollout import Turn
 from composer_nb.harness.sandbox.contract import Backend, ExecResult, Sandbox, Stats, archive_of
-from composer_nb.harness.sandbox.journal import mark_of, started
+from composer_nb.harness.sandbox.reap import mark_of, started
 from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.tasks.task import Task
 

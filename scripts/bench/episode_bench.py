@@ -29,7 +29,7 @@ from composer_nb.harness.grading.recorded import record
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
-from composer_nb.harness.sandbox.journal import OWN
+from composer_nb.harness.sandbox.reap import OWN
 from composer_nb.harness.sandbox.system.cgroups import Cgroups
 from composer_nb.harness.tasks.runtime import start
 from composer_nb.harness.tasks.task import Task

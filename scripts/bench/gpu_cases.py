@@ -11,9 +11,8 @@ from gpu_peers import Shape, blockwise_products, liger_layer, loop_mm, peer, row
 from torch import Tensor
 
 from composer_nb.kernels import grouped_mm, moe, mx_quantize
-from composer_nb.kernels.moe.explanation import architecture
 from composer_nb.kernels.moe.plain import DispatchPlan
-from composer_nb.kernels.moe.recipes import quantise_rows, quantise_weights
+from composer_nb.kernels.moe.recipes import architecture, quantise_rows, quantise_weights
 from composer_nb.kernels.moe.routing import choose_experts
 from scripts.bench.gpu_bench_tools import OURS, Case, Form, Routes, Target, route_logits
 
@@ -48,10 +47,10 @@ class Bench:
         return self.normal(s.e, 2 * s.i, s.d, scale=s.d**-0.5), self.normal(s.e, s.d, s.i, scale=s.i**-0.5)
 
     def plan(self, s: Shape, routes: Routes) -> tuple[Tensor, DispatchPlan]:
-        from composer_nb.kernels.moe.routing_triton import plan
+        from composer_nb.kernels.moe.steps_triton import TritonSteps
 
         experts = choose_experts(route_logits(routes, s.n, s.e, self.device), s.k)
-        return experts, plan(experts, s.e)
+        return experts, TritonSteps(architecture(self.device)).plan(experts, s.e)
 
 
 def forward_only(layer: Callable[..., Tensor], leaves: tuple[Tensor, ...], pull: Tensor) -> Form:
@@ -151,7 +150,7 @@ def products(b: Bench) -> Iterator[Case]:
 
 def scaled_products(b: Bench, x: Tensor, up: Tensor, plan: DispatchPlan, work: float, shape: str) -> Iterator[Case]:
     """Row 12: operands that are quantised already."""
-    from composer_nb.kernels.moe.triton_steps import TritonSteps
+    from composer_nb.kernels.moe.steps_triton import TritonSteps
 
     steps = TritonSteps(architecture(b.device))
 
@@ -262,8 +261,9 @@ def compiled(b: Bench) -> Iterator[Case]:
 
 def rows(b: Bench) -> Iterator[Case]:
     """Rows 8 to 11: what moves memory."""
-    from composer_nb.kernels.moe import routing_triton, rows_triton
+    from composer_nb.kernels.moe.steps_triton import TritonSteps
 
+    steps = TritonSteps(architecture(b.device))
     high, wide = b.size(131_072, 64), b.size(7168, 256)
     x, per = b.normal(high, wide), 2 + 1 + 1 / 32
     casts: dict[str, Form | str] = {
@@ -285,7 +285,7 @@ def rows(b: Bench) -> Iterator[Case]:
     goal = Target(0.6, 0.75, 0.85)
     s = b.shapes["S1"]
     h, gate = b.normal(s.n * s.k, 2 * s.i), torch.rand(s.n * s.k, device=b.device)
-    fused: dict[str, Form | str] = {OURS: lambda: rows_triton.swiglu(h, gate, "mxfp8")}
+    fused: dict[str, Form | str] = {OURS: lambda: steps.swiglu(h, gate, "mxfp8")}
     yield Case(
         number="9",
         title="SwiGLU to MXFP8",
@@ -301,7 +301,7 @@ def rows(b: Bench) -> Iterator[Case]:
         number="10",
         title="combine",
         shape="S1, uniform",
-        forms={OURS: lambda: rows_triton.combine(copies, plan), "torch": lambda: copies[plan.row_NK].sum(1)},
+        forms={OURS: lambda: steps.combine(copies, plan), "torch": lambda: copies[plan.row_NK].sum(1)},
         work=2.0 * (s.n + s.n * s.k) * s.d,
         goals={"copy": Target(0.75, 0.85, 0.9)},
         **common,
@@ -309,7 +309,7 @@ def rows(b: Bench) -> Iterator[Case]:
     logits = route_logits("uniform", s.n, s.e, b.device)
 
     def ours() -> None:
-        routing_triton.plan(routing_triton.choose(logits, s.k), s.e)
+        steps.plan(steps.choose(logits, s.k), s.e)
 
     def theirs() -> None:
         _, chosen = logits.softmax(-1).topk(s.k, dim=-1)

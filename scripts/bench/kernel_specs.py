@@ -11,10 +11,9 @@ from composer_nb.kernels import logprob_triton
 from composer_nb.kernels.attention import cached_triton
 from composer_nb.kernels.formats import quantize_triton
 from composer_nb.kernels.formats.microscaling import NVFP4_BLOCK
-from composer_nb.kernels.moe import grouped_gemm_triton, routing_triton, rows_triton, scaled_gemm_triton
-from composer_nb.kernels.moe.explanation import INSTRUCTIONS
-from composer_nb.kernels.moe.grouped_gemm_triton import Tiles
-from composer_nb.kernels.moe.recipes import Format
+from composer_nb.kernels.moe import gemm_triton, steps_triton
+from composer_nb.kernels.moe.gemm_triton import Tiles
+from composer_nb.kernels.moe.recipes import INSTRUCTIONS, Format
 from scripts.bench.aot import ARCHITECTURES, Expect, Spec
 
 EXPERTS = {"E": 128, "BE": 128}
@@ -71,7 +70,7 @@ def bulk(architecture: int) -> str:
 
 
 def products() -> list[Spec]:
-    g, t, wide = grouped_gemm_triton, TILES, WIDE_TILES
+    g, t, wide = gemm_triton, TILES, WIDE_TILES
     tensors, strides = "a b c a_scale:fp32 b_scale:fp32 ends:i32 row_of:i32", "stride_am stride_be"
     forward = PRODUCT | BLOCKS | {"stride_bn": 2048, "stride_bk": 1, "GATHER": True, "SCALED": False}
     forward |= {"BULK_A": False, "BULK_B": False}
@@ -107,7 +106,7 @@ def products() -> list[Spec]:
         )
         for name, (constants, types, narrow) in kernels.items()
     ]
-    o = grouped_gemm_triton.outer_tiles(torch.bfloat16, gather=True)
+    o = gemm_triton.outer_tiles(torch.bfloat16, gather=True)
     outer = {"stride_wf": 1, "stride_ws": 2048, "F": 2048, "S": 1536, "GATHER": True, "BULK": True}
     outer |= {"BM": o.k, "BF": o.m, "BS": o.n, "GROUP": o.group}
     of_rows = outer | {"stride_wf": 1536, "stride_ws": 1, "GATHER": False, "BULK": False}
@@ -134,7 +133,7 @@ def products() -> list[Spec]:
 def scaled_product(name: str, format: Format, arch: int) -> Spec:
     """Gathered rows times gates and ups."""
     four, wide = format == "nvfp4", format == "fp8_block128"
-    tiles = scaled_gemm_triton.scaled_tiles(128 if wide else NVFP4_BLOCK if four else 32)
+    tiles = gemm_triton.scaled_tiles(128 if wide else NVFP4_BLOCK if four else 32)
     data, scales = (":u8", ":fp8e4nv") if four else (":fp8e4nv", ":u8")
     tensors = f"a{data} a_scale{scales} b{data} b_scale{scales} c ends:i32 row_of:i32"
     constants = PRODUCT | {"GATHER": True, "BM": tiles.m, "BN": tiles.n, "GROUP": tiles.group}
@@ -143,7 +142,7 @@ def scaled_product(name: str, format: Format, arch: int) -> Spec:
         constants |= {"FOUR": four, "BK": tiles.k}
     return spec(
         f"grouped product, {name}",
-        scaled_gemm_triton.block128_product_kernel if wide else scaled_gemm_triton.scaled_product_kernel,
+        gemm_triton.block128_product_kernel if wide else gemm_triton.scaled_product_kernel,
         tensors,
         constants=constants,
         tiles=tiles,
@@ -167,7 +166,7 @@ def widened(name: str, data: str, scales: str, *, four: bool) -> Spec:
 
 
 def rows() -> list[Spec]:
-    r, d = rows_triton, 2048
+    r, d = steps_triton, 2048
     inner = {"INNER": 768, "BM": 4, "BI": r.swiglu_shape(768, 32)[1]}
     plain, quantised = inner | {"BLOCK": 0, "PACKED": False}, inner | {"BLOCK": 32, "PACKED": True}
     forward, backward = "h gate:fp32 out q:u8 scale:u8", "d h gate:fp32 dh act dgate:fp32 q:u8 scale:u8"
@@ -182,7 +181,7 @@ def rows() -> list[Spec]:
 
 
 def routes() -> list[Spec]:
-    r = routing_triton
+    r = steps_triton
     return [
         spec(
             "router",
@@ -274,7 +273,7 @@ def mxfp8(name: str, *, block: int = 32, rows: int = 1, down: bool = False) -> S
         "x_ptr q_ptr:u8 s_ptr:u8",
         "R K stride_b stride_r",
         {
-            **{"BLOCK": block, "ROWS": rows, "RCEIL": True, "DOWN": down, "H": height, "W": width},
+            **{"BLOCK": block, "ROWS": rows, "DOWN": down, "H": height, "W": width},
             "PACKED": (height if down else width) >= 4 * block,
         },
         warps=warps,

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from composer_nb.harness.policy import Request
 from composer_nb.harness.rollout import Kind
-from composer_nb.production.replicas import Replicas
+from composer_nb.production.replicas import Replicas, open_actors
 
 EXAMPLE = Path(__file__).parents[2] / "data/example"
 READ = (Kind.PROMPT, Kind.OBSERVATION)
@@ -56,7 +56,7 @@ def play(service: Replicas, talks: list[Talk]) -> list[list[int]]:
 
 
 def cpu(service: Replicas) -> float:
-    processes = [psutil.Process(), *(psutil.Process(state["pid"]) for state in service.states())]
+    processes = [psutil.Process(), *(psutil.Process(state["pid"]) for state in service.health()["replicas"])]
     return sum(each.cpu_times().user + each.cpu_times().system for each in processes)
 
 
@@ -66,10 +66,12 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     asked = parser.parse_args()
-    size = {"path": EXAMPLE / "weights/final", "slots": asked.conversations, "tokens": 512, "step_tokens": 512}
+    size = {"path": EXAMPLE / "weights/final", "tokens": 512, "step_tokens": 512}
     sides, rates = (1, asked.replicas), list[list[tuple[float, float]]]()
     with ExitStack() as stack:
-        services = [stack.enter_context(Replicas(count, **size)) for count in sides]
+        actors = stack.enter_context(open_actors())
+        options = [[{**size, "slots": -(-asked.conversations // count)}] * count for count in sides]
+        services = [stack.enter_context(Replicas(actors, each)) for each in options]
         for number in range(asked.rounds + 1):
             talks, said = recorded(asked.conversations, number), []
             rates.append([])
@@ -80,7 +82,7 @@ def main() -> None:
                 rates[-1].append((count / (time.perf_counter() - begin), count / (cpu(service) - before)))
             if said[0] != said[1]:
                 raise SystemExit("the sides wrote other tokens")
-        moved = sum(state["moved_total"] for state in services[1].states())
+        moved = sum(state["moved_total"] for state in services[1].health()["replicas"])
     print(
         f"load {os.getloadavg()[0]:.1f}; {moved} turns moved\n| processes | tokens / s | tokens / CPU s |\n|---|---|---|"
     )

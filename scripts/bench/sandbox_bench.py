@@ -95,7 +95,7 @@ def bwrap_peer() -> dict[str, float]:
 
 def docker_peers(backend: Backend) -> dict[str, float]:
     """`docker exec` of `true` in one of our own containers."""
-    from composer_nb.harness.sandbox.docker import connect
+    from composer_nb.harness.sandbox.engine import connect
 
     found: dict[str, float] = {}
     with backend.create(SPEC) as box, contextlib.closing(connect()) as client:

@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=100)
     told = parser.parse_args()
     tools: ToolSet = ToolSet.cursor()
-    with open_backend(told.backend) as backend, backend.create(SandboxSpec(trusted=True)) as box:
+    with open_backend(told.backend) as backend, backend.create(SandboxSpec()) as box:
         box.upload({f"p{n % 50}/m{n}.py": BODY.encode() for n in range(FILES)})
         session = tools.open(box)
         print(

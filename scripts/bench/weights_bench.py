@@ -29,8 +29,7 @@ import torch
 import zstandard
 from tokenizers import Tokenizer
 
-from composer_nb.kernels.delta.codec import CODECS, bits, encode
-from composer_nb.kernels.delta.conditioned import LAYOUTS, Bits
+from composer_nb.kernels.delta.codec import CODECS, LAYOUTS, Bits, bits, encode
 from composer_nb.kernels.logprob import logprob_entropy
 from composer_nb.labs.rewards.rescore import stored_batch
 from composer_nb.trainer.learning.loss import policy_loss

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec, Snapshot
-from composer_nb.harness.sandbox.process import ProcessBackend
+from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.labs.attacks import sandbox_check
 from composer_nb.labs.attacks.case import verdict_of
 from composer_nb.labs.attacks.sandbox_check import SANDBOX_CASES as CASES
-from tests.harness.sandbox.conftest import ISOLATED, make
+from tests.harness.sandbox.conftest import BACKENDS, make
 
 
-@pytest.fixture(params=ISOLATED, scope="module")
+@pytest.fixture(params=BACKENDS, scope="module")
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    with make(request.param, request) as made:
-        yield made
+    with make(request.param, request) as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -36,27 +37,32 @@ def test_is_blocked(backend: Backend, case: Any, request: pytest.FixtureRequest)
     assert verdict.blocked, verdict.detail
 
 
-class NoWalls(ProcessBackend):
-    """Plain processes that trust whatever comes: only for cases that do no harm."""
+class NoWalls:
+    """A backend and its only sandbox without any walls: plain processes in a folder. Only for cases that do no harm."""
 
-    def create(self, spec: SandboxSpec | None = None, snapshot: Snapshot | None = None) -> Sandbox:
-        return super().create(replace(spec or SandboxSpec(), trusted=True), snapshot)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def create(self, spec: object) -> NoWalls:
+        return self
+
+    def __enter__(self) -> NoWalls:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def write(self, path: str, data: bytes) -> None: ...
+
+    def exec(self, command: list[str], *, timeout_s: float = 60.0, stdin: bytes = b"") -> Any:
+        words = [sys.executable if word == "python3" else word for word in command]
+        done = subprocess.run(words, input=stdin, capture_output=True, timeout=timeout_s, cwd=self.folder, check=False)
+        return SimpleNamespace(stdout=done.stdout, stderr=done.stderr, exit_code=done.returncode)
 
 
-@pytest.mark.parametrize("name", ["read-the-host", "network", "time-limit"])
-def test_missing_walls_are_noticed(name: str) -> None:
+@pytest.mark.parametrize("name", ["read-the-host", "network"])
+def test_missing_walls_are_noticed(name: str, tmp_path: Path) -> None:
     case = next(case for case in CASES if case.id == name)
-    with NoWalls() as backend, sandbox_check.surroundings(backend) as site:
+    backend: Any = NoWalls(tmp_path)
+    with sandbox_check.surroundings(backend) as site:
         verdict = verdict_of(case.judge, site)
-    if name == "time-limit":
-        assert verdict.blocked  # the resident program keeps this one by itself
-    else:
-        assert not verdict.blocked and "succeeded" in verdict.detail
-
-
-def test_a_backend_without_walls_is_not_attacked_and_passes_nothing() -> None:
-    report = sandbox_check.run_checks("process")
-    assert len(report["cases"]) >= len(CASES) and not any(row["blocked"] for row in report["cases"])
-    assert not report["capabilities"]["limits"]["network"]
-    assert [kind["kind"] for kind in report["kinds"]] == list(range(1, 31)), "each of the thirty is tried"
-    assert all(kind["cases"] and not kind["blocked"] for kind in report["kinds"])
+    assert not verdict.blocked and "succeeded" in verdict.detail

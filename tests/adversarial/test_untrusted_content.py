@@ -12,6 +12,7 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -24,7 +25,6 @@ from composer_nb.harness.carry import Blob
 from composer_nb.harness.sandbox.contract import Sandbox, SandboxSpec, members
 from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.sandbox.host import Channel
-from composer_nb.harness.sandbox.process import ProcessBackend
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import as_html, json_of, visible, visible_lines
 from composer_nb.jobs.file import load_job
@@ -127,7 +127,7 @@ STRANGE: dict[str, list[Any]] = {
 )
 def test_a_strange_answer_ends_the_sandbox(asked: str, answer: Any) -> None:
     machine = Scripted(json.dumps(answer).encode() + b"\n")
-    box = Sandbox(ProcessBackend(), SandboxSpec(), machine)
+    box = Sandbox(MagicMock(), SandboxSpec(), machine)
     with pytest.raises(SandboxFailure):
         ASKED[asked](box)
     assert machine.ended
@@ -138,7 +138,7 @@ def test_a_strange_answer_ends_the_sandbox(asked: str, answer: Any) -> None:
 )
 def test_a_header_that_is_no_header_ends_the_sandbox(head: str) -> None:
     for answers in ((head.encode() + b"\n",), (head.encode("latin-1"),)):
-        box = Sandbox(ProcessBackend(), SandboxSpec(), machine := Scripted(*answers))
+        box = Sandbox(MagicMock(), SandboxSpec(), machine := Scripted(*answers))
         with pytest.raises(SandboxFailure):
             box.end_all()
         assert machine.ended
@@ -146,7 +146,7 @@ def test_a_header_that_is_no_header_ends_the_sandbox(head: str) -> None:
 
 def test_an_error_from_a_sandbox_is_escaped_and_short() -> None:
     answer = {"error": [5, "\x1b[2J\u202e" + "x" * 10_000]}
-    box = Sandbox(ProcessBackend(), SandboxSpec(), Scripted(json.dumps(answer).encode() + b"\n"))
+    box = Sandbox(MagicMock(), SandboxSpec(), Scripted(json.dumps(answer).encode() + b"\n"))
     with pytest.raises(OSError, match=r"\\x1b\[2J\\u202e") as caught:
         box.remove("a")
     assert len(str(caught.value)) < 1000

@@ -7,47 +7,32 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 from test_jobs_fire import Bench
 
 from composer_nb.harness.sandbox.system.linux import patience
 
-CLUSTER = """
+WATCH = """
 import json, sys
-from pathlib import Path
-from ray._private import services
-from ray._private.state import GlobalState
-from ray._raylet import GcsClientOptions
-from composer_nb.trainer.services.cluster import start_node
+from composer_nb.trainer.services.cluster import attach
 
-folder, first, second, hidden = json.loads(sys.argv[1])
-head = start_node(Path(folder), **first)
-start = services.start_ray_process
+attach(sys.argv[1], "watch")
+import ray
+from ray._private.state import actors
 
-def apart(command, *more, **named):
-    over = 'mount -t tmpfs none "$0" && exec "$@"'
-    return start(["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", over, hidden, *command], *more, **named)
-
-if hidden:
-    services.start_ray_process = apart
-other = start_node(Path(folder), head=False, gcs_address=head.gcs_address, **second)
-print(json.dumps([head.gcs_address, head.node_id, other.node_id]), flush=True)
-state = GlobalState()
-state._initialize_global_state(GcsClientOptions.create(head.gcs_address, None, True, False))
-for line in sys.stdin:
-    if line == "lose a node\\n":
-        other.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
-        print("lost", flush=True)
-    else:
-        actors = state.actor_table(None, None, None).values()
-        print(json.dumps([[a["ActorID"], a["ActorClassName"], a["Address"]["NodeID"]] for a in actors]), flush=True)
-for node in (other, head):
-    node.kill_all_processes(check_alive=False, allow_graceful=True)
+nodes = sorted(ray.nodes(), key=lambda node: "node:__internal_head__" not in node["Resources"])
+print(json.dumps([node["NodeID"] for node in nodes]), flush=True)
+for line in iter(sys.stdin.readline, ""):
+    made = [[a["ActorID"], a["ActorClassName"], a["Address"]["NodeID"]] for a in actors().values()]
+    print(json.dumps(made), flush=True)
 """
+APART = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"']
 
 
 class Cluster:
@@ -55,35 +40,50 @@ class Cluster:
 
     def __init__(self, bench: Bench, first: dict[str, Any], second: dict[str, Any], hidden: Path | None = None) -> None:
         self.bench, self.words = bench, bench.folder / "cluster.txt"
-        self.folder = tempfile.mkdtemp(prefix="cnb-")  # short, because it contains the paths of sockets
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", CLUSTER, json.dumps([self.folder, first, second, str(hidden or "")])],
-            env=bench.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.words.open("w"),
-            text=True,
-        )
-        begun = self.read()
-        assert begun, self.words.read_text()
-        self.address, self.head, self.other = json.loads(begun)
+        self.folder = Path(tempfile.mkdtemp(prefix="cnb-"))  # short, because it contains the paths of sockets
+        self.nodes: list[subprocess.Popen[str]] = []
+        self.start_node([], "--head", "--port=0", f"--temp-dir={self.folder}", "--include-dashboard=false", **first)
+        address = self.folder / "ray_current_cluster"
+        while not address.is_file():
+            assert self.nodes[0].poll() is None, self.words.read_text()
+            time.sleep(0.1)
+        self.address = address.read_text()
+        self.start_node([*APART, str(hidden)] if hidden else [], f"--address={self.address}", **second)
+        self.watch = self.open([sys.executable, "-c", WATCH, self.address])
+        self.head, self.other = self.read()
 
-    def read(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+    def open(self, command: list[str]) -> subprocess.Popen[str]:
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.words.open("a")}
+        return subprocess.Popen(command, env=self.bench.environment, text=True, **pipes)
 
-    def ask(self, line: str) -> str:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{line}\n")
-        self.process.stdin.flush()
+    def start_node(self, apart: list[str], *options: str, **resources: int) -> None:
+        has = [f"--{name.replace('_', '-')}={count}" for name, count in resources.items()]
+        node = self.open([*apart, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *options, *has])
+        assert node.stdout is not None
+        self.nodes.append(node)
+        while "block forever" not in node.stdout.readline():
+            assert node.poll() is None, self.words.read_text()
+
+    def read(self) -> Any:
+        assert self.watch.stdout is not None
+        line = self.watch.stdout.readline()
+        assert line, self.words.read_text()
+        return json.loads(line)
+
+    def ask(self) -> Any:
+        assert self.watch.stdin is not None
+        self.watch.stdin.write("\n")
+        self.watch.stdin.flush()
         return self.read()
 
     def lose_a_node(self) -> None:
-        assert self.ask("lose a node") == "lost"
+        node = psutil.Process(self.nodes[1].pid)
+        for process in (node, *node.children(recursive=True)):
+            process.kill()
 
     def actors(self) -> set[tuple[str, str, str]]:
         """(id, class, id of its node) of every actor that has been made."""
-        return {tuple(each) for each in json.loads(self.ask("actors"))}
+        return {tuple(row) for row in self.ask()}
 
 
 @contextmanager
@@ -93,7 +93,9 @@ def two_nodes(
     """A cluster whose files lie in `folder`, and that is ended with all of its processes."""
     made = Cluster(Bench(folder), first, second, hidden)
     yield made
-    made.process.communicate(timeout=patience(120))
+    for process in (made.watch, *made.nodes):
+        process.terminate()
+        process.communicate(timeout=patience(120))
     for process in made.bench.alive():
         process.kill()
     shutil.rmtree(made.folder, ignore_errors=True)

@@ -167,19 +167,3 @@ def test_records_are_json_whatever_a_notebook_gives(tmp_path: Path):
         assert held.get("outputs", held)["found"] == {"loss": None, "all": [1.5, None]}
     with pytest.raises(ValueError, match="rate holds something that is not plain data"):
         run_notebook(source, output, {"rate": float("nan")})
-
-
-def test_a_save_that_fails_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from composer_nb.jobs import records
-    from composer_nb.jobs.cells import Execution
-
-    path = tmp_path / "o.ipynb"
-    path.write_text("before")
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(records.os, "replace", full)
-    with pytest.raises(OSError, match="No space"):
-        Execution(new_notebook(), path, print, None).run()
-    assert path.read_text() == "before"

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.policy import Request
-from composer_nb.kernels.tiles import column_scale, matrix
 from composer_nb.trainer.engine import Engine, pack
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.models.variants import as_engine
@@ -118,25 +117,6 @@ def test_weights_that_fit_fewer_bits_are_read_so_and_computed_with_in_float32(
     wide, narrow = (conversation(engine, [[1], [1, 2, 3]]) for engine in engines)
     for mine, wanted in zip(narrow[:4], wide[:4], strict=True):
         assert mine.token_ids == wanted.token_ids and list(mine.logprobs) == list(wanted.logprobs)
-
-
-@pytest.mark.parametrize("largest", [0.0, 1e-40, 1e-9, 0.37, 1.0, 126.9, 127.0, 127.1, 3e20])
-def test_the_scale_of_a_column_is_the_least_power_of_two_that_holds_it(largest: float):
-    scale = float(column_scale(np.float32(largest)))
-    assert np.log2(scale) == round(np.log2(scale)) and largest / scale <= 127
-    assert largest < 2.0**-93 or largest / (scale / 2) > 127
-    weight = np.array([largest, -largest / 3, largest / 127], np.float64)
-    rounded = (weight / scale).round() * scale
-    assert abs(rounded - weight).max() <= scale / 2
-    assert float(column_scale(np.float32(abs(rounded).max()))) == scale, "what was rounded has the same scale again"
-
-
-def test_weights_that_bfloat16_does_not_hold_stay_as_they_are(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("composer_nb.trainer.engine.CACHED_BYTES", 0)
-    packed = pack(made(ModelConfig(vocab_size=20), 0))
-    assert packed is not None and packed.output.panels.dtype == np.float32
-    with pytest.raises(ValueError, match="bfloat16"):
-        matrix(np.array([[[1.0, 1.0 + 2**-8]]], np.float32), 16)
 
 
 def test_only_what_it_covers_goes_through_it(monkeypatch: pytest.MonkeyPatch):

@@ -39,7 +39,6 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def same(found: MXTensor | NVFP4Tensor, wanted: MXTensor | NVFP4Tensor) -> None:
-    assert found.made_by in ("interpret", "triton") and wanted.made_by == "torch"
     parts = ("qdata", "scale") if isinstance(found, MXTensor) else ("qdata", "scale", "global_scale")
     for part in parts:
         a, b = getattr(found, part), getattr(wanted, part).to(getattr(found, part).device)
@@ -62,14 +61,13 @@ def numbers(shape: tuple[int, ...], seed: int, dtype: torch.dtype, bad: float) -
     return x.to(dtype)
 
 
-@pytest.mark.parametrize("rule", ["rceil", "floor"])
-def test_mx_of_every_bf16_value(device: str, rule: str):
+def test_mx_of_every_bf16_value(device: str):
     """In blocks of neighbours, and beside 1: so both as the largest of a block and as what is divided by another's scale."""
     together = ALL_BF16.view(64, 1024)
     beside = together.clamp(-1, 1)
     beside[:, ::32] = 1
     for x in (together, beside):
-        same(mx_quantize(x.to(device), rule=rule, backend="triton"), mx_quantize_reference(x, rule=rule))
+        same(mx_quantize(x.to(device), backend="triton"), mx_quantize_reference(x))
 
 
 @settings(max_examples=8)
@@ -77,17 +75,16 @@ def test_mx_of_every_bf16_value(device: str, rule: str):
     data=st.data(),
     seed=st.integers(0, 2**32 - 1),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    rule=st.sampled_from(["rceil", "floor"]),
     block=st.sampled_from([32, 128]),
     bad=st.sampled_from([0.0, 0.003]),
 )
-def test_mx_of_any_shape(data: st.DataObject, seed: int, dtype: torch.dtype, rule: str, block: int, bad: float) -> None:
+def test_mx_of_any_shape(data: st.DataObject, seed: int, dtype: torch.dtype, block: int, bad: float) -> None:
     if triton_version() is None:
         pytest.skip("no Triton here")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = (*tuple(data.draw(st.lists(st.integers(1, 9), max_size=2))), data.draw(st.integers(1, 600)))
     x = numbers(shape, seed, dtype, bad).to(device)
-    same(mx_quantize(x, block=block, rule=rule, backend="triton"), mx_quantize_reference(x, block=block, rule=rule))
+    same(mx_quantize(x, block=block, backend="triton"), mx_quantize_reference(x, block=block))
 
 
 @pytest.mark.parametrize(
@@ -136,17 +133,6 @@ def test_nvfp4_of_any_shape(data: st.DataObject, seed: int, dtype: torch.dtype, 
     shape = (*tuple(data.draw(st.lists(st.integers(1, 9), max_size=2))), 16 * data.draw(st.integers(1, 80)))
     x = numbers(shape, seed, dtype, bad).to(device)
     same(nvfp4_quantize(x, share=share, backend="triton"), nvfp4_quantize_reference(x, share=share))
-
-
-def test_the_default_on_a_cpu_is_the_reference():
-    x = torch.randn(4, 64)
-    assert mx_quantize(x).made_by == nvfp4_quantize(x).made_by == "torch"
-
-
-def test_what_is_refused():
-    for call in (mx_quantize, nvfp4_quantize):
-        with pytest.raises(ValueError, match="backend='cuda': must be one of torch, triton"):
-            call(torch.ones(2, 32), backend="cuda")
 
 
 @pytest.mark.parametrize("shape", [(3, 32), (2, 5, 96), (7, 4096), (1, 4128)])

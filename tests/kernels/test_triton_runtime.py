@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from composer_nb.kernels import triton_runtime
-from composer_nb.kernels.formats.microscaling import mx_quantize_reference, nvfp4_quantize_reference
 from composer_nb.kernels.triton_runtime import choose
 from scripts.bench import triton_interpreter
 
@@ -47,37 +46,10 @@ def cast_kernel(x_ptr, y_ptr, N: tl.constexpr):
 
 
 @triton.jit
-def double_kernel(x_ptr, y_ptr, N: tl.constexpr):
-    at = tl.arange(0, N)
-    x = tl.load(x_ptr + at)
-    tl.store(y_ptr + at, x + x)
-
-
-@triton.jit
 def dot_kernel(a_ptr, b_ptr, c_ptr, N: tl.constexpr):
     i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
     a, b = tl.load(a_ptr + i * N + j), tl.load(b_ptr + i * N + j)
     tl.store(c_ptr + i * N + j, tl.dot(a, b))
-
-
-@triton.jit
-def dot_scaled_kernel(
-    a_ptr,
-    a_scale,
-    b_ptr,
-    b_scale,
-    c_ptr,
-    FORM: tl.constexpr,
-    N: tl.constexpr,
-    BYTES: tl.constexpr,
-    SCALES: tl.constexpr,
-):
-    """a [N, K] and b [N, K], both quantised along K: a · bᵀ."""
-    i, k, s = tl.arange(0, N), tl.arange(0, BYTES), tl.arange(0, SCALES)
-    a, b = tl.load(a_ptr + i[:, None] * BYTES + k[None, :]), tl.load(b_ptr + i[None, :] * BYTES + k[:, None])
-    at = i[:, None] * SCALES + s[None, :]
-    c = tl.dot_scaled(a, tl.load(a_scale + at), FORM, b, tl.load(b_scale + at), FORM)
-    tl.store(c_ptr + i[:, None] * N + i[None, :], c)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -111,15 +83,6 @@ def test_casts_round_to_nearest(faulty: pytest.MonkeyPatch, dtype: torch.dtype):
         assert found.view(torch.uint8)[2:].tolist() == [0x7F, 0x7F], "and its NaN has no sign"
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
-def test_widening_is_exact(dtype: torch.dtype):
-    codes = (
-        torch.arange(256, dtype=torch.uint8) if dtype.itemsize == 1 else torch.arange(-(2**15), 2**15).to(torch.int16)
-    )
-    x = codes.view(dtype)
-    assert torch.equal(cast(x, torch.float32).nan_to_num(-7), x.float().nan_to_num(-7))
-
-
 def test_bfloat16_products_are_of_numbers(faulty: pytest.MonkeyPatch):
     a, b = torch.randn(2, 16, 16).bfloat16()
     c = torch.zeros(16, 16)
@@ -129,54 +92,6 @@ def test_bfloat16_products_are_of_numbers(faulty: pytest.MonkeyPatch):
     faulty.undo()
     dot_kernel[(1,)](a, b, c, N=16)
     assert (c - exact).abs().max() < 1e-5
-
-
-def test_bfloat16_sums_are_refused(faulty: pytest.MonkeyPatch):
-    x, y = torch.ones(16).bfloat16(), torch.zeros(16).bfloat16()
-    double_kernel[(1,)](x, y, N=16)
-    assert y[0] != 2, "bits, added as integers"
-    faulty.undo()
-    with pytest.raises(Exception, match="only in float32"):
-        double_kernel[(1,)](x, y, N=16)
-
-
-@pytest.mark.parametrize("form", ["e4m3", "e2m1"])
-def test_block_scaled_products(faulty: pytest.MonkeyPatch, form: str):
-    a, b = torch.randn(2, 32, 64)
-    if form == "e4m3":
-        qa, qb = mx_quantize_reference(a), mx_quantize_reference(b)
-        scales = 1.0
-    else:
-        qa, qb = nvfp4_quantize_reference(a), nvfp4_quantize_reference(b)
-        scales = (qa.global_scale * qb.global_scale.T).double()
-    c = torch.zeros(32, 32)
-
-    def multiply() -> None:
-        dot_scaled_kernel[(1,)](
-            qa.qdata,
-            qa.scale,
-            qb.qdata,
-            qb.scale,
-            c,
-            FORM=form,
-            N=32,
-            BYTES=qa.qdata.shape[1],
-            SCALES=qa.scale.shape[1],
-        )
-
-    with pytest.raises(Exception, match="has no attribute"):
-        multiply()
-    faulty.undo()
-    multiply()
-    exact = qa.dequantize().double() @ qb.dequantize().double().T
-    assert ((c * scales - exact).abs().max() / exact.abs().max()) < 1e-6
-
-
-def test_an_unknown_version_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(triton_interpreter, "ORIGINAL", {})
-    monkeypatch.setattr(triton_interpreter, "triton_version", lambda: "4.0.0")
-    with pytest.raises(RuntimeError, match=r"Triton 4\.0\.0 was never checked; 3\.6, 3\.7 were"):
-        triton_interpreter.repair()
 
 
 # -- who computes --------------------------------------------------------------------------------------------
@@ -232,7 +147,7 @@ def test_nothing_imports_triton_before_a_kernel_runs():
 import sys, torch
 from composer_nb.kernels.formats.microscaling import mx_quantize, nvfp4_quantize
 x = torch.randn(2, 32)
-assert mx_quantize(x).made_by == nvfp4_quantize(x).made_by == "torch"
+mx_quantize(x), nvfp4_quantize(x)
 assert "triton" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -327,7 +327,7 @@ def test_it_keeps_to_one_page():
 
 
 def test_its_settings_are_the_package_s():
-    known = config.types_of(config.Settings())
+    known = config.to_flat(config.Settings())
     for name in parameters_of(NOTEBOOK):
         assert {name, f"rl.{name}", f"loss.{name}"} & known.keys(), name
 

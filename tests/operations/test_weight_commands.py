@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from composer_nb import cli
-from composer_nb.trainer.models.shards import bytes_of, header_of, index_of, write_shard
+from composer_nb.trainer.models.shards import index_of, write_shard
 from composer_nb.trainer.recipe.reader import example_run
 from composer_nb.trainer.versions.publisher import Publisher
 
@@ -23,10 +23,10 @@ def checkpoint(path: Path, change: float, *, shape: tuple[int, int] = (64, 64)) 
     files = {}
     for number, name in enumerate("ab", 1):
         w = (torch.linspace(-1, 1, shape[0] * shape[1]) + change * number).bfloat16().reshape(shape)
-        files[f"model-{number:05d}-of-00002.safetensors"] = [name]
-        header, _ = header_of({name: (torch.bfloat16, shape)})
-        write_shard(path / f"model-{number:05d}-of-00002.safetensors", header, [bytes_of(w)])
-    (path / "model.safetensors.index.json").write_text(index_of(files, 2 * 4096, 4 * 4096))
+        file = f"model-{number:05d}-of-00002.safetensors"
+        files[file] = {name: (torch.bfloat16, shape)}
+        write_shard(path / file, files[file], lambda _, w=w: w)
+    (path / "model.safetensors.index.json").write_text(index_of(files))
     return path
 
 

@@ -11,19 +11,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from termios import ICANON, tcgetattr
 from typing import Any
 
-import openai
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
 from composer_nb.cli import main
-from composer_nb.harness.agent.loop import LIMITS, Conversation
+from composer_nb.harness.agent.loop import Conversation
 from composer_nb.harness.agent.scripts import read_script
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.grading.plan import with_plan
@@ -35,22 +33,15 @@ from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.sandbox.image import host_image
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tasks.task import Task, save_tasks
-from composer_nb.harness.tools.tiny import Workspace
-from composer_nb.harness.tools.tool_call import ToolCall
-from composer_nb.harness.tools.toolset import ToolSet
-from composer_nb.production.accept import Conflict
-from composer_nb.production.agents import BenchSettings, bench_settings, evaluate, run_agent
-from composer_nb.production.arms import ARMS, arms_of
+from composer_nb.production.agents import bench_settings, evaluate, run_agent
+from composer_nb.production.arms import ARMS
 from composer_nb.production.checkout import read_checkout
-from composer_nb.production.conversations import Conversations
-from composer_nb.production.policies import open_engine
-from composer_nb.production.serve import ChatServer, ScriptServer
+from composer_nb.production.serve import ScriptServer
 from composer_nb.production.show import bench_table, decide
 from composer_nb.production.work import Work
 from composer_nb.tour.miniatures import make_miniatures
 from composer_nb.trainer.recipe.reader import EXAMPLES, example_run
 from composer_nb.views.rollout import held_out
-from tests.harness.stubborn import said, stubborn
 
 WRONG, RIGHT = "def double(x):\n    return x + x + 1\n", "def double(x):\n    return x + x\n"
 
@@ -126,20 +117,6 @@ def test_an_agent_behind_a_server_from_question_to_verdict(
     assert json.loads((out / "verdict.json").read_text())["verdict"] == "accepted"
 
 
-@pytest.mark.parametrize("way", ["silent", "slow head", "slow body"])
-def test_a_server_that_never_answers_does_not_outlast_seconds(
-    repository: Path, tasks: list[Task], tmp_path: Path, way: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with stubborn(way, said("I write.", name="write", file_path="n.py", contents="n = 1\n")) as server:
-        asked = ["agent", str(repository), "fix", "--policy", f"openai:{server.url}", "--out", str(tmp_path / "out")]
-        assert main([*asked, "--seconds", "3", "--verdict", "accept"]) == 1
-        assert "time after 1 calls" in capsys.readouterr().out and (repository / "n.py").read_text() == "n = 1\n"
-        settings = BenchSettings(limits=replace(LIMITS, seconds=2.0))
-        report = evaluate(f"openai:{server.url}", tasks, tmp_path / "bench", samples=1, settings=settings)
-        row = report["arms"]["all"]
-        assert row["infra_errors"] == 2 and "not one answer within 2 s" in row["lost_to"]
-
-
 @pytest.mark.parametrize("verdict", ["reject", "later", "ask"])
 def test_nothing_is_changed_without_a_yes(repository: Path, script: Path, tmp_path: Path, verdict: str) -> None:
     out = tmp_path / "out"
@@ -172,14 +149,6 @@ def test_git_shows_nothing_of_what_is_kept_inside_the_repository(
     assert told.stdout == "?? f.py\n?? test_f.py\n"
     folders = sorted((repository / ".composer_nb").iterdir())
     assert len(folders) == 2 and len({(each / "changes.diff").read_bytes() for each in folders}) == 1
-
-
-def test_what_the_user_wrote_meanwhile_stays(repository: Path, script: Path, tmp_path: Path) -> None:
-    work = run_agent(repository, "fix it", f"scripted:{script}", tmp_path / "out")
-    (repository / "f.py").write_text("mine\n")
-    with pytest.raises(Conflict, match=r"f\.py: has changed"):
-        work.accept()
-    assert (repository / "f.py").read_text() == "mine\n"
 
 
 def test_a_verdict_may_be_given_later(
@@ -288,23 +257,6 @@ def test_arms_of_the_bench(tasks: list[Task], tmp_path: Path) -> None:
         evaluate("scripted:lazy", tasks, tmp_path / "out", samples=2)
 
 
-@pytest.mark.slow
-def test_an_arm_that_is_lost_costs_no_other(tasks: list[Task], tmp_path: Path, script: Path) -> None:
-    report = evaluate(f"scripted:{script}", tasks[:1], tmp_path / "out", samples=1)
-    assert report["arms"]["all"]["n_tasks"] == 1
-    dead = evaluate("openai:http://127.0.0.1:9/v1#m", tasks[:1], tmp_path / "dead", samples=1, arms="all,bash")
-    for row in dead["arms"].values():
-        assert (
-            row["n_tasks"] == 0 and row["infra_errors"] == 1 and "127.0.0.1:9" in row["lost_to"] and "gain" not in row
-        )
-    Console(file=io.StringIO()).print(bench_table(dead))
-    script.write_text('[{"text": "nothing"}]')
-    with pytest.raises(ValueError, match="another policy, backend or settings"):
-        evaluate(f"scripted:{script}", tasks[:1], tmp_path / "out", samples=1)
-    with pytest.raises(ValueError, match="another policy, backend or settings"):
-        evaluate("openai:http://127.0.0.1:9/v1#m", tasks[:1], tmp_path / "dead", samples=1, backend="docker")
-
-
 def test_what_can_not_be_carried_out_loses_no_conversation(
     repository: Path, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,18 +350,6 @@ def test_a_port_that_is_taken_is_named(script: Path, capsys: pytest.CaptureFixtu
     assert f"--port {port}" in capsys.readouterr().err
 
 
-def test_schemas_without_descriptions_keep_their_names() -> None:
-    tools = ARMS["all"].tools()
-    plain = ARMS["no-descriptions"].tools().schemas
-    assert "description" not in json.dumps(plain) and [s["function"]["name"] for s in plain] == list(tools.tools)
-    for full, bare in zip(tools.schemas, plain, strict=True):
-        assert (
-            full["function"]["parameters"]["properties"].keys() == bare["function"]["parameters"]["properties"].keys()
-        )
-    with pytest.raises(ValueError, match="--arms zsh: there are all, bash"):
-        arms_of("all,zsh")
-
-
 def test_eval_on_the_command_line(tasks: list[Task], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tasks(tasks, tmp_path / "tasks.jsonl")
     asked = ["eval", "--tasks", str(tmp_path / "tasks.jsonl"), "--samples", "1", "--out", str(tmp_path / "out")]
@@ -433,15 +373,6 @@ def test_serve_says_where_and_ends_with_ctrl_c(script: Path) -> None:
     assert process.stdout.readline().startswith("http://127.0.0.1:")
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=patience(20)) == 130
-
-
-def test_a_verdict_is_given_once(repository: Path, script: Path, tmp_path: Path) -> None:
-    work = run_agent(repository, "fix double", f"scripted:{script}", tmp_path / "out")
-    work.accept()
-    for again in (work.reject, work.accept):
-        with pytest.raises(ValueError, match="was accepted before"):
-            again()
-    assert json.loads((tmp_path / "out" / "verdict.json").read_text())["verdict"] == "accepted"
 
 
 # What was trained here, at work in the product
@@ -477,36 +408,6 @@ def test_what_a_run_trained_mends_a_repository(solved: Attempt, keeper: Path, tm
     assert [each["call"] for each in turns] == [turn.call for turn in solved.rollout.turns]
     assert [each["observation"] for each in turns] == [turn.observation for turn in solved.rollout.turns]
     assert row["stop"] == "finished" and any(each["observation"].startswith("pass") for each in turns)
-
-
-def test_what_a_run_trained_is_served(solved: Attempt, keeper: Path) -> None:
-    """A client that carries out the calls itself gets the same work done through the chat API."""
-    tools = ToolSet.tiny()
-    files = {path.name: path.read_text() for path in keeper.iterdir()}
-    messages: list[Any] = [{"role": "user", "content": solved.task.instruction}]
-    with open_engine(TRAINED, slots=2, tokens=500, temperature=0.0) as engine:
-        answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
-        with (
-            ChatServer(answer) as server,
-            openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
-            SandboxExecutor() as functions,
-        ):
-            place = Workspace(files=files, visible_tests=solved.task.visible_tests, sandboxes=functions)
-            ended = False
-            while not ended and len(messages) < 40:
-                given: Any = {"model": "model", "messages": messages, "tools": tools.schemas}
-                said = client.chat.completions.create(**given).choices[0].message
-                calls = [
-                    ToolCall(name=c.function.name, arguments=json.loads(c.function.arguments)) for c in said.tool_calls
-                ]
-                replies = tools.answer(place, calls)
-                ended = any(reply.ends for reply in replies)
-                messages.append(said.model_dump(exclude_none=True))
-                messages += [
-                    {"role": "tool", "tool_call_id": call.id, "content": reply.text}
-                    for call, reply in zip(said.tool_calls, replies, strict=True)
-                ]
-    assert ended and place.files == solved.rollout.files
 
 
 def test_scripts_at_miniature_repositories(tmp_path: Path) -> None:

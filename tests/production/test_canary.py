@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composer_nb.cli import main
+from composer_nb.production import canary
 from composer_nb.production.canary import FILE, LEAST, Canary, Trial, is_early, open_canary
 from composer_nb.production.conversations import Conversations
 from composer_nb.production.record import RolloutRecord, served
@@ -25,11 +26,12 @@ from composer_nb.production.serve import ChatServer
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.services.inference import Updates
 from composer_nb.trainer.versions.publisher import Publisher
-from composer_nb.trainer.versions.rule import VersionRule
+from composer_nb.trainer.versions.receiver import VersionRule
 from tests.production import conftest as product
 from tests.production import test_replicas as several
 from tests.production.test_replicas import SIZE
 from tests.production.test_serve_engine import ASKED, FILES, turned, wait_until
+from tests.trainer.services.threads import Threads
 
 tokenizer, model, path = product.tokenizer, several.model, several.path
 SHARE, VERDICTS = 0.5, LEAST
@@ -117,13 +119,16 @@ class Site:
 
 @contextmanager
 def site(path: Path, store: str, run: Path) -> Iterator[Site]:
-    with open_canary(path, 1, share=SHARE, verdicts=VERDICTS, run=run, follow=store, **SIZE) as engine:
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        several.patched_actors(patched, Threads(), canary),
+        open_canary(path, 1, share=SHARE, verdicts=VERDICTS, run=run, follow=store, **SIZE) as engine,
+    ):
         record = RolloutRecord(run, engine.tokenizer, engine.shared.judged)
         answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens, record)
         told: dict[str, Any] = {
             "version": lambda: engine.shared.version,
-            "replicas": engine.shared.states,
-            "canary": engine.shared.told,
+            "health": engine.shared.health,
             "grade": answer.grade,
         }
         with (
@@ -169,7 +174,7 @@ def test_a_bad_version_leaves_its_users_and_a_good_one_reaches_all_of_them(path:
 
             publisher.publish(6, turned(weights, 0.25), FILES)
             wait_until(lambda: here.canary.early.version == 6)
-            assert here.canary.usual.version == 3
+            assert here.canary.version == 3
             for number, (new, old) in enumerate(zip(early, usual, strict=True)):
                 for user in (new, old):
                     here.ask(user, f"{user}-6")
@@ -181,12 +186,12 @@ def test_a_bad_version_leaves_its_users_and_a_good_one_reaches_all_of_them(path:
                     assert here.health["canary"]["verdicts"] == {"early": 1, "usual": 1}
             assert here.health["canary"] == {"share": SHARE, "early": 6, "trusted": 6, "withdrawn": 4}
             assert "composer_nb_canary_trusted 6" in httpx.get(here.server.url.replace("/v1", "/metrics")).text
-            wait_until(lambda: here.canary.usual.version == 6)
+            wait_until(lambda: here.canary.version == 6)
 
         publisher.publish(7, turned(weights, 0.1), FILES)
         with site(path, store, run) as here:
             wait_until(lambda: here.canary.early.version == 7)
-            assert here.canary.usual.version == 6
+            assert here.canary.version == 6
             assert here.health["canary"]["trying"] == 7
     for text, why in (
         ("{", "damaged"),

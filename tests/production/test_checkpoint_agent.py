@@ -7,9 +7,6 @@ it babbles: what the loop makes of that is part of what is tested.
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,7 +31,6 @@ from composer_nb.harness.policy import Completion, ProviderFailure, Request, Tra
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import WORKSPACE
-from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError
 from composer_nb.harness.tools.toolset import ToolSet
@@ -215,19 +211,6 @@ def test_a_checkpoint_that_babbles(
     # Nothing was read twice: what is in the cache is the whole conversation as it was read and written.
     [engine] = watched.engines
     assert engine.forwarded == sum(map(len, watched.asked)) + sum(map(len, watched.answered)) - 1
-
-
-def test_a_tiny_model_that_babbles(repository: Path, tmp_path: Path) -> None:
-    """The compact format, with the tools of tiny models, up to the end of what the model reads."""
-    path, tokenizer = tmp_path / "tiny", train_tokenizer(["read f.py test done"], 300)
-    torch.manual_seed(0)
-    config = ModelConfig(**SIZES | {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 400})
-    save_pretrained(Model(config), path, dtype=torch.bfloat16)
-    tokenizer.save(str(path / "tokenizer.json"))
-    limits = Limits(turns=100, turn_tokens=20, tokens=131_072, seconds=600)
-    done = run_agent(repository, "fix double", str(path), tmp_path / "out", limits=limits).conversation
-    assert done.stop == "tokens" and {turn.error for turn in done.turns} == {"InvalidArguments"}
-    assert {turn.observation for turn in done.turns} == {"error: bad call"}
 
 
 @pytest.fixture(scope="module")
@@ -438,18 +421,3 @@ def test_a_checkpoint_behind_the_server(checkpoint: Path, oracle: Any, monkeypat
             streamed = reply.read().decode()
         *pieces, end = [line.removeprefix("data: ") for line in streamed.split("\n\n") if line.strip()]
         assert end == "[DONE]" and json.loads(pieces[0])["choices"][0]["delta"]["role"] == "assistant"
-
-
-@pytest.mark.slow
-def test_serving_a_checkpoint_from_the_command_line(checkpoint: Path, repository: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "composer_nb.cli", "serve", "--model", str(checkpoint), "--port", "0"]
-    process = subprocess.Popen([*command, "--tokens", "12000"], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        url = process.stdout.readline().strip()
-        limits = Limits(turns=2, turn_tokens=30, tokens=10_000, seconds=300)
-        work = run_agent(repository, "fix", f"openai:{url}", tmp_path / "out", limits=limits)
-        assert work.conversation.stop in ("finished", "turns", "tokens") and work.conversation.written > 0
-    finally:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=patience(60)) == 130

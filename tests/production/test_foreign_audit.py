@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -11,7 +10,6 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel, Field
 
-from composer_nb.cli import main
 from composer_nb.production.foreign import ONE, RANDOM, audit_openenv, drawn
 
 BEGIN = """
@@ -133,19 +131,6 @@ def test_what_is_planted_is_found_and_nothing_else_is_reported(case: str, place:
     assert faults <= set(found["faults"]) and bool(faults) == bool(found["faults"])
     assert all(kind in PAID for kind in found["faults"]) or set(found["faults"]) - faults <= {"the same environment"}
     assert bool(found["errors"]) == (faults == {"an exception"})
-
-
-def test_the_command(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", f"openenv:{written(place, 'a question')}"]) == 0
-    assert "fault" not in capsys.readouterr().out
-    assert main(["audit", f"openenv:{written(place, 'the answer anywhere')}"]) == 1
-    rows = {line.strip() for line in capsys.readouterr().out.splitlines()}
-    assert any(row.startswith("many numbers") and row.endswith("fault") for row in rows)
-    assert main(["audit", f"openenv:{written(place, 'an action that is valid and unknown')}", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["faults"] == ["an exception"] and found["errors"] == ["KeyError(9)"]
-    few = audit_openenv(written(place, "a walk"), seconds=0.0)
-    assert few["tasks"] == 1 and few["probes"][ONE]["tried"] == 0, "one seed is played in any case"
 
 
 class Part(BaseModel):

@@ -35,8 +35,7 @@ from composer_nb.production.serve import ChatServer
 from composer_nb.trainer.model import load_pretrained, save_pretrained
 from composer_nb.trainer.recipe.reader import EXAMPLES
 from composer_nb.trainer.settings import Settings
-from composer_nb.trainer.versions.publisher import Publisher
-from composer_nb.trainer.versions.receiver import Receiver, SecondWriter
+from composer_nb.trainer.versions.receiver import Receiver
 
 START = EXAMPLES[0] / "weights" / "final"
 TASKS = EXAMPLES[0] / "data" / "heldout.jsonl"
@@ -169,15 +168,6 @@ def test_turns_that_a_request_had_drawn_from_another_distribution_are_left_out(g
         (run / "rollouts" / f"served_{name}.parquet").unlink()
     with pytest.raises(ValueError, match=r"at temperature 1; 0 of 0 have .*; 5 were drawn otherwise \(min_p=0.01; "):
         improve([run], START, tmp_path / "other", gate, SETTINGS)
-
-
-def test_a_store_of_another_writer_is_refused_before_anything_is_learnt(
-    record: Path, gate: Path, tmp_path: Path
-) -> None:
-    Publisher(tmp_path / "store", owner="trainer")  # a run that publishes there
-    with pytest.raises(SecondWriter, match="written by 'trainer'"):
-        improve([record], START, tmp_path / "out", gate, SETTINGS, store=str(tmp_path / "store"))
-    assert not (tmp_path / "out").exists()
 
 
 def test_bad_input_is_refused_before_anything_is_learnt(record: Path, gate: Path, tmp_path: Path, capsys: Any) -> None:

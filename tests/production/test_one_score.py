@@ -13,9 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from composer_nb.cli import main
-from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
-from composer_nb.labs.suites import make_suite
 from composer_nb.production.agents import bench_settings, evaluate
 from composer_nb.production.conversations import Conversations
 from composer_nb.production.policies import open_engine
@@ -65,13 +63,6 @@ def test_a_policy_has_the_score_of_its_folder_behind_serve(tmp_path: Path) -> No
     """Greedy and sampled, turn for turn: attempts that fill the context, and calls of a tool that was not offered."""
     both(HELD_OUT[4:6], tmp_path, "all,no-search")
     assert {"finished", "tokens"} <= {row["stop"] for row in attempts(tmp_path / "served")}
-
-
-@pytest.mark.parametrize("suite", ["impossible:3", pytest.param("ambiguous:4", marks=pytest.mark.slow)])
-def test_a_side_suite_has_one_score_too(suite: str, tmp_path: Path) -> None:
-    with SandboxExecutor() as boxes:
-        tasks = make_suite(suite, CachedExecutor(boxes))
-    both(tasks, tmp_path, "all")
 
 
 def test_a_server_with_less_context_ends_attempts_and_loses_none(tmp_path: Path) -> None:

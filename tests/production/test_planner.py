@@ -16,7 +16,7 @@ from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.production.agents import evaluate
 from composer_nb.production.arms import ARMS
-from composer_nb.production.planner import TaskPlan, make_plans, planner, with_plans
+from composer_nb.production.planner import TaskPlan, make_plans, with_plans
 from composer_nb.production.serve import ScriptServer
 
 HELDOUT = Path(__file__).resolve().parents[2] / "data" / "example" / "data" / "heldout.jsonl"
@@ -49,15 +49,6 @@ def test_a_planner_reads_the_task_and_its_files_once_and_never_its_answer(tasks:
         given = plan.given(task)
         assert given.instruction == f"{task.instruction}\n\nplan:\n{plan.text}"
         assert given == task.model_copy(update={"instruction": given.instruction})
-
-
-def test_the_best_plan_names_every_line_that_the_solution_changes(tasks: list[Task]) -> None:
-    for task in tasks:
-        text = planner(task)([]).text
-        for path, after in task.solution.items():
-            before = task.files[path].splitlines()
-            changed = [line for line in after.splitlines() if line not in before]
-            assert changed and path in text and all(line.strip() in text for line in changed)
 
 
 @pytest.mark.parametrize(

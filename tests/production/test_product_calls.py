@@ -22,7 +22,6 @@ from composer_nb.harness.agent.shared import Shared
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.production.conversations import Conversations
 from composer_nb.production.serve import ChatServer
-from composer_nb.production.turn import calls_of
 from composer_nb.production.wire import RequestBody, arguments_of
 from tests.production.conftest import Turns
 
@@ -75,15 +74,11 @@ WRITTEN = [
 ]
 
 
-def shown(calls: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    return [(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls]
-
-
 def check(renderer: ChatRenderer, ids: Sequence[int]) -> None:
     """What is shown after each token begins with what was shown before it; JSON is complete where the parser has a call."""
     before: list[tuple[str, str, str]] = []
     for end in range(1, len(ids) + 1):
-        now = shown(calls_of(renderer, ids[:end]))
+        now = renderer.calls_so_far(ids[:end])
         for old, new in zip(before, now, strict=False):
             assert new[:2] == old[:2] and new[2].startswith(old[2])
         assert len(now) >= len(before) and all(arguments for _, _, arguments in now)
@@ -126,7 +121,7 @@ def test_calls_before_one_that_was_cut_off_are_shown() -> None:
         ),
     ):
         renderer = FORMATS[name].offering(tools)
-        found = shown(calls_of(renderer, renderer.spell(text)[:-1]))
+        found = renderer.calls_so_far(renderer.spell(text)[:-1])
         assert [(name, json.loads(arguments)) for _, name, arguments in found] == [
             ("look", {"at": 2}),
             ("look", {"at": 31}),
@@ -151,7 +146,7 @@ def test_the_arguments_of_a_call_come_before_it_ends() -> None:
     for renderer in FORMATS.values():
         id = "functions.put:0" if isinstance(renderer, KimiRenderer) else "call_0"
         ids = renderer.turn(Said(calls=(Written(id=id, call=call),)))
-        sizes = [sum(len(each[2]) for each in shown(calls_of(renderer, ids[:end]))) for end in range(len(ids))]
+        sizes = [sum(len(each[2]) for each in renderer.calls_so_far(ids[:end])) for end in range(len(ids))]
         grown = [after - before for before, after in zip(sizes, sizes[1:], strict=False) if after > before]
         assert len(grown) >= 50 and max(grown) < 40, "letter by letter, whatever stands between two values"
 

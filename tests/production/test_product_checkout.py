@@ -249,31 +249,6 @@ def test_a_history_is_made_once_and_copied(root: Path, backend: Backend, monkeyp
         assert not box.exec(["git", "status"]).stdout, "other files have a history of their own"
 
 
-def test_only_a_history_that_was_made_is_kept(root: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What keeps git from its work in one sandbox, such as a full disk, says nothing about the next."""
-    (root / "a.py").write_text("x = 4\n")
-    (root / os.fsdecode(b"odd\xff\n.py")).write_text("x = 4\n")
-    seen = read_checkout(root)
-    for script, found in (("mkdir .git; exit 1", []), (carry._HISTORY, ["HEAD"]), ("exit 1", ["HEAD"])):
-        monkeypatch.setattr(carry, "_HISTORY", script)
-        with seen.start(backend) as box:
-            assert [each.name for each in box.entries() if each.name == ".git"] == [".git"] * len(found)
-            assert set(found) <= {each.name for each in box.entries(".git" if found else ".")}
-            assert os.fsdecode(b"odd\xff\n.py") in box.download()
-
-
-def test_a_history_of_very_many_files_is_not_kept(
-    root: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their names and objects alone take memory, however little is in them."""
-    monkeypatch.setattr(carry, "_histories", {})
-    monkeypatch.setattr(carry, "KEPT_BYTES", 20_000)
-    for number in range(60):
-        (root / f"{number}.py").write_text(f"x = {number}\n")
-    with read_checkout(root).start(backend) as box:
-        assert box.exec(["git", "status", "--short"]).exit_code == 0 and not carry._histories
-
-
 def test_git_works_in_the_copy_and_nothing_of_it_comes_back(root: Path, backend: Backend, tmp_path: Path) -> None:
     for name in ("pre-commit", "post-commit", "post-index-change"):
         hook = root / ".git" / "hooks" / name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import urllib.error
 import urllib.request
 from typing import Any
@@ -15,7 +14,6 @@ from composer_nb.harness.agent.chat import Said, User, Written
 from composer_nb.harness.agent.endpoint import Endpoint
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.shared import Shared
-from composer_nb.harness.policy import Completion, ProviderFailure
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.production.conversations import Conversations
@@ -59,41 +57,6 @@ def test_a_conversation_goes_on_in_the_cache_and_another_makes_room(tokenizer: T
         endpoint.complete([*talk[:-1], {**talk[-1], "content": "2|y"}], [TOOL], 400)
         assert policy.released == [policy.asked[0].rollout]
         assert len(policy.asked[4].token_ids) > len(policy.asked[0].token_ids)
-
-
-def test_what_is_refused_costs_no_room(tokenizer: Tokenizer) -> None:
-    renderer = QwenRenderer(tokenizer)
-    user, said = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
-    policy = Turns(*[renderer.turn(Said(text="ok"))] * 2)
-    with Shared(policy) as shared, ChatServer(Conversations(shared, tokenizer, QwenRenderer, 300)) as server:
-        endpoint = Endpoint(url=server.url, model="model", retries=0)
-        for body, why in (
-            ({"messages": [user], "max_tokens": -1}, "max_tokens: Input should be greater"),
-            ({"messages": [user], "n": 3}, "n: 3 choices, and 2 conversations"),
-            ({"messages": [user, said]}, "the last one is"),
-            (
-                {"messages": [{"role": "user", "content": "x" * 400}]},
-                "maximum context length is 300 tokens.*in 419 tokens",
-            ),
-            ({"messages": [{"role": "user", "content": "x" * 10**6}]}, "context_length_exceeded.* is 300 tokens"),
-            ({"messages": [user], "tools": ["x"]}, "tools.0: Input should be an object"),
-            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a content must be text"),
-            ({"messages": [7]}, "messages.0: Input should be an object"),
-            ({"messages": []}, "messages: List should have at least 1"),
-            ({"messages": [{"role": "judge", "content": "x"}]}, "this is not a message"),
-        ):
-            with pytest.raises(ProviderFailure, match=f"status 400 .*{why}"):
-                endpoint.ask("POST", "chat/completions", float("inf"), body)
-        assert not policy.asked
-        request = urllib.request.Request(
-            f"{server.url}/chat/completions", json.dumps({"messages": [user], "stream": True}).encode()
-        )
-        with urllib.request.urlopen(request) as reply:
-            *pieces, end = [part.removeprefix("data: ") for part in reply.read().decode().split("\n\n") if part]
-        said = [json.loads(piece)["choices"][0]["delta"].get("content", "") for piece in pieces]
-        assert end == "[DONE]" and "".join(said) == "ok"
-        assert json.loads(pieces[-1])["choices"][0]["finish_reason"] == "stop"
-        endpoint.complete([user], [], 10)
 
 
 def test_a_turn_that_was_cut_off_is_closed_before_the_next(tokenizer: Tokenizer) -> None:
@@ -154,27 +117,6 @@ def test_a_call_that_nobody_could_read_can_be_told_again(tokenizer: Tokenizer) -
     prompt, again = ([*each.token_ids] for each in policy.asked)
     assert prompt == renderer.render([User(text="fix f")], "You fix.")
     assert again == [*prompt, *broken, *renderer.render([User(text="what?")], after=True)]
-
-
-class Mute(Turns):
-    """Never answers."""
-
-    def step(self) -> list[Completion]:
-        time.sleep(0.01)
-        return []
-
-
-def test_a_client_that_went_away_leaves_no_rollout_behind(tokenizer: Tokenizer) -> None:
-    policy = Mute()
-    with Shared(policy) as shared, ChatServer(Conversations(shared, tokenizer, QwenRenderer, 3000)) as server:
-        body = {"messages": [{"role": "user", "content": "x"}]}
-        request = urllib.request.Request(f"{server.url}/chat/completions", json.dumps(body).encode())
-        with pytest.raises(TimeoutError):
-            urllib.request.urlopen(request, timeout=0.2)
-        until = time.monotonic() + patience(20)
-        while not policy.released and time.monotonic() < until:
-            time.sleep(0.05)
-        assert policy.released == [policy.asked[0].rollout]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.carry import EXECUTABLE, PLAIN, Blob
-from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.production.diff import patch
 
 Tree = dict[str, Blob]
@@ -98,15 +97,3 @@ def test_nothing_of_the_machine_takes_part(tmp_path: Path, monkeypatch: pytest.M
     attributes = Blob(data=b"* -diff\n")
     text = patch({".gitattributes": attributes, "a": Blob(data=b"1\n")}, {"a": Blob(data=b"2\n")})
     assert b"--- a/a\n+++ b/a\n@@ -1 +1 @@\n-1\n+2\n" in text and not (tmp_path / "ran").exists()
-
-
-def test_what_the_sandboxes_own_git_makes(backend: Backend) -> None:
-    """The kept patch applied by a git in a sandbox, where a repository under test would be."""
-    with backend.create() as box:
-        box.write("a.txt", b"one\n")
-        box.write(
-            "p.diff", patch({"a.txt": Blob(data=b"one\n")}, {"a.txt": Blob(data=b"two\n"), "b.bin": Blob(data=b"\0b")})
-        )
-        done = box.exec(["git", "apply", "p.diff"])
-        assert done.exit_code == 0, done.stderr
-        assert box.read("a.txt") == b"two\n" and box.read("b.bin") == b"\0b"

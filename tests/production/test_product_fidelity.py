@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from composer_nb.harness.tools.toolset import NAMES, ToolSet
 from composer_nb.production import fidelity, work
 from composer_nb.production.fidelity import (
     PLACES,
-    SessionSide,
     differences,
     observations,
     probes,
@@ -48,23 +46,6 @@ def sandboxes() -> Iterator[Sandboxes]:
 def agent(tokenizer: Tokenizer, sandboxes: Sandboxes) -> Agent:
     """As an environment worker makes it."""
     return make_agent(CURSOR, tokenizer, LIMITS, sandboxes)
-
-
-@pytest.fixture
-def product(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`product(change)`: the product with another side."""
-
-    def changed(change: Any) -> None:
-        original = fidelity.open_in
-
-        @contextmanager
-        def open_in(place: str, task: Task, agent: Agent) -> Iterator[SessionSide]:
-            with original(place, task, agent) as side:
-                yield (change(side) or side) if place == "product" else side
-
-        monkeypatch.setattr(fidelity, "open_in", open_in)
-
-    return changed
 
 
 def test_every_tool_is_probed_and_answers_the_same(task: Task, agent: Agent) -> None:
@@ -150,24 +131,6 @@ class Wordy(ToolSet):
 
     def observation(self, reply: Reply) -> str:
         return super().observation(reply) + " ok" * (reply.call.name == "run_terminal_cmd")
-
-
-def test_a_file_that_differs_is_seen(task: Task, agent: Agent, product: Any) -> None:
-    product(lambda side: side.session.sandbox.write("README", b"dates \n"))
-    assert {each.what for each in differences(task, agent)[1]} >= {"read_file"}
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_files_do_not_tell_when_they_were_written(task: Task, agent: Agent, place: str) -> None:
-    """Files of one upload would have different times when the clock ticks in between, and so another order."""
-    with fidelity.open_in(place, task, agent) as side:
-        times = side.session.sandbox.exec(["sh", "-c", "find . -path ./.git -prune -o -type f -exec stat -c %Y {} +"])
-    assert times.stdout.decode().split() == ["946684800"] * len(task.files)
-
-
-def test_what_cannot_be_compared_is_refused(task: Task, agent: Agent) -> None:
-    with pytest.raises(ValueError, match="need a backend of sandboxes"):
-        differences(task, replace(agent, backend=None))
 
 
 def test_two_samples_of_one_kind_and_of_two(task: Task, agent: Agent) -> None:

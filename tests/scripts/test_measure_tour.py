@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import pytest
 
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.tools.tiny import Edits, Observation
 from composer_nb.harness.tools.tool_call import ToolCall
-from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.models.tokenizer import train_tokenizer
-from scripts.studies.masked import Masked, without_tries
+from scripts.studies.masked import without_tries
 from scripts.studies.measure_tour import restarted
 
 TASK = Task(
@@ -60,26 +56,6 @@ RIGHT, LONG, FOOLED, GIVEN_UP = (
 )
 def test_what_has_not_passed_its_tests_is_begun_anew(tries: list[Attempt], patience: int, share: float) -> None:
     assert restarted(tries, patience) == share
-
-
-@dataclass
-class Place:
-    """A workspace whose visible tests fail."""
-
-    edits: Edits = field(default_factory=Edits)
-
-    def run_visible_tests(self) -> Observation:
-        return Observation(text="fail 1/2: f(1) = 2 want 1", tests_passed=1, tests_run=2)
-
-
-def test_masked_tests_say_nothing_of_an_edit_and_refuse_none() -> None:
-    place, run_tests = Place(), Masked.tools.tools["run_tests"].run
-    told = run_tests(place)
-    assert told.text == "fail 1/2: f(1) = 2 want 1"
-    place.edits.now["f.py"] = "changed"
-    seen = run_tests(place)
-    assert (seen.text, seen.tests_passed, seen.tests_run) == ("ran", 1, 2) and not place.edits.refused
-    assert Masked.tools.schemas == ToolSet.tiny().schemas
 
 
 def test_failed_tries_are_masked_and_nothing_else() -> None:

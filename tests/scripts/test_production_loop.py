@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from composer_nb.harness.tasks.task import load_tasks
-from composer_nb.production.improve import publish
 from composer_nb.production.record import served
-from composer_nb.trainer.model import load_pretrained
 from composer_nb.trainer.recipe.reader import EXAMPLES
 from composer_nb.trainer.settings import Settings
 
@@ -30,13 +27,3 @@ def test_the_control_deals_the_same_verdicts_out_at_random(tmp_path: Path, shuff
     judged = [kept[f"user{number}"].grade.rewards["reward"] for number in range(len(tasks))]
     assert len(judged) == len(tasks) and 0 < sum(accepted) < len(tasks)
     assert sorted(judged) == sorted(accepted) and (judged == accepted) is not shuffled
-
-
-def test_a_server_takes_a_withdrawn_version_back_between_requests(tmp_path: Path) -> None:
-    store = str(tmp_path / "store")
-    first, second = (publish(store, load_pretrained(path)) for path in (START, FINAL))
-    told = script.take_back(FINAL, store, first, load_tasks(TASKS)[:4])
-    assert told.startswith(f"taken back before request 3, as version {second + 1} with the weights of {first};")
-    written = [list(map(int, each.split(", "))) for each in re.findall(r"\d+: ([\d, ]+)(?=;)", told)]
-    assert written[:2] == [[second]] * 2 and written[-1] == [second + 1]
-    assert sorted(version for each in written for version in each) == [version for each in written for version in each]

@@ -7,14 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from composer_nb.harness.grading.grade import Attempt, Grade
-from composer_nb.harness.rollout import Rollout, Turn
+from composer_nb.harness.rollout import Turn
 from composer_nb.harness.search.embedding import Embedding
 from composer_nb.harness.search.index import CodeIndex
-from composer_nb.harness.tasks.task import Task
-from scripts.data.retrieval.measure import answers, figures, ranks, score, table
+from scripts.data.retrieval.measure import answers, figures, score, table
 from scripts.data.retrieval.questions import Question, mine
-from scripts.data.retrieval.traces import Lines, Step, followed, labels, steps_of, trace_questions, traced
+from scripts.data.retrieval.traces import Lines, followed, labels, steps_of, trace_questions
 
 SOURCE = '''"""A module."""
 
@@ -87,20 +85,6 @@ def test_an_answer_shares_half_of_the_lines() -> None:
     assert right(7, 13) == [[7, 13]] and right(10, 16) == [[7, 13], [15, 17]] and right(11, 14) == [[7, 13]]
 
 
-def test_ranks_of_the_ways_to_search() -> None:
-    files = {
-        f"m{n}.py": f"def part_{word}(x):\n    return {word}(x)\n".encode()
-        for n, word in enumerate(["alpha", "beta", "gamma"])
-    }
-    built = CodeIndex.build(files, Embedding(terms=np.zeros(1, np.uint64), vectors=np.zeros((1, 4), np.float32)))
-    asked = [Question(text="the beta part", path="m1.py", first=1, last=2, kind="docstring"),
-             Question(text="nothing alike", path="m1.py", first=1, last=2, kind="docstring")]  # fmt: skip
-    found = ranks(built, asked)
-    assert {way: rank.tolist() for way, rank in found.items()} == {
-        "grep": [1.0, np.inf], "bm25": [1.0, np.inf], "embedding": [np.inf, np.inf], "fused": [1.0, np.inf],
-    }  # fmt: skip
-
-
 def test_figures_and_their_intervals() -> None:
     rank = np.array([1, 6, 11, np.inf])
     assert {name: each.tolist() for name, each in figures(rank).items()} == {
@@ -139,14 +123,6 @@ def test_a_rollout_asks_for_what_it_came_to_edit() -> None:
     ]
 
 
-def test_what_was_read_after_the_edit_or_elsewhere_is_no_answer() -> None:
-    edit, read = Lines(path="f.py", first=2, last=2), Lines(path="f.py", first=4, last=5)
-    other = Lines(path="g.py", first=1, last=1)
-    steps = [Step(said="q"), Step(read=other), Step(edited=edit), Step(read=read)]
-    assert list(labels(steps)) == [("q", (edit,))]
-    assert list(labels([Step(said="q"), Step(read=other)])) == []
-
-
 @pytest.mark.parametrize(
     ("before", "lines", "after", "wanted"),
     [
@@ -164,41 +140,3 @@ def test_lines_are_found_again_in_another_state_of_the_file(
     found = followed(asked, before, after)
     assert (found.first, found.last) == wanted
     assert followed(asked, before, before) == asked
-
-
-def test_rollouts_on_tasks_of_a_repository_ask_it_as_it_is_when_right() -> None:
-    def attempt(text: str, right: str, *turns: Turn) -> Attempt:
-        task = Task.model_construct(
-            id="t", instruction=text, files={"f.py": text, "same.py": "s\n"}, solution={"f.py": right}
-        )
-        rollout = Rollout(task_id="t", segments=(), turns=turns, files={}, stop="finished")
-        return Attempt(task=task, rollout=rollout, grade=Grade(status="graded"))
-
-    whole = "one\ntwo\nthree\n"
-    edit = turn("search_replace", file_path="f.py", old_string="gap\n", new_string="two\nthree\n")
-    other = turn("search_replace", file_path="f.py", old_string="on\n", new_string="one\n")
-    files, asked = traced(
-        [
-            attempt("one\ngap\n", whole, edit),
-            attempt("on\ntwo\nthree\n", whole, other),
-            attempt("on\ntwo\nthree\n", whole, other),
-        ]
-    )
-    assert files == {"f.py": whole.encode(), "same.py": b"s\n"}
-    assert [(q.first, q.last) for q in asked] == [(2, 3), (1, 1)]
-    with pytest.raises(ValueError, match="no rollouts"):
-        traced([])
-
-
-def test_the_tools_of_tiny_models_are_known() -> None:
-    turns = [
-        turn("read_file", path="f.py"),
-        turn("edit_line", path="f.py", line=5, text="E"),
-        turn("edit_line", path="f.py", line=6, text=""),
-    ]
-    steps = steps_of("", turns, CODE)
-    assert steps[1:] == [
-        Step(read=Lines(path="f.py", first=1, last=5)),
-        Step(edited=Lines(path="f.py", first=5, last=5)),
-        Step(),
-    ]

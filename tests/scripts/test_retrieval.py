@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from composer_nb.harness.search.chunks import chunk_file
 from scripts.data.retrieval.questions import Question
 from scripts.data.retrieval.training import (
     RetrievalSettings,
-    draw,
-    heldout,
     make_vocabulary,
     prepare,
     recall,
@@ -69,27 +66,3 @@ def test_searching_encodes_as_training_did() -> None:
     chunk = chunk_file(paths[0], files[paths[0]])
     found = embedding.encode(chunk.terms, chunk.weights, chunk.counts)
     np.testing.assert_allclose(found[0], wanted / np.linalg.norm(wanted), atol=1e-5)
-
-
-def test_shared_terms_are_hidden_from_the_answer() -> None:
-    files = {f"{n}.py": f"def rotate_{word}(rotate):\n    return {word}\n".encode() for n, word in enumerate(SAID)}
-    asked = [Question(text="rotate it", path=f"{n}.py", first=1, last=2, kind="docstring") for n in range(12)]
-    vocabulary = make_vocabulary([files], 50)
-    made = prepare("x", files, asked, vocabulary)
-    hidden = RetrievalSettings(batch=8, further=0, names=0.0, drop=0.0, hide_shared=1.0)
-    shown = RetrievalSettings(batch=8, further=0, names=0.0, drop=0.0, hide_shared=0.0)
-    for settings, wanted in ((hidden, 0), (shown, 8)):
-        questions, chunks, right, place = draw(made, settings, np.random.default_rng(0))
-        shared = [bool(set(q[0]) & set(chunks[r][0])) for q, r in zip(questions, right, strict=True)]
-        assert sum(shared) == wanted and len(place) == 8
-
-
-def test_the_split_is_by_name_alone() -> None:
-    names = [f"package{n}" for n in range(2000)]
-    assert 0.17 < np.mean([heldout(name) for name in names]) < 0.23
-    assert [heldout(name) for name in names] == [heldout(name) for name in names]
-
-
-def test_nothing_to_train_on_is_said() -> None:
-    with pytest.raises(ValueError, match="no repository has a question"):
-        train([], {"a": 1.0}, SETTINGS)

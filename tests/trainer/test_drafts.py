@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from scipy import stats
 from tiny_models import NEVER, Played, ask, prompt, same
 from torch import Tensor
 from torch.nn import functional as F
 
 from composer_nb.cli import main
-from composer_nb.harness.policy import Completion, SampledToken
+from composer_nb.harness.policy import Completion
 from composer_nb.production.policies import open_engine
 from composer_nb.trainer.drafts import (
     FILE,
@@ -95,16 +93,6 @@ def test_whatever_the_head_says_all_that_is_recorded_is_as_without_it(make_model
     same(found, wanted)
 
 
-def test_without_the_compiled_kernel_too(make_model):
-    model = make_model(3).double()
-    engines: list[Engine] = [Engine(model, stop=NEVER, slots=6, max_length=80, seed=4)]
-    engines.append(DraftingEngine(model, head_of(model, scale=0.0), stop=NEVER, slots=6, max_length=80, seed=4))
-    wanted, found = map(play, engines)
-    for number, (ids, logprobs, _) in found.items():
-        assert ids == wanted[number][0]
-        np.testing.assert_allclose(logprobs, wanted[number][1], atol=1e-12)
-
-
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_a_draft_that_is_right_saves_a_step(make_model, every: int):
     model, most = make_model(4), 40
@@ -118,65 +106,6 @@ def test_a_draft_that_is_right_saves_a_step(make_model, every: int):
         steps += 1
     assert done == [wanted] and steps == most - engine.accepted
     assert engine.accepted == engine.proposed == 19 if every == 1 else 5 < engine.accepted < engine.proposed
-
-
-def test_users_preemption_and_new_weights_in_between_change_nothing(make_model):
-    first, second = make_model(3), make_model(4)
-
-    def run(engine: Engine) -> tuple[dict[int, Any], list[SampledToken]]:
-        done, told = dict[int, Any](), list[SampledToken]()
-        for number in range(3):
-            engine.submit(ask(number, prompt(4), 20))
-        count = 0
-        while len(done) < 4:
-            if count == 1:  # before any other draft could have shifted who is where
-                engine.swap(second, 5)
-                engine.submit(replace(ask(-1, prompt(5, 3), 9, priority=0), heard=told.append))
-            done |= {turn.rollout: (turn.token_ids, turn.logprobs) for turn in engine.step()}
-            count += 1
-        return done, told
-
-    size: dict[str, Any] = {"stop": NEVER, "slots": 3, "max_length": 60, "seed": 2}
-    wanted, found = run(Engine(first, **size)), run(DraftingEngine(first, head_of(first, scale=0.0), **size))
-    assert found == wanted and len(found[1]) == 9
-
-
-@pytest.mark.parametrize("count", [4000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_samples_with_drafts_have_the_models_distribution(make_model, count: int):
-    """Chi-square over whole sequences of three tokens: against the exact probabilities, and against plain sampling."""
-    model, slots = make_model(6, vocab_size=4), 500
-    with torch.no_grad():
-        model.final_norm.mul_(0.3)
-    head = train_draft(model, [prompt_of(n) for n in range(64)], 30)
-    engines: dict[str, Engine] = {
-        "drafts": DraftingEngine(model, head, stop=NEVER, slots=slots, max_length=8, seed=3),
-        "plain": Engine(model, stop=NEVER, slots=slots, max_length=8, seed=9),
-    }
-    found = {name: Counter[tuple[int, ...]]() for name in engines}
-    for first in range(0, count, slots):
-        for name, engine in engines.items():
-            for turn in engine.generate([ask(n, [1, 2], 4) for n in range(first, first + slots)]):
-                found[name][tuple(turn.token_ids[:3])] += 1
-                engine.release(turn.rollout)
-    drafting = engines["drafts"]
-    assert isinstance(drafting, DraftingEngine) and drafting.accepted > count / 4
-    keys = [(a, b, c) for a in range(4) for b in range(4) for c in range(4)]
-    with torch.no_grad():
-        rows = torch.tensor([[1, 2, *key] for key in keys])
-        logprob = model(rows)[0].log_softmax(-1)
-    exact = np.exp([float(sum(logprob[n, 1 + at, key[at]] for at in range(3))) for n, key in enumerate(keys)])
-    seen = {name: np.array([counts[key] for key in keys]) for name, counts in found.items()}
-    often = exact * count > 5
-    assert often.sum() > 10
-    rest = [np.append(each[often], each[~often].sum()) for each in (seen["drafts"], exact * count)]
-    used = rest[1] > 0
-    assert stats.chisquare(rest[0][used], rest[1][used] * rest[0].sum() / rest[1].sum()).pvalue > 1e-3
-    both = np.stack([seen["drafts"], seen["plain"]])[:, often]
-    assert stats.chi2_contingency(both).pvalue > 1e-3
-
-
-def prompt_of(number: int) -> list[int]:
-    return np.random.default_rng(number).integers(0, 4, 7).tolist()
 
 
 # Training
@@ -290,27 +219,6 @@ def together(make_model: Any) -> None:
 
 def test_ranks_have_one_head(make_model, tmp_path: Path):
     assert not on_ranks(2, {"together": together}, tmp_path, make_model)
-
-
-def test_the_divergence_is_that_of_the_next_token_but_one(make_model):
-    """By hand, on two rows of which none knows the other."""
-    model, rows = make_model(3), [prompt(5), prompt(7, 1)]
-    head, parts = head_of(model), list[Tensor]()
-    with torch.no_grad():
-        for row in rows:
-            ids = torch.tensor(row)
-
-            def keep(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, size: int = len(row)) -> Tensor:
-                from composer_nb.trainer.models.transformer import PackedRows
-
-                return PackedRows.of_lengths([size], model.config).attend(layer, q, k, v, scale)
-
-            hidden, _ = model.trunk(ids, torch.arange(len(row)), keep)
-            own = (hidden @ model.output_weight.T).log_softmax(-1)
-            guess = head(model, hidden[:-1], ids[1:]).log_softmax(-1)
-            parts.append((own[1:].exp() * (own[1:] - guess)).sum(-1))
-        found, _ = divergence(model, head, rows)
-    torch.testing.assert_close(found, torch.cat(parts).mean())
 
 
 def test_a_served_checkpoint_drafts_once_it_has_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import tracemalloc
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.agent.driver import Job, Seat, drive
 from composer_nb.harness.policy import Completion, Request, SampledToken, Trace, route_checks
 from composer_nb.trainer.engine import Engine, _logprobs
 from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows
@@ -62,23 +59,6 @@ def test_turns_agree_with_a_full_forward_pass_over_the_whole_rollout(make_model,
         np.testing.assert_array_equal(trace.checks[:-1], checks[:-1])
 
 
-def test_greedy_turns_are_the_most_probable_tokens(make_model):
-    model = make_model(4)
-    engine = Engine(model, stop=NEVER, slots=1, max_length=40, temperature=0.0)
-    prompt = [3, 9, 27]
-    [turn] = engine.generate([ask(0, prompt, 20)])
-    ids, logprobs = list(prompt), []
-    for _ in range(20):
-        with torch.no_grad():
-            scores = model(torch.tensor([ids]))[0][0, -1].log_softmax(-1)
-        ids.append(int(scores.argmax()))
-        logprobs.append(float(scores.max()))
-    assert turn.token_ids == ids[3:]
-    np.testing.assert_allclose(turn.logprobs, logprobs, atol=3e-5)
-    again = Engine(model, stop=NEVER, slots=1, max_length=40, temperature=0.0, seed=5)
-    assert again.generate([ask(0, prompt, 20)]) == [turn], "greedy has no use for a seed"
-
-
 def test_a_rollout_does_not_depend_on_what_else_is_in_the_batch(make_model):
     model = make_model(4)
     prompts = [[i, i + 3, 2 * i][: 1 + i % 3] for i in range(1, 9)]
@@ -90,26 +70,6 @@ def test_a_rollout_does_not_depend_on_what_else_is_in_the_batch(make_model):
         assert turn.token_ids == turns[i].token_ids
         assert turn.logprobs == turns[i].logprobs, "to the last bit"
         np.testing.assert_array_equal(alone.release(5).routes[:-1], together.release(i).routes[:-1])
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
-def test_samples_follow_the_softmax_at_the_temperature(make_model, temperature: float):
-    model = make_model(6, vocab_size=7)
-    engine = Engine(model, stop=NEVER, slots=64, max_length=8, temperature=temperature, seed=3)
-    with torch.no_grad():
-        wanted = (model(torch.tensor([[1, 4]]))[0][0, -1] / temperature).log_softmax(-1)
-    counts = np.zeros(7)
-    for first in range(0, 60 * 64, 64):
-        turns = engine.generate([ask(i, [1, 4], 1) for i in range(first, first + 64)])
-        for i, turn in enumerate(turns, first):
-            [token] = turn.token_ids
-            counts[token] += 1
-            assert turn.logprobs[0] == pytest.approx(float(wanted[token]), abs=3e-5)
-            engine.release(i)
-    expected = wanted.exp().numpy() * counts.sum()
-    assert (expected > 5).sum() >= 4, "the distribution is spread"
-    chi = ((counts - expected) ** 2 / expected)[expected > 5].sum()
-    assert chi < 22.5, "99.9 % of chi-square with six degrees of freedom lies below"
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.5, 1.0), (None, 0.6), (2.0, 0.9), (1.0, 1e-9)])
@@ -139,29 +99,6 @@ def test_a_turn_is_drawn_at_its_own_temperature_and_top_p(make_model, temperatur
         assert len(seen) > 1
     with pytest.raises(ValueError, match="top_p=1.5"):
         engine.submit(replace(ask(99, [1]), top_p=1.5))
-
-
-def test_the_same_seed_gives_the_same_and_another_seed_another_conversation(make_model, converse):
-    model = make_model(3)
-
-    def tokens(seed: int) -> list[list[int]]:
-        engine = Engine(model, stop=frozenset({7}), slots=4, max_length=96, seed=seed)
-        return [done.rollout.segments[0].token_ids.tolist() for done in converse(engine, 4)]
-
-    assert tokens(1) == tokens(1) != tokens(2)
-    assert tokens(10**20) == tokens(10**20) != tokens(10**20 + 1), "seeds are made by multiplication and grow large"
-
-
-def test_a_bf16_model_is_sampled_with_its_own_rounding(make_model, converse):
-    model = make_model(3)
-    engine = Engine(make_model(3).to(torch.bfloat16), stop=NEVER, slots=6, max_length=96)
-    gaps = []
-    for done in converse(engine, 6):
-        [segment] = done.rollout.segments
-        logprob, *_ = full_forward(model, segment.token_ids)
-        gaps.append((segment.logprob[1:] - logprob)[segment.acted[1:]])
-    worst = np.abs(np.concatenate(gaps)).max()
-    assert 1e-3 < worst < 3.0
 
 
 # Rollouts alike are forwarded once; what a rollout draws is its own affair
@@ -236,85 +173,7 @@ def test_after_a_swap_tokens_come_from_the_new_weights_on_the_old_cache(make_mod
         engine.swap(make_model(3, num_experts=4), 9)
 
 
-def test_a_swap_needs_no_room_for_two_packed_copies(make_model):
-    first, second = (
-        make_model(seed, hidden_size=64, moe_intermediate_size=128, num_hidden_layers=8) for seed in (3, 4)
-    )
-    tracemalloc.start()
-    try:
-        engine = Engine(first, stop=NEVER, slots=1, max_length=8)
-        packed = tracemalloc.get_traced_memory()[0]
-        tracemalloc.reset_peak()
-        engine.swap(second, 1)
-        now, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert packed > 4e6 and now < 1.05 * packed and peak < 1.4 * packed
-
-
 # Continuous batching
-
-
-def agent(rollout: int, engine: Engine, turns: int) -> Job[tuple[list[int], Trace]]:
-    def job(seat: Seat) -> tuple[list[int], Trace]:
-        random, ids = np.random.default_rng(rollout), []
-        for _ in range(turns):
-            news = random.integers(0, 61, random.integers(1, 6)).tolist()
-            ids += [*news, *seat.ask(ask(rollout, news, 6)).token_ids]
-        return ids, engine.release(rollout)
-
-    return job
-
-
-class NoSandbox:
-    def run(self, requests):
-        raise AssertionError("these agents use no sandbox")
-
-
-@pytest.mark.parametrize("slots", [1, 3, 50])
-def test_more_rollouts_than_slots_come_out_as_if_each_were_alone(make_model, slots: int):
-    model = make_model(4)
-
-    def play(slots: int, rollouts: list[int]) -> dict[int, tuple[list[int], Trace]]:
-        engine = Engine(model, stop=frozenset({5, 11}), slots=slots, max_length=60, temperature=0.0)
-        runs = (agent(rollout, engine, 1 + rollout % 4) for rollout in rollouts)
-        done = dict(drive(runs, engine, NoSandbox()))
-        assert len(engine._free) == slots and not engine._live, "every slot comes back"
-        return done
-
-    together = play(slots, list(range(11)))
-    assert sorted(together) == list(range(11))
-    for rollout, (ids, trace) in together.items():
-        [(alone, alone_trace)] = play(1, [rollout]).values()
-        assert ids == alone
-        assert len(trace.route_valid) == len(ids)
-        np.testing.assert_array_equal(trace.routes, alone_trace.routes)
-        np.testing.assert_allclose(trace.gates, alone_trace.gates, atol=3e-5)
-
-
-def test_new_requests_join_while_others_are_in_the_middle_of_a_turn(make_model):
-    model = make_model(4)
-    engine = Engine(model, stop=NEVER, slots=2, max_length=40, temperature=0.0)
-    engine.submit(ask(0, [1, 2], 6))
-    for _ in range(3):
-        assert engine.step() == []
-    engine.submit(ask(1, [8, 8, 8], 3))
-    finished = [[turn.rollout for turn in engine.step()] for _ in range(3)]
-    assert finished == [[], [], [0, 1]]
-    assert engine.step() == [], "nothing is left to do"
-    assert engine.sampled == 9 and engine.forwarded == (2 + 5) + (3 + 2)
-
-
-def test_a_slot_that_is_used_again_remembers_nothing(make_model):
-    model = make_model(4)
-    engine = Engine(model, stop=NEVER, slots=1, max_length=40, temperature=0.0)
-    engine.generate([ask(0, [9] * 20, 20)])
-    engine.release(0)
-    fresh = Engine(model, stop=NEVER, slots=1, max_length=40, temperature=0.0)
-    assert engine.generate([ask(1, [1, 2, 3])])[0].token_ids == fresh.generate([ask(1, [1, 2, 3])])[0].token_ids
-    used, new = engine.release(1), fresh.release(1)
-    for name in ("routes", "gates", "margins", "route_valid", "checks"):
-        np.testing.assert_array_equal(getattr(used, name), getattr(new, name), err_msg=name)
 
 
 # Where turns end
@@ -334,21 +193,6 @@ def test_turns_end_at_a_stop_token_or_when_they_are_long_enough(make_model):
         assert set(turn.policy_versions) == {9} and all(logprob <= 0 for logprob in turn.logprobs)
 
 
-def test_a_turn_that_was_cut_goes_on_without_news(make_model):
-    model = make_model(4)
-    whole = Engine(model, stop=NEVER, slots=1, max_length=40, temperature=0.0).generate([ask(0, [1, 2], 10)])[0]
-    engine = Engine(model, stop=NEVER, slots=1, max_length=40, temperature=0.0)
-    pieces = [engine.generate([ask(0, news, 5)])[0].token_ids for news in ([1, 2], [])]
-    assert sum(pieces, []) == whole.token_ids
-
-
-def test_generate_keeps_the_order_of_the_requests(make_model):
-    engine = Engine(make_model(3), stop=frozenset(range(20)), slots=4, max_length=40)
-    turns = engine.generate([ask(name, [1], 9) for name in (30, 10, 40, 20)])
-    assert [turn.rollout for turn in turns] == [30, 10, 40, 20]
-    assert engine.generate([]) == []
-
-
 # What is refused, and that a refusal changes nothing
 
 
@@ -365,21 +209,6 @@ def test_a_turn_that_can_not_fit_is_refused_and_leaves_no_trace(make_model):
         engine.submit(ask(0, [1], 1))
     assert engine.step() == []
     assert len(engine.release(0).route_valid) == 20
-
-
-@pytest.mark.parametrize("room", [0, -3])
-def test_a_turn_without_room_is_refused(make_model, room: int):
-    engine = Engine(make_model(4), stop=NEVER, slots=1, max_length=20)
-    with pytest.raises(ValueError, match="max_tokens"):
-        engine.submit(ask(0, [1] * (20 - room), room))
-    assert engine.step() == []
-
-
-def test_a_rollout_must_begin_with_a_token(make_model):
-    engine = Engine(make_model(4), stop=NEVER, slots=2, max_length=20)
-    with pytest.raises(ValueError, match="no token"):
-        engine.submit(ask(0, []))
-    assert engine.step() == []
 
 
 def test_a_rollout_has_one_turn_at_a_time(make_model):
@@ -407,34 +236,7 @@ def test_more_rollouts_alive_than_slots_are_refused_until_one_is_released(make_m
     engine.generate([ask(2, [1], 2)])
 
 
-def test_settings_that_can_not_work_are_refused(make_model):
-    with pytest.raises(ValueError, match="max_length=97 .*max_position_embeddings=96"):
-        Engine(make_model(0), stop=NEVER, max_length=97)
-    with pytest.raises(ValueError, match="temperature"):
-        Engine(make_model(0), stop=NEVER, max_length=20, temperature=-1.0)
-
-
-@pytest.mark.parametrize(("experts", "dtype"), [(256, np.uint8), (300, np.uint16)])
-def test_routes_are_as_wide_as_the_number_of_experts_asks_for(make_model, experts: int, dtype: type):
-    engine = Engine(make_model(0, num_experts=experts, moe_intermediate_size=8), stop=NEVER, max_length=40)
-    engine.generate([ask(0, list(range(30)), 4)])
-    routes = engine.release(0).routes
-    assert routes.dtype == dtype and 200 < routes.max() < experts
-    assert (routes.max() > 255) == (experts > 256)
-
-
 # What is recorded
-
-
-def test_a_rollout_that_is_released_in_the_middle_says_which_routes_are_real(make_model):
-    engine = Engine(make_model(4), stop=NEVER, slots=1, max_length=40)
-    engine.submit(ask(0, [1, 2, 3], 9))
-    engine.step()
-    assert engine.release(0).route_valid.tolist() == [True] * 3 + [False]
-    engine.submit(ask(1, [1, 2, 3], 9))
-    trace = engine.release(1)
-    assert trace.route_valid.tolist() == [False] * 3
-    assert not trace.routes.any() and not trace.gates.any(), "nothing of an earlier rollout shows through"
 
 
 @settings(max_examples=15, deadline=None)
@@ -467,18 +269,6 @@ def _engine() -> Engine:
 
 
 ENGINE = _engine()
-
-
-def test_pairs_of_temperature_and_seed_are_reproducible(make_model):
-    model = make_model(3)
-    for temperature, seed in product((1.0, 0.7), (0, 1)):
-        turns = [
-            Engine(model, stop=NEVER, slots=2, max_length=30, temperature=temperature, seed=seed).generate(
-                [ask(0, [1]), ask(1, [2])]
-            )
-            for _ in range(2)
-        ]
-        assert turns[0] == turns[1]
 
 
 # Priorities

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import NEVER, Played, ask, prompt, same
-from torch import Tensor
 
-from composer_nb.harness.policy import SampledToken, Trace
-from composer_nb.kernels.attention.cached import cached_attention_reference
+from composer_nb.harness.policy import SampledToken
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 
@@ -42,21 +38,6 @@ def test_in_parts_or_at_once_all_that_is_recorded_is_the_same(make_model, step_t
     assert whole._packed is not None
     same(play(parts, prompts), play(whole, prompts))
     assert parts.forwarded == whole.forwarded, "a group's prompt is read once, also in parts"
-
-
-@pytest.mark.parametrize(("kind", "atol"), [(torch.float32, 3e-5), (torch.float64, 1e-12)])
-def test_without_the_compiled_kernel_products_round_by_the_size_of_a_step(make_model, kind: torch.dtype, atol: float):
-    model = make_model(3).to(kind)
-    prompts = [prompt(20), prompt(31, 4), prompt(20)]
-    engines = [Engine(model, stop=NEVER, slots=3, max_length=90, seed=2, step_tokens=size) for size in (7, 4096)]
-    for engine in engines:
-        engine._packed = None
-    found, wanted = (play(engine, prompts) for engine in engines)
-    for number, (ids, logprobs, trace) in found.items():
-        assert ids == wanted[number][0]
-        np.testing.assert_allclose(logprobs, wanted[number][1], atol=atol)
-        np.testing.assert_array_equal(trace.routes, wanted[number][2].routes)
-        np.testing.assert_array_equal(trace.checks, wanted[number][2].checks)
 
 
 def _model() -> Model:
@@ -151,70 +132,3 @@ def test_a_user_waits_for_no_prompt_of_a_rollout(make_model, slots: int):
 
 
 # Weights that change in the middle of a prompt
-
-
-def by_hand(first: Model, second: Model, ids: list[int], cut: int) -> Tensor:
-    """Log-probabilities after `ids`, whose keys and values come from `first` up to `cut`, and from `second` after it."""
-    c = first.config
-    shape = (c.num_hidden_layers, 1, c.num_key_value_heads, len(ids), c.head_dim)
-    k, v = torch.zeros(shape), torch.zeros(shape)
-    for model, start, end in ((first, 0, cut), (second, cut, len(ids))):
-        at = torch.arange(start, end)
-
-        def attend(layer: int, q: Tensor, new_k: Tensor, new_v: Tensor, scale: float, at: Tensor = at) -> Tensor:
-            k[layer, 0, :, at], v[layer, 0, :, at] = new_k.transpose(0, 1), new_v.transpose(0, 1)
-            return cached_attention_reference(q, k[layer], v[layer], torch.zeros_like(at), at, scale)
-
-        with torch.no_grad():
-            hidden, _ = model.trunk(torch.tensor(ids[start:end]), at, attend)
-    return (hidden[-1] @ second.output_weight.T).log_softmax(-1).detach()
-
-
-def test_a_swap_in_the_middle_of_a_prompt_leaves_the_first_part_as_it_was_read(make_model):
-    first, second = make_model(3), make_model(4)
-    ids, found = prompt(21), list[tuple[list[int], list[float], list[int]]]()
-    for step_tokens, before in ((4, 2), (8, 1), (2, 4)):
-        engine = Engine(first, stop=NEVER, slots=2, max_length=60, seed=3, step_tokens=step_tokens)
-        engine.submit(ask(0, ids))
-        for _ in range(before):
-            assert engine.step() == []
-        engine.swap(second, 7)
-        [turn] = rest(engine)
-        found.append((turn.token_ids, turn.logprobs, turn.policy_versions))
-        trace = engine.release(0)
-        assert trace.route_valid[:-1].all()
-        np.testing.assert_array_equal(trace.routes[:8], read(first, ids).routes[:8])
-    assert found[0] == found[1] == found[2] and found[0][2] == [7] * 6
-    wanted = by_hand(first, second, ids, 8)
-    assert found[0][1][0] == pytest.approx(float(wanted[found[0][0][0]]), abs=3e-5)
-    assert abs(found[0][1][0] - float(by_hand(second, second, ids, 8)[found[0][0][0]])) > 1e-3, "it makes a difference"
-    assert Engine(second, stop=NEVER, slots=1, max_length=60, seed=3).generate([ask(0, ids)])[0].logprobs != found[0][1]
-
-
-def rest(engine: Engine) -> list[Any]:
-    done = []
-    while engine.busy:
-        done += engine.step()
-    return done
-
-
-def read(model: Model, ids: list[int]) -> Trace:
-    engine = Engine(model, stop=NEVER, slots=1, max_length=60)
-    engine.generate([ask(0, ids, 1)])
-    return engine.release(0)
-
-
-def test_a_rollout_that_is_released_in_the_middle_of_its_prompt_says_what_was_read(make_model):
-    engine = Engine(make_model(4), stop=NEVER, slots=2, max_length=60, step_tokens=5)
-    engine.submit(ask(0, prompt(20)))
-    engine.step()
-    engine.step()
-    trace = engine.release(0)
-    assert trace.route_valid.tolist() == [True] * 10 + [False] * 10 and not trace.routes[10:].any()
-    again = Engine(engine.model, stop=NEVER, slots=2, max_length=60)
-    assert engine.generate([ask(1, prompt(20))]) == again.generate([ask(1, prompt(20))]), "its place is as new"
-
-
-def test_a_budget_below_a_token_for_each_place_is_refused(make_model):
-    with pytest.raises(ValueError, match=r"engine\.step_tokens=3 is below engine\.slots=4: raise it"):
-        Engine(make_model(4), stop=NEVER, slots=4, max_length=40, step_tokens=3)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from composer_nb.kernels.delta.codec import CODECS, bits, encode
+from composer_nb.kernels.delta.codec import CODECS, bits
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.versions.manifest import (
     BaseVersion,
@@ -41,15 +41,6 @@ def version(path: Path, **tensors: Tensor) -> Path:
     return path
 
 
-def test_equal_versions_differ_in_nothing(tmp_path: Path, make_model):
-    a, b = tmp_path / "a", tmp_path / "b"
-    for path in (a, b):
-        save_pretrained(make_model(1), path, dtype=torch.bfloat16)
-    sizes = delta_sizes(a, b)
-    assert sizes["changed_fraction"] == 0 and sizes["delta_bytes"] < 0.1 * sizes["full_bytes"]
-    assert sizes["full_bytes"] == 2 * sum(p.numel() for p in make_model(1).parameters())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_changed_bits_are_counted_weight_by_weight(tmp_path: Path, dtype: torch.dtype):
     before = (torch.arange(1000) % 100).to(dtype).view(10, 100)
@@ -61,31 +52,6 @@ def test_changed_bits_are_counted_weight_by_weight(tmp_path: Path, dtype: torch.
     assert sizes["changed_fraction"] == pytest.approx(7 / 1001)
     assert sizes["full_bytes"] == 1000 * before.element_size() + 4
     assert 0 < sizes["delta_bytes"] < 150
-
-
-def test_a_zero_that_changes_its_sign_counts_because_deltas_are_lossless(tmp_path: Path):
-    a, b = version(tmp_path / "a", w=torch.zeros(8)), version(tmp_path / "b", w=-torch.zeros(8))
-    assert delta_sizes(a, b)["changed_fraction"] == 1
-
-
-def test_unrelated_versions_do_not_compress(tmp_path: Path):
-    random = torch.Generator().manual_seed(0)
-    a, b = (
-        version(tmp_path / name, w=torch.randint(-(2**31), 2**31 - 1, (5000,), generator=random, dtype=torch.int32))
-        for name in "ab"
-    )
-    sizes = delta_sizes(a, b)
-    assert sizes["changed_fraction"] > 0.999 and sizes["delta_bytes"] >= sizes["full_bytes"]
-
-
-def test_bytes_of_equal_significance_lie_together(tmp_path: Path):
-    """Changes of the lowest byte alone: three quarters of the delta are zeros in one run, which costs next to nothing."""
-    random = torch.Generator().manual_seed(0)
-    before = torch.randint(-(2**31), 2**31 - 1, (4096,), generator=random, dtype=torch.int32)
-    low = torch.randint(0, 256, (4096,), generator=random, dtype=torch.int32)
-    a, b = version(tmp_path / "a", w=before), version(tmp_path / "b", w=before ^ low)
-    noise = len(zstandard.ZstdCompressor(level=1).compress(low.to(torch.uint8).numpy().tobytes()))
-    assert noise <= delta_sizes(a, b)["delta_bytes"] < noise + 64
 
 
 @pytest.mark.parametrize(
@@ -156,24 +122,6 @@ def test_a_delta_gives_back_every_bit(pair: tuple[dict[str, Tensor], dict[str, T
     assert same_bits(through(store, "full", target, None, shard_bytes), pair[1])
 
 
-@given(st.data())
-@settings(max_examples=200, deadline=None)
-def test_every_codec_gives_back_what_it_takes_and_the_smallest_is_taken(data: st.DataObject):
-    integers = data.draw(st.sampled_from(["u1", "u2", "u4", "u8"]))
-    base = np.frombuffer(data.draw(st.binary(min_size=0, max_size=64).map(lambda b: b * 8)), integers)
-    target = base.copy()
-    if target.size and data.draw(st.booleans()):
-        target[data.draw(st.integers(0, target.size - 1))] ^= 1
-    sizes = []
-    for name, codec in CODECS.items():
-        payload = codec.encode(base, target, "uint8")
-        if payload is not None:
-            sizes.append(len(payload))
-            decoded = codec.decode(base, payload, "uint8")
-            assert decoded.dtype == base.dtype and np.array_equal(decoded, target), name
-    assert len(encode(base, target, "uint8")[1]) == min(sizes) <= target.nbytes
-
-
 @given(st.binary(max_size=80))
 @settings(max_examples=200, deadline=None)
 def test_a_decoder_refuses_rubbish_or_returns_a_tensor_of_the_right_size(payload: bytes):
@@ -187,21 +135,6 @@ def test_a_frame_that_claims_to_be_huge_is_not_expanded():
     bomb = zstandard.ZstdCompressor(level=1).compress(bytes(10_000_000))
     with pytest.raises(ValueError, match="another size"):
         CODECS["xor-planes-zstd1"].decode(np.zeros(9, "u2"), bomb, "bfloat16")
-
-
-def test_the_hash_of_all_sees_names_dtypes_shapes_and_bytes_but_not_order():
-    a = {"x": torch.zeros(4), "y": torch.ones(2)}
-    others = [
-        {"x": torch.zeros(4), "z": torch.ones(2)},
-        {"x": torch.zeros(2, 2), "y": torch.ones(2)},
-        {"x": torch.zeros(4, dtype=torch.int32), "y": torch.ones(2)},
-        {"x": -torch.zeros(4), "y": torch.ones(2)},
-        {"x": torch.zeros(4)},
-        {"x": torch.ones(2), "y": torch.zeros(4)},
-    ]
-    assert len({state_hash(tensors) for tensors in [a, *others]}) == 7
-    assert state_hash(dict(reversed(a.items()))) == state_hash(a)
-    assert state_hash({"x": torch.arange(6).view(2, 3).T}) == state_hash({"x": torch.tensor([[0, 3], [1, 4], [2, 5]])})
 
 
 # Directories
@@ -247,13 +180,6 @@ def test_deltas_of_versions_make_a_chain(three: Path, make_model):
     assert not (three / "no").exists()
 
 
-def test_a_delta_is_no_checkpoint_and_no_base(three: Path):
-    with pytest.raises(FileNotFoundError, match="missing"):
-        load_pretrained(three / "delta")
-    with pytest.raises(ForeignBase, match="apply it to that one first"):
-        encode_delta(three / "delta", three / "target", three / "no")
-
-
 def test_checkpoints_of_different_models_and_places_in_use_are_refused(three: Path, make_model):
     save_pretrained(make_model(1, hidden_size=40), three / "wide", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="wide: they are not versions of one model: model.embed"):
@@ -293,7 +219,6 @@ def test_a_damaged_directory_is_refused_whatever_is_damaged(three: Path, which: 
     [
         lambda m: m.model_copy(update={"hash": "0" * 40}),
         lambda m: m.model_copy(update={"base": None}),
-        lambda m: m.model_copy(update={"files": {}}),
         lambda m: m.model_copy(
             update={"tensors": {n: e.model_copy(update={"encoding": "new"}) for n, e in m.tensors.items()}}
         ),
@@ -301,9 +226,8 @@ def test_a_damaged_directory_is_refused_whatever_is_damaged(three: Path, which: 
             update={"tensors": {n: e.model_copy(update={"encoding": "raw"}) for n, e in m.tensors.items()}}
         ),
         lambda m: m.model_copy(update={"format": "composer-nb-weights-9"}),
-        lambda m: m.model_copy(update={"version": "1"}),
     ],
-    ids=["hash", "no base", "no files", "codec", "other codec", "format", "type"],
+    ids=["hash", "no base", "codec", "other codec", "format"],
 )
 def test_a_manifest_that_contradicts_what_is_there_is_refused_though_its_seal_holds(three: Path, change):
     file = three / "delta" / "manifest.json"
@@ -312,9 +236,3 @@ def test_a_manifest_that_contradicts_what_is_there_is_refused_though_its_seal_ho
     with pytest.raises(DamagedVersion):
         apply_delta(three / "base", three / "delta", three / "no")
     assert not (three / "no").exists()
-
-
-@pytest.mark.parametrize("text", ["", "[]", "null", "{}", "1", '"x"', "[" * 100_000, '{"seal": 1}', "\xff"])
-def test_rubbish_is_no_manifest(text: str):
-    with pytest.raises(DamagedVersion, match="^here is not what was written"):
-        Manifest.load(text.encode("latin-1"), "here")

@@ -17,7 +17,7 @@ from composer_nb.harness.grading.plan import Twin
 from composer_nb.harness.rollout import Turn
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import SandboxSpec, Stats
-from composer_nb.harness.sandbox.journal import ResourceJournal
+from composer_nb.harness.sandbox.reap import ResourceJournal
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.case import AttackVerdict

@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from tokenizers import Tokenizer
 
+from composer_nb.harness.agent.grammar import Grammar
 from composer_nb.harness.agent.summary import OPENS, QUERIES
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError, invalid
@@ -239,6 +240,49 @@ class ChatRenderer(ABC):
                 plain.append(token)
         return pieces
 
+    def grammar(self, names: Sequence[str], *, text: bool, several: bool) -> Grammar:
+        """Return the grammar of turns that call these tools. `text`: a turn may also begin with a text or consist of one.
+        `several`: it may have more than one call. Raises ValueError for a schema that this format does not support."""
+        tools = [tool["function"] for tool in self.tools if tool["function"]["name"] in names]
+        return Grammar.of_rules(self.tokenizer, "".join(self._rules(tools, text, several)), self.tokens, self.end)
+
+    def calls_so_far(self, token_ids: Sequence[int]) -> list[tuple[str, str, str]]:
+        """Return id, name and JSON of each call of a turn that need not have ended: all up to the first that cannot be read, of
+        which the JSON is what is certain of it, if its name is."""
+        calls: list[tuple[str, str, str]] = []
+        for number, written in enumerate(self._parse_so_far(token_ids)):
+            parts = self._call_so_far(token_ids, number, written)
+            calls += [parts] if parts else []
+            if parts is None or isinstance(written.call, ToolError):
+                break
+        return calls
+
+    def unknown_call(self, said: Said) -> tuple[str, str, str] | None:
+        """Return the call of a tool that was not offered, where `calls_so_far` cannot tell its name."""
+        return None
+
+    def _parse_so_far(self, token_ids: Sequence[int]) -> Sequence[Written]:
+        return self.parse(token_ids).calls
+
+    def _call_so_far(self, token_ids: Sequence[int], number: int, written: Written) -> tuple[str, str, str] | None:
+        if isinstance(written.call, ToolCall):
+            return written.id, written.call.name, json.dumps(dict(written.call.arguments))
+        return self._begun_call(token_ids, number)
+
+    def _call_pieces(self, token_ids: Sequence[int], number: int, opening: str) -> list[Piece]:
+        """Return the pieces between the token that begins a call and that of the next one."""
+        starts = [place for place, token in enumerate(token_ids) if token == self.ids[opening]]
+        [start, end] = [*starts, *[len(token_ids)] * (number + 2)][number : number + 2]
+        return self.pieces(token_ids[start + 1 : end])
+
+    @abstractmethod
+    def _begun_call(self, token_ids: Sequence[int], number: int) -> tuple[str, str, str] | None:
+        """Return id, name and the beginning of the JSON of a call that cannot be read; None without a name. It only grows."""
+
+    @abstractmethod
+    def _rules(self, tools: Sequence[Schema], text: bool, several: bool) -> Iterator[str]:
+        """Yield the grammar of turns that call these tools, in which `TEXT` is any text."""
+
     @abstractmethod
     def _system(self, system: str) -> list[Piece]: ...
 
@@ -301,6 +345,14 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_number(text: str) -> float:
     raise ValueError(f"{text} is not a number")
+
+
+def begun_json(members: Mapping[str, Any], last: tuple[str, str] | None) -> str:
+    """Return the beginning of a JSON object, up to within the text of its last member."""
+    text = json.dumps(dict(members))[:-1]
+    if last is None:
+        return text
+    return f"{text}{', ' if members else ''}{json.dumps(last[0])}: {json.dumps(last[1])[:-1]}"
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:

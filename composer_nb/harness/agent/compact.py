@@ -22,14 +22,28 @@ parses to a ToolError of kind InvalidArguments. Text is kept exactly: a special 
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent.chat import CallResult, ChatRenderer, Piece, Said, User, Written, read_json, write_json
+from composer_nb.harness.agent.chat import (
+    CallResult,
+    ChatRenderer,
+    Piece,
+    Said,
+    Schema,
+    User,
+    Written,
+    begun_json,
+    read_json,
+    write_json,
+)
+from composer_nb.harness.agent.grammar import VERBATIM, alternatives, arguments_schema, json_rule, string_rule
 from composer_nb.harness.agent.summary import QUERIES
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError, invalid
@@ -155,6 +169,65 @@ class CompactRenderer(ChatRenderer):
     def _thought(self, token_ids: Sequence[int]) -> int:
         # The last token is never thinking: it distinguishes a summary from a turn.
         return max((place + 1 for place, token in enumerate(token_ids[:-1]) if token == self.to), default=0)
+
+    def unknown_call(self, said: Said) -> tuple[str, str, str] | None:
+        name = said.calls[0].text.partition(" ")[0].removesuffix("<|end|>") if said.calls else ""
+        return (said.calls[0].id, name, "{") if name.isidentifier() and name != DONE else None
+
+    def _parse_so_far(self, token_ids: Sequence[int]) -> Sequence[Written]:
+        calls = self.parse(token_ids).calls
+        if self.call in token_ids and self.end not in token_ids:
+            last = len(token_ids) - 1 - [*token_ids][::-1].index(self.call)  # what stands before it is complete
+            whole = self.parse([*token_ids[:last], self.end]).calls
+            calls = (*whole, *calls[len(whole) :])
+        return calls
+
+    def _begun_call(self, token_ids: Sequence[int], number: int) -> tuple[str, str, str] | None:
+        """Return a call with its arguments so far, once its first line has ended."""
+        texts = [""]
+        for piece in self._call_pieces([self.call, *token_ids], number, "<|call|>"):  # its cue begins a call
+            if piece == self.to:
+                texts.append("")
+            elif isinstance(piece, str):
+                texts[-1] += piece
+        form = self.words.get(texts[0].partition(" ")[0])
+        if len(texts) < 2 or form is None or (head := form.head.fullmatch(texts[0])) is None:
+            return None
+        names, arguments, last = (*form.short, *form.long), dict[str, Any](), None
+        values = [*head.groups(), *texts[1:-1]]
+        with suppress(ToolError):
+            for name, text in zip(names, values, strict=False):
+                arguments[name] = form.value(name, text)
+            if len(values) < len(names) and form.types.get(names[len(values)]) == "string":
+                last = names[len(values)], texts[-1].rstrip("\ufffd")
+        return f"call_{number}", form.tool, begun_json(arguments, last)
+
+    def _rules(self, tools: Sequence[Schema], text: bool, several: bool) -> Iterator[str]:
+        yield "start: call" + " (<|call|> call)*" * several
+        yield f' | "{DONE}" (<|to|> TEXT)?\n' if text and not self.ends else "\n"
+        yield f"call: {alternatives(len(tools))}\n"
+        yield "WORD: /[^\\s\\x1c-\\x1f]+/\nLINE: /[0-9]{1,6}/\n"
+        for number, tool in enumerate(tools):
+            form, parameters = self._tools[tool["name"]], arguments_schema(tool)
+            parts, schemas = [json.dumps(form.word)], parameters.get("properties") or {}
+            for name in (*form.short, *form.long):
+                schema, short = schemas.get(name, {}), name in form.short
+                limited = schema.keys() - VERBATIM or schema.keys() & {"enum", "const"}
+                spaced = any(len(str(value).split()) != 1 for value in schema.get("enum", ()))
+                if short and (spaced or (name == "line" and limited)):
+                    raise ValueError(f"tools: {name}: this format has a number or a word here, and no other limits")
+                if form.types.get(name) == "string":
+                    value = string_rule(schema, name, "WORD" if short else "TEXT?")
+                    if value.startswith("("):  # a lexeme: the parser takes no more than 2,000 alternatives
+                        value, rule = f"ENUM{number}X{len(parts)}", value
+                        yield f"{value}: {rule}\n"
+                else:
+                    value = "LINE" if name == "line" and short else json_rule(schema, parameters)
+                parts += ['" "' if short else "<|to|>", value]
+            if more := {name: schema for name, schema in schemas.items() if name not in (*form.short, *form.long)}:
+                rest = {"type": "object", "properties": more, "required": [], "additionalProperties": False}
+                parts += [f"(<|to|> {json_rule(rest, parameters)})?"]
+            yield f"call{number}: {' '.join(parts)}\n"
 
     def _system(self, system: str) -> list[Piece]:
         return [self.bos]

@@ -16,9 +16,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
-from composer_nb.harness.agent.chat import CallResult, ChatRenderer, Piece, Said, Written, read_json, unread, write_json
+from pydantic_core import from_json
+
+from composer_nb.harness.agent.chat import (
+    CallResult,
+    ChatRenderer,
+    Piece,
+    Said,
+    Schema,
+    Written,
+    read_json,
+    unread,
+    write_json,
+)
+from composer_nb.harness.agent.grammar import SPELLING, alternatives, check_name
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError, invalid
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -92,6 +107,31 @@ class KimiRenderer(ChatRenderer):
             calls.append(unread(len(calls), "the section of calls has no end"))
         return Said(text=text.strip(), calls=tuple(calls))
 
+    def _call_so_far(self, token_ids: Sequence[int], number: int, written: Written) -> tuple[str, str, str] | None:
+        """Return a call with its arguments as the model wrote them, without a last brace if they cannot be read."""
+        match self._call_pieces(token_ids, number, CALL):
+            case [str(id), mark, str(text), *_] if mark == self.ids[ARGUMENT] and (match := ID.fullmatch(id.strip())):
+                if not isinstance(written.call, ToolCall):
+                    text = _beginning(text.rstrip("\ufffd")).rstrip().removesuffix("}")
+                return (id.strip(), match[1], text) if text else None
+        return None
+
+    def _begun_call(self, token_ids: Sequence[int], number: int) -> tuple[str, str, str] | None:
+        return self._call_so_far(token_ids, number, unread(number, ""))
+
+    def _rules(self, tools: Sequence[Schema], text: bool, several: bool) -> Iterator[str]:
+        calls = f"<|tool_calls_section_begin|> call{' (call)*' * several} <|tool_calls_section_end|>"
+        yield f"start: TEXT? {calls} | TEXT\n" if text else f"start: {calls}\n"
+        yield f"call: <|tool_call_begin|> ({alternatives(len(tools))}) <|tool_call_end|>\n"
+        for number, tool in enumerate(tools):
+            check_name(ID, f"functions.{tool['name']}:0", tool["name"])
+            schema = {"additionalProperties": False, "type": "object", **(tool.get("parameters") or {})}
+            if schema["type"] != "object":
+                raise ValueError("tools: arguments are an object")
+            schema["x-guidance"] = SPELLING
+            head = json.dumps(f"functions.{tool['name']}:")
+            yield f"call{number}: {head} /[0-9]{{1,9}}/ <|tool_call_argument_begin|> %json {json.dumps(schema)}\n"
+
     def _written(self, pieces: Sequence[Piece], names: Sequence[str], ended: bool, number: int) -> Written:
         if not ended or list(names) not in (["", ARGUMENT, ""], ["", ARGUMENT]):
             return unread(number, "a call is an id, arguments and an end")
@@ -106,3 +146,14 @@ class KimiRenderer(ChatRenderer):
         if not isinstance(arguments, dict):
             return Written(id=told, call=invalid("arguments are one JSON object"))
         return Written(id=told, call=ToolCall(name=match[1], arguments=arguments))
+
+
+def _beginning(text: str) -> str:
+    """Return the part of a text with which a JSON object can begin."""
+
+    def wrong(size: int) -> bool:
+        with suppress(ValueError):
+            return not isinstance(from_json(text[:size], allow_partial=True), dict)
+        return bool(text[:size].strip())
+
+    return text if not wrong(len(text)) else text[: bisect_left(range(len(text)), True, key=wrong) - 1]

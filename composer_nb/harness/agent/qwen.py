@@ -18,13 +18,27 @@ Reference: the model's chat template and tool parser; llama.cpp #15162 for its l
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from composer_nb.harness.agent.chat import CallResult, ChatRenderer, Piece, Said, Written, read_json, unread, write_json
+from composer_nb.harness.agent.chat import (
+    CallResult,
+    ChatRenderer,
+    Piece,
+    Said,
+    Schema,
+    Written,
+    begun_json,
+    read_json,
+    unread,
+    write_json,
+)
+from composer_nb.harness.agent.grammar import alternatives, arguments_schema, check_name, json_rule, string_rule
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError, invalid
 
 START, END, CALL, CALL_END = "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"
@@ -34,6 +48,10 @@ PARAMETER = re.compile(
     r"\s*<parameter=([^\n<>]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=[^\n<>]+>|</function>))", re.S
 )
 _FUNCTION_END = re.compile(r"\s*</function>\s*\Z")
+_BEGUN = re.compile(r"\s*<parameter=([^\n<>]+)>\n?(.*)", re.S)
+_CLOSING = "\n</parameter>"
+_CLOSED = re.compile(r"\n?</parameter>\s*(?:<[^\n<>]*)?\Z")
+"""The end of a parameter, as far as it is written."""
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 KINDS = frozenset(("string", "integer", "number", "boolean", "array", "object", "null"))
 HOW = f"""
@@ -115,6 +133,45 @@ class QwenRenderer(ChatRenderer):
             at += 1
         return Said(text=text.strip(), calls=tuple(calls))
 
+    def _begun_call(self, token_ids: Sequence[int], number: int) -> tuple[str, str, str] | None:
+        """Return a call with its arguments so far. A string comes as it is written, any other value at its end."""
+        [piece, *_] = [*self._call_pieces(token_ids, number, CALL), ""]
+        body = piece.rstrip("\ufffd") if isinstance(piece, str) else ""
+        if (head := FUNCTION.match(body)) is None:
+            return None
+        schemas = self.parameters.get(head[1], {}).get("properties", {})
+        arguments, at, last = dict[str, Any](), head.end(), None
+        with suppress(ToolError):
+            while (match := PARAMETER.match(body, at)) and match[1] not in arguments:
+                arguments[match[1]] = read_value(match[2], kinds(schemas.get(match[1], {"type": "string"})))
+                at = match.end()
+            begun = _BEGUN.match(body, at)
+            if begun and begun[1] not in arguments and kinds(schemas.get(begun[1], {"type": "string"})) == {"string"}:
+                if (value := _CLOSED.sub("", begun[2])) == begun[2]:  # a part of its end is no part of the value
+                    ends = (tag[:size] for size in range(len(_CLOSING), 0, -1) for tag in (_CLOSING, _CLOSING[1:]))
+                    value = value.removesuffix(next((end for end in ends if value.endswith(end)), ""))
+                last = begun[1], value
+        return f"call_{number}", head[1], begun_json(arguments, last)
+
+    def _rules(self, tools: Sequence[Schema], text: bool, several: bool) -> Iterator[str]:
+        calls = f"call{' (NEWLINE call)*' * several}"
+        yield f"start: TEXT? {calls} | TEXT\n" if text else f"start: {calls}\n"
+        yield f"call: <tool_call> ({alternatives(len(tools))}) </tool_call>\n"
+        yield 'value[lazy]: /(?s:.*)<\\/parameter>/\nNEWLINE: "\\n"\n'
+        for number, tool in enumerate(tools):
+            parameters, parts = arguments_schema(tool), list[str]()
+            required = parameters.get("required") or ()
+            schemas = {**{key: {} for key in required}, **self.parameters[tool["name"]].get("properties", {})}
+            check_name(FUNCTION, f"<function={tool['name']}>", tool["name"])
+            for place, (name, schema) in enumerate(schemas.items()):
+                check_name(FUNCTION, f"<function={name}>", name)
+                value, rule = _value_rule(schema, parameters, name, f"VALUE{number}X{place}")
+                yield rule
+                part = f'{json.dumps(f"<parameter={name}>{chr(10)}")} {value} "\\n"'
+                parts.append(part if name in required else f"({part})?")
+            head, close = json.dumps(f"\n<function={tool['name']}>\n"), json.dumps("</function>\n")
+            yield f"call{number}: {head} {' '.join(parts)} {close}\n"
+
     def _call(self, body: str, closed: bool) -> ToolCall | ToolError:
         head = FUNCTION.match(body)
         if not closed or head is None:
@@ -134,6 +191,35 @@ class QwenRenderer(ChatRenderer):
         if not _FUNCTION_END.match(body, at):
             return invalid("a parameter is <parameter=NAME>, its value, </parameter>; after the last comes </function>")
         return ToolCall(name=head[1], arguments=arguments)
+
+
+def _value_rule(schema: Schema, parameters: Schema, name: str, rule: str) -> tuple[str, str]:
+    """Return the pattern between the tags of a parameter, including its end, and the rule `rule` if needed. Raises ValueError for
+    a schema that is not supported in Qwen's format."""
+    literals, others, free, types = list[str](), list[str](), False, kinds(schema)
+    options = schema.get("anyOf") or schema.get("oneOf") or [schema]
+    for option in options:
+        if "enum" in option or "const" in option:
+            for value in option.get("enum", [option.get("const")]):
+                text = value if isinstance(value, str) else write_json(value)
+                read = PARAMETER.match(f"<parameter=a>\n{text}\n</parameter>\n</function>")
+                if read is None or read[2] != text or write_json(read_value(text, types)) != write_json(value):
+                    raise ValueError(
+                        f"tools: {name}: this format cannot tell {write_json(value)[:80]} from another value"
+                    )
+                literals.append(json.dumps(text))
+        elif "string" in kinds(option):
+            free = True
+            string_rule(option, name, "")
+        else:
+            others.append(json_rule(option, parameters))
+    if free:  # any text is a string, but text that parses as another type must be of that type
+        for option in options if literals or others else ():
+            string_rule(option, name, "")
+        return "value", ""
+    end = json.dumps("\n</parameter>")
+    spelled = [f"{other} {end}" for other in others] + [rule] * bool(literals)
+    return f"({' | '.join(spelled)})", f"{rule}: ({' | '.join(literals)}) {end}\n" if literals else ""
 
 
 def _resolved(parameters: Mapping[str, Any]) -> dict[str, Any]:

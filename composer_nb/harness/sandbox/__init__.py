@@ -6,7 +6,7 @@ from pathlib import Path
 
 from composer_nb.harness.sandbox.contract import Backend
 
-BACKENDS = ("bwrap", "docker", "process")
+BACKENDS = ("bwrap", "docker")
 
 
 def open_backend(name: str, run_id: str | None = None, journal: Path | None = None) -> Backend:
@@ -19,8 +19,4 @@ def open_backend(name: str, run_id: str | None = None, journal: Path | None = No
         from composer_nb.harness.sandbox.docker import DockerBackend
 
         return DockerBackend(run_id, journal)
-    if name == "process":
-        from composer_nb.harness.sandbox.process import ProcessBackend
-
-        return ProcessBackend(run_id, journal)
     raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {name!r}")

@@ -6,19 +6,15 @@ import atexit
 import threading
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterable
 from pathlib import Path
 
 from composer_nb.harness.sandbox.contract import Backend, Machine, Sandbox, SandboxSpec, Snapshot
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
-from composer_nb.harness.sandbox.journal import Kind, Resource, ResourceJournal
+from composer_nb.harness.sandbox.reap import Kind, Resource, ResourceJournal
 
 
 class ResidentBackend(Backend):
     """A backend whose sandboxes hold our resident program. A context manager; may be used from several threads."""
-
-    has_images = False
-    has_calls = False
 
     def __init__(self, run_id: str | None, journal: Path | None) -> None:
         """`journal`: a folder in which resources are noted while they exist (`reap.py`)."""
@@ -26,6 +22,7 @@ class ResidentBackend(Backend):
         self._journal = None if journal is None else ResourceJournal(journal, self.run_id)
         self._lock = threading.RLock()
         self._live: dict[str, Sandbox] = {}
+        self._resources: dict[str, list[Resource]] = {}  # by the id of the sandbox, or of what else holds them
         self._closed = False
         atexit.register(self.close)
 
@@ -40,10 +37,10 @@ class ResidentBackend(Backend):
     def create(self, spec: SandboxSpec | None = None, snapshot: Snapshot | None = None) -> Sandbox:
         """See `contract.Backend`. Raises SandboxUnavailable for a spec that this backend cannot serve."""
         spec = spec or SandboxSpec()
-        if spec.image and not self.has_images:
+        if spec.image and self.name != "docker":
             why = f"SandboxSpec.image={spec.image!r}: the backend {self.name} has no images; use docker"
             raise SandboxUnavailable(why)
-        if spec.calls and not self.has_calls:
+        if spec.calls and self.name != "bwrap":
             raise SandboxUnavailable(f"SandboxSpec.calls: the backend {self.name} serves no function calls; use bwrap")
         with self._lock:
             self._check_open()
@@ -70,20 +67,21 @@ class ResidentBackend(Backend):
             sandbox.destroy()
         atexit.unregister(self.close)
 
-    def forget(self, id: str, noted: Iterable[Resource | None]) -> None:
-        """Strike a sandbox of which nothing is left, and its resources in the journal."""
+    def note(self, holder: str, kind: Kind, name: str | int | Path, mark: str | None = None) -> None:
+        """Note a resource of a sandbox, or of another holder, in the journal, if there is one."""
+        if self._journal is not None:
+            with self._lock:
+                if (resource := self._journal.made(kind, name, mark)) is not None:
+                    self._resources.setdefault(holder, []).append(resource)
+
+    def forget(self, holder: str, *, strike: bool = True) -> None:
+        """Forget a sandbox, or another holder, of which nothing is left, and strike its resources from the journal."""
         with self._lock:
-            self._live.pop(id, None)
-            for resource in noted:
-                self._strike(resource)
+            self._live.pop(holder, None)
+            for resource in self._resources.pop(holder, ()) if strike else ():
+                assert self._journal is not None
+                self._journal.gone(resource)
 
     def _check_open(self) -> None:
         if self._closed:
             raise SandboxFailure("this backend is closed")
-
-    def _note(self, kind: Kind, name: str | int | Path, mark: str | None = None) -> Resource | None:
-        return None if self._journal is None else self._journal.made(kind, name, mark)
-
-    def _strike(self, noted: Resource | None) -> None:
-        if self._journal is not None:
-            self._journal.gone(noted)

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,9 @@ from composer_nb.harness.sandbox.contract import LIMITS, WORKSPACE, Capabilities
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxSlow, SandboxUnavailable
 from composer_nb.harness.sandbox.guest.bundle import BOOT, LIMITS_INSIDE, resident_program, resident_settings
 from composer_nb.harness.sandbox.host import hide_network_counts, launch, sender, socket_pair
-from composer_nb.harness.sandbox.journal import OWN, Resource
 from composer_nb.harness.sandbox.kit import MEMORY, STAGE, namespaces, own_copies
 from composer_nb.harness.sandbox.layout import KIT, Layout, make_devices
+from composer_nb.harness.sandbox.reap import OWN
 from composer_nb.harness.sandbox.system.cgroups import Cgroups
 from composer_nb.harness.sandbox.system.linux import machine, patience, unstoppable_dumps
 from composer_nb.harness.sandbox.system.seccomp import system_call_filter
@@ -72,9 +72,10 @@ class _BwrapMachine(Machine):
         except OSError as error:
             raise SandboxFailure(f"sandbox {self.id}: its cgroup cannot be removed: {error.strerror}") from error
         finally:
-            self.backend.remove_devices(self.id)
+            if self.backend.devices is not None:
+                shutil.rmtree(self.backend.devices / self.id, ignore_errors=True)
             gone = self.group is None or not any(folder.is_dir() for folder in self.group.folders)
-            self.backend.forget(self.id, self.noted if gone else ())
+            self.backend.forget(self.id, strike=gone)
 
 
 @dataclass(slots=True)
@@ -84,7 +85,6 @@ class _Zygote:
     process: subprocess.Popen[bytes]
     control: socket.socket
     pid: int = 0
-    noted: list[Resource | None] = field(default_factory=list)
 
 
 class BwrapBackend(ResidentBackend):
@@ -94,7 +94,6 @@ class BwrapBackend(ResidentBackend):
     """
 
     name = "bwrap"
-    has_calls = True
 
     def __init__(self, run_id: str | None = None, journal: Path | None = None) -> None:
         if sys.platform != "linux":
@@ -110,12 +109,13 @@ class BwrapBackend(ResidentBackend):
             "basic": system_call_filter(machine(), locks=False),
             "calls": system_call_filter(machine(), calls=True),
         }
-        self._filters = {kind: base64.b64encode(each).decode() for kind, each in filters.items()}
+        self._filters = {kind: base64.b64encode(program).decode() for kind, program in filters.items()}
         self._cgroups = Cgroups.find()
-        self._zygotes: dict[bool, _Zygote] = {}
-        """By whether pytest is imported in it: copies of a large process cost more."""
+        self._zygotes: dict[
+            bool, _Zygote
+        ] = {}  # by whether pytest is imported in it: copies of a large process cost more
         super().__init__(run_id, journal)
-        self._devices = self._device_folder()
+        self.devices = self._device_folder()
         self._probe()
 
     def capabilities(self) -> Capabilities:
@@ -124,24 +124,22 @@ class BwrapBackend(ResidentBackend):
             why |= {"memory_bytes": self._cgroups, "cpus": self._cgroups}
         if crowded := self._layout.crowded():
             why["locks"] = f"something is mounted in {', '.join(crowded)}: their files are shared"
-        elif not self._devices:
+        elif not self.devices:
             why["locks"] = "only root can give each sandbox devices of its own: locks on /dev/null are everybody's"
         why = {name: reason for name, reason in why.items() if reason}
         enforced = {name: name not in why for name in LIMITS}
         uid = os.getuid() if self._uid is None else self._uid
-        return Capabilities(backend=self.name, mode="forked", uid=uid, isolated=True, enforced=enforced, why_not=why)
+        return Capabilities(backend=self.name, mode="forked", uid=uid, enforced=enforced, why_not=why)
 
     def _begin(self, spec: SandboxSpec) -> Sandbox:
         try:
-            made = self._start(spec)
-            sandbox = Sandbox(self, spec, made)
+            sandbox = Sandbox(self, spec, machine := self._start(spec))
         except SandboxFailure:
             if not self._zygote_died(spec.warm):
                 raise
-            made = self._start(spec)
-            sandbox = Sandbox(self, spec, made)
+            sandbox = Sandbox(self, spec, machine := self._start(spec))
         try:
-            self._confine(made, spec)
+            self._confine(machine, spec)
         except BaseException:
             sandbox.destroy()
             raise
@@ -150,26 +148,25 @@ class BwrapBackend(ResidentBackend):
     def close(self) -> None:
         super().close()
         self._stop_zygotes()
-        if self._devices is not None:
-            folder, noted = self._devices
-            shutil.rmtree(folder, ignore_errors=True)
-            self._strike(noted)
+        if self.devices is not None:
+            shutil.rmtree(self.devices, ignore_errors=True)
+            self.forget("devices")
 
-    def _device_folder(self) -> tuple[Path, Resource | None] | None:
+    def _device_folder(self) -> Path | None:
         """Make a folder for device files of each sandbox, which no other sandbox can lock; None where this user may not."""
         if self._uid is None:
             return None
         folder = Path(tempfile.mkdtemp(prefix="composer_nb-"))
-        noted = self._note("directory", folder)
+        self.note("devices", "directory", folder)
         try:
             folder.chmod(0o755)
             make_devices(folder / "probe")
             (folder / "probe/null").write_bytes(b"x")  # fails where the file system has no devices
         except OSError:
             shutil.rmtree(folder)
-            self._strike(noted)
+            self.forget("devices")
             return None
-        return folder, noted
+        return folder
 
     def _start(self, spec: SandboxSpec) -> _BwrapMachine:
         id = uuid.uuid4().hex
@@ -185,14 +182,14 @@ class BwrapBackend(ResidentBackend):
             nice=0 if isinstance(self._cgroups, str) else NICE,
             copies=True,
             basic=spec.basic,
-            devices=f"{KIT}/devices/{id}" if self._devices else "/dev",
+            devices=f"{KIT}/devices/{id}" if self.devices else "/dev",
             warm=self._layout.warm() if spec.warm and spec.calls is None else [],
         )
         channel, there = socket_pair()
         machine = _BwrapMachine(id=id, channel=channel, backend=self)
         try:
-            if self._devices:
-                make_devices(self._devices[0] / id)
+            if self.devices:
+                make_devices(self.devices / id)
             with there, self._lock:
                 self._check_open()
                 machine.lifeline = self._request(settings, there, spec.warm)
@@ -224,7 +221,7 @@ class BwrapBackend(ResidentBackend):
         with theirs:
             zygote = _Zygote(self._popen(theirs), ours)
         try:
-            zygote.noted.append(self._note("process", zygote.process.pid))
+            self.note(f"zygote {zygote.process.pid}", "process", zygote.process.pid)
             ours.settimeout(patience(START_S))
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             ours.send(resident_program(json.dumps({"role": "zygote", "layouts": self._layout.plans()})))
@@ -232,7 +229,7 @@ class BwrapBackend(ResidentBackend):
             if answer != b"ready":
                 raise OSError("it ended at once")
             zygote.pid = sender(ancillary)
-            zygote.noted.append(self._note("process", zygote.pid))
+            self.note(f"zygote {zygote.process.pid}", "process", zygote.pid)
             own_copies(self._layout.copies(), zygote.process)
         except BaseException as error:
             complaint = self._complaint(zygote.process)
@@ -258,31 +255,30 @@ class BwrapBackend(ResidentBackend):
 
     def _stop_zygote(self, warm: bool) -> None:
         with self._lock:
-            if made := self._zygotes.pop(warm, None):
-                self._end_zygote(made)
+            if zygote := self._zygotes.pop(warm, None):
+                self._end_zygote(zygote)
 
     def _stop_zygotes(self) -> None:
         for warm in list(self._zygotes):
             self._stop_zygote(warm)
 
-    def _end_zygote(self, made: _Zygote) -> None:
+    def _end_zygote(self, zygote: _Zygote) -> None:
+        process = zygote.process
         with contextlib.suppress(OSError):
-            made.control.shutdown(socket.SHUT_RDWR)  # also where a forked child of this process has it too
-        made.control.close()  # at which it ends, and with it, being the first in its pid namespace, all sandboxes
+            zygote.control.shutdown(socket.SHUT_RDWR)  # also where a forked child of this process has it too
+        zygote.control.close()  # at which it ends, and with it, being the first in its pid namespace, all sandboxes
         try:
-            made.process.wait(timeout=patience(END_S))
+            process.wait(timeout=patience(END_S))
         except subprocess.TimeoutExpired:  # none is reaped yet: the numbers are still theirs
             with contextlib.suppress(ProcessLookupError):
-                # Its child too, which waits for it for ever while it starts.
-                os.killpg(made.process.pid, signal.SIGKILL)
-            if made.pid:
+                os.killpg(process.pid, signal.SIGKILL)  # its child too, which waits for it for ever while it starts
+            if zygote.pid:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(made.pid, signal.SIGKILL)
-            made.process.wait()
-        assert made.process.stderr is not None
-        made.process.stderr.close()
-        for noted in made.noted:
-            self._strike(noted)
+                    os.kill(zygote.pid, signal.SIGKILL)
+            process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+        self.forget(f"zygote {process.pid}")
 
     def _popen(self, end: socket.socket) -> subprocess.Popen[bytes]:
         user: dict[str, Any] = {} if self._uid is None else {"user": self._uid, "group": self._uid, "extra_groups": []}
@@ -323,42 +319,39 @@ class BwrapBackend(ResidentBackend):
         command = [self._bwrap, "--unshare-all", "--new-session", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
         command += ["--hostname", "sandbox", "--setenv", "PYTHONHASHSEED", "0"]  # so that calls see sets in one order
         command += self._layout.zygote(data)
-        command += ["--dev-bind", str(self._devices[0]), f"{KIT}/devices"] if self._devices else []
+        command += ["--dev-bind", str(self.devices), f"{KIT}/devices"] if self.devices else []
         command += ["--chdir", "/", "--remount-ro", "/", "--"]
         return [*command, self._interpreter.path, "-s", "-S", "-c", BOOT]  # -I would ignore the seed
 
-    def _confine(self, made: _BwrapMachine, spec: SandboxSpec) -> None:
+    def _confine(self, machine: _BwrapMachine, spec: SandboxSpec) -> None:
         """Put the sandbox, in which nothing of an agent runs yet, into a group with its limits.
 
         Calls have limits of their own, and a group would get no more of a busy machine than one process.
         """
-        if spec.calls is None:
-            hide_network_counts(made.channel.peer)
-        if isinstance(self._cgroups, str) or spec.calls is not None:
+        if spec.calls is not None:
+            return
+        hide_network_counts(machine.channel.peer)
+        if isinstance(self._cgroups, str):
             return
         try:
-            folders = self._cgroups.folders(f"{OWN}{made.id}")
-            with self._lock:
-                made.noted += [self._note("cgroup", folder, folder.name) for folder in folders]
-            made.group = self._cgroups.make(folders, spec.memory_bytes, spec.processes, spec.cpus)
-            made.group.attach(made.channel.peer)
+            folders = self._cgroups.folders(f"{OWN}{machine.id}")
+            for folder in folders:
+                self.note(machine.id, "cgroup", folder, folder.name)
+            machine.group = self._cgroups.make(folders, spec.memory_bytes, spec.processes, spec.cpus)
+            machine.group.attach(machine.channel.peer)
         except OSError as error:
-            raise SandboxFailure(f"sandbox {made.id}: its cgroup cannot be made: {error}") from error
-
-    def remove_devices(self, id: str) -> None:
-        if self._devices:
-            shutil.rmtree(self._devices[0] / id, ignore_errors=True)
+            raise SandboxFailure(f"sandbox {machine.id}: its cgroup cannot be made: {error}") from error
 
     def _probe(self) -> None:
         """Make a sandbox, to see that it works here. Raises SandboxUnavailable, and SandboxSlow on a busy machine."""
         try:
             with self.create() as sandbox:
-                done = sandbox.exec(["true"], timeout_s=patience(START_S))
-            if done.exit_code == 0:
+                result = sandbox.exec(["true"], timeout_s=patience(START_S))
+            if result.exit_code == 0:
                 return
-            if done.timed_out:
+            if result.timed_out:
                 raise SandboxSlow("`true` took too long in a sandbox: the machine is busy")
-            complaint = f"`true` ended with {done.exit_code}: {done.stderr!r}"
+            complaint = f"`true` ended with {result.exit_code}: {result.stderr!r}"
         except SandboxSlow:
             self._stop_zygotes()
             raise

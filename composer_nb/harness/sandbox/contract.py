@@ -22,53 +22,50 @@ from composer_nb.harness.plain import require_ranges
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxSlow
 from composer_nb.harness.sandbox.granted import PATIENCE, GrantedTime
 from composer_nb.harness.sandbox.host import Channel, frame_of
-from composer_nb.harness.sandbox.journal import Resource
 from composer_nb.harness.sandbox.requests import CallLimits
 from composer_nb.harness.sandbox.system.cgroups import Cgroup
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.untrusted import visible
 
-WORKSPACE = "/workspace"
-"""Path of the workspace in every sandbox except those of the backend `process`."""
-
+WORKSPACE = "/workspace"  # in every sandbox
+# Links in every sandbox, through which scripts of Harbor tasks find their files, since its root is read-only.
 PLACES = {f"/{name}": f"/tmp/{name}" for name in ("tests", "logs", "solution")}
-"""Links in every isolated sandbox, through which scripts of Harbor tasks find their files, since its root is read-only."""
-
+# Names in `Capabilities.enforced`. `locks`: locks that one sandbox takes on files and devices are hidden from all others.
+# `page_cache`: no sandbox with `SandboxSpec.basic`, or of an image, changes which pages of common files are in memory.
+# `core_dumps`: a crash starts no program of the host.
 LIMITS = (
     "memory_bytes", "disk_bytes", "inodes", "processes", "cpus", "open_files", "network", "system_calls", "locks",
     "page_cache", "core_dumps",
 )  # fmt: skip
-"""Names in `Capabilities.enforced`. `locks`: locks that one sandbox takes on files and devices are hidden from all others.
-`page_cache`: no sandbox with `SandboxSpec.basic`, or of an image, changes which pages of common files are in memory.
-`core_dumps`: a crash starts no program of the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
-    """Limits of a sandbox, for all its processes and files together. Raises ValueError for a limit out of range."""
+    """Limits of a sandbox, for all its processes and files together. Raises ValueError for a limit out of range.
+
+    Attributes:
+        memory_bytes: memory of processes and of files, which live in memory.
+        disk_bytes: size of the workspace. The folder for temporary files gets the same size, and shared memory a quarter of it.
+        processes: processes and threads.
+        open_files: maximum open files of one process. Fewer than 32 would not suffice for the resident program itself.
+        image: name of an image, for the backend `docker`; empty: an image made from this machine's files.
+        warm: import pytest in advance, if the backend can (`bwrap`), so that its runs begin at once (`Sandbox.exec`).
+        basic: show the basic programs alone (`kit.py`), as copies in memory that no sandbox can change for another. Backend
+            `bwrap`; what `docker` shows is the image. Locks have no effect, and there are no watches. For code that has something
+            to tell: grades run this way.
+        calls: limits of each request of function calls, for a sandbox that serves only these (backend `bwrap`).
+    """
 
     memory_bytes: Annotated[int, Field(ge=1, le=1 << 46)] = 512 << 20
-    """Memory of processes and of files, which live in memory."""
     disk_bytes: Annotated[int, Field(ge=1, le=1 << 45)] = 64 << 20
-    """Size of the workspace. The folder for temporary files gets the same size, and shared memory a quarter of it."""
     inodes: Annotated[int, Field(ge=1, le=1 << 31)] = 16_384
     processes: Annotated[int, Field(ge=1, le=1 << 22)] = 128
-    """Processes and threads."""
     cpus: Annotated[float, Field(ge=0.01, le=4096)] = 1.0
     open_files: Annotated[int, Field(ge=32, le=1 << 20)] = 1024
-    """Maximum open files of one process. Fewer than 32 would not suffice for the resident program itself."""
     image: str = ""
-    """Name of an image, for the backend `docker`; empty: an image made from this machine's files."""
-    trusted: bool = False
-    """Declares the code harmless, which the backend `process` requires."""
     warm: bool = False
-    """Import pytest in advance, if the backend can (`bwrap`), so that its runs begin at once (`Sandbox.exec`)."""
     basic: bool = False
-    """Show the basic programs alone (`kit.py`), as copies in memory that no sandbox can change for another. Backend `bwrap`; what
-    `docker` shows is the image. Locks have no effect, and there are no watches. For code that has something to tell: grades run
-    this way."""
     calls: CallLimits | None = None
-    """Limits of each request of function calls, for a sandbox that serves only these (backend `bwrap`)."""
 
     def __post_init__(self) -> None:
         require_ranges(self, "SandboxSpec")
@@ -81,20 +78,24 @@ class SandboxSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecResult:
-    """Result of a command."""
+    """Result of a command.
+
+    Attributes:
+        exit_code: exit code as a shell reports it: 128 + n after signal n; 126 or 127 if the command did not start (stderr says
+            why).
+        truncated: whether the middle of a stream was left out; a line in the stream says how much.
+        timed_out: whether the command and its processes were ended at the time limit.
+        stopped: whether the command and its processes were ended because the caller set `stop`.
+        oom: whether a process in the sandbox was killed for memory meanwhile.
+    """
 
     exit_code: int
-    """Exit code as a shell reports it: 128 + n after signal n; 126 or 127 if the command did not start (stderr says why)."""
     stdout: bytes
     stderr: bytes
     truncated: bool = False
-    """Whether the middle of a stream was left out; a line in the stream says how much."""
     timed_out: bool = False
-    """Whether the command and its processes were ended at the time limit."""
     stopped: bool = False
-    """Whether the command and its processes were ended because the caller set `stop`."""
     oom: bool = False
-    """Whether a process in the sandbox was killed for memory meanwhile."""
     duration_s: float = 0.0
 
 
@@ -103,24 +104,21 @@ Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderEntry:
-    """An entry of a folder."""
+    """An entry of a folder: its size in bytes, and its permissions. `name` has bytes that are not UTF-8 as lone surrogates, as in
+    `os.fsdecode`."""
 
     name: str
-    """Name, with bytes that are not UTF-8 as lone surrogates, as in `os.fsdecode`."""
     kind: Literal["file", "folder", "link", "other"]
     size: Count
-    """Bytes."""
     mode: Count
-    """Permissions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Resource use of a sandbox; None if the backend cannot tell."""
+    """Resource use of a sandbox; None if the backend cannot tell. `processes`: besides the resident program."""
 
     memory_bytes: int | None
     processes: int
-    """Number of processes besides the resident program."""
     disk_bytes: int
     inodes: int
     cpu_s: float | None
@@ -128,26 +126,30 @@ class Stats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """All files of a workspace at one moment, as a tar archive that only another sandbox unpacks. Processes are not included."""
+    """All files of a workspace at one moment, as a tar archive that only another sandbox unpacks. Processes are not included.
+
+    `digest`: SHA-256 of paths, kinds, permissions and contents, independent of order and times.
+    """
 
     archive: bytes = field(repr=False)
     digest: str
-    """SHA-256 of paths, kinds, permissions and contents, independent of order and times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Abilities of a backend on this machine."""
+    """Abilities of a backend on this machine.
+
+    Attributes:
+        mode: kind of sandboxes: `forked`, or the container runtime's name.
+        uid: user id of a sandbox's processes on this machine.
+        why_not: reason and remedy for each limit that is not enforced.
+    """
 
     backend: str
     mode: str
-    """Kind of sandboxes: `forked`, `process`, or the container runtime's name."""
     uid: int
-    """User id of a sandbox's processes on this machine."""
-    isolated: bool
     enforced: Mapping[str, bool]
     why_not: Mapping[str, str] = field(default_factory=dict)
-    """Reason and remedy for each limit that is not enforced."""
 
 
 class CommandReport(NamedTuple):
@@ -174,18 +176,16 @@ _COUNTS: TypeAdapter[tuple[int, int, int]] = TypeAdapter(tuple[Count, Count, Cou
 _CALL_END: TypeAdapter[CallEnd] = TypeAdapter(CallEnd)
 _ERROR = TypeAdapter(tuple[int, str])
 
-GRACE_S = 5.0
-"""Seconds that the host waits beyond the resident program's own deadlines."""
-START_S = 20.0
-"""Seconds within which a sandbox must be ready; more on a busy machine."""
-SPARE = 64 << 20
-"""Maximum bytes of an answer beyond the requested data, for headers, also of an archive with very many files."""
-AHEAD = 1 << 16
-"""Bytes of requests that are sent ahead of the answers to earlier ones: a socket's buffer holds twice as much."""
-HEADER = 1000
-"""Maximum bytes of an answer's header."""
-LONGEST_S = 1e6
-"""Maximum time limit of a command."""
+GRACE_S = 5.0  # that the host waits beyond the resident program's own deadlines
+START_S = 20.0  # within which a sandbox must be ready; more on a busy machine
+SPARE = (
+    64 << 20
+)  # maximum bytes of an answer beyond the requested data, for headers, also of an archive with very many files
+AHEAD = (
+    1 << 16
+)  # bytes of requests that are sent ahead of the answers to earlier ones: a socket's buffer holds twice as much
+HEADER = 1000  # maximum bytes of an answer's header
+LONGEST_S = 1e6  # maximum time limit of a command
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,16 +195,10 @@ class Machine:
     id: str
     channel: Channel
     group: Cgroup | None = None
-    noted: list[Resource | None] = field(default_factory=list)
-    """Its resources recorded in the run's journal."""
 
     def end(self) -> None:
         """End all processes of the sandbox and remove its resources. Called once."""
         raise NotImplementedError
-
-    def usage(self) -> tuple[int | None, float | None]:
-        """Return (bytes of memory, seconds of CPU), with None if unknown."""
-        return (None, None) if self.group is None else (self.group.memory_bytes(), self.group.cpu_s())
 
     def kills(self) -> int:
         """Return the number of processes that the kernel has killed for memory."""
@@ -225,8 +219,7 @@ class Sandbox:
         self._lock, self._ending = threading.Lock(), threading.RLock()
         self._gone: Exception | None = None
         self._ended = False
-        self._counted = 0
-        """Number of kills for memory up to the last answer. Later kills ended the sandbox."""
+        self._counted = 0  # kills for memory up to the last answer; later ones ended the sandbox
         try:
             facts, _ = machine.channel.answer(time.monotonic() + patience(START_S), SPARE)
         except BaseException as error:
@@ -236,8 +229,7 @@ class Sandbox:
             if isinstance(error, TimeoutError):
                 raise SandboxSlow(f"sandbox {self.id} was not ready in time: the machine is busy") from error
             raise SandboxFailure(f"sandbox {self.id} did not start: {error}") from error
-        self.warm = facts.get("warm") is True
-        """Whether pytest is imported in advance."""
+        self.warm = facts.get("warm") is True  # whether pytest is imported in advance
         if not facts.get("ready"):
             self.destroy()
             raise SandboxFailure(f"sandbox {self.id} did not start: {visible(str(facts.get('failed'))[:300])}")
@@ -373,7 +365,8 @@ class Sandbox:
 
     def stats(self) -> Stats:
         (processes, disk_bytes, inodes), _ = self._ask("stats", _COUNTS)
-        memory, cpu = self._machine.usage()
+        group = self._machine.group
+        memory, cpu = (None, None) if group is None else (group.memory_bytes(), group.cpu_s())
         return Stats(memory_bytes=memory, processes=processes, disk_bytes=disk_bytes, inodes=inodes, cpu_s=cpu)
 
     def destroy(self) -> None:
@@ -478,14 +471,14 @@ def members(archive: bytes) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
     """
     last = -1
     try:
-        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as held:
-            for info in held:
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as opened:
+            for info in opened:
                 if info.offset <= last or info.size < 0 or info.issparse():  # a circle, or a hole of any size
                     raise tarfile.ReadError("an entry that no sandbox writes")
                 last = info.offset
                 if info.issym():
                     yield info, b""
-                elif info.isreg() and (file := held.extractfile(info)) is not None:
+                elif info.isreg() and (file := opened.extractfile(info)) is not None:
                     yield info, file.read()
     except (tarfile.TarError, ValueError, OverflowError, RecursionError, OSError) as error:
         why = visible(str(error)[:300])

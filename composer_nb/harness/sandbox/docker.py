@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import os
 import struct
 import threading
 import time
@@ -28,20 +27,16 @@ from typing import Any
 
 from composer_nb.harness.sandbox.backend import ResidentBackend
 from composer_nb.harness.sandbox.contract import LIMITS, WORKSPACE, Capabilities, Machine, SandboxSpec
+from composer_nb.harness.sandbox.engine import MARK, TIMEOUT_S, connect, remove_container
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.guest.bundle import BOOT, LIMITS_INSIDE, resident_program, resident_settings
 from composer_nb.harness.sandbox.host import Channel, hide_network_counts
 from composer_nb.harness.sandbox.image import USER, host_image
-from composer_nb.harness.sandbox.journal import this_process
+from composer_nb.harness.sandbox.reap import this_process
 from composer_nb.harness.sandbox.system.cgroups import Cgroup
 from composer_nb.harness.sandbox.system.linux import MACHINES, network_settings, patience
 from composer_nb.harness.sandbox.system.seccomp import system_call_filter
 
-MARK = "composer_nb.mark"
-"""The label by which a container is distinguished from another one of its name."""
-TIMEOUT_S = 60
-"""Seconds that an answer of the engine may take, more on a busy machine."""
-REMOVAL_S = 30.0
 STDOUT, STDERR = 1, 2
 COMPLAINT = 4000
 """Bytes kept of the resident program's last words."""
@@ -72,60 +67,6 @@ for top, below, names in os.walk("/"):
 """Reads all files of an image, three times: then all their pages are among those in use (`kit.STAGE`)."""
 COUNTED = {"memory_bytes": "MemoryLimit", "processes": "PidsLimit", "cpus": "CpuCfsQuota"}
 """Facts of the engine about limits that it cannot set everywhere."""
-
-
-class EngineUnreachable(SandboxUnavailable, OSError):
-    """No Docker Engine answers; the message says what to do."""
-
-
-def connect() -> Any:
-    """Return a `docker.DockerClient`, to be closed, of the engine that DOCKER_HOST and the like name, else of this machine's.
-
-    Raises EngineUnreachable. The package `docker` is an extra, so it is imported where it is used.
-    """
-    try:
-        import docker
-        from docker.errors import DockerException
-    except ImportError as error:
-        raise EngineUnreachable("the backend docker needs a Python package: pip install 'docker>=7'") from error
-    where = os.environ.get("DOCKER_HOST") or "/var/run/docker.sock"
-    try:
-        return docker.from_env(timeout=int(patience(TIMEOUT_S)))
-    except DockerException as error:
-        if "PermissionError" in str(error):
-            advice = "join the group that may use it (sudo usermod -aG docker $USER) and log in again"
-            raise EngineUnreachable(f"this user may not use the Docker Engine at {where}: {advice}") from error
-        advice = "start it (sudo systemctl start docker), or install and start one (sudo scripts/docker_engine)"
-        raise EngineUnreachable(f"no Docker Engine answers at {where}: {advice}") from error
-
-
-def container_mark(client: Any, name: str) -> str | None:
-    """Return the mark of the container that has this name; None when there is none. Raises OSError."""
-    from docker.errors import APIError, NotFound
-
-    try:
-        return str(client.api.inspect_container(name)["Config"]["Labels"].get(MARK, ""))
-    except NotFound:
-        return None
-    except APIError as error:
-        raise OSError(f"the Docker Engine does not say what {name} is: {error.explanation}") from error
-
-
-def remove_container(client: Any, name: str) -> None:
-    """Kill what runs in a container and remove it, if it is there, and wait until it is gone. Raises OSError."""
-    from docker.errors import APIError, NotFound
-
-    deadline, problem = time.monotonic() + patience(REMOVAL_S), "it is still there"
-    while time.monotonic() < deadline:
-        try:
-            client.api.remove_container(name, v=True, force=True)
-            return
-        except NotFound:
-            return
-        except APIError as error:  # as when somebody else is removing it
-            problem = str(error.explanation)
-        time.sleep(0.05)
-    raise OSError(f"the Docker Engine did not remove {name} within {REMOVAL_S:g} s: {problem}")
 
 
 class DockerChannel(Channel):
@@ -193,7 +134,7 @@ class _ContainerMachine(Machine):
     def end(self) -> None:
         if hasattr(self, "channel"):
             self.channel.close()
-        self.backend.remove(self)
+        self.backend.remove(self.id)
 
     def kills(self) -> int:
         if self.group is not None and not self.channel.ended:
@@ -209,7 +150,6 @@ class DockerBackend(ResidentBackend):
     """
 
     name = "docker"
-    has_images = True
 
     def __init__(self, run_id: str | None = None, journal: Path | None = None, runtime: str | None = None) -> None:
         """`journal`: a folder in which containers are noted (`reap.py`). `runtime`: another one than the engine's usual one,
@@ -240,21 +180,19 @@ class DockerBackend(ResidentBackend):
         if self._large:
             enforced["page_cache"] = False
             why["page_cache"] = f"not all files stay in memory of {', '.join(sorted(self._large))}: use smaller images"
-        return Capabilities(
-            backend=self.name, mode=self._runtime, uid=USER[1], isolated=True, enforced=enforced, why_not=why
-        )
+        return Capabilities(backend=self.name, mode=self._runtime, uid=USER[1], enforced=enforced, why_not=why)
 
     def close(self) -> None:
         super().close()
         self._client.close()
 
-    def remove(self, made: _ContainerMachine) -> None:
+    def remove(self, name: str) -> None:
         """Remove a container. Raises SandboxFailure when that does not work; the journal then still has it."""
         try:
-            remove_container(self._client, made.id)
+            remove_container(self._client, name)
         except OSError as error:
             raise SandboxFailure(str(error)) from error
-        self.forget(made.id, made.noted)
+        self.forget(name)
 
     def kills(self, name: str, ended: bool) -> int:
         """Return 1 if something in a container was killed for memory before it ended. The engine knows that a moment later."""
@@ -270,8 +208,8 @@ class DockerBackend(ResidentBackend):
         name, mark = f"composer_nb-{uuid.uuid4().hex[:12]}", uuid.uuid4().hex
         with self._lock:
             self._check_open()
-            noted = self._note("container", name, mark)
-        machine = _ContainerMachine(id=name, backend=self, noted=[noted])
+            self.note(name, "container", name, mark)
+        machine = _ContainerMachine(id=name, backend=self)
         try:
             config = self._client.api.inspect_image(image)["Config"]
             if volumes := config.get("Volumes"):
@@ -311,7 +249,7 @@ class DockerBackend(ResidentBackend):
             if image in self._fetched:
                 return
             name, mark = f"composer_nb-{uuid.uuid4().hex[:12]}", uuid.uuid4().hex
-            noted = self._note("container", name, mark)
+            self.note(name, "container", name, mark)
             configuration = self._configuration(SandboxSpec(), image, mark)
             host = configuration["HostConfig"] | dict.fromkeys(("Memory", "MemorySwap", "NanoCpus"), 0)
             configuration |= {"Cmd": [FETCH], "HostConfig": host}
@@ -320,8 +258,7 @@ class DockerBackend(ResidentBackend):
                 self._client.api.start(name)
                 self._client.api.wait(name, timeout=patience(TIMEOUT_S))
             finally:
-                remove_container(self._client, name)
-                self._strike(noted)
+                self.remove(name)
             self._fetched.add(image)
             if self._client.api.inspect_image(image)["Size"] > self._facts["MemTotal"] // 2:
                 self._large.add(image)

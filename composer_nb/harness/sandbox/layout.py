@@ -18,8 +18,8 @@ from typing import Any
 from composer_nb.harness.sandbox.contract import PLACES, WORKSPACE
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.sandbox.guest.warm import TRIAL
-from composer_nb.harness.sandbox.journal import mounts
 from composer_nb.harness.sandbox.kit import MEMORY, kit_plan, top_level
+from composer_nb.harness.sandbox.reap import mounts
 from composer_nb.harness.sandbox.toolchain import (
     PLACE,
     TESTING,

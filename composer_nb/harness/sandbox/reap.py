@@ -1,11 +1,26 @@
-"""End what a killed run left on this machine: containers, processes, cgroups, directories, as its journals name them.
+"""What a run holds of this machine, as its journals name it, and the end of what a killed run left.
 
-`reap` touches a thing only if all of this holds: a journal names it, its owner is a process of this machine and pid namespace
-that is dead (or of an earlier boot of this machine), and what has its name now also has its mark (`journal.py`). Everything
-else is left alone and counted. Whatever was ended, or proved gone, is struck from the journal, so that the next time there is
-nothing to do. What cannot be ended now, as a container while no Docker Engine answers, stays in the journal for the next time.
+Each `ResourceJournal` writes a file of its own, `<folder>/<pid>-<random>.jsonl`, which is there only while it holds something:
 
-Covers Linux. Does not cover what a run writes into its own directory (`RunDir.clean` does).
+    {"event": "made", "kind": "process", "name": "4711", "mark": "86234", "run_id": …, "owner": {…}, "time": …}
+    {"event": "gone", "kind": "process", "name": "4711", "mark": "86234"}
+
+Others use numbers and names again, so each resource has a *mark*, which tells it from whatever has its name later: for a process
+the clock tick in which it began, for a cgroup its name, which is random (OWN), for a directory the text of a file in it (inodes
+are used again at once), for a container a label. The owner is a process, known by pid, tick, boot and pid namespace: a pid means
+nothing elsewhere.
+
+To have a process tree ended when this process dies: `note = journal.made("process", pid)` once it runs, and `journal.gone(note)`
+after its end. `release(journal, notes)` ends noted trees and strikes them now; `end` does it for one resource.
+
+`reap` touches a resource only if all of this holds: a journal names it, its owner is a process of this machine and pid namespace
+that is dead (or of an earlier boot of this machine), and what has its name now also has its mark. Everything else is left alone
+and counted. Whatever was ended, or proved gone, is struck from the journal, so that the next time there is nothing to do. What
+cannot be ended now, as a container while no Docker Engine answers, stays in the journal for the next time.
+
+Covers Linux. Does not cover what a run writes into its own directory (`RunDir.clean` does), nor the moment between making a
+resource and noting it: what a run starts also ends with its parent. A container and a cgroup do not, so they are noted before
+they are made, under the mark that they will have.
 """
 
 from __future__ import annotations
@@ -16,49 +31,184 @@ import json
 import os
 import shutil
 import signal
+import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+import uuid
+from collections.abc import Callable, Iterable
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any, Literal
 
-from composer_nb.harness.sandbox.journal import (
-    FOLDER,
-    LABEL,
-    WRITER,
-    Kind,
-    Owner,
-    Resource,
-    ResourceJournal,
-    append,
-    below,
-    mark_of,
-    mounts,
-    started,
-    this_process,
-)
-from composer_nb.harness.sandbox.system.linux import patience
+import psutil
 
-PATIENCE_S = 5.0
-"""Seconds that a killed process may take to end, more on a busy machine."""
+from composer_nb.harness.sandbox.engine import connect, container_mark, remove_container
+from composer_nb.harness.sandbox.system.linux import lives, patience, status_of
+
+FOLDER = "journal"  # of a run directory, with its journals
+LABEL = ".composer_nb-journal"  # the file that marks a directory
+# Environment variable with the marks of directories, joined by colons, for processes that live for them and may write there to
+# their end. They and all that they start are ended before one of them is removed.
+WRITER = "COMPOSER_NB_DIRECTORY"
+# Prefix of names with a random number, which are never used again: those of a sandbox's cgroups.
+OWN = "composer_nb-"
+PATIENCE_S = 5.0  # that a killed process may take to end, more on a busy machine
+
+Kind = Literal["container", "process", "cgroup", "directory"]
+# Kinds in the order in which they are ended, and the fields of `Reaped` that name them.
 FIELDS: dict[Kind, str] = {
     "container": "containers", "process": "processes", "cgroup": "cgroups", "directory": "directories",
 }  # fmt: skip
-"""Kinds in the order in which they are ended, and the fields of `Reaped` that name them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """A process that holds resources.
+
+    Attributes:
+        started: clock ticks from boot to its start.
+        namespace: namespace of the pid: `pid:[4026531836]`.
+    """
+
+    pid: int
+    started: int
+    host: str
+    boot: str
+    namespace: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resource:
+    """What its owner has to remove. `name` is a pid, an absolute path, or a container's."""
+
+    kind: Kind
+    name: str
+    mark: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reaped:
-    """Result of `reap`. Names are pids, paths, and those of containers."""
+    """Result of `reap`. Names are pids, paths, and those of containers.
+
+    Attributes:
+        kept: number of resources whose owner lives, or cannot be seen from here (another machine, another container).
+        failed: resources that could not be ended and why, a line each.
+    """
 
     containers: tuple[str, ...] = ()
     processes: tuple[str, ...] = ()
     cgroups: tuple[str, ...] = ()
     directories: tuple[str, ...] = ()
     kept: int = 0
-    """Number of things whose owner lives, or cannot be seen from here (another machine, another container)."""
     failed: tuple[str, ...] = ()
-    """Things that could not be ended and why, a line each."""
+
+
+def started(pid: int) -> int | None:
+    """Return the clock tick after boot in which a process began; None for one that is gone or a zombie."""
+    fields = status_of(str(pid))
+    return int(fields[19]) if lives(fields) else None
+
+
+def with_mark(mark: str) -> str:
+    """Return the value of WRITER for what this process starts for a directory."""
+    return ":".join(filter(None, (os.environ.get(WRITER), mark)))
+
+
+def below(root: int) -> list[tuple[int, int]]:
+    """Return (pid, clock tick of its start) of every living process below one."""
+    with suppress(psutil.NoSuchProcess):
+        children = psutil.Process(root).children(recursive=True)
+        return [(child.pid, tick) for child in children if (tick := started(child.pid)) is not None]
+    return []
+
+
+def mark_of(kind: Kind, name: str) -> str | None:
+    """Return the mark of what now has this name; None when nothing has. Raises OSError for a container if no Docker Engine
+    answers."""
+    if kind == "container":
+        with closing(connect()) as client:
+            return container_mark(client, name)
+    if kind == "process":
+        tick = started(int(name))
+        return None if tick is None else str(tick)
+    if kind == "cgroup":
+        return Path(name).name if os.path.isdir(name) else None
+    with suppress(OSError):  # no directory, or one without a label; links are not followed
+        folder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            label = os.open(LABEL, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        finally:
+            os.close(folder)
+        with open(label, encoding="ascii", errors="replace") as file:
+            return file.read(200)
+    return None
+
+
+def mounts() -> frozenset[str]:
+    """Return the paths at which something is mounted, as this process sees them."""
+    return frozenset(partition.mountpoint for partition in psutil.disk_partitions(all=True))
+
+
+@cache
+def _machine() -> dict[str, str]:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return {"host": socket.gethostname(), "boot": boot, "namespace": os.readlink("/proc/self/ns/pid")}
+
+
+def this_process() -> Owner:
+    tick = started(os.getpid())
+    assert tick is not None
+    return Owner(pid=os.getpid(), started=tick, **_machine())
+
+
+class ResourceJournal:
+    """Notes what this process holds for `run_id`, in a file of its own in `folder`."""
+
+    def __init__(self, folder: Path, run_id: str) -> None:
+        self.run_id = run_id
+        self.file = folder / f"{os.getpid()}-{uuid.uuid4().hex[:12]}.jsonl"
+        self._resources: set[Resource] = set()
+
+    def made(self, kind: Kind, name: str | int | Path, mark: str | None = None) -> Resource | None:
+        """Note a resource that was just made, and label it if it is a directory; return None when it is gone already, as a
+        process may be. A process stands for its tree. `mark`: for a container or a cgroup, which are noted just before they are
+        made."""
+        name = str(name)
+        if kind == "directory":
+            Path(name, LABEL).write_text(uuid.uuid4().hex)
+        if (mark := mark or mark_of(kind, name)) is None:
+            return None
+        resource = Resource(kind=kind, name=name, mark=mark)
+        self._resources.add(resource)
+        note = {"run_id": self.run_id, "owner": asdict(this_process()), "time": time.time()}
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        _append(self.file, {"event": "made", **asdict(resource), **note})
+        return resource
+
+    def gone(self, resource: Resource | None) -> None:
+        """Note that it was removed; remove the file when it names nothing any more."""
+        if resource is None:
+            return
+        self._resources.discard(resource)
+        with suppress(OSError):  # as of a full disk; without the note, `reap` looks once for what is not there
+            if self._resources:
+                _append(self.file, {"event": "gone", **asdict(resource)})
+            else:
+                self.file.unlink(missing_ok=True)
+
+
+def _append(file: Path, entry: dict[str, Any]) -> None:
+    """Append one line, in one write. Raises OSError with the file's name, and then nothing of the line is there."""
+    line = (json.dumps(entry) + "\n").encode()
+    try:
+        with open(file, "ab", buffering=0) as journal:
+            size = os.fstat(journal.fileno()).st_size
+            if (journal.write(line) or 0) < len(line):  # as on a disk that is just full
+                journal.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        raise OSError(error.errno, f"journal: {error.strerror}", str(file)) from error
 
 
 def reap(root: Path) -> Reaped:
@@ -68,64 +218,44 @@ def reap(root: Path) -> Reaped:
     """
     if not root.is_dir():
         raise FileNotFoundError(f"{root}: there is no such folder of runs")
-    found: dict[str, list[str]] = {name: [] for name in (*FIELDS.values(), "failed")}
-    kept = 0
-    for file in sorted({file.resolve() for folder in ("", "*/") for file in root.glob(f"{folder}{FOLDER}/*.jsonl")}):
-        with _locked(file) as there:
-            kept += _reap_file(file, found) if there else 0
-    return Reaped(kept=kept, **{name: tuple(lines) for name, lines in found.items()})
+    report: dict[str, list[str]] = {name: [] for name in (*FIELDS.values(), "failed")}
+    count = 0
+    for path in sorted({path.resolve() for folder in ("", "*/") for path in root.glob(f"{folder}{FOLDER}/*.jsonl")}):
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # keeps other reapers away
+            count += _reap_file(path, report) if path.exists() else 0
+    return Reaped(kept=count, **{name: tuple(lines) for name, lines in report.items()})
 
 
-@contextmanager
-def _locked(file: Path) -> Iterator[bool]:
-    """Keep other reapers away; yield False when the file is gone."""
-    try:
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield False
-        return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield file.exists()
-    finally:
-        os.close(fd)
-
-
-def _reap_file(file: Path, found: dict[str, list[str]]) -> int:
-    """Add what was ended to `found`, and return how many things were kept."""
-    held, strange = _read(file)
-    found["failed"] += strange
-    left, kept = len(held) + len(strange), 0
-    for resource in _in_order(held):
-        owner = held[resource]
-        if not is_dead(owner):
-            kept += 1
+def _reap_file(file: Path, report: dict[str, list[str]]) -> int:
+    """Add what was ended to `report`, and return the number of resources that stay."""
+    owners, errors = _read(file)
+    report["failed"] += errors
+    left, spared = len(owners) + len(errors), 0
+    for resource in _in_order(owners):
+        if not is_dead(owners[resource]):
+            spared += 1
             continue
-        lasting = resource.kind in ("container", "directory") or owner.boot == this_process().boot
+        lasting = resource.kind in ("container", "directory") or owners[resource].boot == this_process().boot
         try:
             if lasting and end(resource):
-                found[FIELDS[resource.kind]].append(resource.name)
+                report[FIELDS[resource.kind]].append(resource.name)
         except OSError as error:
-            found["failed"].append(f"{resource.kind} {resource.name}: {error.strerror or error}")
+            report["failed"].append(f"{resource.kind} {resource.name}: {error.strerror or error}")
             continue
         left -= 1
-        _strike(file, resource)
-    if held and not left:
+        os.truncate(file, file.read_bytes().rfind(b"\n") + 1)  # its owner's death may have cut off a line
+        _append(file, {"event": "gone", **asdict(resource)})
+    if owners and not left:
         file.unlink(missing_ok=True)
-    return kept
-
-
-def _strike(file: Path, resource: Resource) -> None:
-    """Note in the journal of a dead owner that a thing is gone, past a line that its death may have cut off."""
-    os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
-    append(file, {"event": "gone", **asdict(resource)})
+    return spared
 
 
 def _read(file: Path) -> tuple[dict[Resource, Owner], list[str]]:
     """Return the resources in a journal with their owners, and a complaint about each malformed line, but for a last one that was
     cut off."""
-    held: dict[Resource, Owner] = {}
-    strange: list[str] = []
+    owners: dict[Resource, Owner] = {}
+    errors: list[str] = []
     for number, line in enumerate(file.read_bytes().decode("utf-8", "replace").split("\n")[:-1], 1):
         try:
             entry = json.loads(line)
@@ -133,12 +263,12 @@ def _read(file: Path) -> tuple[dict[Resource, Owner], list[str]]:
             if resource.kind not in FIELDS:
                 raise ValueError(f"unknown kind {resource.kind!r}")
             if entry["event"] == "made":
-                held[resource] = Owner(**entry["owner"])
+                owners[resource] = Owner(**entry["owner"])
             else:
-                held.pop(resource, None)
+                owners.pop(resource, None)
         except (ValueError, KeyError, TypeError) as error:
-            strange.append(f"{file}:{number}: no line of a journal ({type(error).__name__}: {error})")
-    return held, strange
+            errors.append(f"{file}:{number}: no line of a journal ({type(error).__name__}: {error})")
+    return owners, errors
 
 
 def is_dead(owner: Owner) -> bool:
@@ -150,10 +280,31 @@ def is_dead(owner: Owner) -> bool:
 
 
 def end(resource: Resource) -> bool:
-    """End what a resource names, if it is still that. Return False when it is gone. Raises OSError when that does not work."""
-    if mark_of(resource.kind, resource.name) != resource.mark:
+    """End what a resource names, if it is still that: a process with all below it. Return False when it is gone. Raises OSError
+    when that does not work."""
+    name = resource.name
+    if mark_of(resource.kind, name) != resource.mark:
         return False
-    _ENDS[resource.kind](resource)
+    if resource.kind == "container":
+        with closing(connect()) as client:
+            remove_container(client, name)
+    elif resource.kind == "process":
+        tree = [(int(name), int(resource.mark)), *below(int(name))]
+        for pid, tick in tree:
+            with suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                if started(pid) == tick:
+                    process.kill()
+        _wait(lambda: all(started(pid) != tick for pid, tick in tree))
+    elif resource.kind == "cgroup":
+        folders = [Path(folder) for folder, _, _ in os.walk(name, topdown=False)]
+        _wait(lambda: not _kill(pid for folder in folders for pid in (folder / "cgroup.procs").read_text().split()))
+        for folder in folders:
+            folder.rmdir()
+    else:
+        if inside := [mount for mount in mounts() if Path(mount).is_relative_to(name)]:
+            raise OSError(errno.EBUSY, f"{inside[0]} is mounted in it")
+        _remove_directory(Path(name))
     return True
 
 
@@ -169,74 +320,32 @@ def _in_order(resources: Iterable[Resource]) -> list[Resource]:
     return sorted(resources, key=lambda resource: list(FIELDS).index(resource.kind))
 
 
-def _end_container(resource: Resource) -> None:
-    from composer_nb.harness.sandbox.docker import connect, remove_container
-
-    with closing(connect()) as client:
-        remove_container(client, resource.name)
-
-
-def _end_process(resource: Resource) -> None:
-    """Kill a process and all that runs below it."""
-    root = int(resource.name)
-    doomed = [(root, int(resource.mark)), *below(root)]
-    for pid, tick in doomed:
-        with suppress(ProcessLookupError):
-            fd = os.pidfd_open(pid)
-            try:
-                if started(pid) == tick:  # the descriptor keeps meaning this process, whatever gets its number
-                    signal.pidfd_send_signal(fd, signal.SIGKILL)
-            finally:
-                os.close(fd)
-    _wait(lambda: all(started(pid) != tick for pid, tick in doomed))
-
-
-def _wait(done: Callable[[], bool]) -> None:
+def _wait(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + patience(PATIENCE_S)
-    while not done():
+    while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError("still there, long after it was killed")
         time.sleep(0.01)
 
 
-def _end_cgroup(resource: Resource) -> None:
-    """Kill what runs in a cgroup and those below it, and remove them."""
-    folders = [Path(folder) for folder, _, _ in os.walk(resource.name, topdown=False)]
-
-    def empty() -> bool:
-        left = [int(pid) for folder in folders for pid in (folder / "cgroup.procs").read_text().split()]
-        # A pid of 0 belongs to another pid namespace and is out of reach; as a target it would mean ourselves.
-        _kill(filter(None, left))
-        return not left
-
-    _wait(empty)
-    for folder in folders:
-        folder.rmdir()
-
-
-def _kill(pids: Iterable[int]) -> None:
-    for pid in pids:
+def _kill(pids: Iterable[str | int]) -> list[int]:
+    """Kill processes and return their pids. A pid of 0 is of another pid namespace and out of reach; it would mean ourselves."""
+    targets = [int(pid) for pid in pids]
+    for pid in filter(None, targets):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    return targets
 
 
-def _end_directory(resource: Resource) -> None:
-    path = Path(resource.name)
-    if inside := [mount for mount in mounts() if Path(mount).is_relative_to(path)]:
-        raise OSError(errno.EBUSY, f"{inside[0]} is mounted in it")
-    remove_directory(path)
-
-
-def remove_directory(path: Path) -> None:
-    """Remove a directory of a journal, and end its writers (`journal.WRITER`), which could make it anew.
+def _remove_directory(path: Path) -> None:
+    """Remove a directory of a journal, and end its writers (WRITER), which could make it anew.
 
     Others may write there for a moment more, so this is tried for PATIENCE_S; then it raises OSError, and the directory still has
     its label, by which it is known the next time.
     """
     label = path / LABEL
     text, deadline = label.read_text() if label.is_file() else "", time.monotonic() + patience(PATIENCE_S)
-    while (writers := _writers(text)) or path.is_dir():
-        _kill(writers)
+    while (writers := _kill(_writers(text))) or path.is_dir():
         with suppress(OSError):
             if not writers:
                 for entry in list(os.scandir(path)):
@@ -253,17 +362,10 @@ def remove_directory(path: Path) -> None:
 
 def _writers(mark: str) -> list[int]:
     """Return the living processes that were started for the directory with this mark."""
-    word, found = f"{WRITER}={mark}".encode(), []
-    for entry in Path("/proc").iterdir() if mark else ():
-        with suppress(OSError):
-            if entry.name.isdigit() and word in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return [pid for pid in found if pid != os.getpid() and started(pid) is not None]
-
-
-_ENDS: dict[Kind, Callable[[Resource], None]] = {
-    "container": _end_container,
-    "process": _end_process,
-    "cgroup": _end_cgroup,
-    "directory": _end_directory,
-}
+    pids = []
+    for process in psutil.process_iter() if mark else ():
+        with suppress(psutil.Error, OSError):
+            marks = process.environ().get(WRITER, "").split(":")
+            if process.pid != os.getpid() and mark in marks and started(process.pid):
+                pids.append(process.pid)
+    return pids

@@ -1,7 +1,6 @@
 """Programs of this machine that a sandbox is shown read-only: a Python interpreter, search tools, pytest.
 
-`bwrap` binds them, the host image of `docker` holds them, `process` puts a folder of links on the path. An image of somebody
-else's has what its makers put in.
+`bwrap` binds them, the host image of `docker` holds them. A foreign image contains whatever its authors installed.
 
 So that an agent can run tests, there are also `python` and `pytest`, and pytest's modules in one file (TESTING), which Python
 imports from where PYTHONPATH names it: the terminal does (`tools/toolset.py`), a grade does not. They are compiled for the Python

@@ -174,8 +174,6 @@ def spec_of(task: Task, backend: Backend) -> SandboxSpec:
     """
     if problems := obstacles(task):
         raise ValueError(f"task {task.id}: {problems[0]}")
-    if backend.name == "process":
-        raise ValueError(f"task {task.id}: the backend process isolates nothing and has no /tests: use bwrap or docker")
     named = task.metadata.get("image", "")
     if named and backend.name != "docker":
         why = f"its tests run in the image {named}, which {backend.name} does not have: use docker"
@@ -332,7 +330,7 @@ def _check_artifacts(task: Task, box: Sandbox) -> None:
 
 def _image(task: Task) -> str:
     """Build the derived image and return its name."""
-    from composer_nb.harness.sandbox.docker import connect
+    from composer_nb.harness.sandbox.engine import connect
     from composer_nb.harness.sandbox.image import build_image
 
     assert task.kept is not None

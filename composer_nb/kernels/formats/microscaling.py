@@ -43,43 +43,42 @@ SCALE_NAN, E4M3_NAN = 255, 0x7F
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MXTensor:
-    """A quantised tensor: `qdata · 2^(scale − 127)`."""
+    """A quantised tensor: `qdata · 2^(scale − 127)`.
+
+    Attributes:
+        qdata: float8_e4m3fn [..., R, K], contiguous.
+        scale: uint8 [..., ⌈R / rows⌉, ⌈K / block⌉]: E8M0. The last block of a row may be cut.
+        rows: Rows that share a scale: 1, or `block` for squares, which weights may have: transposed they are the same numbers.
+    """
 
     qdata: Tensor
-    """float8_e4m3fn [..., R, K], contiguous."""
     scale: Tensor
-    """uint8 [..., ⌈R / rows⌉, ⌈K / block⌉]: E8M0. The last block of a row may be cut."""
     block: int = 32
     rows: int = 1
-    """Rows that share a scale: 1, or `block` for squares, which weights may have: transposed they are the same numbers."""
-    rule: Rule = "rceil"
-    made_by: str = "torch"
-    """The back end that computed it: `torch`, `triton` or `interpret`."""
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[..., R, K]. Exact in float32 wherever the result is not beyond its range: four bits times a power of two."""
-        return (self.qdata.float() * self._spread(e8m0_to_float(self.scale))).to(dtype)
-
-    def _spread(self, scale: Tensor) -> Tensor:
-        """A scale for every element. [..., R, K]"""
+        scale = e8m0_to_float(self.scale)
         if self.rows > 1:
             scale = scale.repeat_interleave(self.rows, -2)[..., : self.qdata.shape[-2], :]
-        return scale.repeat_interleave(self.block, -1)[..., : self.qdata.shape[-1]]
+        scale = scale.repeat_interleave(self.block, -1)[..., : self.qdata.shape[-1]]
+        return (self.qdata.float() * scale).to(dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NVFP4Tensor:
-    """A quantised tensor: `code · scale · global_scale`."""
+    """A quantised tensor: `code · scale · global_scale`.
+
+    Attributes:
+        qdata: uint8 [..., K / 2]: two e2m1 codes, the first one in the lower bits; bit 3 of a code is its sign.
+        scale: float8_e4m3fn [..., K / 16].
+        global_scale: float32: [..., 1], one for each token (row), or [] for the tensor.
+    """
 
     qdata: Tensor
-    """uint8 [..., K / 2]: two e2m1 codes, the first one in the lower bits; bit 3 of a code is its sign."""
     scale: Tensor
-    """float8_e4m3fn [..., K / 16]."""
     global_scale: Tensor
-    """float32: [..., 1], one for each token (row), or [] for the tensor."""
     share: Share = "token"
-    made_by: str = "torch"
-    """The back end that computed it: `torch`, `triton` or `interpret`."""
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[..., K]. code · scale is exact; times the float32 scale it is rounded, once in float32."""
@@ -127,7 +126,9 @@ def mx_quantize_reference(x: Tensor, *, block: int = 32, rows: int = 1, rule: Ru
     each of its elements is NaN (0x7F): what went wrong is seen, and nothing beside it is touched. Raises ValueError for other
     dtypes, blocks or rules.
     """
-    check_mx(x, block, rows, rule)
+    check_mx(x, block, rows)
+    if rule not in get_args(Rule):
+        raise ValueError(f"rule={rule!r} must be rceil or floor")
     tiles = _tiles(x.detach().float(), rows, block)
     amax = (tiles.view(torch.int32) & 0x7FFFFFFF).amax((-3, -1), keepdim=True)
     # 448 is 1.75 · 2^8, and a mantissa above .75 carries into the exponent.
@@ -139,7 +140,7 @@ def mx_quantize_reference(x: Tensor, *, block: int = 32, rows: int = 1, rule: Ru
     height = x.shape[-2] if x.dim() > 1 else 1
     qdata = code[..., :height, : x.shape[-1]].reshape(x.shape).contiguous().view(torch.float8_e4m3fn)
     scale = scale.reshape(mx_scale_shape(x.shape, block, rows))
-    return MXTensor(qdata=qdata, scale=scale, block=block, rows=rows, rule=rule)
+    return MXTensor(qdata=qdata, scale=scale, block=block, rows=rows)
 
 
 def nvfp4_quantize_reference(x: Tensor, *, share: Share = "token") -> NVFP4Tensor:
@@ -155,8 +156,8 @@ def nvfp4_quantize_reference(x: Tensor, *, share: Share = "token") -> NVFP4Tenso
     a_B = blocks.abs().amax(-1)
     global_scale = nvfp4_global_scale(a_B.amax(-1, keepdim=True) if share == "token" else a_B.amax())
     bad = global_scale.isnan()
-    wanted_B = a_B / torch.full_like(a_B, E2M1_MAX) / global_scale
-    scale_B = wanted_B.clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
+    exact_B = a_B / torch.full_like(a_B, E2M1_MAX) / global_scale
+    scale_B = exact_B.clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
     step_B = scale_B.float() * global_scale
     step_B = torch.where(step_B > 0, step_B, math.inf)
     code = e2m1_codes(blocks / step_B[..., None]).flatten(-2).masked_fill(bad, 0)
@@ -165,16 +166,14 @@ def nvfp4_quantize_reference(x: Tensor, *, share: Share = "token") -> NVFP4Tenso
     return NVFP4Tensor(qdata=qdata, scale=scale_B, global_scale=global_scale, share=share)
 
 
-def mx_quantize(
-    x: Tensor, *, block: int = 32, rows: int = 1, rule: Rule = "rceil", backend: str | None = None
-) -> MXTensor:
+def mx_quantize(x: Tensor, *, block: int = 32, rows: int = 1, backend: str | None = None) -> MXTensor:
     """MXFP8 of x [..., R, K] by whatever back end is there; see `mx_quantize_reference`. `backend` as `choose` takes it."""
-    check_mx(x, block, rows, rule)
+    check_mx(x, block, rows)
     if choose(x.device, backend)[0] == "torch":
-        return mx_quantize_reference(x, block=block, rows=rows, rule=rule)
+        return mx_quantize_reference(x, block=block, rows=rows)
     from composer_nb.kernels.formats import quantize_triton
 
-    return quantize_triton.mx_quantize(x, block, rows, rule)
+    return quantize_triton.mx_quantize(x, block, rows)
 
 
 def nvfp4_quantize(x: Tensor, *, share: Share = "token", backend: str | None = None) -> NVFP4Tensor:
@@ -200,15 +199,13 @@ def mx_scale_shape(shape: torch.Size, block: int, rows: int) -> tuple[int, ...]:
     return (*shape[:-2], *height, -(-shape[-1] // block))
 
 
-def check_mx(x: Tensor, block: int, rows: int, rule: str) -> None:
+def check_mx(x: Tensor, block: int, rows: int) -> None:
     """ValueError unless `mx_quantize` can take these."""
     _check_dtype(x)
     if block not in MX_BLOCKS:
         raise ValueError(f"block={block} must be 32 or 128")
     if rows not in (1, block) or (rows > 1 and x.dim() < 2):
         raise ValueError(f"rows={rows} must be 1, or {block} as block is, for a tensor of two dimensions or more")
-    if rule not in get_args(Rule):
-        raise ValueError(f"rule={rule!r} must be rceil or floor")
     if x.dim() < 1 or not x.shape[-1]:
         raise ValueError(f"x of shape {tuple(x.shape)} has no columns to quantise")
 

@@ -18,24 +18,22 @@ from composer_nb.kernels.formats.microscaling import (
     NVFP4_BLOCK,
     MXTensor,
     NVFP4Tensor,
-    Rule,
     Share,
     mx_scale_shape,
     nvfp4_global_scale,
 )
-from composer_nb.kernels.triton_runtime import ran
 
 # -- MXFP8 ---------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def mx_codes(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, RCEIL: tl.constexpr):  # type: ignore[no-untyped-def]
+def mx_codes(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """e4m3 codes [H, W] as bytes, and scale bytes [H / ROWS, W / BLOCK] as int32, of float32 x [H, W]."""
     H: tl.constexpr = x.shape[0]
     W: tl.constexpr = x.shape[1]
     tiles = tl.reshape(x, [H // ROWS, ROWS, W // BLOCK, BLOCK])
     amax = tl.max(tl.max(tiles.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=3), axis=1)
-    byte = tl.maximum(((amax + (0x1FFFFF if RCEIL else 0)) >> 23) - 8, 0)
+    byte = tl.maximum(((amax + 0x1FFFFF) >> 23) - 8, 0)
     bad = amax >= 0x7F800000
     inverse = tl.where(bad, 0x7FC00000, (254 - byte) << 23).to(tl.float32, bitcast=True)
     # The cast saturates and makes 0x7F of every NaN: it is the only one that the hardware has.
@@ -71,8 +69,8 @@ def store_mx(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def mx_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, q_ptr, s_ptr, R, K, stride_b, stride_r, BLOCK: tl.constexpr, ROWS: tl.constexpr, RCEIL: tl.constexpr,
-    DOWN: tl.constexpr, PACKED: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    x_ptr, q_ptr, s_ptr, R, K, stride_b, stride_r, BLOCK: tl.constexpr, ROWS: tl.constexpr, DOWN: tl.constexpr,
+    PACKED: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """Quantise x [B, R, K] along its rows, or with DOWN its transpose, along the columns of x."""
     at_b = tl.program_id(2).to(tl.int64)
@@ -82,10 +80,10 @@ def mx_kernel(  # type: ignore[no-untyped-def]
     at = x_ptr + at_b * stride_b + r.to(tl.int64)[:, None] * stride_r + k[None, :]
     x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if DOWN:
-        code, byte = mx_codes(tl.trans(x), ROWS, BLOCK, RCEIL)
+        code, byte = mx_codes(tl.trans(x), ROWS, BLOCK)
         store_mx(q_ptr, s_ptr, code, byte, at_b, col, row, K, R, ROWS, BLOCK, PACKED)
     else:
-        code, byte = mx_codes(x, ROWS, BLOCK, RCEIL)
+        code, byte = mx_codes(x, ROWS, BLOCK)
         store_mx(q_ptr, s_ptr, code, byte, at_b, row, col, R, K, ROWS, BLOCK, PACKED)
 
 
@@ -94,7 +92,7 @@ def mx_tile(down: bool, rows: int) -> tuple[int, int, int]:
     return (128, 128, 16) if down or rows > 1 else (8, 512, 4)
 
 
-def mx_quantize(x: Tensor, block: int, rows: int, rule: Rule) -> MXTensor:
+def mx_quantize(x: Tensor, block: int, rows: int) -> MXTensor:
     """Return MXFP8 of x [..., R, K]. A transposed view is read in its memory order, without a copy."""
     x = x.detach()
     matrices = rows > 1 or (x.dim() > 1 and x.stride(-1) != 1)
@@ -110,15 +108,13 @@ def mx_quantize(x: Tensor, block: int, rows: int, rule: Rule) -> MXTensor:
         scale=torch.empty(mx_scale_shape(x.shape, block, rows), dtype=torch.uint8, device=x.device),
         block=block,
         rows=rows,
-        rule=rule,
-        made_by=ran(),
     )
     height, width, warps = mx_tile(down, rows)
     length, most = (R, height) if down else (K, width)
     if x.numel():
         mx_kernel[(triton.cdiv(R, height), triton.cdiv(K, width), B)](
             x_BRK, tensor.qdata.view(torch.uint8), tensor.scale, R, K, x_BRK.stride(0), x_BRK.stride(1),
-            BLOCK=block, ROWS=rows, RCEIL=rule == "rceil", DOWN=down,
+            BLOCK=block, ROWS=rows, DOWN=down,
             PACKED=length % (4 * block) == 0 and most >= 4 * block, H=height, W=width, num_warps=warps,
         )  # fmt: skip
     return tensor
@@ -219,7 +215,7 @@ def nvfp4_quantize(x: Tensor, share: Share) -> NVFP4Tensor:
             x_RK, qdata, scale.view(torch.uint8), global_scale, R, K, x_RK.stride(0),
             TOKEN=share == "token", HARDWARE=hardware, H=height, W=width, num_warps=4,
         )  # fmt: skip
-    return NVFP4Tensor(qdata=qdata, scale=scale, global_scale=global_scale, share=share, made_by=ran())
+    return NVFP4Tensor(qdata=qdata, scale=scale, global_scale=global_scale, share=share)
 
 
 # -- widening ------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The mixture-of-experts layer: `moe` from router logits, `experts` from given experts and gates.
 
-One autograd function runs the steps of a back end (`plain.py`: torch, `triton_steps.py`: Triton) in the formats of a recipe. The
+One autograd function runs the steps of a back end (`plain.py`: torch, `steps_triton.py`: Triton) in the formats of a recipe. The
 default, unquantized in torch, is `experts.py`, which is faster on a CPU.
 
     h   = x[token] · W_gate_upᵀ        [M, F]      rows sorted by expert, never copied: the product gathers them
@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from composer_nb.kernels.moe.experts import grouped_experts
-from composer_nb.kernels.moe.explanation import architecture
 from composer_nb.kernels.moe.plain import DispatchPlan, PlainSteps
-from composer_nb.kernels.moe.recipes import Recipe, as_recipe
+from composer_nb.kernels.moe.recipes import Recipe, architecture, as_recipe
 from composer_nb.kernels.triton_runtime import BackendName, choose
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -89,18 +88,17 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor, backend: str | None = None) -
     have gradients. This is torch's `grouped_mm` for every back end and all widths. Raises ValueError, which names the argument
     that does not fit. The values of offs are checked on a CPU only, to avoid a wait for the GPU.
     """
-    if a.dim() != 2 or b.dim() != 3 or a.shape[1] != b.shape[1]:
-        raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)}: must be [M, A] and [E, A, B]")
-    if a.dtype not in DTYPES or b.dtype != a.dtype:
-        raise ValueError(f"a is {a.dtype} and b is {b.dtype}: must be alike, float32, bfloat16 or float64")
-    if offs.shape != b.shape[:1] or offs.dtype != torch.int32:
-        raise ValueError(f"offs is {offs.dtype} {tuple(offs.shape)}: must be int32 [{len(b)}], the end of each group")
-    if offs.device.type == "cpu":
-        ends = offs.tolist()
-        if ends != sorted(ends) or not ends or ends[0] < 0 or ends[-1] != len(a):
-            raise ValueError(f"offs {ends}: must not fall, and end at M = {len(a)}")
-    if len({a.device, b.device, offs.device}) > 1:
-        raise ValueError(f"a is on {a.device}, b on {b.device}, offs on {offs.device}: must be on one device")
+    fits = a.dim() == 2 and b.dim() == 3 and a.shape[1] == b.shape[1]
+    _require(fits, f"a {tuple(a.shape)} and b {tuple(b.shape)}: must be [M, A] and [E, A, B]")
+    alike = a.dtype in DTYPES and b.dtype == a.dtype
+    _require(alike, f"a is {a.dtype} and b is {b.dtype}: must be alike, float32, bfloat16 or float64")
+    ends_fit = offs.shape == b.shape[:1] and offs.dtype == torch.int32
+    _require(ends_fit, f"offs is {offs.dtype} {tuple(offs.shape)}: must be int32 [{len(b)}], the end of each group")
+    ends = [0, *offs.tolist()] if offs.device.type == "cpu" else [0, len(a)]
+    rising = ends == sorted(ends) and ends[-1] == len(a)
+    _require(rising, f"offs {ends[1:]}: must not fall, and end at M = {len(a)}")
+    devices = a.device, b.device, offs.device
+    _require(len(set(devices)) == 1, "a is on {}, b on {}, offs on {}: must be on one device".format(*devices))
     name = _backend(a, backend)
     return _GroupedMm.apply(a.contiguous(), b, offs, _steps(name, a.device))
 
@@ -141,7 +139,7 @@ def _backend(x: Tensor, backend: str | None) -> BackendName:
 def _steps(name: BackendName, device: torch.device) -> PlainSteps:
     if name == "torch":
         return PlainSteps()
-    from composer_nb.kernels.moe.triton_steps import TritonSteps
+    from composer_nb.kernels.moe.steps_triton import TritonSteps
 
     return TritonSteps(architecture(device))
 

@@ -1,4 +1,4 @@
-"""The steps of an expert layer in plain torch, on any device: the reference for the Triton kernels (`triton_steps.py`), and the
+"""The steps of an expert layer in plain torch, on any device: the reference for the Triton kernels (`steps_triton.py`), and the
 back end that emulates number formats. The docstring of each step specifies its kernel.
 
 Dimensions: N tokens, K experts per token, M = N · K rows sorted by expert, D model width, I expert width, F = 2I, E experts;

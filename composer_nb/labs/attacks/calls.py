@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from composer_nb.harness.sandbox.journal import below
+from composer_nb.harness.sandbox.reap import below
 from composer_nb.harness.sandbox.requests import CallOutcome
 from composer_nb.harness.sandbox.system.linux import machine
 from composer_nb.labs.attacks.case import LIMITS, SECRET, AttackVerdict, Judge, Site, nothing, register

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_nb.harness.sandbox.contract import Sandbox
-from composer_nb.harness.sandbox.journal import FOLDER, Kind, below, mark_of, started
-from composer_nb.harness.sandbox.reap import reap
+from composer_nb.harness.sandbox.reap import FOLDER, Kind, below, mark_of, reap, started
 from composer_nb.labs.attacks.case import REFUSED, SPEC, AttackVerdict, Site, alive, register
 
 HARNESS = """
@@ -22,7 +21,7 @@ import sys, threading, time
 from pathlib import Path
 from composer_nb.harness.sandbox import open_backend
 from composer_nb.labs.attacks.case import SPEC
-from composer_nb.harness.sandbox.journal import FOLDER
+from composer_nb.harness.sandbox.reap import FOLDER
 backend = open_backend(sys.argv[1], "killed", Path(sys.argv[2]) / FOLDER)
 box = backend.create(SPEC)
 box.write("a", b"x")

@@ -10,7 +10,6 @@ from composer_nb.harness.grading.plan import GradePlan
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox.contract import Backend
-from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.case import AttackVerdict, row
 from composer_nb.labs.attacks.patch_target import PROPERTY, TARGET
@@ -33,11 +32,8 @@ def plan_for(task: Task, backend: Backend) -> GradePlan:
 def check_patches(backend: Backend) -> Iterator[dict[str, Any]]:
     """Yield {"id", "kind", "title", "blocked", "flagged", "detail"} of each, as `composer-nb sandbox check` prints them.
 
-    `blocked` of the honest fix means that it was dealt with rightly: accepted. Raises SandboxUnavailable for a backend without
-    isolation: these patches kill what they can reach.
+    `blocked` of the honest fix means that it was dealt with rightly: accepted.
     """
-    if not backend.capabilities().isolated:
-        raise SandboxUnavailable(f"the backend {backend.name} does not isolate: hostile patches are not run in it")
     plans = {task.id: plan_for(task, backend) for task in (TARGET, PROPERTY)}
     for patch in patches():
         grade = grade_pytest(patch.task, patch.workspace, backend, plans[patch.task.id], timeout_s=TIMEOUT_S)

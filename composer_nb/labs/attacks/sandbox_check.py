@@ -26,10 +26,9 @@ from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.labs.attacks import burdens, calls, conduct, joint, remains, walls  # noqa: F401  (each adds its cases)
-from composer_nb.labs.attacks.case import CALL_CASES, SANDBOX_CASES, SECRET, SECRET_NAME, AttackVerdict, Site, row
+from composer_nb.labs.attacks.case import CALL_CASES, SANDBOX_CASES, SECRET, SECRET_NAME, Site
 from composer_nb.labs.attacks.joint import check_fitted
 from composer_nb.labs.attacks.patch_check import check_patches
-from composer_nb.labs.attacks.patches import patches
 
 SANDBOX_CASES.sort(key=lambda case: case.number)
 KINDS = 30
@@ -64,7 +63,7 @@ def run_checks(backend: str = "bwrap", note: Callable[[dict[str, Any]], None] = 
     "flagged", "detail"}]}. `note` is called with each case as soon as it is judged.
 
     The kind is a number of the list of thirty; 0: a control, or a case of function calls. A kind is blocked when each of
-    its cases is, of which there is one at least. A backend that isolates nothing is not attacked: nothing counts as blocked.
+    its cases is, of which there is one at least.
     Raises ValueError for an unknown backend and SandboxUnavailable where it cannot work.
     """
     made = open_backend(backend)
@@ -81,15 +80,10 @@ def run_checks(backend: str = "bwrap", note: Callable[[dict[str, Any]], None] = 
 
 
 def _rows(backend: Backend) -> Iterator[dict[str, Any]]:
-    if backend.capabilities().isolated:
-        yield from check_patches(backend)
-        yield from check_fitted(backend)
-        with surroundings(backend) as site:
-            yield from (case.row(site) for case in SANDBOX_CASES)
-    else:
-        not_run = AttackVerdict(blocked=False, detail="not tried: this backend isolates nothing")
-        yield from (row(patch.id, patch.case, patch.title, not_run) for patch in patches())
-        yield from (row(case.id, case.number, case.title, not_run) for case in SANDBOX_CASES)
+    yield from check_patches(backend)
+    yield from check_fitted(backend)
+    with surroundings(backend) as site:
+        yield from (case.row(site) for case in SANDBOX_CASES)
     if backend.name == "bwrap":
         with SandboxExecutor() as executor, surroundings(executor.backend, executor) as site:
             yield from (case.row(site) for case in CALL_CASES)

@@ -21,8 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from composer_nb.trainer.learning.packing import Run, Stream, runs
-from composer_nb.trainer.models.footprint import plan_memory
-from composer_nb.trainer.models.transformer import ModelConfig
+from composer_nb.trainer.models.transformer import ModelConfig, weight_counts
 
 Floats = NDArray[np.float64]
 Sizes = NDArray[np.int64]
@@ -42,9 +41,9 @@ class Cost:
     def of(cls, c: ModelConfig) -> Cost:
         """Return the cost in floating-point operations, forward and backward: six per multiplied weight (arXiv 2001.08361, §2.1),
         and six per product of queries with keys and of probabilities with values."""
-        found = plan_memory(c)
+        counts = weight_counts(c)
         per_pair = c.num_hidden_layers * c.num_attention_heads * (c.head_dim + c.value_width)
-        return cls(linear=6.0 * (found.active - found.embedding), quadratic=6.0 * per_pair)
+        return cls(linear=6.0 * (counts["active"] - counts["embedding"]), quadratic=6.0 * per_pair)
 
     def row(self, tokens: int) -> float:
         """Return the cost of one row by itself."""

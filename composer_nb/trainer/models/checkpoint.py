@@ -30,15 +30,12 @@ from composer_nb.trainer.models.shards import (
     SHARD_BYTES,
     Form,
     TensorLocation,
-    bytes_of,
     file_names,
-    header_of,
     index_of,
     mapped,
     not_finite,
     read_shards,
     require_finite,
-    size_of,
     split,
     write_shard,
 )
@@ -176,15 +173,14 @@ def fill(view: Tensor, tensor: Tensor, what: str) -> None:
     view.copy_(tensor)
 
 
-def _finite(what: str, name: str, tensor: Tensor) -> Tensor:
-    require_finite(what, not_finite({name: tensor}))
-    return tensor
-
-
 def published(model: Model, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     """Return a copy of the weights for publication: under Hugging Face's names, on the CPU, in `dtype`. Router biases stay
     float32, as in `transformers`."""
-    views = hugging_face_views(model)
+    return copied(hugging_face_views(model), dtype)
+
+
+def copied(views: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """Return copies of tensors of a checkpoint, as `published` does."""
     return {name: views[name].to("cpu", form[0], copy=True).contiguous() for name, form in forms(views, dtype).items()}
 
 
@@ -199,7 +195,7 @@ def forms(views: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Form]:
 def empty_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Model:
     """Return a model with uninitialised weights, without spending time on random numbers."""
     model = Model.planned(config).to(dtype).to_empty(device="cpu")
-    for layer in (*model.layers, *(head.layer for head in model.aheads)):
+    for layer in model.decoder_layers:
         if layer.router_bias is not None:  # not a parameter, so `to_empty` skipped it
             layer.router_bias = torch.zeros(config.num_experts)
     return model
@@ -268,6 +264,12 @@ class CheckpointSource:
             repeats={entries[again]: name for again, name in repeats.items()},
         )
 
+    def read(self, views: Mapping[str, Tensor]) -> None:
+        """Fill `views`, by the names of `hugging_face_views`. Raises ValueError, which names the file and the tensor."""
+        for name, weight in self.weights.items():
+            if name in views:
+                fill(views[name], weight.read(), f"{weight.parts[0].file}: {weight.parts[0].name}")
+
     def require_repeats(self) -> None:
         """Raise ValueError, which names the tensor, if one differs from the weight that it repeats."""
         for entry, name in self.repeats.items():
@@ -335,9 +337,7 @@ def load_pretrained(path: str | Path, *, dtype: torch.dtype = torch.float32) -> 
     source = CheckpointSource.open(Path(path))
     model = empty_model(source.config, dtype)
     model.companions = read_companions(source.path)
-    views = hugging_face_views(model)
-    for name, stored in source.weights.items():
-        fill(views[name], stored.read(), f"{stored.parts[0].file}: {stored.parts[0].name}")
+    source.read(hugging_face_views(model))
     source.require_repeats()
     return model
 
@@ -360,9 +360,25 @@ def save_pretrained(
     dtype: dtype of the weights (default: that of the model). tokenizer: a tokenizer.json to write instead of the model's.
     shard_bytes: maximum size of a file.
     """
-    path = Path(path)
+    path, dtype, views = Path(path), dtype or model.embed.dtype, hugging_face_views(model)
+    kinds = forms(views, dtype)
+
+    def finite(name: str) -> Tensor:
+        tensor = views[name].to(kinds[name][0])
+        require_finite(str(path), not_finite({name: tensor}))
+        return tensor
+
     with replaced(path) as part:
-        _write(model, part, dtype or model.embed.dtype, shard_bytes)
+        groups = split(kinds, shard_bytes)
+        files = {
+            file: {name: kinds[name] for name in names}
+            for file, names in zip(file_names(len(groups)), groups, strict=True)
+        }
+        write_side_files(model, part, dtype)
+        for file, tensors in files.items():
+            write_shard(part / file, tensors, finite)
+        if len(files) > 1:
+            (part / INDEX).write_text(index_of(files, ROUTER_BIAS), encoding="utf-8")
         if tokenizer is not None:
             shutil.copyfile(tokenizer, part / TOKENIZER)
 
@@ -394,20 +410,3 @@ def replaced(path: Path) -> Iterator[Path]:
         os.replace(path, before)
     os.replace(part, path)
     shutil.rmtree(before, ignore_errors=True)
-
-
-def _write(model: Model, part: Path, dtype: torch.dtype, shard_bytes: int) -> None:
-    views = hugging_face_views(model)
-    kinds = forms(views, dtype)
-    groups = split(kinds, shard_bytes)
-    shards = dict(zip(file_names(len(groups)), groups, strict=True))
-    write_side_files(model, part, dtype)
-    what = str(part).removesuffix(".part")
-    for file, names in shards.items():
-        header, order = header_of({name: kinds[name] for name in names})
-        tensors = ((name, views[name].to(kinds[name][0])) for name in order)
-        write_shard(part / file, header, (bytes_of(_finite(what, *named)) for named in tensors))
-    if len(shards) > 1:
-        parameters = sum(view.numel() for name, view in views.items() if not name.endswith(ROUTER_BIAS))
-        size = sum(size_of(form) for form in kinds.values())
-        (part / INDEX).write_text(index_of(shards, parameters, size), encoding="utf-8")

@@ -14,7 +14,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from composer_nb.harness.environment import CARRIED, RENDERERS
+from composer_nb.harness.agent.formats import FORMATS
+from composer_nb.harness.environment import CARRIED
 from composer_nb.harness.files import to_json
 from composer_nb.harness.untrusted import json_of
 
@@ -59,7 +60,7 @@ def for_format(companions: Companions, tokenizer: Tokenizer, format: str, *, tra
     """Return the files of a model that writes turns of the chat format `format` (`env.renderer`): the token that ends a turn
     comes first among those that end a text, and the template is that of the format, unless the model is not yet `trained` in
     it and has a template."""
-    end, files = RENDERERS[format].closing, {**companions, TOKENIZER: tokenizer.to_str().encode()}
+    end, files = FORMATS[format].closing, {**companions, TOKENIZER: tokenizer.to_str().encode()}
     generation, settings = (_object(files.get(name, b"{}"), name) for name in (GENERATION, SETTINGS))
     ends = generation.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [ends]

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer
 
+from composer_nb.harness.agent.formats import FORMATS
 from composer_nb.trainer.models.checkpoint import empty_model, load_pretrained, save_pretrained
 from composer_nb.trainer.models.companions import for_format
 from composer_nb.trainer.models.config import Family, ModelConfig
-from composer_nb.trainer.models.tokenizer import FORMATS, tokenizer_of
+from composer_nb.trainer.models.tokenizer import tokenizer_of
 from composer_nb.trainer.models.transformer import Model
 
 SPARSE: dict[Family, Family] = {"llama": "mixtral", "qwen3": "qwen3_moe"}
@@ -88,8 +89,10 @@ def with_format(model: Model, tokenizer: Tokenizer, format: str) -> tuple[Model,
     if format not in FORMATS:
         raise ValueError(f"format={format!r} is unknown, there are {', '.join(FORMATS)}")
     plain, tokenizer = tokenizer, copy.deepcopy(tokenizer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in FORMATS[format]])
-    if not (new := [token for token in FORMATS[format] if plain.token_to_id(token) is None]):
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in FORMATS[format].tokens]
+    )
+    if not (new := [token for token in FORMATS[format].tokens if plain.token_to_id(token) is None]):
         return model, tokenizer
     size = max(model.config.vocab_size, tokenizer.get_vocab_size())
     grown = empty_model(replace(model.config, vocab_size=size), model.embed.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,26 +45,23 @@ _NAMES = {dtype: name for name, dtype in FORMATS.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorLocation:
-    """A tensor's place in a file, and its form."""
+    """A tensor's place in a file, its first byte and number of bytes, and its form. `dtype` is the format's own name of it, as in
+    `DTYPES`; also of those that are not there."""
 
     name: str
     file: Path
     dtype: str
-    """The format's own name of it, as in `DTYPES`; also of those that are not there."""
     shape: tuple[int, ...]
     start: int
-    """Its first byte in the file."""
     size: int
-    """Bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One file."""
+    """One file, and its tensors in the order of their bytes, without a gap."""
 
     file: Path
     entries: tuple[TensorLocation, ...]
-    """In the order of their bytes, without a gap."""
 
 
 def read_shards(path: Path) -> list[Shard]:
@@ -77,15 +74,15 @@ def read_shards(path: Path) -> list[Shard]:
         raise ValueError(f"{path}: holds both {WHOLE} and {INDEX}; remove the one that is not meant")
     promised = _read_index(index)
     shards = [read_shard(path / single(name)) for name in sorted(set(promised.values()))]
-    found: dict[str, str] = {}
+    files: dict[str, str] = {}
     for shard in shards:
         for entry in shard.entries:
-            if entry.name in found:
-                raise ValueError(f"{path}: {entry.name} is in both {found[entry.name]} and {shard.file.name}")
-            found[entry.name] = shard.file.name
-    for name in sorted(promised.keys() | found.keys()):
-        if promised.get(name) != found.get(name):
-            where = [places.get(name, "nowhere") for places in (promised, found)]
+            if entry.name in files:
+                raise ValueError(f"{path}: {entry.name} is in both {files[entry.name]} and {shard.file.name}")
+            files[entry.name] = shard.file.name
+    for name in sorted(promised.keys() | files.keys()):
+        if promised.get(name) != files.get(name):
+            where = [places.get(name, "nowhere") for places in (promised, files)]
             raise ValueError(f"{index}: says that {name} is in {where[0]}, but it is in {where[1]}")
     return shards
 
@@ -116,27 +113,19 @@ def read_shard(file: Path) -> Shard:
         raise ValueError(f"{file}: this shard is damaged ({error}); fetch or write it again") from None
     table.pop("__metadata__", None)
     begin = len(length) + len(header)
-    entries = [
-        TensorLocation(
-            name=name,
-            file=file,
-            dtype=form["dtype"],
-            shape=tuple(form["shape"]),
-            start=begin + form["data_offsets"][0],
-            size=form["data_offsets"][1] - form["data_offsets"][0],
-        )
-        for name, form in table.items()
-    ]
-    ordered = sorted(entries, key=lambda entry: (entry.start, entry.size))
-    return Shard(file=file, entries=tuple(ordered))
+    entries = []
+    for name, form in table.items():
+        (first, last), shape = form["data_offsets"], tuple(form["shape"])
+        place = {"start": begin + first, "size": last - first}
+        entries.append(TensorLocation(name=name, file=file, dtype=form["dtype"], shape=shape, **place))
+    return Shard(file=file, entries=tuple(sorted(entries, key=lambda entry: (entry.start, entry.size))))
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
-    return found
+    return dict(pairs)
 
 
 def mapped(entry: TensorLocation) -> Tensor:
@@ -204,17 +193,17 @@ def split(forms: Mapping[str, Form], most: int) -> list[list[str]]:
         raise ValueError(f"shard_bytes={most} must be at least 1")
     shards: list[list[str]] = []
     filling: list[str] = []
-    held = 0
+    filled = 0
     for name, form in forms.items():
         size = size_of(form)
         if size > most:
             shards.append([name])
             continue
-        if held + size > most:
+        if filled + size > most:
             shards.append(filling)
-            filling, held = [], 0
+            filling, filled = [], 0
         filling.append(name)
-        held += size
+        filled += size
     return [*shards, filling] if filling else shards
 
 
@@ -239,19 +228,23 @@ def header_of(forms: Mapping[str, Form]) -> tuple[bytes, list[str]]:
     return struct.pack("<Q", len(text)) + text, order
 
 
-def index_of(shards: Mapping[str, Iterable[str]], parameters: int, size: int) -> str:
-    """The text of the index of `shards`: file -> names of its tensors."""
-    places = {name: file for file, names in shards.items() for name in names}
-    about = {"total_parameters": parameters, "total_size": size}
+def index_of(files: Mapping[str, Mapping[str, Form]], uncounted: str = "no parameter") -> str:
+    """Return the text of the index of `files`: file -> names and forms of its tensors. Tensors whose names end in `uncounted` are
+    no parameters."""
+    forms = {name: form for tensors in files.values() for name, form in tensors.items()}
+    parameters = sum(torch.Size(form[1]).numel() for name, form in forms.items() if not name.endswith(uncounted))
+    about = {"total_parameters": parameters, "total_size": sum(map(size_of, forms.values()))}
+    places = {name: file for file, tensors in files.items() for name in tensors}
     return json.dumps({"metadata": about, "weight_map": places}, indent=2, sort_keys=True) + "\n"
 
 
-def write_shard(file: Path, header: bytes, parts: Iterable[Any]) -> None:
-    """Writes a file of a header and the tensors' bytes, each as it comes."""
+def write_shard(file: Path, forms: Mapping[str, Form], read: Callable[[str], Tensor]) -> None:
+    """Write a file of tensors, each of which `read` returns when it is written."""
+    header, order = header_of(forms)
     with file.open("wb") as stream:
         stream.write(header)
-        for part in parts:
-            stream.write(part)
+        for name in order:
+            stream.write(bytes_of(read(name)))
         stream.flush()
         os.fsync(stream.fileno())
 

@@ -13,15 +13,11 @@ from pydantic import Field
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from composer_nb.harness.agent.compact import SPECIALS
-from composer_nb.harness.agent.kimi import KimiRenderer
-from composer_nb.harness.agent.qwen import QwenRenderer
+from composer_nb.harness.agent.formats import FORMATS
 from composer_nb.harness.untrusted import json_of
 
 if TYPE_CHECKING:
     from composer_nb.trainer.models.transformer import Model
-
-FORMATS = {"compact": SPECIALS, "qwen": QwenRenderer.tokens, "kimi": KimiRenderer.tokens}
-"""The tokens that each chat format (`env.renderer`) needs."""
 
 TO_ADD = "composer-nb convert {} DIR --format {} writes a checkpoint with them"
 
@@ -87,7 +83,7 @@ def read_tokenizer(data: bytes, file: Path, needed: Sequence[str] = ()) -> Token
     except Exception as error:  # the library raises nothing else
         raise ValueError(f"{file}: damaged ({error}); fetch or write it again") from None
     if missing := [token for token in needed if tokenizer.token_to_id(token) is None]:
-        name = next((name for name, tokens in FORMATS.items() if {*missing} <= {*tokens}), "qwen")
+        name = next((name for name, chat in FORMATS.items() if {*missing} <= {*chat.tokens}), "qwen")
         raise ValueError(f"{file}: lacks the tokens {missing}; {TO_ADD.format(file.parent, name)}")
     return tokenizer
 
@@ -150,8 +146,8 @@ def format_of(path: Path) -> str:
     """Return the chat format (`env.renderer`) whose tokens the tokenizer in the folder `path` has. Raises ValueError if there
     is none."""
     tokenizer = load_tokenizer(path, ())
-    for name, needed in FORMATS.items():
-        if all(tokenizer.token_to_id(token) is not None for token in needed):
+    for name, chat in FORMATS.items():
+        if all(tokenizer.token_to_id(token) is not None for token in chat.tokens):
             return name
     raise ValueError(
         f"{path}: its tokenizer has the tokens of no chat format ({', '.join(FORMATS)}); {TO_ADD.format(path, 'qwen')}"

@@ -32,9 +32,9 @@ from torch.utils.checkpoint import checkpoint
 
 from composer_nb.kernels.attention.causal import causal_attention
 from composer_nb.kernels.linear import linear, matmul
+from composer_nb.kernels.moe.experts import swiglu
 from composer_nb.kernels.moe.layer import experts
 from composer_nb.kernels.moe.routing import Replay, Routing, load_balance, route
-from composer_nb.kernels.moe.swiglu import swiglu
 from composer_nb.kernels.norm import norm_rope, rms_norm, rotate
 from composer_nb.trainer.models.config import Family, Kernels, ModelConfig, Yarn
 
@@ -124,7 +124,8 @@ def _normal(*shape: int, along: int = -1, scale: float = 1.0) -> nn.Parameter:
 
 
 class Ahead(nn.Module):
-    """Multi-token prediction head: predicts one token further (DeepSeek-V3's MTP module, arXiv 2412.19437, §2.2)."""
+    """Weights of a multi-token prediction head, which predicts one token further (DeepSeek-V3's MTP module, arXiv 2412.19437,
+    §2.2). They are carried through checkpoints; nothing here computes with them."""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -172,6 +173,11 @@ class Model(nn.Module):
     @property
     def aheads(self) -> list[Ahead]:
         return [ahead for ahead in self._aheads if isinstance(ahead, Ahead)]
+
+    @property
+    def decoder_layers(self) -> list[Layer]:
+        """All layers, those of the heads that predict further ahead at the end."""
+        return [*self.layers, *(ahead.layer for ahead in self.aheads)]
 
     @property
     def output_weight(self) -> Tensor:
@@ -311,21 +317,6 @@ class Model(nn.Module):
             )
         return self._rope
 
-    def ahead(
-        self, depth: int, hidden_ND: Tensor, next_ids_N: Tensor, position_N: Tensor, attend: Attend
-    ) -> tuple[Tensor, Routing]:
-        """Return hidden states [N, D] from which head `depth` (from 0) predicts the token after `next_ids_N` at `position_N`.
-        `hidden_ND` are the states of the token before, from the trunk or head `depth` - 1. The head attends as layer
-        `num_hidden_layers` + `depth`."""
-        c, head = self.config, self.aheads[depth]
-        embedded_ND = rms_norm(F.embedding(next_ids_N, self.embed), head.embed_norm, c.rms_norm_eps)
-        hidden_ND = rms_norm(hidden_ND, head.hidden_norm, c.rms_norm_eps)
-        x_ND = linear(torch.cat([embedded_ND, hidden_ND], dim=-1), head.join)
-        rope_N = self.rope_table(x_ND)[position_N].to(x_ND.dtype)
-        x_ND, routing = self._layer(head.layer, c.num_hidden_layers + depth, x_ND, rope_N, attend, None, None)
-        assert routing is not None, "its layer has experts"
-        return rms_norm(x_ND, head.final_norm, c.rms_norm_eps), routing
-
     def forward(self, token_ids: Tensor, replay: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return logits [B, T, V] and routes int64 [B, T, L, K], using the routes `replay` if given. Raises ValueError for rows
         that are too long, unknown tokens, and routes of another shape or unknown experts."""
@@ -339,6 +330,19 @@ class Model(nn.Module):
         logits = linear(hidden_ND, self.output_weight)
         routes = stacked([routing.experts_NK for routing in routings], B * T, c.num_experts_per_tok)
         return logits.view(B, T, -1), routes.view(B, T, *routes.shape[1:])
+
+
+def weight_counts(c: ModelConfig) -> dict[str, int]:
+    """Return numbers of weights, from shapes alone, for any size: `total`, without the heads that predict further ahead; the
+    `active` part, all but the routed experts that one token does not go through; the part of these that is the `embedding` table,
+    of which a token reads one row; those of heads that predict further `ahead`."""
+    model = Model.planned(c)
+    biases = c.num_experts if c.latent else 0  # biases of routers are no parameters
+    ahead = sum(weight.numel() for head in model.aheads for weight in head.parameters()) + len(model.aheads) * biases
+    total = sum(weight.numel() for weight in model.parameters()) + (c.moe_layers + len(model.aheads)) * biases - ahead
+    idle = c.moe_layers * (c.num_experts - c.num_experts_per_tok) * 3 * c.hidden_size * c.moe_intermediate_size
+    embedding = 0 if c.tie_word_embeddings else model.embed.numel()
+    return {"total": total, "active": total - idle, "embedding": embedding, "ahead": ahead}
 
 
 def stacked(parts_NK: Sequence[Tensor], *shape: int) -> Tensor:

@@ -1,25 +1,42 @@
-"""Checkpoints that ranks write together and that any number of ranks, on any mesh, can resume from.
+"""Checkpoints that ranks write together: the state of training, and weights as a Hugging Face folder.
 
-Each rank writes its shards (torch.distributed.checkpoint). The metadata describe the sharding, so a reader takes the parts of its
-own shards from the files. Saving copies the state and returns; the copy is written while training continues.
+State (`save`, `restore`): each rank writes its shards (torch.distributed.checkpoint). The metadata describe the sharding, so any
+number of ranks, on any mesh, can resume. Saving copies the state and returns; the copy is written while training continues.
+
+Weights (`save_sharded`, `load_sharded`): whole tensors, under Hugging Face's names. Experts are written by the rank that computes
+them: FSDP2 splits their stack between experts, so nothing moves. Every other weight is gathered and written by one rank, about as
+many bytes per rank; in a large model these are few beside the experts.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_nb.harness.untrusted import checked
+from composer_nb.trainer.learning.ranks import deal
+from composer_nb.trainer.models import checkpoint
+from composer_nb.trainer.models.companions import read_companions
+from composer_nb.trainer.models.shards import INDEX, file_names, index_of, not_finite, require_finite, write_shard
+from composer_nb.trainer.models.transformer import Layer, Model, ModelConfig
+from composer_nb.trainer.parallel.fsdp import DealtExperts, on_mesh
+from composer_nb.trainer.parallel.mesh import MeshSettings
 from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
+from composer_nb.trainer.parallel.team import Team
 
 _FORMS = "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata MetadataIndex StorageMeta _MEM_FORMAT_ENCODING"
 _METADATA = {
@@ -32,9 +49,8 @@ _METADATA = {
 """The types in the metadata of tensors. The metadata of bytes are excluded, because bytes are pickles themselves."""
 
 
-class _Unpickler(
-    pickle._Unpickler
-):  # in Python: for the number of an object, the one in C makes a table of that length
+# In Python: for the number of an object, the unpickler in C makes a table of that length.
+class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _METADATA:
             raise ValueError(f"its metadata would run {module}.{name}")
@@ -81,3 +97,105 @@ def readable(folder: Path) -> Iterator[None]:
     except (Exception, CheckpointException) as error:  # of many kinds: files may be missing, damaged or another model's
         first = str(error).strip().splitlines()[-1:]
         raise ValueError(f"{folder}: not a checkpoint of this model, or a damaged one ({' '.join(first)})") from error
+
+
+# Weights
+
+
+@torch.no_grad()
+def published_share(model: Model, team: Team) -> dict[str, Tensor]:
+    """Return this rank's share of `models.checkpoint.published`, as copies on the CPU. Each tensor belongs to one rank.
+    Collective."""
+    assert isinstance(model, FSDPModule)
+    model.reshard()
+    weights = {name: weight for name, weight in model.named_parameters() if ".experts." not in name}
+    own = set(deal({name: weight.numel() for name, weight in weights.items()}, team.world)[team.rank])
+    part = Model.planned(model.config)
+    for name, weight in weights.items():
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        if name in own:
+            _put(part, name, whole)
+    for place, layer in model.named_modules():
+        if isinstance(layer, Layer) and f"{place}.router" in own and layer.router_bias is not None:
+            part.get_submodule(place).router_bias = layer.router_bias
+    views = {name: view for name, view in checkpoint.hugging_face_views(part).items() if not view.is_meta}
+    for index, layer in enumerate(model.layers):
+        if isinstance(layer.experts, DealtExperts) and team.place["expert_replicate"] == 0:
+            views |= _own_experts(layer.experts, team, model.config, f"model.layers.{index}.")
+    return checkpoint.copied(views)
+
+
+def save_sharded(model: Model, team: Team, path: Path) -> None:
+    """Write a sharded model as a Hugging Face checkpoint in bfloat16, each rank its own tensors in a file of its own, with the
+    model's companions. The folder appears only when it is complete. Collective. Raises ValueError on all ranks, which names the
+    tensor, if one is not finite."""
+    share = published_share(model, team)
+    require_finite(str(path), *team.gather(not_finite(share)))
+    forms = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in share.items()}
+    forms_of_ranks = team.gather(forms)
+    writers = [rank for rank, of_rank in enumerate(forms_of_ranks) if of_rank]
+    files = dict(zip(writers, file_names(len(writers)), strict=True))
+    with checkpoint.replaced(path) if team.first else nullcontext(path.with_name(path.name + ".part")) as part:
+        team.barrier()  # the folder is there
+        if share:
+            write_shard(part / files[team.rank], forms, share.__getitem__)
+        team.barrier()
+        if team.first:
+            checkpoint.write_side_files(model, part)
+            if len(files) > 1:
+                text = index_of({file: forms_of_ranks[rank] for rank, file in files.items()}, checkpoint.ROUTER_BIAS)
+                (part / INDEX).write_text(text, encoding="utf-8")
+    team.barrier()
+
+
+@torch.no_grad()
+def load_sharded(path: Path, team: Team, settings: MeshSettings) -> Model:
+    """Load a checkpoint as `fsdp.on_mesh` shards it. Apart from its own part, a rank holds at most one layer without experts, or
+    the embedding and output. Raises like `load_pretrained`."""
+    source = checkpoint.CheckpointSource.open(path)
+    source.require_repeats()
+    c, part = source.config, Model.planned(source.config)
+    model = on_mesh(Model.planned(c), team, settings)
+    model.companions = read_companions(path)
+    weights = [name for name, _ in model.named_parameters() if ".experts." not in name]
+    for layer, planned in zip(model.decoder_layers, part.decoder_layers, strict=True):
+        if planned.router_bias is not None:
+            planned.router_bias = layer.router_bias = torch.zeros(c.num_experts)
+
+    def read_whole(names: list[str], views: Callable[[], dict[str, Tensor]]) -> None:
+        """Read weights of the model from their tensors, and keep this rank's part of each."""
+        for name in names:
+            _put(part, name, torch.empty(model.get_parameter(name).shape))
+        source.read({name: view for name, view in views().items() if not view.is_meta})
+        for name in names:
+            whole, weight = part.get_parameter(name), model.get_parameter(name)
+            assert isinstance(weight, DTensor)
+            cut = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
+            weight.to_local().copy_(cut.to_local())
+            _put(part, name, whole.to("meta"))
+
+    for index, (layer, planned) in enumerate(zip(model.layers, part.layers, strict=True)):
+        prefix = f"model.layers.{index}."
+        names = [name for name in weights if name.startswith(f"_layers.{index}.")]
+        read_whole(names, partial(checkpoint.layer_views, planned, c, prefix))
+        planned.router_bias = None  # it is read
+        if isinstance(layer.experts, DealtExperts):
+            source.read(_own_experts(layer.experts, team, c, prefix))
+    names = [name for name in weights if not name.startswith("_layers.")]
+    read_whole(names, partial(checkpoint.hugging_face_views, part))
+    return model
+
+
+def _put(model: Model, name: str, weight: Tensor) -> None:
+    where, _, last = name.rpartition(".")
+    setattr(model.get_submodule(where), last, nn.Parameter(weight, requires_grad=False))
+
+
+def _own_experts(experts: DealtExperts, team: Team, c: ModelConfig, prefix: str) -> dict[str, Tensor]:
+    w_in, w_out = (w.to_local() if isinstance(w, DTensor) else w for w in (experts.w_in, experts.w_out))
+    per_rank = -(-experts.dealt // team.mesh.expert_shard)  # as `torch.chunk` cuts
+    first = team.place["ep"] * experts.dealt + team.place["expert_shard"] * per_rank
+    views: dict[str, Tensor] = {}
+    for number in range(len(w_in)):
+        views |= checkpoint.expert_views(w_in[number], w_out[number], c, prefix, first + number)
+    return views

@@ -1,11 +1,12 @@
-"""The memory and traffic of a rank in a training step, from shapes alone.
+"""The memory and traffic of a model and of a rank in a training step, from shapes alone.
 
-    kept          weights, gradients, optimiser: this rank's share of them, float32
-    activations   what the forward pass keeps for the backward pass, of one micro-batch
-    output        probabilities of the vocabulary and their gradient
-    passing       what lives for a moment: gathered weights, gradients before they are summed, tokens on their way to experts
-    peak          kept + the most of the rest at one moment: at the output layer, in the last layer's backward pass, or in the
-                  optimiser
+    weights, gradients, optimizer    this rank's share of them, float32
+    activations                      what the forward pass keeps for the backward pass, of one micro-batch
+    output                           probabilities of the vocabulary and their gradient
+    passing                          what lives for a moment: gathered weights, gradients before they are summed, tokens on their
+                                     way to experts
+    peak                             the first three + the most of the rest at one moment: at the output layer, in the last
+                                     layer's backward pass, or in the optimiser
 
 The count follows `model.py` and the kernels line by line, so it is of this trainer and of no other. It is of tensors: what an
 allocator rounds up or a library keeps for itself is not in it (docs/scaling.md measures it).
@@ -20,35 +21,60 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from composer_nb.trainer.learning.muon import OptimizerName, matrices
-from composer_nb.trainer.models.transformer import Layer, Model, ModelConfig
+from composer_nb.trainer.models.transformer import Layer, Model, ModelConfig, weight_counts
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 
 MOST_RANKS = 1 << 14
 """That are tried for a model that does not fit."""
 
 
+def plan_memory(config: ModelConfig) -> dict[str, int]:
+    """Return the size of a model of this configuration: its `weight_counts`, and bytes.
+
+    bf16_bytes, fp32_bytes: all weights, as a checkpoint and in an engine. optimizer_bytes: master weights and AdamW's two
+    moments, float32. training_bytes: these, and weights and gradients in float32; activations come on top. cache_bytes: cache of
+    a token in bf16, as small as the architecture allows: keys and values, or latents and the turned part of keys.
+    engine_cache_bytes: cache of a token in this project's engine: keys and values of each head, in float32; a bf16 model on a GPU
+    needs half."""
+    c, counts = config, weight_counts(config)
+    weights = counts["total"] + counts["ahead"]
+    heads = c.num_key_value_heads * (c.head_dim + c.value_width)
+    latents = c.kv_lora_rank + c.qk_rope_head_dim if c.latent else heads
+    multiples = {"bf16_bytes": 2, "fp32_bytes": 4, "optimizer_bytes": 12, "training_bytes": 20}
+    return {
+        **counts,
+        **{name: size * weights for name, size in multiples.items()},
+        "cache_bytes": 2 * c.num_hidden_layers * latents,
+        "engine_cache_bytes": 4 * c.num_hidden_layers * heads,
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLoad:
-    """The work of a rank on its share of the weights."""
+    """The work of a rank on its share of the weights.
+
+    Attributes:
+        tokens: Tokens of a micro-batch, those of all ranks of a `cp` group together.
+        longest: Tokens of its longest row; needed where attention keeps its probabilities. 0: the micro-batch is one row.
+        microbatches: A step.
+        published: Rounded weights beside the masters, as RL has.
+        half: Computed in bfloat16 where this is true, in float32 otherwise; masters, gradients and moments are float32.
+        fused: Attention keeps no probabilities whatever the widths of keys and values. torch's on a CPU does when they differ.
+        mx_dispatch: Tokens go to experts as MXFP8 (8.25 bits); they come back as they are computed.
+    """
 
     tokens: int = 4096
-    """Tokens of a micro-batch, those of all ranks of a `cp` group together."""
     longest: int = 0
-    """Tokens of its longest row; needed where attention keeps its probabilities. 0: the micro-batch is one row."""
     microbatches: int = 1
-    """A step."""
     optimizer: OptimizerName = "adamw"
     published: bool = True
-    """Rounded weights beside the masters, as RL has."""
     recompute: bool = False
     half: bool = False
-    """Computed in bfloat16 where this is true, in float32 otherwise; masters, gradients and moments are float32."""
     fused: bool = False
-    """Attention keeps no probabilities whatever the widths of keys and values. torch's on a CPU does when they differ."""
     mx_dispatch: bool = False
-    """Tokens go to experts as MXFP8 (8.25 bits); they come back as they are computed."""
 
     @property
     def width(self) -> int:
@@ -58,7 +84,7 @@ class RankLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Bytes of one rank, the busiest one."""
+    """Bytes of one rank, the busiest one; `traffic` is what it sends in a step, by collective."""
 
     weights: int
     gradients: int
@@ -68,50 +94,41 @@ class Need:
     passing: int
     peak: int
     traffic: dict[str, int] = field(default_factory=dict)
-    """That a rank sends in a step, by collective."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Shapes:
-    """Numbers of weights."""
+class _Shapes(NamedTuple):
+    """Numbers of weights. Muon moves `muon` of them, at most `muon_stack` at once. `layer_…` are of the largest layer,
+    `largest_…` of single tensors: a gradient lives beside the one that it is added to."""
 
     experts: int
     others: int
     muon: int
-    """Weights that Muon moves."""
     muon_stack: int
-    """The largest stack of matrices that it moves at once."""
     layer_experts: int
     layer_others: int
-    """Weights of the largest layer."""
     tables: int
     largest_expert: int
     largest_other: int
-    """Single tensors: a gradient lives beside the one that it is added to."""
 
-    def largest_of(self, mesh: Mesh) -> int:
-        return max(self.largest_expert // mesh.ep, self.largest_other)
 
-    @classmethod
-    @lru_cache(maxsize=8)
-    def of(cls, c: ModelConfig) -> _Shapes:
-        model = Model.planned(c)
-        named = dict(model.named_parameters())
-        stacks = [stack for name, weight in named.items() for stack in matrices(name, weight, c)]
-        per_layer = [_split(layer) for layer in model.layers]
-        every = [*model.layers, *(ahead.layer for ahead in model.aheads)]
-        experts, total = sum(e for e, _ in map(_split, every)), sum(weight.numel() for weight in named.values())
-        return cls(
-            experts=experts,
-            others=total - experts,
-            muon=sum(stack.numel() for stack in stacks),
-            muon_stack=max(stack.numel() for stack in stacks),
-            layer_experts=max(e for e, _ in per_layer),
-            layer_others=max(o for _, o in per_layer),
-            tables=sum(named[name].numel() for name in ("embed", "head") if name in named),
-            largest_expert=max((w.numel() for n, w in named.items() if n.endswith(("w_in", "w_out"))), default=0),
-            largest_other=max(w.numel() for n, w in named.items() if "_layers" in n and "w_" not in n),
-        )
+@lru_cache(maxsize=8)
+def _shapes(c: ModelConfig) -> _Shapes:
+    model = Model.planned(c)
+    named = dict(model.named_parameters())
+    stacks = [stack.numel() for name, weight in named.items() for stack in matrices(name, weight, c)]
+    per_layer = [_split(layer) for layer in model.layers]
+    experts = sum(_split(layer)[0] for layer in model.decoder_layers)
+    return _Shapes(
+        experts=experts,
+        others=sum(weight.numel() for weight in named.values()) - experts,
+        muon=sum(stacks),
+        muon_stack=max(stacks),
+        layer_experts=max(e for e, _ in per_layer),
+        layer_others=max(o for _, o in per_layer),
+        tables=sum(named[name].numel() for name in ("embed", "head") if name in named),
+        largest_expert=max((w.numel() for n, w in named.items() if n.endswith(("w_in", "w_out"))), default=0),
+        largest_other=max(w.numel() for n, w in named.items() if "_layers" in n and "w_" not in n),
+    )
 
 
 def _split(layer: Layer) -> tuple[int, int]:
@@ -123,11 +140,11 @@ def _split(layer: Layer) -> tuple[int, int]:
 def estimate(c: ModelConfig, mesh: Mesh, load: RankLoad) -> Need:
     """Return the need of the busiest rank of `mesh`. Raises ValueError where the mesh does not fit the model's experts."""
     mesh.require_experts(c.num_experts)
-    s, b = _Shapes.of(c), load.width
+    s, b = _shapes(c), load.width
     others, experts = math.ceil(s.others / mesh.fsdp), math.ceil(s.experts / (mesh.ep * mesh.expert_shard))
     mine = others + experts
     muon = s.muon * mine // (s.others + s.experts) if load.optimizer == "muon" else 0
-    kept = {"weights": 4 * mine, "gradients": 4 * mine, "optimizer": 8 * mine - 4 * muon + 4 * mine * load.published}
+    state = {"weights": 4 * mine, "gradients": 4 * mine, "optimizer": 8 * mine - 4 * muon + 4 * mine * load.published}
     n = math.ceil(load.tokens / mesh.cp)
     rows = n * c.num_experts_per_tok if c.moe_layers else 0
     dense, sparse = (_layer(c, mesh, load, n, rows, dense=kind) for kind in (True, False))
@@ -139,9 +156,13 @@ def estimate(c: ModelConfig, mesh: Mesh, load: RankLoad) -> Need:
         layers, again = first * dense + c.moe_layers * sparse, 0
     activations = layers + n * 2 * c.hidden_size * b
     output = 2 * 4 * n * c.vocab_size
-    gathered = _gathered(s, mesh, b)
+    # Weights put together for a layer and the next one, the gradients of one before they are summed, and the tables.
+    gathered = b * (3 * s.layer_others + s.tables) * (mesh.fsdp > 1)
+    gathered += b * 3 * s.layer_experts // mesh.ep * (mesh.expert_shard > 1)
     table = s.tables // (1 if c.tie_word_embeddings else 2)
-    passing = n * c.hidden_size + _experts_passing(c, mesh, rows) + s.largest_of(mesh)
+    # What lives while gradients go through the first product of the experts, less what has been let go by then.
+    passing = n * c.hidden_size + rows * (c.hidden_size - c.moe_intermediate_size)
+    passing += 2 * rows * c.hidden_size * (mesh.ep > 1) + max(s.largest_expert // mesh.ep, s.largest_other)
     peak = max(
         activations + output + (n * c.hidden_size + table) * b + gathered,
         activations + again + passing * b + gathered,
@@ -149,11 +170,11 @@ def estimate(c: ModelConfig, mesh: Mesh, load: RankLoad) -> Need:
         5 * 4 * s.muon_stack // (mesh.ep * mesh.expert_shard) if muon else 0,
     )
     return Need(
-        **kept,
+        **state,
         activations=activations,
         output=output,
         passing=max(0, peak - activations - output),
-        peak=sum(kept.values()) + peak,
+        peak=sum(state.values()) + peak,
         traffic=_traffic(c, s, mesh, load, n, rows),
     )
 
@@ -186,27 +207,10 @@ def _attention(c: ModelConfig, mesh: Mesh, load: RankLoad, n: int) -> int:
     return numbers + (0 if fused else n * Q * (load.longest or load.tokens))
 
 
-def _experts_passing(c: ModelConfig, mesh: Mesh, rows: int) -> int:
-    """Numbers that live while gradients go through the first product of the experts, less what has been let go by then."""
-    on_their_way = 2 * rows * c.hidden_size if mesh.ep > 1 else 0
-    return rows * (c.hidden_size - c.moe_intermediate_size) + on_their_way
-
-
-def _gathered(s: _Shapes, mesh: Mesh, b: int) -> int:
-    """Weights put together for a layer and the next one, the gradients of one before they are summed, and the tables."""
-    found = 0
-    if mesh.fsdp > 1:
-        found += b * (3 * s.layer_others + s.tables)
-    if mesh.expert_shard > 1:
-        found += b * 3 * s.layer_experts // mesh.ep
-    return found
-
-
 def _traffic(c: ModelConfig, s: _Shapes, mesh: Mesh, load: RankLoad, n: int, rows: int) -> dict[str, int]:
     """Bytes that a rank sends in a step. A ring of R ranks sends (R − 1) / R of the whole in an all-gather or a reduce-scatter,
     twice that in an all-reduce."""
-    m, b = load.microbatches, load.width
-    again = 1 if load.recompute else 0
+    m, b, again = load.microbatches, load.width, int(load.recompute)
 
     def ring(size: int) -> float:
         return (size - 1) / size
@@ -218,7 +222,7 @@ def _traffic(c: ModelConfig, s: _Shapes, mesh: Mesh, load: RankLoad, n: int, row
     there = 33 / 32 if load.mx_dispatch else b
     latent = c.kv_lora_rank + c.qk_rope_head_dim if c.latent else 2 * c.num_key_value_heads * c.head_dim
     context = n * latent * b * (mesh.cp - 1) * c.num_hidden_layers * m
-    found = {
+    sizes = {
         "all-gather of weights": 2 * gather * b * m,
         "reduce-scatter of gradients": gather * 4 * m,
         "all-reduce of gradients": 2 * copies * 4,
@@ -226,7 +230,7 @@ def _traffic(c: ModelConfig, s: _Shapes, mesh: Mesh, load: RankLoad, n: int, row
         "all-gather of keys and values": context * (1 + again),
         "reduce-scatter of their gradients": context,
     }
-    return {name: round(size) for name, size in found.items()}
+    return {name: round(size) for name, size in sizes.items()}
 
 
 def require_memory(

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from composer_nb.harness.files import write_json
-from composer_nb.harness.sandbox.journal import FOLDER, ResourceJournal
-from composer_nb.harness.sandbox.reap import reap
+from composer_nb.harness.sandbox.reap import FOLDER, ResourceJournal, reap
 from composer_nb.trainer.headroom import refusal
 from composer_nb.trainer.recipe.prepare import check_inputs
 from composer_nb.trainer.records.rundir import RunDir, create, open_run, provenance

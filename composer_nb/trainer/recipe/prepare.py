@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from composer_nb.harness.agent.compact import SPECIALS
+from composer_nb.harness.agent.formats import FORMATS
 from composer_nb.harness.attempt import Agent, tools_of
 from composer_nb.harness.blocking import CallTimeout
 from composer_nb.harness.environment import TO_CONVERT, EnvSettings, Sandboxes, make_agent, tasks_of
@@ -39,7 +40,7 @@ from composer_nb.tour.repairs import buggy, buggy_prints, fingerprints, make_tas
 from composer_nb.trainer.learning.data import demonstrate, demonstration_rows, read_corpus, save_rows
 from composer_nb.trainer.learning.infill import GAP_TOKENS, gap_tokens
 from composer_nb.trainer.models.checkpoint import CheckpointSource
-from composer_nb.trainer.models.tokenizer import FORMATS, load_tokenizer, train_tokenizer
+from composer_nb.trainer.models.tokenizer import load_tokenizer, train_tokenizer
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.settings import DataSettings, Settings, override
 
@@ -66,7 +67,10 @@ def check_inputs(settings: Settings) -> None:
         raise ValueError(f"model.start={model.start!r}: {TO_CONVERT if model.folder.is_file() else 'no such folder'}")
     if model.start:
         try:
-            tokenizer, source = load_tokenizer(model.folder, FORMATS[renderer]), CheckpointSource.open(model.folder)
+            tokenizer, source = (
+                load_tokenizer(model.folder, FORMATS[renderer].tokens),
+                CheckpointSource.open(model.folder),
+            )
             if tokenizer.get_vocab_size() > source.config.vocab_size:
                 raise ValueError(f"its tokenizer has more than {source.config.vocab_size} tokens")
             if settings.midtrain.infill.share:

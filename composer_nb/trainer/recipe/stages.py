@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from torch.distributed.fsdp import FSDPModule
 
+from composer_nb.harness.agent.formats import FORMATS
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.environment import Sandboxes, carry, make_agent
 from composer_nb.harness.tasks.task import Task, load_tasks
@@ -23,12 +24,11 @@ from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks, release_memory
 from composer_nb.trainer.learning.supervised import StagePlan
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
-from composer_nb.trainer.models.tokenizer import FORMATS, load_tokenizer
+from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model
-from composer_nb.trainer.parallel.checkpoint import restore, save
+from composer_nb.trainer.parallel.checkpoint import load_sharded, restore, save, save_sharded
 from composer_nb.trainer.parallel.fsdp import on_mesh
 from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
-from composer_nb.trainer.parallel.owned import load_cut, save_held
 from composer_nb.trainer.parallel.team import Team
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.services import make_engine
@@ -61,7 +61,7 @@ class Stages:
         return self.run.path / "data" / "tokenizer.json"
 
     def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.tokenizer_file.parent, FORMATS[self.settings.env.renderer])
+        return load_tokenizer(self.tokenizer_file.parent, FORMATS[self.settings.env.renderer].tokens)
 
     def agent(self) -> Agent:
         return make_agent(self.settings.env, self.tokenizer(), self.settings.limits, self.sandboxes)
@@ -92,7 +92,7 @@ class Stages:
     def publish(self, model: Model, name: str) -> None:
         path = self.weights(name)
         if isinstance(self.ranks, Team) and isinstance(model, FSDPModule):
-            save_held(model, self.ranks, path)
+            save_sharded(model, self.ranks, path)
         elif self.ranks.first:
             save_pretrained(model, path, dtype=torch.bfloat16)
         if self.ranks.first:
@@ -107,7 +107,7 @@ class Stages:
 
     def trained(self, path: Path) -> Model:
         """Load the model to train, as `divided` returns it."""
-        model = load_cut(path, self.ranks, self.settings.mesh) if isinstance(self.ranks, Team) else self._load(path)
+        model = load_sharded(path, self.ranks, self.settings.mesh) if isinstance(self.ranks, Team) else self._load(path)
         model.kernels = self.settings.kernels
         return model
 

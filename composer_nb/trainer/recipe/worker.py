@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from composer_nb.harness.environment import Sandboxes
-from composer_nb.harness.sandbox.journal import FOLDER
+from composer_nb.harness.sandbox.reap import FOLDER
 from composer_nb.trainer.learning.ranks import ALONE, Ranks, set_up_process
 from composer_nb.trainer.parallel.mesh import Mesh
 from composer_nb.trainer.parallel.team import Team, join

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
-from composer_nb.harness.sandbox.journal import ResourceJournal
+from composer_nb.harness.sandbox.reap import ResourceJournal
 from composer_nb.trainer.services.cluster import Cluster
 
 RANK_CPU = 0.1

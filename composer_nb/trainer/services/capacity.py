@@ -25,25 +25,20 @@ ANSWER_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineCapacity:
+    """A machine: bytes that it has to spare, its GPUs, and the versions of `code` that must be the same on all machines (Python,
+    libraries, this package)."""
+
     name: str
     memory: int
-    """Bytes that it has to spare."""
     gpus: int = 0
     code: dict[str, str] = field(default_factory=dict)
-    """Versions that must be the same on all machines: Python, libraries, this package."""
 
 
 def this_machine() -> MachineCapacity:
-    """The machine that this process runs on."""
+    """Return what the machine of this process has."""
     origin, gpus = provenance(), torch.cuda.device_count()
     code = origin["versions"] | {"composer_nb": origin["package_digest"][:12]}
     return MachineCapacity(name=socket.gethostname(), memory=available_memory(), gpus=gpus, code=code)
-
-
-def machine_with(run: Path) -> MachineCapacity:
-    """The machine that this process runs on. Raises NotSeen if it does not see the run directory."""
-    require_seen(run)
-    return this_machine()
 
 
 def machines_of_cluster(run: Path) -> list[MachineCapacity]:
@@ -51,6 +46,10 @@ def machines_of_cluster(run: Path) -> list[MachineCapacity]:
     the run directory, and ValueError for one that does not answer, as nodes without this package do."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    def machine_with(run: Path) -> MachineCapacity:
+        require_seen(run)
+        return this_machine()
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
     strategies = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
@@ -76,9 +75,7 @@ def require_room(settings: Settings, machine: MachineCapacity) -> None:
     or its part on the mesh, for each of `ranks`. On GPUs, it must have any, and one for each rank of a mesh."""
     s = settings
     if s.mesh.gpus:
-        gpus = _require_gpus([machine])
-        if s.meshed and s.supervised:
-            Mesh.of(s.mesh, s.ranks).require_devices(gpus)
+        _require_gpus(s, [machine], s.meshed and s.supervised)
         return
     cut = s.mesh if s.meshed and s.supervised else MeshSettings()
     tokens = max((stage.tokens for stage in (s.midtrain, s.sft, s.extend) if stage.steps), default=1)
@@ -110,12 +107,15 @@ def require_room_for_rl(settings: Settings, machines: Sequence[MachineCapacity])
     """Raises ValueError unless `machines` run the same code, and have a GPU for each rank and engine where these compute on GPUs,
     or else memory for ranks that compute on CPUs, which Ray may all place on one. The memory of engines and environments is not
     counted."""
-    _require_same_code(machines)
-    s = settings
-    if s.mesh.device == "cuda":
-        gpus = _require_gpus(machines)
-        if s.meshed:
-            Mesh.of(s.mesh, s.ranks).require_devices(gpus)
+    s, first = settings, machines[0]
+    for other in machines[1:]:
+        if name := next((name for name in first.code if first.code[name] != other.code.get(name)), ""):
+            raise ValueError(
+                f"services.address: {first.name} has {name} {first.code[name]}, {other.name} has {other.code.get(name)}; "
+                "install the same on all nodes, or attach to a cluster where it is"
+            )
+    if s.mesh.gpus:
+        gpus = _require_gpus(s, machines, s.meshed)
         if s.services.on and s.trainers + s.services.engines > sum(gpus):
             raise ValueError(
                 f"mesh.device='cuda': {s.trainers} trainer rank(s) and {s.services.engines} engine(s) need a GPU each, and there "
@@ -135,20 +135,11 @@ def require_room_for_rl(settings: Settings, machines: Sequence[MachineCapacity])
     require_memory(s.agent_model, s.mesh, ranks, rl, memory_per_rank, more_ranks=False)
 
 
-def _require_gpus(machines: Sequence[MachineCapacity]) -> list[int]:
-    """Return the machines' numbers of GPUs. Raises ValueError if there is none."""
+def _require_gpus(settings: Settings, machines: Sequence[MachineCapacity], meshed: bool) -> list[int]:
+    """Return the machines' numbers of GPUs. Raises ValueError if there is none, or if the ranks of a mesh lack one."""
     gpus = [machine.gpus for machine in machines]
     if not any(gpus):
-        raise ValueError(f"mesh.device='cuda': no GPU on {', '.join(each.name for each in machines)}; 'cpu' would run")
+        raise ValueError(f"mesh.device='cuda': no GPU on {', '.join(m.name for m in machines)}; 'cpu' would run")
+    if meshed:
+        Mesh.of(settings.mesh, settings.ranks).require_devices(gpus)
     return gpus
-
-
-def _require_same_code(machines: Sequence[MachineCapacity]) -> None:
-    first = machines[0]
-    for other in machines[1:]:
-        if differ := [name for name in first.code if first.code[name] != other.code.get(name)]:
-            name = differ[0]
-            raise ValueError(
-                f"services.address: {first.name} has {name} {first.code[name]}, {other.name} has {other.code.get(name)}; "
-                "install the same on all nodes, or attach to a cluster where it is"
-            )

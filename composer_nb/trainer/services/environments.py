@@ -20,7 +20,7 @@ from composer_nb.harness.attempt import rewarded
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, Trace
-from composer_nb.harness.sandbox.journal import FOLDER
+from composer_nb.harness.sandbox.reap import FOLDER
 from composer_nb.harness.store import pack_attempt
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.prompts import Order, prompt_order

@@ -1,7 +1,7 @@
 """A Ray head independent of notebook kernels: started once, used by several runs, ended by its lease.
 
     up(folder) ──▶ a process in its own session, with Ray below it ──▶ folder/head.json
-    with attach(folder) as head: …      the head lives at least as long as this block
+    with held(folder) as address: …     the head lives at least as long as this block
     services.address = folder           a run's services use it, and hold it while the run is live
     jobs run FILE --ray folder          notebooks that run as jobs do the same
 
@@ -24,13 +24,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from composer_nb.harness.files import write_json
-from composer_nb.harness.sandbox.journal import FOLDER, ResourceJournal
-from composer_nb.harness.sandbox.reap import reap
+from composer_nb.harness.sandbox.reap import FOLDER, WRITER, ResourceJournal, reap
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.trainer.services.cluster import Cluster
 
@@ -67,7 +66,7 @@ class HeadGone(ConnectionError, ValueError):
 
 
 def up(folder: Path, lease_s: float = LEASE_S) -> Head:
-    """Start a head in `folder`, or renew the lease of the head that lives there.
+    """Start a head in `folder`, or extend the lease of the head that lives there to `lease_s` seconds from now.
 
     Raises ValueError with the last line of its log if it does not start.
     """
@@ -77,11 +76,14 @@ def up(folder: Path, lease_s: float = LEASE_S) -> Head:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: not a folder; give one for the head's files, as runs/head")
     folder.mkdir(parents=True, exist_ok=True)
-    if find(folder) is not None:
-        return renew(folder, lease_s)
+    if (head := find(folder)) is not None:
+        with held(str(folder)):
+            head = replace(head, until=max(head.until, time.time() + lease_s))
+            write_json(folder / "head.json", asdict(head))
+        return head
     reap(folder)
-    words = ("composer_nb.trainer.services.head", str(folder), repr(lease_s))
-    if why := begin(words, folder / "head.log", folder / "head.lock", lambda _: find(folder) is not None, START_S):
+    command = ("composer_nb.trainer.services.head", str(folder), repr(lease_s))
+    if why := begin(command, folder / "head.log", folder / "head.lock", lambda _: find(folder) is not None, START_S):
         raise ValueError(f"the head in {folder} {why}")
     head = find(folder)
     if head is None:
@@ -98,38 +100,6 @@ def find(folder: Path) -> Head | None:
     return head if holder(folder / "head.lock") == head.pid else None
 
 
-@contextmanager
-def attach(folder: Path) -> Iterator[Head]:
-    """Hold the live head in `folder` until the end of this block or process, whatever its lease.
-
-    Raises HeadGone if there is none.
-    """
-    folder = folder.resolve()
-    gone = HeadGone(f"no head lives in {folder}; start one: composer-nb up {folder}")
-    if not (folder / "head.lock").is_file():
-        raise gone
-    fd = os.open(folder / "users.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise gone from None  # it is about to end
-        head = find(folder)
-        if head is None:
-            raise gone
-        yield head
-    finally:
-        os.close(fd)
-
-
-def renew(folder: Path, lease_s: float = LEASE_S) -> Head:
-    """Extend the lease to `lease_s` seconds from now; never shorten it. Raises HeadGone if there is no live head."""
-    with attach(folder) as head:
-        renewed = replace(head, until=max(head.until, time.time() + lease_s))
-        _write(renewed)
-    return renewed
-
-
 def down(folder: Path) -> bool:
     """End the head in `folder`, even if it is in use, and clean up after a killed one. Return whether there was a live head."""
     head = find(folder)
@@ -140,21 +110,34 @@ def down(folder: Path) -> bool:
     return head is not None
 
 
-def resolve(address: str) -> str:
-    """Return the Ray address that `address` names, as `held` does."""
-    with held(address) as resolved:
-        return resolved
+@contextmanager
+def held(address: str) -> Iterator[str]:
+    """Hold the head whose folder `address` names until the end of this block or process, whatever its lease, and yield its Ray
+    address. Text with a colon, `auto` and empty text are Ray's own addresses and yielded unchanged. Raises HeadGone for a folder
+    without a live head."""
+    folder = Path(address).resolve()
+    if address in ("", "auto") or (":" in address and not folder.is_dir()):
+        yield address
+        return
+    gone = HeadGone(f"no head lives in {folder}; start one: composer-nb up {folder}")
+    if not (folder / "head.lock").is_file():
+        raise gone
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(_locked(folder / "users.lock", fcntl.LOCK_SH))
+        except BlockingIOError:
+            raise gone from None  # it is about to end
+        if (head := find(folder)) is None:
+            raise gone
+        yield head.address
 
 
 @contextmanager
-def held(address: str) -> Iterator[str]:
-    """Hold the head whose folder `address` names, and yield its Ray address. Text with a colon, `auto` and empty text are Ray's
-    own addresses and yielded unchanged. Raises HeadGone for a folder without a live head."""
-    if address in ("", "auto") or (":" in address and not Path(address).is_dir()):
-        yield address
-    else:
-        with attach(Path(address)) as head:
-            yield head.address
+def _locked(lock: Path, mode: int) -> Iterator[None]:
+    """Hold a lock, LOCK_SH or LOCK_EX. Raises BlockingIOError if others do not allow it."""
+    with lock.open("ab") as file:
+        fcntl.flock(file, mode | fcntl.LOCK_NB)
+        yield
 
 
 # Processes that outlive the one that starts them
@@ -228,14 +211,14 @@ def claim(lock: Path, tries: int = 20) -> int | None:
 
 def detach(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     """Run a module of this package in its own session, where it outlives this process; its output goes to `log`. The end of a job
-    does not end it, because it holds a lease on its own folder (docs/jobs.md)."""
+    does not end it, because it lives for its own folder (docs/jobs.md)."""
     with log.open("ab") as out:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", *words],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
-            env=os.environ | PROCESS | {"COMPOSER_NB_LEASE": str(log.parent)},
+            env=os.environ | PROCESS | {WRITER: str(log.parent)},
             start_new_session=True,
         )
     threading.Thread(target=process.wait, daemon=True).start()  # no zombie if it ends before this process
@@ -243,32 +226,15 @@ def detach(words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 def holder(lock: Path) -> int | None:
-    """Return the id of the process that holds a lock; None without a holder, 0 if its id is unknown."""
+    """Return the id of the process that holds a lock; None without a holder, 0 if it has not written its id yet."""
     try:
-        fd = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+        with lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        pid = int(os.read(fd, 20).decode().strip() or 0)
-        return pid if _has_open(pid, os.fstat(fd)) else 0  # otherwise it is the id of an earlier holder
-    finally:
-        os.close(fd)
+        return int(lock.read_text().strip() or 0)
     return None
-
-
-def _has_open(pid: int, file: os.stat_result) -> bool:
-    with suppress(OSError):
-        for entry in os.scandir(f"/proc/{pid}/fd"):
-            with suppress(OSError):
-                if os.path.samestat(entry.stat(), file):
-                    return True
-    return False
-
-
-def _write(head: Head) -> None:
-    write_json(Path(head.folder, "head.json"), asdict(head))
 
 
 # The head's own process
@@ -285,29 +251,24 @@ def main(arguments: list[str]) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    now = time.time()
+    now, record = time.time(), folder / "head.json"
+    head = Head(folder=str(folder), address=cluster.address, pid=os.getpid(), started=now, until=now + lease_s)
     try:
-        _write(Head(folder=str(folder), address=cluster.address, pid=os.getpid(), started=now, until=now + lease_s))
-        print(f"{time.ctime()}: ended: {_live(folder, cluster, stop)}", flush=True)
+        write_json(record, asdict(head))
+        why = ""
+        while not why:
+            if stop.wait(POLL_S):
+                why = "it was asked to"
+            elif lost := cluster.lost():
+                why = lost
+            elif time.time() >= json.loads(record.read_text())["until"]:
+                with suppress(BlockingIOError), _locked(folder / "users.lock", fcntl.LOCK_EX):
+                    why = "its lease has run out, and nobody uses it"
+                    record.unlink()  # before a new user can come
+        print(f"{time.ctime()}: ended: {why}", flush=True)
     finally:
-        (folder / "head.json").unlink(missing_ok=True)
+        record.unlink(missing_ok=True)
         cluster.close()
-
-
-def _live(folder: Path, cluster: Cluster, stop: threading.Event) -> str:
-    """Wait until the head has to end, and return the reason."""
-    users = os.open(folder / "users.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    while not stop.wait(POLL_S):
-        if lost := cluster.lost():
-            return lost
-        if time.time() < json.loads((folder / "head.json").read_text())["until"]:
-            continue
-        try:
-            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)  # and no new user can come
-        except BlockingIOError:
-            continue
-        return "its lease has run out, and nobody uses it"
-    return "it was asked to"
 
 
 if __name__ == "__main__":

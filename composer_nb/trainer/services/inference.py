@@ -28,8 +28,7 @@ from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.models.variants import EngineName, as_engine
 from composer_nb.trainer.versions.manifest import Weights, state_hash
-from composer_nb.trainer.versions.receiver import Fetched, Receiver
-from composer_nb.trainer.versions.rule import VersionRule
+from composer_nb.trainer.versions.receiver import Fetched, Receiver, VersionRule
 from composer_nb.trainer.versions.store import StoreError
 
 APPEARS_S = 120.0

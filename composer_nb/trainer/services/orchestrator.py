@@ -32,7 +32,6 @@ from composer_nb.trainer.schedule import (
     Changed,
     Command,
     Dispatch,
-    Drain,
     Drained,
     Event,
     Faulted,
@@ -57,15 +56,15 @@ ATTEMPTS_A_LIFE = 1_000_000
 class Orchestrator:
     """The state of a run and the one function that changes it, `handle`."""
 
-    def __init__(self, schedule: Schedule, life: int = 0) -> None:
-        self.schedule, self.life = schedule, life
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self.life = schedule, 0
         self.version, self.next_slot, self.now = 0, 0, -math.inf
         self.slowest: int | None = None
         self.groups: dict[int, Group] = {}
         self.workers: dict[str, Worker] = {}
         self.training: Train | None = None
         self.redo: list[Train] = []
-        self.issued = self.draining = self.ended = False
+        self.issued = self.ended = False
         self.trainer_deaths = 0
         self.books = Books()
         self._commands: list[Command] = []
@@ -77,7 +76,7 @@ class Orchestrator:
             return []
         self.now = max(self.now, event.at)
         self._commands = []
-        if why := self._note(event):
+        if why := self._apply(event):
             self.books.counts[f"ignored_{why}"] += 1
         self._give_up_hung()
         if not self.ended:
@@ -102,7 +101,7 @@ class Orchestrator:
 
     # What happens
 
-    def _note(self, event: Event) -> str | None:
+    def _apply(self, event: Event) -> str | None:
         """Apply an event, or return why it is ignored."""
         match event:
             case Finished() | Faulted() | Alive():
@@ -124,8 +123,6 @@ class Orchestrator:
             case Changed():
                 self.schedule = event.schedule
                 self._sweep()
-            case Drain():
-                self.draining = True
             case Tick():
                 pass
             case _:
@@ -323,7 +320,7 @@ class Orchestrator:
     def _closed(self) -> bool:
         """Return whether no further group is admitted."""
         admitted = self.next_slot - self.books.counts["refilled"]
-        return self.draining or 0 < self.schedule.steps * self.schedule.prompts <= admitted
+        return 0 < self.schedule.steps * self.schedule.prompts <= admitted
 
     def _attempt(self, group: Group) -> int:
         return self.life * ATTEMPTS_A_LIFE + group.attempts
@@ -365,20 +362,16 @@ class Orchestrator:
         schedule: Schedule,
         snapshot: dict[str, Any],
         *,
-        life: int | None = None,
         redo: Sequence[Train] = (),
         stored: Container[tuple[int, int, int]] | None = None,
     ) -> Orchestrator:
         """Return an orchestrator that continues from a snapshot. The first `handle` issues the batch in training again.
 
-        `life` must be new. By default it is one more than the snapshot's; then save a snapshot first. `redo` are the logged
-        batches since the trainer's checkpoint. With `stored`, rollouts (slot, attempt, place) that are not in it are sampled
-        again.
+        Its life is one more than the snapshot's, so save a snapshot first. `redo` are the logged batches since the trainer's
+        checkpoint. With `stored`, rollouts (slot, attempt, place) that are not in it are sampled again.
         """
-        life = snapshot["life"] + 1 if life is None else life
-        if life <= snapshot["life"]:
-            raise ValueError(f"life {life} is not new: the snapshot is of life {snapshot['life']}")
-        self = cls(schedule, life)
+        self = cls(schedule)
+        self.life = snapshot["life"] + 1
         self.version, self.next_slot, self.slowest = snapshot["version"], snapshot["next_slot"], snapshot["slowest"]
         self.books = Books.unpack(snapshot)
         self.groups = {packed["slot"]: Group.unpack(packed) for packed in snapshot["groups"]}

@@ -9,13 +9,13 @@ import threading
 import time
 from pathlib import Path
 
-from composer_nb.harness.sandbox.journal import FOLDER, ResourceJournal
+from composer_nb.harness.sandbox.reap import FOLDER, ResourceJournal
 from composer_nb.trainer.records.rundir import RunDir, full_disk
 from composer_nb.trainer.services import LOST
 from composer_nb.trainer.services.actors import ActorDied, RayActors
 from composer_nb.trainer.services.capacity import machines_of_cluster, require_room_for_rl
 from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
-from composer_nb.trainer.services.head import resolve
+from composer_nb.trainer.services.head import held
 from composer_nb.trainer.settings import from_dict
 
 BEGINS_S = 240.0
@@ -49,12 +49,13 @@ def main(arguments: list[str]) -> None:
     if run.finished("rl") is not None:
         return
     say("rl, as services …")
-    held = ResourceJournal(run.path / FOLDER, run.path.name)
+    journal = ResourceJournal(run.path / FOLDER, run.path.name)
     address = settings.services.address
     begun = threading.Event()
     threading.Thread(target=_end_unless_begun, args=(begun,), daemon=True).start()
     try:
-        actors = RayActors(resolve(address), namespace=run.path.name, journal=held)
+        with held(address) as cluster:
+            actors = RayActors(cluster, namespace=run.path.name, journal=journal)
     except ConnectionError as error:
         print(f"services.address={address}: {error}" if address else error, file=sys.stderr)
         sys.exit(1 if address else LOST)

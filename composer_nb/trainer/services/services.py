@@ -24,7 +24,7 @@ from composer_nb.harness.agent.hints import hints_of
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.bench import run_eval
 from composer_nb.harness.environment import Sandboxes, carry, make_agent, trained_in
-from composer_nb.harness.sandbox.journal import FOLDER
+from composer_nb.harness.sandbox.reap import FOLDER
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
@@ -219,9 +219,8 @@ class TrainerService:
         return self.step, {name: tensor.clone() for name, tensor in self._learner.optimizer.state().items()}
 
     def close(self) -> None:
-        """Stop publishing once all versions are published, and release the store."""
+        """Stop publishing once all versions are published."""
         self._background.close()
-        self._publisher.close()
 
     def finish(self, versions: Mapping[str, int]) -> None:
         """Stop publishing, and save each of these versions under its name."""

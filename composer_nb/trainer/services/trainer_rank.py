@@ -21,10 +21,9 @@ from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.ranks import set_up_process
 from composer_nb.trainer.models.checkpoint import side_files
 from composer_nb.trainer.models.transformer import Model
-from composer_nb.trainer.parallel.checkpoint import restore, save
+from composer_nb.trainer.parallel.checkpoint import load_sharded, published_share, restore, save
 from composer_nb.trainer.parallel.mesh import Mesh
 from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
-from composer_nb.trainer.parallel.owned import held, load_cut
 from composer_nb.trainer.parallel.team import PATIENCE, Team, join, meeting_place
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.actors import require_seen
@@ -92,12 +91,12 @@ class TrainerRank(TrainerService):
         self._hand_over()
 
     def _load(self, team: Team) -> Model:
-        model = load_cut(self._run.path / "weights" / "start", team, self._settings.mesh)
+        model = load_sharded(self._run.path / "weights" / "start", team, self._settings.mesh)
         model.recompute, model.kernels = self._settings.rl.recompute, self._settings.kernels
         return model
 
     def _hand_over(self) -> None:
-        self._newest = held(self._learner.model, self._team)
+        self._newest = published_share(self._learner.model, self._team)
         self._hashed = self._background.publish(self.version, self._newest, self._files)
 
     @property

@@ -127,7 +127,7 @@ class Manifest(WriterPart):
     hash: str
     """`state_hash` of the resulting tensors."""
     writer: str = ""
-    """Token of the publisher; empty for a directory made by hand."""
+    """In older stores, the token of the publisher."""
 
     @property
     def size(self) -> int:
@@ -149,22 +149,14 @@ class Manifest(WriterPart):
 
 
 def seal(
-    version: int,
-    base: BaseVersion | None,
-    parts: Iterable[WriterPart],
-    files: Mapping[str, PayloadFile],
-    writer: str = "",
+    version: int, base: BaseVersion | None, parts: Iterable[WriterPart], files: Mapping[str, PayloadFile]
 ) -> Manifest:
-    """Return the manifest of several writers' parts, with side files. Raises ValueError, which names it, for a tensor or file of
-    two writers."""
-    tensors, every = dict[str, TensorEntry](), dict(files)
+    """Return the manifest of several writers' parts, with side files."""
+    tensors, payload = dict[str, TensorEntry](), dict(files)
     for part in parts:
-        for kind, had, new in (("tensor", tensors, part.tensors), ("file", every, part.files)):
-            if twice := had.keys() & new.keys():
-                raise ValueError(f"version {version}: {kind} {min(twice)} was written by two writers")
         tensors |= part.tensors
-        every |= part.files
-    return Manifest(version=version, base=base, hash=hash_of(tensors), tensors=tensors, files=every, writer=writer)
+        payload |= part.files
+    return Manifest(version=version, base=base, hash=hash_of(tensors), tensors=tensors, files=payload)
 
 
 # Weights

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from composer_nb.harness.untrusted import beneath, is_plain
 from composer_nb.kernels.delta.codec import CODECS, Bits, bits, encode
-from composer_nb.trainer.models.shards import INDEX, Mapped, bytes_of, header_of, index_of, read_shard, size_of, split
+from composer_nb.trainer.models.shards import INDEX, Mapped, bytes_of, header_of, index_of, read_shard, split
 from composer_nb.trainer.versions.manifest import (
     MANIFEST,
     BaseVersion,
@@ -114,12 +114,11 @@ def write_side(
 ) -> dict[str, PayloadFile]:
     """Write side files, and the index of a full version in several files. Raises StoreError."""
     tensors = {name: entry for part in parts for name, entry in part.tensors.items()}
-    side, places = dict(files), dict[str, list[str]]()
+    side, places = dict(files), dict[str, dict[str, Form]]()
     for name, entry in tensors.items():
-        places.setdefault(entry.file, []).append(name)
+        places.setdefault(entry.file, {})[name] = entry.torch_form
     if len(places) > 1 and all(file.startswith(FULL) for file in places):
-        forms = [entry.torch_form for entry in tensors.values()]
-        side[INDEX] = index_of(places, sum(torch.Size(f[1]).numel() for f in forms), sum(map(size_of, forms))).encode()
+        side[INDEX] = index_of(places).encode()
     return {name: store.put(f"{where}/{name}", [data]) for name, data in side.items()}
 
 

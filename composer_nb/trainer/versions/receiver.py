@@ -7,20 +7,14 @@ publisher for a full one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from composer_nb.trainer.versions.manifest import (
-    ForeignBase,
-    Manifest,
-    MisplacedVersion,
-    SealedRecord,
-    WeightFault,
-    WeightState,
-)
+from composer_nb.trainer.versions.manifest import ForeignBase, Manifest, MisplacedVersion, WeightFault, WeightState
 from composer_nb.trainer.versions.payload import check_chain, decoded, read_link, side_files_of
 from composer_nb.trainer.versions.store import Note, ReceiverReport, StoreError, VersionStore, anchor, folder
 
@@ -28,72 +22,66 @@ HELD = 4
 """Number of states kept as bases while acknowledgements are on their way."""
 
 
-class SecondWriter(WeightFault):
-    """Another writer publishes into this store, or published after losing it."""
+@dataclass(frozen=True, slots=True)
+class VersionRule:
+    """Version that an engine runs: the newest, if it is above `after`; else `most`, or the newest if that is older."""
 
+    after: float = -1
+    most: float = math.inf
 
-class RouteStep(SealedRecord):
-    """A version's folder on the route, and its manifest."""
-
-    where: str
-    manifest: Manifest
+    def of(self, newest: int) -> int:
+        return newest if newest > self.after else int(min(newest, self.most))
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Steps to a version, and the available version from which they start; None: they start with a full one."""
+    """A way to a version: folders with their manifests, and the available version from which they start, if any."""
 
-    steps: tuple[RouteStep, ...]
+    steps: tuple[tuple[str, Manifest], ...]
     base: int | None
 
     @property
     def size(self) -> int:
         """Number of bytes to read."""
-        return sum(step.manifest.size for step in self.steps)
+        return sum(manifest.size for _, manifest in self.steps)
 
 
 def routes(store: VersionStore, version: int, have: Callable[[int, str], bool]) -> list[Route]:
     """Return the routes to a version, those with fewer bytes first. `have(version, hash)` tells whether weights are available. If
-    there is no route, raises the version's fault: MissingVersion, DamagedVersion, MisplacedVersion, ForeignBase or SecondWriter;
-    or StoreError."""
-    lease, anchors = store.lease(), set(store.anchors())
-    found, deltas, wanted = list[Route](), tuple[RouteStep, ...](), ""
+    there is no route, raises the version's fault: MissingVersion, DamagedVersion, MisplacedVersion or ForeignBase; or
+    StoreError."""
+    anchors = set(store.anchors())
+    ways, deltas, hash = list[Route](), tuple[tuple[str, Manifest], ...](), ""
 
-    def manifest(number: int, where: str = "") -> Manifest:
-        read = store.manifest(number, where)
-        if number >= lease.since and read.writer != lease.token:
-            raise SecondWriter(f"{store.url}: version {number} is by a writer that had lost the store")
-        if wanted not in ("", read.hash):
-            builds = where or f"version {deltas[0].manifest.version}"
-            fault = ForeignBase(f"{store.url}: {builds} builds on other weights than version {number} has")
-            fault.at = number  # one of the two is not ours: neither is believed
+    def manifest(where: str = "") -> Manifest:
+        read = store.manifest(version, where)
+        if hash not in ("", read.hash):
+            builds = where or f"version {deltas[0][1].version}"
+            fault = ForeignBase(f"{store.url}: {builds} builds on other weights than version {version} has")
+            fault.at = version  # one of the two is not ours: neither is believed
             raise fault
         return read
 
     try:
         while True:
-            here = manifest(version)
-            wanted = wanted or here.hash
+            delta = manifest()
+            hash = hash or delta.hash
             if version in anchors:
                 try:
-                    step = RouteStep(where=anchor(version), manifest=manifest(version, anchor(version)))
-                    found.append(Route((step, *deltas), None))
+                    ways.append(Route(((anchor(version), manifest(anchor(version))), *deltas), None))
                 except WeightFault:  # unfinished or unusable: there are other routes
                     pass
-            deltas = (RouteStep(where=folder(version), manifest=here), *deltas)
-            if here.base is None:
-                found.append(Route(deltas, None))
+            deltas, base = ((folder(version), delta), *deltas), delta.base
+            if base is None or have(base.version, base.hash):
+                ways.append(Route(deltas, base.version if base else None))
                 break
-            if have(here.base.version, here.base.hash):
-                found.append(Route(deltas, here.base.version))
+            if ways and Route(deltas, None).size >= min(route.size for route in ways):
                 break
-            if found and sum(step.manifest.size for step in deltas) >= min(route.size for route in found):
-                break
-            version, wanted = here.base.version, here.base.hash
+            version, hash = base.version, base.hash
     except WeightFault:
-        if not found:
+        if not ways:
             raise
-    return sorted(found, key=lambda route: route.size)
+    return sorted(ways, key=lambda route: route.size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,21 +106,21 @@ class Receiver:
     def __init__(self, url: str | Path, *, name: str = "receiver") -> None:
         """`name` distinguishes the receivers of a store in their notes and reports."""
         self._store, self._name = VersionStore(url), name
-        self._held: dict[int, WeightState] = {}
+        self._states: dict[int, WeightState] = {}
         self._refused: set[int] = set()
         self.version = -1
 
     def newest(self) -> int | None:
         """Return the newest version that was not refused here; None if there is none."""
-        every = (v for v in reversed(self._store.folders()) if v not in self._refused)
-        return next((v for v in every if self._store.exists(v)), None)
+        versions = (v for v in reversed(self._store.folders()) if v not in self._refused)
+        return next((v for v in versions if self._store.exists(v)), None)
 
     def fetch(self, version: int) -> Fetched:
         """Read a version and its bases, back to an available state or to a full version, and check all of them. The running
         weights are not changed. Raises WeightFault, after leaving a note that asks for a full version, or StoreError."""
+        states = self._states
         try:
-            held = self._held
-            ways = routes(self._store, version, lambda v, hash: v in held and held[v].hash == hash)
+            ways = routes(self._store, version, lambda v, hash: v in states and states[v].hash == hash)
             for way in ways[:-1]:
                 try:
                     return self._fetch(way)
@@ -149,13 +137,12 @@ class Receiver:
             raise
 
     def _fetch(self, way: Route) -> Fetched:
-        base = None if way.base is None else self._held[way.base]
-        links = [read_link(self._store, step.where, step.manifest) for step in way.steps]
+        base = None if way.base is None else self._states[way.base]
+        links = [read_link(self._store, where, manifest) for where, manifest in way.steps]
         check_chain(base, links)
-        last = links[-1]
-        state = last.manifest.state(dict(decoded(base, links)))
-        files = side_files_of(links)
-        return Fetched(manifest=last.manifest, state=state, base=base, files=files, read_bytes=way.size)
+        last = links[-1].manifest
+        state, files = last.state(dict(decoded(base, links))), side_files_of(links)
+        return Fetched(manifest=last, state=state, base=base, files=files, read_bytes=way.size)
 
     def install(self, fetched: Fetched) -> str:
         """Record that the engine now runs `fetched`. Return the hash to acknowledge. Raises MisplacedVersion for a version older
@@ -163,29 +150,20 @@ class Receiver:
         new, base = fetched.state, fetched.base
         if new.version < self.version:
             raise MisplacedVersion(f"version {new.version} cannot follow version {self.version}, which runs already")
-        states = self._held | {state.version: state for state in (base, new) if state is not None}
+        states = self._states | {state.version: state for state in (base, new) if state is not None}
         keep = {*sorted(states)[-HELD:], base.version if base else new.version}
-        self._held, self.version = {v: states[v] for v in keep}, new.version
+        self._states, self.version = {v: states[v] for v in keep}, new.version
         return new.hash
 
     def back(self, version: int) -> Mapping[str, Tensor] | None:
         """Forget what is newer than `version`, so that it can run again. Returns its weights if they are at hand."""
-        self._held = {number: state for number, state in self._held.items() if number <= version}
-        self.version = max(self._held, default=-1)
-        return self._held[version].tensors if version in self._held else None
+        self._states = {number: state for number, state in self._states.items() if number <= version}
+        self.version = max(self._states, default=-1)
+        return self._states[version].tensors if version in self._states else None
 
     def report(self) -> None:
         """Write the running version into the store. The publisher treats this as an acknowledgement and keeps the version. It is
         for receivers without another connection to the publisher. Raises StoreError."""
-        hash = self._held[self.version].hash if self.version in self._held else ""
+        hash = self._states[self.version].hash if self.version in self._states else ""
         report = ReceiverReport(receiver=self._name, version=self.version, hash=hash)
         self._store.write(f"receivers/{self._name}.json", report.dump())
-
-
-def check_version(store: VersionStore, version: int) -> None:
-    """Decode a version by the shortest route, without keeping it. Raises WeightFault or StoreError."""
-    [way, *_] = routes(store, version, lambda *_: False)
-    links = [read_link(store, step.where, step.manifest) for step in way.steps]
-    check_chain(None, links)
-    for _ in decoded(None, links):
-        pass

@@ -1,6 +1,5 @@
-"""A store of weight versions on any fsspec file system: whole files, version folders, the lease, the ledger.
+"""A store of weight versions on any fsspec file system: whole files, version folders, the ledger.
 
-<store>/writer.json            the lease: whose versions count, and from which number on
 <store>/v000012/               versions (`payload`); only a folder with a manifest is a version
 <store>/anchors/v000012/       the same weights in full, beside a delta, for new receivers
 <store>/ledger/v000012.json    record of a published version and its receivers; kept when the version is pruned
@@ -37,21 +36,13 @@ from composer_nb.trainer.versions.manifest import (
 )
 
 R = TypeVar("R", bound=SealedRecord)
-LEASE, ANCHORS = "writer.json", "anchors"
+ANCHORS = "anchors"
 CHUNK = 1 << 24
 """Number of bytes in memory while a file is copied or hashed."""
 
 
 class StoreError(OSError):
     """The store cannot be read or written."""
-
-
-class PublisherLease(SealedRecord):
-    """The right to publish: versions from `since` on count only with this token. Without an owner, it is released."""
-
-    owner: str | None
-    token: str
-    since: int
 
 
 class Note(SealedRecord):
@@ -109,8 +100,6 @@ class VersionStore:
     def _doing(self, what: str) -> Iterator[None]:
         try:
             yield
-        except FileExistsError:
-            raise
         except OSError as error:
             raise StoreError(f"{self.url}: {what}: {error}") from None
 
@@ -136,24 +125,11 @@ class VersionStore:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file. Raises StoreError."""
-        self._write(name, data, new=False)
-
-    def create(self, name: str, data: bytes) -> bool:
-        """Write a new file. Return False, without a change, if the file exists. Raises StoreError."""
-        try:
-            self._write(name, data, new=True)
-        except FileExistsError:
-            return False
-        return True
-
-    def _write(self, name: str, data: bytes, *, new: bool) -> None:
         path = self._at(name)
         with self._placing(path) as part:
-            if self._local:
-                self._fs.pipe_file(part, data)
-                os.link(part, path) if new else os.replace(part, path)
-            else:  # object stores put a file as a whole
-                self._fs.pipe_file(path, data, mode="create" if new else "overwrite")
+            self._fs.pipe_file(part, data)
+            if part != path:
+                os.replace(part, path)
 
     def put(self, name: str, pieces: Iterable[Any]) -> PayloadFile:
         """Write a file piece by piece. Each piece may be freed once the next is requested. Raises StoreError."""
@@ -237,18 +213,6 @@ class VersionStore:
             raise MisplacedVersion(f"{self.url}/{place} is a delta against version {manifest.base.version}")
         return manifest
 
-    def reach(self, needed: Iterable[int]) -> tuple[set[int], set[int]]:
-        """Return the versions, and the anchors, from which all of `needed` are decoded; the newest anchor is always included.
-        Raises WeightFault for a manifest that does not name its version's base; StoreError."""
-        anchors = [v for v in self.anchors() if self.exists(v, anchor(v))]
-        kept, anchored = set(needed), set(anchors[-1:])
-        for version in sorted(kept):
-            while version not in anchors and (base := self.manifest(version).base) is not None:
-                version = base.version
-                kept.add(version)
-            anchored |= {version} & set(anchors)
-        return kept, anchored
-
     def prune(
         self, keep: int, needed: Iterable[int] = (), since: float = math.inf, last: float = math.inf
     ) -> list[int]:
@@ -257,24 +221,26 @@ class VersionStore:
         bases of these. Removes nothing while a manifest on which this depends is unreadable. Raises StoreError."""
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1")
-        every = [v for v in self.folders() if v <= last]
-        there = [v for v in every if self.exists(v)]
+        folders = [v for v in self.folders() if v <= last]
+        there = [v for v in folders if self.exists(v)]
         wanted = {*there[-keep:], *(v for v in there if v >= since), *needed}
         wanted |= {report.version for report in self.reports()} & set(there[-2 * keep :])
+        anchors = [v for v in self.anchors() if self.exists(v, anchor(v))]
+        kept, anchors_kept = wanted & set(there), set(anchors[-1:])
         try:
-            kept, anchored = self.reach(wanted & set(there))
+            for version in sorted(kept):
+                while version not in anchors and (base := self.manifest(version).base) is not None:
+                    version = base.version
+                    kept.add(version)
+                anchors_kept |= {version} & set(anchors)
         except WeightFault:
             return []
-        for version in set(self.anchors()) - anchored:
+        for version in set(self.anchors()) - anchors_kept:
             self.remove(anchor(version))
-        gone = [v for v in every if v not in kept]
-        for version in gone:
+        removed = [v for v in folders if v not in kept]
+        for version in removed:
             self.remove(folder(version))
-        return gone
-
-    def lease(self) -> PublisherLease:
-        """Return the lease. Raises MissingVersion, DamagedVersion or StoreError."""
-        return PublisherLease.load(self.read(LEASE), f"{self.url}/{LEASE}")
+        return removed
 
     def ledger(self) -> list[Published]:
         """Return all versions ever published here, ascending, without damaged lines. Raises StoreError."""

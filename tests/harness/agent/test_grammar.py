@@ -51,7 +51,7 @@ CALLS = st.one_of(
 
 
 def grammar(renderer: ChatRenderer, *names: str, text: bool = False, several: bool = True) -> Grammar:
-    return Grammar.of_calls(renderer, names or [*SCHEMAS], text=text, several=several)
+    return renderer.grammar(names or [*SCHEMAS], text=text, several=several)
 
 
 def follows(made: Grammar, token_ids: list[int]) -> bool:
@@ -237,5 +237,5 @@ def test_a_large_enumeration_costs_time_in_proportion(schema: dict[str, list[Any
     tool = {"name": "pick", "parameters": {"type": "object", "properties": {"a": parameter}, "required": ["a"]}}
     renderer = FORMATS["QwenRenderer"].offering([{"type": "function", "function": tool}])
     began = time.process_time()
-    assert not Grammar.of_calls(renderer, ["pick"], text=False, several=False).fault
+    assert not renderer.grammar(["pick"], text=False, several=False).fault
     assert time.process_time() - began < 3

@@ -169,7 +169,7 @@ def docker() -> Iterator[Backend]:
 @pytest.mark.docker
 @pytest.mark.slow
 def test_an_image_is_built_on_docker_and_graded_in(tmp_path: Path, docker: Backend) -> None:
-    from composer_nb.harness.sandbox.docker import connect
+    from composer_nb.harness.sandbox.engine import connect
     from composer_nb.harness.sandbox.image import host_image
 
     with contextlib.closing(connect()) as client:

@@ -75,10 +75,10 @@ OWN_DOING = {
 
 
 @pytest.fixture
-def box(isolated: Backend) -> Iterator[Sandbox]:
-    if not isolated.capabilities().enforced["cpus"]:
+def box(backend: Backend) -> Iterator[Sandbox]:
+    if not backend.capabilities().enforced["cpus"]:
         pytest.skip("no control groups here: time limits count wall time")
-    with isolated.create(SandboxSpec(cpus=1.0)) as made:
+    with backend.create(SandboxSpec(cpus=1.0)) as made:
         yield made
 
 

@@ -17,19 +17,17 @@ from typing import Any
 
 import pytest
 
-from composer_nb.harness.sandbox import journal as journals
 from composer_nb.harness.sandbox import reap as reaping
-from composer_nb.harness.sandbox.docker import MARK, remove_container
+from composer_nb.harness.sandbox.engine import MARK, remove_container
 from composer_nb.harness.sandbox.image import host_image
-from composer_nb.harness.sandbox.journal import ResourceJournal, started, this_process
-from composer_nb.harness.sandbox.reap import Reaped, is_dead, reap
+from composer_nb.harness.sandbox.reap import Reaped, ResourceJournal, is_dead, reap, started, this_process
 
 OWNER = """
 import json, os, subprocess, sys
 from pathlib import Path
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
-from composer_nb.harness.sandbox.journal import Journal
-journal = Journal(Path(sys.argv[1]) / "journal", "run-1")
+from composer_nb.harness.sandbox.reap import ResourceJournal
+journal = ResourceJournal(Path(sys.argv[1]) / "journal", "run-1")
 for kind, name in json.loads(sys.argv[2]):
     if kind == "process":
         child = subprocess.Popen(["sh", "-c", "sleep 300 & sleep 300"], start_new_session=True, stdout=subprocess.DEVNULL)
@@ -297,10 +295,10 @@ def test_the_start_of_a_process_is_read_past_its_name(tmp_path: Path) -> None:
     odd = tmp_path / "a) R 1 2 3"
     odd.symlink_to(shutil.which("sleep") or "/bin/sleep")
     with subprocess.Popen([str(odd), "60"]) as process:
-        before, now = journals.started(os.getpid()), journals.started(process.pid)
+        before, now = reaping.started(os.getpid()), reaping.started(process.pid)
         assert before is not None and now is not None and now >= before
         process.kill()
-    assert journals.started(process.pid) is None
+    assert reaping.started(process.pid) is None
 
 
 def test_a_directory_that_can_not_be_removed_now_is_removed_the_next_time(
@@ -326,12 +324,10 @@ def test_what_lives_for_a_directory_ends_before_it_and_can_not_make_it_anew(owne
     """Orphans of a killed parent, as Ray's workers are while they start."""
     left = owner("directory")
     [folder] = map(Path, left.names)
-    mark = (folder / journals.LABEL).read_text()
+    mark = (folder / reaping.LABEL).read_text()
     anew = f"sleep 300 & echo $!; while :; do mkdir -p {folder}/logs; sleep 0.01; done"
     writer, other = (
-        subprocess.Popen(
-            ["sh", "-c", text], env=os.environ | {journals.WRITER: word}, stdout=subprocess.PIPE, text=True
-        )
+        subprocess.Popen(["sh", "-c", text], env=os.environ | {reaping.WRITER: word}, stdout=subprocess.PIPE, text=True)
         for text, word in ((anew, mark), ("echo; exec sleep 300", mark[::-1]))
     )
     with writer, other:
@@ -396,8 +392,8 @@ def test_a_note_that_a_full_disk_cuts_off_is_an_error_and_is_not_there(tmp_path:
     program = """if True:
         import os, sys
         from pathlib import Path
-        from composer_nb.harness.sandbox.journal import Journal
-        journal, filler = Journal(Path(sys.argv[1]), "r"), Path(sys.argv[1]) / "filler"
+        from composer_nb.harness.sandbox.reap import ResourceJournal
+        journal, filler = ResourceJournal(Path(sys.argv[1]), "r"), Path(sys.argv[1]) / "filler"
         journal.made("cgroup", "/sys/fs/cgroup/composer_nb-first", "m")
         with open(filler, "wb", buffering=0) as file:
             try:

@@ -29,7 +29,7 @@ def f(turn):
 
 
 @pytest.mark.parametrize("calls", [True, False])
-def test_runs_of_one_grade_hear_no_locks(calls: bool, isolated: Backend) -> None:
+def test_runs_of_one_grade_hear_no_locks(calls: bool, backend: Backend) -> None:
     """Runs with all constants could tell a test that runs alone what they conclude, and replays each other's arguments."""
     files = {"signals.py": SIGNALS.encode()}
     jobs = []
@@ -38,7 +38,7 @@ def test_runs_of_one_grade_hear_no_locks(calls: bool, isolated: Backend) -> None
         test = f"from signals import f\ndef test_f():\n    assert f({turn}) == 'silent'\n"
         hidden = {} if calls else {"test_signals.py": test}
         jobs.append(TestJob(files=files, hidden=hidden, tests=tuple(hidden), calls=((call,),) if calls else ()))
-    ran = Boxes(backend=isolated).run(jobs)
+    ran = Boxes(backend=backend).run(jobs)
     if calls:
         assert [each.answers for each in ran] == 2 * [{0: '["returned", "silent", null]'}]
     else:
@@ -59,8 +59,8 @@ def f(x):
 """
 
 
-def test_code_that_locks_files_is_graded(isolated: Backend) -> None:
+def test_code_that_locks_files_is_graded(backend: Backend) -> None:
     hidden = {"test_locking.py": "from locking import f\ndef test_f():\n    assert f(5) == 5\n"}
     job = TestJob(files={"locking.py": LOCKING.encode()}, hidden=hidden, tests=tuple(hidden))
-    [ran] = Boxes(backend=isolated).run([job])
+    [ran] = Boxes(backend=backend).run([job])
     assert ran.result("test_locking.py::test_f#0").passed, ran.output

@@ -12,7 +12,7 @@ from composer_nb.harness.tools.tool_call import Reply, ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
 from tests.harness.sandbox.conftest import BACKENDS, make
 
-SPEC = SandboxSpec(disk_bytes=32 << 20, memory_bytes=256 << 20, trusted=True)
+SPEC = SandboxSpec(disk_bytes=32 << 20, memory_bytes=256 << 20)
 Call = Callable[..., Reply]
 
 

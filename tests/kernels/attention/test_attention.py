@@ -71,22 +71,6 @@ def test_nothing_beyond_a_token_s_position_is_read(case: tuple[Tensor, ...]):
         assert torch.equal(alone[0], cached_attention(q, k, v, slot, position)[n])
 
 
-def test_the_definition_ignores_finite_rubbish_beyond_the_position():
-    q, k, v = torch.randn(3, 4, 8), torch.randn(2, 2, 10, 8), torch.randn(2, 2, 10, 8)
-    slot, position = torch.tensor([0, 1, 1]), torch.tensor([3, 9, 0])
-    before = cached_attention_reference(q, k, v, slot, position)
-    k[0, :, 4:], v[0, :, 4:] = 1e6, -1e6
-    assert torch.equal(cached_attention_reference(q, k, v, slot, position), before)
-
-
-def test_queries_need_not_lie_in_order_in_memory():
-    q = torch.randn(8, 4, 3).transpose(0, 2)  # [3, 4, 8], strided
-    k, v = torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
-    slot, position = torch.tensor([0, 1, 0]), torch.tensor([5, 2, 0])
-    got = cached_attention(q, k, v, slot, position)
-    torch.testing.assert_close(got, cached_attention_reference(q.contiguous(), k, v, slot, position))
-
-
 @settings(max_examples=40, deadline=None)
 @given(cases())
 def test_the_gpu_kernel_equals_the_definition(case: tuple[Tensor, ...]):
@@ -116,28 +100,6 @@ def test_the_gpu_kernel_gives_a_token_the_same_bits_whatever_is_beside_it(
         row, seen = slot[n : n + 1], int(position[n]) + 1
         one = attend(q[n : n + 1], k[row, :, :seen], v[row, :, :seen], torch.zeros_like(row), position[n : n + 1])
         assert torch.equal(one[0], together[n])
-
-
-def test_many_tokens_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch):
-    """A long cache has many parts, so fewer tokens at a time: memory for parts does not grow with it."""
-    q, k, v = torch.randn(7, 2, 16), torch.randn(2, 1, 9, 16), torch.randn(2, 1, 9, 16)
-    slot, position = torch.tensor([0, 1, 0, 1, 0, 1, 0]), torch.tensor([8, 0, 3, 5, 2, 7, 1])
-    whole = attend(q, k, v, slot, position)
-    pieces: list[int] = []
-
-    class Counted:
-        kernel = cached_triton.join_kernel
-
-        def __getitem__(self, grid: tuple[int, int]) -> object:
-            pieces.append(grid[0])
-            return self.kernel[grid]
-
-    monkeypatch.setattr(cached_triton, "join_kernel", Counted())
-    monkeypatch.setattr(cached_triton, "PIECE", 6)
-    for length, most in ((cached_triton.PART, [6, 1]), (2 * cached_triton.PART, [3, 3, 1]), (4000, [1] * 7)):
-        pieces.clear()
-        longer = [torch.nn.functional.pad(x, (0, 0, 0, length - 9)) for x in (k, v)]
-        assert torch.equal(attend(q, *longer, slot, position), whole) and pieces == most
 
 
 @pytest.mark.parametrize(("heads", "groups", "width", "values"), [(12, 1, 24, 7), (3, 3, 192, 128), (17, 1, 256, 256)])

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from composer_nb.kernels.delta.conditioned import BLOCK, LAYOUTS, Bits, ElementLayout
+from composer_nb.kernels.delta.codec import BLOCK, LAYOUTS, Bits, ElementLayout
 
 NAT, PATIENCE, NORMAL = 2**20, 6 * 2**20, 32 * 2**20
 KNOTS = [2**30 - left for left in accumulate([2**30, *[260218914] * 96], lambda left, c: left - (left * c >> 32))]

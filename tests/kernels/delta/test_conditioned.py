@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import subprocess
 import sys
@@ -17,10 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.kernels.delta import block as delta
-from composer_nb.kernels.delta import decoder as delta_decoder
-from composer_nb.kernels.delta import encoder as delta_encoder
-from composer_nb.kernels.delta.codec import Same, bits
-from composer_nb.kernels.delta.conditioned import BLOCK, LAYOUTS, Bits, Conditioned
+from composer_nb.kernels.delta.codec import BLOCK, LAYOUTS, Bits, Conditioned, Same, bits
 from tests.kernels.delta import conditioned_reference
 
 CODEC = Conditioned()
@@ -78,23 +74,8 @@ def test_every_pattern_can_become_every_other(dtype: str):
     round_trip(base, target, dtype)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_every_pattern_of_sixteen_bits_changes_and_is_changed_to(dtype: str):
-    every = np.arange(1 << 16, dtype=np.uint16)
-    round_trip(every, np.random.default_rng(0).permutation(every), dtype)
-
-
-def test_adjacent_numbers_are_one_step_apart():
-    finite = torch.linspace(-3, 3, 1001).bfloat16()
-    floats = torch.cat([finite, torch.tensor([0.0, -0.0, float("inf"), -float("inf")]).bfloat16()]).unique()
-    places = [int(delta.ordinal(np.uint64(u), np.uint64(16))) for u in bits(floats)]
-    assert places == sorted(places)
-    every = {int(delta.ordinal(np.uint64(u), np.uint64(8))) for u in range(256)}
-    assert every == set(range(-128, 128)) and delta.ordinal(np.uint64(0x8000), np.uint64(16)) == -1
-
-
-@pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 31, 32, 33, 48, 50])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float32"])
+@pytest.mark.parametrize("count", [1, 16, 33])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_changes_beside_the_edges_of_runs(count: int, dtype: str):
     """The decoder adds hazards up in runs: changes beside their edges, alone and with one far before."""
     kind, run = np.dtype(STORED[dtype]), int(delta.RUN)
@@ -107,30 +88,14 @@ def test_changes_beside_the_edges_of_runs(count: int, dtype: str):
             round_trip(base, target, dtype)
 
 
-@given(st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
-def test_stretches_that_never_change(seed: int):
-    """Elements of classes without a rate, long and short stretches of them, between others."""
-    random = np.random.default_rng(seed)
-    count = int(random.integers(1, 20_000))
-    base = np.where(random.random(count) < 0.5, 0x3C00, 0x0400).astype(np.uint16)
-    for _ in range(3):
-        begin = int(random.integers(0, count))
-        base[begin : begin + int(random.integers(0, 9000))] = 0x0400
-    changed = (base == 0x3C00) & (random.random(count) < random.choice([1e-4, 1e-3, 0.1, 1]))
-    round_trip(base, base + changed.astype(np.uint16), "float16")
-
-
-@pytest.mark.parametrize("changes", [1022, 1023, 1024, 1025, 1026, 1027, 1028])
-@pytest.mark.parametrize("where", ["even", "at the beginning", "at the end", "in two heaps", "random"])
+@pytest.mark.parametrize("changes", [1023, 1024, 1027])
+@pytest.mark.parametrize("where", ["at the beginning", "in two heaps", "random"])
 def test_changes_in_quarters(changes: int, where: str):
     """From 1024 on they are in quarters, which have equal numbers of changes and any of elements."""
     random, count = np.random.default_rng(changes), 70_001
     base = (0x3C00 + random.integers(0, 512, count)).astype(np.uint16)
     at = {
-        "even": np.linspace(0, count - 1, changes).astype(np.int64),
         "at the beginning": np.arange(changes),
-        "at the end": count - 1 - np.arange(changes),
         "in two heaps": np.r_[5 : 5 + changes // 3, count - changes + changes // 3 : count],
         "random": random.choice(count, changes, replace=False),
     }[where]
@@ -152,12 +117,6 @@ def test_quarters_of_any_numbers(seed: int):
     rate = np.where(np.arange(count) < random.integers(0, count), random.choice([0.001, 0.1, 1]), 0.9)
     other = base + random.choice([1, 0xFFFF, 0x8000, 700], count).astype(np.uint16)
     round_trip(base, np.where(random.random(count) < rate, other, base), random.choice(["bfloat16", "float16"]))
-
-
-def test_sparse_deltas_of_whole_blocks_come_back():
-    for seed, lr in enumerate([3e-8, 3e-8, 1e-7, 3e-7, 3e-7, 1e-6]):
-        base, target = weights(BLOCK, lr=lr, seed=seed)
-        assert np.array_equal(CODEC.decode(base, CODEC.encode(base, target, "bfloat16"), "bfloat16"), target)
 
 
 def test_blocks_that_changed_and_blocks_that_did_not():
@@ -207,60 +166,6 @@ def test_rows_that_change_more_than_others_cost_less_than_their_entropy():
     assert len(round_trip(base, target, "bfloat16")) < 0.9 * entropy(base, target, "bfloat16")
 
 
-def rates_of(there: list[int], changed: list[int]) -> tuple[int, int, Bits]:
-    first, last, codes = delta_encoder.rate_codes(np.array(there), np.array(changed))
-    return int(first), int(last), codes
-
-
-def test_rates_are_near_those_of_the_classes():
-    first, last, codes = rates_of([50_000, 10**6, 1000, 800, 700, 5], [4_000, 100, 500, 8, 700, 0])
-    rates = delta.RATES[codes] / delta.NAT
-    assert (first, last) == (0, 4)
-    assert rates[:4] == pytest.approx([0.0834, 1e-4, 0.6931, 0.01005], rel=0.1, abs=9 / delta.NAT)
-    assert 4 < rates[4] < 6 and rates[5] == 0
-
-
-def test_classes_of_few_elements_share_a_rate_as_far_as_that_is_worth_it():
-    first, last, codes = rates_of([0, 1, 0, 2, 4, 1000, 2000, 4000], [0, 1, 0, 1, 2, 500, 500, 0])
-    assert (first, last) == (5, 6) and len(set(codes[:6])) == 1 and codes[7] == 0
-    assert delta.RATES[codes[5:7]] / delta.NAT == pytest.approx([np.log(2), np.log(4 / 3)], rel=0.1)
-
-
-def test_no_more_classes_have_rates_than_a_header_holds():
-    first, last, codes = rates_of([1000 << c for c in range(20)], [500] * 20)
-    assert (first, last) == (4, 19) and len(set(codes[:5])) == 1 < len(set(codes[4:]))
-
-
-def test_a_rate_is_a_little_off_where_that_is_shorter():
-    """One of 200 changed, beside classes of which one in a thousand did: to say so would take a byte more than it saves."""
-    first, _, codes = rates_of([10**6, 10**6, 200, 10**6], [100_000, 1000, 1, 1000])
-    assert first == 0 and codes[2] == codes[1] + 2 and delta.RATES[codes[2]] < delta.NAT / 200
-    _, _, exact = rates_of([10**6, 10**6, 200_000, 10**6], [100_000, 1000, 1000, 1000])
-    assert delta.RATES[exact[2]] / delta.NAT == pytest.approx(1 / 200, rel=0.1)
-
-
-def test_few_elements_are_counted_and_many_estimated():
-    """Classes of small numbers, of which much changes, exactly; the others to some 5 percent."""
-    base, target = weights(1 << 20, lr=1e-6)
-    exponents = ((base >> 7) & 255).astype(np.int64)
-    exact, changed = np.bincount(exponents, minlength=256), np.bincount(exponents[base != target], minlength=256)
-    found = delta_encoder.histogram(base, changed, *LAYOUTS["bfloat16"].numbers[:2])
-    few = np.flatnonzero((np.cumsum(exact) < changed.sum() / 2) & (exact > 0))
-    assert len(few) > 5 and np.array_equal(found[few], exact[few])
-    many = exact > 1 << 17
-    assert many.sum() > 2 and found[many] == pytest.approx(exact[many], rel=0.1)
-
-
-def test_goal_is_the_least_hazard_beyond_a_slot():
-    random = np.random.default_rng(0)
-    edges = [k + d for k in delta.KNOTS.tolist()[:-1] for d in (-1, 0, 1)] + [int(delta.GIVEN_UP) - 1]
-    for slot in [*(s for s in edges if s >= 0), *random.integers(0, int(delta.GIVEN_UP), 2000).tolist()]:
-        for speed in (1 << 13, 1 << 16, 77_777, 1 << 19):
-            goal = int(delta_decoder.goal_of(np.uint64(slot), np.uint64(speed)))
-            before, at = (conditioned_reference.cumulative(hazard * speed >> 16) for hazard in (goal - 1, goal))
-            assert before <= slot < at
-
-
 def test_threads_make_the_same_payloads():
     pairs = [weights(60_000, seed=n) for n in range(6)]
     one = [CODEC.encode(a, b, "bfloat16") for a, b in pairs]
@@ -284,23 +189,6 @@ def test_a_base_and_a_target_of_other_lengths_are_refused():
         with pytest.raises(ValueError, match=f"a base of {a} numbers and a target of {b}"):
             CODEC.encode(np.zeros(a, np.uint16), np.zeros(b, np.uint16), "bfloat16")
     assert Same().encode(np.zeros(1 << 16, np.uint16), np.zeros((1 << 16) + 1, np.uint16), "bfloat16") is None
-
-
-def test_a_row_that_the_sample_misses_costs_little():
-    """4,096 large weights, of which one changed. A sample is 64 elements of each 8,128: one row begins in it, one behind it."""
-    weight, _ = weights(BLOCK)
-    sizes = []
-    for begin in (2 * 8128, 2 * 8128 + 64):
-        base = weight.copy()
-        base[begin : begin + 4096] = 0x4000
-        target = base.copy()
-        target[:: 64 * 5 + 1] += np.uint16(1)
-        target[begin : begin + 4096] = base[begin : begin + 4096]
-        target[begin + 100] += np.uint16(1)
-        payload = CODEC.encode(base, target, "bfloat16")
-        assert np.array_equal(CODEC.decode(base, payload, "bfloat16"), target)
-        sizes.append(len(payload))
-    assert sizes[1] < 1.03 * sizes[0]
 
 
 def test_what_has_no_exponents_is_left_to_other_codecs():
@@ -416,7 +304,7 @@ def test_lengths_beyond_the_payload_are_refused():
 BESIDE_NOTHING = """
 import ctypes, mmap, sys
 import numpy as np
-from composer_nb.kernels.delta.conditioned import Conditioned
+from composer_nb.kernels.delta.codec import Conditioned
 libc = ctypes.CDLL(None, use_errno=True)
 room = mmap.mmap(-1, 5 * mmap.PAGESIZE)
 start = ctypes.addressof(ctypes.c_char.from_buffer(room))
@@ -447,13 +335,3 @@ def test_nothing_is_read_behind_an_array_that_ends_where_memory_does():
     """The page behind the base may not be touched."""
     done = subprocess.run([sys.executable, "-c", BESIDE_NOTHING], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "sound\n"), done.stderr[-2000:]
-
-
-@pytest.mark.slow
-def test_nothing_is_read_beyond_an_array(tmp_path):
-    """The same payloads with numba's bounds checks, which raise IndexError; compiling takes 15 s of CPU time."""
-    program = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import test_conditioned as t; print(t.fuzz(8000))"
-    environment = os.environ | {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 7500

@@ -21,10 +21,3 @@ def test_every_weight_is_its_code_times_its_blocks_scale(height: int, width: int
         for c in range(width):
             exact = wide[r][c] * factor[r // rows][c // columns]
             assert abs(values[r][c] - exact) <= 2**-24 * abs(exact), "rounded once"
-
-
-def test_blocks_are_of_128_by_128_and_may_be_cut():
-    code = torch.ones(130, 257).to(torch.float8_e4m3fn)
-    found = dequantize_blocks(code, torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
-    assert found[127, 127] == 1 and found[127, 128] == 2 and found[0, 256] == 3
-    assert found[128, 0] == 4 and found[129, 255] == 5 and found[129, 256] == 6

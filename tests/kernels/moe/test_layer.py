@@ -16,7 +16,6 @@ from composer_nb.kernels.formats.microscaling import mx_quantize_reference, nvfp
 from composer_nb.kernels.moe.layer import experts
 from composer_nb.kernels.moe.routing import choose_experts
 
-LOW = ["mxfp8", "fp8_block128", "nvfp4"]
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -108,21 +107,7 @@ def test_a_recipe_reads_exactly_the_numbers_that_its_formats_have(recipe: str):
         assert error(found, exact) < limit, name
 
 
-@pytest.mark.parametrize(
-    "recipe, least, most", [("mxfp8", 0.03, 0.08), ("fp8_block128", 0.03, 0.08), ("nvfp4", 0.12, 0.3)]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_how_far_a_recipe_is_from_high_precision(recipe: str, least: float, most: float, dtype: torch.dtype):
-    """Bounded on both sides: an error of nothing would mean that nothing was quantised."""
-    made = inputs(2, n=64, dtype=dtype)
-    pull = torch.randn(made[0].shape, generator=torch.Generator().manual_seed(3)).to(dtype)
-    plain, out = moe(*made, 2), moe(*made, 2, recipe=recipe)
-    assert out.dtype == dtype and least < error(out, plain.detach().double()) < most
-    for found, exact in zip(slopes(out, made, pull), slopes(plain, made, pull), strict=True):
-        assert found.dtype == dtype and least / 2 < error(found, exact.double()) < most
-
-
-@pytest.mark.parametrize("recipe", ["bf16", *LOW])
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp8_block128", "nvfp4"])
 @pytest.mark.parametrize("e, k, n", [(1, 1, 3), (7, 7, 1), (40, 2, 9)])
 def test_few_tokens_one_expert_and_experts_without_a_token(recipe: str, e: int, k: int, n: int):
     made = inputs(4, n=n, e=e)
@@ -130,21 +115,6 @@ def test_few_tokens_one_expert_and_experts_without_a_token(recipe: str, e: int, 
     wanted, _ = by_hand(made, k, *FORMATS[recipe], torch.zeros_like(made[0]))
     assert error(out, wanted) < 2e-3
     assert all(slope.isfinite().all() for slope in slopes(out, made, torch.ones_like(out)))
-
-
-def test_leading_dimensions_and_expanded_gradients():
-    made = inputs(5)
-    flat = moe(*made, 2)
-    shaped = moe(made[0].view(2, 3, 4, -1), made[1].view(2, 3, 4, -1), *made[2:], 2)
-    assert torch.equal(shaped.flatten(0, 2), flat)
-    shaped.sum().backward()  # a gradient of stride 0
-    assert all(tensor.grad is not None and tensor.grad.isfinite().all() for tensor in made)
-
-
-def test_widths_that_torch_s_own_product_refuses():
-    made = inputs(6, d=10, i=6)
-    wanted, _ = by_hand(made, 2, as_is, as_is, torch.zeros_like(made[0]))
-    assert error(moe(*made, 2), wanted) < 2e-6
 
 
 def test_ties_go_to_the_lower_number_and_not_a_number_comes_first():
@@ -167,7 +137,7 @@ def routed(made: Inputs, recipe: str | Recipe, rows: slice | Tensor = slice(None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("recipe", ["bf16", *LOW])
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp8_block128", "nvfp4"])
 def test_a_token_does_not_depend_on_what_is_beside_it(recipe: str, dtype: torch.dtype):
     made = inputs(7, n=40, dtype=dtype)
     whole = routed(made, recipe)
@@ -175,31 +145,6 @@ def test_a_token_does_not_depend_on_what_is_beside_it(recipe: str, dtype: torch.
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
     for rows in (slice(0, 1), slice(0, 17), order):  # but for the order in which a product sums
         torch.testing.assert_close(routed(made, recipe, rows), whole[rows], **close)
-
-
-def future_changed(made: Inputs, recipe: str | Recipe) -> Tensor:
-    """Which tokens come out differently when the last one is a hundred times as large."""
-    before = routed(made, recipe)
-    x = made[0].detach().clone()
-    x[-1] *= 100
-    return (routed((x, *made[1:]), recipe) != before).any(-1)
-
-
-@pytest.mark.parametrize("recipe", ["bf16", *LOW])
-def test_no_token_sees_a_later_one(recipe: str):
-    assert future_changed(inputs(8, n=40), recipe).nonzero().flatten().tolist() == [39]
-
-
-def test_one_scale_for_all_tokens_leaks_the_future_into_the_past():
-    """What NVFP4 does with its float32 scale per tensor, and why Composer has it per token."""
-    made = inputs(8, n=40)
-    leaky = Recipe(name="per tensor", forward="nvfp4_tensor", dgrad="mxfp8")
-    assert int(future_changed(made, leaky).sum()) > 30
-    alone, beside = routed(made, leaky, slice(0, 1)), routed(made, leaky)[:1]
-    assert not torch.equal(alone, beside)
-
-
-# -- what is kept --------------------------------------------------------------------------------------------
 
 
 # -- refusals and explanations -------------------------------------------------------------------------------
@@ -217,25 +162,20 @@ def test_bad_input_is_refused_by_name():
     refuse("recipe='fp16': must be one of bf16, mxfp8, fp8_block128, nvfp4, or a Recipe", recipe="fp16")
     refuse("backend='cuda': must be one of torch, triton", backend="cuda")
     refuse("k=6: must be an integer in 1..5", k=6)
-    refuse("k=0: must be", k=0)
     refuse("k=2.0: must be", k=2.0)
     refuse("recipe='fp8_block128' has blocks: D = 64 is no multiple of 128", recipe="fp8_block128")
     narrow = {"x": x[:, :48], "w_gate_up": up[..., :48], "w_down": down[:, :48]}
     refuse("recipe='mxfp8' has blocks: D = 48 is no multiple of 32", recipe="mxfp8", **narrow)
     refuse("x is torch.float16: must be", x=x.half())
-    refuse("x of shape (64,): must be [..., D]", x=x[0])
     refuse("x of shape (0, 64): must be [..., D] with one token at least", x=x[:0])
     refuse("w_gate_up is torch.bfloat16: must be torch.float32, as x is", w_gate_up=up.bfloat16())
     refuse("w_gate_up of shape (5, 64, 60): must be [E, 2I, D] with D = 64", w_gate_up=up[..., :60])
     refuse("w_down of shape (5, 64, 30): must be [E, D, I] = (5, 64, 32)", w_down=down[..., :30])
-    refuse("w_down of shape (64, 32): must have three dimensions", w_down=down[0])
     refuse(
         "w_gate_up of shape (5, 0, 64): must have three dimensions, none of them 0",
         w_gate_up=up[:, :0],
         w_down=down[..., :0],
     )
-    refuse("recipe=['mxfp8']: must be one of bf16", recipe=["mxfp8"])
-    refuse("router_logits is torch.float8_e4m3fn: must be float16,", router_logits=logits.to(torch.float8_e4m3fn))
     refuse("router_logits of shape (24, 4): must be (24, 5)", router_logits=logits[:, :4])
     refuse("router_logits is torch.int64: must be", router_logits=logits.long())
     refuse("w_down is on meta: must be on cpu, as x is", w_down=down.detach().to("meta"))
@@ -264,9 +204,7 @@ def test_an_old_gpu_is_refused_and_a_machine_without_triton(monkeypatch: pytest.
 @pytest.mark.parametrize(
     "capability, recipe, forward, dgrad",
     [
-        ((9, 0), "bf16", "wgmma in bf16", "wgmma in bf16"),
         ((9, 0), "mxfp8", "Hopper has no block-scaled tensor core", "Hopper has no block-scaled"),
-        ((9, 0), "fp8_block128", "wgmma in e4m3", "wgmma in e4m3"),
         ((10, 0), "nvfp4", "tcgen05.mma (mxf4nvf4)", "tcgen05.mma (mxf8f6f4)"),
         ((12, 0), "mxfp8", "no gate has seen", "no gate has seen"),
     ],
@@ -308,18 +246,3 @@ def test_the_grouped_product_and_its_gradients(widths: tuple[int, int]):
         torch.autograd.grad(found.sum(), (a, b)), torch.autograd.grad(wanted.sum(), (a, b)), strict=True
     ):
         torch.testing.assert_close(one, other)
-
-
-def test_a_grouped_product_that_does_not_fit_is_refused():
-    a, b, offs = torch.zeros(4, 8), torch.zeros(2, 8, 8), torch.tensor([1, 4], dtype=torch.int32)
-    for bad, message in (
-        ((a[:, :6], b, offs), "must be [M, A] and [E, A, B]"),
-        ((a.half(), b.half(), offs), "must be alike, float32, bfloat16 or float64"),
-        ((a, b, offs.long()), "offs is torch.int64 (2,): must be int32 [2]"),
-        ((a, b.to("meta"), offs), "must be on one device"),
-        ((a, b, offs - 1), "offs [0, 3]: must not fall, and end at M = 4"),
-        ((a, b[:0], offs[:0]), "offs []: must not fall, and end at M = 4"),
-        ((a, b, offs.flip(0)), "offs [4, 1]: must not fall, and end at M = 4"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            grouped_mm(*bad)

@@ -52,7 +52,7 @@ def test_a_fleet_that_its_sandboxes_limit():
 def test_littles_number_keeps_the_trainer_busy_where_durations_are_even(sandboxes: int, busy: float):
     even = Durations(seconds=np.full((1, 1), FLEET.rollout_s), tokens=np.full((1, 1), 1))
     load = SimulatedLoad(durations=even, workers=1, capacity=sandboxes, train_s=FLEET.step_s)
-    found = simulate(Schedule(prompts=10, group=10, ahead=4, steps=60), load)
+    found = simulate(Schedule(prompts=10, group=10, ahead=4, bound=8, window=0.5, hang_s=1800.0, steps=60), load)
     assert found["trainer_busy"] == pytest.approx(busy, rel=0.07)
     assert found["samples_s"] <= replace(FLEET, sandboxes=sandboxes).rate
 

@@ -20,7 +20,8 @@ LOAD = SimulatedLoad(durations=Durations.read(DURATIONS))
 
 @cache
 def result(**changes: Any) -> dict[str, Any]:
-    return simulate(Schedule(**{"steps": 60, **changes}), LOAD)
+    limits = {"ahead": 4, "bound": 2 * changes.get("ahead", 4), "window": 0.5, "hang_s": 1800.0}
+    return simulate(Schedule(**{"steps": 60, **limits, **changes}), LOAD)
 
 
 def even(seconds: float) -> Durations:
@@ -147,4 +148,4 @@ def test_discarding_trains_on_shorter_rollouts_than_were_asked_for():
 
 
 def test_the_same_load_gives_the_same_run():
-    assert simulate(Schedule(steps=10), LOAD) == simulate(Schedule(steps=10), LOAD)
+    assert simulate(Schedule(steps=10, hang_s=1800.0), LOAD) == simulate(Schedule(steps=10, hang_s=1800.0), LOAD)

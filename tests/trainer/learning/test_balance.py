@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from composer_nb.trainer.learning.balance import Cost, Packing, deal_out, first_fit, pack
 from composer_nb.trainer.learning.packing import Stream, families
-from composer_nb.trainer.models.footprint import plan_memory
-from composer_nb.trainer.models.transformer import ModelConfig
+from composer_nb.trainer.models.transformer import ModelConfig, weight_counts
 from tests.trainer.learning.trees import tree_tokens
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -136,8 +135,8 @@ def test_a_group_stays_together_until_ranks_would_wait_for_it():
 
 def test_costs_are_those_of_the_model_s_products():
     c = ModelConfig(tie_word_embeddings=False)
-    found, cost = plan_memory(c), Cost.of(c)
-    assert cost.linear == 6 * (found.active - found.embedding)
+    counts, cost = weight_counts(c), Cost.of(c)
+    assert cost.linear == 6 * (counts["active"] - counts["embedding"])
     # 4 layers of 4 heads of width 32: a score and a weighted value are 2 · 32 operations each, backward costs twice forward.
     assert cost.quadratic == 3 * 4 * 4 * (2 * 32 + 2 * 32)
     assert cost.row(10) == pytest.approx(10 * cost.linear + 55 * cost.quadratic)

@@ -11,17 +11,16 @@ import torch
 from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.chat import CallResult, Said, User, Written
-from composer_nb.harness.environment import RENDERERS
+from composer_nb.harness.agent.formats import FORMATS
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.companions import for_format, read_companions
 from composer_nb.trainer.models.convert import convert
-from composer_nb.trainer.models.tokenizer import FORMATS, train_tokenizer
+from composer_nb.trainer.models.tokenizer import train_tokenizer
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 
 SYSTEM = "You repair code.\n  Be brief."
-EDIT = {"path": "f.py", "line": 2, "text": "    return sum(xs)"}
 TINY: list[Any] = [
     User(text="fix f.py: sum of the items > 3"),
     Said(calls=(Written(id="call_0", call=ToolCall(name="read_file", arguments={"path": "f.py"})),)),
@@ -81,7 +80,7 @@ def tools_of(format: str, kind: str) -> ToolSet:
 
 def small_tokenizer(format: str) -> Tokenizer:
     return train_tokenizer(
-        ["def f(xs):\n    return sum(x for x in xs)\n"] * 9, 420, () if format == "compact" else FORMATS[format]
+        ["def f(xs):\n    return sum(x for x in xs)\n"] * 9, 420, () if format == "compact" else FORMATS[format].tokens
     )
 
 
@@ -94,9 +93,9 @@ def test_the_template_renders_the_tokens_of_the_renderer(format: str, kind: str,
     for name, data in for_format({}, tokenizer, format).items():
         (tmp_path / name).write_bytes(data)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert theirs.eos_token == RENDERERS[format].closing
+    assert theirs.eos_token == FORMATS[format].closing
     for offered in (tools, []) if format != "compact" else (tools,):
-        renderer, talk = RENDERERS[format](tokenizer, offered), talk_of(format) if offered else [User(text="hi")]
+        renderer, talk = FORMATS[format](tokenizer, offered), talk_of(format) if offered else [User(text="hi")]
         for end in range(1, len(talk) + 1):
             if isinstance(talk[end - 1], CallResult) and end < len(talk) and isinstance(talk[end], CallResult):
                 continue  # a turn's results are rendered together
@@ -183,19 +182,6 @@ def test_ids_that_only_config_json_states_are_kept(source: Path, tmp_path: Path)
         "bos_token_id": 3,
         "eos_token_id": config["eos_token_id"],
     }
-
-
-@pytest.mark.parametrize("format", list(FORMATS))
-def test_a_model_from_random_weights_stops_at_the_end_of_a_turn(format: str, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = small_tokenizer(format)
-    model = Model(ModelConfig(vocab_size=tokenizer.get_vocab_size(), num_hidden_layers=1))
-    model.companions = for_format({}, tokenizer, format)
-    save_pretrained(model, tmp_path / "m")
-    end = tokenizer.token_to_id(RENDERERS[format].closing)
-    assert AutoTokenizer.from_pretrained(tmp_path / "m").eos_token_id == end
-    assert stopping(tmp_path / "m", end) == [60, 60, end]
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "config.json"])

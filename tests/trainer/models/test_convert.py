@@ -9,10 +9,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from composer_nb.cli import main
+from composer_nb.harness.agent.formats import FORMATS
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.convert import upcycle, with_format
-from composer_nb.trainer.models.tokenizer import FORMATS, format_of
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 
 IDS = torch.arange(2 * 20).view(2, 20)
@@ -43,16 +42,6 @@ def test_an_upcycled_model_says_what_the_dense_one_says(family: str, sparse: str
     assert load_pretrained(tmp_path / "m").config == made.config
 
 
-def test_noise_tells_the_experts_apart() -> None:
-    model = dense()
-    made, quiet = (upcycle(model, experts=4, chosen=2, noise=noise, seed=1) for noise in (0.1, 0.0))
-    for noisy, same, layer in zip(made.layers, quiet.layers, model.layers, strict=True):
-        assert torch.equal(same.w_in, layer.dense_in.expand_as(same.w_in))
-        spread = (noisy.w_in - layer.dense_in).std(dim=(1, 2)) / layer.dense_in.std()
-        assert (spread - 0.1).abs().max() < 0.01
-        assert torch.equal(noisy.qkv, layer.qkv) and torch.equal(noisy.router, same.router)
-
-
 @pytest.mark.parametrize(
     ("family", "options", "what"),
     [
@@ -72,12 +61,12 @@ def test_tokens_of_a_chat_format_are_added_and_change_nothing_else(tied: bool) -
     model = dense(tie_word_embeddings=tied)
     tokenizer = Tokenizer(models.BPE({chr(78 + i): i for i in range(48)}, []))  # "<" and ">" have no token
     made, longer = with_format(model, tokenizer, "qwen")
-    new = [longer.token_to_id(token) for token in FORMATS["qwen"]]
-    assert new == list(range(48, 48 + len(FORMATS["qwen"]))) and made.config.vocab_size == 48 + len(new)
+    new = [longer.token_to_id(token) for token in FORMATS["qwen"].tokens]
+    assert new == list(range(48, 48 + len(FORMATS["qwen"].tokens))) and made.config.vocab_size == 48 + len(new)
     with torch.no_grad():
         logits = made(IDS)[0]
         torch.testing.assert_close(logits[..., :48], model(IDS)[0], atol=1e-12, rtol=1e-12)
-        for token in FORMATS["qwen"]:  # about as probable as the text that it stands for
+        for token in FORMATS["qwen"].tokens:  # about as probable as the text that it stands for
             spelt = [ord(letter) - 78 for letter in token if ord(letter) >= 78]
             row = logits[..., longer.token_to_id(token)]
             torch.testing.assert_close(row, logits[..., spelt].mean(-1), atol=1e-12, rtol=1e-12)
@@ -85,17 +74,3 @@ def test_tokens_of_a_chat_format_are_added_and_change_nothing_else(tied: bool) -
     assert with_format(made, longer, "qwen")[0] is made
     with pytest.raises(ValueError, match="format='chatml' is unknown, there are compact, qwen, kimi"):
         with_format(model, tokenizer, "chatml")
-
-
-def test_the_command_converts_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_pretrained(dense().float(), tmp_path / "dense")
-    Tokenizer(models.BPE({chr(33 + i): i for i in range(48)}, [])).save(str(tmp_path / "dense" / "tokenizer.json"))
-    given = ["convert", str(tmp_path / "dense"), str(tmp_path / "moe"), "--format", "qwen", "--experts", "4"]
-    assert main(given) == 0
-    assert "mixtral, " in capsys.readouterr().out
-    made = load_pretrained(tmp_path / "moe")
-    assert made.config.num_experts == 4 and format_of(tmp_path / "moe") == "qwen"
-    assert main(["convert", str(tmp_path / "moe" / "config.json"), str(tmp_path / "b")]) == 2
-    assert "config.json: not a GGUF file" in capsys.readouterr().err
-    assert main(["convert", str(tmp_path / "moe"), str(tmp_path / "b"), "--experts", "4"]) == 2
-    assert "model.family=mixtral has no counterpart with experts" in capsys.readouterr().err

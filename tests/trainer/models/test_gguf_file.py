@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -204,43 +203,6 @@ def test_a_small_file_that_announces_much_is_refused_at_once(tmp_path: Path, wha
     with pytest.raises(ValueError, match="a.gguf: not a GGUF file, or damaged"):
         read_gguf(tmp_path / "a.gguf")
     assert time.monotonic() - begun < 1
-
-
-@pytest.mark.parametrize("name", ["block_count", "feed_forward_length", "attention.head_count", "context_length"])
-def test_sizes_that_no_model_has_are_refused(write: Callable[..., Any], name: str) -> None:
-    file, _ = write()
-    data, stored = file.read_bytes(), f"llama.{name}".encode()
-    at = data.index(stored) + len(stored) + 4
-    file.write_bytes(data[:at] + struct.pack("<I", MANY) + data[at + 4 :])
-    with pytest.raises(ValueError, match="llama.gguf: model..*=1000000000 must be at most"):
-        read_gguf(file)
-
-
-@pytest.mark.parametrize("merge", [b"a_b", b"? b"])
-def test_merges_that_no_tokenizer_can_have(write: Callable[..., Any], merge: bytes) -> None:
-    file, _ = write()
-    file.write_bytes(file.read_bytes().replace(b"a b", merge))
-    with pytest.raises(ValueError, match="llama.gguf: .*(erge|vocabulary)"):
-        read_gguf(file)
-
-
-def test_a_file_that_is_none(tmp_path: Path) -> None:
-    (tmp_path / "a.gguf").write_bytes(b"GGUF" + bytes(40))
-    with pytest.raises(ValueError, match="a.gguf: not a GGUF file, or damaged"):
-        read_gguf(tmp_path / "a.gguf")
-    with pytest.raises(FileNotFoundError, match="b.gguf"):
-        read_gguf(tmp_path / "b.gguf")
-
-
-def test_without_the_library_the_message_says_how_to_get_it(
-    write: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, _ = write()
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(
-        ValueError, match=r"llama.gguf: reading GGUF needs the library gguf: pip install 'composer-nb\[gguf\]'"
-    ):
-        read_gguf(file)
 
 
 @pytest.mark.slow

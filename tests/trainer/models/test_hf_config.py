@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from composer_nb.trainer.models.hf_config import _STATED, FloatBlocks, PackedIntegers, config_json, read_config
+from composer_nb.trainer.models.hf_config import _STATED, PackedIntegers, config_json, read_config
 from composer_nb.trainer.models.transformer import Yarn
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -51,14 +51,6 @@ def test_a_wrapper_takes_no_default_of_a_class(tmp_path: Path, name: str):
         described(tmp_path, config)
 
 
-@pytest.mark.parametrize("name", ["rope_scaling", "rope_theta"])
-def test_nor_does_it_for_positions(tmp_path: Path, name: str):
-    config = copy.deepcopy(KIMI)
-    del config["text_config"][name]
-    with pytest.raises(ValueError, match=rf"config.json: lacks (text_config\.)?{name}$"):
-        described(tmp_path, config)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -67,32 +59,16 @@ def test_nor_does_it_for_positions(tmp_path: Path, name: str):
             {"architectures": ["Qwen3MoeForSequenceClassification"]},
             "architectures='Qwen3MoeForSequenceClassification' is not",
         ),
-        (
-            {"architectures": ["DeepseekV3ForCausalLM"]},
-            "architectures='DeepseekV3ForCausalLM' is not supported with model_type",
-        ),
         ({"num_experts_per_tok": 129}, "num_experts_per_tok=129 must lie in 1..model.num_experts=128"),
         ({"hidden_size": "2048"}, "hidden_size='2048' is not supported, only a value of type int"),
-        ({"hidden_size": 2048.0}, "hidden_size=2048.0 is not supported"),
-        ({"num_experts": True}, "num_experts=True is not supported"),
         ({"mlp_only_layers": 3}, "mlp_only_layers=3 is not supported, only a list of layers"),
-        ({"decoder_sparse_step": 0}, "model.decoder_sparse_step=0 must be at least 1"),
         ({"rope_scaling": "yarn"}, "rope_parameters or rope_scaling is 'yarn', no JSON object"),
         ({"architectures": "Qwen3MoeForCausalLM"}, "architectures='Qwen3MoeForCausalLM' is no list of names"),
-        ({"model_type": "llama"}, "architectures='Qwen3MoeForCausalLM' is not supported with model_type='llama'"),
-        ({"architectures": [["x"]]}, "architectures=[['x']] is no list of names"),
-        ({"rope_theta": 0}, "model.rope_theta=0 must be above 0"),
-        ({"rope_theta": float("nan")}, "model.rope_theta=nan must be above 0"),
         ({"rms_norm_eps": -1e-6}, "model.rms_norm_eps=-1e-06 must be at least 0"),
-        ({"rms_norm_eps": float("nan")}, "model.rms_norm_eps=nan must be at least 0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported, only 1"),
         (
             {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
             "rope_theta=1000000.0, and rope_theta=500000.0 in rope_parameters or rope_scaling: which of them?",
-        ),
-        (
-            {"rope_scaling": {"type": "yarn", "factor": float("inf"), "original_max_position_embeddings": 4096}},
-            "model.yarn.factor",
         ),
         ({"quantization_config": 4}, "quantization_config is no JSON object"),
         (
@@ -100,24 +76,11 @@ def test_nor_does_it_for_positions(tmp_path: Path, name: str):
             "quantization_config: quant_method='gptq' is not supported",
         ),
         ({"quantization_config": FP8 | {"fmt": "e5m2"}}, "quantization_config: fmt='e5m2' is not supported"),
-        ({"quantization_config": FP8 | {"weight_block_size": None}}, "weight_block_size=None is not supported"),
         ({"logit_scale": 0.5}, "logit_scale=0.5: this key is not known and may change what the model computes"),
-        ({"n_group": 8}, "n_group=8: this key is not known"),
-        ({"qkv_bias": True}, "qkv_bias=True is not supported, only False"),
         ({"layer_types": ["sliding_attention"] * 48}, "is not supported, only 'full_attention'"),
-        ({"rope_scaling": {"type": "default", "factor": 8.0}}, "factor=8.0: this key is not known"),
         ({"rope_scaling": YARN | {"mrope_section": [16, 24]}}, "mrope_section=[16, 24]: this key is not known"),
-        (
-            {"rope_scaling": YARN | {"rope_type": "default"}},
-            "and type='yarn' in rope_parameters or rope_scaling: which",
-        ),
         ({"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}}, "which of them?"),
-        ({"quantization_config": FP8 | {"kv_cache_quant": "fp8"}}, "kv_cache_quant='fp8': this key is not known"),
-        ({"vocab_size": 10**9}, "model.vocab_size=1000000000 must be at most 16777216"),
-        ({"num_hidden_layers": 10**9}, "model.num_hidden_layers=1000000000 must be at most 10000"),
         ({"num_experts": 10**9}, "model.num_experts=1000000000 must be at most 65536"),
-        ({"max_position_embeddings": 10**9}, "model.max_position_embeddings=1000000000 must be at most"),
-        ({"num_attention_heads": 10**9}, "model.num_attention_heads=1000000000 must be at most"),
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any], message: str):
@@ -130,27 +93,8 @@ def test_what_is_not_supported_is_named(tmp_path: Path, changes: dict[str, Any],
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"q_lora_rank": -1}, "model.q_lora_rank=-1 must be at least 0"),
-        ({"n_shared_experts": -1}, "model.n_shared_experts=-1 must be at least 0"),
-        ({"num_nextn_predict_layers": -1}, "model.num_nextn_predict_layers=-1 must be at least 0"),
-        ({"routed_scaling_factor": float("nan")}, "model.routed_scaling_factor=nan must be above 0"),
-    ],
-)
-def test_so_are_sizes_of_deepseek_that_mean_nothing(tmp_path: Path, changes: dict[str, Any], message: str):
-    config = copy.deepcopy(KIMI)
-    config["text_config"] |= changes
-    with pytest.raises(ValueError) as error:
-        described(tmp_path, config)
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
         ({"num_bits": 3}, "num_bits=3 is not supported"),
         ({"symmetric": False}, "symmetric=False is not supported"),
-        ({"strategy": "channel"}, "strategy='channel' is not supported"),
-        ({"actorder": "group"}, "actorder='group' is not supported"),
         ({"group_size": -1}, "group_size=-1 is not supported"),
         ({"type": "float"}, "type='float' is not supported"),
     ],
@@ -166,7 +110,6 @@ def test_other_integers_are_refused(tmp_path: Path, changes: dict[str, Any], mes
     ("where", "name"),
     [
         ((), "kv_cache_scheme"),
-        ((), "transform_config"),
         (("group_0",), "output_activations"),
         (("group_0", "weights"), "x"),
     ],
@@ -186,37 +129,6 @@ def test_keys_without_effect_are_read(tmp_path: Path):
     assert described(tmp_path, QWEN | harmless | {"layer_types": ["full_attention"] * 48}).model
     with pytest.raises(ValueError, match=r"config.json: text_tower=.*: this key is not known"):
         described(tmp_path, KIMI | {"text_tower": {"scale": 2}})
-
-
-def test_other_wrappers_of_integers_are_refused(tmp_path: Path):
-    config = copy.deepcopy(KIMI)
-    config["text_config"]["quantization_config"]["format"] = "marlin-24"
-    with pytest.raises(ValueError, match="format='marlin-24' is not supported"):
-        described(tmp_path, config)
-    config["text_config"]["quantization_config"] |= {"format": "pack-quantized", "config_groups": {}}
-    with pytest.raises(ValueError, match="config_groups of more or less than one group"):
-        described(tmp_path, config)
-    config["text_config"] = None
-    with pytest.raises(ValueError, match="lacks text_config"):
-        described(tmp_path, config)
-
-
-def test_yarn_guesses_no_length(tmp_path: Path):
-    config = copy.deepcopy(KIMI["text_config"])
-    for name in ("original_max_position_embeddings", "factor"):
-        with pytest.raises(ValueError, match=f"of type 'yarn' lacks {name}"):
-            described(tmp_path, config | {"rope_scaling": config["rope_scaling"] | {name: None}})
-
-
-def test_yarn_of_kimi_k2_is_a_step(tmp_path: Path):
-    config = copy.deepcopy(KIMI["text_config"])
-    config["rope_scaling"] |= {"beta_fast": 1.0, "factor": 32.0}
-    assert described(tmp_path, config).model.yarn == Yarn(factor=32.0, beta_fast=1.0, beta_slow=1.0)
-
-
-def test_float_blocks_are_read_for_either_family(tmp_path: Path):
-    assert described(tmp_path, QWEN | {"quantization_config": FP8}).format == FloatBlocks(rows=128, columns=128)
-    assert described(tmp_path, QWEN).format is None
 
 
 def test_yarn_of_qwen3_is_written_and_read_again(tmp_path: Path):

@@ -131,20 +131,6 @@ def test_weights_are_what_a_loop_in_float64_says(request: pytest.FixtureRequest,
         assert model(torch.arange(20)[None])[0].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_scales_of_float_blocks_may_have_any_float_dtype(
-    blocks: tuple[Path, dict[str, Tensor]], dtype: torch.dtype
-) -> None:
-    path, _ = blocks
-    file = path / "model-00002-of-00002.safetensors"
-    scales = {name: scale.to(dtype) for name, scale in load_file(file).items()}
-    save_file(scales, file, metadata={"format": "pt"})
-    view = hugging_face_views(load_pretrained(path))[NAME]
-    code = load_file(path / "model-00001-of-00002.safetensors")[NAME]
-    scale = scales[NAME + "_scale_inv"].float().repeat_interleave(16, 0).repeat_interleave(16, 1)
-    torch.testing.assert_close(view, code.float() * scale[: len(code), : code.shape[1]], rtol=1e-6, atol=0)
-
-
 def edit(path: Path, name: str, tensor: Tensor | None) -> None:
     for file in path.glob("*.safetensors"):
         tensors = load_file(file)
@@ -174,23 +160,6 @@ def test_parts_that_do_not_fit_are_named(kimi, part: str, tensor: Tensor | None,
     with pytest.raises(ValueError, match=message) as error:
         load_pretrained(path)
     assert NAME in str(error.value) and "\n" not in str(error.value)
-
-
-def test_float8_without_its_scale_or_a_wrong_one_is_refused(blocks):
-    path, _ = blocks
-    edit(path, NAME + "_scale_inv", torch.zeros(2, 2))
-    with pytest.raises(ValueError, match=rf"{NAME}_scale_inv is \(2, 2\), config.json says \(3, 1\)"):
-        load_pretrained(path)
-    config = json.loads((path / "config.json").read_text())
-    del config["quantization_config"]
-    (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"tensors are unknown, first model.layers.0.*_scale_inv"):
-        load_pretrained(path)
-    for file in ("model.safetensors.index.json", "model-00002-of-00002.safetensors"):
-        (path / file).unlink()
-    (path / "model-00001-of-00002.safetensors").rename(path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"is of dtype F8_E4M3.*config.json a quantization_config"):
-        load_pretrained(path)
 
 
 @pytest.mark.parametrize("name", ["vision_tower.x", "mm_projector.x", "model.vision_tower.x", "language_model.extra"])

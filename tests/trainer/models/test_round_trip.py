@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from composer_nb.trainer.models import checkpoint, shards
 from composer_nb.trainer.models.checkpoint import ROUTER_BIAS, hugging_face_views, load_pretrained, save_pretrained
@@ -44,39 +41,6 @@ def written(oracle, tmp_path: Path) -> Callable[..., Path]:
 
 
 # Against transformers
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {},
-        {
-            "q_lora_rank": None,
-            "n_group": 1,
-            "topk_group": 1,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 99.0},
-        },
-        {  # Kimi K2's
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 300.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 32,
-                **{"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
-            }
-        },
-    ],
-    ids=["yarn", "plain", "kimi-k2"],
-)
-def test_deepseek_of_transformers_loads_to_the_same_logits(oracle, tmp_path: Path, sizes: dict[str, Any]):
-    theirs = oracle("deepseek_v3", **sizes)
-    theirs.save_pretrained(tmp_path / "m", max_shard_size="30KB")
-    ours = load_pretrained(tmp_path / "m")
-    assert ours.config.num_nextn_predict_layers == 0, "transformers leaves them out of what it saves"
-    with torch.no_grad():
-        wanted = theirs(IDS).logits
-        torch.testing.assert_close(ours(IDS)[0], wanted, atol=2e-4, rtol=1e-3)
-    assert float(wanted.std()) > 0.5
 
 
 @pytest.mark.parametrize("shard_bytes", [None, 30_000])
@@ -150,27 +114,7 @@ def test_what_a_checkpoint_repeats_is_checked(make_model, tmp_path: Path):
 # Memory
 
 
-class Alive(TorchDispatchMode):
-    """Bytes of tensors that operations made and that are still there; the most at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
-                storage = leaf.untyped_storage()
-                self.made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-        self.made = {key: one for key, one in self.made.items() if not one[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.made.values()))
-        return result
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_loading_holds_the_model_and_one_tensor(written, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
+def test_loading_maps_one_tensor_at_a_time(written, monkeypatch: pytest.MonkeyPatch):
     source = written("deepseek_v3", vocab_size=509)
     live: set[int] = set()
     most = {"tensors": 0, "reads": 0}
@@ -183,10 +127,6 @@ def test_loading_holds_the_model_and_one_tensor(written, monkeypatch: pytest.Mon
         return tensor
 
     monkeypatch.setattr(checkpoint, "mapped", counted)
-    with Alive() as alive:
-        model = load_pretrained(source, dtype=dtype)
+    model = load_pretrained(source)
     assert most["reads"] == len(hugging_face_views(model)), "each tensor is read once"
     assert most["tensors"] == 1 and not live
-    held = sum(view.numel() * view.itemsize for view in hugging_face_views(model).values())
-    largest = model.embed.numel() * 4
-    assert held <= alive.peak <= held + largest

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.compact import SPECIALS
-from composer_nb.trainer.models.tokenizer import load_tokenizer, read_tokenizer, train_tokenizer
+from composer_nb.trainer.models.tokenizer import load_tokenizer, read_tokenizer
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -23,39 +23,6 @@ def test_any_text_comes_back(tokenizer: Tokenizer, text: str):
     ids = tokenizer.encode(safe, add_special_tokens=False).ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == safe
     assert not set(ids) & set(range(len(SPECIALS)))
-
-
-def test_special_tokens_come_first_and_digits_stand_alone(tokenizer: Tokenizer):
-    assert [tokenizer.token_to_id(token) for token in SPECIALS] == list(range(7))
-    assert [tokenizer.decode([i]) for i in tokenizer.encode("x1203").ids] == ["x", "1", "2", "0", "3"]
-    pieces = [tokenizer.decode([i]) for i in tokenizer.encode("the sum of\n    return").ids]
-    assert pieces[-4:] == [" sum", " of", "\n    ", "return"], "a word takes its space, a newline its indentation"
-
-
-@pytest.mark.parametrize("text", ["x <=y", "12    return", "a //= b"])
-def test_operators_and_indentations_are_never_split_from_inside(text: str):
-    trained = train_tokenizer([text] * 50, 300)
-    pieces = [trained.decode([i]) for i in trained.encode(text).ids]
-    assert (
-        pieces
-        == {
-            "x <=y": ["x", " <=", "y"],
-            "12    return": ["1", "2", "    ", "return"],
-            "a //= b": ["a", " //", "=", " b"],
-        }[text]
-    )
-
-
-def test_training_is_reproducible_and_fills_the_vocabulary():
-    texts = [Path(__file__).read_text()] * 2
-    one, two = train_tokenizer(texts, 500), train_tokenizer(iter(texts), 500)
-    assert one.to_str() == two.to_str() and one.get_vocab_size() == 500
-
-
-def test_a_vocabulary_without_room_for_bytes_is_refused():
-    with pytest.raises(ValueError, match="tokenizer.vocab_size=262: at least 263 are needed"):
-        train_tokenizer(["x"], 262)
-    assert train_tokenizer(["x"], 263).get_vocab_size() == 263
 
 
 def test_a_tokenizer_is_loaded_from_beside_its_weights(tokenizer: Tokenizer, tmp_path: Path):

@@ -1,12 +1,10 @@
-"""What a rank needs: bounds of the peak of torch's allocator, cut as the mesh says, refused with settings that fit."""
+"""What models weigh and a rank needs: published sizes, the peak of torch's allocator, refusals with settings that fit."""
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +19,13 @@ from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.muon import OptimizerSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.learning.supervised import share, train_step
-from composer_nb.trainer.models.transformer import Model, ModelConfig
-from composer_nb.trainer.parallel.fsdp import on_mesh
-from composer_nb.trainer.parallel.memory import Need, RankLoad, estimate, require_memory
+from composer_nb.trainer.learning.supervised import train_step
+from composer_nb.trainer.models.checkpoint import hugging_face_views
+from composer_nb.trainer.models.hf_config import read_config
+from composer_nb.trainer.models.transformer import Model, ModelConfig, weight_counts
+from composer_nb.trainer.parallel.memory import Need, RankLoad, estimate, plan_memory, require_memory
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
-from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
-from composer_nb.trainer.parallel.team import Team
 from composer_nb.trainer.settings import override
-from tests.trainer.forked import on_ranks
 
 
 def measured_peak(step: Callable[[], object]) -> int:
@@ -55,6 +51,40 @@ def require_bounds(need: Need, measured: int, over: float = 1.2) -> None:
 
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def test_plan_memory_of_kimi_k25():
+    sizes = plan_memory(read_config(CONFIGS / "kimi_k25.json").model)
+    # By hand, from the sizes alone: attention, experts, the dense layer, routers with biases, tables, norms.
+    attention = 7168 * 1536 + 1536 * 64 * 192 + 7168 * 576 + 512 * 64 * 256 + 64 * 128 * 7168
+    expert, norms = 3 * 7168 * 2048, 61 * (2 * 7168 + 1536 + 512) + 7168
+    beside = 61 * attention + 3 * 7168 * 18432 + 60 * 384 * 7169 + 2 * 163840 * 7168 + norms
+    assert sizes["total"] == beside + 60 * 385 * expert and sizes["active"] == beside + 60 * 9 * expert
+    # 1.026 T; the 1.04 T that are published come out with one layer more (384 experts that predict ahead, not released).
+    assert sizes["total"] == pytest.approx(1.04e12, rel=0.015)
+    assert sizes["bf16_bytes"] == 2 * sizes["total"] and sizes["training_bytes"] == 20 * sizes["total"]
+    assert sizes["cache_bytes"] == 61 * 576 * 2 and sizes["engine_cache_bytes"] == 61 * 64 * (192 + 128) * 4
+
+
+def test_weight_counts_of_a_model_that_is_built():
+    sizes: dict[str, Any] = {"family": "deepseek_v3", "num_key_value_heads": 4, "head_dim": 24, "kv_lora_rank": 16}
+    sizes |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "intermediate_size": 64}
+    c = ModelConfig(**sizes, first_k_dense_replace=1, n_shared_experts=1, num_nextn_predict_layers=2)
+    numbers = {name: view.numel() for name, view in hugging_face_views(Model(c)).items()}
+    counts = weight_counts(c)
+    ahead = [name for name in numbers if name.startswith(("model.layers.4.", "model.layers.5."))]
+    assert counts["ahead"] == sum(numbers[name] for name in ahead) > 0
+    assert counts["total"] + counts["ahead"] == sum(numbers.values())
+    experts = [name.split(".") for name in numbers.keys() - {*ahead} if ".experts." in name]
+    idle = sum(numbers[".".join(parts)] for parts in experts if parts[5] > "1")
+    assert counts["active"] == counts["total"] - idle, "two experts of eight are active"
+
+
+def test_planning_allocates_nothing():
+    c = ModelConfig(vocab_size=10**7, hidden_size=800_000)
+    assert plan_memory(c)["fp32_bytes"] > 2**44, "more than any machine that runs this has"
+
+
 GROUPED: dict[str, Any] = {
     "vocab_size": 512,
     "num_attention_heads": 8,
@@ -96,65 +126,6 @@ def test_the_peak_is_above_the_state_and_below_the_estimate(
     require_bounds(estimate(c, Mesh(), load), measured_peak(two_steps))
 
 
-CUT: dict[str, tuple[dict[str, Any], int, MeshSettings]] = {
-    "weights, whole": (HEAVY, 2, MeshSettings()),
-    "weights, shard 2 and ep 2": (HEAVY, 2, MeshSettings(shard=2, ep=2)),
-    "weights, cp 2 and ep 2": (HEAVY, 1, MeshSettings(cp=2, ep=2)),
-    "activations, shard 2 and ep 2": (GROUPED, 16, MeshSettings(shard=2, ep=2)),
-    "latent, shard 2 and ep 2": (LATENT, 8, MeshSettings(shard=2, ep=2)),
-}
-
-
-def _supervised(folder: Path) -> None:
-    found = {}
-    for name, case in CUT.items():
-        found[name] = _two_steps_of_a_rank(*case)
-        gc.collect()  # else the next case gives this memory back
-    if torch.distributed.get_rank() == 0:
-        (folder / "peaks.json").write_text(json.dumps(found))
-
-
-def _two_steps_of_a_rank(sizes: dict[str, Any], rows: int, settings: MeshSettings) -> tuple[dict[str, Any], int]:
-    """Return the estimate for a rank of two and the larger of both peaks. The whole model is not counted."""
-    c, length, mesh = ModelConfig(**sizes), 256, Mesh.of(settings, 2)
-    random, team = np.random.default_rng(0), Team(mesh)
-    ids = random.integers(0, c.vocab_size, (rows, length + 1)).astype(np.int32)
-    data = [TokenRow(row, np.ones(length + 1, np.float32)) for row in ids]
-    torch.manual_seed(0)
-    model = Model(c)
-
-    def steps() -> object:
-        optimizer = ShardedOptimizer(on_mesh(model, team, settings), team, OptimizerSettings())
-        for _ in range(2):
-            train_step(model, share(data, team), optimizer, team, lr=1e-3, balance=1e-3, clip=1.0)
-        return optimizer
-
-    load = RankLoad(tokens=rows * length // mesh.data, longest=length, published=False)
-    return asdict(estimate(c, mesh, load)), max(team.gather(measured_peak(steps)))
-
-
-def test_two_ranks_on_a_mesh_need_what_is_estimated(tmp_path: Path):
-    assert not on_ranks(2, {"supervised": _supervised}, tmp_path, tmp_path)
-    found = json.loads((tmp_path / "peaks.json").read_text())
-    for name, (need, measured) in found.items():
-        print(f"{name}: estimate {need['peak'] / 2**20:.1f} MiB, measured {measured / 2**20:.1f} MiB")
-        require_bounds(
-            Need(**need), measured, over=1.5
-        )  # a rank that waits for a slower one holds buffers of both steps
-    assert found["weights, shard 2 and ep 2"][1] < 0.6 * found["weights, whole"][1]
-
-
-def test_the_allocator_s_peak_is_that_of_known_tensors():
-    def step() -> None:
-        a = torch.zeros(1000, 250)
-        b = torch.zeros(1000, 500)
-        del a
-        c = torch.zeros(1000, 100)
-        del b, c
-
-    assert measured_peak(step) == pytest.approx(4 * 1000 * 750, rel=0.01)
-
-
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2]))
 def test_cutting_keeps_every_weight_once_in_each_copy(shard: int, cp: int, ep: int, copies: int):
     c = ModelConfig(**GROUPED)
@@ -186,7 +157,7 @@ def test_what_is_sent_is_what_the_collectives_say():
     )
 
 
-@pytest.mark.parametrize("share", [0.9, 0.5, 0.2])
+@pytest.mark.parametrize("share", [0.9, 0.2])
 def test_what_does_not_fit_is_refused_with_settings_that_do(share: float):
     c, load = ModelConfig(**GROUPED), RankLoad(tokens=4096, longest=512)
     settings, ranks = MeshSettings(), 2
@@ -206,7 +177,13 @@ def test_what_no_mesh_can_hold_is_refused():
         require_memory(ModelConfig(**GROUPED), MeshSettings(), 1, RankLoad(), 1000)
 
 
-def test_the_command_tells_what_a_rank_needs(capsys: pytest.CaptureFixture[str]):
+def test_the_command_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert main(["plan", "--model", str(CONFIGS / "kimi_k25.json")]) == 0
+    assert "1.03 T, 32.86 B of them active" in capsys.readouterr().out
+    assert main(["plan", "--model", str(CONFIGS / "qwen3_30b_a3b.json"), "--json"]) == 0
+    assert round(json.loads(capsys.readouterr().out)["total"] / 1e9, 1) == 30.5
+    assert main(["plan", "--model", str(tmp_path)]) != 0
+    assert "config.json is missing" in capsys.readouterr().err
     kimi = ["plan", "--model", str(CONFIGS / "kimi_k25.json"), "--mesh", "shard=128,cp=2,ep=8"]
     assert main([*kimi, "--ranks", "256", "--tokens", "32768", "--half", "--recompute", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

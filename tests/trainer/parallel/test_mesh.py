@@ -56,26 +56,6 @@ def test_an_expert_group_holds_every_expert_once(mesh: Mesh, each: int):
         assert [expert for rank in group for expert in mesh.experts(rank, experts)] == list(range(experts))
 
 
-def test_two_ranks_a_row_and_eight_an_expert_group_fit_eight_ranks():
-    mesh = Mesh.of(MeshSettings(shard=4, cp=2, ep=8), 8)
-    assert mesh.dense_shape == (1, 4, 2) and mesh.expert_shape == (1, 1, 8)
-    assert [mesh.place(rank)["cp"] for rank in range(8)] == [0, 1] * 4
-    assert [mesh.place(rank)["ep"] for rank in range(8)] == list(range(8))
-
-
-def test_by_default_every_rank_holds_everything():
-    mesh = Mesh.of(MeshSettings(), 6)
-    assert mesh.dense_shape == mesh.expert_shape == (6, 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "settings", "expert_shard"),
-    [(16, {"shard": 8, "cp": 2, "ep": 8}, 2), (16, {"shard": 4, "ep": 8}, 1), (24, {"shard": 12, "ep": 8}, 1)],
-)
-def test_experts_are_cut_as_finely_as_the_rest_where_they_can_be(ranks: int, settings: dict, expert_shard: int):
-    assert Mesh.of(MeshSettings(**settings), ranks).expert_shard == expert_shard
-
-
 @pytest.mark.parametrize(
     ("ranks", "settings", "named"),
     [
@@ -109,16 +89,3 @@ def test_machines_with_too_few_devices_are_refused():
         mesh.require_devices([4, 2])
     with pytest.raises(ValueError, match=r"mesh\.cp=4 .*mesh\.cp=2 would"):
         mesh.require_devices([6, 6])
-
-
-@pytest.mark.parametrize("name", ["shard", "cp", "ep", "expert_shard"])
-def test_sizes_below_one_are_refused(name: str):
-    with pytest.raises(ValueError, match=rf"mesh\.{name}=-1"):
-        MeshSettings(**{name: -1})
-
-
-def test_grids_of_different_ranks_are_refused():
-    with pytest.raises(ValueError, match="must be equal"):
-        Mesh(replicate=2, ep=4)
-    with pytest.raises(ValueError, match="rank 2 of 2"):
-        Mesh(replicate=2, expert_replicate=2).place(2)

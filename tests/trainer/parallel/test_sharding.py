@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -21,11 +22,10 @@ from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.replay_settings import ReplaySettings
 from composer_nb.trainer.models.checkpoint import published
 from composer_nb.trainer.models.transformer import Model, ModelConfig
-from composer_nb.trainer.parallel.checkpoint import restore, save
+from composer_nb.trainer.parallel.checkpoint import published_share, restore, save
 from composer_nb.trainer.parallel.fsdp import shard
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
-from composer_nb.trainer.parallel.owned import held
 from composer_nb.trainer.parallel.team import Team
 from tests.trainer.forked import on_ranks
 from tests.trainer.parallel.whole_state import whole as whole_state
@@ -153,34 +153,6 @@ def same(
     assert_same(cut, alone, within)
 
 
-def _dense() -> None:
-    same(GQA, MeshSettings(shard=2))
-
-
-def _replicated() -> None:
-    same(GQA, MeshSettings())
-
-
-def _experts() -> None:
-    same(GQA, MeshSettings(shard=2, ep=2))
-
-
-def _latent_experts() -> None:
-    same(MLA, MeshSettings(shard=2, ep=2), recompute=True)
-
-
-def _context() -> None:
-    same(GQA, MeshSettings(cp=2))
-
-
-def _latent_context() -> None:
-    same(MLA, MeshSettings(cp=2, ep=2))
-
-
-def _replayed() -> None:
-    same(GQA, MeshSettings(cp=2, ep=2), replay=REPLAY, recompute=True)
-
-
 FLOAT32 = 12 * 256**0.5 * 2**-24
 """How far sums in another order may be apart: 1.1e-5. Ranks add in another order than one process, and so do other vector units.
 
@@ -189,12 +161,7 @@ batch, and about a dozen sums follow one another on the way forward and back.
 """
 
 
-def _few() -> None:
-    same(GQA, MeshSettings(shard=2, ep=2), count=1)
-
-
-def _float32() -> None:
-    same(MLA, MeshSettings(shard=2, ep=2), dtype=torch.float32, within=FLOAT32, batches=1)
+WHOLE_ROLLOUTS = LossSettings(ratio="gspo", clip_low=1.0, clip_high=99, length_norm=True)
 
 
 def _quantised() -> None:
@@ -233,58 +200,25 @@ def _mixed() -> None:
     assert {weight.grad.dtype for weight in cut.parameters() if weight.grad is not None} == {torch.float32}
 
 
-def _uneven_loss() -> None:
-    same(
-        GQA, MeshSettings(cp=2), count=5, loss=LossSettings(ratio="gspo", clip_low=1.0, clip_high=99, length_norm=True)
-    )
-
-
 TWO = {
-    "dense": _dense, "replicated": _replicated, "experts": _experts, "latent experts": _latent_experts,
-    "context": _context, "latent context": _latent_context, "replayed": _replayed, "few": _few,
-    "float32": _float32, "losses of whole rollouts": _uneven_loss, "mixed precision": _mixed,
+    "dense": partial(same, GQA, MeshSettings(shard=2)),
+    "replicated": partial(same, GQA, MeshSettings()),
+    "latent experts": partial(same, MLA, MeshSettings(shard=2, ep=2), recompute=True),
+    "latent context": partial(same, MLA, MeshSettings(cp=2, ep=2)),
+    "replayed": partial(same, GQA, MeshSettings(cp=2, ep=2), replay=REPLAY, recompute=True),
+    "few": partial(same, GQA, MeshSettings(shard=2, ep=2), count=1),
+    "float32": partial(same, MLA, MeshSettings(shard=2, ep=2), dtype=torch.float32, within=FLOAT32, batches=1),
+    "losses of whole rollouts": partial(same, GQA, MeshSettings(cp=2), count=5, loss=WHOLE_ROLLOUTS),
+    "mixed precision": _mixed,
     "dispatch in MXFP8": _quantised,
-}  # fmt: skip
-
-
-def _hybrid() -> None:
-    same(GQA, MeshSettings(shard=2, ep=2, expert_shard=1))
-
-
-def _experts_cut() -> None:
-    same(GQA, MeshSettings(shard=4, ep=2), replay=REPLAY)
-
-
-def _context_hybrid() -> None:
-    same(MLA, MeshSettings(cp=2, ep=4), recompute=True, replay=REPLAY)
-
-
-def _one_stream() -> None:
-    same(MLA, MeshSettings(shard=2, cp=2, ep=2), count=1)
-
-
-def _muon() -> None:
-    same(MLA, MeshSettings(shard=4, ep=2), optimizer=OptimizerSettings(name="muon"))
-
-
-FOUR = {
-    "muon": _muon,
-    "hybrid": _hybrid,
-    "experts cut": _experts_cut,
-    "context hybrid": _context_hybrid,
-    "one stream": _one_stream,
 }
-
-
-def _all() -> None:
-    same(GQA, MeshSettings(shard=4, cp=2, ep=8), replay=REPLAY, recompute=True)
-
-
-def _all_latent() -> None:
-    same(MLA, MeshSettings(shard=2, cp=2, ep=8), count=7)
-
-
-EIGHT = {"context 2 and experts 8": _all, "context 2 and experts 8, latent": _all_latent}
+FOUR = {
+    "muon": partial(same, MLA, MeshSettings(shard=4, ep=2), optimizer=OptimizerSettings(name="muon")),
+    "hybrid": partial(same, GQA, MeshSettings(shard=2, ep=2, expert_shard=1)),
+    "experts cut": partial(same, GQA, MeshSettings(shard=4, ep=2), replay=REPLAY),
+    "context hybrid": partial(same, MLA, MeshSettings(cp=2, ep=4), recompute=True, replay=REPLAY),
+}
+EIGHT = {"all": partial(same, GQA, MeshSettings(shard=4, cp=2, ep=8), replay=REPLAY, recompute=True)}
 
 
 def cut_learner(mesh: MeshSettings) -> tuple[Learner, Team]:
@@ -322,7 +256,7 @@ def _publishes(folder: Path) -> None:
     """What the ranks hold makes up what one process would publish, nothing twice."""
     learner, team = cut_learner(MeshSettings(shard=2, cp=2, ep=2, expert_shard=2))
     learn(learner, team, streams(MLA, 6), range(1))
-    parts = team.gather(held(learner.model, team))
+    parts = team.gather(published_share(learner.model, team))
     alone = made(MLA, torch.float32, False)
     optimizer = FlatOptimizer(alone, ADAMW, published=torch.bfloat16)
     learn(Learner(alone, optimizer, LossSettings(ratio="none")), Ranks(), streams(MLA, 6), range(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +23,10 @@ from composer_nb.trainer.learning.supervised import StagePlan, cross_entropy, tr
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.shards import INDEX
 from composer_nb.trainer.models.transformer import Layer, Model, ModelConfig
+from composer_nb.trainer.parallel.checkpoint import load_sharded, save_sharded
 from composer_nb.trainer.parallel.fsdp import shard
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
-from composer_nb.trainer.parallel.owned import load_cut, save_held
 from composer_nb.trainer.parallel.team import Team
 from composer_nb.trainer.recipe.recipe import _train
 from composer_nb.trainer.recipe.stages import Stages
@@ -80,32 +81,8 @@ def _part(batch: list[TokenRow], team: Team) -> list[TokenRow]:
     return share(batch, team)
 
 
-def _sharded() -> None:
-    same(GQA, MeshSettings(shard=2, ep=2))
-
-
-def _replicated_latent() -> None:
-    same(MLA, MeshSettings(ep=2))
-
-
-def _context() -> None:
-    same(MLA, MeshSettings(cp=2, ep=2))
-
-
 DENSE = replace(GQA, family="qwen2", intermediate_size=40, moe_intermediate_size=128)
 """No experts, a bias of queries, keys and values; fields of experts are at their defaults."""
-
-
-def _dense() -> None:
-    same(DENSE, MeshSettings(shard=2))
-
-
-def _dense_context() -> None:
-    same(DENSE, MeshSettings(cp=2))
-
-
-def _muon() -> None:
-    same(GQA, MeshSettings(shard=2), muon=True)
 
 
 def _balanced() -> None:
@@ -129,7 +106,7 @@ def _saved(folder: Path) -> None:
     cut, alone = (biased(made(config, torch.float32, False)) for _ in range(2))
     shard(cut, team)
     cut.companions = {"tokenizer.json": b"{}"}
-    save_held(cut, team, folder / "cut")
+    save_sharded(cut, team, folder / "cut")
     assert (folder / "cut" / INDEX).is_file() and (folder / "cut" / "tokenizer.json").read_text() == "{}"
     assert not list(folder.glob("cut*.part")), "the folder appears at once"
     save_pretrained(alone, folder / f"alone-{team.rank}", dtype=torch.bfloat16)
@@ -137,7 +114,7 @@ def _saved(folder: Path) -> None:
     assert found.config == expected.config
     for name, weight in expected.named_parameters():
         assert torch.equal(found.get_parameter(name), weight), name
-    again = load_cut(folder / "cut", team, MeshSettings(shard=2, ep=2))
+    again = load_sharded(folder / "cut", team, MeshSettings(shard=2, ep=2))
     for model in (found, expected, again):
         assert biases(model) == {"_layers.1": 0.5, "_aheads.0.layer": 0.5}
     expected_cut = shard(expected, team)
@@ -145,7 +122,7 @@ def _saved(folder: Path) -> None:
         assert torch.equal(one, other)
     assert again.companions == cut.companions
     team.barrier()
-    save_held(cut, team, folder / "cut")  # over the one before
+    save_sharded(cut, team, folder / "cut")  # over the one before
     assert not list(folder.glob("cut*.part"))
 
 
@@ -208,9 +185,13 @@ def _resumed(folder: Path) -> None:
 
 
 TWO = {
-    "sharded": _sharded, "replicated, latent": _replicated_latent, "context": _context, "muon": _muon,
-    "balanced": _balanced, "dense": _dense, "dense, context": _dense_context,
-}  # fmt: skip
+    "sharded": partial(same, GQA, MeshSettings(shard=2, ep=2)),
+    "replicated, latent": partial(same, MLA, MeshSettings(ep=2)),
+    "context": partial(same, MLA, MeshSettings(cp=2, ep=2)),
+    "muon": partial(same, GQA, MeshSettings(shard=2), muon=True),
+    "balanced": _balanced,
+    "dense": partial(same, DENSE, MeshSettings(shard=2)),
+}
 
 
 def test_two_ranks_learn_as_one_process(tmp_path: Path):
@@ -221,9 +202,5 @@ def test_ranks_save_one_checkpoint_and_go_on_from_theirs(tmp_path: Path):
     assert not on_ranks(2, {"saved": _saved, "resumed": _resumed}, tmp_path, tmp_path)
 
 
-def _four() -> None:
-    same(MLA, MeshSettings(shard=2, cp=2, ep=4))
-
-
 def test_four_ranks_learn_as_one_process(tmp_path: Path):
-    assert not on_ranks(4, {"context and shards": _four}, tmp_path)
+    assert not on_ranks(4, {"context and shards": partial(same, MLA, MeshSettings(shard=2, cp=2, ep=4))}, tmp_path)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_nb.harness.sandbox.journal import started
+from composer_nb.harness.sandbox.reap import started
 from composer_nb.harness.sandbox.system.linux import patience
 
 PARENT = """

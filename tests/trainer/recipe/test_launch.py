@@ -24,7 +24,7 @@ PYTHON = sys.executable
 LEAVER = """
 import os, sys, tempfile
 from pathlib import Path
-from composer_nb.harness.sandbox.journal import FOLDER, Journal
+from composer_nb.harness.sandbox.reap import FOLDER, ResourceJournal as Journal
 run = Path(sys.argv[-4])
 Journal(run / FOLDER, run.name).made("directory", Path(tempfile.mkdtemp(dir=run)) )
 os._exit(3)

@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer
 
 from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.agent.formats import FORMATS
 from composer_nb.harness.agent.scripts import turn
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.environment import EnvSettings, Sandboxes, carried, make_agent
@@ -31,7 +32,7 @@ from composer_nb.trainer.learning.data import code_rows
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
-from composer_nb.trainer.models.tokenizer import FORMATS, format_of
+from composer_nb.trainer.models.tokenizer import format_of
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.prompts import Order, prompt_order
 from composer_nb.trainer.recipe import recipe
@@ -144,7 +145,7 @@ def test_the_chat_format_is_the_tokenizers(checkpoint: Path, tokenizer: Tokenize
     other.save(str(checkpoint / "tokenizer.json"))
     with pytest.raises(ValueError, match="the tokens of no chat format.*composer-nb convert .* DIR --format qwen"):
         format_of(checkpoint)
-    other.add_special_tokens(list(FORMATS["qwen"]))
+    other.add_special_tokens(list(FORMATS["qwen"].tokens))
     other.save(str(checkpoint / "tokenizer.json"))
     assert format_of(checkpoint) == "qwen"
 

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 from test_coordinator import IN_STEP, MICRO, points, trained, versions, weights
 
-from composer_nb.harness.sandbox.journal import started
-from composer_nb.harness.sandbox.reap import reap
+from composer_nb.harness.sandbox.reap import reap, started
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.trainer.recipe.detached import follow, start_detached, stop
 from composer_nb.trainer.recipe.launch import fork, start_or_resume

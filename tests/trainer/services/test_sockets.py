@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from composer_nb.harness.files import SOCKET_PATH, socket_folder
-from composer_nb.harness.sandbox.journal import ResourceJournal
+from composer_nb.harness.sandbox.reap import ResourceJournal
 from composer_nb.jobs.notebook import _sockets
 from composer_nb.trainer.services import cluster
 
@@ -24,11 +23,11 @@ def test_a_socket_fits_below_the_folder_however_long_tmpdir_is(
     place.mkdir(exist_ok=True)
     folders: list[Path] = []
 
-    def start(folder: Path) -> Any:
+    def start(folder: Path, namespace: str) -> None:
         folders.append(folder)
         raise ConnectionError("far enough")
 
-    monkeypatch.setattr(cluster, "start_node", start)
+    monkeypatch.setattr(cluster, "start", start)
     try:
         with pytest.raises(ConnectionError, match="far enough"):
             cluster.Cluster("", "x", ResourceJournal(tmp_path, "x"))

@@ -16,7 +16,7 @@ import pytest
 LAYERS, LIMIT = 64, 1 << 30
 MAKE = """
 import torch
-from composer_nb.trainer.models.shards import header_of, write_shard, index_of, bytes_of
+from composer_nb.trainer.models.shards import index_of, write_shard
 from pathlib import Path
 random = torch.Generator().manual_seed(0)
 for name in ("base", "target"):
@@ -27,13 +27,12 @@ for layer in range(LAYERS):
     tensor = f"layers.{layer}.w"
     w = 0.02 * torch.randn(4096, 4096, generator=random)
     u = torch.randn(4096, 4096, generator=random)
-    header, _ = header_of({tensor: (torch.bfloat16, (4096, 4096))})
     file = f"model-{layer + 1:05d}-of-{LAYERS:05d}.safetensors"
-    files[file] = [tensor]
+    files[file] = {tensor: (torch.bfloat16, (4096, 4096))}
     for name, weights in (("base", w), ("target", w - 3e-7 * u)):
-        write_shard(Path(name, file), header, [bytes_of(weights.bfloat16())])
+        write_shard(Path(name, file), files[file], lambda _: weights.bfloat16())
 for name in ("base", "target"):
-    Path(name, "model.safetensors.index.json").write_text(index_of(files, LAYERS << 24, LAYERS << 25))
+    Path(name, "model.safetensors.index.json").write_text(index_of(files))
 """
 PUBLISH = """
 from composer_nb.trainer.versions.publisher import Publisher

@@ -42,14 +42,13 @@ LIMITS_INSIDE = {"RLIMIT_MSGQUEUE": 0, "RLIMIT_MEMLOCK": 0}
 """Limits of every process in a sandbox that isolates. To lock a page of a common file, and let it go, would move it to another of
 the kernel's lists, which /proc/self/numa_maps tells."""
 USUAL = {
-    "role": "resident", "workspace": WORKSPACE, "drop": True, "programs": "", "environment": {},
-    "copies": False, "warm": [], "basic": False, "devices": "/dev",
+    "role": "resident", "workspace": WORKSPACE, "environment": {}, "copies": False, "warm": [], "basic": False,
+    "devices": "/dev",
 }  # fmt: skip
-"""Settings of a resident program: whether it drops capabilities, a folder of more programs for commands to find, variables that
-an image sets, whether commands may run in copies of it (`warm.py`), what `warm.load` is called with, if it is, whether there are
-the basic programs alone, and the folder of its devices. Besides
-these, `filter` and `nice`: by how much commands stand back behind the resident program; 0 where they have no CPU group of their
-own, in which it counts."""
+"""Settings of a resident program: variables that an image sets, whether commands may run in copies of it (`warm.py`), what
+`warm.load` is called with, if it is, whether there are the basic programs alone, and the folder of its devices. Besides these,
+`filter` and `nice`: by how much commands stand back behind the resident program; 0 where they have no CPU group of their own, in
+which it counts."""
 
 
 def resident_settings(spec: SandboxSpec, *, limits: Mapping[str, int] | None = None, **settings: Any) -> str:

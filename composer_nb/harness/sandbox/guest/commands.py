@@ -59,13 +59,10 @@ class Commands:
     """Everything that runs in the sandbox besides this program."""
 
     def __init__(self, files: WorkspaceFiles, wake: int, settings: Header) -> None:
-        """`settings`, of which: `programs`, a folder of more programs, or nothing; `environment`, what an image sets, which holds
-        but for the home."""
+        """`settings`, of which `environment`: what an image sets, which holds but for the home."""
         self.files, self.wake, self.nice, self.copies = files, wake, settings["nice"], settings["copies"]
-        programs, environment = settings["programs"], settings["environment"]
         usual = {"PATH": PATH, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
-        self.environment = {**usual, **environment, "HOME": files.root}
-        self.environment["PATH"] += ":" + programs if programs else ""
+        self.environment = {**usual, **settings["environment"], "HOME": files.root}
         self.running: set[int] = set()
         self.awaited, self.code = 0, 0  # the command in the foreground, and its exit code once it has ended
         self.ticks = os.sysconf("SC_CLK_TCK")
@@ -270,10 +267,7 @@ class Commands:
         return set(found)
 
     def end_all(self) -> None:
-        """Kill everything. Where this is the first process of a namespace the kernel would do it, elsewhere nobody.
-
-        Raises OSError when something is left after KILL_S.
-        """
+        """Kill everything. Raises OSError when something is left after KILL_S."""
         self.running.clear()  # now all children count as orphans
         self.end(0, 0)
 

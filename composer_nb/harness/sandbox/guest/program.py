@@ -140,19 +140,17 @@ class Resident:
 
 def confine(settings: Header) -> None:
     """Give up everything that what runs here must not have."""
-    table = machine()
     one, zero = ctypes.c_ulong(1), ctypes.c_ulong(0)
     hide_memory()
     check(libc.prctl(PR_SET_CHILD_SUBREAPER, one, zero, zero, zero), "subreaper")
-    if settings["drop"]:
-        drop_capabilities(table)
+    drop_capabilities(machine())
     for name, value in settings["rlimits"].items():
         kind = getattr(resource, name)
         hard = resource.getrlimit(kind)[1]
         most = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (most, most))
     # Workers, which calls need, are made by namespaces and have a filter of their own.
-    if settings["filter"] and not settings["calls"]:
+    if not settings["calls"]:
         install_filter(base64.b64decode(settings["filter"]))
 
 
