@@ -50,7 +50,7 @@ class SandboxSpec:
         open_files: maximum open files of one process. Fewer than 32 would not suffice for the resident program itself.
         image: name of an image, for the backend `docker`; empty: an image made from this machine's files.
         warm: import pytest in advance, if the backend can (`bwrap`), so that its runs begin at once (`Sandbox.exec`).
-        basic: show the basic programs alone (`kit.py`), as copies in memory that no sandbox can change for another. Backend
+        basic: show the basic programs alone (`layout.py`), as copies in memory that no sandbox can change for another. Backend
             `bwrap`; what `docker` shows is the image. Locks have no effect, and there are no watches. For code that has something
             to tell: grades run this way.
         calls: limits of each request of function calls, for a sandbox that serves only these (backend `bwrap`).
@@ -284,9 +284,9 @@ class Sandbox:
             raise SandboxSlow(f"a command with {timeout_s:g} s waited for a CPU {waited}: run less beside it")
         return ExecResult(stdout=output[:cut], stderr=output[cut:], oom=self._kills() > kills, **facts)
 
-    def exec_background(self, command: Sequence[str], *, log: str, cwd: str = ".", env: Variables = None) -> int:
+    def exec_background(self, command: Sequence[str], *, log: str, env: Variables = None) -> int:
         """Start a command and return its pid in the sandbox. Both of its streams go to the file `log`."""
-        return self._ask("background", _COUNT, _command(command, cwd, env) | {"log": log})[0]
+        return self._ask("background", _COUNT, _command(command, ".", env) | {"log": log})[0]
 
     def end_all(self) -> None:
         """End all processes in the sandbox, including orphans. Raises OSError if one is still running after some seconds."""

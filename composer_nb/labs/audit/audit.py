@@ -37,8 +37,18 @@ from composer_nb.harness.tasks.functions import literal, parse_test_files, reque
 from composer_nb.harness.tasks.runtime import limits_spec
 from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.audit.leaks import leaks, untold
-from composer_nb.labs.audit.probes import CLOCK_READ, Files, Probe, changed_code, contradicted, later, near, probes
+from composer_nb.labs.audit.probes import (
+    CLOCK_READ,
+    Files,
+    Probe,
+    changed_code,
+    contradicted,
+    later,
+    leaks,
+    near,
+    probes,
+    untold,
+)
 
 Rewards = Callable[[Rollout, Grade], float]
 Box = Executor | Backend

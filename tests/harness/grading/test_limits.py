@@ -20,7 +20,7 @@ from composer_nb.harness.store import pack_attempt, unpack_attempt
 from composer_nb.harness.tasks.harbor import ForeignFiles
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tiny import Workspace
-from composer_nb.production.arms import figures
+from composer_nb.production.bench import figures
 from tests.harness.starving import hogs, starve
 
 TEST = "from f import f\n\n\ndef test_one():\n    assert f(1) == 2\n\n\ndef test_two():\n    assert f(2) == 3\n"
