@@ -81,7 +81,7 @@ def imported(name: str, path: Path, known: set[str], *, at_import: bool = False)
                 yield from (each if each in known else source for each in deeper)
 
 
-LAYERS = ("kernels", "harness", "tour", "trainer", "production", "labs views", "jobs")
+LAYERS = ("kernels", "harness", "trainer", "tour production", "labs views", "jobs")
 """Each imports only itself and those before it; the modules at the top (the command line and the like) import them all."""
 
 

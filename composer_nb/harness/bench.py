@@ -14,10 +14,10 @@ from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Policy
-from composer_nb.harness.rewards import EDITS, called
 from composer_nb.harness.rollout import Turn
 from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.terms.registry import EDITS, called
 
 
 def run_eval(

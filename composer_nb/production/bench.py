@@ -40,8 +40,8 @@ from composer_nb.harness.sandbox.contract import WORKSPACE
 from composer_nb.harness.store import pack_attempt, save_attempts, unpack_attempt
 from composer_nb.harness.tasks.runtime import spec_of
 from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.search import Indexes
 from composer_nb.harness.tools.toolset import NAMES, SEARCH, ToolSet
-from composer_nb.harness.tools.workspace import Indexes
 from composer_nb.harness.untrusted import visible
 from composer_nb.production.planner import TaskPlan, make_plans, with_plans
 from composer_nb.production.policies import Cast, equipment, identity, known_training, open_policy, parse_policy

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from composer_nb.harness.agent.chat import Said
 from composer_nb.harness.grading.grade import Attempt
-from composer_nb.harness.rewards import called
 from composer_nb.harness.rollout import Turn
+from composer_nb.harness.terms.registry import called
 from composer_nb.harness.untrusted import visible, visible_lines
 from composer_nb.production.work import Work
 

@@ -24,9 +24,9 @@ from composer_nb.harness.rollout import Segment
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tools.search import Indexes
 from composer_nb.harness.tools.session import Session, shown
 from composer_nb.harness.tools.toolset import ToolSet
-from composer_nb.harness.tools.workspace import Indexes
 from composer_nb.harness.untrusted import HISTORY, json_of, parquet, visible
 from composer_nb.production.accept import Conflict, accept
 from composer_nb.production.checkout import Checkout

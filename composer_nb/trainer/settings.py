@@ -27,7 +27,6 @@ from composer_nb.harness.monitors import MonitorSettings
 from composer_nb.harness.plain import Count, NotNegative, Positive, Share, Some
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.kernels.moe.recipes import RECIPES
-from composer_nb.tour.miniatures import Kind
 from composer_nb.trainer.learning.data import CODE_ROW
 from composer_nb.trainer.learning.infill import InfillSettings
 from composer_nb.trainer.learning.loss import LossSettings
@@ -54,7 +53,7 @@ class DataSettings:
     level: Literal["functions", "repositories"] = "repositories"
     """Level of the generated tasks. repositories: a few modules with tests, where most instructions do not specify the function
     (`miniatures.py`). functions, the easiest level: one function in one file, specified in a sentence (`repairs.py`)."""
-    kinds: tuple[Kind, ...] = ("bug",)
+    kinds: tuple[Literal["bug", "feature", "tests", "lint"], ...] = ("bug",)
     """Kinds of tasks in repositories, drawn with equal probability: a `bug` to find, a `feature` to write, weak `tests` to extend
     or a `lint` to remove (`miniatures.py`). The published measurements use the default."""
     told: Share = 0.25

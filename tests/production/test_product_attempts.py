@@ -24,17 +24,18 @@ from composer_nb.harness.attempt import Environment, attempt
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Completion, ProviderFailure, Request, Trace
-from composer_nb.harness.rewards import TERMS, RewardSettings, reward
+from composer_nb.harness.rewards import RewardSettings, reward
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.store import pack_attempt, unpack_attempt
 from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.terms.registry import TERMS
 from composer_nb.harness.tools.arguments import Arguments
+from composer_nb.harness.tools.search import Indexes
 from composer_nb.harness.tools.tool_call import Tool, ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
-from composer_nb.harness.tools.workspace import Indexes
 from composer_nb.production.bench import attempt_all, figures
 from composer_nb.production.serve import ScriptServer
 from composer_nb.tour.expert import Script, ScriptedPolicy, step_by_step

@@ -24,9 +24,9 @@ from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.rollout import Segment
 from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.tasks.task import Task, load_tasks
-from composer_nb.harness.tools.tiny import Workspace
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.harness.tools.workspace import Workspace
 from composer_nb.production.conversations import Conversations
 from composer_nb.production.policies import open_engine
 from composer_nb.production.record import RolloutRecord, served

@@ -21,15 +21,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from composer_nb.harness.agent import scripts
-from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.attempt import Agent
 from composer_nb.harness.files import replacing
-from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rollout import Rollout
-from composer_nb.harness.sandbox.requests import Executor
-from composer_nb.harness.tasks.task import Task
-from composer_nb.tour.expert import Script, ScriptedPolicy, expert, searcher, searches, step_by_step
 from composer_nb.trainer.corpus.store import FILES, digest_of, documents, read_rows
 
 CODE_ROW = 256
@@ -117,28 +110,6 @@ def code_rows(
             rows.append(TokenRow(ids, np.full(length, weight, np.float32)))
             del stream[:content]
     return rows[:limit]
-
-
-def demonstrate(
-    tasks: Sequence[Task], agent: Agent, sandboxes: Executor, seed: int, mistake_rate: float
-) -> Iterator[Attempt]:
-    """Return attempts of the scripted expert at `tasks` in the real harness, in the order in which they end.
-
-    The expert searches for the bug of a generated repository; with the product's tools, only if the request does not specify the
-    function. At other tasks it makes mistakes at `mistake_rate`, but none with the product's tools."""
-
-    def script(position: int) -> Script:
-        task, tiny = tasks[position], "finish" in agent.tools.tools
-        rng, verbs = Random(f"expert {seed} {task.id}"), searches(agent.tools.tools)
-        hidden = ":" not in task.instruction and "kind" not in task.metadata  # a bug that the request does not describe
-        if "function" in task.metadata and verbs and (tiny or hidden):
-            return searcher(task, rng, verbs)
-        return expert(task, rng, mistake_rate) if tiny else step_by_step(scripts.expert(task))
-
-    capacity = 256 if agent.backend is None else 16  # sandboxes take memory
-    policy = ScriptedPolicy(agent.renderer, script, capacity, chained=agent.summary.trigger > 0)
-    runs = (agent.attempt(task, position) for position, task in enumerate(tasks))
-    return (attempt for _, attempt in drive(runs, policy, sandboxes))
 
 
 def demonstration_rows(rollout: Rollout, context_weight: float) -> list[TokenRow]:

@@ -19,7 +19,7 @@ from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.store import pack_attempt, unpack_attempt
 from composer_nb.harness.tasks.harbor import ForeignFiles
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.tools.tiny import Workspace
+from composer_nb.harness.tools.workspace import Workspace
 from composer_nb.production.bench import figures
 from tests.harness.starving import hogs, starve
 

@@ -20,7 +20,7 @@ import pytest
 from safetensors import SafetensorError
 
 from composer_nb.harness.files import write_json
-from composer_nb.harness.rewards import TERMS
+from composer_nb.harness.terms.registry import TERMS
 from composer_nb.labs.planning import measured, simulate
 from composer_nb.labs.rewards.rescore import settings_at
 from composer_nb.trainer import rl
