@@ -14,7 +14,8 @@ from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.environment import Sandboxes
 from composer_nb.harness.grading.grade import Attempt
-from composer_nb.harness.sandbox.calls import CachedExecutor, Executor
+from composer_nb.harness.sandbox.calls import CachedExecutor
+from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.tour.expert import Script, ScriptedPolicy, changes_lines, expert, searcher, searches, step_by_step

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from composer_nb.harness.sandbox.calls import CallOutcome, Executor
 from composer_nb.harness.sandbox.contract import CallLimits, Sandbox
+from composer_nb.harness.sandbox.requests import CallOutcome, Executor
 from composer_nb.harness.tasks.functions import FunctionTest, parse_test_files, passes, request_tests
 from composer_nb.harness.tools.session import HISTORY, Observation, Session, file_lines, mismatch, remembered, tested
 from composer_nb.harness.tools.tool_call import ToolError
