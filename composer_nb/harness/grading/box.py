@@ -99,7 +99,7 @@ class CallInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Noted:
+class ObservedCall:
     """A call that tests made, as their process reported it.
 
     Attributes:
@@ -226,7 +226,7 @@ class JobResult:
     seconds: float = 0.0
     reached: dict[str, Reach] = field(default_factory=dict)
     failures: dict[str, Failure] = field(default_factory=dict)
-    noted: list[Noted] = field(default_factory=list)
+    noted: list[ObservedCall] = field(default_factory=list)
     answers: dict[int, str] = field(default_factory=dict)
 
     def result(self, key: str) -> TestResult:
@@ -396,7 +396,9 @@ def _read(job: TestJob, nonce: str, events: str, ended: ExecResult, *, read: boo
                 ran.failures[key] = Failure(line=number, message=message, values=plain, compared=sides)
             case ["call", str(module), str(name), str(given), bool(inside), list(ends)] if job.record:
                 call = CallInput(module=module, name=name, given=given)
-                ran.noted.append(Noted(call=call, inside=inside, ends=tuple((kind, value) for kind, value in ends)))
+                ran.noted.append(
+                    ObservedCall(call=call, inside=inside, ends=tuple((kind, value) for kind, value in ends))
+                )
             case ["answer", int(place), [str(), _, _] as said] if 0 <= place < call_count and place not in ran.answers:
                 ran.answers[place] = json.dumps(said)
             case _:

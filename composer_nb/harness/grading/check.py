@@ -73,7 +73,10 @@ def check_task(task: Task, sandbox: Executor | Backend, require: Guarding = "non
                 [grade(task, workspace_of(task, sandbox, solved), sandbox, anew=True) for _ in range(2)]
                 for solved in (True, False)
             )
-            row |= _compared(gold, none, SOLVE in task.solution if task.grader == "script" else bool(task.solution))
+            solved = SOLVE in task.solution if task.grader == "script" else bool(task.solution)
+            row |= {"tests": len(gold[0].tests), "gold": solved and gold[0].passed, "none": none[0].passed}
+            row |= {"output": gold[0].output, "repeatable": not (_unlike(gold) or _unlike(none))}
+            row["problem"] = next(_problems(gold, none, solved), "")
             if task.grader == "pytest":
                 row["guard"] = asdict(guard(plan_of(task), none[0].failed))
     except (ValueError, SandboxUnavailable, SandboxFailure, SandboxDied) as error:
@@ -120,18 +123,6 @@ def _left(task: Task, backend: Backend, solve: bool) -> dict[str, bytes]:
             return box.download() | artifacts_left(task, box)
         except OSError as error:
             raise ValueError(f"its workspace cannot be carried into grading: {error}") from None
-
-
-def _compared(gold: Sequence[Grade], none: Sequence[Grade], solved: bool) -> dict[str, Any]:
-    """Return a row's findings about a task from two grades of its solution and two of its start."""
-    return {
-        "tests": len(gold[0].tests),
-        "gold": solved and gold[0].passed,
-        "none": none[0].passed,
-        "output": gold[0].output,
-        "repeatable": not _unlike(gold) and not _unlike(none),
-        "problem": next(_problems(gold, none, solved), ""),
-    }
 
 
 def _last(grade: Grade) -> str:

@@ -114,13 +114,13 @@ def others(
             literals = _texts(value, rng, suite, context, count)
         case bytes():
             decoded = LiteralContext(
-                inputs=tuple(value_.decode("latin-1") for value_ in context.inputs if isinstance(value_, bytes))
+                inputs=tuple(literal.decode("latin-1") for literal in context.inputs if isinstance(literal, bytes))
             )
             texts = _texts(value.decode("latin-1"), rng, suite, decoded, count)
             literals = [text.encode("latin-1") for text in texts if isinstance(text, str) and text.isascii()]
         case _:
             return []
-    return [repr(value_) for value_ in literals]
+    return [repr(literal) for literal in literals]
 
 
 def _best(

@@ -22,7 +22,7 @@ from itertools import chain, zip_longest
 from random import Random
 from typing import Any, Literal, get_args
 
-from composer_nb.harness.grading.box import Boxes, CallInput, JobResult, Noted, RunnerEnded, TestJob
+from composer_nb.harness.grading.box import Boxes, CallInput, JobResult, ObservedCall, RunnerEnded, TestJob
 from composer_nb.harness.grading.plan import GradePlan, RecordedCall, gold_files, job, plan_of
 from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.sandbox.guest.values import decode
@@ -58,17 +58,17 @@ def replay(
     The arguments of one function may hold the answers of another, in a form that nobody foresees. So each function with telling
     calls has a box of its own, which holds no other function's calls. All other functions share one.
     """
-    telling = {_function(call_) for call_ in calls if call_.telling}
+    telling = {_function(recorded) for recorded in calls if recorded.telling}
     boxes: dict[str, list[RecordedCall]] = {}
     for call in rng.sample(calls, len(calls)):
         name = _function(call)
         boxes.setdefault(name if name in telling else "", []).append(call)
-    return [(TestJob(files=files, hidden={}, tests=(), calls=_batches(order)), order) for order in boxes.values()]
-
-
-def _batches(order: Sequence[RecordedCall]) -> tuple[tuple[RecordedCall, ...], ...]:
-    size = -(-len(order) // BATCHES)
-    return tuple(tuple(order[at : at + size]) for at in range(0, len(order), size))
+    jobs = []
+    for order in boxes.values():
+        size = -(-len(order) // BATCHES)
+        batches = tuple(tuple(order[at : at + size]) for at in range(0, len(order), size))
+        jobs.append((TestJob(files=files, hidden={}, tests=(), calls=batches), order))
+    return jobs
 
 
 def _function(call: CallInput) -> str:
@@ -253,7 +253,7 @@ def record(task: Task, plan: GradePlan, failing: Iterable[str], boxes: Boxes) ->
     rest = frozenset(plan.tests) - first
     noting = [replace(job(task, gold, (), keys), record=changed) for keys in (first, rest) if keys and changed]
     try:
-        noted: dict[tuple[str, str, str], Noted] = {}
+        noted: dict[tuple[str, str, str], ObservedCall] = {}
         for ran in boxes.run(noting):
             for note in ran.noted:
                 noted.setdefault((note.call.module, note.call.name, note.call.given), note)
@@ -280,15 +280,15 @@ def record(task: Task, plan: GradePlan, failing: Iterable[str], boxes: Boxes) ->
             continue
         tells = answer is None or not same(json.loads(answers[note]), json.loads(answer))
         call = note.call
-        call_ = RecordedCall(module=call.module, name=call.name, given=call.given, said=answers[note], telling=tells)
+        recorded = RecordedCall(module=call.module, name=call.name, given=call.given, said=answers[note], telling=tells)
         if tells:
-            telling.append(call_)
+            telling.append(recorded)
         elif note.inside:
-            others.append(call_)
+            others.append(recorded)
     return chosen(telling, others)
 
 
-def _steady(answers: Mapping[Noted, str], alone: TestJob, boxes: Boxes) -> set[Noted]:
+def _steady(answers: Mapping[ObservedCall, str], alone: TestJob, boxes: Boxes) -> set[ObservedCall]:
     """Return the calls with the same answer in one process with all others, in a random order followed by its reverse."""
     order = Random(0).sample(list(answers), len(answers))
     sequence = [*order, *order[::-1]]
@@ -299,7 +299,7 @@ def _steady(answers: Mapping[Noted, str], alone: TestJob, boxes: Boxes) -> set[N
     return set(order) - {note for index, note in enumerate(sequence) if ran.answers.get(index) != answers[note]}
 
 
-def _fits(noted: Noted, answer: str) -> bool:
+def _fits(noted: ObservedCall, answer: str) -> bool:
     """Return whether a call's answer matches its outcome in the tests."""
     kind, value, _ = json.loads(answer or '["", null, null]')
     ends = dict(noted.ends)

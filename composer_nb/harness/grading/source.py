@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -10,6 +11,10 @@ from composer_nb.harness import syntax
 
 # Constructors of plain data.
 PLAIN = {"approx", "set", "frozenset", "dict", "list", "tuple", "Decimal", "Fraction", "Path", "date", "datetime"}
+STATEFUL = {"eval", "exec", "getattr", "globals", "input", "iter", "locals", "next", "open", "vars", "id"}
+KNOWN = (
+    {"pytest", "math"} | PLAIN | set(dir(builtins)) - STATEFUL
+)  # Names whose values cannot depend on the code under test.
 RAISES = {"raises", "assertRaises", "assertRaisesRegex"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Value = str | bytes | bool | int | float | complex | None

@@ -26,7 +26,7 @@ from composer_nb.harness import syntax
 from composer_nb.harness.grading.mutate import LiteralContext, Suite, others
 from composer_nb.harness.grading.plan import Twin, plain_lines
 from composer_nb.harness.grading.source import (
-    PLAIN,
+    KNOWN,
     RAISES,
     Function,
     ModuleSource,
@@ -134,7 +134,7 @@ class TestSource:
         nodes: set[ast.AST] = set()
         for node in ast.walk(self.node):
             match node:
-                case ast.For(iter=table) if names_in(table) <= PLAIN | {"range"}:
+                case ast.For(iter=table) if names_in(table) <= KNOWN:
                     continue
                 case ast.With(items=items):
                     text = " ".join(ast.unparse(item.context_expr) for item in items)
@@ -175,8 +175,8 @@ class TestSource:
             yield self._text(args[0], args[1])
 
     def _expected(self, node: ast.expr, left: ast.expr, right: ast.expr) -> list[TwinCandidate]:
-        """Return changes of the expected side of an equation, never of the answer: of the only side that is made of literals, or
-        of a variable that gets them."""
+        """Return changes of the expected side of an equation, never of the answer: of the only side that is made of literals and
+        builtins, or of a variable that gets them."""
         sides = {side: literals for side in (left, right) if (literals := self._literal_of(side)) is not None}
         relative, absolute, certain = tolerance(node)
         if len(sides) != 1 or not certain:
@@ -195,7 +195,7 @@ class TestSource:
             assigned = _assigned(ast.walk(self.node), side.id)
             side = assigned[0] if len(assigned) == 1 and self.loads[side.id] == 1 else side
         fits = isinstance(side, ast.Name) and side.id in self.columns
-        return side if fits or names_in(side) <= PLAIN | {"pytest"} else None
+        return side if fits or names_in(side) <= KNOWN else None
 
     def _text(self, expected: ast.expr, answer: ast.expr | None = None) -> list[TwinCandidate]:
         """Return changes of a text that another must contain."""

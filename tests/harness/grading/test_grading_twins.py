@@ -39,6 +39,7 @@ def apply(text: str, candidate: TwinCandidate) -> str:
         ("assert f(1) == 12.25", r"assert f\(1\) == [2-9]\d.\d[1-9]"),
         ("assert f(1) == pytest.approx(0.5, rel=1e-3)", r"assert f\(1\) == pytest.approx\(0.[1-46-9], rel=1e-3\)"),
         ("assert f(1) == pytest.approx(0.5, abs=0.1)", r"assert f\(1\) == pytest.approx\(0.[19], abs=0.1\)"),
+        ("assert f(1) == sorted('ab')", r"assert f\(1\) == sorted\('[a-z]{2}'\)"),
         ("assert 5 == rows[0]", r"assert [0-46-9] == rows\[0\]"),
         ("assert 'a' == open('b').read()", r"assert '[^a]' == open\('b'\).read\(\)"),
         ("assert 'abcdefgh' in f(1)", r"assert '[a-z]{8}' in f\(1\)"),

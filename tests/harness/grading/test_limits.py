@@ -83,17 +83,6 @@ def scripted(seconds: float) -> Task:
     )
 
 
-def test_a_busy_machine_is_no_failure_of_the_agent(
-    make_task: Callable[..., Task], backend: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(contract, "PATIENCE", 60.0)
-    task = planned(make_task({"test_f.py": TEST}, metadata={"pytest.seconds": "0.2"}))
-    files = {"f.py": (BUSY.format(1.8) + RIGHT).encode()}
-    with hogs():
-        found = grade(task, files, Recording(backend, 0.4))
-    assert found.passed and not found.timeouts, (found.status, found.flags)
-
-
 def test_a_machine_that_grants_no_time_gives_no_grade(
     make_task: Callable[..., Task], backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,13 +94,10 @@ def test_a_machine_that_grants_no_time_gives_no_grade(
 
 
 @pytest.mark.parametrize("grader", ["pytest", "script"])
-@pytest.mark.parametrize("own", ["import time\ntime.sleep(60)\n", "while True:\n    pass\n"], ids=["sleeps", "spins"])
-def test_slow_work_fails_and_is_counted_apart(
-    grader: str, own: str, make_task: Callable[..., Task], backend: Backend
-) -> None:
+def test_slow_work_fails_and_is_counted_apart(grader: str, make_task: Callable[..., Task], backend: Backend) -> None:
     task = planned(make_task({"test_f.py": TEST}, metadata={"pytest.seconds": "0.5"}))
     task = task if grader == "pytest" else scripted(1.0)
-    found = grade(task, {"f.py": own.encode()}, backend)
+    found = grade(task, {"f.py": b"import time\ntime.sleep(60)\n"}, backend)
     assert found.status == "graded" and not found.passed and "timeout" in found.flags and found.timeouts == 1
     rollout = Rollout(task_id="t", segments=(), turns=(), files={}, stop="finished")
     attempts = [Attempt(task=task, rollout=rollout, grade=each) for each in (found, Grade(status="infra_error"))]

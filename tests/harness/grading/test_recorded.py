@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -80,36 +78,6 @@ def test_a_forged_answer_is_only_another_value(forged: object) -> None:
 
 
 # One call.
-
-
-ANSWERS: list[tuple[str, str, tuple[object, ...], list[Any]]] = [
-    ("math", "sqrt", (9.0,), ["returned", 3.0, None]),
-    ("math", "sqrt", (-1.0,), ["raised", "ValueError", None]),
-    ("bisect", "insort", ([1, 3], 2), ["returned", None, [{"list": [{"list": [1, 2, 3]}, 2]}, {"dict": []}]]),
-    ("datetime", "date.fromordinal", (1,), ["other", None, None]),
-    ("math", "nothing.there", (), ["missing", None, None]),
-    ("no_such_module", "f", (), ["missing", None, None]),
-    *[
-        (module, name, (), ["unsteady", None, None])
-        for module, name in (
-            ("time", "time"), ("datetime", "datetime.now"), ("datetime", "date.today"), ("random", "random"),
-            ("uuid", "uuid4"), ("os", "getpid"), ("secrets", "token_hex"),
-        )
-    ],
-    ("os", "urandom", (1,), ["unsteady", None, None]),
-]  # fmt: skip
-ASK = """
-import json, sys
-from composer_nb.harness.grading.guest.calls import answer
-print(json.dumps([answer(*call, watch=True) for call in json.load(sys.stdin)]))
-"""
-
-
-def test_what_calls_answer() -> None:
-    """Asked in a process of their own, as in a sandbox: the collection of another one's garbage takes as long as a slow call."""
-    calls = [(module, name, [encode(list(given)), encode({})]) for module, name, given, _ in ANSWERS]
-    done = subprocess.run([sys.executable, "-c", ASK], input=json.dumps(calls), capture_output=True, text=True)
-    assert json.loads(done.stdout) == [said for *_, said in ANSWERS], done.stderr
 
 
 # Which calls are kept.

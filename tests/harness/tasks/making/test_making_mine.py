@@ -213,7 +213,6 @@ def test_what_holds_no_history(tmp_path: Path, checkout: Path, capsys: pytest.Ca
     ("options", "usable", "remedy"),
     [
         (["--depth=3"], 2, "git fetch --unshallow"),
-        (["--filter=blob:none", "--no-checkout"], 0, "git fetch --refetch --no-filter"),
         (["--filter=tree:0", "--no-checkout"], 0, "git fetch --refetch --no-filter"),
     ],
 )
