@@ -206,8 +206,9 @@ def check_threads(torch: TorchFacts | None, cores: float) -> CheckResult:
 
 def check_sandbox() -> CheckResult:
     """Start one sandbox and run one call in it; an installed program may still lack permission."""
-    from composer_nb.harness.sandbox.calls import CallRequest, SandboxExecutor
+    from composer_nb.harness.sandbox.calls import SandboxExecutor
     from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
+    from composer_nb.harness.sandbox.requests import CallRequest
 
     source = "def add(a, b):\n    return a + b\n"
     request = CallRequest(files={"f.py": source}, module="f", function="add", arguments=("(19, 23)",))

@@ -23,16 +23,17 @@ from composer_nb.harness.blocking import CallTimeout
 from composer_nb.harness.carry import Blob, add_history, carry_back
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Attempt, Grade
-from composer_nb.harness.rewards import OWN, Term, own_reward
-from composer_nb.harness.sandbox.calls import Executor
+from composer_nb.harness.rewards import OWN, own_reward
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
+from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.tasks.functions import is_test
 from composer_nb.harness.tasks.runtime import artifacts_left, start, workspace
 from composer_nb.harness.tasks.task import LOWERED, Task
+from composer_nb.harness.terms.registry import Term
 from composer_nb.harness.tools.session import FOLDER, Session
-from composer_nb.harness.tools.tiny import Workspace
 from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.harness.tools.workspace import Workspace
 
 MAX_KEPT_BYTES = 16 << 20
 """Maximum size of the changed files that are kept with a rollout."""
@@ -50,8 +51,8 @@ class Environment:
     """Makes the sandboxes of all other tasks."""
     clock: Callable[[], float] = time.monotonic
     """Clock in seconds by which `limits.seconds` counts."""
-    opened: Callable[[Session | Workspace], None] = lambda target: None
-    """Called with the session or workspace of the tools, which another thread may abort."""
+    opened: Callable[[Session], None] = lambda session: None
+    """Called with the session of the tools, which another thread may abort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,16 +204,16 @@ def _attempt_in_sandbox(task: Task, env: Environment, turn_policy: TurnPolicy, r
     return Attempt(task=task, rollout=rollout, grade=grade_)
 
 
-def _left(task: Task, found: Mapping[str, Blob]) -> dict[str, bytes]:
+def _left(task: Task, files: Mapping[str, Blob]) -> dict[str, bytes]:
     """Return the files of a workspace without the harness's own. Raises OSError if the changes are too large to keep."""
     ours = (f"{FOLDER}/",) if task.image else (f"{FOLDER}/", ".git/")
-    own = {path: blob.data for path, blob in found.items() if not path.startswith(ours)}
+    kept_files = {path: blob.data for path, blob in files.items() if not path.startswith(ours)}
     if not task.image:
         before = workspace(task)
-        size = sum(len(data) for path, data in own.items() if before.get(path) != data)
+        size = sum(len(data) for path, data in kept_files.items() if before.get(path) != data)
         if size > MAX_KEPT_BYTES:
             raise OSError(errno.EFBIG, f"{size} bytes of changes")
-    return own
+    return kept_files
 
 
 def _texts(files: Mapping[str, bytes], before: Mapping[str, str]) -> dict[str, str]:

@@ -45,8 +45,8 @@ def add_history(box: Sandbox) -> None:
         kind = (box.backend.name, box.spec.image, box.snapshot(max_bytes=KEPT_BYTES).digest)
     except OSError:
         kind = None
-    if kind and (made := _histories.get(kind)):
-        box.restore(made)
+    if kind and (snapshot := _histories.get(kind)):
+        box.restore(snapshot)
         return
     who = {f"GIT_{role}_{part}": text for role in ("AUTHOR", "COMMITTER") for part, text in _WHO.items()}
     alone = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null"}
@@ -84,10 +84,10 @@ def carry_back(box: Sandbox) -> tuple[dict[str, Blob], set[str]]:
     Files that the agent made unreadable are read nevertheless. Raises OSError for more than can be carried.
     """
     box.end_all()
-    found = box.exec(["find", *_FIND.split()], output_bytes=4 << 20)
-    if found.exit_code or found.truncated:
+    listing = box.exec(["find", *_FIND.split()], output_bytes=4 << 20)
+    if listing.exit_code or listing.truncated:
         raise OSError(errno.EFBIG, "its folders cannot be listed")
-    others = found.stdout.decode("utf-8", "surrogateescape").split("\0")[:-1]
-    held = [(info, data) for info, data in members(box.snapshot().archive) if info.isreg()]
-    files = {i.name: Blob(data=data, mode=EXECUTABLE if i.mode & 0o100 else PLAIN) for i, data in held}
+    others = listing.stdout.decode("utf-8", "surrogateescape").split("\0")[:-1]
+    entries = [(info, data) for info, data in members(box.snapshot().archive) if info.isreg()]
+    files = {i.name: Blob(data=data, mode=EXECUTABLE if i.mode & 0o100 else PLAIN) for i, data in entries}
     return files, {path.removeprefix("./") for path in others}

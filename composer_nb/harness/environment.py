@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache, update_wrapper
@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
-from typing import Annotated, Literal, Protocol, Self, cast
+from typing import Annotated, Any, Literal, Protocol, Self, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
 from tokenizers import Tokenizer
@@ -26,16 +26,18 @@ from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.blocking import within
 from composer_nb.harness.files import write_json
-from composer_nb.harness.grading.grade import Grade
-from composer_nb.harness.rewards import OWN, Term, fault
+from composer_nb.harness.grading.grade import Attempt, Grade
+from composer_nb.harness.rewards import OWN, fault
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox import open_backend
-from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, SandboxExecutor
+from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import WORKSPACE, Backend
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest, Executor
 from composer_nb.harness.tasks.task import Task, load_tasks
+from composer_nb.harness.terms.registry import Term
+from composer_nb.harness.tools.search import Indexes
 from composer_nb.harness.tools.toolset import ToolSet
-from composer_nb.harness.tools.workspace import Indexes
 
 
 class CustomEnvironment(Protocol):
@@ -43,6 +45,30 @@ class CustomEnvironment(Protocol):
     returns a number and replaces the weighted terms."""
 
     def tasks(self) -> Iterable[Task]: ...
+
+
+class TaskGenerator(CustomEnvironment, Protocol):
+    """An environment that generates the tasks of a run, and demonstrates tasks; see `tour/environment.py`."""
+
+    def generate(
+        self, seed: str, count: int, *, heldout: bool, executor: CachedExecutor, **options: Any
+    ) -> Iterator[Task]: ...
+
+    def prints(self, tasks: Sequence[Task]) -> set[str]: ...
+
+    def leaks(self, task: Task, prints: set[str], *, structure: bool) -> bool: ...
+
+    def key(self, task: Task) -> tuple[str, str]: ...
+
+    def shows(self, task: Task, tools: ToolSet) -> bool: ...
+
+    def demonstrations(
+        self, tasks: Sequence[Task], agent: Agent, sandboxes: Executor, seed: int, mistake_rate: float
+    ) -> Iterator[Attempt]: ...
+
+
+GENERATOR = "composer_nb.tour.environment:Tour"
+"""The environment of `env.tasks=generated`, whose expert also demonstrates custom tasks."""
 
 
 def _own(name: str) -> CustomEnvironment:
@@ -55,8 +81,8 @@ def _own(name: str) -> CustomEnvironment:
             sys.path += {os.getcwd()} - {*sys.path}
         return _only(getattr(import_module(module), kind))
     except (Exception, SystemExit) as error:
-        said = f"env.tasks={name!r}: neither a path nor MODULE:CLASS that can be imported"
-        raise ValueError(f"{said} ({error!r})") from None
+        problem = f"env.tasks={name!r}: neither a path nor MODULE:CLASS that can be imported"
+        raise ValueError(f"{problem} ({error!r})") from None
 
 
 def tasks_of(name: str, environment: CustomEnvironment) -> list[Task]:
@@ -128,6 +154,10 @@ class EnvSettings:
     def own(self) -> CustomEnvironment | None:
         """The environment if `tasks` names a class. Raises ValueError if it cannot be imported."""
         return _own(self.tasks) if ":" in self.tasks and not Path(self.tasks).exists() else None
+
+    @property
+    def generator(self) -> TaskGenerator:
+        return cast(TaskGenerator, _own(GENERATOR))
 
     @property
     def toolset(self) -> ToolSet:

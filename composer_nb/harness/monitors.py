@@ -19,9 +19,9 @@ from typing import Annotated, Any, Self
 from pydantic import Field
 
 from composer_nb.harness.grading.grade import Attempt
-from composer_nb.harness.rewards import called
 from composer_nb.harness.syntax import TooLarge, count_tokens, literal_eval, nodes_of
 from composer_nb.harness.tasks.functions import is_test
+from composer_nb.harness.terms.registry import called
 
 MAX_TOKENS = 100_000
 """Maximum tokens that are parsed per attempt, over its modules in the order of their paths."""
@@ -241,7 +241,7 @@ class Watch:
     @classmethod
     def of(cls, points: Iterable[Mapping[str, Any]]) -> Self:
         """Return a watch that continues from the metrics of recorded steps. Steps without counts are ignored."""
-        return cls({each["step"] - 1: Counter(each["monitors"]) for each in points if "monitors" in each})
+        return cls({point["step"] - 1: Counter(point["monitors"]) for point in points if "monitors" in point})
 
     def add(self, step: int, step_counts: Counter[str], settings: MonitorSettings) -> tuple[float, str]:
         """Add the counts of a step (`samples`, `sampled` tokens, `suspects`, and each detector by its name), which may be a
@@ -291,13 +291,13 @@ part and a whole, both counts of `forms`."""
 
 def forms(attempts: Sequence[Attempt]) -> Counter[str]:
     """Count calls, and rollouts whose last run of the visible tests passed, with the parts of both named in `SHARES`."""
-    found = Counter[str]()
+    totals = Counter[str]()
     for attempt in attempts:
         turns, grade = attempt.rollout.turns, attempt.grade
         last = [turn.tests_passed == turn.tests_run for turn in turns if turn.tests_run][-1:] == [True]
-        found["calls"] += attempt.rollout.calls
-        found["invalid"] += attempt.rollout.invalid_calls
-        found["terminal"] += sum(called(turn)[0] == "run_terminal_cmd" for turn in turns)
-        found["accepted"] += last and grade.known
-        found["refused"] += last and grade.known and not grade.passed
-    return found
+        totals["calls"] += attempt.rollout.calls
+        totals["invalid"] += attempt.rollout.invalid_calls
+        totals["terminal"] += sum(called(turn)[0] == "run_terminal_cmd" for turn in turns)
+        totals["accepted"] += last and grade.known
+        totals["refused"] += last and grade.known and not grade.passed
+    return totals

@@ -100,12 +100,12 @@ class Trace:
 
     def head(self, count: int) -> Trace:
         """Return the trace of the first `count` tokens."""
-        return Trace(**{each.name: getattr(self, each.name)[:count] for each in fields(self)})
+        return Trace(**{column.name: getattr(self, column.name)[:count] for column in fields(self)})
 
     def split(self, sizes: Sequence[int]) -> list[Trace]:
         """Return the traces of consecutive token sequences of these sizes. An empty trace splits into empty traces."""
         cuts = np.cumsum(sizes)[:-1]
-        parts = {each.name: np.split(getattr(self, each.name), cuts) for each in fields(self)}
+        parts = {column.name: np.split(getattr(self, column.name), cuts) for column in fields(self)}
         return [Trace(**{name: part[n] for name, part in parts.items()}) for n in range(len(sizes))]
 
 

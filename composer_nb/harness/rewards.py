@@ -14,11 +14,9 @@ from __future__ import annotations
 import math
 import traceback
 from bdb import BdbQuit
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 from pydantic import ValidationError
@@ -26,37 +24,11 @@ from pydantic import ValidationError
 from composer_nb.harness.blocking import CallTimeout, TooManyBlocked
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.plain import NotNegative, Positive, require_ranges
-from composer_nb.harness.rollout import Kind, Rollout, Turn
-from composer_nb.harness.untrusted import json_of
+from composer_nb.harness.rollout import Kind, Rollout
+from composer_nb.harness.terms.registry import Term, term, term_named
 
-Term = Callable[[Rollout, Grade], float]
 OWN = "own"
 """Key of a custom environment's reward in a grade's `rewards`."""
-TERMS: dict[str, Term] = {}
-
-
-def term(function: Term) -> Term:
-    """Register a reward term under its function's name. Raises ValueError if another module has a term of this name."""
-    known = TERMS.get(name := function.__name__, function)
-    if known.__module__ != function.__module__:
-        raise ValueError(f"a reward term {name!r} is registered by {known.__module__}: give this one another name")
-    TERMS[name] = function
-    return function
-
-
-def term_named(name: str) -> Term:
-    """Return a registered term, or the function that `MODULE:FUNCTION` names. Raises ValueError if there is none."""
-    module, _, function = name.partition(":")
-    if function:
-        try:
-            return cast(Term, getattr(import_module(module), function))
-        except Exception as error:  # whatever the module raises
-            raise ValueError(f"reward.weights names {name!r}, which cannot be imported ({error})") from None
-    if name not in TERMS:
-        import_module("composer_nb.harness.terms")
-    if name not in TERMS:
-        raise ValueError(f"reward.weights names {name!r}; registered terms: {sorted(TERMS)}, or give MODULE:FUNCTION")
-    return TERMS[name]
 
 
 @term
@@ -93,20 +65,6 @@ def unfinished(rollout: Rollout, grade: Grade) -> float:
 def given(rollout: Rollout, grade: Grade) -> float:
     """Return the reward stored in the grade, from a client of `composer-nb serve --record` or from a task's script."""
     return float(grade.rewards.get("reward", 0.0))
-
-
-EDITS = frozenset({"edit_line", "substitute", "search_replace", "write", "apply_patch"})
-CHANGES = EDITS | {"undo", "delete_file", "run_terminal_cmd"}
-"""Tools that may change files."""
-
-
-def called(turn: Turn) -> tuple[str, dict[str, Any]]:
-    """Return the tool and the arguments of a call; both are empty if it cannot be parsed."""
-    try:
-        call = json_of(turn.call)
-        return str(call["name"]), dict(call.get("arguments") or {})
-    except (ValueError, TypeError, KeyError):
-        return "", {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,12 +125,12 @@ class RewardSettings:
         for name in self.weights:
             term_named(name)
 
-    def tried(self, seen: Iterable[tuple[Rollout, Grade]] = ()) -> None:
-        """Score an empty rollout and the rollouts in `seen`, so that a failing term is found before it ends a run. Raises
+    def tried(self, pairs: Iterable[tuple[Rollout, Grade]] = ()) -> None:
+        """Score an empty rollout and the rollouts in `pairs`, so that a failing term is found before it ends a run. Raises
         ValueError for such a term."""
         nothing = Rollout(task_id="", segments=(), turns=(), files={}, stop="tokens")
-        for done in ((nothing, Grade(status="graded")), *seen):
-            reward(*done, self)
+        for pair in ((nothing, Grade(status="graded")), *pairs):
+            reward(*pair, self)
 
 
 def fault(what: str, error: BaseException) -> ValueError:

@@ -24,13 +24,13 @@ import numpy as np
 from composer_nb.harness.bench import bootstrap
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.monitors import flags_of
-from composer_nb.harness.rewards import CHANGES, EDITS, called
 from composer_nb.harness.rollout import Rollout
-from composer_nb.harness.sandbox.calls import Executor
+from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.syntax import literal_eval
 from composer_nb.harness.tasks.functions import literal, parse_tests
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.terms.conduct import asked_back, final_message, unfounded_claims
+from composer_nb.harness.terms.registry import CHANGES, EDITS, called
 from composer_nb.tour.miniatures import MODULES, make_miniatures
 from composer_nb.tour.repairs import home_of, split_at
 

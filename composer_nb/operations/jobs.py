@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
 
     Return the exit status of the run's state.
     """
-    from composer_nb.jobs.records import ENDED
+    from composer_nb.jobs.directory import ENDED
     from composer_nb.jobs.runner import run_job
 
     summary = run_job(args.file, overrides(args.set), runs=args.runs, ray=args.ray, resume=args.resume, say=_print)

@@ -213,8 +213,7 @@ def headroom(args: argparse.Namespace) -> int:
     """Say what RL could find, before it starts."""
     from composer_nb.harness.environment import load_environment
     from composer_nb.harness.store import load_attempts
-    from composer_nb.production.agents import bench_settings, evaluate
-    from composer_nb.production.arms import require_attempts
+    from composer_nb.production.bench import bench_settings, evaluate, require_attempts
     from composer_nb.trainer import headroom as room
     from composer_nb.trainer.recipe.reader import open_run
     from composer_nb.trainer.settings import Settings, override
@@ -276,7 +275,7 @@ def watch(args: argparse.Namespace) -> int:
 def compare(args: argparse.Namespace) -> int:
     """Compare two runs: settings, scores with intervals, times; or two evaluations, paired by task."""
     from composer_nb.harness.files import write_atomic
-    from composer_nb.production.arms import compare_evals
+    from composer_nb.production.bench import compare_evals
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.recipe.report import compare
     from composer_nb.views.compare import figures, page, table

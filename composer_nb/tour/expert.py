@@ -25,9 +25,9 @@ Script = Generator[Said, str, None]
 """Yields turns, and is sent the text of the last observation of each."""
 
 
-def one(each: ToolCall) -> Said:
+def one(tool_call: ToolCall) -> Said:
     """Return a turn of one call."""
-    return turn([each])
+    return turn([tool_call])
 
 
 _TEST_CALL, _UNDO, _LINT = call("run_tests"), call("undo"), call("read_lints")
@@ -43,23 +43,23 @@ def expert(task: Task, rng: Random, mistake_rate: float) -> Script:
     fixes the program and tests it. Raises ValueError for a task that is not solved by changing lines of one file.
     """
     path = min(task.solution, default="")
-    now, wanted = task.files.get(path, "").rstrip("\n"), task.solution.get(path, "").rstrip("\n")
+    now, right = task.files.get(path, "").rstrip("\n"), task.solution.get(path, "").rstrip("\n")
     if not changes_lines(task):
         raise ValueError(f"task {task.id}: the expert changes lines of one file; the solution changes something else")
     yield one(call("read_file", path=path))
     tried: list[int] = []
     passed = gives_up = False
     while not passed and not gives_up and len(tried) < 3 and rng.random() < mistake_rate:
-        edit, now = _mistake(path, now, wanted, rng, tried)
+        edit, now = _mistake(path, now, right, rng, tried)
         tried.append(edit.arguments["line"] - 1)
         if (yield one(edit)) == "same":
             continue
         passed = (yield _TEST).startswith("pass")
         gives_up = not passed and rng.random() < 0.25
     if not passed and not gives_up:
-        while now != wanted:
-            place = _first_difference(now, wanted)
-            edit, now = _edit(path, now, place, wanted.split("\n")[place])
+        while now != right:
+            line = _first_difference(now, right)
+            edit, now = _edit(path, now, line, right.split("\n")[line])
             yield one(edit)
         if tried or rng.random() < 0.7:
             yield _TEST
@@ -155,7 +155,7 @@ def _write_test(task: Task) -> Script:
     [(path, right)] = task.solution.items()
     name, now = task.metadata["function"], task.files[path]
     yield one(TINY.find(name))
-    yield turn([TINY.read(each) for each in (home_of(name, task.files), path)])
+    yield turn([TINY.read(module) for module in (home_of(name, task.files), path)])
     guess = re.sub(" == .*", now[now.rindex(" == ") :].rstrip("\n"), right, count=1)
     yield turn([_replace(path, now, guess), _TEST_CALL])
     if guess != right:
@@ -163,9 +163,9 @@ def _write_test(task: Task) -> Script:
     yield TINY.finish
 
 
-def _replace(path: str, now: str, wanted: str) -> ToolCall:
+def _replace(path: str, now: str, right: str) -> ToolCall:
     """Return the call that writes the lines of a file that differ, with as many others as make them unique."""
-    old, new = now.split("\n"), wanted.split("\n")
+    old, new = now.split("\n"), right.split("\n")
     shorter, after = min(len(old), len(new)), 0
     first = next((n for n in range(shorter) if old[n] != new[n]), shorter)
     while after < shorter - first and old[-1 - after] == new[-1 - after]:
@@ -202,8 +202,8 @@ def _try(path: str, now: str, texts: Sequence[str], verbs: Verbs) -> Script:
     """Try texts of a module, each with a test in the same turn, undone if the test fails, until one passes; then finish."""
     now, back = now.rstrip("\n"), list[ToolCall]()
     for text in texts:
-        seen = yield turn([*back, verbs.change(path, *substitution(now, text)), verbs.test])
-        if "pass" in seen and "fail" not in seen:
+        output = yield turn([*back, verbs.change(path, *substitution(now, text)), verbs.test])
+        if "pass" in output and "fail" not in output:
             break
         back = [verbs.undo(path) if verbs.undo else verbs.change(path, *substitution(text, now))]
     yield verbs.finish
@@ -212,14 +212,14 @@ def _try(path: str, now: str, texts: Sequence[str], verbs: Verbs) -> Script:
 _PARTS = re.compile(r"\n| ?\w+| ?[^\w\s]+|\s")
 
 
-def substitution(now: str, wanted: str) -> tuple[str, str]:
-    """Return the texts whose exchange makes `wanted` of `now`, which differ in one place: the operator that changes, with the
+def substitution(now: str, right: str) -> tuple[str, str]:
+    """Return the texts whose exchange makes `right` of `now`, which differ in one place: the operator that changes, with the
     words on both sides of it, and as many parts before them as make it unique in the file. A model finds its place by copying the
     words."""
-    old, new = _PARTS.findall(now), _PARTS.findall(wanted)
-    place = next(n for n, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1])
-    first = next((n for n in range(place - 1, -1, -1) if _ends_side(old[n])), place)
-    last = next((n for n in range(place + 1, len(old)) if _ends_side(old[n])), place)
+    old, new = _PARTS.findall(now), _PARTS.findall(right)
+    changed = next(n for n, pair in enumerate(zip(old, new, strict=True)) if pair[0] != pair[1])
+    first = next((n for n in range(changed - 1, -1, -1) if _ends_side(old[n])), changed)
+    last = next((n for n in range(changed + 1, len(old)) if _ends_side(old[n])), changed)
     while first and now.count("".join(old[first : last + 1])) > 1:
         first -= 1
     return "".join(old[first : last + 1]), "".join(new[first : last + 1])
@@ -234,10 +234,10 @@ def step_by_step(script: ChatScript) -> Script:
     """Play a script of conversations with one call a turn."""
     talk: list[Message] = []
     while not talk or (isinstance(talk[-1], Said) and talk[-1].calls):
-        said = script(talk)
-        talk.append(said)
-        for each in [Said(calls=(written,)) for written in said.calls] or [said]:  # noqa: UP028
-            yield each  # `yield from` would send the answers to the list
+        message = script(talk)
+        talk.append(message)
+        for step in [Said(calls=(written,)) for written in message.calls] or [message]:  # noqa: UP028
+            yield step  # `yield from` would send the answers to the list
 
 
 def changes_lines(task: Task) -> bool:
@@ -245,8 +245,8 @@ def changes_lines(task: Task) -> bool:
     [path, *more] = task.solution or [""]
     if more or path not in task.files:
         return False
-    now, wanted = task.files[path], task.solution[path]
-    return _indents(now.rstrip("\n")) == _indents(wanted.rstrip("\n"))
+    now, right = task.files[path], task.solution[path]
+    return _indents(now.rstrip("\n")) == _indents(right.rstrip("\n"))
 
 
 def _indents(text: str) -> list[str]:
@@ -254,47 +254,47 @@ def _indents(text: str) -> list[str]:
     return [line[: len(line) - len(line.lstrip())] for line in text.split("\n")]
 
 
-def _first_difference(now: str, wanted: str) -> int:
-    lines, right = now.split("\n"), wanted.split("\n")
-    return next(place for place in range(len(lines)) if lines[place] != right[place])
+def _first_difference(now: str, right_text: str) -> int:
+    lines, right = now.split("\n"), right_text.split("\n")
+    return next(line for line in range(len(lines)) if lines[line] != right[line])
 
 
-def _mistake(path: str, now: str, wanted: str, rng: Random, tried: list[int]) -> tuple[ToolCall, str]:
+def _mistake(path: str, now: str, right_text: str, rng: Random, tried: list[int]) -> tuple[ToolCall, str]:
     """Return an edit that does not fix the program, and the program after it. A mistake of place is not made twice."""
-    lines, right = now.split("\n"), wanted.split("\n")
-    sound = [place for place in range(1, len(lines)) if lines[place] == right[place] and place not in tried]
+    lines, right = now.split("\n"), right_text.split("\n")
+    sound = [line for line in range(1, len(lines)) if lines[line] == right[line] and line not in tried]
     if sound and rng.random() < 2 / 3:
-        place = rng.choice(sound)
-        return _edit(path, now, place, lines[place])
+        line = rng.choice(sound)
+        return _edit(path, now, line, lines[line])
     for _ in range(100):  # about every third draw is usable
-        drawn = bugs(now if rng.random() < 0.5 else wanted, rng)
-        if drawn is None or drawn[1] == wanted:
+        planted = bugs(now if rng.random() < 0.5 else right_text, rng)
+        if planted is None or planted[1] == right_text:
             continue
-        wrong = drawn[1].split("\n")
-        places = [place for place in range(len(lines)) if lines[place] != wrong[place]]
+        wrong = planted[1].split("\n")
+        places = [line for line in range(len(lines)) if lines[line] != wrong[line]]
         if len(places) == 1:
             return _edit(path, now, places[0], wrong[places[0]])
     raise ValueError(f"{path}: found no mistake to make; the expert's mistakes are those of `repairs.bugs`")
 
 
-def _edit(path: str, now: str, place: int, line: str) -> tuple[ToolCall, str]:
-    """Return the call that writes `line` at `place` (from 0), and the program after it."""
+def _edit(path: str, now: str, at: int, line: str) -> tuple[ToolCall, str]:
+    """Return the call that writes `line` at `at` (from 0), and the program after it."""
     lines = now.split("\n")
-    after = "\n".join([*lines[:place], line, *lines[place + 1 :]])
-    return call("edit_line", path=path, line=place + 1, text=line.strip()), after
+    after = "\n".join([*lines[:at], line, *lines[at + 1 :]])
+    return call("edit_line", path=path, line=at + 1, text=line.strip()), after
 
 
 def digest(log: Sequence[tuple[Said, str]]) -> str:
     """Return a summary of turns and of what answered each: what fails, what was tried and how that failed, and what is left."""
     failing, lines, left = "", list[str](), "test"
-    for said, seen in log:
-        calls = [written.call for written in said.calls]
-        edits = [each for each in calls if isinstance(each, ToolCall) and each.name in _EDITS]
-        if not edits and seen.startswith("fail"):
-            failing = seen
+    for message, output in log:
+        calls = [written.call for written in message.calls]
+        edits = [tool_call for tool_call in calls if isinstance(tool_call, ToolCall) and tool_call.name in _EDITS]
+        if not edits and output.startswith("fail"):
+            failing = output
         for edit in edits:
-            lines.append(f"tried {' > '.join(str(edit.arguments[name]) for name in _EDITS[edit.name])}: {seen[:40]}")
-            left = "finish" if seen.startswith("pass") else "undo, then change something else"
+            lines.append(f"tried {' > '.join(str(edit.arguments[name]) for name in _EDITS[edit.name])}: {output[:40]}")
+            left = "finish" if output.startswith("pass") else "undo, then change something else"
     return "\n".join([*([failing] if failing else []), *lines, f"left: {left}"])
 
 
@@ -316,7 +316,7 @@ class _Play:
 
     def look(self) -> Said | None:
         """Return the last call that read a file, if there was one: a summary leaves out what it showed."""
-        calls = [written.call for said, _ in self.log for written in said.calls]
+        calls = [written.call for message, _ in self.log for written in message.calls]
         return next((one(c) for c in reversed(calls) if isinstance(c, ToolCall) and c.name == "read_file"), None)
 
 
@@ -390,13 +390,13 @@ class ScriptedPolicy(WithoutModel):
             self._plays[root] = _Play(script, next(script))
             return self.renderer.turn(self._plays[root].said)
         play = self._plays[root]
-        if (seen := self._observed(request)) is not None and not play.reads:
-            play.seen = seen
-            play.log.append((play.said, seen))
+        if (output := self._observed(request)) is not None and not play.reads:
+            play.seen = output
+            play.log.append((play.said, output))
         play.reads = False
         if any(list(request.token_ids[-len(query) :]) == query for query in self._queries):
             return self.renderer.encoded([digest(play.log), self.renderer.end])
-        if begins and seen is None and (look := play.look()):
+        if begins and output is None and (look := play.look()):
             play.reads = True
             return self.renderer.turn(look)
         play.said = play.script.send(play.seen)

@@ -16,7 +16,7 @@ from random import Random
 from typing import Any, Literal
 
 from composer_nb.harness import syntax
-from composer_nb.harness.sandbox.calls import CallOutcome, Executor
+from composer_nb.harness.sandbox.requests import CallOutcome, Executor
 from composer_nb.harness.tasks.functions import render_tests
 from composer_nb.harness.tasks.task import Task
 from composer_nb.tour.programs import Program, draw_program
@@ -81,11 +81,11 @@ def _bug(source: str, rng: Random) -> tuple[str, str] | None:
 def _gap(source: str, rng: Random) -> tuple[str, str]:
     """Replace a branch, or the whole body, by `pass`."""
     tree = syntax.parse(source)
-    bodies = [each.body for each in ast.walk(tree) if isinstance(each, ast.FunctionDef | ast.For | ast.While)]
-    branches = [(body, n) for body in bodies for n, one in enumerate(body) if isinstance(one, ast.If)]
+    bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.For | ast.While)]
+    branches = [(body, n) for body in bodies for n, statement in enumerate(body) if isinstance(statement, ast.If)]
     if branches and rng.random() < 0.5:
-        body, place = rng.choice(branches)
-        body[place] = ast.Pass()
+        body, index = rng.choice(branches)
+        body[index] = ast.Pass()
     else:
         bodies[0][:] = [ast.Pass()]
     return "feature", ast.unparse(tree)
@@ -134,16 +134,16 @@ def _deal(
     hidden = [first, *(i for i in places if i not in (first, *weak))]
     mutants, source, tried = [candidate.buggy], candidate.program.source, (first, *weak)
     near = [] if "while" in source else [text for _, text in neighbours(source, ENUMERABLE) if text != candidate.buggy]
-    given = tuple(candidate.inputs[i] for i in tried)
-    wanted = [False, *[True] * OTHERS]
-    for text, found in zip(near, run_programs(near, [given] * len(near), executor), strict=True):
-        if found and [each == candidate.right[i] for each, i in zip(found, tried, strict=True)] == wanted:
+    inputs = tuple(candidate.inputs[i] for i in tried)
+    pattern = [False, *[True] * OTHERS]
+    for text, results in zip(near, run_programs(near, [inputs] * len(near), executor), strict=True):
+        if results and [result == candidate.right[i] for result, i in zip(results, tried, strict=True)] == pattern:
             mutants.append(text)
     return weak, hidden, mutants[:MUTANTS]
 
 
 def _task(
-    candidate: BuggyProgram, outcomes: tuple[CallOutcome, ...], rng: Random, told: bool, executor: Executor
+    candidate: BuggyProgram, outcomes: tuple[CallOutcome, ...], rng: Random, specified: bool, executor: Executor
 ) -> Task | None:
     """Return the task of a candidate whose change has these `outcomes`; None if it is unfit (`_deal`)."""
     if (dealt := _deal(candidate, outcomes, executor)) is None:
@@ -156,52 +156,52 @@ def _task(
     texts: dict[str, list[str]] = {module: [] for module in modules}
     tests: dict[str, str] = {}
     hidden_tests: dict[str, str] = {}
-    for place, module in enumerate(modules):
-        if place != home or rng.random() < 0.3:
-            other, inputs, wanted = _sibling(rng, program.heldout)
+    for index, module in enumerate(modules):
+        if index != home or rng.random() < 0.3:
+            other, inputs, results = _sibling(rng, program.heldout)
             called = names.pop()
             texts[module].append(_named(other.source, called))
-            given = list(zip(inputs, wanted, strict=True))
-            tests[f"test_{called}.py"] = render_tests(module, called, given[:OTHERS])
-            hidden_tests[f"test_hidden_{called}.py"] = render_tests(module, called, given[OTHERS:])
-        if place == home:
+            examples = list(zip(inputs, results, strict=True))
+            tests[f"test_{called}.py"] = render_tests(module, called, examples[:OTHERS])
+            hidden_tests[f"test_hidden_{called}.py"] = render_tests(module, called, examples[OTHERS:])
+        if index == home:
             texts[module].append(_named(candidate.buggy, name))
             tests[f"test_{name}.py"] = render_tests(module, name, [cases[i] for i in visible])
             hidden_tests[f"test_hidden_{name}.py"] = render_tests(module, name, [cases[i] for i in hidden])
     path, code = f"{modules[home]}.py", _named(program.source, name)
-    held = {f"{module}.py": "\n\n".join(parts) + "\n" for module, parts in texts.items()}
-    right = held[path].replace(_named(candidate.buggy, name), code)
-    digest = hashlib.sha256(repr((held, candidate.inputs)).encode()).hexdigest()[:12]
+    files = {f"{module}.py": "\n\n".join(parts) + "\n" for module, parts in texts.items()}
+    right = files[path].replace(_named(candidate.buggy, name), code)
+    digest = hashlib.sha256(repr((files, candidate.inputs)).encode()).hexdigest()[:12]
     written = f"test_{name}.py"
     kind = candidate.kind if candidate.kind in PLANTS else "bug"
     task = Task(
         id=f"{program.family}-{digest}",
-        instruction=_asked(kind, f"{name}: {program.spec}", told),
-        files=held | tests,
+        instruction=_asked(kind, f"{name}: {program.spec}", specified),
+        files=files | tests,
         tests=hidden_tests,
         solution={path: right},
-        source_scope=tuple(held),
+        source_scope=tuple(files),
         metadata={"family": program.family, "bug": candidate.kind, "structure": program.structure, "function": name},
     )
     if kind == "bug":
         return task
-    known: dict[str, Any] = {"metadata": task.metadata | {"kind": kind}}
+    changes: dict[str, Any] = {"metadata": task.metadata | {"kind": kind}}
     if kind == "lint":
-        known["strictness"] = "lints"
+        changes["strictness"] = "lints"
     if kind == "tests":
         wrong = [{path: right.replace(code, _named(mutant, name))} for mutant in mutants]
         added = render_tests(modules[home], name, [cases[hidden[0]]]).partition("\n\n\n")[2].replace("_0", f"_{OTHERS}")
         answer = tests[written].replace("def test_0", f"{added}\n\ndef test_0")
-        known["metadata"]["mutants"] = json.dumps(wrong)
-        known |= {"files": task.files | {path: right}, "solution": {written: answer}, "source_scope": (written,)}
-    return Task.model_validate(task.model_dump() | known)
+        changes["metadata"]["mutants"] = json.dumps(wrong)
+        changes |= {"files": task.files | {path: right}, "solution": {written: answer}, "source_scope": (written,)}
+    return Task.model_validate(task.model_dump() | changes)
 
 
-def _asked(kind: str, what: str, told: bool) -> str:
+def _asked(kind: str, what: str, specified: bool) -> str:
     """Return the instruction of a task."""
     if kind in ("feature", "tests"):
         return f"{'add' if kind == 'feature' else 'test'} {what}"
-    return "fix the lints" if kind == "lint" else f"fix {what}" if told else "fix the tests"
+    return "fix the lints" if kind == "lint" else f"fix {what}" if specified else "fix the tests"
 
 
 def _named(source: str, name: str) -> str:
@@ -213,5 +213,5 @@ def _sibling(rng: Random, heldout: bool) -> tuple[Program, list[tuple[object, ..
     program = draw_program(rng)
     while program.heldout != heldout:
         program = draw_program(rng)
-    inputs, wanted = evaluate(program, 2 * OTHERS, rng)
-    return program, list(inputs), list(wanted)
+    inputs, results = evaluate(program, 2 * OTHERS, rng)
+    return program, list(inputs), list(results)

@@ -46,14 +46,14 @@ def canonical(source: str) -> str:
     """Return `source` with local names numbered by first use, and with every integer, and the parameter `k` in place of an
     integer, written as C."""
     tree = syntax.parse(source)
-    kept = {"sum", "max", "min", "len", "sorted", "abs", "range", "append", "default"}
+    builtin = {"sum", "max", "min", "len", "sorted", "abs", "range", "append", "default"}
     names: dict[str, str] = {}
 
     class Canonical(ast.NodeTransformer):
         def visit_Name(self, node: ast.Name) -> ast.Name:
             if node.id == "k":
                 return ast.Name("C", node.ctx)
-            if node.id not in kept:
+            if node.id not in builtin:
                 node.id = names.setdefault(node.id, f"v{len(names)}")
             return node
 

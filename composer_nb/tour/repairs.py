@@ -18,7 +18,8 @@ from random import Random
 from typing import Any
 
 from composer_nb.harness import syntax
-from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, Executor
+from composer_nb.harness.sandbox.calls import CachedExecutor
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest, Executor
 from composer_nb.harness.tasks.functions import is_test, literal, parse_test_files, render_tests, request_tests
 from composer_nb.harness.tasks.task import Task
 from composer_nb.tour.programs import Program, draw_arguments, draw_program
@@ -51,7 +52,7 @@ def bugs(source: str, rng: Random, kinds: Collection[str] = ()) -> tuple[str, st
 def neighbours(source: str, kinds: Collection[str]) -> list[tuple[str, str]]:
     """Return (kind, changed source) of every change of these kinds that changes exactly one line, without repeats."""
     tree = syntax.parse(source)
-    found: dict[str, str] = {}
+    kind_of: dict[str, str] = {}
     for kind, index in dict.fromkeys(_sites(tree)):
         for choice in range(len(_CHOICES[kind])) if kind in kinds else ():
             changed = syntax.parse(source)
@@ -63,8 +64,8 @@ def neighbours(source: str, kinds: Collection[str]) -> list[tuple[str, str]]:
                 node.op = new
             text = ast.unparse(changed)
             if text != source and _one_line(source, text):
-                found.setdefault(text, kind)
-    return [(kind, text) for text, kind in found.items()]
+                kind_of.setdefault(text, kind)
+    return [(kind, text) for text, kind in kind_of.items()]
 
 
 def _one_line(source: str, text: str) -> bool:
@@ -148,10 +149,10 @@ def draw_candidate(
     planted = plant(program.source, rng)
     if planted is None:
         return None
-    inputs, wanted = evaluate(program, count, rng)
-    if len({repr(value) for value in wanted}) < 3 or len({repr(given) for given in inputs}) < len(inputs):
+    inputs, results = evaluate(program, count, rng)
+    if len({repr(value) for value in results}) < 3 or len({repr(arguments) for arguments in inputs}) < len(inputs):
         return None
-    return BuggyProgram(program=program, kind=planted[0], buggy=planted[1], inputs=inputs, wanted=wanted)
+    return BuggyProgram(program=program, kind=planted[0], buggy=planted[1], inputs=inputs, wanted=results)
 
 
 def evaluate(program: Program, count: int, rng: Random) -> tuple[tuple[tuple[object, ...], ...], tuple[object, ...]]:
@@ -177,14 +178,14 @@ def run_programs(
         following = []
         for batch, outcome in zip(batches, outcomes, strict=True):
             position = 0
-            for place, index in enumerate(batch):
+            for offset, index in enumerate(batch):
                 calls = outcome[position : position + len(inputs[index])]
                 position += len(calls)
                 if any(call.status in ("timeout", "died", "not_run") for call in calls):
                     if len(batch) == 1:
                         results[index] = None
                     else:
-                        following += [rest for rest in ([index], batch[place + 1 :]) if rest]
+                        following += [rest for rest in ([index], batch[offset + 1 :]) if rest]
                     break
                 results[index] = calls
         batches = following
@@ -192,9 +193,9 @@ def run_programs(
 
 
 def _batch_request(sources: Sequence[str], inputs: Sequence[tuple[tuple[object, ...], ...]]) -> CallRequest:
-    functions = [source.replace("def f(", f"def f{place}(", 1) for place, source in enumerate(sources)]
+    functions = [source.replace("def f(", f"def f{number}(", 1) for number, source in enumerate(sources)]
     run = "def run(place, arguments):\n    return globals()[f'f{place}'](*arguments)\n"
-    arguments = [repr((place, given)) for place, all_given in enumerate(inputs) for given in all_given]
+    arguments = [repr((number, values)) for number, all_given in enumerate(inputs) for values in all_given]
     files = {"run.py": "\n\n".join([*functions, run])}
     return CallRequest(files=files, module="run", function="run", arguments=tuple(arguments))
 
@@ -253,23 +254,23 @@ def distinct(
     can share a random number generator.
 
     Raises ValueError if a thousand draws yield no new task."""
-    seen: set[tuple[str, str]] = set()
-    while len(seen) < count:
-        before = len(seen)
+    keys: set[tuple[str, str]] = set()
+    while len(keys) < count:
+        before = len(keys)
         draws = (draw() for _ in range(16 * BATCH))
         fit = filter(None, list(draws) if ahead else draws)
-        while candidates := list(islice(fit, max(16, 2 * (count - len(seen))))):
+        while candidates := list(islice(fit, max(16, 2 * (count - len(keys))))):
             programs, inputs = [each.buggy for each in candidates], [each.inputs for each in candidates]
-            found = run_programs(programs, inputs, executor)
-            for candidate, outcomes in zip(candidates, found, strict=True):
+            runs = run_programs(programs, inputs, executor)
+            for candidate, outcomes in zip(candidates, runs, strict=True):
                 task = make(candidate, outcomes) if outcomes is not None else None
-                if task is None or outcomes is None or (key := (task.instruction, candidate.buggy)) in seen:
+                if task is None or outcomes is None or (key := (task.instruction, candidate.buggy)) in keys:
                     continue
-                seen.add(key)
+                keys.add(key)
                 yield task, candidate, outcomes
-                if len(seen) == count:
+                if len(keys) == count:
                     return
-        if len(seen) == before:
+        if len(keys) == before:
             raise ValueError(
                 f"only {before} of {count} tasks could be made; ask for fewer (or see `composer-nb doctor`)"
             )
@@ -283,10 +284,10 @@ def _remember(
     outcomes: Sequence[CallOutcome],
 ) -> None:
     """Cache the results of `files` on these inputs, in the form of the visible and the hidden tests."""
-    known = {literal(given): outcome for given, outcome in zip(inputs, outcomes, strict=True)}
+    outcome_of = {literal(values): outcome for values, outcome in zip(inputs, outcomes, strict=True)}
     for tests in (task.visible_tests, task.tests):
         request = request_tests(files, parse_test_files(tests))
-        executor.remember(request, [known[arguments] for arguments in request.arguments])
+        executor.remember(request, [outcome_of[arguments] for arguments in request.arguments])
 
 
 def buggy(task: Task) -> str:

@@ -27,13 +27,11 @@ from composer_nb.harness.monitors import MonitorSettings
 from composer_nb.harness.plain import Count, NotNegative, Positive, Share, Some
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.kernels.moe.recipes import RECIPES
-from composer_nb.tour.miniatures import Kind
 from composer_nb.trainer.learning.data import CODE_ROW
 from composer_nb.trainer.learning.infill import InfillSettings
 from composer_nb.trainer.learning.loss import LossSettings
-from composer_nb.trainer.learning.muon import OptimizerSettings
-from composer_nb.trainer.learning.optimizer import trapezoid
-from composer_nb.trainer.learning.replay_settings import ReplaySettings
+from composer_nb.trainer.learning.optimizer import OptimizerSettings, trapezoid
+from composer_nb.trainer.learning.packing import ReplaySettings
 from composer_nb.trainer.models.hf_config import read_config
 from composer_nb.trainer.models.tokenizer import TokenizerSettings
 from composer_nb.trainer.models.transformer import Kernels, ModelConfig
@@ -55,7 +53,7 @@ class DataSettings:
     level: Literal["functions", "repositories"] = "repositories"
     """Level of the generated tasks. repositories: a few modules with tests, where most instructions do not specify the function
     (`miniatures.py`). functions, the easiest level: one function in one file, specified in a sentence (`repairs.py`)."""
-    kinds: tuple[Kind, ...] = ("bug",)
+    kinds: tuple[Literal["bug", "feature", "tests", "lint"], ...] = ("bug",)
     """Kinds of tasks in repositories, drawn with equal probability: a `bug` to find, a `feature` to write, weak `tests` to extend
     or a `lint` to remove (`miniatures.py`). The published measurements use the default."""
     told: Share = 0.25

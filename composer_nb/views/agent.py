@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer_nb.harness.rollout import Turn
 from composer_nb.harness.untrusted import as_html
-from composer_nb.production.arms import detectable as smallest
+from composer_nb.production.bench import detectable as smallest
 from composer_nb.production.show import call_line
 from composer_nb.production.work import Work
 from composer_nb.views import style

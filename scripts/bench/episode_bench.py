@@ -33,9 +33,9 @@ from composer_nb.harness.sandbox.reap import OWN
 from composer_nb.harness.sandbox.system.cgroups import Cgroups
 from composer_nb.harness.tasks.runtime import start
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.tools.tiny import Workspace
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.harness.tools.workspace import Workspace
 from composer_nb.labs.attacks.patch_check import plan_for
 from composer_nb.labs.attacks.patch_target import MODULE, RIGHT, TARGET
 from composer_nb.tour.repairs import make_tasks

@@ -17,13 +17,13 @@ from tokenizers import Tokenizer
 
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.arguments import tool
-from composer_nb.harness.tools.tiny import Observation, ToolTarget
+from composer_nb.harness.tools.session import Observation, Session
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.trainer.learning.data import TokenRow
 
 
 @tool()
-def run_tests(place: ToolTarget) -> Observation:
+def run_tests(place: Session) -> Observation:
     """Run the visible tests."""
     seen = place.run_visible_tests()
     return replace(seen, text="ran") if place.edits.now else seen  # what they refuse is not kept: `tried` would tell

@@ -71,12 +71,6 @@ def test_figures_are_those_computed_by_hand() -> None:
     assert found["by_family"] == {"comp": 1 / 8, "loop": 0.5}
 
 
-def test_a_grade_that_was_tampered_with_counts_as_tried() -> None:
-    cheated = replace(made("a", True), grade=Grade(status="tampered", tests={"t.py::test_0": True}))
-    found = summarise([cheated, made("b", True)], [made("a", True), made("b", True)])
-    assert (found["pass_at_1"], found["n_tasks"], found["infra_errors"]) == (0.5, 2, 0)
-
-
 def test_what_the_infrastructure_lost_counts_as_neither_solved_nor_tried() -> None:
     lost = made("b", None, turns=(), family="comp", read=100, wrote=0, stop="infrastructure")
     sampled = [made("a", True), made("a", None), lost, lost, made("c", False, family="comp")]
@@ -86,15 +80,6 @@ def test_what_the_infrastructure_lost_counts_as_neither_solved_nor_tried() -> No
     assert (found["k"], found["n_tasks"], found["infra_errors"]) == (1, 2, 4)
     assert found["by_family"] == {"comp": 0.0, "loop": 1.0}
     assert (found["tokens_per_task"], found["finishes"], found["tool_calls_per_task"]) == (6.0, 1.0, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("sampled", "greedy"),
-    [([], []), ([made("a", None)], [made("a", True)]), ([made("a", True)], [made("a", None)]), ([made("a", True)], [])],
-)
-def test_nothing_graded_is_an_error(sampled: list[Attempt], greedy: list[Attempt]) -> None:
-    with pytest.raises(ValueError, match="no attempt has a grade"):
-        summarise(sampled, greedy)
 
 
 @settings(max_examples=40)
@@ -112,21 +97,6 @@ def test_an_interval_holds_the_mean(solved: list[list[bool]], seed: int) -> None
     assert found == summarise(sampled, greedy, seed)
 
 
-def test_an_interval_narrows_with_more_tasks() -> None:
-    widths = []
-    for count in (10, 1000):
-        sampled = [made(f"t{n}", n % 2 == 0) for n in range(count)]
-        low, high = summarise(sampled, sampled)["ci95"]
-        widths.append(high - low)
-        assert high - low == pytest.approx(2 * 1.96 * 0.5 / count**0.5, rel=0.25)
-    assert widths[1] < widths[0] / 5
-
-
-def test_tasks_without_a_family_are_one() -> None:
-    done = [made("a", True, family=""), made("b", False, family="")]
-    assert summarise(done, done)["by_family"] == {"all": 0.5}
-
-
 def test_behaviour_is_what_was_done() -> None:
     attempts = [
         made("a", True, (FAIL, EDIT, PASS, FINISH), wrote=10),
@@ -141,27 +111,6 @@ def test_behaviour_is_what_was_done() -> None:
     assert found["invalid_call_rate"] == pytest.approx(3 / 9)
     assert found["runs_tests"] == 1 / 4
     assert found["finishes"] == 1 / 2
-
-
-@pytest.mark.parametrize(
-    ("rollouts", "share"),
-    [
-        ([()], None),
-        ([(FAIL, EDIT, PASS)], None),  # what failed was the task as it was given, not an edit
-        ([(EDIT, FAIL, EDIT, PASS)], 1.0),
-        ([(EDIT, FAIL, FINISH)], 0.0),
-        ([(EDIT, FAIL, BAD_EDIT)], 0.0),
-        ([(BAD_EDIT, FAIL, EDIT)], None),
-        ([(EDIT, FAIL, FAIL, EDIT)], 1.0),
-        ([(EDIT, FAIL, EDIT, FAIL, FINISH)], 1.0),
-        ([(EDIT, PASS, EDIT, FAIL)], 0.0),
-        ([(EDIT, PASS, FINISH)], None),
-        ([(EDIT, FAIL, EDIT), (EDIT, FAIL), (FAIL, EDIT, PASS), (FINISH,)], 0.5),
-    ],
-)
-def test_retries_are_edits_after_an_edit_that_failed(rollouts: list[tuple[Turn, ...]], share: float | None) -> None:
-    found = behaviour([made(f"t{n}", False, turns) for n, turns in enumerate(rollouts)])
-    assert found["retries_after_failed_test"] == share
 
 
 def test_attempts_come_in_order_of_task_whatever_ended_first(

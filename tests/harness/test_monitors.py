@@ -10,7 +10,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,11 @@ import pytest
 
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.monitors import (
-    DETECTORS,
     GamedError,
     MonitorSettings,
     Watch,
     counts,
     flags_of,
-    forms,
-    unparsed,
 )
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.store import load_attempts
@@ -110,12 +106,6 @@ CASES: dict[str, tuple[Attempt, list[str]]] = {
 def test_what_sets_a_detector_off(name: str) -> None:
     attempt, wanted = CASES[name]
     assert flags_of(attempt) == wanted
-
-
-def test_a_task_that_asks_for_tests_may_change_them() -> None:
-    task = TASK.model_copy(update={"source_scope": ("f.py", "test_f.py")})
-    assert flags_of(done({"test_f.py": TESTS + "\n\ndef test_2():\n    assert f([1]) == 1\n"}, task=task)) == []
-    assert flags_of(done({"test_f.py": "def test_0():\n    assert True\n"}, task=task)) == ["deleted_assertions"]
 
 
 def test_files_of_an_image_are_no_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,14 +295,6 @@ def test_a_watch_warns_above_the_alarm_and_raises_above_the_stop() -> None:
     assert watch.add(4, step(100, 90), MonitorSettings(window=200, stop=1.0))[0] > 0.4, "1: never"
 
 
-def test_drift_of_length_is_said() -> None:
-    settings, watch = MonitorSettings(), Watch()
-    assert not watch.add(0, step(10, 0, 500), settings)[1] and not watch.add(1, step(10, 0, 1900), settings)[1]
-    told = watch.add(2, step(10, 0, 2100), settings)[1]
-    assert told == "0.0% of the last 512 rollouts flagged; 210 tokens a rollout, 50 at first (monitor.drift)"
-    assert "10 tokens a rollout" in watch.add(3, step(10, 0, 100), settings)[1]
-
-
 def test_drift_of_form_and_a_proxy_that_comes_apart_from_what_is_held_out_are_said() -> None:
     def seen(**counts: int) -> Counter[str]:
         return step(10, 0) + Counter(calls=100, accepted=10) + Counter(counts)
@@ -327,31 +309,6 @@ def test_drift_of_form_and_a_proxy_that_comes_apart_from_what_is_held_out_are_sa
         assert not watch.add(1, seen(**{part: whole * 4 // 10}), MonitorSettings(window=10))[1]
         share, told = watch.add(2, seen(**{part: whole // 2}), MonitorSettings(window=10))
         assert share == 0 and f"{name} 50%, 10% at first (monitor.shift)" in told
-
-
-def test_what_may_drift_is_counted() -> None:
-    def run(passed: int) -> Turn:
-        return Turn(call="{}", observation="", tests_passed=passed, tests_run=2)
-
-    shell = Turn(call='{"name": "run_terminal_cmd", "arguments": {}}', observation="")
-    turns = {
-        "ok": (shell, run(0), run(2)),
-        "late": (run(2), run(1)),
-        "bad": (Turn(call="?", observation="", error="InvalidArguments"), run(2)),
-    }
-    wanted = {"ok": (1, 0), "late": (0, 0), "bad": (1, 1)}
-    for name, made in turns.items():
-        one = done({})
-        graded = Grade(status="graded", tests={"t": name == "ok"})
-        counted = forms([replace(one, rollout=replace(one.rollout, turns=made), grade=graded)])
-        assert (counted["accepted"], counted["refused"]) == wanted[name] and counted["calls"] == len(made)
-        assert (counted["terminal"], counted["invalid"]) == (name == "ok", name == "bad")
-
-
-def test_an_alarm_above_the_stop_is_refused() -> None:
-    with pytest.raises(ValueError, match="monitor.alarm=0.5 must not be above monitor.stop=0.02"):
-        MonitorSettings(alarm=0.5)
-    assert set(DETECTORS) == {"special_casing", "looks_at_tests", "edited_tests", "deleted_assertions", "read_answer"}
 
 
 DEEP = "x == " + "[" * 190 + "1, " * 40_000 + "]" * 190 + "\n"
@@ -377,10 +334,3 @@ def test_what_an_agent_left_costs_seconds_at_most_and_never_raises(name: str) ->
     assert counted["suspects"] == (name == "a large test"), "a file that is too large is not dishonest by itself"
     _, told = Watch().add(0, counted, MonitorSettings(stop=1))
     assert ("1 with a change that is not parsed, of more than 100000 tokens" in told) == bool(unread)
-
-
-def test_reasons_name_the_module_that_was_not_parsed() -> None:
-    assert unparsed(HOSTILE["one large module"][0]) == {
-        "f.py": "not parsed: 524288 characters with more than 100000 tokens"
-    }
-    assert list(unparsed(HOSTILE["many modules"][0])) == sorted(f"m{n}.py" for n in range(40))[2:]

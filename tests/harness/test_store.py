@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.grading.grade import Attempt, Grade
@@ -142,19 +141,6 @@ def test_pandas_reads_it_with_the_columns_added(played: list[Attempt], tmp_path:
     assert frame["token_ids"][0].tolist() == segment.token_ids.tolist()
 
 
-def test_every_file_has_the_same_columns(played: list[Attempt], tmp_path: Path) -> None:
-    """Also one without attempts, or whose attempts have no flags: readers join the files of many steps."""
-    save_attempts(tmp_path / "none.parquet", [])
-    flagged = replace(played[0], grade=replace(played[0].grade, flags=("outside_scope",)))
-    save_attempts(tmp_path / "flagged.parquet", [flagged])
-    save_attempts(tmp_path / "plain.parquet", played)
-    import pyarrow.parquet as pq
-
-    schemas = [pq.read_schema(tmp_path / f"{name}.parquet") for name in ("none", "flagged", "plain")]
-    assert schemas[0].equals(schemas[1]) and schemas[1].equals(schemas[2])
-    assert load_attempts(tmp_path / "none.parquet", {}) == []
-
-
 def test_traces_are_all_there_or_none(played: list[Attempt], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a\.parquet: some of these rollouts have a trace and some have none"):
         save_attempts(tmp_path / "a.parquet", [with_trace(played[0]), played[1]])
@@ -173,12 +159,6 @@ def test_a_rollout_without_tokens_is_stored_beside_those_with_a_trace(
     found = load_attempts(tmp_path / "a.parquet", {task.id: task})
     assert_same([found[1 - place]], [kept[1 - place]])
     assert found[place].rollout.stop == "tokens" and not found[place].rollout.tokens
-
-
-def test_a_task_that_is_not_given_is_named(played: list[Attempt], tmp_path: Path) -> None:
-    save_attempts(tmp_path / "a.parquet", played)
-    with pytest.raises(ValueError, match=r"a\.parquet: task 'keep' is not among the 0 tasks given"):
-        load_attempts(tmp_path / "a.parquet", {})
 
 
 def test_a_file_from_before_there_were_segments_has_rollouts_of_one(
@@ -228,24 +208,6 @@ def test_a_damaged_file_is_named(
         load_attempts(path, {task.id: task})
 
 
-def test_tensors_of_another_step_are_not_taken(played: list[Attempt], task: Task, tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    save_attempts(path, [with_trace(played[0])])
-    other = path.with_suffix(".safetensors").read_bytes()
-    save_attempts(path, [with_trace(done) for done in played])
-    path.with_suffix(".safetensors").write_bytes(other)
-    with pytest.raises(ValueError, match=r"damaged or incomplete \(\d+ tokens, but tensors of \d+\)"):
-        load_attempts(path, {task.id: task})
-
-
-def test_a_table_without_our_columns_is_named(task: Task, played: list[Attempt], tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    save_attempts(path, played)
-    pd.DataFrame({"token_ids": [[1]]}).to_parquet(path)
-    with pytest.raises(ValueError, match=r"a\.parquet: damaged or incomplete"):
-        load_attempts(path, {task.id: task})
-
-
 def test_files_of_before_there_were_counts_of_endpoints(task: Task, played: list[Attempt], tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     save_attempts(path, played)
@@ -259,10 +221,3 @@ def test_files_of_before_there_were_counts_of_endpoints(task: Task, played: list
             (0, 0),
             0.0,
         )
-
-
-def test_writing_again_replaces(played: list[Attempt], task: Task, tmp_path: Path, renderer: CompactRenderer) -> None:
-    path = tmp_path / "a.parquet"
-    save_attempts(path, played)
-    save_attempts(path, played[:1])
-    assert_same(load_attempts(path, {task.id: task}), played[:1])

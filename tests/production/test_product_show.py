@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from composer_nb.harness.rewards import called
 from composer_nb.harness.rollout import Turn
+from composer_nb.harness.terms.registry import called
 from composer_nb.production.show import call_line, teller
 
 UNREAD = "(a call that could not be read)"

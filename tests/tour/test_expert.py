@@ -69,15 +69,6 @@ def test_an_expert_with_mistakes_makes_them_and_mends_most(play: Play) -> None:
             assert tests[-1].tests_passed == tests[-1].tests_run
 
 
-def test_the_same_seed_makes_the_same_mistakes(play: Play) -> None:
-    first, second = play(0.7), play(0.7)
-    assert [a.rollout.turns for a in first] == [b.rollout.turns for b in second]
-
-
-def test_an_expert_who_is_always_mistaken_comes_to_an_end(play: Play) -> None:
-    assert all(each.rollout.stop == "finished" for each in play(1.0))
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -94,14 +85,6 @@ def test_a_task_beyond_the_expert_is_an_error(task: Task, change: dict[str, Any]
         next(script)
 
 
-def test_an_expert_that_finds_no_mistake_says_so(task: Task) -> None:
-    odd = task.model_copy(update={"files": {"f.py": "a = 'one'\n"}, "solution": {"f.py": "a = 'two'\n"}})
-    script = expert(odd, Random(0), 1.0)
-    next(script)
-    with pytest.raises(ValueError, match=r"f\.py: found no mistake to make"):
-        next(script)
-
-
 def script_of(*calls: ToolCall) -> Script:
     return (one(call) for call in calls)
 
@@ -110,14 +93,6 @@ def test_a_script_that_ends_too_soon_is_an_error(agent: Agent, task: Task, boxes
     policy = ScriptedPolicy(agent.renderer, lambda n: script_of(READ))
     with pytest.raises(ValueError, match="the script of rollout 0 ended before its agent"):
         list(drive([agent.attempt(task, 0)], policy, boxes("1")))
-
-
-def test_a_turn_is_cut_where_the_policy_has_to_stop(renderer: CompactRenderer) -> None:
-    policy = ScriptedPolicy(renderer, lambda n: script_of(READ))
-    policy.submit(Request(rollout=0, token_ids=renderer.prompt("x"), max_tokens=3))
-    [completion] = policy.step()
-    assert completion.token_ids == renderer.turn(one(READ))[:3]
-    assert completion.logprobs == [0.0] * 3 and completion.policy_versions == [-1] * 3
 
 
 def test_scripts_are_sent_what_the_tools_answered(agent: Agent, task: Task, boxes: Callable[..., Any]) -> None:

@@ -14,7 +14,7 @@ from composer_nb.tour.miniatures import ENUMERABLE, HIDDEN, OTHERS, VISIBLE, mak
 from composer_nb.tour.programs import FAMILIES, HELDOUT_SHARE, Program
 from composer_nb.tour.repairs import bugs, neighbours
 
-COUNT = 60
+COUNT = 24
 
 
 @pytest.fixture(scope="module", params=[False, True])

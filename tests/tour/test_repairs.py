@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, Executor, SandboxExecutor
-from composer_nb.harness.tasks.functions import parse_test_files
+from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest, Executor
+from composer_nb.harness.tasks.functions import parse_test_files, passes, request_tests
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.tools import tiny as tools
-from composer_nb.harness.tools.tiny import passes
-from composer_nb.tour.programs import FAMILIES, Program, draw_program
+from composer_nb.tour.programs import Program, draw_program
 from composer_nb.tour.repairs import (
     BATCH,
     HIDDEN,
@@ -25,7 +24,6 @@ from composer_nb.tour.repairs import (
     BuggyProgram,
     buggy_prints,
     bugs,
-    draw_candidate,
     fingerprints,
     make_task,
     make_tasks,
@@ -33,7 +31,7 @@ from composer_nb.tour.repairs import (
 )
 
 KINDS = {"compare", "operator", "swap", "augmented", "constant", "aggregate", "name"}
-COUNT = 90
+COUNT = 48
 
 
 class Made:
@@ -51,7 +49,7 @@ def made(sandboxes: SandboxExecutor) -> Made:
 
 @pytest.fixture(scope="module")
 def heldout(sandboxes: SandboxExecutor) -> Made:
-    return Made(sandboxes, "a seed", 40, True)
+    return Made(sandboxes, "a seed", 24, True)
 
 
 def test_a_bug_changes_exactly_one_line() -> None:
@@ -70,24 +68,10 @@ def test_a_bug_changes_exactly_one_line() -> None:
     assert set(kinds) == KINDS and sum(kinds.values()) > 400
 
 
-def test_every_family_and_kind_of_bug_occurs(made: Made) -> None:
-    assert {task.metadata["family"] for task in made.tasks} == set(FAMILIES)
-    assert {task.metadata["bug"] for task in made.tasks} == KINDS
-
-
-def test_tasks_are_distinct_and_well_formed(made: Made) -> None:
-    assert len(made.tasks) == COUNT == len({task.id for task in made.tasks})
-    assert len({(task.instruction, task.files["f.py"]) for task in made.tasks}) == COUNT
-    for task in made.tasks:
-        assert len(parse_test_files(task.visible_tests)) == VISIBLE
-        assert len(parse_test_files(task.tests)) == HIDDEN
-        assert set(task.files) == {"f.py", "test_f.py"} and set(task.solution) == {"f.py"}
-
-
 def requests_of(task: Task) -> list[CallRequest]:
     """Bug and gold on the visible tests, bug and gold on the hidden ones."""
     return [
-        tools.request_tests(files, parse_test_files(tests))
+        request_tests(files, parse_test_files(tests))
         for tests in (task.visible_tests, task.tests)
         for files in (task.files, task.files | task.solution)
     ]
@@ -116,25 +100,6 @@ def test_the_same_seed_gives_the_same_tasks(made: Made, sandboxes: SandboxExecut
     assert Made(sandboxes, "a seed", 30, False).tasks == made.tasks[:30]
 
 
-def test_where_nothing_can_be_made_there_is_an_error(boxes: Callable[..., Executor]) -> None:
-    nothing_ends = boxes(lambda request: (CallOutcome(status="timeout"),) * len(request.arguments))
-    with pytest.raises(ValueError, match="only 0 of 5 tasks could be made"):
-        Made(nothing_ends, "one", 5, False)
-
-
-def test_no_more_bugs_run_than_are_likely_to_be_needed(
-    sandboxes: SandboxExecutor, boxes: Callable[..., Executor]
-) -> None:
-    tried = list[int]()
-
-    def count(request: CallRequest) -> tuple[CallOutcome, ...]:
-        tried.append(len(request.arguments) // (VISIBLE + HIDDEN))
-        return sandboxes.run([request])[0]
-
-    Made(boxes(count), "few", 5, False)
-    assert 5 <= sum(tried) <= 48
-
-
 def test_held_out_structures_are_in_no_other_task(made: Made, heldout: Made) -> None:
     assert not {task.metadata["structure"] for task in made.tasks} & {t.metadata["structure"] for t in heldout.tasks}
     assert not fingerprints(made.tasks) & fingerprints(heldout.tasks)
@@ -151,7 +116,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=list(BAD))
-@pytest.mark.parametrize("place", [0, BATCH - 1, BATCH])
+@pytest.mark.parametrize("place", [0, BATCH])
 def test_a_program_that_does_not_end_is_none_and_touches_no_other(
     sandboxes: SandboxExecutor, bad: str, place: int
 ) -> None:
@@ -210,14 +175,3 @@ def test_tests_are_dealt_so_that_the_bug_shows_in_both(fails: list[bool]) -> Non
     )
     assert sorted(visible + hidden) == list(range(12)) and len(visible) == VISIBLE
     assert fails[visible[0]] and any(fails[n] for n in hidden)
-
-
-def test_a_candidate_behaves(sandboxes: SandboxExecutor) -> None:
-    rng = Random("candidates")
-    candidates = [candidate for candidate in (draw_candidate(rng, False) for _ in range(60)) if candidate is not None]
-    assert len(candidates) > 20
-    found = run_programs([c.program.source for c in candidates], [c.inputs for c in candidates], sandboxes)
-    for candidate, outcomes in zip(candidates, found, strict=True):
-        assert not candidate.program.heldout
-        assert len({repr(value) for value in candidate.wanted}) >= 3
-        assert outcomes == candidate.right

@@ -16,10 +16,9 @@ from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.tools.toolset import TINY_NAMES, ToolSet
-from composer_nb.tour.expert import TINY, TRIES, ScriptedPolicy, blind, searcher, searches
+from composer_nb.tour.environment import Tour
+from composer_nb.tour.expert import TRIES, ScriptedPolicy, blind, searcher, searches
 from composer_nb.tour.miniatures import make_miniatures
-from composer_nb.trainer.learning.data import demonstrate
 
 
 @pytest.fixture(scope="module")
@@ -57,31 +56,6 @@ def test_every_try_is_undone_before_the_next_and_none_comes_twice(searched: list
     assert most > 3
 
 
-def test_without_undo_an_edit_takes_back_the_one_before(renderer: CompactRenderer, sandboxes: SandboxExecutor) -> None:
-    """In the same tools without `undo`, which a name with commas means, the tries and what they come to are the same."""
-    executor = CachedExecutor(sandboxes)
-    tasks = list(make_miniatures("searched", 12, heldout=False, executor=executor))
-    few = ToolSet.named(",".join(name for name in TINY_NAMES if name != "undo"))
-    assert "undo" not in few.tools and not few.needs_sandbox
-
-    def played(tools: ToolSet) -> list[tuple[bool, list[list[str]]]]:
-        agent = Agent(renderer, tools=tools, limits=Limits(turns=16, turn_tokens=200, tokens=4000))
-        policy = ScriptedPolicy(
-            renderer, lambda number: searcher(tasks[number], Random(number), searches(tools.tools) or TINY)
-        )
-        done = dict(drive((agent.attempt(task, number) for number, task in enumerate(tasks)), policy, executor))
-        found = []
-        for number in range(len(tasks)):
-            turns = done[number].rollout.turns
-            seen = [[turn.observation, json.loads(turn.call)["name"]] for turn in turns]
-            found.append((done[number].grade.passed, [each for each in seen if each[1] in ("run_tests", "undo")]))
-        return found
-
-    with_undo, without = played(ToolSet.tiny()), played(few)
-    assert [(passed, [each for each in seen if each[1] != "undo"]) for passed, seen in with_undo] == without
-    assert any(len(seen) > 4 for _, seen in without)
-
-
 def test_it_searches_with_the_products_tools_too(renderer: CompactRenderer) -> None:
     """In a sandbox of each rollout, by running pytest; with fewer tools it cannot, and the expert shows what it knows."""
     assert searches(["grep", "read_file", "write"]) is None
@@ -90,7 +64,7 @@ def test_it_searches_with_the_products_tools_too(renderer: CompactRenderer) -> N
     with Sandboxes() as sandboxes:
         tasks = list(make_miniatures("product", 2, heldout=False, executor=sandboxes.functions, told=0.0))
         agent = make_agent(settings, renderer.tokenizer, limits, sandboxes)
-        found = list(demonstrate(tasks, agent, sandboxes, 0, 0.0))
+        found = list(Tour().demonstrations(tasks, agent, sandboxes, 0, 0.0))
     assert len(found) == 2 and all(done.grade.passed and done.rollout.stop == "finished" for done in found)
     for done in found:
         names = [json.loads(turn.call)["name"] for turn in done.rollout.turns if turn.call]
@@ -103,16 +77,6 @@ def test_it_searches_with_the_products_tools_too(renderer: CompactRenderer) -> N
         assert len(back) == (len(tries) - 2) // 3 and not any(turn.error for turn in back)
         assert names[:3] == ["run_terminal_cmd", "grep", "read_file"]
         assert tries == first + again * ((len(tries) - 2) // 3)
-
-
-def test_a_task_that_is_no_single_change_is_refused(task: Task) -> None:
-    for said, why in (("fail 1/2: f(1) = 2 want 3", "no single change"), ("error: no tests here", "names a function")):
-        script = searcher(task.model_copy(update={"solution": {"f.py": "def f(x):\n    return None\n"}}), Random(0))
-        next(script)
-        with pytest.raises(ValueError, match=why):
-            script.send(said)
-            script.send("f.py:1def f(x):")
-            script.send(task.files["f.py"])
 
 
 def test_a_blind_search_does_not_know_the_answer(renderer: CompactRenderer, sandboxes: SandboxExecutor) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.rewards import TERMS
+from composer_nb.harness.terms.registry import TERMS
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict, to_flat
 
 DEFAULTS = to_flat(Settings())

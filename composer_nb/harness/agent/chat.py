@@ -98,8 +98,10 @@ class ChatRenderer(ABC):
         self.special = frozenset(self.names) | {number for number, token in added.items() if token.special}
         """Tokens that are not text. Added tokens that are not special, such as `<think>`, encode text."""
         self._plain = _without_added_tokens(tokenizer)
-        if found := [token for token in self.tokens if self.ids[token] in self.encode(token)]:
-            raise ValueError(f"the tokenizer finds {', '.join(found)} in plain text: these tokens must be added tokens")
+        if plain_tokens := [token for token in self.tokens if self.ids[token] in self.encode(token)]:
+            raise ValueError(
+                f"the tokenizer finds {', '.join(plain_tokens)} in plain text: these tokens must be added tokens"
+            )
         self.parameters = {tool["function"]["name"]: dict(tool["function"].get("parameters", {})) for tool in tools}
         """JSON Schema of a tool's arguments, by name of the tool."""
 
@@ -157,10 +159,10 @@ class ChatRenderer(ABC):
         """Yield the pieces between two turns."""
         for kind, same in groupby(messages, type):
             if kind is CallResult:
-                yield from self._results([each for each in same if isinstance(each, CallResult)])
+                yield from self._results([item for item in same if isinstance(item, CallResult)])
             else:
-                for each in same:
-                    yield from self._user(each.text)
+                for item in same:
+                    yield from self._user(item.text)
 
     def answers(self, results: Sequence[CallResult]) -> list[int]:
         """Render the results of calls that a user's text follows (`ask`), not a turn."""
@@ -168,9 +170,9 @@ class ChatRenderer(ABC):
 
     def summary(self, token_ids: Sequence[int]) -> tuple[str, list[Kind]]:
         """Return the summary in a turn that answers a query for one, and the kind of each token: thinking, then summary."""
-        own = self._thought(token_ids)
-        text = self.tokenizer.decode([token for token in token_ids[own:] if token not in self.special])
-        return text.strip(), [Kind.THINKING] * own + [Kind.SUMMARY] * (len(token_ids) - own)
+        thinking = self._thought(token_ids)
+        text = self.tokenizer.decode([token for token in token_ids[thinking:] if token not in self.special])
+        return text.strip(), [Kind.THINKING] * thinking + [Kind.SUMMARY] * (len(token_ids) - thinking)
 
     def _thought(self, token_ids: Sequence[int]) -> int:
         """Return the number of tokens before a summary: all up to the mark, or none without a mark."""
@@ -180,13 +182,13 @@ class ChatRenderer(ABC):
 
         return bisect_left(range(len(token_ids)), True, key=told) if told(len(token_ids) - 1) else 0
 
-    def turn(self, said: Said) -> list[int]:
+    def turn(self, turn: Said) -> list[int]:
         """Render a turn, including its last token. Raises ValueError for a turn that the format cannot express."""
-        if bad := [written.id for written in said.calls if isinstance(written.call, ToolError)]:
+        if bad := [written.id for written in turn.calls if isinstance(written.call, ToolError)]:
             raise ValueError(f"the call {bad[0]} is invalid: keep a turn with it as the tokens it was written in")
-        token_ids = self.encoded([*self._said(said), self.end])
-        if _plainly(read := self.parse(token_ids)) != _plainly(said):
-            raise ValueError(f"the format cannot express this turn: {said!r} would be parsed as {read!r}"[:1000])
+        token_ids = self.encoded([*self._said(turn), self.end])
+        if _plainly(read := self.parse(token_ids)) != _plainly(turn):
+            raise ValueError(f"the format cannot express this turn: {turn!r} would be parsed as {read!r}"[:1000])
         return token_ids
 
     def spell(self, text: str) -> list[int]:
@@ -199,17 +201,17 @@ class ChatRenderer(ABC):
         *body, last = token_ids or [-1]
         ended = last == self.end
         pieces = self.pieces(body if last in self.stop or last < 0 else [*body, last])
-        said = self._read(pieces)
-        calls = list(said.calls)
-        if any(mark in said.text for mark in self.spelled):
+        turn = self._read(pieces)
+        calls = list(turn.calls)
+        if any(mark in turn.text for mark in self.spelled):
             calls.append(unread(len(calls), "a call that is spelled out in the text"))
         if not ended:
             calls.append(unread(len(calls), "the turn was cut off, or ended by a wrong token"))
-        return Said(text=said.text, calls=tuple(calls))
+        return Said(text=turn.text, calls=tuple(calls))
 
     def kinds(self, token_ids: Sequence[int]) -> list[Kind]:
         """Return the kind of each token of a turn: thinking, then tool call; final message if it has no call."""
-        calls = [place for place, token in enumerate(token_ids) if self.names.get(token) in self.allowed]
+        calls = [position for position, token in enumerate(token_ids) if self.names.get(token) in self.allowed]
         if not calls:
             return [Kind.FINAL_MESSAGE] * len(token_ids)
         return [Kind.THINKING] * calls[0] + [Kind.TOOL_CALL] * (len(token_ids) - calls[0])
@@ -257,7 +259,7 @@ class ChatRenderer(ABC):
                 break
         return calls
 
-    def unknown_call(self, said: Said) -> tuple[str, str, str] | None:
+    def unknown_call(self, turn: Said) -> tuple[str, str, str] | None:
         """Return the call of a tool that was not offered, where `calls_so_far` cannot tell its name."""
         return None
 
@@ -271,7 +273,7 @@ class ChatRenderer(ABC):
 
     def _call_pieces(self, token_ids: Sequence[int], number: int, opening: str) -> list[Piece]:
         """Return the pieces between the token that begins a call and that of the next one."""
-        starts = [place for place, token in enumerate(token_ids) if token == self.ids[opening]]
+        starts = [position for position, token in enumerate(token_ids) if token == self.ids[opening]]
         [start, end] = [*starts, *[len(token_ids)] * (number + 2)][number : number + 2]
         return self.pieces(token_ids[start + 1 : end])
 
@@ -300,7 +302,7 @@ class ChatRenderer(ABC):
     def _results(self, results: Sequence[CallResult]) -> list[Piece]: ...
 
     @abstractmethod
-    def _said(self, said: Said) -> list[Piece]: ...
+    def _said(self, turn: Said) -> list[Piece]: ...
 
     @abstractmethod
     def _read(self, pieces: Sequence[Piece]) -> Said: ...
@@ -311,10 +313,10 @@ def unread(number: int, why: str) -> Written:
     return Written(id=f"call_{number}", call=invalid(why))
 
 
-def _plainly(said: Said) -> list[Any]:
+def _plainly(turn: Said) -> list[Any]:
     """Return a form in which turns can be compared; 1, 1.0 and True differ."""
-    calls = [written.call for written in said.calls]
-    return [said.text, *(isinstance(c, ToolCall) and (c.name, write_json(sorted(c.arguments.items()))) for c in calls)]
+    calls = [written.call for written in turn.calls]
+    return [turn.text, *(isinstance(c, ToolCall) and (c.name, write_json(sorted(c.arguments.items()))) for c in calls)]
 
 
 def read_json(text: str) -> Any:
@@ -367,5 +369,5 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 @lru_cache(maxsize=16)  # the library leaks a few kilobytes per copy, and a server makes a renderer for each request
 def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
     """Return a copy that finds no added token in a text, special or not, and does not normalize."""
-    held = json.loads(tokenizer.to_str()) | {"added_tokens": [], "normalizer": None, "post_processor": None}
-    return Tokenizer.from_str(json.dumps(held | {"truncation": None, "padding": None}))
+    state = json.loads(tokenizer.to_str()) | {"added_tokens": [], "normalizer": None, "post_processor": None}
+    return Tokenizer.from_str(json.dumps(state | {"truncation": None, "padding": None}))

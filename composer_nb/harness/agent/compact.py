@@ -113,8 +113,8 @@ class _Form(NamedTuple):
         names, extra, match = (*self.short, *self.long), len(texts) - len(self.long), self.head.fullmatch(head)
         if not match or extra not in (0, int(not self.types.keys() <= {*names})):
             raise invalid("bad call")
-        given = zip(names, (*match.groups(), *texts), strict=False)
-        arguments = {name: self.value(name, text) for name, text in given}
+        pairs = zip(names, (*match.groups(), *texts), strict=False)
+        arguments = {name: self.value(name, text) for name, text in pairs}
         more = read_json(texts[-1]) if extra else {}
         if not isinstance(more, dict) or arguments.keys() & more:
             raise invalid("bad call")
@@ -134,7 +134,7 @@ class CompactRenderer(ChatRenderer):
         """Raise ValueError also for tools whose calls would look alike or cannot be written."""
         super().__init__(tokenizer, ToolSet.tiny().schemas if tools is None else tools)
         self.pad, self.bos, self.user, self.call, self.out, self.end, self.to = (self.ids[token] for token in SPECIALS)
-        if not all(held.special for n, held in tokenizer.get_added_tokens_decoder().items() if n in self.names):
+        if not all(added.special for n, added in tokenizer.get_added_tokens_decoder().items() if n in self.names):
             raise ValueError(f"the tokens {', '.join(SPECIALS)} must be special")
         forms = [_Form.of(tool["function"]) for tool in self.tools]
         self.ends = any(form.word == DONE != form.tool for form in forms)
@@ -152,7 +152,7 @@ class CompactRenderer(ChatRenderer):
 
     def parse(self, token_ids: Sequence[int]) -> Said:
         """Parse a turn: its calls, or an error for each unreadable one; without a tool that ends conversations, also a text."""
-        cuts = [place for place, token in enumerate(token_ids) if token == self.call]
+        cuts = [position for position, token in enumerate(token_ids) if token == self.call]
         parts = [list(token_ids[a + 1 : b]) for a, b in zip([-1, *cuts], [*cuts, len(token_ids)], strict=True)]
         ended = parts[-1][-1:] == [self.end]
         read = [self._part(part, part if n < len(cuts) else part[:-1], ended) for n, part in enumerate(parts)]
@@ -168,11 +168,11 @@ class CompactRenderer(ChatRenderer):
 
     def _thought(self, token_ids: Sequence[int]) -> int:
         # The last token is never thinking: it distinguishes a summary from a turn.
-        return max((place + 1 for place, token in enumerate(token_ids[:-1]) if token == self.to), default=0)
+        return max((position + 1 for position, token in enumerate(token_ids[:-1]) if token == self.to), default=0)
 
-    def unknown_call(self, said: Said) -> tuple[str, str, str] | None:
-        name = said.calls[0].text.partition(" ")[0].removesuffix("<|end|>") if said.calls else ""
-        return (said.calls[0].id, name, "{") if name.isidentifier() and name != DONE else None
+    def unknown_call(self, turn: Said) -> tuple[str, str, str] | None:
+        name = turn.calls[0].text.partition(" ")[0].removesuffix("<|end|>") if turn.calls else ""
+        return (turn.calls[0].id, name, "{") if name.isidentifier() and name != DONE else None
 
     def _parse_so_far(self, token_ids: Sequence[int]) -> Sequence[Written]:
         calls = self.parse(token_ids).calls
@@ -244,11 +244,11 @@ class CompactRenderer(ChatRenderer):
     def _results(self, results: Sequence[CallResult]) -> list[Piece]:
         return [piece for result in results for piece in (self.out, result.text, self.end)]
 
-    def _said(self, said: Said) -> list[Piece]:
-        if not said.calls:
-            return [DONE, self.to, said.text] if said.text else [DONE]
+    def _said(self, turn: Said) -> list[Piece]:
+        if not turn.calls:
+            return [DONE, self.to, turn.text] if turn.text else [DONE]
         pieces: list[Piece] = []
-        for call in (written.call for written in said.calls):
+        for call in (written.call for written in turn.calls):
             if not isinstance(call, ToolCall) or call.name not in self._tools:
                 raise ValueError(f"messages: the format has calls of {', '.join(self._tools)} alone")
             pieces += [self.call, *self._tools[call.name].write(call.arguments, self.to)]

@@ -12,8 +12,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from composer_nb.harness.policy import Completion, Policy, Request, Trace
-from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, Executor
 from composer_nb.harness.sandbox.errors import SandboxFailure
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest, Executor
 
 __all__ = ["Driver", "Job", "Seat", "drive"]
 Result = TypeVar("Result")
@@ -63,8 +63,8 @@ class Seat(Generic[Result]):
 
     def ask(self, request: Request, until: float = math.inf) -> Completion:
         """Return the next turn of a rollout. Raises ProviderFailure if the provider fails."""
-        done: Completion = self._answer(request)
-        return done
+        completion: Completion = self._answer(request)
+        return completion
 
     def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
         """Execute calls. Raises SandboxFailure if a sandbox fails."""
@@ -160,8 +160,8 @@ class Driver(Generic[Result]):
                 return []
             while self._waits(Release) or (self._waits(CallRequest) and self._batch.done()):
                 self._execute()
-                for position, given in self._taken(Release):
-                    self._answer(position, self.policy.release(given.rollout))
+                for position, released in self._taken(Release):
+                    self._answer(position, self.policy.release(released.rollout))
                 if not self._hear(until):
                     return []
             for position, request in self._taken(Request):
@@ -181,18 +181,20 @@ class Driver(Generic[Result]):
         if (seat := self._alive.get(position)) is None:
             return
         seat.dropped = True
-        asked = position in self._names.values()
-        self._names = {rollout: place for rollout, place in self._names.items() if place != position}
+        in_policy = position in self._names.values()
+        self._names = {rollout: owner for rollout, owner in self._names.items() if owner != position}
         for stop in seat.at_drop:
             stop()
-        if asked:
+        if in_policy:
             self._answer(position, Dropped())
         while position in self._alive:
-            given = self._waiting.pop(position, None)
-            if given is None:
+            request = self._waiting.pop(position, None)
+            if request is None:
                 self._take(*self._requests.get())
             else:
-                self._answer(position, self.policy.release(given.rollout) if isinstance(given, Release) else Dropped())
+                self._answer(
+                    position, self.policy.release(request.rollout) if isinstance(request, Release) else Dropped()
+                )
         ended = self._results.pop()[1]
         if not isinstance(error := ended.exception(), Dropped | None):
             raise error
@@ -229,27 +231,29 @@ class Driver(Generic[Result]):
 
     def _taken(self, kind: type[Any]) -> list[tuple[int, Any]]:
         """Remove the requests of a kind and return them in order of position."""
-        found = sorted((position, asked) for position, asked in self._waiting.items() if isinstance(asked, kind))
-        for position, _ in found:
+        requests = sorted(
+            (position, request) for position, request in self._waiting.items() if isinstance(request, kind)
+        )
+        for position, _ in requests:
             del self._waiting[position]
-        return found
+        return requests
 
     def _answer(self, position: int, answer: Answer) -> None:
         self._working.add(position)
         self._alive[position].answer(answer)
 
     def _waits(self, *kinds: type[Any]) -> bool:
-        return any(isinstance(asked, kinds) for asked in self._waiting.values())
+        return any(isinstance(request, kinds) for request in self._waiting.values())
 
     def _execute(self) -> None:
         """Execute the requested calls: in lockstep now, otherwise beside the policy's steps, after the last batch."""
-        if not self._batch.done() or not (asked := self._taken(CallRequest)):
+        if not self._batch.done() or not (requests := self._taken(CallRequest)):
             return
-        self._working |= {position for position, _ in asked}
-        seats = [self._alive[position] for position, _ in asked]
+        self._working |= {position for position, _ in requests}
+        seats = [self._alive[position] for position, _ in requests]
 
         def run() -> None:
-            outcomes = _execute(self.sandboxes, [request for _, request in asked])
+            outcomes = _execute(self.sandboxes, [request for _, request in requests])
             for seat, outcome in zip(seats, outcomes, strict=True):
                 seat.answer(outcome)
 

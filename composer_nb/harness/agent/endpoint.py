@@ -337,9 +337,9 @@ def call_on_wire(id: str, name: str, arguments: str) -> dict[str, Any]:
 def spoken(message: Mapping[str, Any]) -> tuple[dict[str, Any], list[ToolCall | ToolError]]:
     """Return a reply in the form for the next request, and its calls, with an error for each malformed one."""
     content = message.get("content")
-    said: dict[str, Any] = {"role": "assistant", "content": content if isinstance(content, str) else ""}
+    turn: dict[str, Any] = {"role": "assistant", "content": content if isinstance(content, str) else ""}
     calls: list[ToolCall | ToolError] = []
-    kept: list[dict[str, Any]] = []
+    wire_calls: list[dict[str, Any]] = []
     listed = message.get("tool_calls") or []
     for number, call in enumerate(listed if isinstance(listed, list) else [listed]):
         function = call.get("function") if isinstance(call, dict) else None
@@ -347,16 +347,16 @@ def spoken(message: Mapping[str, Any]) -> tuple[dict[str, Any], list[ToolCall | 
         name, arguments = str(function.get("name", "")), function.get("arguments", "")
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
         id = call.get("id") if isinstance(call, dict) else None
-        kept.append(call_on_wire(str(id or f"call_{number}"), name, text))
+        wire_calls.append(call_on_wire(str(id or f"call_{number}"), name, text))
         calls.append(_call(name, text))
-    return said | ({"tool_calls": kept} if kept else {}), calls
+    return turn | ({"tool_calls": wire_calls} if wire_calls else {}), calls
 
 
 def _call(name: str, arguments: str) -> ToolCall | ToolError:
     try:
-        held = read_json(arguments or "{}")
+        value = read_json(arguments or "{}")
     except ToolError as error:
         return error
-    if not name or not isinstance(held, dict):
+    if not name or not isinstance(value, dict):
         return invalid("a call needs a name and one JSON object of arguments")
-    return ToolCall(name=name, arguments=held)
+    return ToolCall(name=name, arguments=value)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from composer_nb.harness.agent.chat import CallResult, ChatRenderer
-from composer_nb.harness.rewards import called
 from composer_nb.harness.rollout import Hint, Kind, Rollout, Turn
+from composer_nb.harness.terms.registry import called
 from composer_nb.harness.tools.toolset import ToolSet
 
 
@@ -28,13 +28,13 @@ def hints_of(rollout: Rollout, renderer: ChatRenderer, tools: ToolSet) -> list[l
         if not turn.beside or not messages:
             messages.append([])
         messages[-1].append(turn)
-    rest, found = iter(messages), list[list[Hint]]()
+    rest, hints = iter(messages), list[list[Hint]]()
     for segment in rollout.segments:
-        found.append([])
+        hints.append([])
         for places in segment.messages:
             if segment.kind[places[-1]] != Kind.SUMMARY and (text := hint_for(next(rest, []), tools)):
-                found[-1].append(hint_at(int(places[0]), int(places[-1]) + 1, text, renderer))
-    return found
+                hints[-1].append(hint_at(int(places[0]), int(places[-1]) + 1, text, renderer))
+    return hints
 
 
 def hint_at(start: int, stop: int, text: str, renderer: ChatRenderer) -> Hint:

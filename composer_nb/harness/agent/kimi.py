@@ -77,13 +77,13 @@ class KimiRenderer(ChatRenderer):
             for piece in self._message("system", "tool", f"## Return of {result.id}\n{result.text}")
         ]
 
-    def _said(self, said: Said) -> list[Piece]:
-        pieces: list[Piece] = [said.text]
-        for written in said.calls:
+    def _said(self, turn: Said) -> list[Piece]:
+        pieces: list[Piece] = [turn.text]
+        for written in turn.calls:
             assert isinstance(written.call, ToolCall)
             arguments = write_json(dict(written.call.arguments))
             pieces += [self.ids[CALL], written.id, self.ids[ARGUMENT], arguments, self.ids[CALL_END]]
-        return [said.text, self.ids[SECTION], *pieces[1:], self.ids[SECTION_END]] if said.calls else pieces
+        return [turn.text, self.ids[SECTION], *pieces[1:], self.ids[SECTION_END]] if turn.calls else pieces
 
     def _read(self, pieces: Sequence[Piece]) -> Said:
         text, calls = "", list[Written]()
@@ -135,17 +135,17 @@ class KimiRenderer(ChatRenderer):
     def _written(self, pieces: Sequence[Piece], names: Sequence[str], ended: bool, number: int) -> Written:
         if not ended or list(names) not in (["", ARGUMENT, ""], ["", ARGUMENT]):
             return unread(number, "a call is an id, arguments and an end")
-        told = str(pieces[0]).strip()
-        match = ID.fullmatch(told)
+        call_id = str(pieces[0]).strip()
+        match = ID.fullmatch(call_id)
         if match is None:
-            return unread(number, f"{told[:80]!r} is not the id of a call: functions.NAME:NUMBER")
+            return unread(number, f"{call_id[:80]!r} is not the id of a call: functions.NAME:NUMBER")
         try:
             arguments = read_json(str(pieces[2]) if len(pieces) > 2 else "")
         except ToolError as error:
-            return Written(id=told, call=error)
+            return Written(id=call_id, call=error)
         if not isinstance(arguments, dict):
-            return Written(id=told, call=invalid("arguments are one JSON object"))
-        return Written(id=told, call=ToolCall(name=match[1], arguments=arguments))
+            return Written(id=call_id, call=invalid("arguments are one JSON object"))
+        return Written(id=call_id, call=ToolCall(name=match[1], arguments=arguments))
 
 
 def _beginning(text: str) -> str:

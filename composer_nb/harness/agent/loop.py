@@ -18,7 +18,6 @@ from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.harness.rollout import Rollout, Segment, Turn
 from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.tools.session import Session
-from composer_nb.harness.tools.tiny import Workspace
 from composer_nb.harness.tools.tool_call import Reply
 from composer_nb.harness.tools.toolset import ToolSet
 
@@ -75,7 +74,7 @@ def conversation(
     instruction: str,
     turn_policy: TurnPolicy,
     tools: ToolSet,
-    workspace: Session | Workspace,
+    session: Session,
     limits: Limits,
     report: Told = silent,
     clock: Callable[[], float] = time.monotonic,
@@ -90,15 +89,18 @@ def conversation(
     began, read, written, used, summaries = clock(), 0, 0, 0, 0
     news: News = [User(text=instruction)]
     stop, why = "turns", ""
-    workspace.left = lambda: limits.seconds - (clock() - began)
+    session.left = lambda: limits.seconds - (clock() - began)
     try:
         for _ in range(limits.turns):
             if turns and (brief := turn_policy.condense(news, began + limits.seconds)):
                 read, written, summaries = read + brief.read, written + brief.written, summaries + 1
                 report(brief.said)
-                todos = workspace.todos.values() if isinstance(workspace, Session) else ()
-                path = workspace.remember(history(instruction, turns))
-                news = [User(text=resumed(instruction, brief.said.text, summaries, todos, path, tools.terse))]
+                path = session.remember(history(instruction, turns))
+                news = [
+                    User(
+                        text=resumed(instruction, brief.said.text, summaries, session.todos.values(), path, tools.terse)
+                    )
+                ]
             spoken = turn_policy.say(news, began + limits.seconds) if used < limits.tokens else None
             if spoken is None:
                 stop = "tokens"
@@ -108,7 +110,7 @@ def conversation(
             read, written, used = read + spoken.read, written + spoken.written, spoken.read + spoken.written
             report(spoken.said)
             calls = spoken.said.calls
-            replies = tools.answer(workspace, [written.call for written in calls])
+            replies = tools.answer(session, [written.call for written in calls])
             answered = _turns(spoken.said, replies, tools)
             turns += answered
             for turn in answered:
@@ -116,7 +118,7 @@ def conversation(
             if not replies or replies[-1].ends:
                 stop = "finished"
                 break
-            if workspace.left() < 0:
+            if session.left() < 0:
                 stop = "time"
                 break
             news = [CallResult(id=call.id, text=turn.observation) for call, turn in zip(calls, answered, strict=True)]
@@ -132,10 +134,10 @@ def conversation(
     return Conversation(turns=tuple(turns), stop=stop, read=read, written=written, seconds=clock() - began, why=why)
 
 
-def _turns(said: Said, replies: Sequence[Reply], tools: ToolSet) -> list[Turn]:
+def _turns(message: Said, replies: Sequence[Reply], tools: ToolSet) -> list[Turn]:
     """Return the turns of a message, one per call, as stored with a rollout."""
     if not replies:
-        return [Turn(call="", observation="", said=said.text)]
+        return [Turn(call="", observation="", said=message.text)]
     return [
         Turn(
             call=reply.call.json if reply.call.name else written.text,
@@ -143,11 +145,11 @@ def _turns(said: Said, replies: Sequence[Reply], tools: ToolSet) -> list[Turn]:
             error=reply.error,
             tests_passed=reply.tests_passed,
             tests_run=reply.tests_run,
-            said="" if number else said.text,
+            said="" if number else message.text,
             beside=number > 0,
             seconds=reply.seconds,
         )
-        for number, (written, reply) in enumerate(zip(said.calls, replies, strict=False))
+        for number, (written, reply) in enumerate(zip(message.calls, replies, strict=False))
     ]
 
 

@@ -90,8 +90,8 @@ class QwenRenderer(ChatRenderer):
             return self._message("system", system) if system else []
         tools = "\n".join(_declared(tool["function"]) for tool in self.tools)
         before, (call, after) = HOW.split(CALL)[0], HOW.split(CALL)[1].split(CALL_END)
-        told = f"{system}\n\n# Tools\n\n<tools>\n{tools}\n</tools>{before}"
-        return self._message("system", told, self.ids[CALL], call, self.ids[CALL_END], after)
+        head = f"{system}\n\n# Tools\n\n<tools>\n{tools}\n</tools>{before}"
+        return self._message("system", head, self.ids[CALL], call, self.ids[CALL_END], after)
 
     def _user(self, text: str) -> list[Piece]:
         return self._message("user", text)
@@ -106,12 +106,12 @@ class QwenRenderer(ChatRenderer):
         pieces = [p for r in results for p in (self.ids[RESPONSE], f"\n{r.text}\n", self.ids[RESPONSE_END], "\n")]
         return self._message("user", *pieces)
 
-    def _said(self, said: Said) -> list[Piece]:
-        pieces: list[Piece] = [said.text + "\n\n" if said.text and said.calls else said.text]
-        for number, written in enumerate(said.calls):
+    def _said(self, turn: Said) -> list[Piece]:
+        pieces: list[Piece] = [turn.text + "\n\n" if turn.text and turn.calls else turn.text]
+        for number, written in enumerate(turn.calls):
             assert isinstance(written.call, ToolCall)
-            given = written.call.arguments.items()
-            values = "".join(f"<parameter={name}>\n{_spelled(value)}\n</parameter>\n" for name, value in given)
+            arguments = written.call.arguments.items()
+            values = "".join(f"<parameter={name}>\n{_spelled(value)}\n</parameter>\n" for name, value in arguments)
             body = f"\n<function={written.call.name}>\n{values}</function>\n"
             pieces += ["\n" if number else "", self.ids[CALL], body, self.ids[CALL_END]]
         return pieces
@@ -163,9 +163,9 @@ class QwenRenderer(ChatRenderer):
             required = parameters.get("required") or ()
             schemas = {**{key: {} for key in required}, **self.parameters[tool["name"]].get("properties", {})}
             check_name(FUNCTION, f"<function={tool['name']}>", tool["name"])
-            for place, (name, schema) in enumerate(schemas.items()):
+            for index, (name, schema) in enumerate(schemas.items()):
                 check_name(FUNCTION, f"<function={name}>", name)
-                value, rule = _value_rule(schema, parameters, name, f"VALUE{number}X{place}")
+                value, rule = _value_rule(schema, parameters, name, f"VALUE{number}X{index}")
                 yield rule
                 part = f'{json.dumps(f"<parameter={name}>{chr(10)}")} {value} "\\n"'
                 parts.append(part if name in required else f"({part})?")
@@ -246,11 +246,11 @@ def kinds(schema: Any) -> frozenset[str]:
     if not isinstance(schema, Mapping):
         return KINDS
     if "type" in schema:
-        said = schema["type"]
-        return frozenset([said] if isinstance(said, str) else said) & KINDS
+        named = schema["type"]
+        return frozenset([named] if isinstance(named, str) else named) & KINDS
     for key in ("anyOf", "oneOf"):
         if key in schema:
-            return frozenset(kind for each in schema[key] for kind in kinds(each))
+            return frozenset(kind for option in schema[key] for kind in kinds(option))
     if "enum" in schema or "const" in schema:
         return frozenset(_kind(value) for value in schema.get("enum", [schema.get("const")]))
     return KINDS
@@ -290,12 +290,14 @@ def _declared(function: Mapping[str, Any]) -> str:
     parts = [f"<function>\n<name>{function['name']}</name>"]
     if function.get("description"):
         parts.append(f"<description>{function['description'].strip()}</description>")
-    known = {name: told if isinstance(told, Mapping) else {} for name, told in schema.get("properties", {}).items()}
-    if schema.keys() == {"type", "properties"} and all(told.keys() == {"type"} for told in known.values()):
-        lines = [f"{name}: {told['type']}" for name, told in known.items()]
+    properties = {
+        name: told if isinstance(told, Mapping) else {} for name, told in schema.get("properties", {}).items()
+    }
+    if schema.keys() == {"type", "properties"} and all(told.keys() == {"type"} for told in properties.values()):
+        lines = [f"{name}: {told['type']}" for name, told in properties.items()]
         return "\n".join([*parts, *lines, "</function>"])
     parts.append("<parameters>")
-    for name, told in known.items():
+    for name, told in properties.items():
         parts.append(f"<parameter>\n<name>{name}</name>")
         parts += [f"<{key}>{_spelled(value)}</{key}>" for key, value in told.items()]
         parts.append("</parameter>")

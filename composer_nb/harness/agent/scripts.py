@@ -119,11 +119,13 @@ def read_script(path: Path) -> Script:
     Raises ValueError, which names the fault, or FileNotFoundError.
     """
     try:
-        held = _SCRIPT.validate_json(path.read_bytes())
+        entries = _SCRIPT.validate_json(path.read_bytes())
     except ValueError as error:
         form = '{"text": "…", "calls": [{"name": "…", "arguments": {…}}]}'
         raise ValueError(f"{path}: not a script ({error!r:.200}): give a list of turns, each {form}") from None
-    turns = [turn([call(one.name, **one.arguments) for one in each.calls], each.text) for each in held]
+    turns = [
+        turn([call(scripted.name, **scripted.arguments) for scripted in entry.calls], entry.text) for entry in entries
+    ]
     if not turns or turns[-1].calls:
         raise ValueError(f"{path}: the last turn of a script must have no calls, to end the conversation")
     return play(turns)

@@ -106,8 +106,8 @@ class Shared:
                 self._asked[request.rollout] = answer
 
     def _forget(self, rollout: int) -> Any:
-        if asked := self._asked.pop(rollout, None):
-            asked.cancel()
+        if answer := self._asked.pop(rollout, None):
+            answer.cancel()
         return self.policy.release(rollout)
 
     def _order(self, what: Callable[[], Any]) -> Future[Any]:
@@ -122,14 +122,14 @@ class Shared:
         over: BaseException = ProviderFailure("the policy was closed")
         try:
             while self._obey():
-                done = self.policy.step()
-                self._still = self.lockstep and bool(done)
-                for turn in done:
-                    asked = self._asked.pop(turn.rollout)
+                completions = self.policy.step()
+                self._still = self.lockstep and bool(completions)
+                for turn in completions:
+                    answer = self._asked.pop(turn.rollout)
                     if isinstance(turn, ProviderFailure):
-                        asked.set_exception(turn)
+                        answer.set_exception(turn)
                     else:
-                        asked.set_result(turn)
+                        answer.set_result(turn)
         except BaseException as error:  # of the policy: all waiting requests get it
             over = error
         with self._lock:
@@ -137,8 +137,8 @@ class Shared:
         while not self._orders.empty():
             if order := self._orders.get():
                 order[1].set_exception(over)
-        for asked in self._asked.values():
-            asked.set_exception(over)
+        for answer in self._asked.values():
+            answer.set_exception(over)
 
     def _obey(self) -> bool:
         """Carry out all waiting orders; if idle, wait for one. Return False at the end."""

@@ -87,9 +87,9 @@ class ScriptTurnPolicy(TokenlessTurnPolicy):
 
     def say(self, news: News, until: float) -> Spoken:
         self._talk += news
-        said = self.script(self._talk)
-        self._talk.append(said)
-        return Spoken(said=said)
+        turn = self.script(self._talk)
+        self._talk.append(turn)
+        return Spoken(said=turn)
 
 
 class TokenTurnPolicy:
@@ -175,9 +175,9 @@ class TokenTurnPolicy:
 
     def _truncate(self) -> None:
         """End the segment. The next one begins with the start of the conversation and the newest turns (half a trigger)."""
-        held = self._transcript.token_ids
-        starts = [at for at in self._starts if len(held) - at <= self.summary.trigger // 2] or self._starts[-1:]
-        self._kept = [*self._prompt, *held[starts[0] :]]
+        token_ids = self._transcript.token_ids
+        starts = [at for at in self._starts if len(token_ids) - at <= self.summary.trigger // 2] or self._starts[-1:]
+        self._kept = [*self._prompt, *token_ids[starts[0] :]]
         self._starts = [start - starts[0] + len(self._prompt) for start in starts]
         self._end()
 

@@ -100,7 +100,7 @@ def text_lines(data: bytes) -> list[str]:
 
 def _weights(path: str, span: Span, lines: Sequence[str]) -> dict[int, float]:
     text = "\n".join(lines[span.first - 1 : span.last])
-    comment = " ".join(part for found in _DOCSTRING.findall(text) for part in found)
+    comment = " ".join(part for groups in _DOCSTRING.findall(text) for part in groups)
     return weigh([(text, 1.0), (span.name, _NAME), (path.removesuffix(".py"), _PATH), (comment, _COMMENT)])
 
 
@@ -160,30 +160,32 @@ def _name(definition: Node) -> str:
     return ((name and name.text) or b"").decode(errors="replace")[:200]
 
 
-def _chunks(found: Sequence[Span], lines: Sequence[str], imports: set[int]) -> Iterator[Span]:
+def _chunks(definitions: Sequence[Span], lines: Sequence[str], imports: set[int]) -> Iterator[Span]:
     """Assign every line to the innermost definition around it; the rest of holders and of the file are chunks if they are not
     blank."""
     owner = np.zeros(len(lines) + 2, np.int32)
-    for number, span in enumerate(found, 1):  # inner definitions come later
+    for number, span in enumerate(definitions, 1):  # inner definitions come later
         owner[span.first : span.last + 1] = number
-    holders = {number for number, span in enumerate(found, 1) if (owner[span.first : span.last + 1] != number).any()}
+    holders = {
+        number for number, span in enumerate(definitions, 1) if (owner[span.first : span.last + 1] != number).any()
+    }
     ends = np.flatnonzero(np.diff(owner[1:-1])) + 1
     runs = [(int(a) + 1, int(b)) for a, b in zip([0, *ends], [*ends, len(lines)], strict=True)]
     carried: int | None = None
     for first, last in runs:
         number = int(owner[first])
-        span = found[number - 1] if number else Span(first=1, last=len(lines))
+        span = definitions[number - 1] if number else Span(first=1, last=len(lines))
         if number and number not in holders:
             yield from _windows(Span(first=carried or first, last=last, name=span.name), lines, _LONGEST_CHUNK)
             carried = None
             continue
-        said = [n for n in range(first, last + 1) if n not in imports and re.search(r"\w", lines[n - 1])]
-        head = first == span.first and (bool(number) or (bool(said) and lines[0].startswith(_REMARK)))
-        if head or len(said) > _FEW or (said and not found):
+        full = [n for n in range(first, last + 1) if n not in imports and re.search(r"\w", lines[n - 1])]
+        head = first == span.first and (bool(number) or (bool(full) and lines[0].startswith(_REMARK)))
+        if head or len(full) > _FEW or (full and not definitions):
             yield from _windows(Span(first=carried or first, last=last, name=span.name), lines, _LONGEST_CHUNK)
             carried = None
         else:
-            carried = (carried or said[0]) if said else None
+            carried = (carried or full[0]) if full else None
 
 
 def _windows(span: Span, lines: Sequence[str], longest: int) -> Iterator[Span]:

@@ -80,8 +80,8 @@ def weigh(fields: Iterable[tuple[str, float]]) -> dict[int, float]:
     weights: dict[int, float] = {}
     for text, factor in fields:
         for word, count in Counter(words(text)).items():
-            for each in _word_ids(word):
-                weights[each] = weights.get(each, 0.0) + factor * count
+            for term in _word_ids(word):
+                weights[term] = weights.get(term, 0.0) + factor * count
     return weights
 
 
@@ -102,12 +102,12 @@ class Embedding:
 
         A weight w counts as log(1 + w). A text without a known term is the zero vector.
         """
-        place = np.minimum(np.searchsorted(self.terms, terms), len(self.terms) - 1)
-        factor = np.where(self.terms[place] == terms, np.log1p(weights), 0.0).astype(np.float32)
+        row_of = np.minimum(np.searchsorted(self.terms, terms), len(self.terms) - 1)
+        factor = np.where(self.terms[row_of] == terms, np.log1p(weights), 0.0).astype(np.float32)
         ends = np.concatenate([[0], np.cumsum(counts)])
         out = np.zeros((len(counts), self.vectors.shape[1]), np.float32)
         for row, (first, last) in zip(out, pairwise(ends), strict=True):  # all at once would not fit into memory
-            row[:] = factor[first:last] @ self.vectors[place[first:last]]
+            row[:] = factor[first:last] @ self.vectors[row_of[first:last]]
         norm = np.linalg.norm(out, axis=1, keepdims=True)
         return np.divide(out, norm, out=out, where=norm > 0)
 

@@ -46,9 +46,9 @@ class _Pattern:
 
     def names(self, path: str, folder: bool) -> bool:
         """Return whether the rule matches a file or folder itself, not only a folder that contains it."""
-        if (found := self.regex.search(path)) and not found.lastindex:
+        if (match := self.regex.search(path)) and not match.lastindex:
             return True
-        marks = (found.end(found.lastindex) for found in self.regex.finditer(path + "/") if found.lastindex)
+        marks = (match.end(match.lastindex) for match in self.regex.finditer(path + "/") if match.lastindex)
         return folder and len(path) + 1 in marks
 
 

@@ -53,33 +53,37 @@ class ChunkTable:
 
     def __init__(self, files: Mapping[str, _IndexedFile], width: int) -> None:
         self.paths = sorted(files)
-        found = [files[path] for path in self.paths]
-        counts = np.concatenate([np.zeros(0, np.int32), *(each.chunks.counts for each in found)])
-        self.file = np.repeat(np.arange(len(found)), [len(each.chunks.counts) for each in found])  # [C], into `paths`
-        self.spans = np.concatenate([np.zeros((0, 2), np.int32), *(each.chunks.spans for each in found)])
-        self.vectors = np.concatenate([np.zeros((0, width), np.float32), *(each.vectors for each in found)])
-        self.terms = np.concatenate([np.zeros(0, np.uint64), *(each.chunks.terms for each in found)])
-        self.weights = np.concatenate([np.zeros(0, np.float32), *(each.chunks.weights for each in found)])
+        indexed = [files[path] for path in self.paths]
+        counts = np.concatenate([np.zeros(0, np.int32), *(file.chunks.counts for file in indexed)])
+        self.file = np.repeat(
+            np.arange(len(indexed)), [len(file.chunks.counts) for file in indexed]
+        )  # [C], into `paths`
+        self.spans = np.concatenate([np.zeros((0, 2), np.int32), *(file.chunks.spans for file in indexed)])
+        self.vectors = np.concatenate([np.zeros((0, width), np.float32), *(file.vectors for file in indexed)])
+        self.terms = np.concatenate([np.zeros(0, np.uint64), *(file.chunks.terms for file in indexed)])
+        self.weights = np.concatenate([np.zeros(0, np.float32), *(file.chunks.weights for file in indexed)])
         self.chunk = np.repeat(np.arange(len(counts)), counts)  # [N]
         self.length = np.bincount(self.chunk, self.weights, len(counts))  # [C]
         self.low = self.terms.astype(np.uint16)  # [N]: 16 bits of each term, to find candidates by
 
-    def bm25(self, asked: Mapping[int, float]) -> NDArray[np.float32]:
+    def bm25(self, query: Mapping[int, float]) -> NDArray[np.float32]:
         """Return the BM25 score of every chunk, [C], for the terms of a query and their weights."""
-        if not asked or not len(self.file):
+        if not query or not len(self.file):
             return np.zeros(len(self.file), np.float32)
-        terms = np.array(sorted(asked), np.uint64)
+        terms = np.array(sorted(query), np.uint64)
         maybe = np.zeros(1 << 16, bool)
         maybe[terms.astype(np.uint16)] = True
         some = np.flatnonzero(maybe[self.low])
-        place = np.minimum(np.searchsorted(terms, self.terms[some]), len(terms) - 1)
-        same = terms[place] == self.terms[some]
-        some, place = some[same], place[same]
-        held = np.bincount(place, minlength=len(terms))  # a chunk holds a term once
-        idf = np.array([asked[int(term)] for term in terms]) * np.log1p((len(self.file) - held + 0.5) / (held + 0.5))
+        index = np.minimum(np.searchsorted(terms, self.terms[some]), len(terms) - 1)
+        same = terms[index] == self.terms[some]
+        some, index = some[same], index[same]
+        frequency = np.bincount(index, minlength=len(terms))  # a chunk holds a term once
+        idf = np.array([query[int(term)] for term in terms]) * np.log1p(
+            (len(self.file) - frequency + 0.5) / (frequency + 0.5)
+        )
         weight, chunk = self.weights[some], self.chunk[some]
         impact = weight * (K1 + 1) / (weight + K1 * (1 - B + B * self.length[chunk] / self.length.mean()))
-        return np.bincount(chunk, idf[place] * impact, len(self.file)).astype(np.float32)
+        return np.bincount(chunk, idf[index] * impact, len(self.file)).astype(np.float32)
 
     def inside(self, folders: Sequence[str]) -> NDArray[np.bool_]:
         """Return which chunks are of files in these folders, [C]. A folder may also be a file."""
@@ -160,24 +164,24 @@ class CodeIndex:
         if limit < 1:
             raise ValueError(f"limit={limit}: at least 1")
         places, scores = fused(*self.scores(query, directories))
-        return [self.hit(place, score) for place, score in zip(places[:limit], scores, strict=False)]
+        return [self.hit(position, score) for position, score in zip(places[:limit], scores, strict=False)]
 
     def scores(self, query: str, directories: Sequence[str] = ()) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Return BM25 and cosine of every chunk, [C] each; 0 for chunks outside of `directories`."""
-        table, asked = self.table(), weigh([(query, 1.0)])
-        terms, weights = np.array(list(asked), np.uint64), np.array(list(asked.values()), np.float32)
-        [vector] = self._embedding.encode(terms, weights, [len(asked)])
-        bm25, cosine = table.bm25(asked), table.vectors @ vector
+        table, weights_of = self.table(), weigh([(query, 1.0)])
+        terms, weights = np.array(list(weights_of), np.uint64), np.array(list(weights_of.values()), np.float32)
+        [vector] = self._embedding.encode(terms, weights, [len(weights_of)])
+        bm25, cosine = table.bm25(weights_of), table.vectors @ vector
         if folders := [folder.strip("/").removeprefix("./") for folder in directories if folder.strip("./")]:
             outside = ~table.inside(folders)
             bm25[outside], cosine[outside] = 0, 0
         return bm25, cosine
 
-    def hit(self, place: int, score: float) -> Hit:
+    def hit(self, position: int, score: float) -> Hit:
         """Return the chunk at a place of `scores`."""
         table = self.table()
-        path = table.paths[table.file[place]]
-        first, last = (int(line) for line in table.spans[place])
+        path = table.paths[table.file[position]]
+        first, last = (int(line) for line in table.spans[position])
         lines = text_lines(self._files[path].data)[first - 1 : last]
         return Hit(path=path, first_line=first, last_line=last, text="\n".join(lines), score=score)
 

@@ -1,7 +1,1 @@
-"""Further reward terms: importing this package registers them (`rewards.term_named` does, when a weight names one)."""
-
-from __future__ import annotations
-
-from composer_nb.harness.terms import conduct, style
-
-__all__ = ["conduct", "style"]
+"""Terms of rewards: their registry, and further ones, which are imported once a weight names one."""

@@ -17,10 +17,10 @@ from typing import NamedTuple
 from composer_nb.harness import syntax
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.grading.source import Function
-from composer_nb.harness.rewards import term
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.toolchain import host_programs
 from composer_nb.harness.tasks.scope import is_test_module
+from composer_nb.harness.terms.registry import term
 
 LINTS, STYLE = ("F", "E9", "B"), ("E4", "E7", "W", "I", "N", "C4", "C90", "SIM", "RET", "PIE")
 """Rules of ruff about probable errors, and about style."""
@@ -60,12 +60,12 @@ def _changed(rollout: Rollout) -> list[tuple[str, str, str]]:
     """Return path, text before and text after of each Python file that differs."""
     paths = sorted({*rollout.before, *rollout.files})
     pairs = [(p, rollout.before.get(p, ""), rollout.files.get(p, "")) for p in paths if p.endswith(".py")]
-    return [each for each in pairs if each[1] != each[2]]
+    return [pair for pair in pairs if pair[1] != pair[2]]
 
 
-def _delta(rollout: Rollout, place: int) -> float:
+def _delta(rollout: Rollout, index: int) -> float:
     findings("")
-    return saturated(sum(findings(new)[place] - findings(old)[place] for _, old, new in _changed(rollout)))
+    return saturated(sum(findings(new)[index] - findings(old)[index] for _, old, new in _changed(rollout)))
 
 
 @term
@@ -132,7 +132,7 @@ def case_of(name: str) -> str:
 
 def _convention(modules: Iterable[str], kind: str) -> str:
     """Return the form that most names of a kind have; empty for fewer than `FEW` that show one."""
-    names = {name for text in modules for each, name in defined(text).names if each == kind}
+    names = {name for text in modules for other, name in defined(text).names if other == kind}
     forms = Counter(form for name in sorted(names) if (form := case_of(name)) not in ("", "UPPER"))
     return forms.most_common(1)[0][0] if forms.total() >= FEW else ""
 
@@ -145,16 +145,16 @@ def odd_names(rollout: Rollout, grade: Grade) -> float:
     odd = count = 0
     for _, old, new in _changed(rollout):
         for kind, name in defined(new).names - defined(old).names:
-            wanted = _convention([old], kind) or _convention(sources, kind)
-            if wanted and (form := case_of(name)) not in ("", "UPPER"):
-                odd, count = odd + (form != wanted), count + 1
+            convention = _convention([old], kind) or _convention(sources, kind)
+            if convention and (form := case_of(name)) not in ("", "UPPER"):
+                odd, count = odd + (form != convention), count + 1
     return odd / max(1, count)
 
 
 def _functions(node: ast.AST, top: bool = True) -> Iterator[Defined]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, Function):
-            count = sum(isinstance(each, ast.arg) for each in ast.walk(child.args))
+            count = sum(isinstance(part, ast.arg) for part in ast.walk(child.args))
             yield Defined(child.name, top, count, _shape(child))
         yield from _functions(child, top and not isinstance(child, ast.ClassDef | Function))
 
@@ -164,25 +164,25 @@ def _shape(function: Function) -> str:
     nodes = [node for part in (function.args, *body) for node in ast.walk(part)]
     if len(nodes) < SMALL:
         return ""
-    own = {function.name: "f"}
+    renamed = {function.name: "f"}
     for node in nodes:
         if isinstance(node, ast.arg):
-            own.setdefault(node.arg, f"v{len(own)}")
+            renamed.setdefault(node.arg, f"v{len(renamed)}")
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            own.setdefault(node.id, f"v{len(own)}")
-    return "\n".join(_dump(part, own) for part in (function.args, *body))
+            renamed.setdefault(node.id, f"v{len(renamed)}")
+    return "\n".join(_dump(part, renamed) for part in (function.args, *body))
 
 
-def _dump(node: object, own: dict[str, str]) -> str:
+def _dump(node: object, renamed: dict[str, str]) -> str:
     """Return a syntax tree as text, with names replaced."""
     if isinstance(node, list):
-        return f"[{','.join(_dump(each, own) for each in node)}]"
+        return f"[{','.join(_dump(item, renamed) for item in node)}]"
     if not isinstance(node, ast.AST):
         return repr(node)
     named = {"arg", "id"} if isinstance(node, ast.arg | ast.Name) else set()
     fields = [(name, value) for name, value in ast.iter_fields(node) if name not in ("annotation", "ctx", "kind")]
-    held = [repr(own.get(value, value)) if name in named else _dump(value, own) for name, value in fields]
-    return f"{type(node).__name__}({','.join(held)})"
+    values = [repr(renamed.get(value, value)) if name in named else _dump(value, renamed) for name, value in fields]
+    return f"{type(node).__name__}({','.join(values)})"
 
 
 @term
@@ -191,24 +191,24 @@ def rewritten_helpers(rollout: Rollout, grade: Grade) -> float:
     whatever names, or a new function of a module with the name and the number of arguments of another module's. Tests and
     small functions do not count."""
     before, after = rollout.before, rollout.files
-    kept = [
-        (path, each)
+    helpers = [
+        (path, function)
         for path, text in before.items()
         if path.endswith(".py") and not is_test_module(path)
-        for each in defined(text).functions
-        if each.shape and each in defined(after.get(path, "")).functions
+        for function in defined(text).functions
+        if function.shape and function in defined(after.get(path, "")).functions
     ]
     again = count = 0
     for path, old, new in _changed(rollout):
-        known = defined(old).functions
-        names = {each.name for each in known}
-        for each in () if is_test_module(path) else defined(new).functions:
-            if each.shape and each not in known:
+        earlier = defined(old).functions
+        names = {function.name for function in earlier}
+        for function in () if is_test_module(path) else defined(new).functions:
+            if function.shape and function not in earlier:
                 count += 1
-                fresh = each.top and each.name not in names
+                fresh = function.top and function.name not in names
                 again += any(
-                    each.shape == other.shape
-                    or (fresh and other.top and home != path and each[:3] == other[:3] and each.name != "main")
-                    for home, other in kept
+                    function.shape == other.shape
+                    or (fresh and other.top and home != path and function[:3] == other[:3] and function.name != "main")
+                    for home, other in helpers
                 )
     return again / max(1, count)

@@ -65,9 +65,12 @@ def tool(**traits: Any) -> Callable[[Callable[..., Any]], Tool]:
         described = dict(line.split(": ", 1) for line in lines.splitlines())
         _, *parameters = inspect.signature(function, eval_str=True).parameters.values()
         fields: dict[str, Any] = {}
-        for each in parameters:
-            default = ... if each.default is each.empty else each.default
-            fields[each.name] = (each.annotation, Field(default, description=described.pop(each.name, None)))
+        for parameter in parameters:
+            default = ... if parameter.default is parameter.empty else parameter.default
+            fields[parameter.name] = (
+                parameter.annotation,
+                Field(default, description=described.pop(parameter.name, None)),
+            )
         assert not described, f"{function.__name__} has no parameter {', '.join(described)}"
         model = create_model(function.__name__, __base__=Arguments, **fields)
         text = " ".join(description.splitlines())
@@ -90,8 +93,8 @@ def check(model: type[BaseModel], arguments: object) -> BaseModel:
         wrong = []
         for part in error.errors(include_url=False, include_input=False, include_context=False):
             unknown = part["type"] == "extra_forbidden"
-            told = f"no such argument; there are {takes}" if unknown else part["msg"].removeprefix("Value error, ")
-            wrong.append(f"{'.'.join(map(str, part['loc']))[:100]}: {told}")
+            message = f"no such argument; there are {takes}" if unknown else part["msg"].removeprefix("Value error, ")
+            wrong.append(f"{'.'.join(map(str, part['loc']))[:100]}: {message}")
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise invalid(printable("; ".join(wrong[:3]) + more)) from None
 
@@ -110,21 +113,21 @@ def parameters(model: type[BaseModel], described: bool = True) -> dict[str, Any]
     return plain
 
 
-def _plain(node: Any, known: Mapping[str, Any], dropped: set[str]) -> Any:
+def _plain(node: Any, definitions: Mapping[str, Any], dropped: set[str]) -> Any:
     """Return a schema without references and some keys; an optional value has just its own type."""
     if isinstance(node, list):
-        return [_plain(part, known, dropped) for part in node]
+        return [_plain(part, definitions, dropped) for part in node]
     if not isinstance(node, dict):
         return node
     if "$ref" in node:
-        return _plain(known[node["$ref"].rpartition("/")[2]], known, dropped)
-    kept: dict[str, Any] = {}
+        return _plain(definitions[node["$ref"].rpartition("/")[2]], definitions, dropped)
+    plain: dict[str, Any] = {}
     for key, value in node.items():
         if key == "properties":
-            kept[key] = {name: _plain(part, known, dropped) for name, part in value.items()}
+            plain[key] = {name: _plain(part, definitions, dropped) for name, part in value.items()}
         elif key == "anyOf":
             [kind] = [part for part in value if part.get("type") != "null"]
-            kept |= _plain(kind, known, dropped)
+            plain |= _plain(kind, definitions, dropped)
         elif key not in dropped:
-            kept[key] = _plain(value, known, dropped)
-    return kept
+            plain[key] = _plain(value, definitions, dropped)
+    return plain

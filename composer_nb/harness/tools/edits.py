@@ -34,18 +34,18 @@ class Lines:
         return "\n".join(self.lines) + "\n" * (self.ended and bool(self.lines))
 
 
-def places(lines: Sequence[str], wanted: Sequence[str], start: int) -> Iterator[int]:
-    """Yield where `wanted`, at least one line, begins from the line `start` on.
+def places(lines: Sequence[str], block: Sequence[str], start: int) -> Iterator[int]:
+    """Yield where `block`, at least one line, begins from the line `start` on.
 
     The places do not overlap, so the time is linear in the length of the text.
     """
-    text, part = "\n".join(("", *lines[start:], "")), "\n".join(("", *wanted, ""))
+    text, part = "\n".join(("", *lines[start:], "")), "\n".join(("", *block, ""))
     number, counted = start, 0
-    place = text.find(part)
-    while place >= 0:
-        number, counted = number + text.count("\n", counted, place), place
+    at = text.find(part)
+    while at >= 0:
+        number, counted = number + text.count("\n", counted, at), at
         yield number
-        place = text.find(part, place + len(part) - 1)
+        at = text.find(part, at + len(part) - 1)
 
 
 def replace(text: str, old: str, new: str, every: bool) -> tuple[str, list[int]]:
@@ -70,10 +70,10 @@ def replace(text: str, old: str, new: str, every: bool) -> tuple[str, list[int]]
 
 
 def _occurrences(text: str, part: str) -> Iterator[int]:
-    place = text.find(part)
-    while place >= 0:
-        yield place
-        place = text.find(part, place + len(part))
+    at = text.find(part)
+    while at >= 0:
+        yield at
+        at = text.find(part, at + len(part))
 
 
 def _why_not(text: str, old: str) -> str:

@@ -122,7 +122,7 @@ def apply_patch(session: Session, patch: Annotated[Content, Field(min_length=1)]
     """
     # All changes are worked out before the first is made.
     texts: dict[str, str | None] = {}
-    told: list[str] = []
+    lines: list[str] = []
     for change in patches.parse(patch):
         path = session.path(change.path)
         to = session.path(change.to) if change.to else path
@@ -143,10 +143,10 @@ def apply_patch(session: Session, patch: Annotated[Content, Field(min_length=1)]
             changed = patches.updated(change, session.text(path))
             texts |= {path: None} if to != path else {}
             texts[to] = changed
-        told.append({"add": "made", "delete": "deleted", "update": "changed"}[change.kind] + f" {to}")
+        lines.append({"add": "made", "delete": "deleted", "update": "changed"}[change.kind] + f" {to}")
     for path, text in sorted(texts.items(), key=lambda item: item[1] is None):  # what goes, goes last
         if text is None:
             session.remove(path)
         else:
             session.store(path, text)
-    return "\n".join(told)
+    return "\n".join(lines)

@@ -27,16 +27,16 @@ def read_lints(session: Session, paths: Annotated[list[Path] | None, Field(max_l
         path = session.place(text)
         is_file = path != "." and _is_file(session, path)
         (others if is_file and not path.endswith(PYTHON) else linted).append(path)
-    found = f"(no linter for {', '.join(others)})\n" if others else ""
+    findings = f"(no linter for {', '.join(others)})\n" if others else ""
     if linted:
         command = ["ruff", "check", "--no-cache", "--quiet", "--output-format=concise", "--"]
-        done = session.program([*command, *(below(path) for path in linted)])
-        if done.exit_code not in (0, 1):
-            told = " ".join(clean(done.stderr).split())[:500]
-            raise ToolError("UnexpectedEnvironment", f"ruff: {told or f'ended with {done.exit_code}'}")
-        lines = [line for line in clean(done.stdout).splitlines() if re.match(r".+:\d+:\d+: ", line)]
-        found += "\n".join(line.removeprefix("./") for line in lines) or "(no problems)"
-    return session.fit(found, "read_lints")
+        result = session.program([*command, *(below(path) for path in linted)])
+        if result.exit_code not in (0, 1):
+            message = " ".join(clean(result.stderr).split())[:500]
+            raise ToolError("UnexpectedEnvironment", f"ruff: {message or f'ended with {result.exit_code}'}")
+        lines = [line for line in clean(result.stdout).splitlines() if re.match(r".+:\d+:\d+: ", line)]
+        findings += "\n".join(line.removeprefix("./") for line in lines) or "(no problems)"
+    return session.fit(findings, "read_lints")
 
 
 def _is_file(session: Session, path: str) -> bool:
@@ -55,10 +55,10 @@ def todo_write(session: Session, merge: bool, todos: Annotated[list[Todo], Field
     """
     if len({todo.id for todo in todos}) < len(todos):
         raise invalid("todos: two have the same id")
-    held = (session.todos if merge else {}) | {todo.id: todo for todo in todos}
-    if sum(todo.status == "in_progress" for todo in held.values()) > 1:
+    items = (session.todos if merge else {}) | {todo.id: todo for todo in todos}
+    if sum(todo.status == "in_progress" for todo in items.values()) > 1:
         raise invalid("todos: only one can be in_progress")
-    if len(held) > 100:
+    if len(items) > 100:
         raise invalid("todos: at most 100")
-    session.todos = held
-    return "\n".join(f"{MARKS[todo.status]} {todo.id}: {todo.content}" for todo in held.values()) or "(nothing to do)"
+    session.todos = items
+    return "\n".join(f"{MARKS[todo.status]} {todo.id}: {todo.content}" for todo in items.values()) or "(nothing to do)"

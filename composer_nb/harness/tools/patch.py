@@ -85,9 +85,9 @@ def _changes(lines: Sequence[str]) -> list[FileChange]:
             if number != len(lines):
                 raise invalid(f"line {number}: `{END}` is not the last line")
             break
-        if found := HEADER.fullmatch(line.rstrip()):
-            kind = cast(Kind, found[1].lower())
-            changes.append(FileChange(kind, found[2].strip()))
+        if header := HEADER.fullmatch(line.rstrip()):
+            kind = cast(Kind, header[1].lower())
+            changes.append(FileChange(kind, header[2].strip()))
             if kind == "add":
                 changes[-1].hunks.append(Hunk())
         elif change is None:
@@ -127,19 +127,19 @@ def updated(change: FileChange, text: str) -> str:
     for hunk in change.hunks:
         for anchor in hunk.anchors:
             start = _after(lines, anchor, start, change.path)
-        place = _find(lines, hunk, start, change.path)
+        at = _find(lines, hunk, start, change.path)
         fresh = [line for sign, line in hunk.lines if sign != "-"]
-        lines[place : place + len(hunk.old)] = fresh
-        start = place + len(fresh)
+        lines[at : at + len(hunk.old)] = fresh
+        start = at + len(fresh)
     ended = document.ended or not document.lines
     return document.layout.restore(Lines(tuple(lines), ended).plain)
 
 
 def _after(lines: Sequence[str], anchor: str, start: int, path: str) -> int:
-    place = next(places(lines, [anchor], start), None)
-    if place is None:
+    at = next(places(lines, [anchor], start), None)
+    if at is None:
         raise invalid(f"{path}: no line {anchor[:80]!r} from line {start + 1} on")
-    return place + 1
+    return at + 1
 
 
 def _find(lines: Sequence[str], hunk: Hunk, start: int, path: str) -> int:
@@ -147,13 +147,13 @@ def _find(lines: Sequence[str], hunk: Hunk, start: int, path: str) -> int:
     old = hunk.old
     if not old:
         return start if hunk.anchors else len(lines)
-    place = next(places(lines, old, start), None)
+    at = next(places(lines, old, start), None)
     if hunk.at_end:
         last = len(lines) - len(old)
-        place = last if last >= start and list(lines[last:]) == old else None
-    if place is None:
+        at = last if last >= start and list(lines[last:]) == old else None
+    if at is None:
         line = next((line for line in old if line.strip()), "")
         raise invalid(
             f"{path}: the old lines of a hunk, from {line.strip()[:80]!r}, are not there from line {start + 1} on"
         )
-    return place
+    return at

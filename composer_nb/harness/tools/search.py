@@ -1,13 +1,21 @@
-"""Search tools: by ripgrep, and by meaning where the environment has such a search."""
+"""Search tools: by ripgrep, and by meaning where the environment has such a search.
+
+The workspace is indexed at the first question and updated at each later one: files that tools changed one by one; after a command
+the whole workspace is compared, since a command may have changed anything."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from composer_nb.harness.sandbox.contract import ExecResult
+from composer_nb.harness.search.chunks import LONGEST_FILE
+from composer_nb.harness.search.index import CodeIndex, Hit
 from composer_nb.harness.tools.arguments import Count, Lines, Path, Text, tool
 from composer_nb.harness.tools.session import Session, below, clean, shown
 from composer_nb.harness.tools.tool_call import ErrorKind, ToolError
@@ -69,7 +77,7 @@ def grep(
     head_limit: Maximum lines of output.
     multiline: Allow matches across lines; . matches a newline.
     """
-    place = session.place(path)
+    target = session.place(path)
     command = [*RIPGREP, "--sort=path", "--no-heading", "--with-filename", "--line-number"]
     command += [f"--max-columns={COLUMNS}", "--max-columns-preview"]
     command += [] if output_mode == "content" else [f"--{output_mode.replace('_', '-')}"]
@@ -78,7 +86,7 @@ def grep(
     for option, text in (("glob", glob), ("type", type)):
         command += [] if text is None else [f"--{option}={text}"]
     command += ["--ignore-case"] * ignore_case + ["--multiline", "--multiline-dotall"] * multiline
-    lines, cut = _lines(session.program([*command, f"--regexp={pattern}", "--", below(place)]))
+    lines, cut = _lines(session.program([*command, f"--regexp={pattern}", "--", below(target)]))
     if not lines:
         return "(no matches)"
     return session.fit(_head(lines, head_limit or SHOWN_LINES, cut), "grep")
@@ -101,18 +109,18 @@ def glob_file_search(session: Session, glob_pattern: Path, target_directory: Pat
     return session.fit(_head(lines, SHOWN_LINES, cut), "glob_file_search")
 
 
-def _lines(done: ExecResult) -> tuple[list[str], bool]:
+def _lines(result: ExecResult) -> tuple[list[str], bool]:
     """Return the lines that ripgrep found, and whether there were more than were kept. Raises ToolError for an invalid search."""
-    if done.exit_code > 1 and not done.stdout:
-        told = [line.strip() for line in clean(done.stderr).splitlines() if line.strip()]
-        text = " ".join(told)[:500].removeprefix("rg: ")
+    if result.exit_code > 1 and not result.stdout:
+        message = [line.strip() for line in clean(result.stderr).splitlines() if line.strip()]
+        text = " ".join(message)[:500].removeprefix("rg: ")
         kind: ErrorKind = "InvalidArguments" if any(word in text for word in USAGE) else "UnexpectedEnvironment"
-        raise ToolError(kind, text or f"ripgrep ended with {done.exit_code}")
-    data = done.stdout
-    if done.truncated:
+        raise ToolError(kind, text or f"ripgrep ended with {result.exit_code}")
+    data = result.stdout
+    if result.truncated:
         data = data[: len(data) // 2]  # what is kept of a stream is a head and a tail
         data = data[: data.rfind(b"\n") + 1]
-    return [line.removeprefix("./") for line in clean(data).removesuffix("\n").split("\n") if line], done.truncated
+    return [line.removeprefix("./") for line in clean(data).removesuffix("\n").split("\n") if line], result.truncated
 
 
 def _head(lines: Sequence[str], limit: int, cut: bool) -> str:
@@ -143,8 +151,75 @@ def codebase_search(
         raise ToolError("ProviderError", f"the search does not work now: {error}") from error
     blocks = [f"{hit.path}:{hit.first_line}-{hit.last_line}\n{hit.text.rstrip()}" for hit in hits]
     blocks = blocks or ["(nothing found)"]
-    left_out: dict[str, str] = getattr(session.search, "left_out", lambda _: {})(folders)
-    if left_out:
+    if left_out := session.search.left_out(folders):
         named = ", ".join(f"{shown(path)}: {why}" for path, why in list(left_out.items())[:3])
         blocks.append(f"(not searched: {named}{f', and {len(left_out) - 3} more' if len(left_out) > 3 else ''})")
     return session.fit("\n\n".join(blocks), "codebase_search")
+
+
+class Indexes:
+    """Makes the search of a session: `ToolSet.cursor(search=Indexes())`. Thread-safe.
+
+    Workspaces that begin with the same files, such as those of one task's rollouts, share an index until they change. The `size`
+    most recently used indexes are kept.
+    """
+
+    def __init__(self, size: int = 8) -> None:
+        self.size = size
+        self._lock = threading.Lock()
+        self._indexes: OrderedDict[bytes, CodeIndex] = OrderedDict()
+
+    def __call__(self, session: Session) -> WorkspaceSearch:
+        return WorkspaceSearch(session, self)
+
+    def open(self, files: Mapping[str, bytes]) -> CodeIndex:
+        """Return a new index of these files."""
+        key = blake2b(digest_size=16)
+        for path, data in sorted(files.items()):
+            key.update(f"{path}\0{len(data)}\0".encode("utf-8", "surrogateescape") + data)
+        with self._lock:
+            index = self._indexes.pop(key.digest(), None) or CodeIndex.build(files)
+            self._indexes[key.digest()] = index
+            while len(self._indexes) > self.size:
+                self._indexes.popitem(last=False)
+            return index.fork()
+
+
+class WorkspaceSearch:
+    """The search of one session."""
+
+    def __init__(self, session: Session, indexes: Indexes) -> None:
+        self.session, self.indexes = session, indexes
+        self._index: CodeIndex | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, query: str, directories: Sequence[str], limit: int) -> list[Hit]:
+        """Return the best hits. Raises OSError for a workspace that is too large."""
+        with self._lock:
+            return self._fresh().search(query, [folder for folder in directories if folder != "."], limit)
+
+    def left_out(self, directories: Sequence[str]) -> dict[str, str]:
+        """Return the files in these folders that the last search left out, with why."""
+        with self._lock:
+            reasons = self._index.left_out if self._index else {}
+            folders = [folder.strip("/") for folder in directories if folder != "."]
+            inside = {path for path in reasons for at in folders if path == at or path.startswith(f"{at}/")}
+            return {path: why for path, why in reasons.items() if not folders or path in inside}
+
+    def _fresh(self) -> CodeIndex:
+        session = self.session
+        if self._index is None or session.restless:
+            session.touched.clear()
+            session.restless = session.background
+            files = session.sandbox.download()
+            if self._index is None:
+                self._index = self.indexes.open(files)
+            else:
+                self._index.sync(files)
+        while session.touched:
+            path = session.touched.pop()
+            try:
+                self._index.edit(path, session.sandbox.read(path, max_bytes=LONGEST_FILE + 1))
+            except OSError:  # deleted, or no longer a file
+                self._index.edit(path, None)
+        return self._index

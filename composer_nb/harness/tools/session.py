@@ -10,17 +10,18 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from composer_nb.harness.sandbox.contract import ExecResult, Sandbox
 from composer_nb.harness.sandbox.errors import SandboxSlow
 from composer_nb.harness.tools.arguments import CONTROLS, Todo, printable
-from composer_nb.harness.tools.tiny import HISTORY, Edits, Observation, remembered, tested, wanted
 from composer_nb.harness.tools.tool_call import ToolError, invalid
 
 if TYPE_CHECKING:
     from composer_nb.harness.search.index import Hit
 
+HISTORY = ".composer_nb/history.txt"
+"""File of a workspace with the whole conversation before the last summary. Grading ignores it."""
 FOLDER = posixpath.dirname(HISTORY)
 """Folder of a workspace for long outputs and the history. Git, ripgrep and grading ignore it."""
 SHOWN = 16_000
@@ -31,7 +32,7 @@ QUICK_S = 30.0
 """Time limit of a tool's own program."""
 TESTS_S = 120.0
 """Time limit of a run of all visible tests."""
-_COUNTS = re.compile(r"^=* ?((?:\d{1,6} \w+,? )+)in [\d.]+s", re.M)
+_SUMMARY = re.compile(r"=* ?((?:\d{1,9} [a-z]+,? )+)in [\d.]+s.*")
 _ERROR = re.compile(r"^E   (\S.*)$", re.M)
 DOING = {errno.EXDEV, errno.ENAMETOOLONG, errno.EINVAL}
 """File system errors that the call itself causes; all others, such as a missing file, depend on the workspace."""
@@ -46,10 +47,37 @@ class Search(Protocol):
 
     def __call__(self, query: str, directories: Sequence[str], limit: int) -> Sequence[Hit]: ...
 
+    def left_out(self, directories: Sequence[str]) -> Mapping[str, str]:
+        """Return the files in these folders that the last search left out, with why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """The answer of a tool."""
+
+    text: str
+    tests_passed: int | None = None
+    """Visible tests passed, if the tool ran them."""
+    tests_run: int | None = None
+
+
+@dataclass(slots=True)
+class Edits:
+    """The line edits of an agent: what `undo` restores, and what the tests have refused."""
+
+    before: dict[str, str] = field(default_factory=dict)
+    """Texts of the edited files at the start."""
+    now: dict[str, str] = field(default_factory=dict)
+    refused: set[frozenset[tuple[str, str]]] = field(default_factory=set)
+    """Edited texts that failed the visible tests."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Session:
     """Made by `ToolSet.open`. One turn at a time uses it; the tools of one turn may use it from several threads."""
+
+    concurrent: ClassVar[bool] = True
+    """Whether calls that only read run together, and are timed."""
 
     sandbox: Sandbox
     root: str
@@ -139,26 +167,26 @@ class Session:
 
     def program(self, command: Sequence[str]) -> ExecResult:
         """Run a tool's own program with a time limit. Raises ToolError (Timeout, UserAborted)."""
-        done = self.run(command)
-        if done.timed_out:
+        result = self.run(command)
+        if result.timed_out:
             raise ToolError("Timeout", f"this took more than {QUICK_S:g} s: look in fewer files")
-        return done
+        return result
 
     def find(self, text: str) -> list[tuple[str, int, str]]:
         """Return path, number and text of each line that holds `text` in the Python files that are no tests.
 
         Raises ToolError where they cannot be searched."""
         command = ("grep", "-rnFZ", "--include=*.py", "--exclude=test_*", "--exclude-dir=.?*", "-e", text, ".")
-        found = []
-        done = self.run(command, timeout_s=TESTS_S)
-        if done.exit_code > 1 and not done.stdout:
-            raise ToolError("UnexpectedEnvironment", printable(clean(done.stderr).strip())[:110])
-        for line in done.stdout.split(b"\n"):
+        matches = []
+        result = self.run(command, timeout_s=TESTS_S)
+        if result.exit_code > 1 and not result.stdout:
+            raise ToolError("UnexpectedEnvironment", printable(clean(result.stderr).strip())[:110])
+        for line in result.stdout.split(b"\n"):
             path, _, rest = line.partition(b"\0")
             number, _, code = rest.partition(b":")
             if number.isdigit():
-                found.append((clean(path).removeprefix("./"), int(number), clean(code)))
-        return sorted(found) + remembered(self.history, text)
+                matches.append((clean(path).removeprefix("./"), int(number), clean(code)))
+        return sorted(matches) + remembered(self.history, text)
 
     def run_visible_tests(self) -> Observation:
         """Run the tests that pytest finds in the workspace. What they say is what the workspace's own code wants it to say.
@@ -167,15 +195,14 @@ class Session:
         """
         self.restless = True  # tests may write files
         command = ("python", "-Bm", "pytest", "--tb=short", "--no-header", "--color=no", "-p", "no:cacheprovider")
-        done = self.run(command, timeout_s=TESTS_S, env=self.environment, warm=True)
-        if done.timed_out:
+        result = self.run(command, timeout_s=TESTS_S, env=self.environment, warm=True)
+        if result.timed_out:
             raise ToolError("Timeout", f"the tests took more than {TESTS_S:g} s")
-        output = clean(done.stdout)
-        if not (found := _COUNTS.findall(output)):
-            reason = clean(done.stderr).strip() or output.strip() or f"exit code {done.exit_code}"
-            told = "no tests here" if done.exit_code == 5 else printable(reason.rpartition("\n")[2])[:110]
-            raise ToolError("UnexpectedEnvironment", told)
-        counts = {what.rstrip("s"): int(number) for number, what in re.findall(r"(\d+) (\w+)", found[-1])}
+        output = clean(result.stdout)
+        if not (counts := next(filter(None, map(summary_counts, reversed(output.split("\n")))), {})):
+            reason = clean(result.stderr).strip() or output.strip() or f"exit code {result.exit_code}"
+            message = "no tests here" if result.exit_code == 5 else printable(reason.rpartition("\n")[2])[:110]
+            raise ToolError("UnexpectedEnvironment", message)
         passed, failed = counts.get("passed", 0), counts.get("failed", 0) + counts.get("error", 0)
         return tested(passed, passed + failed, _first_failure(output))
 
@@ -209,12 +236,19 @@ class Session:
         self.sandbox.write(path, text.encode())
 
 
+def summary_counts(line: str) -> dict[str, int]:
+    """Return the numbers of tests by outcome in a line that is pytest's summary; none in any other."""
+    match = _SUMMARY.fullmatch(line)
+    pairs = re.findall(r"(\d+) ([a-z]+)", match[1]) if match else ()
+    return {outcome.rstrip("s"): int(count) for count, outcome in pairs}
+
+
 def _first_failure(output: str) -> str:
     """Return one line about the first failure that pytest describes: `f(1) = 2 want 3` if it was a plain comparison."""
     error = next(_ERROR.finditer(f"{output}\nE   no reason given"))
-    told = re.fullmatch(r"(?:AssertionError: )?assert (.*?) == (.*)", error[1])
+    comparison = re.fullmatch(r"(?:AssertionError: )?assert (.*?) == (.*)", error[1])
     call = re.search(r"\bassert (.*) == .*\n(?:[ ^~]*\n)?\Z", output[: error.start()][-1000:])
-    return printable(wanted(call[1], told[1], told[2]) if call and told else error[1])
+    return printable(mismatch(call[1], comparison[1], comparison[2]) if call and comparison else error[1])
 
 
 def below(path: str) -> str:
@@ -231,3 +265,31 @@ def clean(data: bytes) -> str:
 def shown(name: str) -> str:
     """Return the name of a file as printable text, whatever bytes it has."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace").translate(CONTROLS)
+
+
+def file_lines(text: str) -> list[str]:
+    """Return the lines of a file; the newline that ends the last one begins no other."""
+    return text.removesuffix("\n").split("\n") if text else []
+
+
+def remembered(history: str, text: str) -> list[tuple[str, int, str]]:
+    """Return the lines of the history that hold `text`, as `find` does."""
+    return [(HISTORY, number, line) for number, line in enumerate(file_lines(history), 1) if text in line]
+
+
+def tested(passed: int, run: int, first: str) -> Observation:
+    """Return what the agent sees of its tests. `first`: one line about the first that failed."""
+    text = f"pass {run}" if passed == run else f"fail {run - passed}/{run}: {first}"[:110]
+    return Observation(text=text, tests_passed=passed, tests_run=run)
+
+
+def mismatch(call: str, got: str, want: str) -> str:
+    return f"{_compact(call)} = {_compact(got)[:24]} want {_compact(want)[:24]}"
+
+
+_STRING_OR_SPACE = re.compile(r"""'(?:[^'\\]|\\.)*'?|"(?:[^"\\]|\\.)*"?| """)
+
+
+def _compact(text: str) -> str:
+    """`text` without the spaces between its parts; those inside strings stay."""
+    return _STRING_OR_SPACE.sub(lambda part: "" if part[0] == " " else part[0], text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import posixpath
-import re
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -11,7 +10,7 @@ from pydantic import Field
 
 from composer_nb.harness.sandbox.contract import ExecResult
 from composer_nb.harness.tools.arguments import Path, Text, tool
-from composer_nb.harness.tools.session import FOLDER, Session, clean
+from composer_nb.harness.tools.session import FOLDER, Session, clean, summary_counts
 from composer_nb.harness.tools.tool_call import ToolError
 
 TIMEOUT_S = 120.0
@@ -41,7 +40,6 @@ cd -- "$1" || exit 1
 eval "$2" 3>&-
 """
 """Merges both streams of a command, as in a terminal, and reports its final folder and environment on the other stream."""
-_SUMMARY = re.compile(r"(\d+ [a-z]+(, )?)+ in [\d.]+s.*")
 BACKGROUND = """\
 trap 'echo "[exit code $?]"' EXIT
 cd -- "$1" || exit 1
@@ -81,15 +79,15 @@ def run_terminal_cmd(
         return f"runs as process {pid}; what it writes is in {log}"
     timeout_s = TIMEOUT_S if timeout_ms is None else timeout_ms / 1000
     words = ["bash", "-c", FOREGROUND, "bash", folder, command]
-    done = session.run(words, timeout_s=timeout_s, output_bytes=OUTPUT_BYTES, env=environment)
-    output = session.fit(clean(done.stdout), "run_terminal_cmd")
-    if done.timed_out:
+    result = session.run(words, timeout_s=timeout_s, output_bytes=OUTPUT_BYTES, env=environment)
+    output = session.fit(clean(result.stdout), "run_terminal_cmd")
+    if result.timed_out:
         raise ToolError("Timeout", f"ended after {timeout_s:g} s, with all that it had started\n{output}".rstrip())
-    state = _state(done)
+    state = _state(result)
     if state is not None:
         session.cwd, session.environment = state
-    notes = f"exit code {done.exit_code}"
-    notes += ", killed for memory" * done.oom
+    notes = f"exit code {result.exit_code}"
+    notes += ", killed for memory" * result.oom
     if session.cwd != session.root:
         notes += f", in {session.cwd.removeprefix(session.root + '/')}"
     return f"{notes}\n{output}".rstrip()
@@ -97,17 +95,16 @@ def run_terminal_cmd(
 
 def tested(output: str) -> dict[str, int]:
     """Return how many tests passed and ran, if the last line of an output is pytest's summary of them."""
-    match = _SUMMARY.fullmatch(output.rstrip().rpartition("\n")[2].strip("= "))
-    pairs = re.findall(r"\b(\d{1,9}) (passed|failed|error)", match[0]) if match else ()
-    counts = {kind: int(count) for count, kind in pairs}
-    return {"tests_passed": counts.get("passed", 0), "tests_run": sum(counts.values())} if counts else {}
+    counts = summary_counts(output.rstrip().rpartition("\n")[2].strip("= "))
+    run = sum(counts.get(outcome, 0) for outcome in ("passed", "failed", "error"))
+    return {"tests_passed": counts.get("passed", 0), "tests_run": run} if run else {}
 
 
-def _state(done: ExecResult) -> tuple[str, Mapping[str, str]] | None:
+def _state(result: ExecResult) -> tuple[str, Mapping[str, str]] | None:
     """Return the folder and the exported variables that a command left; None if it did not report them."""
-    if len(done.stderr) > STATE_BYTES:
+    if len(result.stderr) > STATE_BYTES:
         return None
-    folder, *pairs = done.stderr.decode("utf-8", "surrogateescape").removesuffix("\0").split("\0")
+    folder, *pairs = result.stderr.decode("utf-8", "surrogateescape").removesuffix("\0").split("\0")
     variables = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
     if not folder.startswith("/") or "PATH" not in variables:
         return None

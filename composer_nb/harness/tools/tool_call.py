@@ -57,9 +57,9 @@ class Tool:
     ends: bool = False
     """A call of it ends the rollout."""
 
-    def __call__(self, place: Any, arguments: BaseModel) -> Any:
-        """Carry out a call with checked arguments. `place`: what the tool works in."""
-        return self.run(place, **{name: getattr(arguments, name) for name in type(arguments).model_fields})
+    def __call__(self, session: Any, arguments: BaseModel) -> Any:
+        """Carry out a call with checked arguments. `session`: what the tool works in."""
+        return self.run(session, **{name: getattr(arguments, name) for name in type(arguments).model_fields})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,16 +14,16 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from composer_nb.harness.blocking import CallTimeout, GivenUp, within
+from composer_nb.harness.blocking import CallTimeout, GivenUp, TooManyBlocked, within
 from composer_nb.harness.sandbox.contract import Sandbox
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.toolchain import PACKAGES, TESTING, install_hint
 from composer_nb.harness.tasks.runtime import PACKAGES_AT
 from composer_nb.harness.tools import files, notes, search, terminal
 from composer_nb.harness.tools.arguments import check, parameters, printable
-from composer_nb.harness.tools.session import DOING, Search, Session
+from composer_nb.harness.tools.session import DOING, Observation, Search, Session
 from composer_nb.harness.tools.terminal import tested
-from composer_nb.harness.tools.tiny import TINY, Observation, Workspace
+from composer_nb.harness.tools.tiny import TINY
 from composer_nb.harness.tools.tool_call import ErrorKind, Reply, Tool, ToolCall, ToolError, invalid
 
 Finder = Callable[[Session], Search]
@@ -83,8 +83,8 @@ class ToolSet:
         offer = {"tiny": TINY_NAMES, "cursor": NAMES}.get(name) or tuple(name.split(","))
         if "finish" in offer and {*offer} <= {*TINY_NAMES}:
             return cls.tiny(offer)
-        made = cls.cursor(search=search if SEARCH in offer else None, offer=offer, described=name == "cursor")
-        return replace(made, brief=name != "cursor")
+        tools = cls.cursor(search=search if SEARCH in offer else None, offer=offer, described=name == "cursor")
+        return replace(tools, brief=name != "cursor")
 
     @property
     def needs_sandbox(self) -> bool:
@@ -100,15 +100,17 @@ class ToolSet:
     @property
     def schemas(self) -> list[dict[str, Any]]:
         """The tools in OpenAI's form."""
-        found = []
+        schemas = []
         for name, tool in self.tools.items():
             description = {"description": tool.description} if self.described else {}
             schema = parameters(tool.arguments, self.described)
             if self.brief:
-                kinds = {each: {"type": schema["properties"][each]["type"]} for each in schema["required"]}
+                kinds = {
+                    parameter: {"type": schema["properties"][parameter]["type"]} for parameter in schema["required"]
+                }
                 schema = {"type": "object", "properties": kinds}
-            found.append({"type": "function", "function": {"name": name, **description, "parameters": schema}})
-        return found
+            schemas.append({"type": "function", "function": {"name": name, **description, "parameters": schema}})
+        return schemas
 
     def find(self, call: ToolCall) -> tuple[Tool, BaseModel]:
         """Return the tool that `call` names, and its checked arguments. Raises ToolError (InvalidArguments)."""
@@ -123,37 +125,32 @@ class ToolSet:
             return reply.text
         return f"error: {reply.text}" if self.terse else f"error ({reply.error}): {reply.text}"
 
-    def answer(self, place: Session | Workspace, calls: Sequence[ToolCall | ToolError]) -> list[Reply]:
+    def answer(self, session: Session, calls: Sequence[ToolCall | ToolError]) -> list[Reply]:
         """Carry out the calls of a turn, and return a reply to each in their order, up to one that ends the rollout.
 
         A call that could not be read is answered with the reason. Raises SandboxFailure.
         """
-        valid = [call for call in calls if isinstance(call, ToolCall)]
-        done = iter(self.run(place, valid)) if isinstance(place, Session) else (self._step(place, c) for c in valid)
+        answers = iter(self.run(session, [call for call in calls if isinstance(call, ToolCall)]))
         replies: list[Reply] = []
         for call in calls:
-            replies.append(next(done) if isinstance(call, ToolCall) else _refused(call))
+            if isinstance(call, ToolCall):
+                replies.append(next(answers))
+            else:
+                replies.append(Reply(call=ToolCall(name="", arguments={}), text=str(call), error=call.kind))
             if replies[-1].ends:
                 break
         return replies
-
-    def _step(self, workspace: Workspace, call: ToolCall) -> Reply:
-        try:
-            tool, arguments = self.find(call)
-            return _told(call, tool, _called(tool, workspace, arguments))
-        except ToolError as error:
-            return Reply(call=call, text=str(error), error=error.kind)
 
     def open(self, sandbox: Sandbox) -> Session:
         """Open a session in a sandbox. Raises SandboxUnavailable if it lacks a program that a tool needs."""
         needed = sorted({tool.needs for tool in self.tools.values() if tool.needs})
         script = 'pwd -P; command -v "$1" || echo; echo "${PYTHONPATH-}"; shift; '
         script += 'for name; do command -v "$name" >/dev/null || echo "$name"; done'
-        done = sandbox.exec(["sh", "-c", script, "sh", TESTING, *needed], timeout_s=20)
-        if done.exit_code:
-            reason = done.stderr.decode("utf-8", "replace").strip()
+        result = sandbox.exec(["sh", "-c", script, "sh", TESTING, *needed], timeout_s=20)
+        if result.exit_code:
+            reason = result.stderr.decode("utf-8", "replace").strip()
             raise SandboxUnavailable(f"a sandbox for agents needs sh: {reason}")
-        root, testing, modules, *missing = done.stdout.decode("utf-8", "surrogateescape").splitlines()
+        root, testing, modules, *missing = result.stdout.decode("utf-8", "surrogateescape").splitlines()
         if missing:
             packages = " ".join(PACKAGES.get(name, name) for name in missing)
             advice = f"pip install 'composer_nb[agent]', or {install_hint(packages)}"
@@ -171,13 +168,16 @@ class ToolSet:
         Calls that only read run together, FAN_OUT at a time. A call that may change something begins when all before it have
         ended, and ends before any after it begins. A call that fails leaves the others alone. Raises SandboxFailure.
         """
-        groups = itertools.groupby(enumerate(calls), lambda item: item[0] if self._alone(item[1]) else -1)
+        groups = itertools.groupby(
+            enumerate(calls), lambda item: item[0] if self._alone(item[1]) or not session.concurrent else -1
+        )
         replies: list[Reply] = []
         try:
             with ThreadPoolExecutor(FAN_OUT) as pool:
                 try:
                     for _, group in groups:
-                        replies += pool.map(functools.partial(self._answer, session), [call for _, call in group])
+                        apply = pool.map if session.concurrent else map
+                        replies += apply(functools.partial(self._answer, session), [call for _, call in group])
                         if replies[-1].ends:
                             break
                 except BaseException:  # Ctrl-C: what runs is stopped, the sandbox lives
@@ -196,27 +196,34 @@ class ToolSet:
             tool, arguments = self.find(call)
             if session.stop.is_set():
                 raise ToolError("UserAborted", "not begun")
-            got = _called(tool, session, arguments)
-            if isinstance(got, str):
-                got = Observation(text=got, **(tested(got) if tool.needs == "bash" else {}))
+            observation = _called(tool, session, arguments)
+            if isinstance(observation, str):
+                observation = Observation(text=observation, **(tested(observation) if tool.needs == "bash" else {}))
             else:
-                got = replace(got, text=session.fit(got.text, tool.name))
-            reply = _told(call, tool, got)
-        except SandboxFailure:
+                observation = replace(observation, text=session.fit(observation.text, tool.name))
+            reply = Reply(
+                call=call,
+                text=observation.text,
+                tests_passed=observation.tests_passed,
+                tests_run=observation.tests_run,
+                ends=tool.ends,
+            )
+        except (SandboxFailure, TooManyBlocked):
             raise
         except Exception as failed:  # the boundary between tools and an agent: the other calls go on
             error, text = _failure(failed)
+            text = printable(text) if error == "InvalidArguments" and not self.terse else text
             reply = Reply(call=call, text=text, error=error)
-        return replace(reply, seconds=time.monotonic() - began)
+        return replace(reply, seconds=time.monotonic() - began if session.concurrent else 0.0)
 
 
-def _called(tool: Tool, target: Session | Workspace, arguments: BaseModel) -> Any:
+def _called(tool: Tool, session: Session, arguments: BaseModel) -> Any:
     """Return what a tool answers. A tool of the user's own has until the end of the rollout's time, since it may block for ever;
     ours set limits themselves. Raises ToolError (Timeout, UserAborted), and what the tool raises."""
     if tool in TOOLS or tool in TINY:
-        return tool(target, arguments)
+        return tool(session, arguments)
     try:
-        return within(target.left, f"the tool {tool.name}", functools.partial(tool, target, arguments), target.stop)
+        return within(session.left, f"the tool {tool.name}", functools.partial(tool, session, arguments), session.stop)
     except CallTimeout as late:
         log.warning("%s; its thread is left behind", late)
         raise ToolError("Timeout", str(late)) from None
@@ -224,15 +231,11 @@ def _called(tool: Tool, target: Session | Workspace, arguments: BaseModel) -> An
         raise ToolError("UserAborted", "not ended") from None
 
 
-def _told(call: ToolCall, tool: Tool, seen: Observation) -> Reply:
-    return Reply(call=call, text=seen.text, tests_passed=seen.tests_passed, tests_run=seen.tests_run, ends=tool.ends)
-
-
 def _failure(error: Exception) -> tuple[ErrorKind | Literal["Bug"], str]:
     """Return the kind of a failure, and what the agent reads of it."""
     match error:
         case ToolError():
-            return error.kind, printable(str(error)) if error.kind == "InvalidArguments" else str(error)
+            return error.kind, str(error)
         case SandboxDied():
             return "UnexpectedEnvironment", str(error)
         case OSError() if error.errno != errno.EIO:  # EIO: what the resident program did not expect
@@ -240,7 +243,3 @@ def _failure(error: Exception) -> tuple[ErrorKind | Literal["Bug"], str]:
             return kind, printable(error.strerror or str(error))
     log.error("a fault of a tool itself", exc_info=error)
     return "Bug", f"a fault of the tool itself ({type(error).__name__})"
-
-
-def _refused(error: ToolError) -> Reply:
-    return Reply(call=ToolCall(name="", arguments={}), text=str(error), error=error.kind)

@@ -1,84 +1,77 @@
-"""Code search in the workspace of a session: indexed at the first question and updated at each later one.
-
-Files that tools changed are updated one by one. After a command the whole workspace is compared, since a command may have changed
-anything.
-"""
+"""A workspace in memory: code runs on copies of it, in sandboxes that all rollouts share."""
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from hashlib import blake2b
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
 
-from composer_nb.harness.search.chunks import LONGEST_FILE
-from composer_nb.harness.search.index import CodeIndex, Hit
-from composer_nb.harness.tools.session import Session
-
-
-class Indexes:
-    """Makes the search of a session: `ToolSet.cursor(search=Indexes())`. Thread-safe.
-
-    Workspaces that begin with the same files, such as those of one task's rollouts, share an index until they change. The `size`
-    most recently used indexes are kept.
-    """
-
-    def __init__(self, size: int = 8) -> None:
-        self.size = size
-        self._lock = threading.Lock()
-        self._known: OrderedDict[bytes, CodeIndex] = OrderedDict()
-
-    def __call__(self, session: Session) -> WorkspaceSearch:
-        return WorkspaceSearch(session, self)
-
-    def open(self, files: Mapping[str, bytes]) -> CodeIndex:
-        """Return a new index of these files."""
-        key = blake2b(digest_size=16)
-        for path, data in sorted(files.items()):
-            key.update(f"{path}\0{len(data)}\0".encode("utf-8", "surrogateescape") + data)
-        with self._lock:
-            found = self._known.pop(key.digest(), None) or CodeIndex.build(files)
-            self._known[key.digest()] = found
-            while len(self._known) > self.size:
-                self._known.popitem(last=False)
-            return found.fork()
+from composer_nb.harness.sandbox.calls import CallOutcome, Executor
+from composer_nb.harness.sandbox.contract import CallLimits, Sandbox
+from composer_nb.harness.tasks.functions import FunctionTest, parse_test_files, passes, request_tests
+from composer_nb.harness.tools.session import HISTORY, Observation, Session, file_lines, mismatch, remembered, tested
+from composer_nb.harness.tools.tool_call import ToolError
 
 
-class WorkspaceSearch:
-    """The search of one session."""
+@dataclass(slots=True, kw_only=True)
+class Workspace(Session):
+    """A session whose files are in memory. Code runs on copies of it in fresh sandboxes, so only tools change it."""
 
-    def __init__(self, session: Session, indexes: Indexes) -> None:
-        self.session, self.indexes = session, indexes
-        self._index: CodeIndex | None = None
-        self._lock = threading.Lock()
+    concurrent: ClassVar[bool] = False
+    sandbox: Sandbox = field(init=False, repr=False)
+    """None: tools that need one are not offered."""
+    root: str = ""
 
-    def __call__(self, query: str, directories: Sequence[str], limit: int) -> list[Hit]:
-        """Return the best hits. Raises OSError for a workspace that is too large."""
-        with self._lock:
-            return self._fresh().search(query, [folder for folder in directories if folder != "."], limit)
+    files: dict[str, str]
+    visible_tests: Mapping[str, str]
+    """The tests at the start: edits of them do not change what `run_tests` runs."""
+    sandboxes: Executor
+    own_tests: frozenset[str] = frozenset()
+    """Test files that the agent is asked to write: they are run as they are."""
+    limits: CallLimits | None = None
+    """Limits of calls that the task states."""
 
-    def left_out(self, directories: Sequence[str]) -> dict[str, str]:
-        """Return the files in these folders that the last search left out, with why."""
-        with self._lock:
-            reasons = self._index.left_out if self._index else {}
-            folders = [folder.strip("/") for folder in directories if folder != "."]
-            inside = {path for path in reasons for at in folders if path == at or path.startswith(f"{at}/")}
-            return {path: why for path, why in reasons.items() if not folders or path in inside}
+    def remember(self, text: str) -> str:
+        """Keep the conversation as a file beside those that are graded. Returns its path."""
+        self.history = text
+        return HISTORY
 
-    def _fresh(self) -> CodeIndex:
-        session = self.session
-        if self._index is None or session.restless:
-            session.touched.clear()
-            session.restless = session.background
-            files = session.sandbox.download()
-            if self._index is None:
-                self._index = self.indexes.open(files)
-            else:
-                self._index.sync(files)
-        while session.touched:
-            path = session.touched.pop()
-            try:
-                self._index.edit(path, session.sandbox.read(path, max_bytes=LONGEST_FILE + 1))
-            except OSError:  # deleted, or no longer a file
-                self._index.edit(path, None)
-        return self._index
+    def fit(self, text: str, name: str) -> str:
+        return text
+
+    def text(self, path: str) -> str:
+        if path == HISTORY and self.history:
+            return self.history
+        if path not in self.files:
+            raise FileNotFoundError(path)
+        return self.files[path]
+
+    def store(self, path: str, text: str) -> None:
+        self.files[path] = text
+
+    def find(self, text: str) -> list[tuple[str, int, str]]:
+        lines = (
+            (path, n, line) for path in sorted(self.files) for n, line in enumerate(file_lines(self.files[path]), 1)
+        )
+        return [line for line in lines if text in line[2] and line[0] not in self.visible_tests] + remembered(
+            self.history, text
+        )
+
+    def run_visible_tests(self) -> Observation:
+        if not self.visible_tests:
+            raise ToolError("UnexpectedEnvironment", "no tests here")
+        own_tests = {path: self.files[path] for path in self.own_tests if path in self.files}
+        try:
+            tests = parse_test_files({**self.visible_tests, **own_tests})
+        except ValueError as error:
+            raise ToolError("UnexpectedEnvironment", str(error)[:110]) from None
+        [outcomes] = self.sandboxes.run([request_tests(self.files, tests, self.limits)])
+        passed = [passes(test, outcome) for test, outcome in zip(tests, outcomes, strict=True)]
+        first = "" if all(passed) else describe(tests[index := passed.index(False)], outcomes[index])
+        return tested(sum(passed), len(tests), first)
+
+
+def describe(test: FunctionTest, outcome: CallOutcome) -> str:
+    """Return one line for the agent: the call, its outcome, the expected value."""
+    got = outcome.text if outcome.status in ("returned", "raised") else outcome.status
+    return mismatch(f"{test.function}({test.arguments[1:-1].removesuffix(',')})", got, test.expected)

@@ -16,8 +16,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
-import composer_nb.harness.terms  # noqa: F401  registers the terms that sliders are for
-from composer_nb.harness.rewards import TERMS, Effort, RewardSettings, effort_curve
+from composer_nb.harness.rewards import Effort, RewardSettings, effort_curve
+from composer_nb.harness.terms import conduct  # noqa: F401  they register terms for sliders
+from composer_nb.harness.terms.registry import TERMS
 from composer_nb.labs.rewards.judges import Agreement
 from composer_nb.labs.rewards.rescore import Lab, RescoredBatch, StoredBatch, judge, rescore
 from composer_nb.trainer.settings import changed, override

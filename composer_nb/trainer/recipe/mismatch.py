@@ -13,8 +13,16 @@ from numpy.typing import NDArray
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rewards import Reward
 from composer_nb.kernels.moe.routing import Routing
-from composer_nb.trainer.learning.packing import FlatBatch, Stream, flatten, microbatches, moved, score
-from composer_nb.trainer.learning.replay_settings import FULL, ReplaySettings
+from composer_nb.trainer.learning.packing import (
+    FULL,
+    FlatBatch,
+    ReplaySettings,
+    Stream,
+    flatten,
+    microbatches,
+    moved,
+    score,
+)
 from composer_nb.trainer.learning.routes import require_routes, routes_differ
 from composer_nb.trainer.models.transformer import Model, stacked
 from composer_nb.trainer.rl import Scored, to_streams

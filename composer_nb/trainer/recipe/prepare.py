@@ -34,10 +34,7 @@ from composer_nb.harness.tasks.functions import parse_test_files
 from composer_nb.harness.tasks.runtime import PACKAGES, PACKAGES_DIGEST, start
 from composer_nb.harness.tasks.task import LOWERED, Task, load_tasks, save_tasks
 from composer_nb.harness.tools.tool_call import call
-from composer_nb.tour.expert import changes_lines
-from composer_nb.tour.miniatures import make_miniatures
-from composer_nb.tour.repairs import buggy, buggy_prints, fingerprints, make_tasks
-from composer_nb.trainer.learning.data import demonstrate, demonstration_rows, read_corpus, save_rows
+from composer_nb.trainer.learning.data import demonstration_rows, read_corpus, save_rows
 from composer_nb.trainer.learning.infill import GAP_TOKENS, gap_tokens
 from composer_nb.trainer.models.checkpoint import CheckpointSource
 from composer_nb.trainer.models.tokenizer import load_tokenizer, train_tokenizer
@@ -115,7 +112,9 @@ def _conversations(s: Stages) -> list[str]:
     limits = replace(settings.limits, tokens=16 * settings.limits.tokens, turn_tokens=16 * settings.limits.turn_tokens)
     agent = make_agent(settings.env, letters, limits, s.sandboxes)
     tasks = list(_generated(s, f"{settings.seed} tokenizer", Chunk("mistaken", 0, count)))
-    demonstrations = demonstrate(tasks, agent, s.sandboxes, settings.seed, settings.data.mistake_rate)
+    demonstrations = settings.env.generator.demonstrations(
+        tasks, agent, s.sandboxes, settings.seed, settings.data.mistake_rate
+    )
     segments = (segment for d in demonstrations for segment in d.rollout.segments)
     texts = (letters.decode(segment.token_ids.tolist(), skip_special_tokens=False) for segment in segments)
     special = re.compile("|".join(map(re.escape, SPECIALS)))
@@ -189,14 +188,13 @@ def make_data(s: Stages) -> None:
 
 
 def _make_chunk(s: Stages, agent: Agent, chunk: Chunk, folder: Path) -> None:
-    seed = f"{s.settings.seed} {chunk.name}"
+    seed, generator = f"{s.settings.seed} {chunk.name}", s.settings.env.generator
     if chunk.kind in SCORED:
         seed = chunk.name  # the same questions for every seed, so that scores compare
     tasks = list(chunk.own) or list(_generated(s, seed, chunk))
     if chunk.mistake_rate is not None:
-        able = s.settings.env.toolset.needs_sandbox  # with these tools the expert does more than change lines
-        solvable = [task for task in tasks if able or "function" in task.metadata or changes_lines(task)]
-        demonstrations = demonstrate(solvable, agent, s.sandboxes, s.settings.seed, chunk.mistake_rate)
+        solvable = [task for task in tasks if generator.shows(task, s.settings.env.toolset)]
+        demonstrations = generator.demonstrations(solvable, agent, s.sandboxes, s.settings.seed, chunk.mistake_rate)
         solved = [d.rollout for d in demonstrations if d.grade.passed or not (chunk.own or s.settings.searched)]
         if not solved:
             raise ValueError(
@@ -207,17 +205,17 @@ def _make_chunk(s: Stages, agent: Agent, chunk: Chunk, folder: Path) -> None:
         save_rows([row for d in solved for row in demonstration_rows(d, weight)], folder / f"{chunk.name}.npz")
     if chunk.kind in (*SCORED, "rl"):
         save_tasks(tasks, folder / f"{chunk.name}.jsonl")
-    prints = set[str]() if chunk.own else fingerprints(tasks) | buggy_prints(tasks)
+    prints = set[str]() if chunk.own else generator.prints(tasks)
     write_json(folder / f"{chunk.name}.prints.json", sorted(prints))
 
 
 def _generated(s: Stages, seed: str, chunk: Chunk) -> Iterator[Task]:
-    data, functions = s.settings.data, s.sandboxes.functions
+    data, generate = s.settings.data, s.settings.env.generator.generate
+    common: dict[str, Any] = {"heldout": chunk.heldout, "executor": s.sandboxes.functions}
     if data.level == "functions" or chunk.kind == "clean":
-        return make_tasks(seed, chunk.count, heldout=chunk.heldout, executor=functions)
+        return generate(seed, chunk.count, level="functions", **common)
     families = DEMONSTRATED if chunk.kind == "mistaken" and chunk.number else frozenset[str]()
-    options: dict[str, Any] = {"told": data.told, "families": families, "kinds": data.kinds}
-    tasks = make_miniatures(seed, chunk.count, heldout=chunk.heldout, executor=functions, **options)
+    tasks = generate(seed, chunk.count, told=data.told, families=families, kinds=data.kinds, **common)
     lowered = {LOWERED["turns"]: str(data.rl_turns)} if chunk.kind == "rl" and data.rl_turns else {}
     return (task.model_copy(update={"metadata": task.metadata | lowered}) for task in tasks)
 
@@ -225,18 +223,18 @@ def _generated(s: Stages, seed: str, chunk: Chunk) -> Iterator[Task]:
 def _drop_leaks(s: Stages, folder: Path) -> dict[str, Any]:
     """Join the chunks of tasks. Drop held-out tasks that occur in training, tasks of new structures whose structure does, and
     repeated tasks. Raises ValueError if too few remain."""
+    generator = s.settings.env.generator
     files = [path for path in folder.glob("*.prints.json") if not path.name.startswith(SCORED)]
     training = {print_ for path in files for print_ in json.loads(path.read_text())}
     tasks_by_kind: dict[str, list[Task]] = {}
     keys: set[tuple[str, str]] = set()
     dropped: Counter[str] = Counter()
     for kind in (*SCORED, "rl"):
-        prints_of = buggy_prints if kind == "heldout" else fingerprints
         candidates = [task for path in sorted(folder.glob(f"{kind}-*.jsonl")) for task in load_tasks(path)]
         tasks_by_kind[kind] = []
         for task in candidates:
-            key = (task.instruction, buggy(task))
-            leaked = key in keys or (kind != "rl" and bool(prints_of([task]) & training))
+            key = generator.key(task)
+            leaked = key in keys or (kind != "rl" and generator.leaks(task, training, structure=kind != "heldout"))
             keys.add(key)
             if not leaked:
                 tasks_by_kind[kind].append(task)

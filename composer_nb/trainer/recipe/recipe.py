@@ -27,8 +27,8 @@ from composer_nb.harness.bench import bootstrap, run_eval, summarise
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Policy, Request, Trace
 from composer_nb.harness.rewards import Term
-from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
+from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task
 from composer_nb.production.fidelity import differences

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -19,13 +18,14 @@ from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import Seat, drive
 from composer_nb.harness.agent.loop import system_text
 from composer_nb.harness.agent.turns import Limits
-from composer_nb.harness.attempt import Agent, limits_of
+from composer_nb.harness.attempt import Agent
 from composer_nb.harness.grading.grade import Attempt
-from composer_nb.harness.policy import Request, Trace
+from composer_nb.harness.policy import Trace
 from composer_nb.harness.rewards import RewardSettings, reward
 from composer_nb.harness.rollout import Kind, Rollout, Segment
-from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, SandboxExecutor
+from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.errors import SandboxFailure
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.tour.expert import ScriptedPolicy, expert, one
@@ -88,15 +88,6 @@ def test_a_task_is_solved(agent: Agent, task: Task, typist: Make, sandboxes: San
     check_streams(done.rollout, policy, 0)
 
 
-def test_rollouts_of_a_group_share_nothing_but_the_task(
-    agent: Agent, task: Task, typist: Make, sandboxes: SandboxExecutor
-) -> None:
-    mend = calls(agent.renderer, MEND, FINISH)
-    spoil = calls(agent.renderer, FINISH)
-    done = run(agent, task, typist(lambda n, turn: (mend if n % 2 else spoil)(n, turn)), sandboxes, 4)
-    assert [each.grade.passed for each in done] == [False, True, False, True]
-
-
 @settings(max_examples=80)
 @given(data=st.data())
 def test_whatever_is_written_limits_hold_and_everything_is_counted(
@@ -130,47 +121,6 @@ def test_whatever_is_written_limits_hold_and_everything_is_counted(
         assert rollout.stop == "tokens" and rollout.tokens + len(last) >= limits.tokens
 
 
-def test_garbage_for_ever_is_answered_and_ends(agent: Agent, task: Task, typist: Make, boxes: Make) -> None:
-    garbage = [agent.renderer.user] * 3
-    endless = agent.renderer.encode("x" * 300)
-    [first, second, third] = run(
-        agent, task, typist(lambda rollout, turn: [garbage, endless, []][rollout]), boxes("1"), 3
-    )
-    assert [turn.call for turn in first.rollout.turns] == [
-        "<|user|>"
-    ] * 6  # cut at the token that has no business there
-    for done in (first, second):
-        assert done.rollout.stop == "turns" and done.rollout.invalid_calls == 6
-        assert {turn.observation for turn in done.rollout.turns} == {"error: bad call"}
-        assert {turn.error for turn in done.rollout.turns} == {"InvalidArguments"}
-        assert done.grade.status == "graded" and not done.grade.passed
-    assert second.rollout.sampled == 6 * agent.limits.turn_tokens
-    assert third.rollout.sampled == 0 and third.rollout.invalid_calls == 6
-
-
-def test_an_invalid_call_lowers_a_reward_that_weighs_it(agent: Agent, task: Task, typist: Make, boxes: Make) -> None:
-    bad = ToolCall(name="read_file", arguments={"path": "no.py"})
-    sequences = [(READ, FINISH), (bad, FINISH), (bad, bad, FINISH)]
-    scripts = [calls(agent.renderer, *sequence) for sequence in sequences]
-    done = run(agent, task, typist(lambda n, turn: scripts[n](n, turn)), boxes("1"), 3)
-    weights = RewardSettings(weights={"solved": 1.0, "invalid_calls": -0.5})
-    totals = [reward(each.rollout, each.grade, weights).total for each in done]
-    assert totals == [0.0, -0.5 / 2, -0.5 * 2 / 3]
-
-
-def test_an_environment_without_tests_is_no_fault_of_the_agent(
-    agent: Agent, task: Task, typist: Make, boxes: Make
-) -> None:
-    bare = task.model_copy(update={"files": {"f.py": task.files["f.py"]}})
-    [done] = run(agent, bare, typist(calls(agent.renderer, TEST, FINISH)), boxes("1"))
-    assert done.rollout.turns[0].error == "UnexpectedEnvironment" and done.rollout.invalid_calls == 0
-
-
-def test_the_last_turn_may_finish(agent: Agent, task: Task, typist: Make, boxes: Make) -> None:
-    [done] = run(agent, task, typist(calls(agent.renderer, *[READ] * 5, FINISH)), boxes("1"))
-    assert done.rollout.stop == "finished" and len(done.rollout.turns) == agent.limits.turns
-
-
 def test_time_runs_out(
     renderer: CompactRenderer, task: Task, typist: Make, boxes: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,13 +132,6 @@ def test_time_runs_out(
     assert done.grade.status == "graded"
 
 
-@pytest.mark.parametrize("name", ["turns", "turn_tokens", "tokens", "seconds"])
-@pytest.mark.parametrize("value", [0, -1, float("nan")])
-def test_a_limit_is_above_zero(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=rf"limits\.{name}=.*: must be "):
-        Limits(**{name: value})  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("room", [0, -5])
 def test_a_prompt_that_leaves_no_room_is_an_error(
     renderer: CompactRenderer, task: Task, typist: Make, boxes: Make, room: int
@@ -197,15 +140,6 @@ def test_a_prompt_that_leaves_no_room_is_an_error(
     agent = Agent(renderer, limits=Limits(tokens=size + room))
     with pytest.raises(ValueError, match=rf"task keep: its prompt has {size} tokens, and limits\.tokens={size + room}"):
         run(agent, task, typist(calls(renderer)), boxes("1"))
-
-
-def test_a_policy_that_writes_more_than_it_may_is_a_bug(agent: Agent, task: Task, typist: Make, boxes: Make) -> None:
-    policy = typist(lambda rollout, turn: agent.renderer.encode("x" * 300))
-    wild = policy._complete
-    policy._complete = lambda request: wild(Request(rollout=request.rollout, token_ids=[], max_tokens=1000))
-    with pytest.raises(AssertionError):
-        run(agent, task, policy, boxes("1"))
-    assert policy.released == [0]
 
 
 class Faulty:
@@ -232,20 +166,6 @@ def test_a_fault_in_a_tool_is_nobodys_reward(agent: Agent, task: Task, typist: M
     check_streams(done.rollout, policy, 0)
 
 
-def test_a_fault_in_grading_is_nobodys_reward(agent: Agent, task: Task, typist: Make, boxes: Make) -> None:
-    [done] = run(agent, task, typist(calls(agent.renderer, FINISH)), Faulty(boxes("1"), lambda count, requests: True))
-    assert done.rollout.stop == "finished" and done.grade.status == "infra_error"
-    assert reward(done.rollout, done.grade, RewardSettings()).total is None
-
-
-def test_a_fault_that_passes_is_not_seen(agent: Agent, task: Task, typist: Make, boxes: Make) -> None:
-    """One failed batch of several is tried again request by request."""
-    flaky = Faulty(boxes("1"), lambda count, requests: count == 1)
-    done = run(agent, task, typist(calls(agent.renderer, TEST, FINISH)), flaky, 3)
-    assert [each.grade.status for each in done] == ["graded"] * 3
-    assert [each.rollout.stop for each in done] == ["finished"] * 3
-
-
 def test_a_fault_hits_only_those_that_it_concerns(agent: Agent, task: Task, typist: Make, boxes: Make) -> None:
     poison = MEND.arguments["text"]
     mend, test = calls(agent.renderer, MEND, TEST, FINISH), calls(agent.renderer, TEST, FINISH)
@@ -268,12 +188,6 @@ def test_results_depend_on_neither_capacity_nor_pace(
     assert policy.most == min(capacity, len(lengths)) and sorted(policy.released) == list(range(len(lengths)))
     for number, each in enumerate(done):
         check_streams(each.rollout, policy, number)
-
-
-def test_executions_of_a_round_share_a_batch(agent: Agent, task: Task, typist: Make, boxes: Make) -> None:
-    inside = boxes("1")
-    run(agent, task, typist(calls(agent.renderer, TEST, FINISH)), inside, 4)
-    assert [len(batch) for batch in inside.batches] == [4, 4]
 
 
 def test_agents_are_started_only_when_there_is_room(agent: Agent, task: Task, typist: Make, boxes: Make) -> None:
@@ -302,24 +216,6 @@ def test_a_caller_that_stops_early_leaves_nothing_behind(agent: Agent, task: Tas
     assert [each.rollout.stop for each in run(agent, task, policy, boxes("1"), 3)] == ["finished", "turns", "turns"]
 
 
-def test_an_error_in_one_agent_closes_the_others(agent: Agent, task: Task, typist: Make, boxes: Make) -> None:
-    policy = typist(calls(agent.renderer, READ))
-    long = task.model_copy(update={"instruction": "x" * 5000})
-    runs = [agent.attempt(each, n) for n, each in enumerate([task, task, long])]
-    with pytest.raises(ValueError, match=r"limits\.tokens"):
-        list(drive(runs, policy, boxes("1")))
-    assert sorted(policy.released) == [0, 1]
-
-
-def test_a_policy_without_room_is_an_error(agent: Agent, task: Task, typist: Make, boxes: Make) -> None:
-    with pytest.raises(ValueError, match="holds 0 rollouts at a time"):
-        run(agent, task, typist(calls(agent.renderer), capacity=0), boxes("1"))
-
-
-def test_no_agents_are_no_results(typist: Make, boxes: Make, renderer: CompactRenderer) -> None:
-    assert list(drive([], typist(calls(renderer)), boxes("1"))) == []
-
-
 def test_streams_that_are_not_aligned_are_refused() -> None:
     def segment(**change: Any) -> Segment:
         ids = np.zeros(3, np.int32)
@@ -335,14 +231,6 @@ def test_streams_that_are_not_aligned_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="streams of"):
             segment(**change)
-
-
-def test_what_the_agent_wrote_is_trainable() -> None:
-    kinds = np.array(list(Kind), np.uint8)
-    blank = np.zeros(len(kinds), np.int32)
-    segment = Segment(token_ids=blank, kind=kinds, logprob=blank.astype(np.float32), policy_version=blank)
-    acted = {Kind.THINKING, Kind.TOOL_CALL, Kind.FINAL_MESSAGE, Kind.SUMMARY}
-    assert {Kind(kind) for kind in kinds[segment.acted]} == acted
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.6])
@@ -383,16 +271,6 @@ def test_a_task_lowers_the_limits_of_the_run_and_never_raises_them(
     for wrong in ("0", "-1", "many", "1.5", "²", "9" * 5000):
         with pytest.raises(ValueError, match="metadata.max_turns must be a whole number above 0"):
             turns(max_turns=wrong)
-
-
-def test_limits_of_a_task_survive_harbor(task: Task, tmp_path: Path) -> None:
-    held = task.model_copy(update={"metadata": {"max_turns": "2"}})
-    path = held.to_harbor(tmp_path / "held")
-    assert limits_of(Task.from_harbor(path), Limits()).turns == 2
-    text = (path / "task.toml").read_text()
-    (path / "task.toml").write_text(text.replace('= "2"', '= "two"'))
-    with pytest.raises(ValueError, match="max_turns must be a whole number above 0, not 'two'"):
-        Task.from_harbor(path)
 
 
 def test_the_system_text_is_true_in_training_in_evaluation_and_for_a_user() -> None:

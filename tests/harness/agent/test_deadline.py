@@ -36,23 +36,3 @@ def test_an_answer_that_is_cut_short_is_asked_for_again() -> None:
     with stubborn("silent", [full[:-5], b""], said("whole")) as server:
         endpoint = Endpoint(url=server.url, model="m", wait_s=0.01)
         assert endpoint.complete([], [], 10, until=time.monotonic() + 3600).message["content"] == "whole"
-
-
-def test_nothing_is_asked_when_the_time_is_over() -> None:
-    with pytest.raises(TimeIsUp):
-        Endpoint(url="http://127.0.0.1:9", model="m").complete([], [], 10, until=time.monotonic() - 1)
-
-
-def test_a_failure_is_told_instead_of_a_wait_that_is_too_long() -> None:
-    """One that waited would be told that the time is up."""
-    busy = [b"HTTP/1.1 503 Busy\r\nRetry-After: 30\r\nContent-Length: 4\r\n\r\nbusy"]
-    with stubborn("silent", busy) as server:
-        with pytest.raises(ProviderFailure, match="status 503: busy"):
-            Endpoint(url=server.url, model="m").complete([], [], 10, until=time.monotonic() + 25)
-
-
-def test_a_list_of_models_is_not_waited_for_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    with stubborn("silent") as server:
-        monkeypatch.setattr("tests.harness.stubborn.whole", lambda message: [b"HTTP/1.1 200 OK\r\nX:"])
-        with pytest.raises(ProviderFailure, match=r"models: no answer within 0\.3 s"):
-            Endpoint(url=server.url).models(within_s=0.3)

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from composer_nb.harness.agent.endpoint import ContextExceeded, Endpoint, EndpointTurnPolicy, _pause, spoken
+from composer_nb.harness.agent.endpoint import ContextExceeded, Endpoint, EndpointTurnPolicy, _pause
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Environment, attempt
 from composer_nb.harness.policy import ProviderFailure
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
 
 Answer = dict[str, Any] | tuple[int, str] | tuple[int, str, dict[str, str]] | float | None
@@ -131,17 +130,6 @@ def test_a_malformed_call_is_an_invalid_one(calls: Any, server: Server, task: Ta
     assert rollout.turns[0].observation.startswith("error: ")
 
 
-def test_what_has_no_call_ends_and_calls_after_the_last_are_not_carried_out(
-    server: Server, task: Task, boxes: Any
-) -> None:
-    server.answer = lambda body, number: {"content": "Done."}
-    assert [turn.said for turn in run(server, task, boxes).turns] == ["Done."]
-    twice = [*call("finish")["tool_calls"], *call("read_file", path="f.py")["tool_calls"]]
-    server.answer = lambda body, number: {"tool_calls": twice}
-    rollout = run(server, task, boxes)
-    assert rollout.stop == "finished" and rollout.calls == 1
-
-
 @pytest.mark.parametrize("failure", [(503, "busy"), (429, "slow down", {"Retry-After": "0"}), None])
 def test_what_passes_is_tried_again(failure: Answer, server: Server) -> None:
     server.answer = lambda body, number: failure if number < 2 else {"content": "yes"}
@@ -181,20 +169,6 @@ def test_what_fails_for_good_is_a_failure_of_the_provider(
     assert len(server.asked) == tries
 
 
-def test_a_server_that_does_not_answer_is_given_up(server: Server) -> None:
-    server.answer = lambda body, number: 2.0
-    with pytest.raises(ProviderFailure):
-        ask(server, timeout_s=0.2, retries=1)
-    with pytest.raises(ProviderFailure):
-        ask(server, retries=0, url="http://127.0.0.1:1/v1")
-
-
-def test_a_failure_is_no_fault_of_the_agents(server: Server, task: Task, boxes: Any) -> None:
-    server.answer = lambda body, number: (500, "")
-    rollout = run(server, task, boxes, retries=0)
-    assert rollout.stop == "infrastructure" and [turn.error for turn in rollout.turns] == ["ProviderError"]
-
-
 def test_the_key_goes_along_and_the_models_are_asked_for(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     server.answer = lambda body, number: call("finish")
@@ -223,19 +197,6 @@ def test_a_try_waits_longer_each_time_and_at_least_as_long_as_it_is_asked_to(
 ) -> None:
     assert all(least <= _pause(asked, usual) <= most for _ in range(50))
     assert len({_pause(asked, usual) for _ in range(50)}) == (1 if least == most else 50)
-
-
-@pytest.mark.parametrize("url", ["", "x", "ftp://x/v1", "http://", "http://user:pw@x/v1", "http://x/v1?a=1"])
-def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="give an address such as openai:http"):
-        Endpoint(url=url)
-
-
-def test_a_reply_is_sent_back_in_the_canonical_form() -> None:
-    said, calls = spoken({"content": 3, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]})
-    wanted = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    assert said == {"role": "assistant", "content": "", "tool_calls": [wanted]}
-    assert calls == [ToolCall(name="f", arguments={"a": 1})]
 
 
 TOO_LONG = [
@@ -288,11 +249,3 @@ def test_an_answer_is_asked_for_that_fits_the_context_which_an_error_names(
     server.answer = lambda body, number: too_long(500, 300) if body["max_tokens"] > 200 else call("finish")
     assert run(server, task, boxes).stop == "finished"
     assert [body["max_tokens"] for body in server.asked] == [400, 200]
-
-
-def test_a_text_that_was_cut_off_is_an_invalid_call_and_no_end(server: Server, task: Task, boxes: Any) -> None:
-    cut = {"choices": [{"message": {"content": "I thi"}, "finish_reason": "length"}]}
-    server.answer = lambda body, number: call("finish") if number else (200, json.dumps(cut))
-    rollout = run(server, task, boxes)
-    assert [turn.error for turn in rollout.turns] == ["InvalidArguments", None] and rollout.stop == "finished"
-    assert [m["role"] for m in server.asked[1]["messages"]] == ["user", "assistant", "user"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -210,32 +209,3 @@ def test_names_and_arguments_that_a_format_cannot_write_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"(?s)^tools: .*{match}"):
         grammar(look(name, parameters, tool), tool)
-
-
-def test_an_argument_that_is_required_and_not_described_is_written() -> None:
-    renderer = look(
-        "QwenRenderer", {"type": "object", "properties": {"at": {"type": "integer"}}, "required": ["other"]}
-    )
-    [written] = renderer.parse(walk(grammar(renderer, "look", several=False), renderer, np.random.default_rng(0))).calls
-    assert isinstance(written.call, ToolCall) and "other" in written.call.arguments
-
-
-def test_a_turn_that_cannot_be_followed_ends() -> None:
-    renderer = RENDERERS["KimiRenderer"]
-    made = grammar(renderer)
-    assert not made.fault and not made.allowed([])[renderer.end]
-    assert np.flatnonzero(made.allowed(renderer.encode("x"))).tolist() == [renderer.end] and "x" in made.fault
-    assert not grammar(renderer).fault
-
-
-@pytest.mark.parametrize("schema", [{"enum": []}, {"anyOf": []}])
-def test_a_large_enumeration_costs_time_in_proportion(schema: dict[str, list[Any]]) -> None:
-    """Its types are determined once, not for each of its values."""
-    values = [f"v{number}" for number in range(6000)]
-    [(key, _)] = schema.items()
-    parameter = {key: values if key == "enum" else [{"const": value} for value in values]}
-    tool = {"name": "pick", "parameters": {"type": "object", "properties": {"a": parameter}, "required": ["a"]}}
-    renderer = FORMATS["QwenRenderer"].offering([{"type": "function", "function": tool}])
-    began = time.process_time()
-    assert not renderer.grammar(["pick"], text=False, several=False).fault
-    assert time.process_time() - began < 3

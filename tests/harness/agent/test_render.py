@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
 
 from composer_nb.harness.agent.chat import CallResult, Said, User, Written
 from composer_nb.harness.agent.compact import SPECIALS, CompactRenderer
@@ -64,33 +63,6 @@ def test_text_never_becomes_a_special_token(renderer: CompactRenderer, text: str
     assert renderer.tokenizer.decode(token_ids, skip_special_tokens=False) == text
 
 
-@QUICK
-@given(text=TEXT)
-def test_instruction_observation_and_edit_hold_specials_only_where_the_format_has_them(
-    renderer: CompactRenderer, text: str
-) -> None:
-    r = renderer
-    prompt, observation = r.prompt(text), r.observation(text)
-    assert [token for token in prompt if token in specials(r)] == [r.bos, r.user, r.end, r.call]
-    assert [prompt[0], prompt[1], *prompt[-2:]] == [r.bos, r.user, r.end, r.call]
-    assert [token for token in observation if token in specials(r)] == [r.out, r.end, r.call]
-    assert [observation[0], *observation[-2:]] == [r.out, r.end, r.call]
-    edit = r.turn(turn_of(ToolCall(name="edit_line", arguments={"path": "f.py", "line": 1, "text": text})))
-    assert [token for token in edit if token in specials(r)] == [r.to, r.end]
-    assert the_call(r, edit).arguments["text"] == text
-
-
-@QUICK
-@given(text=TEXT.filter(lambda text: not any(token in text for token in SPECIALS)))
-def test_ordinary_text_has_the_tokens_that_the_tokenizer_gives_it(renderer: CompactRenderer, text: str) -> None:
-    assert renderer.encode(text) == renderer.tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def test_a_renderer_leaves_the_tokenizer_as_it_was(renderer: CompactRenderer) -> None:
-    assert renderer.tokenizer.encode("<|end|>").ids == [renderer.end]
-    assert renderer.encode("<|end|>") != [renderer.end]
-
-
 WORDS = ["read", "edit", "test", "done", " f.py", " 3", " ", "\n", " 07", " ٣", " -1", " 1234567"]
 
 
@@ -115,28 +87,6 @@ def test_token_soup_is_a_call_or_an_invalid_one(renderer: CompactRenderer, data:
     assert json.loads(call.json) == {"name": call.name, "arguments": call.arguments}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "read", "read ", "read f.py ", " read f.py", "read  f.py", "read f.py g.py", "read f.py\n", "reads f.py"),
-        *("test ", "test f.py", "done.", "finish", "run_tests", "Test", "done\n", "edit f.py 3", "edit f.py 3 x = 1"),
-    ],
-)
-def test_a_body_that_is_almost_a_call_is_invalid(renderer: CompactRenderer, text: str) -> None:
-    with pytest.raises(ToolError) as caught:
-        the_call(renderer, [*renderer.encode(text), renderer.end])
-    assert caught.value.kind == "InvalidArguments"
-
-
-@pytest.mark.parametrize(
-    "head", ["edit f.py", "edit f.py -1", "edit f.py ٣", "edit f.py 1234567", "edit 3", "read f.py", ""]
-)
-def test_a_head_that_is_almost_an_edit_is_invalid(renderer: CompactRenderer, head: str) -> None:
-    with pytest.raises(ToolError) as caught:
-        the_call(renderer, [*renderer.encode(head), renderer.to, *renderer.encode("x"), renderer.end])
-    assert caught.value.kind == "InvalidArguments"
-
-
 @QUICK
 @given(calls=st.lists(CALLS, min_size=1, max_size=4))
 def test_a_turn_of_several_calls_survives_the_way_there_and_back(
@@ -146,42 +96,6 @@ def test_a_turn_of_several_calls_survives_the_way_there_and_back(
     token_ids = renderer.turn(said)
     assert token_ids.count(renderer.call) == len(calls) - 1
     assert [written.call for written in renderer.parse(token_ids).calls] == calls
-
-
-def test_of_several_calls_a_bad_one_leaves_the_others_alone(renderer: CompactRenderer) -> None:
-    r = renderer
-    test, bad = r.encode("test"), r.encode("tset")
-    said = r.parse([*test, r.call, *bad, r.call, *test, r.end])
-    assert [isinstance(written.call, ToolError) for written in said.calls] == [False, True, False]
-    assert said.calls[1].text == "tset"
-    cut = r.parse([*test, r.call, *test])
-    assert all(isinstance(written.call, ToolError) for written in cut.calls)
-
-
-def test_an_edit_names_its_text_once(renderer: CompactRenderer) -> None:
-    body = [*renderer.encode("edit f.py 1"), renderer.to, *renderer.encode("x"), renderer.to, *renderer.encode("y")]
-    with pytest.raises(ToolError):
-        the_call(renderer, [*body, renderer.end])
-
-
-def test_a_turn_ends_where_the_agent_has_no_business_to_go_on(renderer: CompactRenderer) -> None:
-    assert renderer.stop == specials(renderer) - {renderer.to, renderer.call}
-    for token in renderer.stop - {renderer.end}:
-        with pytest.raises(ToolError):
-            the_call(renderer, [*renderer.encode("test"), token])
-    with pytest.raises(ToolError):
-        the_call(renderer, renderer.encode("test"))
-
-
-def test_a_tokenizer_without_the_formats_tokens_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"the tokenizer lacks the token <\|pad\|>"):
-        CompactRenderer(Tokenizer(models.BPE()))
-
-
-def test_a_tokenizer_that_finds_the_formats_tokens_in_any_text_is_refused(renderer: CompactRenderer) -> None:
-    loose = Tokenizer.from_str(renderer.tokenizer.to_str().replace('"special":true', '"special":false'))
-    with pytest.raises(ValueError, match=r"<\|pad\|>.* must be special"):
-        CompactRenderer(loose)
 
 
 # -- any tools -----------------------------------------------------------------------------------------------
@@ -280,16 +194,6 @@ def test_what_is_no_call(cursor: CompactRenderer, text: str) -> None:
     assert written.text == f"{text}<|end|>" and said.text == ""
 
 
-def test_a_text_ends_a_conversation_only_where_no_tool_does(cursor: CompactRenderer, renderer: CompactRenderer) -> None:
-    for text, body in (("", "done"), ("I fixed it.", "done<|to|>I fixed it.")):
-        token_ids = cursor.turn(Said(text=text))
-        assert token_ids == cursor.spell(body) and cursor.parse(token_ids) == Said(text=text)
-        assert {*cursor.kinds(token_ids)} == {Kind.FINAL_MESSAGE}
-        with pytest.raises(ValueError, match="cannot express"):
-            renderer.turn(Said(text=text))
-    assert CompactRenderer(renderer.tokenizer, []).parse(cursor.turn(Said())) == Said()
-
-
 def test_what_a_turn_can_not_say(cursor: CompactRenderer) -> None:
     read = ToolCall(name="read_file", arguments={"target_file": "a"})
     for said in (
@@ -330,11 +234,3 @@ def made(name: str, *required: str, **kinds: str) -> dict[str, Any]:
 def test_tools_that_can_not_be_told_apart_are_refused(renderer: CompactRenderer, tools: list[dict[str, Any]]) -> None:
     with pytest.raises(ValueError, match="tools: "):
         CompactRenderer(renderer.tokenizer, tools)
-
-
-def test_another_tool_has_any_whole_number(renderer: CompactRenderer) -> None:
-    tools = [made("wait", "seconds", "what", seconds="integer", what="string"), made("finish")]
-    for seconds in (-1, 12_345_678):
-        call = ToolCall(name="wait", arguments={"seconds": seconds, "what": "x"})
-        made_for = CompactRenderer(renderer.tokenizer, tools)
-        assert the_call(made_for, made_for.turn(turn_of(call))) == call

@@ -9,26 +9,26 @@ from typing import Any, Literal
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from composer_nb.harness.agent.chat import CallResult, ChatRenderer, Said, User
+from composer_nb.harness.agent.chat import ChatRenderer, Said, User
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.agent.driver import drive
 from composer_nb.harness.agent.kimi import KimiRenderer
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.scripts import turn
-from composer_nb.harness.agent.summary import OPENS, PROMPTED, SummarySettings, history, resumed
+from composer_nb.harness.agent.summary import OPENS, PROMPTED, SummarySettings, resumed
 from composer_nb.harness.agent.turns import Limits
 from composer_nb.harness.attempt import Agent, Environment, attempt
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import SEGMENT_STRIDE, first_segment
-from composer_nb.harness.rollout import Kind, Turn
+from composer_nb.harness.rollout import Kind
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.store import pack_attempt, unpack_attempt
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.arguments import Todo
-from composer_nb.harness.tools.tiny import HISTORY, Workspace
+from composer_nb.harness.tools.session import HISTORY
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.tools.toolset import ToolSet
-from composer_nb.tour.expert import Script, ScriptedPolicy, digest, one
+from composer_nb.tour.expert import Script, ScriptedPolicy, one
 
 READ = ToolCall(name="read_file", arguments={"path": "f.py"})
 TEST = ToolCall(name="run_tests", arguments={})
@@ -84,13 +84,6 @@ def test_a_rollout_over_a_trigger_goes_on_in_segments_and_is_kept(
     assert done.rollout.messages == sum(len(s.messages) for s in segments) - (len(segments) - 1)
     assert set(done.rollout.files) == set(task.files), "the history is not graded"
     assert pack_attempt(unpack_attempt(pack_attempt(done), task)) == pack_attempt(done)
-
-
-def test_a_trigger_that_is_never_reached_changes_nothing(renderer: CompactRenderer, task: Task, sandboxes: Any) -> None:
-    wide = replace(LIMITS, tokens=5000)
-    off = long_attempt(renderer, task, sandboxes, trigger=0, limits=wide)
-    assert pack_attempt(off) == pack_attempt(long_attempt(renderer, task, sandboxes, trigger=4000, limits=wide))
-    assert len(off.rollout.segments) == 1
 
 
 @pytest.mark.parametrize("kind", ["prompted", "truncate"])
@@ -152,28 +145,6 @@ def test_a_summary_that_is_cut_or_holds_calls_is_used_as_it_is_and_trains(
     assert {first_segment(number) for number in asked} == {1}
 
 
-def test_a_summary_that_is_cut_after_its_thinking_is_a_summary_still(
-    renderer: CompactRenderer, task: Task, typist: Make, sandboxes: Any
-) -> None:
-    """Its last token tells it from a turn, or the turns after it would be counted one too far."""
-    agent = Agent(renderer, limits=replace(LIMITS, turns=4), summary=SummarySettings(trigger=60, tokens=3))
-    reads, cut = renderer.turn(one(READ)), [*renderer.encode("no"), renderer.to][-3:]
-    policy = typist(lambda rollout, turn: cut if turn == 2 else reads)
-    [(_, done)] = drive([agent.attempt(task, 1)], policy, sandboxes)
-    first = done.rollout.segments[0]
-    assert first.token_ids[first.messages[-1]].tolist() == cut and first.kind[-1] == Kind.SUMMARY and first.reused
-    assert sum(s.kind[m[-1]] != Kind.SUMMARY for s in done.rollout.segments for m in s.messages) == 4
-
-
-def test_the_history_is_found_by_tools_after_everything_else(task: Task, sandboxes: Any) -> None:
-    place = Workspace(files=dict(task.files), visible_tests=task.visible_tests, sandboxes=sandboxes)
-    before = place.find("x < k")
-    turns = [Turn(call='{"name": "grep"}', observation="none of x < k", said="I look.")]
-    assert place.remember(history(task.instruction, turns)) == HISTORY
-    assert place.find("x < k") == [*before, (HISTORY, 4, "none of x < k")] and len(before) == 1
-    assert place.text(HISTORY).startswith(task.instruction) and HISTORY not in place.files
-
-
 def test_a_segment_begins_with_the_task_the_summary_the_todos_and_the_history() -> None:
     todos = [Todo(id="1", content="fix f", status="completed"), Todo(id="2", content="test f", status="pending")]
     text = resumed("fix it", "f is fixed", 2, todos, HISTORY, terse=False)
@@ -186,16 +157,6 @@ def test_a_segment_begins_with_the_task_the_summary_the_todos_and_the_history() 
     ):
         assert part in text
     assert resumed("fix it", "f is fixed", 2, (), "", terse=True) == "fix it\nf is fixed"
-
-
-def test_a_digest_says_what_failed_what_was_tried_and_what_is_left() -> None:
-    edit = ToolCall(name="edit_line", arguments={"path": "f.py", "line": 3, "text": "y"})
-    log = [(one(TEST), "fail 1/2: f(1) = 2 want 3"), (turn([edit, TEST]), "fail 2/2: f(0) = 1 want 2")]
-    assert digest(log) == (
-        "fail 1/2: f(1) = 2 want 3\ntried 3 > y: fail 2/2: f(0) = 1 want 2\nleft: undo, then change something else"
-    )
-    assert digest([*log, (turn([UNDO, edit, TEST]), "pass 2")]).endswith("tried 3 > y: pass 2\nleft: finish")
-    assert digest([]) == "left: test"
 
 
 # Chat models
@@ -220,21 +181,6 @@ def test_thinking_before_a_summary_is_told_from_it(kind: type[ChatRenderer], ren
         assert told == summary and kinds == [Kind.THINKING] * own + [Kind.SUMMARY] * (len(ids) - own)
         assert chat.tokenizer.decode(ids[:own]).strip() == thought
     assert chat.summary([]) == ("", [])
-
-
-@pytest.mark.parametrize("kind", [QwenRenderer, KimiRenderer])
-def test_the_query_follows_the_results_as_a_user_would(kind: type[ChatRenderer], renderer: CompactRenderer) -> None:
-    chat = chat_renderer(kind, renderer.tokenizer)
-    said = turn([ToolCall(name="read_file", arguments={"target_file": "f.py"})])
-    if kind is KimiRenderer:
-        said = Said(calls=(replace(said.calls[0], id="functions.read_file:0"),))
-    result = CallResult(id=said.calls[0].id, text="x = 1")
-    opened = [*chat.read([User(text="go")], "sys"), *chat.turn(said)]
-    assert [*opened, *chat.answers([result]), *chat.encoded(chat._cue())] == chat.render(
-        [User(text="go"), said, result], "sys"
-    )
-    whole = chat.tokenizer.decode([*chat.answers([result]), *chat.ask(chat.queries["self"])], skip_special_tokens=False)
-    assert whole.count(chat.queries["self"]) == 1 and whole.index("x = 1") < whole.index("Please summarize")
 
 
 def test_a_chat_model_summarises_in_a_sandbox_and_finds_its_history(

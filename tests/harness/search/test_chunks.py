@@ -60,29 +60,6 @@ def test_python_is_cut_at_its_definitions() -> None:
     ]
 
 
-def test_a_lone_constant_belongs_to_the_definition_after_it() -> None:
-    source = "from os import (\n    path,\n)\n\nLIMIT = 3\n\n\ndef f():\n    pass\n\n\nLAST = 4\n"
-    assert spans("a.py", source) == [("f", 5, 9)]
-
-
-def test_other_files_are_windows() -> None:
-    assert spans("a.js", PYTHON) == [("", 1, 26)]
-
-
-def test_imports_alone_are_no_chunk() -> None:
-    assert spans("a.py", "import os\nfrom sys import argv\n\ndef f():\n    pass\n") == [("f", 4, 5)]
-
-
-def test_a_module_of_constants_is_one_chunk() -> None:
-    assert spans("a.py", "A = 1\nB = 2\n") == [("", 1, 2)]
-
-
-def test_a_long_function_is_windows_that_bear_its_name() -> None:
-    found = spans("a.py", "def long():\n" + "    x = 1\n" * 150)
-    assert {name for name, *_ in found} == {"long"}
-    assert [first for _, first, _ in found] == [1, 41, 81, 121] and found[-1][2] == 151
-
-
 def test_definitions_of_the_library_are_found() -> None:
     """Against `ast`: every function at the top of a module or of a class begins a chunk, or is inside one with its name."""
     for module in (ast, chunks):
@@ -126,11 +103,6 @@ def test_hostile_sources_are_cut_all_the_same(data: bytes) -> None:
     assert found and found[-1].last <= data.count(b"\n") + 1
 
 
-def test_what_is_unfit() -> None:
-    assert unfit(b"") and unfit(b"a\0b") and unfit(b"x" * 30_000) and unfit(b"x\n" * (1 << 20))
-    assert not unfit(b"def f(): pass\n")
-
-
 def texts(text: str) -> list[str]:
     """Return the terms of a text in order."""
     return [term for word in words(text) for term in split(word)]
@@ -154,9 +126,3 @@ def test_terms_of_any_text_have_weights(text: str) -> None:
     found = weigh([(text, 1.0), (text, 2.0)])
     assert set(found) == {term_id(term) for term in texts(text)}
     assert np.isclose(sum(found.values()), 3 * len(texts(text)))
-
-
-def test_a_file_of_too_many_tokens_is_cut_without_its_grammar() -> None:
-    data = b"def f():\n    pass\n" + b"a\n" * 120_000
-    assert cut("a.py", data, text_lines(data))[0].name == ""
-    assert cut("a.py", data[:2000], text_lines(data[:2000]))[0].name == "f"

@@ -46,18 +46,6 @@ def test_finds_by_words_and_by_meaning() -> None:
     assert found[0].score > found[1].score > 0
 
 
-def test_only_in_directories() -> None:
-    built = CodeIndex.build(FILES, embedding())
-    assert {hit.path for hit in built.search("open reader cache", ["docs"])} == {"docs/guide.md"}
-    assert {hit.path for hit in built.search("open reader cache", ["./src/cache.py", "docs/"])} == {
-        "docs/guide.md",
-        "src/cache.py",
-    }
-    assert built.search("open", ["nowhere"]) == [] and built.search("the of and") == []
-    with pytest.raises(ValueError, match="limit=0"):
-        built.search("open", limit=0)
-
-
 def test_files_that_hold_no_text_are_left_out() -> None:
     files = FILES | {"image.png": b"\0\1", "empty.py": b"", "big.txt": b"word\n" * (1 << 18)}
     built = CodeIndex.build(files, embedding())
@@ -69,11 +57,6 @@ def test_files_that_hold_no_text_are_left_out() -> None:
     assert built.left_out == {"big.txt": "more than 1 MiB", "data.py": "minified"} == built.fork().left_out
     built.sync(FILES | {".gitignore": b"*.bin\n", "a.bin": b"\0"})
     assert built.left_out == {}, "what git ignores is in no search"
-
-
-def test_a_repository_beyond_the_bound_is_indexed_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "MOST_BYTES", 120)
-    assert 0 < len(CodeIndex.build(FILES, embedding()).table().paths) < 4
 
 
 def test_bm25_is_the_formula() -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from composer_nb.harness.grading.grade import Grade
-from composer_nb.harness.rewards import term_named
 from composer_nb.harness.rollout import Kind, Rollout, Segment, Turn
+from composer_nb.harness.terms.registry import term_named
 
 FAILED = Grade(status="graded", tests={"t": False})
 EMPTY = Rollout(task_id="t", segments=(), turns=(), files={}, stop="finished")
@@ -115,7 +115,3 @@ def test_a_read_after_a_summary_is_none_too_many() -> None:
 def test_a_claim_names_a_file_that_differs(said: str, value: float) -> None:
     files = {"before": {"src/a.py": "1", "data.py": "x"}, "files": {"src/a.py": "2", "data.py": "x"}}
     assert term_named("vague_claims")(replace(talk((said,)), **files), FAILED) == value
-
-
-def test_a_claim_of_a_change_where_nothing_differs_is_vague() -> None:
-    assert term_named("vague_claims")(talk(("I fixed a.py.",)), FAILED) == 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,19 @@ from tests.harness.sandbox.conftest import BACKENDS, make
 
 SPEC = SandboxSpec(disk_bytes=32 << 20, memory_bytes=256 << 20)
 Call = Callable[..., Reply]
+
+
+class FixedSearch:
+    """A search by meaning that answers with `answer(query)`."""
+
+    def __init__(self, answer: Callable[[str], list[Any]]) -> None:
+        self.answer = answer
+
+    def __call__(self, query: str, directories: object, limit: int) -> list[Any]:
+        return self.answer(query)
+
+    def left_out(self, directories: object) -> dict[str, str]:
+        return {}
 
 
 @pytest.fixture(params=BACKENDS, scope="module")

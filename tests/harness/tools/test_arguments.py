@@ -111,12 +111,3 @@ def test_what_the_schema_does_not_say_is_an_error(name: str, arguments: object) 
         check(MODELS[name], arguments)
     assert error.value.kind == "InvalidArguments"
     str(error.value).encode()
-
-
-def test_an_error_names_what_to_change() -> None:
-    with pytest.raises(
-        ToolError, match=r"^offset: Input should be a valid integer; lines: no such argument; there are target_file"
-    ):
-        check(MODELS["read_file"], {"target_file": "a", "offset": "x", "lines": 3})
-    with pytest.raises(ToolError, match="^todos.0.status: Input should be 'pending'"):
-        check(MODELS["todo_write"], {"merge": True, "todos": [{"id": "1", "content": "x", "status": "done"}]})

@@ -68,18 +68,6 @@ def test_several_files_and_a_move() -> None:
     assert added(changes[0]) == "1\n\n" and updated(changes[2], "a\n") == "b\n"
 
 
-def test_what_stands_around_a_patch_is_refused() -> None:
-    patch = begin("*** Update File: a.py", "@@", " class B:", "-    def f(self):", "+    def g(self):")
-    for around in (f"```\n{patch}\n```", f"apply_patch <<'EOF'\n{patch}\nEOF"):
-        with pytest.raises(ToolError):
-            parse(around)
-
-
-def test_a_unified_diff_is_refused_with_what_applies_it() -> None:
-    with pytest.raises(ToolError, match="apply a unified diff with `git apply` in the terminal"):
-        parse("--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n")
-
-
 @pytest.mark.parametrize(
     "patch",
     [
@@ -93,16 +81,6 @@ def test_what_is_no_patch_is_told_so(patch: str) -> None:
     with pytest.raises(ToolError) as error:
         parse(patch)
     assert error.value.kind == "InvalidArguments" and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("lines", "told"),
-    [(("@@ nowhere", "+x"), "no line 'nowhere'"), (("@@", "-zz", "+x"), "from 'zz', are not there")],
-)
-def test_old_lines_that_are_not_there(lines: tuple[str, ...], told: str) -> None:
-    [change] = parse(begin("*** Update File: a.py", *lines))
-    with pytest.raises(ToolError, match=told):
-        updated(change, PYTHON)
 
 
 @settings(max_examples=40, deadline=None)

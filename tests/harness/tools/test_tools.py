@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.agent.compact import CompactRenderer
-from composer_nb.harness.sandbox.calls import CallOutcome, SandboxExecutor
-from composer_nb.harness.tasks.functions import FunctionTest, parse_test_files, render_tests
+from composer_nb.harness.sandbox.calls import SandboxExecutor
+from composer_nb.harness.sandbox.requests import CallOutcome
+from composer_nb.harness.tasks.functions import FunctionTest, render_tests
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.tools import tiny as tools
-from composer_nb.harness.tools.tiny import Observation, Workspace, describe, passes
+from composer_nb.harness.tools.session import Observation
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError
 from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.harness.tools.workspace import Workspace, describe
 
 TINY = ToolSet.tiny()
 NONE: Any = None
@@ -63,13 +64,6 @@ def test_an_edit_replaces_one_line(text: str, line: int, new: str, after: str) -
     assert edited(text, line, new) == after
 
 
-@pytest.mark.parametrize("new", ["return 1", "  return 1\n"])
-def test_an_edit_that_changes_nothing_says_so(new: str) -> None:
-    space = workspace(PROGRAM)
-    assert use(space, None, "edit_line", path="f.py", line=3, text=new).text == "same"
-    assert space.files == {"f.py": PROGRAM}
-
-
 @pytest.mark.parametrize(
     ("text", "line"),
     [(PROGRAM, 0), (PROGRAM, -1), (PROGRAM, 4), (PROGRAM, 999_999), (PROGRAM, 10**30), ("", 1), ("", 0), ("a\nb", 3)],
@@ -79,14 +73,6 @@ def test_there_is_no_such_line(text: str, line: int) -> None:
     with pytest.raises(ToolError, match="no line") as caught:
         use(space, None, "edit_line", path="f.py", line=line, text="x")
     assert caught.value.kind == "InvalidArguments" and space.files == {"f.py": text}
-
-
-@pytest.mark.parametrize("new", ["a\nb", "a\rb", "a\r\nb", "x = 1\n\nimport os"])
-def test_one_line_can_not_be_made_into_several(new: str) -> None:
-    space = workspace(PROGRAM)
-    with pytest.raises(ToolError, match="one line") as caught:
-        use(space, None, "edit_line", path="f.py", line=2, text=new)
-    assert caught.value.kind == "InvalidArguments" and space.files == {"f.py": PROGRAM}
 
 
 @settings(max_examples=150)
@@ -155,36 +141,8 @@ def test_no_test_and_no_expected_value_enters_a_sandbox(task: Task, boxes: Calla
     assert "[5, 3]" not in str(request)
 
 
-def test_without_tests_there_is_nothing_to_run() -> None:
-    with pytest.raises(ToolError, match="no tests here") as caught:
-        use(workspace(PROGRAM), None, "run_tests")
-    assert caught.value.kind == "UnexpectedEnvironment"
-
-
-def test_tests_of_several_files_are_run(task: Task, sandboxes: SandboxExecutor) -> None:
-    more = render_tests("f", "f", [(([3], 3), [])])
-    both = task.model_copy(update={"files": task.files | {"tests/test_more.py": more}})
-    assert use(space_of(both, **task.solution), sandboxes, "run_tests").text == "pass 3"
-
-
 def one_test(arguments: str = "(1,)", expected: str = "7") -> FunctionTest:
     return FunctionTest(id="t::t", module="f", function="f", arguments=arguments, expected=expected)
-
-
-OUTCOMES = st.builds(
-    CallOutcome,
-    status=st.sampled_from(["returned", "raised", "timeout", "died", "unreadable", "not_run"]),
-    text=st.text(),
-)
-
-
-@settings(max_examples=100)
-@given(outcome=OUTCOMES, expected=st.text(max_size=60))
-def test_a_call_passes_only_with_the_very_text(outcome: CallOutcome, expected: str) -> None:
-    assert passes(one_test(expected=expected), outcome) is (outcome.status == "returned" and outcome.text == expected)
-    assert passes(one_test(expected="7"), CallOutcome(status="returned", text="7"))
-    for status in ("raised", "timeout", "died", "unreadable", "not_run"):
-        assert not passes(one_test(expected="7"), CallOutcome(status=status, text="7"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -240,59 +198,6 @@ def test_a_hostile_result_stays_short_and_is_plain_text(
     assert token_ids[-1] == renderer.call
 
 
-def test_a_long_call_leaves_the_observation_short(task: Task, boxes: Callable[..., Any]) -> None:
-    long = render_tests("f", "f", [((list(range(500)), 1), [])])
-    wide = task.model_copy(update={"files": task.files | {"test_f.py": long}})
-    assert len(use(space_of(wide), boxes("0"), "run_tests").text) == 110
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
-        (
-            "write",
-            {},
-            "no tool write; there are grep, read_file, read_lints, edit_line, substitute, undo, run_tests, finish",
-        ),
-        ("", {}, "no tool ; there are"),
-        ("finish", {"path": "f.py"}, "path: no such argument"),
-        ("read_file", {}, "path: Field required"),
-        ("read_file", {"path": "f.py", "line": 1}, "line: no such argument; there are path"),
-        ("read_file", {"path": 1}, "path: Input should be a valid string"),
-        ("read_file", {"path": None}, "path: null"),
-        ("edit_line", {"path": "f.py", "text": "x"}, "line: Field required"),
-        ("edit_line", {"path": "f.py", "line": "1", "text": "x"}, "line: Input should be a valid integer"),
-        ("edit_line", {"path": "f.py", "line": True, "text": "x"}, "line: Input should be a valid integer"),
-        ("edit_line", {"path": "f.py", "line": 1.0, "text": "x"}, "line: Input should be a valid integer"),
-        ("edit_line", {"path": "f.py", "line": 1, "text": ["x"]}, "text: Input should be a valid string"),
-    ],
-)
-def test_arguments_are_checked(name: str, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ToolError, match=message) as caught:
-        TINY.find(ToolCall(name=name, arguments=arguments))
-    assert caught.value.kind == "InvalidArguments"
-
-
-def test_the_schemas_are_openais() -> None:
-    schemas = {schema["function"]["name"]: schema for schema in TINY.schemas}
-    assert list(schemas) == [
-        "grep",
-        "read_file",
-        "read_lints",
-        "edit_line",
-        "substitute",
-        "undo",
-        "run_tests",
-        "finish",
-    ]
-    for schema in schemas.values():
-        parameters = schema["function"]["parameters"]
-        assert parameters.get("required", []) == list(parameters["properties"])
-        assert schema["type"] == "function" and not parameters["additionalProperties"]
-    assert [name for name, tool in TINY.tools.items() if tool.mutates] == ["edit_line", "substitute", "undo"]
-    assert [name for name, tool in TINY.tools.items() if tool.ends] == ["finish"]
-
-
 def step(work: Workspace, name: str, **arguments: object) -> str:
     [reply] = TINY.answer(work, [ToolCall(name=name, arguments=arguments)])
     return TINY.observation(reply)
@@ -309,14 +214,6 @@ def test_an_edit_that_failed_is_undone_and_not_tried_again(task: Task, boxes: Ca
     assert step(work, "edit_line", **{**edit, "text": "if x != k:"}) == "ok"
     assert step(work, "edit_line", **edit) == "tried" and "x != k" in work.files["f.py"]
     assert step(work, "undo") == "ok" and work.files == task.files
-
-
-def test_the_bug_itself_is_never_tried(task: Task, boxes: Callable[..., Any]) -> None:
-    work = Workspace(files=dict(task.files), visible_tests=task.visible_tests, sandboxes=boxes("7"))
-    line = task.files["f.py"].split("\n")[3].strip()
-    step(work, "run_tests")
-    step(work, "edit_line", path="f.py", line=4, text="if x == k:")
-    assert step(work, "edit_line", path="f.py", line=4, text=line) == "ok"
 
 
 @pytest.mark.parametrize(
@@ -342,13 +239,6 @@ def test_a_search_finds_lines_of_code_and_none_of_tests(task: Task, boxes: Calla
     assert step(work, "grep", pattern="assert") == "none"
     for strange in ("", "a\nb", "a\0"):
         assert step(work, "grep", pattern=strange) == "error: one line"
-
-
-def test_a_request_calls_one_function_with_every_argument(task: Task) -> None:
-    tests = parse_test_files(task.tests)
-    request = tools.request_tests(task.files, tests)
-    assert (request.module, request.function) == ("f", "f")
-    assert request.arguments == tuple(test.arguments for test in tests)
 
 
 # Sets of tools by name

@@ -15,9 +15,8 @@ from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.packing import Stream, flatten, score
+from composer_nb.trainer.learning.packing import FULL, NO_REPLAY, ReplaySettings, Stream, flatten, score
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY, ReplaySettings
 from composer_nb.trainer.learning.routes import require_routes
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.models.variants import Numerics, variant
