@@ -51,17 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 0
     except Exception as error:
-        if not fixable(error):
+        system = isinstance(error, OSError) and error.errno in FIXABLE_ERRNO
+        if not system and not FIXABLE & {kind.__name__ for kind in type(error).__mro__}:
             raise
         print(f"composer-nb: {visible_lines(str(error))}", file=sys.stderr)
         return getattr(error, "exit_status", 2)
-
-
-def fixable(error: Exception) -> bool:
-    """Return whether the user can fix what an error says."""
-    if isinstance(error, OSError) and error.errno in FIXABLE_ERRNO:
-        return True
-    return bool(FIXABLE & {kind.__name__ for kind in type(error).__mro__})
 
 
 def parser() -> argparse.ArgumentParser:

@@ -76,7 +76,8 @@ def metric(ax: Axes, steps: Sequence[Mapping[str, Any]], name: str, bound: int |
     for figure, color, label in METRICS[name][2]:
         line(ax, steps, figure, color, label)
     if name == "staleness" and any(point.get("staleness_max") is not None for point in steps):
-        ax.plot(*gaps(steps, "staleness_max"), color=style.SKY, linewidth=1, label="oldest")
+        oldest = [p["staleness_max"] if p.get("staleness_max") is not None else math.nan for p in steps]
+        ax.plot([p["step"] for p in steps], oldest, color=style.SKY, linewidth=1, label="oldest")
     if not steps:
         style.absent(ax, "RL has no step yet")
     elif not ax.lines:
@@ -131,12 +132,6 @@ def line(ax: Axes, steps: Sequence[Mapping[str, Any]], name: str, color: str, la
 def known(steps: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
     """Return (step, value) of every step that has the figure."""
     return [(p["step"], p[name]) for p in steps if p.get(name) is not None]
-
-
-def gaps(steps: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Return steps and one figure of each, NaN where a step has none, so that the line has a gap."""
-    values = [p.get(name) for p in steps]
-    return [p["step"] for p in steps], [math.nan if value is None else float(value) for value in values]
 
 
 def time_split(run: RunDir, report: Mapping[str, Any]) -> Picture:

@@ -142,17 +142,13 @@ def picture(status: Status) -> Picture:
     if status.steps:
         step_times(times, status.steps)
     title(times if status.steps else style.absent(times, "RL has no step yet"), "seconds of a step")
-    _ledger(ledger, status)
+    ledger.xaxis.set_major_locator(MaxNLocator(4))
+    ledger.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    tokens = dict(_ranked(status.ledger))
+    _bars(ledger, "sampled tokens", tokens, [_REASON.get(reason, style.ORANGE) for reason in tokens])
     _work(work, status)
     _bars(stages, "seconds of complete stages", status.stages, style.SKY)
     return figure
-
-
-def _ledger(ax: Axes, status: Status) -> None:
-    ledger = dict(_ranked(status.ledger))
-    ax.xaxis.set_major_locator(MaxNLocator(4))
-    ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    _bars(ax, "sampled tokens", ledger, [_REASON.get(why, style.ORANGE) for why in ledger])
 
 
 def _bars(ax: Axes, text: str, values: Mapping[str, float], color: Any) -> None:

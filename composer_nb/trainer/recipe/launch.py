@@ -18,8 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-import psutil
-
 from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.reap import FOLDER, ResourceJournal, reap
 from composer_nb.trainer.headroom import refusal
@@ -297,7 +295,7 @@ def _run_processes(run: RunDir, programs: Mapping[str, tuple[str, ...]], say: Ca
         logs = [stack.enter_context((run.path / f"{name}.log").open("ab")) for name in programs]
         begins = [log.tell() for log in logs]
         processes = [
-            psutil.Popen(
+            subprocess.Popen(
                 [*child, *words],
                 stdout=subprocess.PIPE if log is logs[0] else log,
                 stderr=log,
@@ -308,6 +306,7 @@ def _run_processes(run: RunDir, programs: Mapping[str, tuple[str, ...]], say: Ca
             for words, log in zip(programs.values(), logs, strict=True)
         ]
         resources = [journal.made("process", process.pid) for process in processes]
+        assert processes[0].stdout is not None
         listener = threading.Thread(target=_relay, args=(processes[0].stdout, say), daemon=True)
         try:
             listener.start()
@@ -318,9 +317,13 @@ def _run_processes(run: RunDir, programs: Mapping[str, tuple[str, ...]], say: Ca
         finally:
             for process in processes:
                 process.terminate()
-            for process in psutil.wait_procs(processes, timeout=5)[1]:
-                process.kill()
-                process.wait()
+            deadline = time.monotonic() + 5
+            for process in processes:
+                try:
+                    process.wait(max(0.1, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
             for resource in resources:
                 journal.gone(resource)
             _reap(run, say)  # a container outlives the process that made it

@@ -180,6 +180,8 @@ def read_status(path: Path) -> Status:
         checkpoints = {str(name): (int(step), float(seconds)) for name, step, seconds in saved}
         services = _services(db)
     logged, last_line = _logged_steps(run.path / "metrics.jsonl"), _last_line(run.path / SAID)
+    records = [run.path / name for name in ("run.db", "run.db-wal", "metrics.jsonl", SAID)]
+    written = [record.stat().st_mtime for record in records if record.is_file()]
     settings = run.settings() if (run.path / "settings.json").is_file() else {}
     stages = {name: seconds for name, seconds, _ in infos}
     missing = [name for name in stages_of(settings) if name not in stages]
@@ -194,7 +196,7 @@ def read_status(path: Path) -> Status:
         state="live" if live else "complete" if complete else "dead",
         pid=pid,
         last_line=last_line,
-        quiet_s=_quiet_seconds(run.path),
+        quiet_s=max(0.0, time.time() - max(written)) if written else None,
         settings=settings,
         stages=stages,
         scores=scores,
@@ -275,15 +277,6 @@ def _logged_steps(file: Path) -> dict[str, dict[int, dict[str, Any]]]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file}:{number}: no line of metrics ({error})") from None
     return points
-
-
-def _quiet_seconds(path: Path) -> float | None:
-    """Return the seconds since a run last wrote a record; None if it never did."""
-    times = []
-    for name in ("run.db", "run.db-wal", "metrics.jsonl", SAID):
-        with suppress(FileNotFoundError):
-            times.append((path / name).stat().st_mtime)
-    return max(0.0, time.time() - max(times)) if times else None
 
 
 def _progress(
@@ -432,14 +425,11 @@ def solved_by_task(run: RunDir, policy: str, within: int | None = None, *, greed
     shares: dict[str, list[float]] = {}
     for row in rows[sampled:] if greedy else rows[:sampled]:
         if row["status"] == "graded":
-            solved = row["passed"] and (within is None or calls_in(json_of(row["turns"])) <= within)
+            turns = json_of(row["turns"]) if within else []  # those with a call, as `Rollout.calls`
+            calls = sum(bool(turn["call"]) or turn["error"] not in (None, "ProviderError") for turn in turns)
+            solved = row["passed"] and (within is None or calls <= within)
             shares.setdefault(row["task_id"], []).append(float(solved))
     return {task: float(np.mean(solved)) for task, solved in shares.items()}
-
-
-def calls_in(turns: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of calls in stored turns (`Rollout.calls`)."""
-    return sum(bool(turn["call"]) or turn["error"] not in (None, "ProviderError") for turn in turns)
 
 
 def telling_step(run: RunDir, weights: bool = False) -> int:

@@ -67,7 +67,11 @@ def _built(run: RunDir) -> dict[str, Any]:
     infos = {name: json_of(info) for name, _, info in rows}
     infos = {name: infos[name] for name in _in_order(infos, STAGES)}
     seconds = {name: float(spent) for name, spent, _ in rows}
-    wall_s = wall_seconds(run, seconds)
+    spent = {name: float(s) for name, s in run.query("SELECT stage, seconds FROM checkpoint")} | seconds
+    wall_s = {name: spent[name] for name in ("midtrain", "extend", "sft", "rl") if name in spent}
+    if scored := [s for name, s in spent.items() if name.startswith("eval_")]:
+        wall_s["eval"] = sum(scored)
+    wall_s["total"] = sum(spent.values())
     report: dict[str, Any] = {
         "run": run.path.name,
         "complete": all(name in infos for name in stages_of(settings)),
@@ -108,15 +112,6 @@ def _built(run: RunDir) -> dict[str, Any]:
 def _in_order(names: Iterable[str], order: Sequence[str]) -> list[str]:
     """Return the names in `order` first, then the others."""
     return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
-
-
-def wall_seconds(run: RunDir, stages: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of each part of the recipe. An unfinished stage counts up to its last checkpoint."""
-    seconds = {name: float(spent) for name, spent in run.query("SELECT stage, seconds FROM checkpoint")} | {**stages}
-    parts = {name: seconds[name] for name in ("midtrain", "extend", "sft", "rl") if name in seconds}
-    if scored := [spent for name, spent in seconds.items() if name.startswith("eval_")]:
-        parts["eval"] = sum(scored)
-    return {**parts, "total": sum(seconds.values())}
 
 
 def supervised(run: RunDir, stage: str) -> dict[str, Any]:
@@ -219,7 +214,12 @@ def gained(run: RunDir, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, An
     """
     if not {"midtrained", "final"} <= set(scores):
         return {}
-    gains = {over: _gains(run, over) for over in ("midtrained", "start") if over in scores}
+    gains = {}
+    for over in [name for name in ("midtrained", "start") if name in scores]:
+        old, new = (solved_by_task(run, name) for name in (over, "final"))
+        best = [{task: float(share > 0) for task, share in shares.items()} for shares in (old, new)]
+        greedy = [solved_by_task(run, name, greedy=True) for name in (over, "final")]
+        gains[over] = {"pass_at_1": _paired(old, new), "pass_greedy": _paired(*greedy), "best_of_k": _paired(*best)}
     means = {over: {figure: float(by_task.mean()) for figure, by_task in gain.items()} for over, gain in gains.items()}
     return {
         "from": "midtrained",
@@ -227,16 +227,6 @@ def gained(run: RunDir, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, An
         "ci95": bootstrap(gains["midtrained"]["pass_at_1"], 0),
         "over_stronger": {figure: min(gain[figure] for gain in means.values()) for figure in means["midtrained"]},
         "within_12": {kind: gain for kind in ("heldout", "structures") if (gain := within_12(run, scores, kind))},
-    }
-
-
-def _gains(run: RunDir, over: str) -> dict[str, NDArray[np.float64]]:
-    """Return, by figure, the gain of the final policy over another one for each task of both."""
-    old, new = (solved_by_task(run, name) for name in (over, "final"))
-    return {
-        "pass_at_1": _paired(old, new),
-        "pass_greedy": _paired(*(solved_by_task(run, name, greedy=True) for name in (over, "final"))),
-        "best_of_k": _paired(*({task: float(share > 0) for task, share in pass_1.items()} for pass_1 in (old, new))),
     }
 
 
