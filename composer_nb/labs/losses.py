@@ -29,8 +29,7 @@ from torch import Tensor
 
 from composer_nb.labs.gradient import flat_gradient, inner_products
 from composer_nb.trainer.learning.loss import LossSettings, kl_penalty, policy_loss
-from composer_nb.trainer.learning.packing import Stream, flatten, score
-from composer_nb.trainer.learning.replay_settings import NO_REPLAY
+from composer_nb.trainer.learning.packing import NO_REPLAY, Stream, flatten, score
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.views import style
 from composer_nb.views.style import Picture, title

@@ -17,7 +17,6 @@ import torch.distributed.checkpoint as dcp
 
 from composer_nb.harness.carry import Blob
 from composer_nb.harness.tasks import harbor
-from composer_nb.harness.tasks.patch import apply_patch
 from composer_nb.harness.untrusted import UnsafeName, beneath, checked, protected, single
 from composer_nb.production.accept import Conflict, accept
 from composer_nb.production.checkout import changed, read_checkout
@@ -86,21 +85,7 @@ def test_a_protected_name_is_seen_through_every_disguise(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    [
-        ".gitignore",
-        ".gitmodules",
-        ".github/x",
-        "git",
-        "a.git",
-        "git~",
-        ".env.example",
-        "env",
-        "x.env",
-        "legit~1",
-        "..git",
-        ".gi",
-    ],
+    "path", ".gitignore .gitmodules .github/x a.git git~ .env.example x.env legit~1 ..git .gi".split()
 )
 def test_a_name_that_only_looks_protected_is_not(path: str) -> None:
     assert not protected(path)
@@ -138,12 +123,6 @@ def test_a_tracked_file_of_a_protected_name_can_be_changed(repository: Path) -> 
     assert (repository / ".env").read_bytes() == b"y"
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a\\b", "C:x", "a//b"])
-def test_a_patch_names_plain_paths(name: str) -> None:
-    with pytest.raises(ValueError, match="not a plain relative path"):
-        apply_patch({}, f"--- /dev/null\n+++ b/{name}\n@@ -0,0 +1 @@\n+x\n")
-
-
 # Tasks
 
 
@@ -164,7 +143,6 @@ def test_a_tasks_rest_stays_in_its_folder(tmp_path: Path, name: str) -> None:
 def published(tmp_path: Path) -> VersionStore:
     publisher = Publisher(tmp_path / "store", owner="run")
     publisher.publish(0, {"w": torch.ones(8)}, {"config.json": b"{}"})
-    publisher.close()
     return VersionStore(tmp_path / "store")
 
 
@@ -205,8 +183,7 @@ def test_a_store_keeps_to_its_root(tmp_path: Path, name: str, url: str) -> None:
     store = VersionStore(url.format(tmp_path))
     calls: list[Callable[[], Any]] = [
         lambda: store.read(name), lambda: list(store.chunks(name)), lambda: store.write(name, b""),
-        lambda: store.create(name, b""), lambda: store.put(name, [b""]), lambda: store.remove(name),
-        lambda: store.names(name), lambda: store.exists(0, name),
+        lambda: store.put(name, [b""]), lambda: store.remove(name), lambda: store.names(name), lambda: store.exists(0, name),
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(StoreError, match="not a plain relative path"):

@@ -20,7 +20,7 @@ from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.actors import NotSeen
 from composer_nb.trainer.services.environments import EnvironmentService
 from composer_nb.trainer.services.services import EngineService, EvaluationService, TrainerService
-from composer_nb.trainer.services.trainer_rank import TrainerRank
+from composer_nb.trainer.services.trainer_ranks import TrainerRank
 from composer_nb.trainer.settings import Settings, override
 from tests.conftest import TINY
 

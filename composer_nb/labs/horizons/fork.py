@@ -28,10 +28,10 @@ from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Completion, Policy, ProviderFailure, Request, Trace
 from composer_nb.harness.rewards import Reward
 from composer_nb.harness.rollout import Kind, Rollout
-from composer_nb.harness.sandbox.calls import Executor
+from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.labs.rewards.judges import JudgeModel, wilson
 from composer_nb.tour.expert import unsampled
-from composer_nb.trainer.learning.feedback import distributions, divergence, sides
+from composer_nb.trainer.learning.learner import distributions, divergence, sides
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.rl import Scored, to_streams
 

@@ -28,7 +28,7 @@ from composer_nb.kernels.attention.cached import cached_attention
 from composer_nb.kernels.attention.causal import padded
 from composer_nb.kernels.moe.routing import Replay, Routing, RoutingRule
 from composer_nb.trainer.learning.data import within
-from composer_nb.trainer.learning.replay_settings import ReplayLevel
+from composer_nb.trainer.learning.packing import ReplayLevel
 from composer_nb.trainer.learning.retrace import trace_of
 from composer_nb.trainer.models.transformer import Model, PackedRows
 from composer_nb.trainer.models.variants import Numerics, variant

@@ -17,7 +17,7 @@ from composer_nb.harness.attempt import Agent
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Request
 from composer_nb.harness.rewards import Reward
-from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.store import pack_attempt
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
