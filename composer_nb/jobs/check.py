@@ -19,37 +19,37 @@ if TYPE_CHECKING:
 TYPES: dict[str, type] = {kind.__name__: kind for kind in (bool, int, float, str, list, dict)}
 
 
-def check_parameters(source: Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given` if the notebook's parameters cell takes it. A parameter `overrides` holds dotted names of settings.
+def check_parameters(source: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` if the notebook's parameters cell takes it. A parameter `overrides` holds dotted names of settings.
 
     Raises ValueError that names the parameter and the nearest known one, or the type wanted; FileNotFoundError when there is no
     notebook."""
-    known = parameters_of(source)
-    for name, value in given.items():
-        if name not in known:
-            raise ValueError(f"{source.name} has no parameter {name!r}; {nearest(name, known)}")
-        check_type(source.name, name, value, known[name])
-    if given.get("overrides"):
+    types = parameters_of(source)
+    for name, value in values.items():
+        if name not in types:
+            raise ValueError(f"{source.name} has no parameter {name!r}; {nearest(name, types)}")
+        check_type(source.name, name, value, types[name])
+    if values.get("overrides"):
         from composer_nb.trainer.settings import Settings, override
 
-        override(Settings(), given["overrides"])
-    return dict(given)
+        override(Settings(), values["overrides"])
+    return dict(values)
 
 
-def check_type(where: str, name: str, value: Any, wanted: type) -> None:
+def check_type(where: str, name: str, value: Any, kind: type) -> None:
     """Raise ValueError unless `value` is of the type wanted (an int will do for a float) and made of plain values."""
-    fits = isinstance(value, (int, float) if wanted is float else wanted)
-    if not fits or (isinstance(value, bool) and wanted is not bool):
-        raise ValueError(f"{where}: parameter {name}={value!r} must be of type {wanted.__name__}")
+    fits = isinstance(value, (int, float) if kind is float else kind)
+    if not fits or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{where}: parameter {name}={value!r} must be of type {kind.__name__}")
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: parameter {name} holds something that is not plain data: {error}") from None
 
 
-def nearest(name: str, known: Mapping[str, Any]) -> str:
+def nearest(name: str, names: Mapping[str, Any]) -> str:
     """Return the advice for a misspelt name."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
     return f"did you mean {near[0]!r}?" if near else "it takes none"
 
 
@@ -58,7 +58,7 @@ def parameters_of(source: Path) -> dict[str, type]:
     cells = [c for c in _read(source).cells if "parameters" in c.metadata.get("tags", [])]
     if len(cells) != 1:
         raise ValueError(f"{source.name}: {len(cells)} cells are tagged `parameters`, not one")
-    found: dict[str, type] = {}
+    types: dict[str, type] = {}
     try:
         lines = parse(cells[0].source).body
     except (SyntaxError, ValueError) as error:
@@ -66,10 +66,10 @@ def parameters_of(source: Path) -> dict[str, type]:
     for node in lines:
         match node:
             case ast.AnnAssign(target=ast.Name(id=name), annotation=ast.Name(id=kind)) if kind in TYPES:
-                found[name] = TYPES[kind]
+                types[name] = TYPES[kind]
             case _:
                 raise ValueError(f"{source.name}: the parameters cell may hold lines like `steps: int = 3` alone")
-    return found
+    return types
 
 
 def check_outputs(source: Path, outputs: Mapping[str, str]) -> None:

@@ -99,14 +99,10 @@ def run_notebook(
     check_outputs(source, outputs or {})
     output = output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
-    versions = {"composer_nb": __version__, "python": sys.version.split()[0]}
-    for name in ("papermill", "nbclient", "ipykernel", "numpy", "torch", "ray"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
     record = {
         **(about or {}), "state": "running", "notebook": source.name,
         "notebook_sha256": notebook_digest(source), "parameters": values,
-        "package_digest": package_digest(), "commit": commit(), "versions": versions,
+        "package_digest": package_digest(), "commit": commit(), "versions": _versions(),
         "host": socket.gethostname(), "pid": os.getpid(), "process_started": psutil.Process().create_time(),
         "started": now(),
     }  # fmt: skip
@@ -145,6 +141,14 @@ def run_notebook(
         message = f"{record['error']} (the cell and its traceback are in {output})"
         raise JobFailed(message, ENDED[record["state"]]) from failure
     return record
+
+
+def _versions() -> dict[str, str]:
+    versions = {"composer_nb": __version__, "python": sys.version.split()[0]}
+    for name in ("papermill", "nbclient", "ipykernel", "numpy", "torch", "ray"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 @contextmanager

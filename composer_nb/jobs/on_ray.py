@@ -56,8 +56,8 @@ class OnRay:
 
     def poll(self, handle: tuple[Any, Path]) -> str | None:
         reference, _ = handle
-        done, _ = self.ray.wait([reference], timeout=0)
-        if not done:
+        ready, _ = self.ray.wait([reference], timeout=0)
+        if not ready:
             return None
         try:
             return self.ray.get(reference)

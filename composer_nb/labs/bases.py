@@ -60,8 +60,8 @@ class BaseCandidate:
 
     def ids(self, text: str) -> list[int]:
         """Return the tokens of a text in which nothing is a special token."""
-        found: list[int] = self.tokenizer.encode(text.replace("<|", "< |"), add_special_tokens=False).ids
-        return found
+        token_ids: list[int] = self.tokenizer.encode(text.replace("<|", "< |"), add_special_tokens=False).ids
+        return token_ids
 
     @property
     def first(self) -> int:
@@ -114,24 +114,24 @@ def rolling_loss(base: BaseCandidate, text: str, window: int, stride: int) -> fl
 def make_questions(texts: Sequence[str], count: int, choices: int, seed: int) -> list[Question]:
     """Return at most `count` questions about functions with two parameters or more, each asked once, in an order that the seed
     decides. The wrong choices are parameters of other functions. Raises ValueError where too few differ."""
-    found: dict[str, str] = {}
+    parameters: dict[str, str] = {}
     for text in texts:
         for node in ast.walk(parsed(text) or ast.Module([], [])):
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                names = [each.arg for each in node.args.args if each.arg not in ("self", "cls")]
+                names = [argument.arg for argument in node.args.args if argument.arg not in ("self", "cls")]
                 if len(names) >= 2:
-                    found.setdefault(node.name, ", ".join(names) + ")")
-    answers = sorted(set(found.values()))
+                    parameters.setdefault(node.name, ", ".join(names) + ")")
+    answers = sorted(set(parameters.values()))
     if len(answers) < choices:
         raise ValueError(f"questions: {len(answers)} functions differ in their parameters, and {choices} are needed")
     random = Random(f"questions {seed}")
-    made = []
-    for name in random.sample(sorted(found), min(count, len(found))):
-        wrong = random.sample([each for each in answers if each != found[name]], choices - 1)
-        place = random.randrange(choices)
-        given = (*wrong[:place], found[name], *wrong[place:])
-        made.append(Question(prompt=f"def {name}(", choices=given, answer=place))
-    return made
+    questions = []
+    for name in random.sample(sorted(parameters), min(count, len(parameters))):
+        wrong = random.sample([choice for choice in answers if choice != parameters[name]], choices - 1)
+        answer = random.randrange(choices)
+        options = (*wrong[:answer], parameters[name], *wrong[answer:])
+        questions.append(Question(prompt=f"def {name}(", choices=options, answer=answer))
+    return questions
 
 
 def chosen(base: BaseCandidate, question: Question) -> int:
@@ -150,27 +150,27 @@ def make_histories(texts: Sequence[str], count: int, lines: int, edits: int, see
     """Return histories of pieces of `lines` lines, which have at most `WIDTH` characters on average. Each edit deletes a line,
     repeats one elsewhere, or puts one in the place of another. Raises ValueError where there is no such piece."""
     whole = [text.replace("\r", "").splitlines(keepends=True) for text in texts]
-    pieces = [each[at : at + lines] for each in whole for at in range(len(each) - lines)]
+    pieces = [file_lines[at : at + lines] for file_lines in whole for at in range(len(file_lines) - lines)]
     able = [piece for piece in pieces if len("".join(piece)) <= WIDTH * lines]
     if not able:
         raise ValueError(f"lines={lines}: no text has so many lines of {WIDTH} characters on average; lower it")
     random = Random(f"histories {seed}")
-    made = []
+    histories = []
     for _ in range(count):
         now = first = random.choice(able)
         diffs = []
         for _ in range(edits):
             new = list(now)
-            place, line = random.randrange(len(new)), random.choice(now)
+            row, line = random.randrange(len(new)), random.choice(now)
             kind = random.choice(["delete", "repeat", "replace"])
-            new[place : place + (kind != "repeat")] = [] if kind == "delete" and len(new) > 1 else [line]
+            new[row : row + (kind != "repeat")] = [] if kind == "delete" and len(new) > 1 else [line]
             diffs.append("".join(islice(unified_diff(now, new, n=1), 2, None)))
             now = new
-        made.append(History(start="".join(first), diffs=tuple(diffs), end="".join(now)))
-    return made
+        histories.append(History(start="".join(first), diffs=tuple(diffs), end="".join(now)))
+    return histories
 
 
-def distance(one: str, other: str) -> int:
+def distance(char: str, other: str) -> int:
     """Return the Levenshtein distance in characters: insertions, deletions and replacements.
 
     Raises ValueError without ukkonen."""
@@ -178,23 +178,23 @@ def distance(one: str, other: str) -> int:
         from ukkonen import distance as bounded
     except ImportError:
         raise ValueError("edit distances need ukkonen: pip install 'composer_nb[corpus]'") from None
-    return int(bounded(one, other, max(len(one), len(other), 1)))
+    return int(bounded(char, other, max(len(char), len(other), 1)))
 
 
 def rebuilt(base: BaseCandidate, histories: Sequence[History], slots: int = 16) -> list[str]:
     """Return what the model writes for the last version of each file, greedily, up to the line that ends it."""
-    asked = [[base.first, *base.ids(history.prompt)] for history in histories]
+    requests = [[base.first, *base.ids(history.prompt)] for history in histories]
     most = [len(base.ids(history.end + END)) + 16 for history in histories]
-    needed = max(len(ids) + room for ids, room in zip(asked, most, strict=True))
+    needed = max(len(ids) + room for ids, room in zip(requests, most, strict=True))
     if needed > base.model.config.max_position_embeddings:
         raise ValueError(f"lines, edits: a history needs {needed} positions, more than {base.name} has; lower them")
     engine = Engine(base.model, stop=frozenset(), slots=slots, max_length=needed, temperature=0.0)
     texts = []
-    for at in range(0, len(asked), slots):
-        part = range(at, min(len(asked), at + slots))
-        for one in engine.generate([Request(rollout=n, token_ids=asked[n], max_tokens=most[n]) for n in part]):
-            texts.append(base.tokenizer.decode(one.token_ids).partition(END)[0])
-            engine.release(one.rollout)
+    for at in range(0, len(requests), slots):
+        part = range(at, min(len(requests), at + slots))
+        for request in engine.generate([Request(rollout=n, token_ids=requests[n], max_tokens=most[n]) for n in part]):
+            texts.append(base.tokenizer.decode(request.token_ids).partition(END)[0])
+            engine.release(request.rollout)
     return texts
 
 
@@ -224,14 +224,14 @@ def compare_bases(
     `texts` are the files of the codebase, in order; `against` drops the questions that it answers right."""
     questions = make_questions(texts, m.questions, m.choices, m.seed)
     if against:
-        questions = [each for each in questions if chosen(against, each) != each.answer]
+        questions = [candidate for candidate in questions if chosen(against, candidate) != candidate.answer]
     histories = make_histories(texts, m.histories, m.lines, m.edits, m.seed)
     code = "\n".join(texts).encode()[: m.bytes].decode(errors="ignore")
     size = len(code.encode())
     unread = [distance(history.start, history.end) for history in histories]
     rows = [_scores("no model", 1 / m.choices, unread, size * np.log(256), size, 0)]
     for base in bases:
-        right = [chosen(base, each) == each.answer for each in questions]
+        right = [chosen(base, candidate) == candidate.answer for candidate in questions]
         answers = zip(rebuilt(base, histories), histories, strict=True)
         off = [distance(answer, history.end) for answer, history in answers]
         weights = sum(weight.numel() for weight in base.model.parameters())

@@ -59,13 +59,13 @@ LAYOUT = {"bf16": (1, 8, 7), "e4m3": (1, 4, 3), "e2m1": (1, 2, 1), "E8M0": (0, 8
 """Bits of sign, exponent, mantissa."""
 
 
-def bits_of(x_K: Tensor, mx: MXTensor, four: NVFP4Tensor, shown: int = 4) -> dict[str, list[int]]:
+def bits_of(x_K: Tensor, mx: MXTensor, four: NVFP4Tensor, values: int = 4) -> dict[str, list[int]]:
     """Return the first numbers of a token as they are stored, by the name of their format, scales after codes."""
     return {
-        "bf16": x_K.bfloat16().view(torch.int16)[:shown].int().bitwise_and(0xFFFF).tolist(),
-        "e4m3": mx.qdata.view(torch.uint8).flatten()[:shown].tolist(),
+        "bf16": x_K.bfloat16().view(torch.int16)[:values].int().bitwise_and(0xFFFF).tolist(),
+        "e4m3": mx.qdata.view(torch.uint8).flatten()[:values].tolist(),
         "E8M0": mx.scale.flatten()[:1].tolist(),
-        "e2m1": unpack_e2m1(four.qdata).flatten()[:shown].tolist(),
+        "e2m1": unpack_e2m1(four.qdata).flatten()[:values].tolist(),
         "e4m3 scale": four.scale.view(torch.uint8).flatten()[:1].tolist(),
     }
 
@@ -77,10 +77,10 @@ def bits(stored: Mapping[str, Sequence[int]]) -> Picture:
         widths = LAYOUT[name]
         kinds = [kind for kind, width in zip(FIELDS, widths, strict=True) for _ in range(width)]
         for index, number in enumerate(numbers):
-            for place, kind in enumerate(kinds):
-                at = index * 18 + place
+            for position, kind in enumerate(kinds):
+                at = index * 18 + position
                 ax.add_patch(Rectangle((at, -row - 0.4), 0.92, 0.8, color=FIELDS[kind]))
-                bit = number >> (len(kinds) - 1 - place) & 1
+                bit = number >> (len(kinds) - 1 - position) & 1
                 ax.text(at + 0.46, -row, str(bit), ha="center", va="center", fontsize=7.5, color=style.DARK)
     ax.set(xlim=(-0.5, 18 * max(map(len, stored.values()))), ylim=(-len(stored) + 0.4, 0.6), xticks=[])
     ax.set_yticks([-row for row in range(len(stored))], list(stored))
@@ -117,11 +117,11 @@ def values() -> Picture:
     return picture
 
 
-def by_token(found: Mapping[str, Tensor], heading: str, y: str) -> Picture:
+def by_token(values: Mapping[str, Tensor], heading: str, y: str) -> Picture:
     """Draw a number for each token, one panel per format."""
     picture = Picture(9.5, 2.4)
-    panels = picture.panels(1, len(found), sharey=True)
-    for ax, (name, value), color in zip(panels, found.items(), LINES, strict=False):
+    panels = picture.panels(1, len(values), sharey=True)
+    for ax, (name, value), color in zip(panels, values.items(), LINES, strict=False):
         ax.bar(range(len(value)), value.tolist(), color=color)
         title(ax, f"{name}: {int((value != 0).sum())} of {len(value)}", "token")
     panels[0].set_ylabel(y, fontsize=8.5)

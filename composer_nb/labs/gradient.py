@@ -48,10 +48,10 @@ def flat_gradient(of: Tensor, weights: Sequence[Tensor], slope: Tensor | None = 
     return torch.cat([part.reshape(-1) for part in parts])
 
 
-def cosine(one: Tensor, other: Tensor) -> float:
+def cosine(first: Tensor, other: Tensor) -> float:
     """Return the cosine of the angle between two gradients; NaN where one of them is zero."""
-    lengths = one.double().norm() * other.double().norm()
-    return float(one.double() @ other.double() / lengths)
+    lengths = first.double().norm() * other.double().norm()
+    return float(first.double() @ other.double() / lengths)
 
 
 def inner_products(rows_VD: Tensor, width: int = 1 << 17) -> NDArray[np.float64]:

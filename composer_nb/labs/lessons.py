@@ -24,25 +24,25 @@ Groups = list[list[Stream]]
 
 def raw_streams(groups: Sequence[Sequence[Scored]]) -> Groups:
     """Return streams with A = R − mean(R), whatever the run subtracted or divided by."""
-    made = []
+    groups_of_streams = []
     for group in groups:
         values = torch.tensor([scored.reward.total for scored in group], dtype=torch.float32)
         shares = advantages(values).tolist()
         raw = [replace(scored, advantage=a) for scored, a in zip(group, shares, strict=True)]
-        made.append([stream for scored in raw for stream in to_streams(scored)])
-    return made
+        groups_of_streams.append([stream for scored in raw for stream in to_streams(scored)])
+    return groups_of_streams
 
 
 def later(model: Model, lessons: Sequence[Groups], batch: StoredBatch, versions: int) -> Model:
     """Return the weights after so many optimiser steps, each on the next of `lessons`, with the run's settings and the learning
     rates of its first steps (the optimiser's averages are new, as they were then)."""
-    made = copy.deepcopy(model).requires_grad_()
+    policy = copy.deepcopy(model).requires_grad_()
     rl = batch.settings.rl
-    learner = Learner(made, FlatOptimizer(made, published=torch.bfloat16), LossSettings())
+    learner = Learner(policy, FlatOptimizer(policy, published=torch.bfloat16), LossSettings())
     for step in range(versions):
         streams = [stream for group in lessons[step % len(lessons)] for stream in group]
         learn_once(learner, streams, rl, rl.rate(step), step)
-    return made
+    return policy
 
 
 def learn_once(learner: Learner, streams: Sequence[Stream], rl: RlSettings, lr: float, seed: int) -> None:

@@ -232,38 +232,40 @@ def bench(
     """
     if EXACT in losses:
         raise ValueError(f"{EXACT!r} is the name of what losses are compared with: give the loss another")
-    made = copy.deepcopy(model).requires_grad_()
-    weights = list(made.parameters())
+    policy = copy.deepcopy(model).requires_grad_()
+    weights = list(policy.parameters())
     rollouts = float(len({id(stream.whole or stream) for group in groups for stream in group}))
     sampled = float(sum(int(stream.acted[1:].sum()) for group in groups for stream in group))
     names = (*losses, EXACT)
     gradients_LW = torch.zeros(len(names), sum(w.numel() for w in weights), dtype=weights[0].dtype)
     slopes: list[list[Slope]] = [[] for _ in names]
     for group in groups:
-        tokens = group_tokens(made, group, reference)
-        known: dict[bytes, Tensor] = {}
+        tokens = group_tokens(policy, group, reference)
+        gradients: dict[bytes, Tensor] = {}
         for number, name in enumerate(names):
             if name == EXACT:
-                found = exact(tokens, sampled)
+                group_slope = exact(tokens, sampled)
             else:
-                found = slope(tokens, losses[name], rollouts if losses[name].length_norm else sampled)
-            slopes[number].append(found)
-            if found.slope_S.any():
-                same = found.slope_S.numpy().tobytes()  # on policy many losses are one
-                if same not in known:
-                    known[same] = flat_gradient(tokens.logprob_S, weights, found.slope_S)
-                gradients_LW[number] += known[same]
+                group_slope = slope(tokens, losses[name], rollouts if losses[name].length_norm else sampled)
+            slopes[number].append(group_slope)
+            if group_slope.slope_S.any():
+                same = group_slope.slope_S.numpy().tobytes()  # on policy many losses are one
+                if same not in gradients:
+                    gradients[same] = flat_gradient(tokens.logprob_S, weights, group_slope.slope_S)
+                gradients_LW[number] += gradients[same]
     inner_LL = inner_products(gradients_LW)
     norm_L = np.sqrt(np.maximum(np.diag(inner_LL), 0.0))
     lengths_LL = np.outer(norm_L, norm_L)
     cosines = np.where(lengths_LL > 0, inner_LL / np.where(lengths_LL > 0, lengths_LL, 1.0), np.nan).clip(-1, 1)
-    rows = tuple(_row(name, found, norm) for name, found, norm in zip(names, slopes, norm_L.tolist(), strict=True))
+    rows = tuple(
+        _row(name, loss_slopes, norm) for name, loss_slopes, norm in zip(names, slopes, norm_L.tolist(), strict=True)
+    )
     return Bench(rows=rows, gradients_LW=gradients_LW, cosines=cosines)
 
 
 def _row(name: str, slopes: Sequence[Slope], norm: float) -> LossRow:
-    reason = torch.cat([found.reason_S for found in slopes]).numpy()
-    weight = torch.cat([found.weight_S for found in slopes]).double().numpy()
+    reason = torch.cat([group_slope.reason_S for group_slope in slopes]).numpy()
+    weight = torch.cat([group_slope.weight_S for group_slope in slopes]).double().numpy()
     counts = np.bincount(reason, minlength=len(REASONS)) / len(reason)
     reasons = dict(zip(REASONS, counts.tolist(), strict=True))
     live = weight[~np.isnan(weight)]
@@ -276,16 +278,16 @@ def _row(name: str, slopes: Sequence[Slope], norm: float) -> LossRow:
     )
 
 
-def cosines(found: Bench, heading: str = "cosine between gradients") -> Picture:
+def cosines(comparison: Bench, heading: str = "cosine between gradients") -> Picture:
     """Draw the cosines between the gradients of all losses and the exact on-policy one; “–” where one of them is 0."""
-    names = [row.loss for row in found.rows]
+    names = [row.loss for row in comparison.rows]
     picture, ax = style.one_panel(1.8 + 0.58 * len(names), 1.0 + 0.44 * len(names))
-    low = float(np.nanmin(found.cosines, initial=0.0))
-    ax.imshow(np.ma.masked_invalid(found.cosines), cmap="cividis", vmin=low, vmax=1.0, aspect="auto")
+    low = float(np.nanmin(comparison.cosines, initial=0.0))
+    ax.imshow(np.ma.masked_invalid(comparison.cosines), cmap="cividis", vmin=low, vmax=1.0, aspect="auto")
     ax.grid(visible=False)
     ax.set_yticks(range(len(names)), names)
     ax.set_xticks(range(len(names)), names, fontsize=8, rotation=45)
-    for (row, column), value in np.ndenumerate(found.cosines):
+    for (row, column), value in np.ndenumerate(comparison.cosines):
         ink = style.DARK if value > (low + 1) / 2 else "white"  # cividis ends in a light yellow
         text, color = ("–", style.INK) if math.isnan(value) else (f"{value:.2f}", ink)
         style.note(ax, column, row, text, ha="center", fontsize=7.5, color=color)

@@ -74,10 +74,10 @@ class Durations:
         rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
         return cls(seconds=rows[:, 2].reshape(prompts, draws), tokens=rows[:, 3].astype(int).reshape(prompts, draws))
 
-    def rollout(self, slot: int, place: int, again: int) -> tuple[float, int]:
+    def rollout(self, slot: int, position: int, again: int) -> tuple[float, int]:
         """Return (seconds, tokens) of a rollout dispatched for the (`again` + 1)th time: any draw of the slot's prompt."""
         prompt = slot % len(self.seconds)
-        draw = Random(f"{slot} {place} {again}").randrange(self.seconds.shape[1])
+        draw = Random(f"{slot} {position} {again}").randrange(self.seconds.shape[1])
         return float(self.seconds[prompt, draw]), int(self.tokens[prompt, draw])
 
     @classmethod
@@ -177,8 +177,8 @@ class World:
     def execute(self, command: Command) -> None:
         match command:
             case Dispatch():
-                for place in command.places:
-                    self._start(command.slot, command.attempt, place)
+                for position in command.places:
+                    self._start(command.slot, command.attempt, position)
             case Cancel():
                 for key in [key for key in self.running if key[:2] == (command.slot, command.attempt)]:
                     self._abandon(key)
@@ -186,13 +186,13 @@ class World:
                 self.batches.append(command)
                 self.after(self.load.train_s, Trained(at=0.0, step=command.step))
 
-    def _start(self, slot: int, attempt: int, place: int) -> None:
-        again = self.drawn.get((slot, place), 0)
-        self.drawn[slot, place] = again + 1
-        seconds, tokens = self.load.durations.rollout(slot, place, again)
-        self.running[slot, attempt, place] = (self.now, seconds, tokens)
-        self.lengths[slot, attempt, place] = tokens
-        numbers = {"slot": slot, "attempt": attempt, "place": place, "sampled": tokens}
+    def _start(self, slot: int, attempt: int, position: int) -> None:
+        again = self.drawn.get((slot, position), 0)
+        self.drawn[slot, position] = again + 1
+        seconds, tokens = self.load.durations.rollout(slot, position, again)
+        self.running[slot, attempt, position] = (self.now, seconds, tokens)
+        self.lengths[slot, attempt, position] = tokens
+        numbers = {"slot": slot, "attempt": attempt, "place": position, "sampled": tokens}
         self.after(seconds + self.load.report_s, Finished(at=0.0, oldest_version=self.version, **numbers))
 
     def _abandon(self, key: tuple[int, int, int]) -> None:
@@ -205,10 +205,10 @@ class World:
     def _happened(self, event: Event) -> Event | None:
         """Return the event with its time; None if it was cancelled."""
         if isinstance(event, Finished):
-            found = self.running.pop((event.slot, event.attempt, event.place), None)
-            if found is None:
+            entry = self.running.pop((event.slot, event.attempt, event.place), None)
+            if entry is None:
                 return None
-            self.busy_s += found[1]
+            self.busy_s += entry[1]
         elif isinstance(event, Trained) and self.load.publish_s:
             self.after(self.load.publish_s, Served(at=0.0, version=event.step + 1))
         elif isinstance(event, Trained | Served):
@@ -235,10 +235,12 @@ def simulate(schedule: Schedule, load: SimulatedLoad) -> dict[str, Any]:
             drained = drained or isinstance(command, Drained)
             world.execute(command)
     seconds = world.now
-    places = [(slot, place) for slot in range(schedule.steps * schedule.prompts) for place in range(schedule.group)]
-    first = [load.durations.rollout(slot, place, 0) for slot, place in places]
+    places = [
+        (slot, position) for slot in range(schedule.steps * schedule.prompts) for position in range(schedule.group)
+    ]
+    first = [load.durations.rollout(slot, position, 0) for slot, position in places]
     work_s = sum(duration for duration, _ in first)
-    asked = [tokens for _, tokens in first]
+    requested = [tokens for _, tokens in first]
     trained = [world.lengths[key] for batch in world.batches for key in batch.rollouts]
     best_s = max(work_s / (load.workers * load.capacity), schedule.steps * load.train_s)
     books, half = orchestrator.books, len(trained) // 2
@@ -255,10 +257,10 @@ def simulate(schedule: Schedule, load: SimulatedLoad) -> dict[str, Any]:
         },
         "staleness_max": max(books.staleness["total"]),
         "not_trained": 1 - books.ledger["trained"] / books.counts["received_tokens"],
-        "half_mean_ratio": float(np.mean(trained[:half]) / np.mean(asked[:half])),
-        "half_ks": ks(trained[:half], asked[:half]),
-        "mean_ratio": float(np.mean(trained) / np.mean(asked)),
-        "ks": ks(trained, asked),
+        "half_mean_ratio": float(np.mean(trained[:half]) / np.mean(requested[:half])),
+        "half_ks": ks(trained[:half], requested[:half]),
+        "mean_ratio": float(np.mean(trained) / np.mean(requested)),
+        "ks": ks(trained, requested),
     }
 
 
@@ -293,8 +295,8 @@ class RunSpeed:
         """Read a run. Raises ValueError for one without durations."""
         load, reached = measured(run)
         sizes = [(row.get("base") is None, row["bytes"]) for row in log(run.path / "weights" / "versions")]
-        full, delta = ([size for whole, size in sizes if whole == wanted] for wanted in (True, False))
-        made = json.loads((run.path / "provenance.json").read_text(encoding="utf-8"))
+        full, delta = ([size for whole, size in sizes if whole == is_full] for is_full in (True, False))
+        provenance = json.loads((run.path / "provenance.json").read_text(encoding="utf-8"))
         day = time.strftime("%d %B %Y", time.gmtime((run.path / "metrics.jsonl").stat().st_mtime))
         return cls(
             load=load,
@@ -303,15 +305,15 @@ class RunSpeed:
             full_bytes=float(np.mean(full or [0])),
             delta_bytes=float(np.mean(delta or [0])),
             origin="by composer-nb plan --run RUN --write CSV from "
-            f"{len(run.steps('rl'))} RL steps, {made['cores']} cores, {day}, torch {made['versions']['torch']}",
+            f"{len(run.steps('rl'))} RL steps, {provenance['cores']} cores, {day}, torch {provenance['versions']['torch']}",
         )
 
     @classmethod
     def read(cls, path: Path) -> RunSpeed:
         """Read what `write` wrote."""
-        told = json.loads(path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#"))
-        load = SimulatedLoad(durations=Durations.read(path), **told.pop("load"))
-        return cls(load=load, schedule=Schedule(**told.pop("schedule")), **told)
+        header = json.loads(path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("#"))
+        load = SimulatedLoad(durations=Durations.read(path), **header.pop("load"))
+        return cls(load=load, schedule=Schedule(**header.pop("schedule")), **header)
 
     def write(self, path: Path) -> None:
         """Write the durations as data/durations.csv has them, and everything else, as JSON, into a comment on the first line.
@@ -323,9 +325,10 @@ class RunSpeed:
             )
         durations = self.load.durations
         numbers = {name: getattr(self.load, name) for name in SimulatedLoad.__slots__ if name != "durations"}
-        told = {name: getattr(self, name) for name in ("reached", "full_bytes", "delta_bytes")}
+        numbers_of_run = {name: getattr(self, name) for name in ("reached", "full_bytes", "delta_bytes")}
         lines = [
-            "# " + json.dumps({"origin": self.origin, "load": numbers, "schedule": asdict(self.schedule), **told}),
+            "# "
+            + json.dumps({"origin": self.origin, "load": numbers, "schedule": asdict(self.schedule), **numbers_of_run}),
             "prompt,draw,seconds,tokens",
         ]
         lines += [f"{p},{d},{s:.3f},{durations.tokens[p, d]}" for (p, d), s in np.ndenumerate(durations.seconds)]
@@ -372,11 +375,11 @@ class Fleet:
 
 
 def sweep(
-    x: Sequence[float], across: str, series: Mapping[str, Sequence[Mapping[str, Any]]], shown: Mapping[str, str]
+    x: Sequence[float], across: str, series: Mapping[str, Sequence[Mapping[str, Any]]], headings: Mapping[str, str]
 ) -> Picture:
-    """Draw results of `simulate`: a panel per figure in `shown` (name → heading), a line per series, over `x` (`across`)."""
-    picture = Picture(4.2 * len(shown), 3.0)
-    for ax, (name, heading) in zip(picture.panels(1, len(shown)), shown.items(), strict=True):
+    """Draw results of `simulate`: a panel per figure in `headings` (name → heading), a line per series, over `x` (`across`)."""
+    picture = Picture(4.2 * len(headings), 3.0)
+    for ax, (name, heading) in zip(picture.panels(1, len(headings)), headings.items(), strict=True):
         for (label, results), color in zip(series.items(), _COLORS, strict=False):
             ax.plot(x, [result[name] for result in results], "o-", color=color, markersize=4, label=label)
         if min(x) > 0:
@@ -416,8 +419,8 @@ def grids(mesh: Mesh, experts: int) -> Picture:
         ax.imshow(places, cmap=_SHADES, aspect="auto", vmin=0, vmax=max(7, int(places.max())))
         for (row, rank), at in np.ndenumerate(places):
             style.note(ax, rank, row, str(at), ha="center", color=style.DARK)
-        held = [mesh.experts(rank, experts) for rank in range(mesh.world)]
-        labels = [f"{rank}\n{e.start}–{e.stop - 1}" if name == "experts" else str(rank) for rank, e in enumerate(held)]
+        ranks = [mesh.experts(rank, experts) for rank in range(mesh.world)]
+        labels = [f"{rank}\n{e.start}–{e.stop - 1}" if name == "experts" else str(rank) for rank, e in enumerate(ranks)]
         ax.set_xticks(range(mesh.world), labels)
         ax.set_yticks(range(len(axes)), axes)
         ax.grid(False)

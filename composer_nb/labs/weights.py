@@ -51,15 +51,15 @@ class Walk:
         self._learner = Learner(self._model, self._optimizer, LossSettings())
         everyone = raw_streams(batch.groups)
         live = [group for group in everyone if any(np.any(stream.advantage) for stream in group)]
-        taken = [stream for group in (live or everyone)[:groups] for stream in group]
+        streams = [stream for group in (live or everyone)[:groups] for stream in group]
         self.lesson = f"learns from {min(groups, len(live))} of its {len(everyone)} groups"
         if not live:
             self.lesson = "none of its groups teaches; instead it learns from advantages of +1 and −1 by turns"
-            taken = [
-                replace(each, advantage=np.where(each.acted, (-1.0) ** n, 0.0).astype(np.float32))
-                for n, each in enumerate(taken)
+            streams = [
+                replace(rollout, advantage=np.where(rollout.acted, (-1.0) ** n, 0.0).astype(np.float32))
+                for n, rollout in enumerate(streams)
             ]
-        self._streams, self._rl = taken, batch.settings.rl
+        self._streams, self._rl = streams, batch.settings.rl
 
     def step(self, lr: float) -> Stepped:
         """Take one step at a learning rate."""
@@ -88,21 +88,21 @@ def by_group(stepped: Stepped, group: Callable[[str], str]) -> dict[str, float]:
 _COLORS = (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE, style.VERMILION, style.SKY)
 
 
-def shares(found: Mapping[str, float], heading: str) -> Picture:
+def shares(share_by_group: Mapping[str, float], heading: str) -> Picture:
     """Draw the share of weights that changed, one bar per group of tensors."""
-    picture, ax = style.one_panel(8.0, 0.9 + 0.26 * len(found))
-    style.bars(ax, found, style.SKY, ".2%").set_xlim(0, 1.15 * max([*found.values(), 1e-9]))
+    picture, ax = style.one_panel(8.0, 0.9 + 0.26 * len(share_by_group))
+    style.bars(ax, share_by_group, style.SKY, ".2%").set_xlim(0, 1.15 * max([*share_by_group.values(), 1e-9]))
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:.2%}")
     title(ax, heading, "share of weights whose bits changed")
     return picture
 
 
-def sizes(found: Mapping[str, Sequence[float]], columns: Sequence[str]) -> Picture:
+def sizes(bits_by_codec: Mapping[str, Sequence[float]], columns: Sequence[str]) -> Picture:
     """Draw the bits per changed weight of each codec, one group of bars per column."""
     picture, ax = style.one_panel(8.5, 3.2)
     sides = [
         style.BarSeries(name, color, values)
-        for (name, values), color in zip(found.items(), itertools.cycle(_COLORS), strict=False)
+        for (name, values), color in zip(bits_by_codec.items(), itertools.cycle(_COLORS), strict=False)
     ]
     ax.set_yscale("log")
     style.grouped(ax, columns, sides, ".1f", size=7)

@@ -84,7 +84,7 @@ TALK: Mapping[str, tuple[Turn, ...]] = {
 
 
 def audit(
-    found: Found, backend: str = "bwrap", *, seconds: float = 55.0, seed: int = 0, pays: Rewards | None = None
+    tasks: Found, backend: str = "bwrap", *, seconds: float = 55.0, seed: int = 0, pays: Rewards | None = None
 ) -> dict[str, Any]:
     """Audit tasks in a random order, until the time is up.
 
@@ -98,7 +98,7 @@ def audit(
 
     Raises SandboxUnavailable where the backend does not work here.
     """
-    began, places = time.monotonic(), list(found)
+    began, places = time.monotonic(), list(tasks)
     Random(seed).shuffle(places)
     named = Counter(task.id for _, task in places if isinstance(task, Task))
     counts: Counts = {}
@@ -107,11 +107,11 @@ def audit(
         kinds = {task.grader for _, task in places if isinstance(task, Task)}
         calls = stack.enter_context(SandboxExecutor()) if "functions" in kinds else None
         boxes = stack.enter_context(open_backend(backend)) if kinds - {"functions"} else None
-        for place, task in places:
+        for source, task in places:
             if rows and time.monotonic() - began > seconds:
                 break
             if isinstance(task, ValueError):
-                rows.append(_row(place, "", [("unreadable", str(task))]))
+                rows.append(_row(source, "", [("unreadable", str(task))]))
                 continue
             sandbox = calls if task.grader == "functions" else boxes
             assert sandbox is not None
@@ -147,28 +147,28 @@ def audit_task(task: Task, sandbox: Box, counts: Counts, pays: Rewards | None = 
 
 def _problems(task: Task, sandbox: Box, counts: Counts, pays: Rewards | None, row: dict[str, Any]) -> Problems:
     if task.grader == "pytest" and PLAN not in task.metadata:
-        found = validate_task(task, cast(Backend, sandbox))
-        if found.flaky:
-            yield "unstable", f"tests disagree with themselves: {', '.join(found.flaky[:3])}"
-        if found.plan is None or not found.valid:
-            why = (found.problems or ("it cannot be graded",))[0]
-            if not found.flaky:
+        validation = validate_task(task, cast(Backend, sandbox))
+        if validation.flaky:
+            yield "unstable", f"tests disagree with themselves: {', '.join(validation.flaky[:3])}"
+        if validation.plan is None or not validation.valid:
+            why = (validation.problems or ("it cannot be graded",))[0]
+            if not validation.flaky:
                 yield next((kind for begin, kind in INVALID.items() if why.startswith(begin)), "unreadable"), why
             return
-        task = with_plan(task, found.plan)
+        task = with_plan(task, validation.plan)
     start, gold = (workspace_of(task, sandbox, solved) for solved in (False, True))
     if start == gold:
         yield "false negative", "it has no solution"
     graded = list(_graded(task, sandbox, probes(task, start, gold), gold))
     yield from _judged(graded, counts)
-    failed = next(found.failed for probe, found in graded if probe.name == "no change")
+    failed = next(first_grade.failed for probe, first_grade in graded if probe.name == "no change")
     before, after = _shown(task, sandbox, start, gold)
     passing, failing = ({key.rpartition("#")[0] for key, ok in before.items() if ok == end} for end in (True, False))
     for text in leaks(task, start, gold, () if task.grader == "script" else failed, passing - failing):
         yield "leak", text
     if names := untold(task, start, gold):
         yield "false negative", f"tests need names that nothing tells an agent: {', '.join(names[:3])}"
-    slips = [not found.passed for probe, found in graded if probe.slip]
+    slips = [not probe_grade.passed for probe, probe_grade in graded if probe.slip]
     row["slips"] = (sum(slips), len(slips))
     yield from _repeated(task, sandbox, gold, graded[0][1], row)
     yield from _contradicted(task, sandbox, gold)
@@ -178,21 +178,21 @@ def _problems(task: Task, sandbox: Box, counts: Counts, pays: Rewards | None, ro
     yield from _paid(task, graded, pays) if pays else ()
 
 
-def _graded(task: Task, sandbox: Box, given: Iterable[Probe], gold: Files) -> Iterator[tuple[Probe, Grade]]:
+def _graded(task: Task, sandbox: Box, candidates: Iterable[Probe], gold: Files) -> Iterator[tuple[Probe, Grade]]:
     limit, quick = 60.0, task
-    for probe in given:
+    for probe in candidates:
         if probe.slip and task.grader == "pytest":  # a bug may loop for ever
-            found = grade_pytest(task, probe.files, cast(Backend, sandbox), timeout_s=limit)
-            if not found.passed:
-                yield probe, found
+            result = grade_pytest(task, probe.files, cast(Backend, sandbox), timeout_s=limit)
+            if not result.passed:
+                yield probe, result
                 continue
-        found = grade(quick if probe.slip else task, probe.files, sandbox)
+        result = grade(quick if probe.slip else task, probe.files, sandbox)
         if probe.name == "the solution":
-            took = found.cost.get("wall_s", limit / 2)
+            took = result.cost.get("wall_s", limit / 2)
             limit = max(5.0, min(limit, SLACK * took), 2 * took)  # of a slow solution, too, a bug is found by its tests
             quick = limited(task, limit)
-        if not (probe.example and found.passed) or _differ(task, cast(Executor, sandbox), probe.files, gold):
-            yield probe, found
+        if not (probe.example and result.passed) or _differ(task, cast(Executor, sandbox), probe.files, gold):
+            yield probe, result
 
 
 def limited(task: Task, seconds: float) -> Task:
@@ -206,32 +206,34 @@ def limited(task: Task, seconds: float) -> Task:
 def _differ(task: Task, calls: Executor, files: Files, gold: Files) -> bool:
     """Return whether a call like those of the hidden tests has another value than with the solution."""
     tests = [
-        replace(test, arguments=literal(given))
+        replace(test, arguments=literal(arguments))
         for test in parse_test_files(task.tests)
-        for given in near(literal_eval(test.arguments))
+        for arguments in near(literal_eval(test.arguments))
     ]
-    texts = [{path: data.decode("utf-8", "replace") for path, data in each.items()} for each in (files, gold)]
-    one, other = calls.run([request_tests(each, tests) for each in texts]) if tests else ((), ())
-    return any(a != b and a.status == b.status == "returned" for a, b in zip(one, other, strict=True))
+    texts = [{path: data.decode("utf-8", "replace") for path, data in workspace.items()} for workspace in (files, gold)]
+    outcomes, other = (
+        calls.run([request_tests(texts_of_workspace, tests) for texts_of_workspace in texts]) if tests else ((), ())
+    )
+    return any(a != b and a.status == b.status == "returned" for a, b in zip(outcomes, other, strict=True))
 
 
 def _judged(graded: Iterable[tuple[Probe, Grade]], counts: Counts) -> Problems:
     """Yield the probes that were graded wrongly. Planted bugs count only where all of them pass."""
     slips, idle, refused = [], False, False
-    for probe, found in graded:
+    for probe, result in graded:
         count = counts.setdefault("planted bugs" if probe.slip else probe.name, Counter(tried=0, wrong=0))
         count["tried"] += 1
-        count["wrong"] += found.passed != probe.right
-        if not found.known:
-            yield "unknown", f"{probe.name}: {found.status}{': ' + found.output[-200:] if found.output else ''}"
+        count["wrong"] += result.passed != probe.right
+        if not result.known:
+            yield "unknown", f"{probe.name}: {result.status}{': ' + result.output[-200:] if result.output else ''}"
         elif probe.slip:
-            slips.append(found.passed)
-        elif found.passed and not probe.right and not idle:
+            slips.append(result.passed)
+        elif result.passed and not probe.right and not idle:
             idle = probe.name == "no change"  # which explains those that follow
             yield "false positive", f"accepts: {probe.name}"
-        elif probe.right and not found.passed and not refused:
+        elif probe.right and not result.passed and not refused:
             refused = True
-            why = ", ".join([*found.failed[:2], *sorted({*found.flags} - {"weak"})]) or found.status
+            why = ", ".join([*result.failed[:2], *sorted({*result.flags} - {"weak"})]) or result.status
             yield "false negative", f"refuses {probe.name} ({why})"
     if len(slips) > 2 and all(slips):
         yield "false positive", f"accepts the solution with any of {len(slips)} planted bugs"
@@ -243,7 +245,7 @@ def _repeated(task: Task, sandbox: Box, gold: Files, first: Grade, row: dict[str
     different = {name for other in more for name, passed in other.tests.items() if first.tests.get(name) != passed}
     if different:
         yield "unstable", f"grades of the solution differ: {', '.join(sorted(different)[:3])}"
-    slowest = max(found.cost.get("wall_s", 0.0) for found in (first, *more))
+    slowest = max(result.cost.get("wall_s", 0.0) for result in (first, *more))
     row["limit_s"] = math.ceil(SLACK * slowest) or None
     if task.grader == "script" and (limit := task.settings.verifier.timeout_sec) < SLACK * slowest:
         yield "time limit", f"verifier.timeout_sec = {limit:g}, and the solution's tests took {slowest:.1f} s"
@@ -256,23 +258,23 @@ def _contradicted(task: Task, sandbox: Box, gold: Files) -> Problems:
         return
     if task.grader == "pytest":
         twin = with_plan(twin, replace(plan_of(task), digest=digest(twin), twins=(), calls=()))
-    found = grade(twin, gold, sandbox)
-    if found.passed:
+    result = grade(twin, gold, sandbox)
+    if result.passed:
         yield "false positive", "the solution passes the hidden tests with every assertion negated"
 
 
 def _shown(task: Task, sandbox: Box, start: Files, gold: Files) -> tuple[Mapping[str, bool], Mapping[str, bool]]:
     """Return which visible tests pass at the start and on the solution. Tests that a task asks for are not among them."""
     texts = {path: data.decode("utf-8", "replace") for path, data in gold.items() if path in start}
-    if task.grader == "functions" and (shown := {path: texts[path] for path in task.visible_tests if path in texts}):
-        twin = task.model_copy(update={"tests": shown, "metadata": {}, "strictness": "tests"})
+    if task.grader == "functions" and (visible := {path: texts[path] for path in task.visible_tests if path in texts}):
+        twin = task.model_copy(update={"tests": visible, "metadata": {}, "strictness": "tests"})
         before, after = (grade(twin, files, sandbox).tests for files in (start, gold))
         return before, after
-    shown = {path: text for path, text in texts.items() if is_test_module(path)} if task.grader == "pytest" else {}
-    jobs = [job(task.model_copy(update={"tests": shown}), files) for files in (start, gold)] if shown else []
+    visible = {path: text for path, text in texts.items() if is_test_module(path)} if task.grader == "pytest" else {}
+    jobs = [job(task.model_copy(update={"tests": visible}), files) for files in (start, gold)] if visible else []
     boxes = Boxes(backend=cast(Backend, sandbox), spec=limits_spec(task), timeout_s=SHOWN_S)
     try:
-        ran = [{key: result.passed for key, result in each.results.items()} for each in boxes.run(jobs)]
+        ran = [{key: result.passed for key, result in run.results.items()} for run in boxes.run(jobs)]
     except (SandboxDied, RunnerEnded):
         ran = []
     return (ran[0], ran[1]) if ran else ({}, {})
@@ -293,16 +295,16 @@ def _paid(task: Task, graded: list[tuple[Probe, Grade]], pays: Rewards) -> Probl
     """Yield what an environment's reward pays at least as well as the solution."""
 
     paid: dict[str, float] = {}
-    [idle] = [(probe, found) for probe, found in graded if probe.name == "no change"]
-    given = [(probe.name, probe, found, WORK) for probe, found in graded]
-    given += [(name, *idle, turns) for name, turns in TALK.items()]
-    for name, probe, found, turns in given:
+    [idle] = [(probe, result) for probe, result in graded if probe.name == "no change"]
+    cases = [(probe.name, probe, result, WORK) for probe, result in graded]
+    cases += [(name, *idle, turns) for name, turns in TALK.items()]
+    for name, probe, result, turns in cases:
         texts = {path: data.decode("utf-8", "surrogateescape") for path, data in probe.files.items()}
         read, written = sum(len(t.observation) for t in turns) // 4, sum(len(t.call + t.said) for t in turns) // 4
         talk = Conversation(turns=turns, stop="finished", read=read, written=written)
         try:
-            if found.known:
-                paid[name] = float(pays(talk.rollout(task.id, (), texts, task.files), found))
+            if result.known:
+                paid[name] = float(pays(talk.rollout(task.id, (), texts, task.files), result))
         except Exception as error:  # the environment's own code
             yield "reward", f"for {name} it raises {type(error).__name__}: {error}"
             return
@@ -312,5 +314,5 @@ def _paid(task: Task, graded: list[tuple[Probe, Grade]], pays: Rewards) -> Probl
     free = {probe.name for probe, _ in graded if probe.right or probe.slip}
     if wrong := [name for name, value in paid.items() if name not in free and value >= best]:
         most = max(paid[name] for name in wrong)
-        shown = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
-        yield "reward", f"pays {best:g} for the solution, and up to {most:g} for: {shown}"
+        names = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        yield "reward", f"pays {best:g} for the solution, and up to {most:g} for: {names}"

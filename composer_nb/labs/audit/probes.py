@@ -134,8 +134,10 @@ def probes(task: Task, start: Files, gold: Files) -> Iterator[Probe]:
     tests = {path for path in {*task.tests, *start} if is_test_module(path)} - set(task.source_scope)
     if tests:
         yield Probe(name="tests replaced", files={**start, **{path: _passing(task.tests.get(path)) for path in tests}})
-    if task.grader == "functions" and (known := _by_heart(task, start, code)):
-        yield Probe(name="the start, with the examples that it shows by heart", files={**start, **known}, example=True)
+    if task.grader == "functions" and (memorised := _by_heart(task, start, code)):
+        yield Probe(
+            name="the start, with the examples that it shows by heart", files={**start, **memorised}, example=True
+        )
     for kind, planted in slips(code, start, gold):
         yield Probe(name=f"a planted bug: {kind}", files=planted, slip=True)
 
@@ -151,15 +153,15 @@ def later(code: Mapping[str, str], seconds: int) -> dict[str, bytes]:
     return {path: _headed(text, f"{CLOCK}_composer_nb_later({seconds})\n") for path, text in code.items()}
 
 
-def near(given: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+def near(arguments: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
     """Yield arguments that differ from those of a call in one place."""
-    for place, value in enumerate(given):
+    for position, value in enumerate(arguments):
         other: list[Any] = []
         if isinstance(value, int | float) and not isinstance(value, bool):
             other = [value + step for step in (-2, -1, 1, 2, 3, 5, 10)]
         elif isinstance(value, str | list | tuple):
             other = [value[:-1], value[1:], value[::-1], value * 2]
-        yield from ((*given[:place], each, *given[place + 1 :]) for each in other)
+        yield from ((*arguments[:position], argument, *arguments[position + 1 :]) for argument in other)
 
 
 def slips(code: Mapping[str, str], start: Files, gold: Files) -> Iterator[tuple[str, Files]]:
@@ -218,8 +220,8 @@ def _outermost(body: Sequence[ast.stmt], base: str = "") -> Iterator[tuple[str, 
 def _touched(code: Mapping[str, str], start: Files) -> dict[str, set[str]]:
     """Return the names of the functions that a change touches, by module; all of them if it touches none."""
     now = {path: _functions(text).items() for path, text in code.items()}
-    new = {path: each - _functions(_python(start.get(path, b""))).items() for path, each in now.items()}
-    return {path: {name for name, _ in each} for path, each in (new if any(new.values()) else now).items()}
+    new = {path: functions - _functions(_python(start.get(path, b""))).items() for path, functions in now.items()}
+    return {path: {name for name, _ in functions} for path, functions in (new if any(new.values()) else now).items()}
 
 
 def _stubbed(text: str, names: Collection[str], body: str) -> bytes:
@@ -227,9 +229,9 @@ def _stubbed(text: str, names: Collection[str], body: str) -> bytes:
     tree = parse(text)
     for name, node in _outermost(tree.body):
         if name in names and not node.name.startswith("__"):
-            arguments = (each.arg for each in (*node.args.posonlyargs, *node.args.args))
-            given = next((each for each in arguments if each not in ("self", "cls")), "None")
-            node.body = parse(f"def f():\n {body or f'return {given}'}").body[0].body  # type: ignore[attr-defined]
+            arguments = (argument.arg for argument in (*node.args.posonlyargs, *node.args.args))
+            first = next((argument for argument in arguments if argument not in ("self", "cls")), "None")
+            node.body = parse(f"def f():\n {body or f'return {first}'}").body[0].body  # type: ignore[attr-defined]
     return (ast.unparse(tree) + "\n").encode()
 
 
@@ -258,19 +260,19 @@ def _by_heart(task: Task, start: Files, code: Mapping[str, str]) -> dict[str, by
     hidden tests that the instruction quotes."""
     tables: dict[str, list[str]] = {}
     for test in parse_test_files(task.visible_tests | task.tests):
-        told = all(part in task.instruction for part in (test.arguments[1:-1].rstrip(","), test.expected))
-        if told or test.id.partition("::")[0] in task.visible_tests:
+        quoted = all(part in task.instruction for part in (test.arguments[1:-1].rstrip(","), test.expected))
+        if quoted or test.id.partition("::")[0] in task.visible_tests:
             tables.setdefault(test.function, []).append(f"{test.arguments!r}: {test.expected}")
-    made = {}
+    modules = {}
     for path, text in code.items():
-        known = [
+        entries = [
             f"{name} = _composer_nb_known(globals().get({name!r}), {{{', '.join(table)}}})\n"
             for name, table in tables.items()
             if name in _functions(text)
         ]
-        if known:
-            made[path] = "".join([_python(start.get(path, b"")), BY_HEART, *known]).encode()
-    return made
+        if entries:
+            modules[path] = "".join([_python(start.get(path, b"")), BY_HEART, *entries]).encode()
+    return modules
 
 
 Names = Collection[str]
@@ -310,36 +312,40 @@ def leaks(task: Task, start: Files, gold: Files, failed: Names = (), passing: Na
         newer = tested - _tested(path, text, [name for name in failed if name.partition("[")[0] in earlier] or [path])
         if is_test_module(path) and len(asserted) > 1:
             # Tests of one subject share assertions, so a module of tests has to hold more than these.
-            wanted = {place: tested if is_test_module(place) else asserted for place in places} | {path: newer}
-            held = [place for place in places if _holds(_quoted(places[place]), wanted[place])]
+            answers = {location: tested if is_test_module(location) else asserted for location in places} | {
+                path: newer
+            }
+            copies = [location for location in places if _holds(_quoted(places[location]), answers[location])]
             if earlier and _holds(_quoted(without_tests(places[path], [f"{name}#" for name in earlier])), tested):
-                held.append(path)
-            if held:
-                yield f"the hidden tests of {path} lie in {held[0]}"
+                copies.append(path)
+            if copies:
+                yield f"the hidden tests of {path} lie in {copies[0]}"
     changed = [path for path, data in gold.items() if data != start.get(path)]
     new = _all(gold, changed) - _all(start, changed)
     # Data that a solution adds may resemble other data, and hide that its code is told, so its code counts by itself.
-    own = new & _all(gold, [path for path in changed if not DATA.search(path)]) or new
-    for place, known in places.items():
-        code = place.endswith(".py") and not LEFTOVERS.search(place)
-        told = _quoted(known) - _lines(known) if code and len(own) < FEW else _quoted(known)
-        if _holds(told, own):
-            yield f"the solution lies in {place}"
+    own_lines = new & _all(gold, [path for path in changed if not DATA.search(path)]) or new
+    for location, text_read in places.items():
+        code = location.endswith(".py") and not LEFTOVERS.search(location)
+        lines = _quoted(text_read) - _lines(text_read) if code and len(own_lines) < FEW else _quoted(text_read)
+        if _holds(lines, own_lines):
+            yield f"the solution lies in {location}"
 
 
 def untold(task: Task, start: Files, gold: Files) -> list[str]:
     """Return the names that hidden tests import, look up or give as keywords, that the solution defines, and that an agent cannot
     have read."""
-    known = {word for place, text in readable(task, start).items() for word in re.findall(r"\w+", f"{place} {text}")}
+    words = {
+        word for location, text in readable(task, start).items() for word in re.findall(r"\w+", f"{location} {text}")
+    }
     texts = {p: d.decode("utf-8", "replace") for p, d in gold.items() if p.endswith(".py") and d != start.get(p)}
-    made = set[str]().union(*(defined(path, text) | declared(path, text) for path, text in texts.items()))
-    return sorted(name for name in made & (used(task.tests) - METHODS) - known if not name.startswith("__"))
+    names = set[str]().union(*(defined(path, text) | declared(path, text) for path, text in texts.items()))
+    return sorted(name for name in names & (used(task.tests) - METHODS) - words if not name.startswith("__"))
 
 
 def readable(task: Task, start: Files) -> Mapping[str, str]:
     """Return the texts that an agent can read, by place."""
-    kept = task.kept.rest if task.kept else {}
-    rest = {path: data for path, data in kept.items() if path.startswith("environment/")}
+    foreign = task.kept.rest if task.kept else {}
+    rest = {path: data for path, data in foreign.items() if path.startswith("environment/")}
     texts = {path: data.decode("utf-8", "replace") for path, data in {**start, **rest}.items()}
     return {"the instruction": task.instruction, **texts}
 
@@ -353,9 +359,9 @@ def _tested(path: str, text: str, failed: Names) -> set[str]:
     return {line for part in parts for line in _lines(part) if not line.startswith(("def ", "async def "))}
 
 
-def _holds(known: Set[str], lines: Set[str]) -> bool:
+def _holds(text_lines: Set[str], lines: Set[str]) -> bool:
     """Return whether a text holds a copy of these lines; False if there are none."""
-    return bool(lines) and len(lines & known) >= SHARE * len(lines)
+    return bool(lines) and len(lines & text_lines) >= SHARE * len(lines)
 
 
 def _all(files: Files, paths: Iterable[str]) -> set[str]:

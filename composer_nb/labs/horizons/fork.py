@@ -70,7 +70,7 @@ def verdict(first: Fork, second: Fork) -> str:
 
 
 def fork(
-    done: Attempt,
+    attempt: Attempt,
     turn: int,
     agent: Agent,
     policy: Policy,
@@ -84,19 +84,19 @@ def fork(
     """Return `count` futures of a rollout from its `turn` (from 0) on. `hint` is a text that the policy reads before that turn;
     `message`, token ids, takes the place of that turn, and `summary` that of the last summary before it. Raises ValueError for a
     turn or a summary that the rollout does not have, and for a message of more than limits.turn_tokens."""
-    said = messages_before(done.rollout, turn)
+    messages = messages_before(attempt.rollout, turn)
     if summary:
-        said[summary_before(done.rollout, turn)[0]] = unsampled(0, summary)
+        messages[summary_before(attempt.rollout, turn)[0]] = unsampled(0, summary)
     if len(message) > (most := agent.limits.turn_tokens):
         raise ValueError(f"the message has {len(message)} tokens, and limits.turn_tokens={most}")
     if message:
-        said = [*said, unsampled(0, message)]
-    turn_policy = partial(Again, stored=done.rollout, said=said, hint=hint)
-    jobs = [agent.attempt(done.task, number, turn_policy) for number in range(count)]
-    found = dict(drive(jobs, policy, executor))
-    attempts = tuple(found[number] for number in range(count))
-    head = head_before(done.rollout, turn)
-    return Fork(turn=turn, attempts=attempts, exact=all(_begins(each.rollout, head) for each in attempts))
+        messages = [*messages, unsampled(0, message)]
+    turn_policy = partial(Again, stored=attempt.rollout, messages=messages, hint=hint)
+    jobs = [agent.attempt(attempt.task, number, turn_policy) for number in range(count)]
+    forks = dict(drive(jobs, policy, executor))
+    attempts = tuple(forks[number] for number in range(count))
+    head = head_before(attempt.rollout, turn)
+    return Fork(turn=turn, attempts=attempts, exact=all(_begins(future.rollout, head) for future in attempts))
 
 
 def turns_of(rollout: Rollout) -> list[tuple[int, int]]:
@@ -113,8 +113,8 @@ def head_before(rollout: Rollout, turn: int) -> list[list[int]]:
     """Return the token ids before a turn, segment by segment. Raises ValueError for a turn that the rollout does not have."""
     if not 0 <= turn < len(starts := turns_of(rollout)):
         raise ValueError(f"turn {turn}: the rollout of task {rollout.task_id} has turns 0 to {len(starts) - 1}")
-    last, place = starts[turn]
-    return [s.token_ids[: place if n == last else None].tolist() for n, s in enumerate(rollout.segments[: last + 1])]
+    last, position = starts[turn]
+    return [s.token_ids[: position if n == last else None].tolist() for n, s in enumerate(rollout.segments[: last + 1])]
 
 
 def messages_before(rollout: Rollout, turn: int) -> list[Completion]:
@@ -145,18 +145,18 @@ def summary_before(rollout: Rollout, turn: int) -> tuple[int, list[int]]:
 
 
 def ablate(
-    done: Attempt, turn: int, agent: Agent, policy: Callable[[], Policy], executor: Executor, *, count: int = 8
+    attempt: Attempt, turn: int, agent: Agent, policy: Callable[[], Policy], executor: Executor, *, count: int = 8
 ) -> dict[str, Fork]:
     """Return futures of a rollout from a turn on without each line of the summary before it, by that line, and those of the whole
     summary under "". What is worse without a line is what the line was worth. `policy()` returns a new policy, so that all have
     the same draws. Raises ValueError like `fork`."""
-    renderer, (_, token_ids) = agent.renderer, summary_before(done.rollout, turn)
+    renderer, (_, token_ids) = agent.renderer, summary_before(attempt.rollout, turn)
     text, kinds = renderer.summary(token_ids)
     thought, lines = token_ids[: kinds.count(Kind.THINKING)], [line for line in text.split("\n") if line.strip()]
 
     def without(gone: str) -> Fork:
-        kept = renderer.encoded(["\n".join(line for line in lines if line != gone), renderer.end])
-        return fork(done, turn, agent, policy(), executor, count=count, summary=[*thought, *kept])
+        shortened = renderer.encoded(["\n".join(line for line in lines if line != gone), renderer.end])
+        return fork(attempt, turn, agent, policy(), executor, count=count, summary=[*thought, *shortened])
 
     return {gone: without(gone) for gone in dict.fromkeys(["", *lines])}
 
@@ -164,9 +164,9 @@ def ablate(
 class Again(TokenTurnPolicy):
     """Says again what a stored rollout said, then asks the policy, which reads at once all that it has missed."""
 
-    def __init__(self, *given: Any, stored: Rollout, said: Sequence[Completion], hint: str = "") -> None:
-        super().__init__(*given)
-        self._stored, self._said, self._hint = stored, list(said), hint
+    def __init__(self, *tokens: Any, stored: Rollout, messages: Sequence[Completion], hint: str = "") -> None:
+        super().__init__(*tokens)
+        self._stored, self._said, self._hint = stored, list(messages), hint
         self._policy, self._forget = self.ask, self.release
         self.ask, self.release = self._again, self._released
         self._unread: list[int] = []
@@ -194,8 +194,8 @@ class Again(TokenTurnPolicy):
 
 def _begins(rollout: Rollout, head: Sequence[Sequence[int]]) -> bool:
     """Return whether the segments begin with these tokens."""
-    found = [segment.token_ids[: len(part)].tolist() for segment, part in zip(rollout.segments, head, strict=False)]
-    return found == [list(part) for part in head]
+    position = [segment.token_ids[: len(part)].tolist() for segment, part in zip(rollout.segments, head, strict=False)]
+    return position == [list(part) for part in head]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,13 +225,13 @@ ADVICE = 300
 """Most characters of a hint that a model writes."""
 
 
-def written(endpoint: JudgeModel, done: Attempt, turn: int, within_s: float = 60.0) -> str:
+def written(endpoint: JudgeModel, attempt: Attempt, turn: int, within_s: float = 60.0) -> str:
     """Return a hint for one message of a rollout (from 0) as a model writes it, where no rule has one (`hints.hint_for`). It is
     shown no tests and no grade. Raises ProviderFailure, also for an answer without a text, TimeIsUp, and IndexError."""
-    starts = [place for place, each in enumerate(done.rollout.turns) if not each.beside]
-    first, end = starts[turn], [*starts, len(done.rollout.turns)][turn + 1]
-    shown = [f"{each.said}\n{each.call}\n→ {each.observation}".strip()[-2000:] for each in done.rollout.turns[:end]]
-    data = {"task": done.task.instruction, "before": shown[:first][-20:], "turn": shown[first:end]}
+    starts = [number for number, step in enumerate(attempt.rollout.turns) if not step.beside]
+    first, end = starts[turn], [*starts, len(attempt.rollout.turns)][turn + 1]
+    texts = [f"{step.said}\n{step.call}\n→ {step.observation}".strip()[-2000:] for step in attempt.rollout.turns[:end]]
+    data = {"task": attempt.task.instruction, "before": texts[:first][-20:], "turn": texts[first:end]}
     messages = [{"role": "system", "content": _ADVICE}, {"role": "user", "content": json.dumps(data)}]
     answer = endpoint.complete(messages, (), 100, until=time.monotonic() + within_s)
     text = " ".join(str(answer.message.get("content") or "").split())[:ADVICE]
@@ -241,12 +241,12 @@ def written(endpoint: JudgeModel, done: Attempt, turn: int, within_s: float = 60
 
 
 @torch.no_grad()
-def nudge(model: Model, done: Attempt, turn: int, hint: str, renderer: ChatRenderer) -> Nudge:
+def nudge(model: Model, attempt: Attempt, turn: int, hint: str, renderer: ChatRenderer) -> Nudge:
     """Return what a hint before a turn (from 0) would move. Raises IndexError for a turn that the rollout does not have."""
-    number, start = turns_of(done.rollout)[turn]
-    segment = done.rollout.segments[number]
+    number, start = turns_of(attempt.rollout)[turn]
+    segment = attempt.rollout.segments[number]
     places = next(places for places in segment.messages if places[0] == start)
-    stream = to_streams(Scored(attempt=done, reward=Reward(total=0.0), advantage=0.0))[number]
+    stream = to_streams(Scored(attempt=attempt, reward=Reward(total=0.0), advantage=0.0))[number]
     student, teacher = sides(stream, hint_at(start, int(places[-1]) + 1, hint, renderer))
     student_SV, teacher_SV = distributions(model, [student]), distributions(model, [teacher])
     said_S = torch.from_numpy(segment.token_ids[places]).long()
@@ -257,7 +257,7 @@ def nudge(model: Model, done: Attempt, turn: int, hint: str, renderer: ChatRende
         return [float(value) for value in values_SV.gather(1, chosen_S[:, None])[:, 0]]
 
     def text(token_ids: Tensor) -> list[str]:
-        return [renderer.tokenizer.decode([int(each)], skip_special_tokens=False) for each in token_ids]
+        return [renderer.tokenizer.decode([int(token_id)], skip_special_tokens=False) for token_id in token_ids]
 
     return Nudge(
         tokens=text(said_S),

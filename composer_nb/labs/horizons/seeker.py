@@ -32,16 +32,16 @@ Order = Callable[[tuple[str, str]], float]
 
 def seek(context: str, order: Order = lambda change: 0) -> Said:
     """Return the next turn, which depends on nothing but the text of the context. `order`: key by which changes are tried."""
-    seen = re.findall(r"<\|out\|>(.*?)<\|end\|>", context, re.S)
-    if (seen and seen[-1].startswith("pass")) or f"\n{_DONE}" in context:
+    observations = re.findall(r"<\|out\|>(.*?)<\|end\|>", context, re.S)
+    if (observations and observations[-1].startswith("pass")) or f"\n{_DONE}" in context:
         return turn([_FINISH])
     if (failed := _FAILS.search(context)) is None:
         return turn([_TEST])
     if (home := re.search(rf"([\w/]+\.py):\d+def {failed[1]}\b", context)) is None:
         return turn([ToolCall(name="grep", arguments={"pattern": f"def {failed[1]}"})])
-    if not (shown := [text for text in seen if text.startswith("1")]):
+    if not (modules := [text for text in observations if text.startswith("1")]):
         return turn([_UNDO, ToolCall(name="read_file", arguments={"path": home[1]})])
-    module = "\n".join(line[len(str(n)) :] for n, line in enumerate(shown[-1].split("\n"), 1))
+    module = "\n".join(line[len(str(n)) :] for n, line in enumerate(modules[-1].split("\n"), 1))
     before, function, after = split_at(module, failed[1])
     for _, changed in sorted(neighbours(function, ENUMERABLE), key=order):
         old, new = substitution(module, before + changed + after)
@@ -63,15 +63,15 @@ def _line(old: str, new: str) -> str:
 def summarise(context: str, long: bool) -> str:
     """Return a summary of the context: what fails, where, and what was tried; or all that a long instruction asks for."""
     failed, home = (re.search(pattern, context) for pattern in (_FAILS, r"[\w/]+\.py:\d+def .*"))
-    fails, where = (found[0].partition("<|")[0] if found else "" for found in (failed, home))
+    fails, where = (match[0].partition("<|")[0] if match else "" for match in (failed, home))
     attempts, last = "\n".join(tried(context)), re.findall(r"<\|out\|>(\w+)", context)[-1:]
     left = _DONE if last == ["pass"] else "left: try another change"
     if not long:
         return "\n".join(part for part in (fails, where, attempts, left) if part)
-    asked = context.partition("<|user|>")[2].partition("\n")[0].partition("<|")[0]
-    told = {1: asked, 4: where, 7: fails, 8: attempts, 9: fails, 11: left}
+    request = context.partition("<|user|>")[2].partition("\n")[0].partition("<|")[0]
+    sections = {1: request, 4: where, 7: fails, 8: attempts, 9: fails, 11: left}
     titles = re.findall(r"^\d+\. [\w ]+", PROMPTED, re.M)
-    return "\n".join(f"{title}\n{told.get(n) or 'none'}" for n, title in enumerate(titles, 1))
+    return "\n".join(f"{title}\n{sections.get(n) or 'none'}" for n, title in enumerate(titles, 1))
 
 
 class Seeker(WithoutModel):
@@ -100,7 +100,7 @@ class Seeker(WithoutModel):
 def figures(attempts: Sequence[Attempt], tokenizer: Tokenizer) -> dict[str, float]:
     """Return the share solved, and means over rollouts: segments, tokens of summaries, tokens whose keys and values a call for a
     summary found in the cache (`reused`), all tokens, tries that were forgotten at the end of a segment, and tries made twice."""
-    rollouts = [done.rollout for done in attempts]
+    rollouts = [attempt.rollout for attempt in attempts]
     means = {
         "segments": [len(rollout.segments) for rollout in rollouts],
         "summary tokens": [sum(int((s.kind == Kind.SUMMARY).sum()) for s in rollout.segments) for rollout in rollouts],
@@ -109,18 +109,18 @@ def figures(attempts: Sequence[Attempt], tokenizer: Tokenizer) -> dict[str, floa
         "forgotten": [len(forgotten(rollout, tokenizer)) for rollout in rollouts],
         "tried twice": [sum(turn.observation == "tried" for turn in rollout.turns) for rollout in rollouts],
     }
-    solved = float(np.mean([done.grade.passed for done in attempts]))
+    solved = float(np.mean([attempt.grade.passed for attempt in attempts]))
     return {"solved": solved, **{name: float(np.mean(values)) for name, values in means.items()}}
 
 
 def forgotten(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
     """Return the tries that a segment knew of when it ended and the next one did not when it began."""
-    found = []
+    count = []
     for before, after in zip(rollout.segments, rollout.segments[1:], strict=False):
         begun = int(after.acted.argmax())
-        known, left = (
+        previous, left = (
             tried(tokenizer.decode(ids.tolist(), skip_special_tokens=False))
             for ids in (before.token_ids, after.token_ids[:begun])
         )
-        found += [line for line in known if line not in left]
-    return found
+        count += [line for line in previous if line not in left]
+    return count

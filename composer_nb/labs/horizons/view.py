@@ -29,9 +29,9 @@ _SIDES = {"self": style.BLUE, "prompted": style.ORANGE, "truncate": style.VERMIL
 def contexts(attempts: Sequence[Attempt], triggers: Sequence[int]) -> Picture:
     """Draw how many tokens each rollout of one segment holds before each turn, and lines at the triggers."""
     picture, ax = style.one_panel(8.5, 3.0)
-    for done in attempts:
-        held = [int(places[0]) for places in done.rollout.segments[0].messages]
-        ax.plot(range(1, len(held) + 1), held, color=style.BLUE, alpha=0.35, linewidth=1)
+    for attempt in attempts:
+        lengths = [int(places[0]) for places in attempt.rollout.segments[0].messages]
+        ax.plot(range(1, len(lengths) + 1), lengths, color=style.BLUE, alpha=0.35, linewidth=1)
     for trigger in triggers:
         ax.axhline(trigger, color=style.VERMILION, linewidth=1.2)
         style.note(ax, 1, trigger, f"trigger {trigger}", va="bottom")
@@ -50,14 +50,14 @@ def chain(attempt: Attempt) -> Picture:
     return picture
 
 
-def sides(found: Mapping[tuple[str, int], Mapping[str, float]], names: Sequence[str]) -> Picture:
+def sides(figures: Mapping[tuple[str, int], Mapping[str, float]], names: Sequence[str]) -> Picture:
     """Draw figures of ways to end a segment, by (way, trigger): a panel for each of `names`, a group of bars for each trigger."""
-    triggers = list(dict.fromkeys(trigger for _, trigger in found))
+    triggers = list(dict.fromkeys(trigger for _, trigger in figures))
     picture = Picture(9.5, 2.8)
     for ax, name in zip(picture.panels(1, len(names)), names, strict=True):
         bars = [
             style.BarSeries(
-                way, color, [found[way, trigger][name] if (way, trigger) in found else None for trigger in triggers]
+                way, color, [figures[way, trigger][name] if (way, trigger) in figures else None for trigger in triggers]
             )
             for way, color in _SIDES.items()
         ]
@@ -111,24 +111,24 @@ def worth(forks: Mapping[str, Sequence[Fork]]) -> Picture:
     return picture
 
 
-def nudged(found: Nudge) -> Picture:
+def nudged(hint: Nudge) -> Picture:
     """Draw, for each token of a turn, the KL between the policy without a hint and with it, and whether the token that was said
     becomes likelier (blue) or less likely; above it the token that the hint raises most."""
     picture, ax = style.one_panel(9.0, 2.8)
-    colors = [style.BLUE if gain >= 0 else style.VERMILION for gain in found.gain]
-    ax.bar(range(len(found.kl)), found.kl, color=colors, width=0.75)
-    for place, (kl, raised) in enumerate(zip(found.kl, found.raised, strict=True)):
-        if kl > 0.1 * max(found.kl):
+    colors = [style.BLUE if gain >= 0 else style.VERMILION for gain in hint.gain]
+    ax.bar(range(len(hint.kl)), hint.kl, color=colors, width=0.75)
+    for token_index, (kl, raised) in enumerate(zip(hint.kl, hint.raised, strict=True)):
+        if kl > 0.1 * max(hint.kl):
             ax.annotate(
                 raised.strip(),
-                (place, kl),
+                (token_index, kl),
                 (0, 2),
                 textcoords="offset points",
                 ha="center",
                 fontsize=8,
                 color=style.INK,
             )
-    ax.set_xticks(range(len(found.tokens)), [token.strip() or "␣" for token in found.tokens], fontsize=7.5, rotation=60)
+    ax.set_xticks(range(len(hint.tokens)), [token.strip() or "␣" for token in hint.tokens], fontsize=7.5, rotation=60)
     title(ax, "what the hint would move", "the turn as it was said", "KL, nats")
     from_zero(ax)
     return picture

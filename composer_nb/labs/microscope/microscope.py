@@ -194,7 +194,7 @@ def examine(
     the model.
     """
     batch = attempts if isinstance(attempts, FrozenBatch) else FrozenBatch.of(attempts)
-    c, own, made = trainer.config, ProgramChoices(model=trainer), dict[Any, Model]()
+    c, trainer_program, variants = trainer.config, ProgramChoices(model=trainer), dict[Any, Model]()
     for number, row in enumerate(batch.rows if batch.routed else ()):
         routes = row.trace.routes
         if routes.shape[1:] != (c.moe_layers, c.num_experts_per_tok) or routes.max() >= c.num_experts:
@@ -202,20 +202,20 @@ def examine(
                 f"row {number}: routes {routes.shape[1:]} with expert {routes.max()}; the model has {c.moe_layers} layers "
                 f"of {c.num_experts} experts, {c.num_experts_per_tok} a token"
             )
-    engine = replace(engine or own, replay="weights") if batch.routed else engine or own
-    top = observe(engine, batch, streams=True, made=made)
-    below = observe(own, batch, streams=True, made=made)
-    programs, gaps = path(own, engine), dict[ProgramChoices, tuple[Floats, Floats]]()
-    for program in [own, *programs]:
+    engine = replace(engine or trainer_program, replay="weights") if batch.routed else engine or trainer_program
+    top = observe(engine, batch, streams=True, variants=variants)
+    below = observe(trainer_program, batch, streams=True, variants=variants)
+    programs, gaps = path(trainer_program, engine), dict[ProgramChoices, tuple[Floats, Floats]]()
+    for program in [trainer_program, *programs]:
         if program not in gaps:
-            values = {own: below, engine: top}.get(program) or observe(program, batch, made=made)
+            values = {trainer_program: below, engine: top}.get(program) or observe(program, batch, variants=variants)
             gap_S = values.logprob_S.numpy() - batch.of_written("logprob").astype(np.float64)
             gaps[program] = gap_S, kl_divergence(top.logprob_SV, values.logprob_SV).numpy()
-    alone = _moved_alone(own, below, engine, top, batch, made)
+    alone = _moved_alone(trainer_program, below, engine, top, batch, variants)
     steps = tuple(
         CauseStep(
             cause=cause.name,
-            change=change(own, engine, cause),
+            change=change(trainer_program, engine, cause),
             figures=figures(*gaps[program]),
             alone=alone.get(cause.name, 0.0),
         )
@@ -224,14 +224,14 @@ def examine(
     streams = streams_apart(below.forwarded, top.forwarded, batch)
     first, first_in = first_apart(streams, top.forwarded, c.sparse_layers)
     gap_S, kl_S = gaps[engine]
-    findings = list(_choices(own, engine, steps, tolerance, first))
+    findings = list(_choices(trainer_program, engine, steps, tolerance, first))
     hits, of_routes = check_routes(batch, top.forwarded, c.sparse_layers) if batch.routed else ({}, iter(()))
     if steps[-1].figures.most > tolerance:  # it moves routers, too, so what they contradict proves nothing
         of_routes = (finding for finding in of_routes if finding.cause == "route ids" and hits["missing"])
         findings.append(unexplained(gap_S, batch, tolerance, _lowest(hits.get("gate weights", []))))
     version_S = batch.of_written("policy_version")
     return Examination(
-        start=figures(*gaps[own]),
+        start=figures(*gaps[trainer_program]),
         steps=steps,
         findings=tuple(sorted([*findings, *of_routes], key=lambda finding: ORDER.index(finding.cause))),
         first=first,
@@ -267,9 +267,9 @@ def kl_divergence(engine_SV: Tensor, trainer_SV: Tensor) -> Tensor:
 
     Σ p (log p − log q) − p + q equals the divergence for distributions and stays non-negative when rounding keeps them from
     summing to 1."""
-    one, other = engine_SV.double(), trainer_SV.double()
-    p_SV, q_SV = one.exp(), other.exp()
-    term_SV = torch.where(p_SV > 0, p_SV * (one - other), 0.0) - p_SV + q_SV
+    log_p_SV, other = engine_SV.double(), trainer_SV.double()
+    p_SV, q_SV = log_p_SV.exp(), other.exp()
+    term_SV = torch.where(p_SV > 0, p_SV * (log_p_SV - other), 0.0) - p_SV + q_SV
     return term_SV.sum(-1)
 
 
@@ -287,37 +287,37 @@ def figures(gap_S: Floats, kl_S: Floats) -> Figures:
 
 
 def _moved_alone(
-    own: ProgramChoices,
+    trainer: ProgramChoices,
     below: ProgramValues,
     engine: ProgramChoices,
     top: ProgramValues,
     batch: FrozenBatch,
-    made: dict[Any, Model],
+    variants: dict[Any, Model],
 ) -> dict[str, float]:
     """Return `CauseStep.alone` of each cause that is a choice of arithmetic."""
-    judged = differing(own, engine)
+    judged = differing(trainer, engine)
     free = replace(engine, replay="none")  # replayed routes would hide what moves routers
-    live = observe(free, batch, made=made) if judged and free != engine else top
+    live = observe(free, batch, variants=variants) if judged and free != engine else top
 
     def moved(program: ProgramChoices, base: ProgramValues) -> float:
-        apart = (observe(program, batch, made=made).logprob_S - base.logprob_S).abs()
+        apart = (observe(program, batch, variants=variants).logprob_S - base.logprob_S).abs()
         return float(apart.max()) if len(apart) else 0.0
 
     return {
-        cause.name: min(moved(with_cause(own, engine, cause), below), moved(with_cause(free, own, cause), live))
+        cause.name: min(moved(with_cause(trainer, engine, cause), below), moved(with_cause(free, trainer, cause), live))
         for cause in judged
     }
 
 
 def _choices(
-    own: ProgramChoices, engine: ProgramChoices, steps: Sequence[CauseStep], tolerance: float, first: Where | None
+    trainer: ProgramChoices, engine: ProgramChoices, steps: Sequence[CauseStep], tolerance: float, first: Where | None
 ) -> Iterator[Finding]:
     for step in steps:
         if step.alone <= tolerance:
             continue
         text, where = f"{step.change}: moves log-probabilities by up to {step.alone:.1e}", None
         if step.cause == "weights":
-            names = other_weights(own.model, engine.model)
+            names = other_weights(trainer.model, engine.model)
             text = f"{len(names)} tensors differ, first {names[0]}" if names else "other weights"
         if step.cause in ("attention", "GEMM", "weights"):
             where = first
@@ -327,10 +327,10 @@ def _choices(
 # Evidence
 
 
-def other_weights(one: Model, other: Model) -> list[str]:
+def other_weights(model: Model, other: Model) -> list[str]:
     """Return the Hugging Face names of tensors that differ."""
     theirs = hugging_face_views(other)
-    return [name for name, view in hugging_face_views(one).items() if not torch.equal(view, theirs[name])]
+    return [name for name, view in hugging_face_views(model).items() if not torch.equal(view, theirs[name])]
 
 
 def unexplained(gap_S: NDArray[np.float64], batch: FrozenBatch, tolerance: float, gate: Where | None) -> Finding:
@@ -367,7 +367,7 @@ def check_routes(
         np.concatenate([getattr(row.trace, name)[:-1] for row in batch.rows])
         for name in ("routes", "gates", "route_valid")
     )
-    own, used, live, margin = (
+    chosen, used, live, margin = (
         x.numpy() for x in (engine.own_NLK, engine.experts_NLK, engine.live_NLK, engine.margin_NL)
     )
 
@@ -377,10 +377,10 @@ def check_routes(
         return np.take_along_axis(live, at_NLK, -1)
 
     routes, valid_NL = routes.astype(np.int64), np.broadcast_to(valid[:, None], margin.shape)
-    other = (np.sort(routes, -1) != np.sort(own, -1)).any(-1)
+    other = (np.sort(routes, -1) != np.sort(chosen, -1)).any(-1)
     # Falling gates are the order of choice unless the choice has a bias; then the router's own order decides.
-    turned = (routes != own).any(-1) & ~other
-    steps = np.abs(np.diff(live_gates(own), axis=-1)).min(-1, initial=np.inf)
+    turned = (routes != chosen).any(-1) & ~other
+    steps = np.abs(np.diff(live_gates(chosen), axis=-1)).min(-1, initial=np.inf)
     off = np.abs(gates - live_gates(routes)).max(-1) > GATE
     off &= valid_NL & (np.sort(routes, -1) == np.sort(used, -1)).all(-1)
     kinds = {
@@ -419,9 +419,9 @@ def _row_token(n: int, lengths: Sequence[int]) -> tuple[int, int]:
     return row, n - int(ends[row])
 
 
-def _before(one: Where, other: Where) -> bool:
-    """Return whether `other` sees what happens at `one`: a higher layer, the same token or a later one of the row."""
-    return one.row == other.row and other.token >= one.token and (other.layer or 0) > (one.layer or 0)
+def _before(earlier: Where, other: Where) -> bool:
+    """Return whether `other` sees what happens at `earlier`: a higher layer, the same token or a later one of the row."""
+    return earlier.row == other.row and other.token >= earlier.token and (other.layer or 0) > (earlier.layer or 0)
 
 
 def _lowest(hits: Sequence[Where]) -> Where | None:
@@ -433,7 +433,7 @@ def _lowest(hits: Sequence[Where]) -> Where | None:
 
 def streams_apart(trainer: Forwarded, engine: Forwarded, batch: FrozenBatch) -> Streams:
     """Compare residual streams place by place."""
-    pairs = [(trainer.streams[place], stream) for place, stream in engine.streams.items()]
+    pairs = [(trainer.streams[location], stream) for location, stream in engine.streams.items()]
     apart = [((a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-30)).numpy() for a, b in pairs]
     return Streams(places=tuple(engine.streams), apart_PN=np.stack(apart), lengths=tuple(batch.lengths))
 

@@ -63,7 +63,7 @@ class FrozenBatch:
     @classmethod
     def of(cls, attempts: Sequence[Attempt]) -> FrozenBatch:
         """Take the segments of attempts."""
-        return cls(rows=tuple(segment for done in attempts for segment in done.rollout.segments))
+        return cls(rows=tuple(segment for attempt in attempts for segment in attempt.rollout.segments))
 
     @property
     def routed(self) -> bool:
@@ -156,22 +156,24 @@ class ProgramValues:
 
 @torch.no_grad()
 def observe(
-    program: ProgramChoices, batch: FrozenBatch, *, streams: bool = False, made: dict[Any, Model] | None = None
+    program: ProgramChoices, batch: FrozenBatch, *, streams: bool = False, variants: dict[Any, Model] | None = None
 ) -> ProgramValues:
-    """Forward the batch, about BUDGET tokens at a time; with `streams` keep the residual streams. `made` caches copies of models
-    between calls.
+    """Forward the batch, about BUDGET tokens at a time; with `streams` keep the residual streams. `variants` caches copies of
+    models between calls.
 
     Raises ValueError for rows that are too long and for routes that do not fit.
     """
-    made = {} if made is None else made
+    variants = {} if variants is None else variants
     key, model = (id(program.model), program.numerics), program.model
     if program.numerics != Numerics():
-        model = made[key] = made.get(key) or variant(program.model, program.numerics)
+        model = variants[key] = variants.get(key) or variant(program.model, program.numerics)
     parts = [_observe(program, model, part, streams) for part in batch.parts(BUDGET)]
     passes = [part.forwarded for part in parts]
     names = [value.name for value in fields(Forwarded) if value.name != "streams"]
     values = {name: torch.cat([getattr(forwarded, name) for forwarded in passes]) for name in names}
-    places = {place: torch.cat([forwarded.streams[place] for forwarded in passes]) for place in passes[0].streams}
+    places = {
+        location: torch.cat([forwarded.streams[location] for forwarded in passes]) for location in passes[0].streams
+    }
     return ProgramValues(
         logprob_S=torch.cat([part.logprob_S for part in parts]),
         logprob_SV=torch.cat([part.logprob_SV for part in parts]),
@@ -236,7 +238,7 @@ def _forwarded(program: ProgramChoices, model: Model, batch: FrozenBatch, stream
         own_NLK=stacked(lambda routing: routing.own_NK),
         live_NLK=stacked(lambda routing: _live(routing, model.config.rule)).float(),
         margin_NL=stacked(lambda routing: routing.margin_N).float(),
-        streams={place: x.float() for place, x in watched.items()},
+        streams={location: x.float() for location, x in watched.items()},
     )
 
 
@@ -304,9 +306,9 @@ def engines(model: Model) -> dict[str, ProgramChoices]:
     }
 
 
-def path(own: ProgramChoices, engine: ProgramChoices) -> list[ProgramChoices]:
+def path(trainer: ProgramChoices, engine: ProgramChoices) -> list[ProgramChoices]:
     """Return the trainer with the engine's choices put in, cause after cause; the last is the engine."""
-    programs = [own]
+    programs = [trainer]
     for cause in CAUSES:
         programs.append(with_cause(programs[-1], engine, cause))
     return programs[1:]
@@ -319,26 +321,28 @@ def with_cause(program: ProgramChoices, source: ProgramChoices, cause: Cause) ->
     return replace(program, **{name: getattr(source, name) for name in cause.fields})
 
 
-def differing(own: ProgramChoices, engine: ProgramChoices) -> list[Cause]:
+def differing(trainer: ProgramChoices, engine: ProgramChoices) -> list[Cause]:
     """Return the causes, apart from recorded routes, in which two programs differ."""
     plain = [cause for cause in CAUSES if cause.level == "none"]
-    return [cause for cause in plain if any(getattr(own, name) != getattr(engine, name) for name in cause.fields)]
+    return [cause for cause in plain if any(getattr(trainer, name) != getattr(engine, name) for name in cause.fields)]
 
 
-def change(own: ProgramChoices, engine: ProgramChoices, cause: Cause) -> str:
+def change(trainer: ProgramChoices, engine: ProgramChoices, cause: Cause) -> str:
     """Describe the trainer's and the engine's choice; empty if they are the same."""
     if cause.level != "none":
         switched = LEVELS.index(engine.replay) >= LEVELS.index(cause.level)
         return "the engine's, on record" if switched else ""
-    pairs = [(name, getattr(own, name), getattr(engine, name)) for name in cause.fields]
-    return ", ".join(f"{name} {text_of(one)} → {text_of(other)}" for name, one, other in pairs if one != other)
+    pairs = [(name, getattr(trainer, name), getattr(engine, name)) for name in cause.fields]
+    return ", ".join(f"{name} {text_of(before)} → {text_of(other)}" for name, before, other in pairs if before != other)
 
 
 def text_of(value: object) -> str:
     """Describe a choice."""
     if isinstance(value, Numerics):
         pairs = [(e.name, getattr(value, e.name), getattr(Numerics(), e.name)) for e in fields(value)]
-        return " and ".join(f"{name} {text_of(one)}" for name, one, usual in pairs if one != usual) or "float32"
+        return (
+            " and ".join(f"{name} {text_of(choice)}" for name, choice, usual in pairs if choice != usual) or "float32"
+        )
     if isinstance(value, Model):
         return "its own"
     if isinstance(value, float):

@@ -28,14 +28,14 @@ LEAST, MOST = 1e-7, 30.0
 """An axis of gaps. float32 resolves no less of a log-probability around 1."""
 
 
-def flips(found: Mapping[str, Comparison]) -> Picture:
+def flips(pairs: Mapping[str, Comparison]) -> Picture:
     """Draw the share of tokens that flip an expert, by layer and by the margin of the trainer's router."""
     picture = Picture(9.5, 3.3)
     layers, margins = picture.panels(1, 2)
-    hues = dict(zip(found, itertools.cycle(_HUES), strict=False))
-    sides = [style.BarSeries(name, hues[name], pair.flips_NL.mean(0).tolist()) for name, pair in found.items()]
+    hues = dict(zip(pairs, itertools.cycle(_HUES), strict=False))
+    sides = [style.BarSeries(name, hues[name], pair.flips_NL.mean(0).tolist()) for name, pair in pairs.items()]
     style.grouped(layers, [str(layer + 1) for layer in range(len(sides[0].values))], sides)
-    for (name, pair), mark in zip(found.items(), itertools.cycle(_MARKS), strict=False):
+    for (name, pair), mark in zip(pairs.items(), itertools.cycle(_MARKS), strict=False):
         margins.plot(*by_margin(pair), color=hues[name], marker=mark, markersize=4, label=name)
     layers.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}")
     title(layers, "tokens that flip an expert", "layer", "share of tokens")
@@ -58,12 +58,12 @@ def by_margin(pair: Comparison) -> tuple[NDArray[np.float64], NDArray[np.float64
     return np.sqrt(edges[:-1] * edges[1:])[there], share
 
 
-def gaps(found: Mapping[str, Comparison]) -> Picture:
+def gaps(pairs: Mapping[str, Comparison]) -> Picture:
     """Draw the share of tokens beyond each size of |Δ log p|, one panel per pair: own routes, the engine's replayed, and the
     floor, tokens whose routes agreed anyway."""
-    picture = Picture(3.3 * max(2, len(found)), 3.2)
-    panels = picture.panels(1, len(found), sharey=True)
-    for place, (ax, (name, pair)) in enumerate(zip(panels, found.items(), strict=True)):
+    picture = Picture(3.3 * max(2, len(pairs)), 3.2)
+    panels = picture.panels(1, len(pairs), sharey=True)
+    for column, (ax, (name, pair)) in enumerate(zip(panels, pairs.items(), strict=True)):
         lines: tuple[tuple[str, Gap, str, str], ...] = (
             ("own routes", pair.off_S, style.VERMILION, "-"),
             ("engine's routes replayed", pair.on_S, style.BLUE, "-"),
@@ -74,12 +74,12 @@ def gaps(found: Mapping[str, Comparison]) -> Picture:
                 size = np.sort(np.maximum(np.abs(gap_S), LEAST))
                 ax.plot(size, 1 - np.arange(len(size)) / len(size), dash, color=hue, linewidth=1.7, label=label)
         ax.set(xscale="log", yscale="log", xlim=(LEAST, MOST))
-        title(ax, name, "|Δ log p|, nats", "share of tokens beyond it" if place == 0 else "")
+        title(ax, name, "|Δ log p|, nats", "share of tokens beyond it" if column == 0 else "")
     key(panels[0], loc="lower left")
     return picture
 
 
-def ratios(found: Mapping[str, Comparison], loss: LossSettings | None = None) -> Picture:
+def ratios(comparisons: Mapping[str, Comparison], loss: LossSettings | None = None) -> Picture:
     """Draw the tokens whose ratio trainer / engine lies outside PPO's clip, and outside ± 1 %, with the trainer's own routes
     and with the engine's."""
     picture = Picture(9.5, 2.9)
@@ -88,20 +88,23 @@ def ratios(found: Mapping[str, Comparison], loss: LossSettings | None = None) ->
         (f"outside {1 - settings.clip_low:g} to {1 + settings.clip_high:g}", settings.clip_low, settings.clip_high),
         ("off by more than 1 %", 0.01, 0.01),
     )
-    pairs = [pair.off_S for pair in found.values()], [pair.on_S for pair in found.values()]
+    pairs = [pair.off_S for pair in comparisons.values()], [pair.on_S for pair in comparisons.values()]
     for ax, (text, low, high) in zip(picture.panels(1, 2), windows, strict=True):
-        own, replayed = ([outside(gap_S, low, high) for gap_S in gaps] for gaps in pairs)
-        sides = style.BarSeries("own routes", style.VERMILION, own), style.BarSeries("replayed", style.BLUE, replayed)
-        style.grouped(ax, _names(found), sides, ",")
-        tokens = max((len(pair.off_S) for pair in found.values()), default=0)
+        own_counts, replayed = ([outside(gap_S, low, high) for gap_S in gaps] for gaps in pairs)
+        sides = (
+            style.BarSeries("own routes", style.VERMILION, own_counts),
+            style.BarSeries("replayed", style.BLUE, replayed),
+        )
+        style.grouped(ax, _names(comparisons), sides, ",")
+        tokens = max((len(pair.off_S) for pair in comparisons.values()), default=0)
         title(style.from_zero(ax), f"ratios {text}", "", f"of {tokens:,} tokens")
     key(picture.axes[0])
     return picture
 
 
-def _names(found: Mapping[str, object]) -> list[str]:
+def _names(pairs: Mapping[str, object]) -> list[str]:
     """Names of pairs in several short lines."""
-    return [textwrap.fill(name.replace("-", "- "), 14).replace("- ", "-") for name in found]
+    return [textwrap.fill(name.replace("-", "- "), 14).replace("- ", "-") for name in pairs]
 
 
 def outside(gap_S: Gap, low: float, high: float) -> int:
@@ -115,25 +118,27 @@ def route(routes_TLK: NDArray[np.uint8], texts: Sequence[str], experts: int) -> 
     tokens, layers, _ = routes_TLK.shape
     picture = Picture(max(6.0, 0.32 * tokens), 0.8 + 0.13 * layers * experts)
     for layer, ax in enumerate(picture.panels(layers, 1, sharex=True)):
-        for place in range(routes_TLK.shape[2]):
-            ax.plot(range(tokens), routes_TLK[:, layer, place], "os"[place % 2], color=_HUES[place % 5], markersize=4.5)
+        for choice in range(routes_TLK.shape[2]):
+            ax.plot(
+                range(tokens), routes_TLK[:, layer, choice], "os"[choice % 2], color=_HUES[choice % 5], markersize=4.5
+            )
         ax.set(ylim=(experts - 0.5, -0.5), yticks=range(0, experts, 2))
         ax.set_ylabel(f"layer {layer + 1}", fontsize=8.5, color=style.INK)
-    shown = [text.replace("\n", "⏎").replace("$", r"\$") for text in texts]
-    picture.axes[-1].set_xticks(range(tokens), shown, rotation=70, ha="right", fontsize=8)
+    labels = [text.replace("\n", "⏎").replace("$", r"\$") for text in texts]
+    picture.axes[-1].set_xticks(range(tokens), labels, rotation=70, ha="right", fontsize=8)
     title(picture.axes[0], "the route of each token: first expert a circle, second a square", "", "layer 1")
     return picture
 
 
-def cosines(found: Mapping[str, Mapping[str, float]]) -> Picture:
+def cosines(pairs: Mapping[str, Mapping[str, float]]) -> Picture:
     """Draw 1 − cosine between the gradient with a mismatch and the one without, one group of bars per pair; “–” where there is no
     gradient."""
     picture, ax = style.one_panel(7.0, 2.9)
     hues = {"own routes": style.VERMILION, "replayed": style.BLUE}
     sides = [
-        style.BarSeries(name, hue, [max(1 - pair[name], TURN) for pair in found.values()]) for name, hue in hues.items()
+        style.BarSeries(name, hue, [max(1 - pair[name], TURN) for pair in pairs.values()]) for name, hue in hues.items()
     ]
-    style.log_bars(ax, _names(found), sides, TURN)
+    style.log_bars(ax, _names(pairs), sides, TURN)
     title(ax, "how far the gradient turns", "", "1 − cosine")
     key(ax)
     return picture
@@ -156,16 +161,16 @@ def flip_map(engine: Trace, trainer: Trace) -> Picture:
     return picture
 
 
-def filtered(found: Mapping[str, Mapping[float, Comparison]]) -> Picture:
+def filtered(by_age: Mapping[str, Mapping[float, Comparison]]) -> Picture:
     """Draw p99 and k3 of the gap with routes replayed, by the filter's threshold, one line per staleness; dashed: without
     replay."""
     picture = Picture(9.5, 3.0)
     panels = picture.panels(1, 2)
     for ax, (name, text) in zip(panels, (("logprob_gap_p99", "p99 of |Δ log p|"), ("k3", "k3")), strict=True):
-        for place, (age, by_threshold) in enumerate(found.items()):
-            hue = _HUES[place % len(_HUES)]
+        for series, (age, by_threshold) in enumerate(by_age.items()):
+            hue = _HUES[series % len(_HUES)]
             values = [gap_figures(pair.on_S)[name] for pair in by_threshold.values()]
-            ax.plot(list(by_threshold), values, color=hue, marker=_MARKS[place], markersize=4, label=age)
+            ax.plot(list(by_threshold), values, color=hue, marker=_MARKS[series], markersize=4, label=age)
             off = gap_figures(next(iter(by_threshold.values())).off_S)[name]
             ax.axhline(off, color=hue, linestyle="--", linewidth=1)
         ax.set_yscale("log")

@@ -65,14 +65,14 @@ def waterfall(report: Examination) -> Picture:
 def _bars(ax: Axes, report: Examination, figure: str, text: str) -> None:
     floor = FLOORS[figure]
     values = [getattr(report.start, figure), *(getattr(step.figures, figure) for step in report.steps)]
-    shown = [floor if math.isnan(value) else max(value, floor) for value in values]
-    ax.barh(0, shown[0] - floor, left=floor, color=style.GREY, height=0.7)
-    for at, (before, after) in enumerate(pairwise(shown), 1):
+    ends = [floor if math.isnan(value) else max(value, floor) for value in values]
+    ax.barh(0, ends[0] - floor, left=floor, color=style.GREY, height=0.7)
+    for at, (before, after) in enumerate(pairwise(ends), 1):
         hue = style.BLUE if after <= before else style.VERMILION
         ax.barh(at, abs(before - after), left=min(before, after), color=hue, height=0.7)
         ax.plot([before, before], [at - 1, at + 0.35], color=style.GREY, linewidth=0.8)
-    ax.barh(len(shown), shown[-1] - floor, left=floor, color=style.GREY, height=0.7)
-    ax.set(xscale="log", xlim=(floor, max(10 * floor, 3 * max(shown))))
+    ax.barh(len(ends), ends[-1] - floor, left=floor, color=style.GREY, height=0.7)
+    ax.set(xscale="log", xlim=(floor, max(10 * floor, 3 * max(ends))))
     ax.grid(axis="y", visible=False)
     ax.grid(axis="x", color=style.PALE, linewidth=0.8)
     title(ax, text)
@@ -81,18 +81,18 @@ def _bars(ax: Axes, report: Examination, figure: str, text: str) -> None:
 def apart(report: Examination, row: int | None = None) -> Picture:
     """Draw the distance of a row's residual streams, each half layer by token; by default the row of the first difference, which
     has a ring."""
-    found = report.streams
+    streams = report.streams
     number = row if row is not None else report.first.row if report.first else 0
-    start = sum(found.lengths[:number])
-    apart_PT = found.apart_PN[:, start : start + found.lengths[number]]
-    picture, ax = style.one_panel(10.5, 0.9 + 0.24 * len(found.places))
+    start = sum(streams.lengths[:number])
+    apart_PT = streams.apart_PN[:, start : start + streams.lengths[number]]
+    picture, ax = style.one_panel(10.5, 0.9 + 0.24 * len(streams.places))
     size_PT = np.log10(np.maximum(apart_PT, 1e-8))
     image = ax.imshow(size_PT, aspect="auto", cmap="cividis", vmin=-8, vmax=0, interpolation="nearest")
-    names = [part if layer < 0 else f"{layer} {part}" for layer, part in found.places]
+    names = [part if layer < 0 else f"{layer} {part}" for layer, part in streams.places]
     ax.set_yticks(range(len(names)), names)
     ax.grid(visible=False)
     if report.first is not None and report.first.row == number and report.first.layer is not None:
-        at = found.places.index((report.first.layer, report.first_in))
+        at = streams.places.index((report.first.layer, report.first_in))
         ax.plot(report.first.token, at, "o", markersize=11, fillstyle="none", color=style.VERMILION, markeredgewidth=2)
     picture.colorbar(image, ax=ax, fraction=0.03).ax.set_title("log₁₀", fontsize=8.5, color=style.INK)
     title(ax, f"row {number}: ‖trainer − engine‖ / ‖engine‖ of the residual stream", "token")

@@ -155,15 +155,15 @@ class RubricJudge:
     def verdicts(self, rubric: Rubric, attempts: Sequence[Attempt]) -> list[JudgeScore]:
         """Return a verdict for each attempt. Equal questions are asked once."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        asked = [json.dumps(evidence(done, rubric.shows)) for done in attempts]
+        questions = [json.dumps(evidence(attempt, rubric.shows)) for attempt in attempts]
         with ThreadPoolExecutor(self.at_once) as pool:
-            fresh = list(dict.fromkeys(asked))
-            found = dict(zip(fresh, pool.map(lambda work: self._ask(rubric, work), fresh), strict=True))
-        first = {work: place for place, work in reversed([*enumerate(asked)])}
+            fresh = list(dict.fromkeys(questions))
+            scores = dict(zip(fresh, pool.map(lambda work: self._ask(rubric, work), fresh), strict=True))
+        first = {work: number for number, work in reversed([*enumerate(questions)])}
         again: dict[str, Any] = {"read": 0, "written": 0, "kept": True}
         return [
-            found[work] if first[work] == place or found[work].level is None else replace(found[work], **again)
-            for place, work in enumerate(asked)
+            scores[work] if first[work] == number or scores[work].level is None else replace(scores[work], **again)
+            for number, work in enumerate(questions)
         ]
 
     def _ask(self, rubric: Rubric, work: str) -> JudgeScore:
@@ -194,15 +194,15 @@ def level_of(text: str, mark: str, rubric: Rubric) -> int:
     rest is one JSON object of the mark and a level."""
     text = _AROUND.sub("", text.rpartition("</think>")[2].strip())
     try:
-        held = json.loads(text, object_pairs_hook=tuple) if len(text) <= 200 else None
+        pairs = json.loads(text, object_pairs_hook=tuple) if len(text) <= 200 else None
     except ValueError:
-        held = None
-    given = dict(held) if isinstance(held, tuple) and len(held) == 2 else {}
-    if given.keys() != {"mark", "level"}:
+        pairs = None
+    answer = dict(pairs) if isinstance(pairs, tuple) and len(pairs) == 2 else {}
+    if answer.keys() != {"mark", "level"}:
         raise ValueError(f"not an object of mark and level alone: {text[:80]!r}")
-    if given["mark"] != mark:
-        raise ValueError(f"an answer to something else: mark {given['mark']!r}")
-    level = given["level"]
+    if answer["mark"] != mark:
+        raise ValueError(f"an answer to something else: mark {answer['mark']!r}")
+    level = answer["level"]
     if type(level) is not int or not 0 <= level < len(rubric.levels):
         raise ValueError(f"no level of the scale: {level!r}")
     return level
@@ -211,23 +211,23 @@ def level_of(text: str, mark: str, rubric: Rubric) -> int:
 def cost(verdicts: Sequence[JudgeScore]) -> dict[str, int]:
     """Return how many answers were asked for, found, and of no use, and the tokens that they cost."""
     return {
-        "asked": sum(not each.kept for each in verdicts),
-        "kept": sum(each.kept for each in verdicts),
-        "failed": sum(each.level is None for each in verdicts),
-        "read": sum(each.read for each in verdicts),
-        "written": sum(each.written for each in verdicts),
+        "asked": sum(not score.kept for score in verdicts),
+        "kept": sum(score.kept for score in verdicts),
+        "failed": sum(score.level is None for score in verdicts),
+        "read": sum(score.read for score in verdicts),
+        "written": sum(score.written for score in verdicts),
     }
 
 
 def rubric_levels(judge: RubricJudge, attempts: Sequence[Attempt]) -> dict[str, dict[str, Any]]:
     """Return by rubric the mean `level`, as a share of the highest, of the `n` attempts with a verdict, and what `cost` counts:
     `failed` attempts have none. What was lost to infrastructure is not judged."""
-    known, found = [done for done in attempts if done.grade.known], dict[str, dict[str, Any]]()
+    graded, rubrics = [attempt for attempt in attempts if attempt.grade.known], dict[str, dict[str, Any]]()
     for name, rubric in RUBRICS.items():
-        verdicts = judge.verdicts(rubric, known)
+        verdicts = judge.verdicts(rubric, graded)
         levels = [verdict.level / (len(rubric.levels) - 1) for verdict in verdicts if verdict.level is not None]
-        found[name] = {"level": sum(levels) / len(levels) if levels else None, "n": len(levels), **cost(verdicts)}
-    return found
+        rubrics[name] = {"level": sum(levels) / len(levels) if levels else None, "n": len(levels), **cost(verdicts)}
+    return rubrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +241,8 @@ class RuleJudge:
         return f"rule {self.name}"
 
     def complete(self, messages: Messages, tools: Sequence[Any], max_tokens: int, *, until: float) -> Answer:
-        asked = json_of(messages[-1]["content"])
-        text = json.dumps({"mark": asked["mark"], "level": self.rule(asked["work"])})
+        question = json_of(messages[-1]["content"])
+        text = json.dumps({"mark": question["mark"], "level": self.rule(question["work"])})
         return Answer(message={"content": text}, read=0, written=0)
 
 
@@ -276,15 +276,15 @@ def agreement(levels: Sequence[int | None], labels: Sequence[int]) -> Agreement:
     κ = (p − e) / (1 − e), with p the accuracy and e = Σ_k P(label = k) P(level = k) (Cohen, 1960)."""
     pairs = [(label, level) for level, label in zip(levels, labels, strict=True) if level is not None]
     n, counts = len(pairs), Counter(pairs)
-    given, said = Counter(label for label, _ in pairs), Counter(level for _, level in pairs)
+    label_counts, level_counts = Counter(label for label, _ in pairs), Counter(level for _, level in pairs)
     p = sum(label == level for label, level in pairs) / n if n else math.nan
-    e = sum(given[k] * said[k] for k in given) / n**2 if n else math.nan
+    e = sum(label_counts[k] * level_counts[k] for k in label_counts) / n**2 if n else math.nan
     return Agreement(
         n=n,
         failed=len(levels) - n,
         accuracy=p,
         interval=wilson(p, n),
-        constant=max(given.values()) / n if n else math.nan,
+        constant=max(label_counts.values()) / n if n else math.nan,
         kappa=(p - e) / (1 - e) if e < 1 else math.nan,
         counts=dict(counts),
     )

@@ -149,9 +149,9 @@ def rescore_with(batch: StoredBatch, values: Sequence[float | None], weight: flo
     value is missing keeps its rewards: a missing one is no 0."""
     rest, totals = iter(values), dict[int, float]()
     for group in batch.groups:
-        given = [next(rest) for _ in group]
-        for scored, value in zip(group, given, strict=True):
-            more = 0.0 if None in given else weight * float(value or 0.0)
+        group_values = [next(rest) for _ in group]
+        for scored, value in zip(group, group_values, strict=True):
+            more = 0.0 if None in group_values else weight * float(value or 0.0)
             totals[id(scored.attempt.rollout)] = float(scored.reward.total or 0.0) + more
     groups = [[scored.attempt for scored in group] for group in batch.groups]
     settings = batch.settings
@@ -210,11 +210,11 @@ def policy_gradients(model: Model, batch: StoredBatch) -> Gradients:
     along = np.zeros((2 * len(everyone), 2 * len(everyone)))
     used = 0
     for number, scored in enumerate(everyone):
-        (loss, found), (opposite, less) = _losses(model, scored, batch.settings)
-        one, other = number, number + len(everyone)
-        along[one, used], along[other, used] = 1.0, -1.0  # without masks the loss is linear in the advantage
+        (loss, metrics), (opposite, less) = _losses(model, scored, batch.settings)
+        positive, other = number, number + len(everyone)
+        along[positive, used], along[other, used] = 1.0, -1.0  # without masks the loss is linear in the advantage
         gradients_VD[used] = flat_gradient(loss, weights)
-        if found["masked"] or less["masked"]:
+        if metrics["masked"] or less["masked"]:
             along[other, used : used + 2] = 0.0, 1.0
             used += 1
             gradients_VD[used] = flat_gradient(opposite, weights)
@@ -254,9 +254,9 @@ def open_lab(run: RunDir, step: int = -1) -> Lab:
 
 def weights_of(run: RunDir, step: int) -> Path:
     """Return the published weights that RL step `step` (from 1) started from. Raises ValueError where they are not kept."""
-    if (found := weights_before(run, step)) is None:
+    if (path := weights_before(run, step)) is None:
         raise ValueError(f"the weights that RL step {step} started from are not kept in {run.path.name}")
-    return found
+    return path
 
 
 def model_before(run: RunDir, step: int) -> Model:
@@ -307,24 +307,24 @@ def verdict(lab: Lab, scores: Scores) -> RescoredBatch:
 def graded_again(attempts: Sequence[Attempt], sandboxes: Sandboxes) -> list[Grade]:
     """Return the grades of what attempts left, each in a fresh sandbox. Raises SandboxUnavailable."""
     return [
-        grade(done.task, done.rollout.files, sandboxes.functions)
-        if done.task.grader == "functions"
-        else grade(done.task, _bytes(done), sandboxes.backend)
-        for done in attempts
+        grade(attempt.task, attempt.rollout.files, sandboxes.functions)
+        if attempt.task.grader == "functions"
+        else grade(attempt.task, _bytes(attempt), sandboxes.backend)
+        for attempt in attempts
     ]
 
 
-def _bytes(done: Attempt) -> dict[str, bytes]:
-    return {path: text.encode("utf-8", "surrogateescape") for path, text in done.rollout.files.items()}
+def _bytes(attempt: Attempt) -> dict[str, bytes]:
+    return {path: text.encode("utf-8", "surrogateescape") for path, text in attempt.rollout.files.items()}
 
 
 def visible_share(attempts: Sequence[Attempt], sandboxes: Sandboxes) -> list[float | None]:
     """Return the share of the visible tests, as they were at the start, that what an attempt left passes; None where a task has
     none of the grader `functions`. Raises SandboxFailure."""
     shares: list[float | None] = []
-    for done in attempts:
-        visible = done.task.visible_tests if done.task.grader == "functions" else {}
+    for attempt in attempts:
+        visible = attempt.task.visible_tests if attempt.task.grader == "functions" else {}
         tests = parse_test_files(visible) if visible else ()
-        [outcomes] = sandboxes.run([request_tests(done.rollout.files, tests)]) if tests else [()]
+        [outcomes] = sandboxes.run([request_tests(attempt.rollout.files, tests)]) if tests else [()]
         shares.append(sum(map(passes, tests, outcomes)) / len(tests) if tests else None)
     return shares

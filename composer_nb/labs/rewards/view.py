@@ -69,18 +69,18 @@ def look(lab: Lab, rewards: RewardSettings) -> Picture:
     return drawn(lab, judge(lab, rewards))
 
 
-def drawn(lab: Lab, found: RescoredBatch) -> Picture:
+def drawn(lab: Lab, rescored: RescoredBatch) -> Picture:
     """Draw a verdict."""
     picture = Picture(9.5, 3.6)
     rollouts, groups, turn = picture.panels(1, 3, width_ratios=(1.1, 1.2, 0.9))
-    _advantages(rollouts, lab, found)
-    _groups(groups, lab, found)
-    _turn(turn, found)
+    _advantages(rollouts, lab, rescored)
+    _groups(groups, lab, rescored)
+    _turn(turn, rescored)
     return picture
 
 
-def _advantages(ax: Axes, lab: Lab, found: RescoredBatch) -> None:
-    old_R, new_R = lab.stored.advantage_R, found.scores.advantage_R
+def _advantages(ax: Axes, lab: Lab, rescored: RescoredBatch) -> None:
+    old_R, new_R = lab.stored.advantage_R, rescored.scores.advantage_R
     edge = 1.1 * max(1e-3, np.abs(old_R).max(), np.abs(new_R).max())
     ax.plot([-edge, edge], [-edge, edge], color=style.PALE, linewidth=1, zorder=0)
     ax.axhline(0, color=style.GREY, linewidth=0.7)
@@ -93,17 +93,17 @@ def _advantages(ax: Axes, lab: Lab, found: RescoredBatch) -> None:
     key(ax, loc="upper left")
 
 
-def _groups(ax: Axes, lab: Lab, found: RescoredBatch) -> None:
+def _groups(ax: Axes, lab: Lab, rescored: RescoredBatch) -> None:
     """Draw one row per group: its rollouts' new advantages, and how it changed."""
-    scores = found.scores
+    scores = rescored.scores
     for solved, (_, color, marker) in SOLVED.items():
         chosen_R = scores.solved_R == solved
         at_R = scores.group_R[chosen_R] + (0.12 if solved else -0.12)
         ax.plot(scores.advantage_R[chosen_R], at_R, marker, color=color, markersize=4, alpha=0.6)
     live_P = scores.live_P
     notes = {group: "dead" for group in np.flatnonzero(~live_P).tolist()}
-    notes |= {group: "revived" for group in found.revived} | {group: "silenced" for group in found.silenced}
-    notes |= {group: "flips" for group in found.flipped}
+    notes |= {group: "revived" for group in rescored.revived} | {group: "silenced" for group in rescored.silenced}
+    notes |= {group: "flips" for group in rescored.flipped}
     ax.set_yticks(range(len(live_P)), [f"{notes.get(group, '')} {group + 1}" for group in range(len(live_P))])
     ax.set_ylim(len(live_P) - 0.5, -0.5)
     ax.axvline(0, color=style.GREY, linewidth=0.7)
@@ -111,7 +111,7 @@ def _groups(ax: Axes, lab: Lab, found: RescoredBatch) -> None:
     title(ax, f"groups: {now} of {len(live_P)} teach (were {was})", "advantage under this reward")
 
 
-def _turn(ax: Axes, found: RescoredBatch) -> None:
+def _turn(ax: Axes, rescored: RescoredBatch) -> None:
     """Draw the two gradients as directions, the trained one to the right."""
     ax.set_aspect("equal", anchor="N")
     ax.set(xlim=(-1.25, 1.25), ylim=(-0.75, 1.25))
@@ -120,11 +120,11 @@ def _turn(ax: Axes, found: RescoredBatch) -> None:
     ax.plot(np.cos(around), np.sin(around), color=style.PALE, linewidth=1)
     _arrow(ax, 1.0, style.GREY)
     ax.text(1.0, -0.14, "as trained", ha="right", fontsize=8.5, color=style.GREY)
-    shown = "no gradient" if math.isnan(found.cosine) else f"cosine {found.cosine:+.3f}"
-    if not math.isnan(found.cosine):
-        _arrow(ax, found.cosine, style.BLUE)
-    ax.text(0.0, -0.42, shown, ha="center", fontsize=12, color=style.INK)
-    agrees = found.scores.agreement
+    text_of_cosine = "no gradient" if math.isnan(rescored.cosine) else f"cosine {rescored.cosine:+.3f}"
+    if not math.isnan(rescored.cosine):
+        _arrow(ax, rescored.cosine, style.BLUE)
+    ax.text(0.0, -0.42, text_of_cosine, ha="center", fontsize=12, color=style.INK)
+    agrees = rescored.scores.agreement
     text = "" if math.isnan(agrees) else f"agreement with the tests {agrees:.2f}"
     ax.text(0.0, -0.66, text, ha="center", fontsize=8.5, color=style.INK)
     title(ax, "policy gradient")
@@ -167,10 +167,12 @@ def sliders(lab: Lab, rewards: RewardSettings | None = None) -> ipywidgets.VBox:
     def draw(_: object = None) -> None:
         values = {name: slider.value for name, slider in moved.items() if slider.value != start[name]}
         chosen = with_values(base, values)
-        found = judge(lab, chosen)
-        image.value = drawn(lab, found).png()
+        rescored = judge(lab, chosen)
+        image.value = drawn(lab, rescored).png()
         overrides = {f"reward.{name}": value for name, value in changed(RewardSettings(), chosen).items()}
-        line.value = f"<code>{summary(found)}</code><br><code>overrides = {html.escape(json.dumps(overrides))}</code>"
+        line.value = (
+            f"<code>{summary(rescored)}</code><br><code>overrides = {html.escape(json.dumps(overrides))}</code>"
+        )
 
     def reset(_: object = None) -> None:
         for name, slider in moved.items():
@@ -186,25 +188,25 @@ def sliders(lab: Lab, rewards: RewardSettings | None = None) -> ipywidgets.VBox:
     return w.VBox([grid, image, line], layout=w.Layout(width="100%"))
 
 
-def facts(found: RescoredBatch) -> dict[str, float]:
+def facts(rescored: RescoredBatch) -> dict[str, float]:
     """Return the numbers of a verdict."""
     return {
-        "cosine": found.cosine,
-        "groups that teach": int(found.scores.live_P.sum()),
-        **{name: len(getattr(found, name)) for name in _CHANGES},
-        "agreement": found.scores.agreement,
+        "cosine": rescored.cosine,
+        "groups that teach": int(rescored.scores.live_P.sum()),
+        **{name: len(getattr(rescored, name)) for name in _CHANGES},
+        "agreement": rescored.scores.agreement,
     }
 
 
 _CHANGES = ("revived", "silenced", "flipped")
 
 
-def summary(found: RescoredBatch) -> str:
+def summary(rescored: RescoredBatch) -> str:
     """Summarise a verdict in one line; groups are numbered from 1, as in the figure."""
-    live_P = found.scores.live_P
-    parts = [f"cosine {found.cosine:+.4f}", f"{int(live_P.sum())} of {len(live_P)} groups teach"]
+    live_P = rescored.scores.live_P
+    parts = [f"cosine {rescored.cosine:+.4f}", f"{int(live_P.sum())} of {len(live_P)} groups teach"]
     for name in _CHANGES:
-        if groups := getattr(found, name):
+        if groups := getattr(rescored, name):
             parts.append(f"{name}: {', '.join(str(group + 1) for group in groups)}")
     return "; ".join(parts)
 
@@ -237,11 +239,11 @@ def cosines(real: Mapping[str, float], control_N: NDArray[np.float64]) -> Pictur
     picture, ax = style.one_panel(9.5, 2.8)
     ax.hist(control_N, bins=np.linspace(-1, 1, 61).tolist(), color=style.SKY, label=f"{len(control_N)} × shuffled")
     top = ax.get_ylim()[1]
-    for place, (name, value) in enumerate(real.items()):
+    for row, (name, value) in enumerate(real.items()):
         if not math.isnan(value):
             ax.axvline(value, color=style.VERMILION, linewidth=1.6)
             side = "right" if value > 0 else "left"
-            at = (value, top * (0.92 - 0.13 * place))
+            at = (value, top * (0.92 - 0.13 * row))
             box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
             ax.annotate(f" {name} ", at, ha=side, fontsize=8.5, color=style.INK, bbox=box)
     ax.set_xlim(-1.05, 1.05)
@@ -253,14 +255,14 @@ def cosines(real: Mapping[str, float], control_N: NDArray[np.float64]) -> Pictur
 def alone(batch: StoredBatch) -> Picture:
     """Draw each of the package's terms as if it were the whole reward: the share of groups in which its rollouts differ, and its
     agreement with the tests there (`Scores.agreement`)."""
-    names = [name for name, each in TERMS.items() if each.__module__.startswith("composer_nb.")]
-    found = {name: rescore(batch, RewardSettings(weights={name: 1.0})) for name in names}
+    names = [name for name, term in TERMS.items() if term.__module__.startswith("composer_nb.")]
+    scores_by_term = {name: rescore(batch, RewardSettings(weights={name: 1.0})) for name in names}
     picture = Picture(9.5, 0.9 + 0.24 * len(names))
     live, agrees = picture.panels(1, 2)
-    style.bars(live, {name: float(scores.live_P.mean()) for name, scores in found.items()}, style.GREY, ".2f")
+    style.bars(live, {name: float(scores.live_P.mean()) for name, scores in scores_by_term.items()}, style.GREY, ".2f")
     style.rows(agrees, names)
     agrees.axvline(0.5, color=style.GREY, linewidth=0.8)
-    points = [scores.agreement if scores.live_P.any() else math.nan for scores in found.values()]
+    points = [scores.agreement if scores.live_P.any() else math.nan for scores in scores_by_term.values()]
     agrees.plot(points, range(len(names)), "o", color=style.BLUE)
     for ax in (live, agrees):
         ax.set_xlim(-0.05, 1.15)
@@ -270,22 +272,22 @@ def alone(batch: StoredBatch) -> Picture:
     return picture
 
 
-def agreed(found: Agreement, levels: Sequence[str]) -> Picture:
+def agreed(result: Agreement, levels: Sequence[str]) -> Picture:
     """Draw a judge against labels: rollouts by label and level, and the accuracy with its interval beside that of a constant."""
     picture = Picture(9.5, 2.8)
     table, ax = picture.panels(1, 2, width_ratios=(1, 1.3))
-    count_KK = np.array([[found.counts.get((k, j), 0) for j in range(len(levels))] for k in range(len(levels))])
+    count_KK = np.array([[result.counts.get((k, j), 0) for j in range(len(levels))] for k in range(len(levels))])
     table.imshow(count_KK, cmap="Blues", vmax=2 * max(1, count_KK.max()))
     for (k, j), count in np.ndenumerate(count_KK):
         style.note(table, j, k, str(count), ha="center", color=style.DARK)
     table.set_xticks(range(len(levels)), [text[:18] for text in levels], fontsize=8)
     table.set_yticks(range(len(levels)), [text[:18] for text in levels], fontsize=8)
     table.grid(visible=False)
-    title(table, f"{found.n} rollouts, {found.failed} without an answer", "judge", "label")
-    style.bars(ax, {"judge": found.accuracy, "a constant": found.constant}, [style.BLUE, style.GREY])
-    style.interval(ax, found.interval, [0, 0])
+    title(table, f"{result.n} rollouts, {result.failed} without an answer", "judge", "label")
+    style.bars(ax, {"judge": result.accuracy, "a constant": result.constant}, [style.BLUE, style.GREY])
+    style.interval(ax, result.interval, [0, 0])
     ax.set_xlim(0, 1)
-    title(ax, f"Cohen's κ: {shown(found.kappa, '.2f')}", "accuracy, with its 95 % interval")
+    title(ax, f"Cohen's κ: {shown(result.kappa, '.2f')}", "accuracy, with its 95 % interval")
     return picture
 
 
