@@ -1,7 +1,5 @@
 """What a newcomer's first commands rest on: dependencies, constraints, conda's file, make, CI, scripts."""
 
-import asyncio
-import json
 import os
 import re
 import shutil
@@ -12,7 +10,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-import rattler
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -29,28 +26,7 @@ PINS = [
     for line in (ROOT / "constraints.txt").read_text().splitlines()
     if line and not line.startswith("#")
 ]
-TARGETS = {
-    "setup": "pip install",
-    "demo": "composer-nb tour",
-    "demo-smollm": "scripts/studies/demo_smollm.py",
-    "example": "make_example.py",
-    "test": "pytest -q",
-    "test-whole": "whole and not slow",
-    "test-slow": "-m slow",
-    "speedrun": "speedrun.py",
-    "test-browser": "-m browser",
-    "check": "ruff format --check",
-    "check-kernels": "scripts/bench/check_kernels.py",
-    "test-older-triton": "triton==3.6.0",
-    "bench": "scripts/bench/machine_bench.py",
-    "bench-gpu": "bench_gpu.py",
-    "bench-engine": "scripts/bench/bench_engine.py",
-    "bench-weights": "scripts/bench/weights_bench.py",
-    "lab": "jupyterlab",
-    "docs": "make_docs.py",
-    "clean": "rm -rf .venv",
-    "help": "sed",
-}
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
 
 
 def pinned(pin: Requirement) -> Version:
@@ -106,74 +82,18 @@ def test_environment_yml_brings_python_and_leaves_the_rest_to_pyproject():
     lowest = PROJECT["requires-python"].removeprefix(">=")
     assert conda == [f"python={lowest}", "pip"]
     assert pip == {"pip": ["-e .[dev,lab]"]}
-    assert set(EXTRAS) == {
-        "agent",
-        "browser",
-        "corpus",
-        "dev",
-        "docker",
-        "docs",
-        "gguf",
-        "lab",
-        "mcp",
-        "tasks",
-        "trackers",
-    }
-    needed = set[str]().union(
-        *(EXTRAS[name] for name in ("corpus", "docker", "docs", "gguf", "mcp", "tasks", "trackers"))
-    )
-    assert needed <= set(EXTRAS["dev"]), "the tests need them"
-    assert set(environment) == {"name", "channels", "dependencies"}
-
-
-@pytest.mark.parametrize("pythons", [["3.9.18", "3.11.9"], ["3.10.14", "3.11.9", "3.12.4", "3.13.1"]])
-def test_a_conda_solver_gives_environment_yml_a_python_that_the_package_allows(pythons: list[str], tmp_path: Path):
-    """The solver is real; the channel is written here and holds what matters of a real one."""
-    needs = {"25.0": ["python >=3.9"], "99.0": ["python >=99"]}
-    listed = [("python", each, []) for each in pythons] + [("pip", each, needs[each]) for each in needs]
-    known = {
-        f"{name}-{version}-0.conda": {
-            "name": name,
-            "version": version,
-            "build": "0",
-            "build_number": 0,
-            "depends": depends,
-        }
-        for name, version, depends in listed
-    }
-    for folder, packages in (("linux-64", known), ("noarch", {})):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "repodata.json").write_text(json.dumps({"packages": {}, "packages.conda": packages}))
-    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
-    specs = [each for each in environment["dependencies"] if isinstance(each, str)]
-    channel = rattler.Channel(tmp_path.as_uri())
-    found = asyncio.run(rattler.solve([channel], specs, platforms=["linux-64", "noarch"]))
-    versions = {each.name.normalized: str(each.version) for each in found}
-    assert versions["pip"] == "25.0"
-    assert versions["python"] in SpecifierSet(PROJECT["requires-python"])
-    assert f"python={versions['python'].rpartition('.')[0]}" in specs
-
-
-def test_the_licence_is_the_one_that_pyproject_names():
-    text = (ROOT / "LICENSE").read_text()
-    assert PROJECT["license"] == "Apache-2.0"
-    assert "Apache License" in text and "Version 2.0, January 2004" in text and "END OF TERMS" in text
+    needed = {name: EXTRAS[name] for name in EXTRAS if name not in ("browser", "dev", "lab")}
+    assert set().union(*needed.values()) <= set(EXTRAS["dev"]), "the tests need them"
 
 
 # -- make ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target, command", TARGETS.items())
-def test_every_target_says_what_it_would_run(target: str, command: str):
-    done = run("make", "-n", "-B", target)
-    assert done.returncode == 0, done.stderr
-    assert command in done.stdout
-
-
-def test_make_alone_lists_the_targets():
-    done = run("make")
-    assert done.returncode == 0, done.stderr
-    assert set(re.findall(r"^make (\S+)", done.stdout, re.M)) == set(TARGETS)
+def test_make_alone_lists_the_targets_and_each_can_be_planned():
+    listed = set(re.findall(r"^make (\S+)", run("make").stdout, re.M))
+    assert listed == TARGETS
+    plan = run("make", "-n", "-B", *sorted(listed))
+    assert plan.returncode == 0 and "composer-nb tour" in plan.stdout, plan.stderr
 
 
 @pytest.fixture
@@ -199,13 +119,6 @@ def test_an_old_python_is_refused_in_one_line(clone: Path):
     assert done.returncode != 0
     assert "is Python 3.9.2; composer_nb needs Python 3.11 or newer: make demo PYTHON=" in done.stderr
     assert not (clone / ".venv").exists()
-
-
-def test_a_python_without_venv_is_refused_in_one_line(clone: Path):
-    script(clone / "bare/python", '[ "$1" = -c ]')
-    done = run("make", "demo", "PYTHON=./bare/python", cwd=clone)
-    assert done.returncode != 0
-    assert "cannot make virtual environments" in done.stderr and "python3-venv" in done.stderr
 
 
 def test_the_environment_is_made_once_and_again_after_a_change_or_a_move(clone: Path, tmp_path: Path):
@@ -240,14 +153,6 @@ def test_a_failing_install_is_not_taken_for_an_environment(clone: Path):
     assert not (clone / ".venv/.ready").exists()
 
 
-def test_what_libraries_keep_stays_inside_the_clone(clone: Path):
-    script(clone / ".venv/bin/python", "env >>log")
-    assert run("make", "setup", cwd=clone).returncode == 0
-    kept = dict(line.split("=", 1) for line in (clone / "log").read_text().splitlines() if "=" in line)
-    for name in ("HF_HOME", "IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "MPLCONFIGDIR", "TRITON_CACHE_DIR"):
-        assert kept[name].startswith(f"{clone}/.cache/"), name
-
-
 # -- system programs -----------------------------------------------------------------------------------------
 
 TOOLS = ("sh", "id", "env")
@@ -265,18 +170,11 @@ def packages(folder: Path, uid: int, *asked: str, **managers: str) -> subprocess
     return run("/bin/sh", str(ROOT / "scripts/system_packages"), *asked, PATH=str(folder))
 
 
-def test_nothing_is_said_where_nothing_is_missing(tmp_path: Path):
-    done = packages(tmp_path / "bin", 0, bwrap="exit 0", apt_get="echo called; exit 1")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
 @pytest.mark.parametrize(
     "manager, line",
     [
         ("apt_get", "apt-get install -y --no-install-recommends bubblewrap"),
         ("dnf", "dnf install -y bubblewrap"),
-        ("pacman", "pacman -Sy --noconfirm bubblewrap"),
-        ("zypper", "zypper --non-interactive install bubblewrap"),
         ("apk", "apk add bubblewrap"),
     ],
 )
@@ -303,26 +201,7 @@ def test_it_installs_as_root_or_with_a_sudo_that_asks_nothing(uid: int, extra: d
     assert log.read_text().splitlines() == ["update", "install -y --no-install-recommends bubblewrap"]
 
 
-def test_an_install_that_brings_nothing_is_no_success(tmp_path: Path):
-    done = packages(tmp_path / "bin", 0, apk="exit 0")
-    assert "could not install" in done.stderr
-
-
-def test_an_unknown_system_is_told_the_package(tmp_path: Path):
-    done = packages(tmp_path / "bin", 0, "bwrap", "git", "python3-venv")
-    assert done.returncode == 0
-    assert done.stderr.strip().endswith("install with this system's package manager: bubblewrap git python3")
-
-
 # -- the checkout --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "path, shell", [(".ci/run", "bash"), ("scripts/system_packages", "sh"), ("scripts/docker_engine", "sh")]
-)
-def test_scripts_can_be_run(path: str, shell: str):
-    assert os.access(ROOT / path, os.X_OK)
-    assert run(shell, "-n", path).returncode == 0
 
 
 def test_ci_checks_and_tests_and_stops_at_the_first_failure(clone: Path):
@@ -360,7 +239,7 @@ def test_the_workflow_runs_what_make_has():
         assert job["timeout-minutes"] <= 90
         asked = re.findall(r"make ([a-z- ]+)", "\n".join(step.get("run", "") for step in job["steps"]))
         targets = {target for line in asked for target in line.split()}
-        assert targets and targets <= set(TARGETS), name
+        assert targets and targets <= TARGETS, name
 
 
 def test_no_file_names_one_machine_or_a_package_index():

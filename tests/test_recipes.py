@@ -1,5 +1,4 @@
-"""Recipes for schedulers and the image: what can be checked without a cluster. Schemas hold the fields that recipes use, after
-the API references of Kubernetes 1.34 and KubeRay 1.4; nothing else is allowed, so a misspelt field fails."""
+"""Recipes for schedulers and the image: what can be checked without a cluster."""
 
 from __future__ import annotations
 
@@ -9,9 +8,7 @@ import subprocess
 import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 
@@ -20,143 +17,51 @@ from composer_nb.cli import parser
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "recipes"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-SBATCH = {
-    "job-name": r"\w+",
-    "nodes": r"\d+",
-    "ntasks-per-node": r"\d+",
-    "cpus-per-task": r"\d+",
-    "mem": r"\d+[KMGT]?",
-    "time": r"(\d+-)?\d\d:\d\d:\d\d",
-    "requeue": "",
-    "signal": r"([BR]+:)?[A-Z]+@\d+",
-}
 
 
-def fields(required: str = "", **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": required.split(), "additionalProperties": False}
+def words_of(path: Path) -> list[str]:
+    """The command line of a recipe, after the program's name."""
+    if path.suffix == ".sbatch":
+        [command] = re.findall(r"\.venv/bin/composer-nb (jobs run .*)$", path.read_text(), re.M)
+        return shlex.split(command)
+    spec = yaml.safe_load(path.read_text())["spec"]
+    words = (
+        shlex.split(spec["entrypoint"])
+        if "entrypoint" in spec
+        else spec["template"]["spec"]["containers"][0]["command"]
+    )
+    assert words[0] == "composer-nb"
+    return list(words[1:])
 
 
-def many(of: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": of, "minItems": 1}
-
-
-TEXT, COUNT, TEXTS = (
-    {"type": "string"},
-    {"type": "integer", "minimum": 0},
-    {"type": "object", "additionalProperties": {"type": "string"}},
+@pytest.mark.parametrize(
+    "path", sorted([*RECIPES.glob("*.sbatch"), *RECIPES.glob("*.yml")]), ids=lambda path: path.name
 )
-SIZE = {"type": "string", "pattern": r"^\d+(\.\d+)?(m|Ki|Mi|Gi)?$"}
-SIZES = fields(cpu=SIZE, memory=SIZE)
-POD = fields(
-    "containers",
-    restartPolicy={"enum": ["OnFailure", "Never"]},
-    terminationGracePeriodSeconds=COUNT,
-    containers=many(
-        fields(
-            "name image",
-            name=TEXT,
-            image=TEXT,
-            command=many(TEXT),
-            resources=fields(requests=SIZES, limits=SIZES),
-            securityContext=fields(
-                seccompProfile=fields("type", type={"enum": ["Unconfined", "RuntimeDefault"]}),
-                capabilities=fields(add=many(TEXT)),
-            ),
-            volumeMounts=many(fields("name mountPath", name=TEXT, mountPath={"type": "string", "pattern": "^/"})),
-        )
-    ),
-    volumes=many(fields("name", name=TEXT, persistentVolumeClaim=fields("claimName", claimName=TEXT))),
-)
-TEMPLATE = fields("spec", spec=POD)
-METADATA = fields("name", name={"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"})
-SCHEMAS = {
-    ("batch/v1", "Job"): fields("template", backoffLimit=COUNT, template=TEMPLATE),
-    ("ray.io/v1", "RayJob"): fields(
-        "entrypoint rayClusterSpec",
-        entrypoint=TEXT,
-        shutdownAfterJobFinishes={"type": "boolean"},
-        ttlSecondsAfterFinished=COUNT,
-        backoffLimit=COUNT,
-        rayClusterSpec=fields(
-            "headGroupSpec",
-            rayVersion=TEXT,
-            headGroupSpec=fields("rayStartParams template", rayStartParams=TEXTS, template=TEMPLATE),
-            workerGroupSpecs=many(
-                fields(
-                    "groupName replicas rayStartParams template",
-                    groupName=TEXT,
-                    replicas=COUNT,
-                    minReplicas=COUNT,
-                    maxReplicas=COUNT,
-                    rayStartParams=TEXTS,
-                    template=TEMPLATE,
-                )
-            ),
-        ),
-    ),
-}
-
-
-def check_command(words: list[str]) -> None:
-    """The program takes these words, and the job file is there."""
-    given = parser().parse_args(words)
-    assert given.command == "jobs run" and (ROOT / given.file).is_file()
+def test_recipe_runs_a_job_file_that_is_there(path: Path) -> None:
+    args = parser().parse_args(words_of(path))
+    assert args.command == "jobs run" and (ROOT / args.file).is_file()
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.sbatch")), ids=lambda path: path.name)
-def test_slurm_takes_the_options_and_bash_the_script(path: Path) -> None:
+def test_slurm_reads_every_option_of_a_script(path: Path) -> None:
     assert subprocess.run(["bash", "-n", path], capture_output=True).returncode == 0
     text = path.read_text()
     assert text.startswith("#!/bin/bash\n")
-    options = re.findall(r"^#SBATCH (.*)$", text, re.M)
-    for option in options:
-        name, _, value = option.removeprefix("--").partition("=")
-        assert option.startswith("--") and re.fullmatch(SBATCH[name], value), option
-    assert options and text.rindex("#SBATCH") < text.index("set -euo pipefail"), "Slurm stops at the first command"
-    [command] = re.findall(r"\.venv/bin/composer-nb (jobs run .*)$", text, re.M)
-    check_command(shlex.split(command))
+    assert text.rindex("#SBATCH") < text.index("set -euo pipefail"), "Slurm stops at the first command"
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yml")), ids=lambda path: path.name)
-def test_kubernetes_knows_every_field(path: Path) -> None:
-    found = yaml.safe_load(path.read_text())
-    wanted = fields(
-        "apiVersion kind metadata spec",
-        apiVersion=TEXT,
-        kind=TEXT,
-        metadata=METADATA,
-        spec=SCHEMAS[found["apiVersion"], found["kind"]],
-    )
-    jsonschema.validate(found, wanted)
-    spec = found["spec"]
-    if found["kind"] == "RayJob":
-        [pin] = re.findall(r"^ray==(.*)$", (ROOT / "constraints.txt").read_text(), re.M)
-        assert spec["rayClusterSpec"]["rayVersion"] == pin, "the cluster's Ray is the package's"
-        words = shlex.split(spec["entrypoint"])
-    else:
-        [container] = spec["template"]["spec"]["containers"]
-        words = container["command"]
-    assert words[0] == "composer-nb"
-    check_command(words[1:])
+def test_ray_of_the_cluster_is_that_of_the_package() -> None:
+    [pin] = re.findall(r"^ray==(.*)$", (ROOT / "constraints.txt").read_text(), re.M)
+    assert yaml.safe_load((RECIPES / "rayjob.yml").read_text())["spec"]["rayClusterSpec"]["rayVersion"] == pin
 
 
-def test_a_field_that_is_misspelt_is_found() -> None:
-    found = yaml.safe_load((RECIPES / "rayjob.yml").read_text())["spec"]
-    found["rayClusterSpec"]["workerGroupSpecs"][0]["replica"] = 3
-    with pytest.raises(jsonschema.ValidationError, match="replica"):
-        jsonschema.validate(found, SCHEMAS["ray.io/v1", "RayJob"])
-
-
-def test_the_image_has_what_it_needs() -> None:
+def test_image_has_what_it_needs() -> None:
     lines = (RECIPES / "Dockerfile").read_text().splitlines()
     [base] = [line for line in lines if line.startswith("FROM ")]
-    lowest = PROJECT["requires-python"].removeprefix(">=")
-    assert base.startswith(f"FROM python:{lowest}-")
-    ignored = [each for each in (ROOT / ".dockerignore").read_text().splitlines() if each and each[0] != "#"]
-    for line in lines:
-        if line.startswith("COPY "):
-            for source in line.split()[1:-1]:
-                assert (ROOT / source).exists() and not any(fnmatch(source, each) for each in ignored), source
+    assert base.startswith(f"FROM python:{PROJECT['requires-python'].removeprefix('>=')}-")
+    ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+    for source in (source for line in lines if line.startswith("COPY ") for source in line.split()[1:-1]):
+        assert (ROOT / source).exists() and not any(fnmatch(source, pattern) for pattern in ignored), source
     [install] = [line for line in lines if "pip install" in line]
     extras = re.findall(r"\.\[([\w,]+)\]", install)[0].split(",")
     assert set(extras) <= set(PROJECT["optional-dependencies"]) and "-c constraints.txt" in install

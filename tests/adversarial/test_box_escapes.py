@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, SandboxExecutor
+from composer_nb.harness.sandbox.calls import SandboxExecutor
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.labs.attacks.case import SECRET, SECRET_NAME, NoEvidence, verdict_of
 from composer_nb.labs.attacks.sandbox_check import CALL_CASES, SANDBOX_CASES, surroundings
 from tests.adversarial.test_sandboxes import NoWalls

@@ -225,7 +225,7 @@ REVIEWED = {
     "production/agents.py jobs/directory.py jobs/file.py jobs/runner.py trainer/recipe/launch.py trainer/records/rundir.py",
     "the name of a served rollout, which requests hold to letters, digits and a few signs": "production/record.py",
     "names that the package makes itself": "doctor.py harness/grading/box.py trainer/models/checkpoint.py operations/runs.py "
-    "operations/track.py trainer/recipe/evaluate.py trainer/recipe/prepare.py trainer/recipe/stages.py "
+    "operations/track.py trainer/recipe/prepare.py trainer/recipe/stages.py "
     "trainer/recipe/recipe.py trainer/recipe/reader.py trainer/services/services.py views/report.py",
     "names that the kernel, or this machine's own folders, have": "harness/sandbox/image.py trainer/services/machine.py",
     "regular files that a walk of the same folder, without its links, has found": "production/checkout.py",

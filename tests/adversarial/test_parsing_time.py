@@ -17,7 +17,7 @@ from composer_nb.harness.tasks.making.repository import Repository
 from composer_nb.harness.tasks.making.symptoms import _not_raised
 from composer_nb.harness.terms import conduct
 from composer_nb.harness.tools import terminal
-from composer_nb.labs.audit.leaks import COPIES
+from composer_nb.labs.audit.probes import COPIES
 from composer_nb.labs.rewards.judges import COMMUNICATION, evidence
 from composer_nb.trainer.corpus.licences import is_allowed
 from tests.harness.test_monitors import TASK, done

@@ -111,7 +111,7 @@ def both(left, right):
 def number(text):
     if "raises" in sys._getframe(1).f_code.co_names:
         raise ValueError(text)
-    return int(text)
+    return int(text) if text.isdigit() else -1
 """,
 }
 
@@ -144,7 +144,7 @@ def judged(request: pytest.FixtureRequest, backend: Backend) -> tuple[Task, Grad
 def test_what_believes_natural_expectations_does_not_score(judged: tuple[Task, GradePlan], backend: Backend) -> None:
     task, plan = judged
     grade = grade_pytest(task, {"words.py": (PEEK + ATTACKS[task.id]).encode()}, backend, plan)
-    assert not grade.passed and set(grade.flags) & {"twin_passed", "weak_twin_passed"}, grade
+    assert not grade.passed and set(grade.flags) & {"twin_passed", "calls_disagree"}, grade
     bare = GradePlan(digest=plan.digest, tests=plan.tests)
     alone = grade_pytest(task, {"words.py": (PEEK + ATTACKS[task.id]).encode()}, backend, bare)
-    assert alone.passed, "the attack works, but for the twins"
+    assert alone.passed, "the attack works, but for twins and recorded calls"

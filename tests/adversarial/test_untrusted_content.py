@@ -16,7 +16,6 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-import yaml
 from rich.console import Console
 
 from composer_nb.cli import main
@@ -27,11 +26,10 @@ from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.sandbox.host import Channel
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import as_html, visible, visible_lines
-from composer_nb.jobs.file import load_job
 from composer_nb.production.diff import patch
 from composer_nb.production.show import teller
+from composer_nb.trainer.recipe.reader import read_status
 from composer_nb.trainer.recipe.report import build_report
-from composer_nb.trainer.recipe.status import read_status
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views.task import card
 from tests.harness.tasks.test_task import MINIMAL
@@ -253,35 +251,6 @@ def test_strange_cells_of_a_run_database_are_named(tmp_path: Path, sql: str, val
         build_report(run)
 
 
-# Job files
-
-LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10))
-MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 10))
-YAML = {
-    "3,000 brackets": "name: " + "[" * 3000 + "]" * 3000,
-    "3,000 mappings": "{a: " * 3000 + "1" + "}" * 3000,
-    "laughs": LAUGHS,
-    "merges": MERGES,
-    "itself": "name: &a [*a]",
-    "a long number": "name: " + "9" * 10_000,
-    "no day": "name: 2020-99-99",
-    "a NUL": "name: a\0b",
-    "a tag": "!!python/object/apply:os.mkdir [x]",
-    "no UTF-8": "\udcff",
-}
-
-
-@pytest.mark.parametrize("text", YAML.values(), ids=YAML)
-def test_a_hostile_job_file_is_refused_in_few_lines(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "job.yml"
-    path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ValueError, match="job.yml: ") as caught:
-        load_job(path)
-    lines = str(caught.value).splitlines()
-    assert len(lines) < 20 and all(line.isprintable() and len(line) < 300 for line in lines)
-    assert yaml.YAMLError not in type(caught.value).__mro__
-
-
 # What a person sees
 
 SIGNS = "\x1b[31m\r\x08\0\x7f\x9b\u202e\u2066\u200b\u200f\ufeff\u00ad\u2028\u2029\U000e0041\u3164\udc80"
@@ -327,7 +296,7 @@ def test_an_error_on_the_command_line_is_escaped(tmp_path: Path, capsys: pytest.
 
 
 def test_a_store_of_tasks_made_computes_nothing(tmp_path: Path) -> None:
-    from composer_nb.harness.tasks.making.store import TaskStore
+    from composer_nb.harness.tasks.making.trial import TaskStore
 
     with sqlite3.connect(tmp_path / "record.db") as db:
         db.execute("CREATE VIEW outcomes AS " + ENDLESS)

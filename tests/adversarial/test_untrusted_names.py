@@ -18,7 +18,6 @@ import torch.distributed.checkpoint as dcp
 from composer_nb.harness.carry import Blob
 from composer_nb.harness.tasks import harbor
 from composer_nb.harness.untrusted import UnsafeName, beneath, checked, protected, single
-from composer_nb.jobs import directory
 from composer_nb.production.accept import Conflict, accept
 from composer_nb.production.checkout import changed, read_checkout
 from composer_nb.trainer.models.shards import read_shards
@@ -273,15 +272,3 @@ def test_a_run_databases_checkpoint_lies_in_the_run(tmp_path: Path, name: str) -
     with pytest.raises(UnsafeName):
         run.commit("rl", 2, {"w": torch.ones(1)}, [])
     assert (tmp_path / "precious/x").read_text() == "mine"
-
-
-def test_the_record_of_an_attempt_names_no_notebook_elsewhere(tmp_path: Path) -> None:
-    path = tmp_path / "run/nodes/a/1"
-    path.mkdir(parents=True)
-    cell = {"cell_type": "code", "id": "a", "source": "", "outputs": [], "execution_count": None}
-    cell["metadata"] = {"papermill": {"status": "running"}}
-    book = {"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
-    (tmp_path / "mine.ipynb").write_text(json.dumps(book))
-    (path / "attempt.json").write_text(json.dumps({"output": str(tmp_path / "mine.ipynb")}))
-    directory.settle(path, "lost", "killed")
-    assert json.loads((tmp_path / "mine.ipynb").read_text()) == book

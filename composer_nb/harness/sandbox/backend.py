@@ -20,7 +20,7 @@ from typing import Any
 
 from composer_nb.harness.sandbox.contract import WORKSPACE, Backend, Machine, Sandbox, SandboxSpec, Snapshot
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
-from composer_nb.harness.sandbox.guest import calls, commands, files, program, warm
+from composer_nb.harness.sandbox.guest import calls, commands, files, program, values, warm
 from composer_nb.harness.sandbox.reap import Kind, Resource, ResourceJournal
 from composer_nb.harness.sandbox.system import linux
 from composer_nb.harness.sandbox.system.seccomp import system_call_filter
@@ -151,7 +151,7 @@ class ResidentBackend(Backend):
 
 def resident_program(settings: str) -> bytes:
     """Return what BOOT reads to become a resident program, or a zygote. Nothing may follow before that has answered."""
-    modules = (linux, files, warm, commands, calls, program)
+    modules = (linux, files, warm, commands, values, calls, program)
     sources = [(module.__name__, Path(str(module.__file__)).read_text(encoding="utf-8")) for module in modules]
     data = _START.format(sources=sources, settings=settings).encode()
     return len(data).to_bytes(4, "big") + data

@@ -18,10 +18,11 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
 from pydantic import Field, FiniteFloat, TypeAdapter
 
-from composer_nb.harness.plain import Positive, Some, require_ranges
+from composer_nb.harness.plain import require_ranges
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxSlow
 from composer_nb.harness.sandbox.granted import PATIENCE, GrantedTime
 from composer_nb.harness.sandbox.host import Channel, frame_of
+from composer_nb.harness.sandbox.requests import CallLimits
 from composer_nb.harness.sandbox.system.cgroups import Cgroup
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.untrusted import visible
@@ -36,37 +37,6 @@ LIMITS = (
     "memory_bytes", "disk_bytes", "inodes", "processes", "cpus", "open_files", "network", "system_calls", "locks",
     "page_cache", "core_dumps",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallLimits:
-    """Limits of one request of function calls. All of its arguments share them, except `output_bytes`.
-
-    Raises ValueError for a limit that is not positive.
-
-    Attributes:
-        cpu_s: CPU seconds, from the import of the module on.
-        wall_s: maximum seconds of sleep; waiting for the machine does not count.
-        memory_bytes: address space.
-        disk_bytes: size of the workspace, which is in memory.
-        files: maximum number of open files.
-        threads: maximum number of threads; new processes are never allowed.
-        output_bytes: maximum characters of one value's text.
-        answer_bytes: maximum bytes of a request's whole report.
-    """
-
-    cpu_s: Positive = 0.1
-    wall_s: Positive = 2.0
-    memory_bytes: Some = 256 << 20
-    disk_bytes: Some = 4 << 20
-    inodes: Some = 256
-    files: Some = 32
-    threads: Some = 16
-    output_bytes: Some = 16 << 10
-    answer_bytes: Some = 1 << 20
-
-    def __post_init__(self) -> None:
-        require_ranges(self, "CallLimits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ import os
 import time
 
 from composer_nb.harness.grading.grade import grade_functions
-from composer_nb.harness.sandbox.calls import CallOutcome
 from composer_nb.harness.sandbox.reap import below
+from composer_nb.harness.sandbox.requests import CallOutcome
 from composer_nb.harness.sandbox.system.linux import machine
 from composer_nb.labs.attacks.case import LIMITS, SECRET, AttackVerdict, Judge, Site, nothing, register
 from composer_nb.labs.attacks.joint import CODEC, LOOKED_UP, ROUND_TRIPS

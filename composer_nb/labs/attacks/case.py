@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, Executor
 from composer_nb.harness.sandbox.contract import Backend, CallLimits, Sandbox, SandboxSpec
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest, Executor
 
 SPEC = SandboxSpec(memory_bytes=192 << 20, disk_bytes=16 << 20, inodes=2000, processes=48, open_files=256)
 LIMITS = CallLimits()

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest
+from composer_nb.harness.sandbox.calls import CachedExecutor
 from composer_nb.harness.sandbox.errors import SandboxFailure
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 
 STATUSES = ("returned", "returned", "raised", "timeout", "died", "unreadable", "not_run")
 

@@ -19,10 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.sandbox import bwrap, calls, contract, host
-from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, SandboxExecutor, value_text
-from composer_nb.harness.sandbox.contract import CallLimits
+from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxSlow
 from composer_nb.harness.sandbox.reap import below, started
+from composer_nb.harness.sandbox.requests import CallLimits, CallOutcome, CallRequest, value_text
 from composer_nb.harness.sandbox.system import linux
 from composer_nb.harness.sandbox.system.linux import patience
 
