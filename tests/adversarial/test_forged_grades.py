@@ -33,15 +33,6 @@ def everything():
 
 FORGED: dict[str, str] = {
     "does nothing": "",
-    "always equal object": """
-class Equal:
-    __eq__ = __bool__ = __contains__ = lambda *_: True
-    __ne__ = lambda *_: False
-    __repr__ = __str__ = lambda _: "[28, 36]"
-    __hash__ = lambda _: 1
-def f(xs, k):
-    return Equal()
-""",
     "floats for integers": "def f(xs, k):\n    return [float(x * k) for x in xs if x > k]\n",
     "metaclass that names itself list": """
 class Meta(type):
@@ -103,7 +94,6 @@ def f(xs, k):
                 pass
     os._exit(0)
 """,
-    "os._exit in the call": "import os\ndef f(xs, k):\n    os._exit(0)\n",
     "endless recursion": "def f(xs, k):\n    return f(xs, k)\n",
     "replaces itself in the box": SPY
     + """

@@ -78,23 +78,3 @@ def test_the_memory_answers_as_the_sandboxes_would(batches: list[list[CallReques
         asked_for = [request for batch in batches for request in batch]
         distinct = {repr((sorted(r.files.items()), r.module, r.function, r.arguments)) for r in asked_for}
         assert memory.executed == len(distinct) and inside.runs <= len(distinct)
-
-
-def request(text: str, *arguments: str) -> CallRequest:
-    return CallRequest(files={"f.py": text}, module="f", function="f", arguments=arguments)
-
-
-def test_a_request_that_a_limit_cut_is_known_as_a_whole() -> None:
-    cut = (CallOutcome(status="returned", text="1"), CallOutcome(status="timeout"), CallOutcome(status="not_run"))
-
-    class Cut(Unreliable):
-        def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
-            self.requests += len(requests)
-            return [cut[: len(each.arguments)] for each in requests]
-
-    inside = Cut(0)
-    memory = CachedExecutor(inside)
-    whole, part = request("x", "(1,)", "(2,)", "(3,)"), request("x", "(3,)")
-    assert memory.run([whole, part]) == [cut, cut[:1]]  # what was not run before may well run first
-    assert memory.run([part, whole]) == [cut[:1], cut]
-    assert inside.requests == 2

@@ -157,10 +157,7 @@ while not any(unread):  # until the other stream is no longer read
     unread = fcntl.ioctl(2, 0x541B, bytes(4))
 time.sleep(777)
 """
-DAEMON = "echo partial; (setsid bash -c 'sleep 61 & sleep 62' >/dev/null 2>&1 &); sleep 60"
 ENDLESS = {
-    "daemon": (["bash", "-c", DAEMON], 0.5),
-    "stopped": (["bash", "-c", "echo partial; trap '' TERM INT HUP; kill -STOP $$"], 0.5),
     "first thread ended": (["python3", "-c", ZOMBIE_WITH_A_THREAD], 1.0),
     "reads its own output": (["python3", "-c", TAKES_WHAT_IS_PRINTED], 2.0),
 }

@@ -123,23 +123,19 @@ def system_call_filter(table: Mapping[str, int], *, calls: bool = False, locks: 
     sizes = [_op(LOAD, SECOND), _op(EQUAL, SOCKET_LEVEL, 0, 4), _op(LOAD, THIRD)]
     sizes += [_op(EQUAL, BUFFER_SIZES[0], 1, 0), _op(EQUAL, BUFFER_SIZES[1], 0, 1), _op(RET, IGNORE)]
     ignored = [*_only(FIRST, (0,))[:-1], _op(RET, IGNORE)]
-    refused = [
-        _op(LOAD, SECOND),
-        *(_op(*words) for command in HINTS_AND_LEASES for words in ((EQUAL, command, 0, 1), (RET, DENY))),
-    ]
+    leases = [_op(*words) for command in HINTS_AND_LEASES for words in ((EQUAL, command, 0, 1), (RET, DENY))]
+    if locks:
+        fcntl = _without(HINTS_AND_LEASES + (LOCKS if calls else ()))
+    else:
+        fcntl = [_op(LOAD, SECOND), *leases, *_without(LOCKS)[:-1], _op(RET, IGNORE)]
     rules = {
         "clone": [*namespaces, *thread, _op(RET, ALLOW)],
         "socket": [*_only(FIRST, FAMILIES)[:-1], *_only(THIRD, PROTOCOLS)],
         "socketpair": _only(FIRST, FAMILIES),
         "ioctl": _without(TERMINAL_INPUT),
-        "fcntl": _without(HINTS_AND_LEASES + (LOCKS if calls else ()))
-        if locks
-        else [*refused, *_without(LOCKS)[:-1], _op(RET, IGNORE)],
+        "fcntl": fcntl,
         # Of the caller's own process alone.
-        "sched_setaffinity": ignored,
-        "sched_setscheduler": ignored,
-        "sched_setparam": ignored,
-        "sched_setattr": ignored,
+        **dict.fromkeys(("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"), ignored),
         # Below 1 a crash would start the program of a piped core_pattern (core(5)), as root of the host. Reading is fine.
         "prlimit64": [*_only(FIRST, (0,))[:-1], *reads, *_without((CORE,))],
         "setrlimit": _without((CORE,), FIRST),
@@ -161,11 +157,7 @@ def system_call_filter(table: Mapping[str, int], *, calls: bool = False, locks: 
     program += [_op(EQUAL, table["clone3"], 0, 1), _op(RET, MISSING)]  # its flags lie in memory: use clone
     without_effect = {} if locks else {"flock": PROCESS["flock"]}
     absent = ABSENT if locks else ABSENT | {name: PROCESS[name] for name in ("inotify_init", "inotify_init1")}
-    for group, answer in (
-        (KERNEL | PROCESS if calls else KERNEL, DENY),
-        (absent, MISSING),
-        (without_effect, IGNORE),
-    ):
+    for group, answer in ((KERNEL | PROCESS if calls else KERNEL, DENY), (absent, MISSING), (without_effect, IGNORE)):
         for numbers in group.values():
             if (number := numbers[column]) is not None:
                 program += [_op(EQUAL, number, 0, 1), _op(RET, answer)]
