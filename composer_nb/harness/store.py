@@ -64,20 +64,22 @@ def save_attempts(path: Path, attempts: Sequence[Attempt], columns: Mapping[str,
 
     Raises ValueError if some attempts have a trace and others have none.
     """
-    save_packed(path, [pack_attempt(done) for done in attempts], columns)
+    save_packed(path, [pack_attempt(attempt) for attempt in attempts], columns)
 
 
 def save_packed(path: Path, packed: Sequence[bytes], columns: Mapping[str, Sequence[Any]] | None = None) -> None:
     """Write attempts packed by `pack_attempt`, as `save_attempts` does."""
-    arrays = [load(data) for data in packed]
-    rows = [each | json.loads(each["row"].tobytes()) for each in arrays]
-    traced = [each for each in arrays if len(each["route_valid"])]
-    if traced and any(len(each["token_ids"]) > len(each["route_valid"]) for each in arrays):
+    attempts = [load(data) for data in packed]
+    rows = [attempt | json.loads(attempt["row"].tobytes()) for attempt in attempts]
+    traced = [attempt for attempt in attempts if len(attempt["route_valid"])]
+    if traced and any(len(attempt["token_ids"]) > len(attempt["route_valid"]) for attempt in attempts):
         raise ValueError(f"{path}: some of these rollouts have a trace and some have none; store them apart")
-    own = {name: pa.array([row[name] for row in rows], kind) for name, kind in _COLUMNS.items()}
-    table = pa.table(own | dict(columns or {}))
+    own_columns = {name: pa.array([row[name] for row in rows], kind) for name, kind in _COLUMNS.items()}
+    table = pa.table(own_columns | dict(columns or {}))
     empty = Trace()
-    tensors = {name: np.concatenate([each[name] for each in traced] or [getattr(empty, name)]) for name in _TENSORS}
+    tensors = {
+        name: np.concatenate([attempt[name] for attempt in traced] or [getattr(empty, name)]) for name in _TENSORS
+    }
     with replacing(path.with_suffix(".safetensors")) as part:
         save_file(tensors, part)
     with replacing(path) as part:
@@ -104,9 +106,9 @@ def load_attempts(path: Path, tasks: Mapping[str, Task]) -> list[Attempt]:
     return attempts
 
 
-def pack_attempt(done: Attempt) -> bytes:
+def pack_attempt(attempt: Attempt) -> bytes:
     """Return one attempt as bytes, for a message or a database: safetensors that include the row of the table as JSON."""
-    row, segments = _row(done), done.rollout.segments or (Transcript().segment(Trace()),)
+    row, segments = _row(attempt), attempt.rollout.segments or (Transcript().segment(Trace()),)
     streams = {n: np.concatenate([getattr(s, n) for s in segments]).astype(kind) for n, (kind, _) in _STREAMS.items()}
     traces = {name: np.concatenate([getattr(s.trace, name) for s in segments]) for name in _TENSORS}
     text = np.frombuffer(json.dumps(row).encode(), np.uint8)  # no metadata: a header may not be large
@@ -156,9 +158,9 @@ def _row(attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def _changed(done: Attempt) -> dict[str, str | None]:
+def _changed(attempt: Attempt) -> dict[str, str | None]:
     """Return the changes of the task's files, None for a deleted one."""
-    before, after = done.task.files, done.rollout.files
+    before, after = attempt.task.files, attempt.rollout.files
     return dict.fromkeys(sorted(before.keys() - after.keys())) | {
         path: text for path, text in after.items() if before.get(path) != text
     }

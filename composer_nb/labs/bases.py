@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 from composer_nb.harness.policy import Request
 from composer_nb.labs.scaling import bits_per_byte
-from composer_nb.trainer.corpus.quality import parsed
+from composer_nb.trainer.corpus.filters import parsed
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.ranks import Ranks
@@ -200,10 +200,13 @@ def rebuilt(base: BaseCandidate, histories: Sequence[History], slots: int = 16) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measures:
-    """The size of each evaluation."""
+    """The size of each evaluation.
+
+    Attributes:
+        bytes: Of the codebase, at most.
+    """
 
     bytes: int = 40_000
-    """Of the codebase, at most."""
     window: int = 256
     stride: int = 128
     questions: int = 64

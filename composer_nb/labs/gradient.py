@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from composer_nb.trainer.learning.loss import LossSettings, policy_loss
-from composer_nb.trainer.learning.packing import Stream, flatten, microbatches, score
-from composer_nb.trainer.learning.replay_settings import ReplaySettings
+from composer_nb.trainer.learning.packing import ReplaySettings, Stream, flatten, microbatches, score
 from composer_nb.trainer.learning.routes import require_routes
 from composer_nb.trainer.models.transformer import Model
 

@@ -40,9 +40,8 @@ from composer_nb.production.record import served
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.packing import flatten, score
+from composer_nb.trainer.learning.packing import NO_REPLAY, ReplaySettings, flatten, score
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.learning.replay_settings import NO_REPLAY, ReplaySettings
 from composer_nb.trainer.models.checkpoint import load_pretrained, published, save_pretrained, side_files
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Model

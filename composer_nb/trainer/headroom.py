@@ -31,50 +31,50 @@ def headroom(
     `verdict`, a sentence. Solving tasks is not the aim of an environment with a reward of its own (`own`)."""
     scores = summarise(sampled, greedy)
     groups: dict[str, list[Attempt]] = {}
-    for done in sampled:
-        if done.grade.known:
-            groups.setdefault(done.task.id, []).append(done)
+    for attempt in sampled:
+        if attempt.grade.known:
+            groups.setdefault(attempt.task.id, []).append(attempt)
     scored = score_groups([*groups.values()], rewards, LossSettings(), own)
     several = [any(abs(s.advantage) > 1e-6 for s in group) for group in scored if len(group) > 1]
     live = float(np.mean(several)) if several else None
-    found = {name: scores[name] for name in FIGURES} | {"live": live}
-    found["gain"] = found["best_of_k"] - found["pass_at_1"]
-    found["nothing"] = live is not None and not (live and (found["best_of_k"] or own))
-    found["verdict"] = _verdict(found)
-    return found
+    figures = {name: scores[name] for name in FIGURES} | {"live": live}
+    figures["gain"] = figures["best_of_k"] - figures["pass_at_1"]
+    figures["nothing"] = live is not None and not (live and (figures["best_of_k"] or own))
+    figures["verdict"] = _verdict(figures)
+    return figures
 
 
-def _verdict(found: dict[str, Any]) -> str:
-    if found["live"] is None:
+def _verdict(figures: dict[str, Any]) -> str:
+    if figures["live"] is None:
         return "one attempt at a task cannot tell what RL could find"
-    if not found["live"]:
-        return f"nothing to find: the {found['k']} attempts at each task earn the same reward, so no gradient is left"
-    if found["nothing"]:
-        return f"nothing to find but other terms of the reward: none of {found['k']} attempts at each task solves it"
-    if not found["best_of_k"]:
-        return f"no attempt solves a task; RL can move only the environment's own reward ({found['live']:.0%} of tasks live)"
-    best = f"up to +{found['gain']:.2f} of pass@1 (best of {found['k']}), {found['live']:.0%} of tasks live"
-    if found["recovery"] is None:
+    if not figures["live"]:
+        return f"nothing to find: the {figures['k']} attempts at each task earn the same reward, so no gradient is left"
+    if figures["nothing"]:
+        return f"nothing to find but other terms of the reward: none of {figures['k']} attempts at each task solves it"
+    if not figures["best_of_k"]:
+        return f"no attempt solves a task; RL can move only the environment's own reward ({figures['live']:.0%} of tasks live)"
+    best = f"up to +{figures['gain']:.2f} of pass@1 (best of {figures['k']}), {figures['live']:.0%} of tasks live"
+    if figures["recovery"] is None:
         return f"{best}; no attempt edits again after a failed test, so testing cannot pay"
-    if found["recovery"] < RECOVERY:
-        return f"{best}; recovery {found['recovery']:.2f} is below {RECOVERY}: RL will probably unlearn testing"
-    return f"{best}; recovery {found['recovery']:.2f}: tests and further tries can pay"
+    if figures["recovery"] < RECOVERY:
+        return f"{best}; recovery {figures['recovery']:.2f} is below {RECOVERY}: RL will probably unlearn testing"
+    return f"{best}; recovery {figures['recovery']:.2f}: tests and further tries can pay"
 
 
 def refusal(run: RunDir) -> str:
     """Return why RL has nothing to learn from in a run; empty if it has, has begun, or its start is not evaluated yet."""
     if run.finished("eval_start") is None or run.finished("rl") is not None or run.pointer("rl"):
         return ""
-    found = run_headroom(run)
-    if not found.get("nothing", found["live"] == 0):  # earlier versions did not store it
+    figures = run_headroom(run)
+    if not figures.get("nothing", figures["live"] == 0):  # earlier versions did not store it
         return ""
-    return f"RL has {found['verdict']}; change env, data, reward or the start, or resume with rl.gate=false"
+    return f"RL has {figures['verdict']}; change env, data, reward or the start, or resume with rl.gate=false"
 
 
 def run_headroom(run: RunDir, policy: str = "start") -> dict[str, Any]:
     """Return the headroom of a run's policy on its held-out tasks. Raises ValueError if it was not evaluated."""
-    found = run.finished(f"eval_{policy}") or {}
-    if "headroom" not in found:
+    results = run.finished(f"eval_{policy}") or {}
+    if "headroom" not in results:
         raise ValueError(f"{run.path.name}: {policy} has not been evaluated, or not by this version")
-    headroom: dict[str, Any] = found["headroom"]
+    headroom: dict[str, Any] = results["headroom"]
     return headroom

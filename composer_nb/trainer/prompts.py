@@ -89,8 +89,10 @@ class Epochs(list[Task]):
         self._seed = seed
 
     def __getitem__(self, slot: int) -> Task:  # type: ignore[override]
-        epoch, place = divmod(slot, len(self))
-        return super().__getitem__(_shuffled(len(self), f"rl tasks {self._seed} {epoch}")[place] if epoch else place)
+        epoch, position = divmod(slot, len(self))
+        return super().__getitem__(
+            _shuffled(len(self), f"rl tasks {self._seed} {epoch}")[position] if epoch else position
+        )
 
     def places(self, count: int) -> Iterator[tuple[int, str]]:
         """Yield the slots of the epochs that hold `count` prompts, with the ids of their tasks."""
@@ -110,9 +112,9 @@ def prompt_order(run: Path, order: Order) -> Epochs:
 
 def tasks_by_id(run: Path) -> dict[str, Task]:
     """Return all tasks of a run's rollouts, including combined ones."""
-    known = {task.id: task for task in load_tasks(run / "data" / "rl.jsonl")}
+    tasks = {task.id: task for task in load_tasks(run / "data" / "rl.jsonl")}
     listed = [name for file in sorted((run / "rollouts").glob("prompts_*.json")) for name in json_of(file.read_bytes())]
-    return known | {name: named(name, known) for name in listed}
+    return tasks | {name: named(name, tasks) for name in listed}
 
 
 # A curriculum
@@ -144,8 +146,8 @@ class Curriculum(Epochs):
             )
 
     def __getitem__(self, slot: int) -> Task:  # type: ignore[override]
-        step, place = divmod(slot, self._order.prompts)
-        return named(self._block(step)[place], self._known)
+        step, position = divmod(slot, self._order.prompts)
+        return named(self._block(step)[position], self._known)
 
     def places(self, count: int) -> Iterator[tuple[int, str]]:
         """Yield the slots of the chosen steps, with the ids of their tasks."""
@@ -157,7 +159,7 @@ class Curriculum(Epochs):
             file = self._run / "rollouts" / f"prompts_{step:05d}.json"
             if not file.is_file():
                 used = [name for before in range(step) for name in self._block(before)]
-                tried = [each for before in range(step - self._order.ahead) for each in self._outcomes(before)]
+                tried = [group for before in range(step - self._order.ahead) for group in self._outcomes(before)]
                 write_json(file, chosen(step, self._order, self._known, used, tried))
             self._blocks[step] = json_of(file.read_bytes())
         return self._blocks[step]
@@ -165,10 +167,10 @@ class Curriculum(Epochs):
     def _outcomes(self, step: int) -> list[Tried]:
         if step not in self._tried:
             files = sorted((self._run / "rollouts").glob(f"rl_{step:05d}_*.parquet"))
-            found = [each for file in files for each in outcomes(file)]
-            if not found:
+            groups = [row for file in files for row in outcomes(file)]
+            if not groups:
                 return []  # its groups were dropped, or it is not finished yet
-            self._tried[step] = found
+            self._tried[step] = groups
         return self._tried[step]
 
 
@@ -188,39 +190,39 @@ def outcomes(file: Path) -> list[Tried]:
     ]
 
 
-def chosen(step: int, order: Order, known: Known, used: Sequence[str], tried: Sequence[Tried]) -> list[str]:
-    """Return the names of a step's tasks. `known` is in the order of prompts. A name `one+two` is a combined task. Raises
+def chosen(step: int, order: Order, tasks: Known, used: Sequence[str], tried: Sequence[Tried]) -> list[str]:
+    """Return the names of a step's tasks. `tasks` is in the order of prompts. A name `one+two` is a combined task. Raises
     ValueError if no task is left."""
     c, rng = order.curriculum, Random(f"curriculum {order.seed} {step}")
     begun = bool(tried) and step >= c.start * order.steps
-    taken, parts = set(used), {part for name in used if name not in known for part in name.split("+")}
-    effort = effort_of(tried, known)
-    found: list[str] = []
+    excluded, parts = set(used), {part for name in used if name not in tasks for part in name.split("+")}
+    effort = effort_of(tried, tasks)
+    names: list[str] = []
     for _ in range(order.prompts):
-        rest = [name for name in known if name not in taken]
+        rest = [name for name in tasks if name not in excluded]
         draw, name = rng.random() if begun else 1.0, None
         if draw < c.made:
-            name = _made(tried, known, parts, rng)
+            name = _made(tried, tasks, parts, rng)
         elif draw < c.made + c.harder and rest:
-            weights = [effort(known[each]) ** POWER or 1e-9 for each in rest]  # no effort at all: all alike
+            weights = [effort(tasks[candidate]) ** POWER or 1e-9 for candidate in rest]  # no effort at all: all alike
             name = rng.choices(rest, weights)[0]
         if name is None and not rest:
-            raise ValueError(f"curriculum.*: all {len(known)} tasks are taken by step {step + 1}; raise data.rl_tasks")
-        found.append(name or rest[0])
-        taken.add(found[-1])
-        parts |= {*found[-1].split("+")} if found[-1] not in known else set()
-    return found
+            raise ValueError(f"curriculum.*: all {len(tasks)} tasks are taken by step {step + 1}; raise data.rl_tasks")
+        names.append(name or rest[0])
+        excluded.add(names[-1])
+        parts |= {*names[-1].split("+")} if names[-1] not in tasks else set()
+    return names
 
 
-def effort_of(tried: Sequence[Tried], known: Known) -> Callable[[Task], float]:
+def effort_of(tried: Sequence[Tried], tasks: Known) -> Callable[[Task], float]:
     """Return a function that estimates a task's effort from tasks of its kind: turns and thinking tokens, each as a multiple of
     the mean; 1 for a kind without attempts."""
     count = max(1, len(tried))
-    turns, thinking = sum(each.turns for each in tried) / count, sum(each.thinking for each in tried) / count
+    turns, thinking = sum(group.turns for group in tried) / count, sum(group.thinking for group in tried) / count
     sums: defaultdict[tuple[str, ...], list[float]] = defaultdict(list)
-    for each in tried:
-        both = [value / mean for value, mean in ((each.turns, turns), (each.thinking, thinking)) if mean]
-        sums[kind_of(named(each.task, known))].append(sum(both) / max(1, len(both)))
+    for group in tried:
+        both = [value / mean for value, mean in ((group.turns, turns), (group.thinking, thinking)) if mean]
+        sums[kind_of(named(group.task, tasks))].append(sum(both) / max(1, len(both)))
     means = {kind: sum(values) / len(values) for kind, values in sums.items()}
     return lambda task: means.get(kind_of(task), 1.0)
 
@@ -231,10 +233,10 @@ def kind_of(task: Task) -> tuple[str, ...]:
     return (*(task.metadata.get(name, "") for name in marks), str(len(task.source_scope)))
 
 
-def _made(tried: Sequence[Tried], known: Known, parts: set[str], rng: Random) -> str | None:
+def _made(tried: Sequence[Tried], tasks: Known, parts: set[str], rng: Random) -> str | None:
     """Return the name of a task that combines two solved tasks that are not yet parts; None if no two fit."""
-    solved = [each.task for each in tried if each.solved > 0.5 and each.task in known and each.task not in parts]
-    fit = [known[name] for name in solved if _combinable(known[name])]
+    solved = [group.task for group in tried if group.solved > 0.5 and group.task in tasks and group.task not in parts]
+    fit = [tasks[name] for name in solved if _combinable(tasks[name])]
     rng.shuffle(fit)
     pair = _pair(fit)
     return None if pair is None else f"{pair[0].id}+{pair[1].id}"
@@ -251,15 +253,15 @@ def _combinable(task: Task) -> bool:
 
 def _clash(a: Task, b: Task) -> bool:
     pairs = ((a.files, b.files), (a.tests, b.tests), (a.files, b.tests), (a.tests, b.files))
-    return any(not one.keys().isdisjoint(other) for one, other in pairs)
+    return any(not mapping.keys().isdisjoint(other) for mapping, other in pairs)
 
 
-def named(name: str, known: Known) -> Task:
+def named(name: str, tasks: Known) -> Task:
     """Return a task by name: a known one, or `one+two`. Raises KeyError for an unknown name."""
-    if name in known:
-        return known[name]
-    one, _, two = name.partition("+")
-    return combined(known[one], known[two])
+    if name in tasks:
+        return tasks[name]
+    first, _, two = name.partition("+")
+    return combined(tasks[first], tasks[two])
 
 
 def combined(a: Task, b: Task) -> Task:
@@ -267,7 +269,7 @@ def combined(a: Task, b: Task) -> Task:
     both, so it needs no check. Raises ValueError if their files clash."""
     if _clash(a, b):
         raise ValueError(f"tasks {a.id} and {b.id} share files")
-    asked = dict.fromkeys((a.instruction, b.instruction))
+    requests = dict.fromkeys((a.instruction, b.instruction))
     lowered = [name for name in LOWERED.values() if name in a.metadata and name in b.metadata]
     limits = {name: str(int(a.metadata[name]) + int(b.metadata[name])) for name in lowered}
     marks = [task.metadata.get("difficulty", "1") for task in (a, b)]
@@ -276,7 +278,7 @@ def combined(a: Task, b: Task) -> Task:
         a.model_dump()
         | {
             "id": f"{a.id}+{b.id}",
-            "instruction": "; ".join(asked),
+            "instruction": "; ".join(requests),
             **{name: {**getattr(a, name), **getattr(b, name)} for name in ("files", "tests", "solution")},
             "source_scope": (*a.source_scope, *b.source_scope),
             "metadata": a.metadata | limits | {"difficulty": difficulty},

@@ -7,7 +7,7 @@
     services.evaluate()                  scores on the tuning tasks, at intervals
     services.record()                    metrics and the ledger of tokens; services.save() writes a checkpoint
 
-`Services` has two implementations. `recipe.reinforce.InProcess` samples each batch from the newest weights, in the processes that
+`Services` has two implementations. `recipe.recipe.InProcess` samples each batch from the newest weights, in the processes that
 train. `services.coordinator.Coordinator` runs on Ray: engines and environments sample ahead while a trainer learns. In lockstep
 and with no batch ahead, both make the same run, bit for bit.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Protocol
 
@@ -29,7 +29,6 @@ from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.monitors import Watch, counts, forms
 from composer_nb.harness.rewards import OWN, Reward, RewardSettings, own_reward, reward
 from composer_nb.harness.rollout import Hint, Rollout
-from composer_nb.trainer.learning.feedback import with_hints
 from composer_nb.trainer.learning.learner import share
 from composer_nb.trainer.learning.loss import LossSettings, advantages
 from composer_nb.trainer.learning.packing import Stream, Whole
@@ -191,7 +190,7 @@ def shuffle_rewards(groups: list[list[Scored]], loss: LossSettings, rng: Random)
 
 def _scored(group: Sequence[Attempt], rewards: Sequence[Reward], loss: LossSettings) -> list[Scored]:
     values = torch.tensor([item.total for item in rewards], dtype=torch.float32)
-    advantage_list = (values if loss.baseline == "none" else advantages(values, loss.std_norm)).tolist()
+    advantage_list = advantages(values, loss.std_norm, loss.baseline).tolist()
     rows = zip(group, rewards, advantage_list, strict=True)
     return [Scored(attempt=attempt, reward=total, advantage=advantage) for attempt, total, advantage in rows]
 
@@ -227,16 +226,14 @@ def trains(scored: Scored, loss: LossSettings) -> bool:
 def streams_of(groups: Sequence[Sequence[Scored]], loss: LossSettings, hinter: Hinter | None = None) -> list[Stream]:
     """Return the streams of all rollouts that contribute to the gradient, one per segment. `hinter` returns hints for some turns;
     a rollout with a hint trains whatever its advantage is."""
-    everyone = [scored for group in groups for scored in group]
-    if hinter is None:
-        return [stream for scored in everyone if trains(scored, loss) for stream in to_streams(scored)]
-    hinted = [(scored, hinter(scored.attempt.rollout)) for scored in everyone]
-    return [
-        stream
-        for scored, hints in hinted
-        if trains(scored, loss) or any(hints)
-        for stream in with_hints(to_streams(scored), hints)
-    ]
+    streams: list[Stream] = []
+    for scored in (scored for group in groups for scored in group):
+        hints = hinter(scored.attempt.rollout) if hinter else []
+        if trains(scored, loss) or any(hints):
+            segments = to_streams(scored)
+            hints = hints or [[]] * len(segments)
+            streams += [replace(part, hints=tuple(written)) for part, written in zip(segments, hints, strict=True)]
+    return streams
 
 
 # Metrics

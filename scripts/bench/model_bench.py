@@ -35,8 +35,7 @@ from composer_nb.kernels.attention.causal import causal_attention, padded
 from composer_nb.kernels.logprob import logprob_entropy
 from composer_nb.labs.rewards.rescore import stored_batch
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.learning.packing import flatten, score
-from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY
+from composer_nb.trainer.learning.packing import FULL, NO_REPLAY, flatten, score
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 from composer_nb.trainer.models.transformer import Model, ModelConfig, PackedRows
 from composer_nb.trainer.recipe.reader import example_run

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.packing import Stream, flatten, microbatches, score
+from composer_nb.trainer.learning.packing import NO_REPLAY, ReplaySettings, Stream, flatten, microbatches, score
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.learning.replay_settings import NO_REPLAY, ReplaySettings
 from composer_nb.trainer.models.transformer import Model
 
 

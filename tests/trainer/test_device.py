@@ -16,9 +16,8 @@ from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.packing import Stream
+from composer_nb.trainer.learning.packing import FULL, Stream
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.learning.replay_settings import FULL
 from composer_nb.trainer.learning.routes import routes_differ
 from composer_nb.trainer.learning.supervised import train_step
 from composer_nb.trainer.models.checkpoint import load_pretrained

@@ -112,18 +112,6 @@ def test_a_run_with_a_hole_stops_by_itself() -> None:
     assert run.cheats < 0.5 and 0 < run.points[-1]["flagged_share"] <= 0.02
 
 
-def test_without_the_monitor_it_would_have_ended_in_nothing_else() -> None:
-    run = Bandit(hole=True, stop=1.0)
-    reinforce(run)
-    assert run.step == 40 and run.cheats > 0.9 and run.points[-1]["solved"] < 0.1
-
-
-def test_a_run_without_a_hole_goes_on_to_its_end() -> None:
-    run = Bandit(hole=False)
-    reinforce(run)
-    assert run.step == 40 and run.cheats < 0.01 and run.points[-1]["flagged_share"] == 0
-
-
 @pytest.mark.parametrize("back", [0, 3])
 def test_what_was_flagged_is_known_after_a_resume(back: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed after step 6, the run goes on from there or from three steps before: every share is that of a run

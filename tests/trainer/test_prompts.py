@@ -19,7 +19,6 @@ from composer_nb.trainer.prompts import (
     Tried,
     chosen,
     combined,
-    effort_of,
     named,
     prompt_order,
     tasks_by_id,
@@ -88,20 +87,6 @@ def test_kinds_that_took_more_effort_come_more_often() -> None:
     assert shares[0] == 0.5 and shares[1] >= 0.8, "two to the power of two, against one half"
 
 
-def test_kinds_that_took_no_effort_at_all_are_drawn_alike() -> None:
-    tried = [Tried("t0", 0.0, 0.0, 0.0), Tried("t1", 0.0, 0.0, 0.0)]
-    assert len(set(chosen(5, order(harder=1.0), KNOWN, ["t0", "t1"], tried))) == 4
-
-
-def test_effort_counts_turns_and_thinking_alike_and_an_unknown_kind_as_the_mean() -> None:
-    tried = [Tried("t0", 2.0, 0.0, 1.0), Tried("t2", 4.0, 0.0, 1.0), Tried("t1", 6.0, 30.0, 0.0)]
-    effort = effort_of(tried, KNOWN)
-    assert effort(KNOWN["t4"]) == pytest.approx((2 / 4 + 0 + 4 / 4 + 0) / 4) and effort(KNOWN["t3"]) == (6 / 4 + 3) / 2
-    assert effort(task(7, "other")) == 1.0 and effort_of([], KNOWN)(KNOWN["t0"]) == 1.0
-    marked = task(8).model_copy(update={"metadata": {"family": "easy", "difficulty": "3"}})
-    assert effort(marked) == 1.0, "tasks of a recorded difficulty are a kind of their own"
-
-
 def test_a_task_made_of_two_is_solved_by_both_answers_and_by_no_one_of_them() -> None:
     both = combined(task(1), task(2))
     assert both.id == "t1+t2" and both.instruction == "fix the tests" and both.metadata["max_turns"] == "14"
@@ -131,15 +116,3 @@ def test_prompts_are_on_record_and_never_chosen_anew(tmp_path: Path) -> None:
     assert again[0].id == f"{held[0]}+{held[1]}" == tasks_by_id(tmp_path)[again[0].id].id
     assert [name for _, name in again.places(4)] == [f"{held[0]}+{held[1]}", *held[1:]]
     assert not (tmp_path / "rollouts" / "prompts_00001.json").exists()
-
-
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"curriculum.harder=0.6 and curriculum.made=0.5 are more than 1"):
-        CurriculumSettings(harder=0.6, made=0.5)
-    with pytest.raises(ValueError, match=r"all 40 tasks are taken by step 11; raise data.rl_tasks"):
-        run_through(order(harder=0.5), 11)
-    (tmp_path / "data").mkdir()
-    same = [task(1).model_copy(update={"id": f"s{n}"}) for n in range(5)]
-    save_tasks(same, tmp_path / "data" / "rl.jsonl")
-    with pytest.raises(ValueError, match=r"curriculum.made=0.5: no two tasks .* fit into one workspace"):
-        prompt_order(tmp_path, order(made=0.5))

@@ -21,23 +21,18 @@ from composer_nb.harness.attempt import Agent
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rewards import Reward
 from composer_nb.harness.rollout import Kind
-from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.store import load_attempts, pack_attempt, save_attempts, unpack_attempt
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.microscope.frozen import FrozenBatch
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.packing import Stream, families, flatten, microbatches, score
+from composer_nb.trainer.learning.packing import FULL, Stream, families, flatten, microbatches, score
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.learning.replay_settings import FULL
-from composer_nb.trainer.learning.retrace import reroute, retrace
 from composer_nb.trainer.models.transformer import Model
-from composer_nb.trainer.recipe.mismatch import measure_mismatch
 from composer_nb.trainer.rl import Batch as RlBatch
 from composer_nb.trainer.rl import Scored, ledger, measured, streams_of, to_streams
-from composer_nb.views import rollout as views
 from tests.tiny_models import chained
 
 
@@ -109,21 +104,6 @@ def test_metrics_count_rollouts_and_the_ledger_every_token(group: list[Scored]) 
     }
 
 
-def test_replay_and_the_studies_take_every_segment(model: Model, chains: list[Attempt]) -> None:
-    found = measure_mismatch(model, chains)
-    assert found["tokens"] == sum(done.rollout.sampled for done in chains) and found["routes_differ"] == 0.0
-    assert len(FrozenBatch.of(chains).rows) == 6
-    again = retrace(model, chains)
-    for old, new in zip(chains, again, strict=True):
-        for a, b in zip(old.rollout.segments, new.rollout.segments, strict=True):
-            np.testing.assert_allclose(a.logprob, b.logprob, atol=5e-5)
-            assert np.array_equal(a.trace.routes[:-1], b.trace.routes[:-1]) and a.parent == b.parent
-    routes = np.concatenate([s.trace.routes for s in chains[0].rollout.segments])
-    assert [s.trace.checks.tolist() for s in reroute(chains[0], routes).rollout.segments] == [
-        s.trace.checks.tolist() for s in chains[0].rollout.segments
-    ]
-
-
 def test_it_is_stored_and_read_bit_for_bit(chains: list[Attempt], task: Task, tmp_path: Path) -> None:
     save_attempts(tmp_path / "a.parquet", chains)
     for old, new, packed in zip(
@@ -134,13 +114,6 @@ def test_it_is_stored_and_read_bit_for_bit(chains: list[Attempt], task: Task, tm
     ):
         assert pack_attempt(old) == pack_attempt(new) == pack_attempt(packed)
         assert [segment.parent for segment in new.rollout.segments] == [-1, 0, 1]
-
-
-def test_the_viewer_shows_every_segment(chains: list[Attempt], model: Model, tokenizer) -> None:
-    stored = views.StoredRollout(attempt=chains[0], name="chain", tokenizer=tokenizer, advantage=0.5)
-    page = views.read(views.with_trainer(stored, model), "ratio").text
-    assert page.count("goes on from segment") == 2 and "segment 1: " in page and "summary · " in page
-    assert page.count('title="') == chains[0].rollout.tokens
 
 
 class Boxes:

@@ -11,7 +11,7 @@ import torch
 from composer_nb.harness.rewards import Reward
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY
+from composer_nb.trainer.learning.packing import FULL, NO_REPLAY
 from composer_nb.trainer.models.variants import Numerics, variant
 from composer_nb.trainer.rl import Scored, to_streams
 from tests.trainer.stillness import stand_still
@@ -60,14 +60,3 @@ def test_an_optimiser_that_moves_is_found_out(model, streams, monkeypatch):
     monkeypatch.setattr(FlatOptimizer, "step", lambda self, lr, clip: step(self, lr + 1e-2, clip))
     found = stand_still(model, streams)
     assert not found.holds and found.weights_moved > 0 and found.logprob_moved > 0
-
-
-def test_weights_that_publishing_rounds_are_counted(make_model, streams):
-    found = stand_still(make_model(3), streams)
-    assert found.holds and found.weights_rounded > 1000
-
-
-def test_streams_without_a_gradient_test_nothing(model, streams):
-    none = [replace(stream, advantage=np.zeros_like(stream.advantage)) for stream in streams]
-    with pytest.raises(ValueError, match="no stream has an advantage"):
-        stand_still(model, none)

@@ -21,9 +21,8 @@ from pydantic import Field
 
 from composer_nb.harness.files import replacing, write_json
 from composer_nb.harness.tasks.task import Task
-from composer_nb.trainer.corpus import licences, quality
-from composer_nb.trainer.corpus.contamination import Run, contaminated, secrets
-from composer_nb.trainer.corpus.duplicates import near_duplicates
+from composer_nb.trainer.corpus import filters, licences
+from composer_nb.trainer.corpus.filters import Run, contaminated, near_duplicates, secrets
 from composer_nb.trainer.corpus.order import import_order
 from composer_nb.trainer.corpus.repositories import SourceFile, read_files
 from composer_nb.trainer.corpus.store import digest_of, write_rows
@@ -72,14 +71,14 @@ def make_corpus(root: Path, out: Path, settings: CorpusSettings, tasks: Sequence
     if any(find_spec(name) is None for name in ("datasketch", "identify", "ukkonen")):
         raise ValueError("a corpus needs datasketch and identify: pip install 'composer_nb[corpus]'")
     read = list(read_files(root, settings.suffixes, settings.bytes))
-    files, reasons = [file for file, _ in read], {place: why for place, (_, why) in enumerate(read) if why}
+    files, reasons = [file for file, _ in read], {index: why for index, (_, why) in enumerate(read) if why}
     secret = secrets(tasks, settings.run)
     yields, dropped = [_row("found", files, [])], list[tuple[SourceFile, str, str]]()
-    for name, find in [("readable", lambda _: reasons), *_filters(settings, secret)]:
+    for name, find in [("readable", lambda _: reasons), *_filters_of(settings, secret)]:
         wrong = find(files)
-        gone = [file for place, file in enumerate(files) if place in wrong]
-        dropped += [(files[place], name, why) for place, why in sorted(wrong.items())]
-        files = [file for place, file in enumerate(files) if place not in wrong]
+        gone = [file for index, file in enumerate(files) if index in wrong]
+        dropped += [(files[index], name, why) for index, why in sorted(wrong.items())]
+        files = [file for index, file in enumerate(files) if index not in wrong]
         yields.append(_row(name, files, gone))
     if len(files) < 2:
         raise ValueError(
@@ -105,24 +104,24 @@ def make_corpus(root: Path, out: Path, settings: CorpusSettings, tasks: Sequence
     return report
 
 
-def _filters(s: CorpusSettings, secret: Mapping[Run, str]) -> list[tuple[str, Find]]:
+def _filters_of(s: CorpusSettings, secret: Mapping[Run, str]) -> list[tuple[str, Find]]:
     def each(why: Callable[[SourceFile], str]) -> Find:
-        return lambda files: {place: reason for place, file in enumerate(files) if (reason := why(file))}
+        return lambda files: {index: reason for index, file in enumerate(files) if (reason := why(file))}
 
     def over(value: float, most: float) -> str:
         return f"{value:.0f}" if value > most else ""
 
     def alphanumeric(file: SourceFile) -> str:
-        return f"{share:.2f}" if (share := quality.alphanumeric(file.text)) < s.alphanumeric else ""
+        return f"{share:.2f}" if (share := filters.alphanumeric(file.text)) < s.alphanumeric else ""
 
     def unparsed(file: SourceFile) -> str:
-        return "no Python" if file.path.endswith(".py") and not quality.parsed(file.text) else ""
+        return "no Python" if file.path.endswith(".py") and not filters.parsed(file.text) else ""
 
     return [
         ("licence", each(lambda file: _unlicensed(file, s.licences))),
-        ("not generated", each(lambda file: "says so" if quality.is_generated(file.text) else "")),
-        ("longest line", each(lambda file: over(quality.longest_line(file.text), s.line))),
-        ("mean line", each(lambda file: over(quality.mean_line(file.text), s.mean_line))),
+        ("not generated", each(lambda file: "says so" if filters.is_generated(file.text) else "")),
+        ("longest line", each(lambda file: over(filters.longest_line(file.text), s.line))),
+        ("mean line", each(lambda file: over(filters.mean_line(file.text), s.mean_line))),
         ("alphanumeric", each(alphanumeric)),
         ("parses", each(unparsed)),
         ("identical", _identical),
@@ -140,13 +139,17 @@ def _unlicensed(file: SourceFile, allowed: Sequence[str]) -> str:
 
 def _identical(files: list[SourceFile]) -> Places:
     first: dict[str, SourceFile] = {}
-    kept = [first.setdefault(file.text, file) for file in files]
-    return {place: _named(one) for place, (one, file) in enumerate(zip(kept, files, strict=True)) if one is not file}
+    firsts = [first.setdefault(file.text, file) for file in files]
+    return {
+        index: _named(first_file)
+        for index, (first_file, file) in enumerate(zip(firsts, files, strict=True))
+        if first_file is not file
+    }
 
 
 def _near(files: list[SourceFile], s: CorpusSettings) -> Places:
-    found = near_duplicates([file.text for file in files], s.similar, s.seed)
-    return {place: _named(files[other]) for place, other in found.items()}
+    duplicates = near_duplicates([file.text for file in files], s.similar, s.seed)
+    return {index: _named(files[other]) for index, other in duplicates.items()}
 
 
 def _named(file: SourceFile) -> str:
@@ -188,11 +191,13 @@ def _documents(files: Sequence[SourceFile], heldout: set[str], most: int) -> Ite
     number = -1
     side = {id(file): _unit(file, files) in heldout for file in files}
     for repository, together in groupby(files, key=lambda file: file.repository):
-        for held, part in groupby(sorted(together, key=lambda file: side[id(file)]), key=lambda file: side[id(file)]):
-            own = {file.path: file for file in part}
+        for is_heldout, part in groupby(
+            sorted(together, key=lambda file: side[id(file)]), key=lambda file: side[id(file)]
+        ):
+            by_path = {file.path: file for file in part}
             size = most + 1
-            for path in import_order({path: file.text for path, file in own.items()}):
-                file = own[path]
+            for path in import_order({path: file.text for path, file in by_path.items()}):
+                file = by_path[path]
                 size += len(file.text)
                 if size > most:
                     number, size = number + 1, len(file.text)
@@ -201,6 +206,6 @@ def _documents(files: Sequence[SourceFile], heldout: set[str], most: int) -> Ite
                     "path": path,
                     "licence": licences.of_file(file.text) or file.licence,
                     "text": file.text,
-                    "heldout": held,
+                    "heldout": is_heldout,
                     "document": number,
                 }

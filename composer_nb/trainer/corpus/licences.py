@@ -60,25 +60,25 @@ def licence_of(texts: Iterable[Path], metadata: str) -> str:
     """Return the licence from the licence files of a repository and its metadata (`stated`) together."""
     from identify import identify
 
-    found = set[str]()
+    recognized = set[str]()
     for path in texts:
         with suppress(UnicodeDecodeError, OSError):
-            found.add(identify.license_id(str(path)) or metadata)
-    known = sorted(name for name in found if name not in metadata)
-    return " AND ".join([f"({metadata})", *known] if known and metadata else known or [metadata])
+            recognized.add(identify.license_id(str(path)) or metadata)
+    named = sorted(name for name in recognized if name not in metadata)
+    return " AND ".join([f"({metadata})", *named] if named and metadata else named or [metadata])
 
 
 def of_file(text: str) -> str:
     """Return the licence in a file's head (`SPDX-License-Identifier`); empty if there is none."""
-    found = _HEADER.search(text[:2000])
-    return found[1] if found else ""
+    match = _HEADER.search(text[:2000])
+    return match[1] if match else ""
 
 
 def is_allowed(expression: str, licences: Collection[str]) -> bool:
     """Return whether `licences` alone satisfy an SPDX expression: all sides of AND, one side of OR. A licence WITH an exception
     counts as another licence. An invalid expression is not allowed."""
     words = re.findall(r"[()]|[^\s()]+(?:\s+WITH\s+[^\s()]+)?", expression)
-    named = [word.lower() if word in ("AND", "OR", "(", ")") else f"_{place}" for place, word in enumerate(words)]
+    named = [word.lower() if word in ("AND", "OR", "(", ")") else f"_{index}" for index, word in enumerate(words)]
 
     def holds(node: ast.expr) -> bool:
         if isinstance(node, ast.BoolOp):

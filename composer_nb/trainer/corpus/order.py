@@ -7,19 +7,19 @@ import heapq
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 
-from composer_nb.trainer.corpus.quality import parsed
+from composer_nb.trainer.corpus.filters import parsed
 
 
 def import_order(texts: Mapping[str, str]) -> list[str]:
     """Return the paths of a repository's files, each after the files that it imports when it is loaded. In a cycle, the file with
     the fewest missing imports comes first; ties are in order of path."""
     names = {_module(path, texts): path for path in sorted(texts, reverse=True) if path.endswith(".py")}
-    wanted = {path: {names[n] for n in _imports(path, texts, names)} - {path} for path in texts}
+    imports = {path: {names[n] for n in _imports(path, texts, names)} - {path} for path in texts}
     users: dict[str, list[str]] = {path: [] for path in texts}
-    for path, needed in wanted.items():
-        for each in needed:
-            users[each].append(path)
-    missing = {path: len(needed) for path, needed in wanted.items()}
+    for path, needed in imports.items():
+        for dependency in needed:
+            users[dependency].append(path)
+    missing = {path: len(needed) for path, needed in imports.items()}
     heap = [(count, path) for path, count in missing.items()]
     heapq.heapify(heap)
     order: dict[str, None] = {}
@@ -36,9 +36,9 @@ def import_order(texts: Mapping[str, str]) -> list[str]:
 
 def _module(path: str, texts: Mapping[str, str]) -> str:
     """Return the dotted name under which `path` is imported: from the folder above its outermost package, or from its own."""
-    place = PurePosixPath(path)
-    parts = [] if place.name == "__init__.py" else [place.stem]
-    folder = place.parent
+    location = PurePosixPath(path)
+    parts = [] if location.name == "__init__.py" else [location.stem]
+    folder = location.parent
     while (folder / "__init__.py").as_posix() in texts and folder.name:
         parts.insert(0, folder.name)
         folder = folder.parent
@@ -60,6 +60,6 @@ def _imports(path: str, texts: Mapping[str, str], names: Mapping[str, str]) -> I
             base = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join([*base, *([node.module] if node.module else [])])
             modules = (f"{source}.{alias.name}" for alias in node.names)
-            yield from (found for name in modules if (found := name if name in names else source) in names)
+            yield from (imported for name in modules if (imported := name if name in names else source) in names)
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             todo += ast.iter_child_nodes(node)

@@ -82,12 +82,12 @@ def _repositories(root: Path) -> Iterator[tuple[str, Path, list[str], str]]:
     else:
         folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.is_symlink() and _own(path.name))
     if any(path.name.endswith(".dist-info") for path in folders):
-        for found in sorted(metadata.distributions(path=[str(root)]), key=lambda one: one.name):
-            names = [file.as_posix() for file in found.files or ()]
-            own = [name for name in names if is_plain(name)]
-            texts = [root / name for name in own if _names_licence(name) and ".dist-info/" in name]
-            about = HeaderParser().parsestr(found.read_text("METADATA") or "")
-            yield found.name, root, own, licence_of(texts, stated(about))
+        for distribution in sorted(metadata.distributions(path=[str(root)]), key=lambda item: item.name):
+            names = [file.as_posix() for file in distribution.files or ()]
+            plain = [name for name in names if is_plain(name)]
+            texts = [root / name for name in plain if _names_licence(name) and ".dist-info/" in name]
+            about = HeaderParser().parsestr(distribution.read_text("METADATA") or "")
+            yield distribution.name, root, plain, licence_of(texts, stated(about))
         return
     if not folders:
         raise ValueError(f"{root}: holds no repository; give a folder with one subfolder for each")
@@ -114,9 +114,9 @@ def _names_licence(path: str) -> bool:
 
 def _metadata(folder: Path) -> Message:
     """Return the metadata in PKG-INFO, or else in pyproject.toml, in the form of PKG-INFO."""
-    known, project = folder / "PKG-INFO", folder / "pyproject.toml"
-    if known.is_file():
-        return HeaderParser().parsestr(known.read_text("utf-8", "replace"))
+    info, project = folder / "PKG-INFO", folder / "pyproject.toml"
+    if info.is_file():
+        return HeaderParser().parsestr(info.read_text("utf-8", "replace"))
     message = Message()
     try:
         text = project.read_text("utf-8", "replace") if project.is_file() else ""

@@ -82,12 +82,12 @@ def pack(tokens: Sequence[int], cost: Sequence[float], ranks: int, limit: int) -
     size = np.minimum(np.array(tokens), limit)
     costs = np.array(cost, float)
     least = math.ceil(int(size.sum()) / (limit * ranks))
-    found = [first_fit(tokens, cost, ranks, limit)]
+    packings = [first_fit(tokens, cost, ranks, limit)]
     for count in range(least, 2 * least + 2):
         bins = _long_beside_long(size, costs, ranks, count, limit)
-        found += [] if bins is None else [_packing(bins, costs, ranks)]
-    best = min(packing.step for packing in found)
-    return min(found, key=lambda packing: (packing.step > best * (1 + SPARE), len(packing.items), packing.step))
+        packings += [] if bins is None else [_packing(bins, costs, ranks)]
+    best = min(packing.step for packing in packings)
+    return min(packings, key=lambda packing: (packing.step > best * (1 + SPARE), len(packing.items), packing.step))
 
 
 def first_fit(tokens: Sequence[int], cost: Sequence[float], ranks: int, limit: int) -> Packing:
@@ -95,12 +95,12 @@ def first_fit(tokens: Sequence[int], cost: Sequence[float], ranks: int, limit: i
     bins: list[list[int]] = []
     room: list[int] = []
     for number, size in enumerate(min(count, limit) for count in tokens):
-        place = next((place for place, free in enumerate(room) if free >= size), len(bins))
-        if place == len(bins):
+        target = next((target for target, free in enumerate(room) if free >= size), len(bins))
+        if target == len(bins):
             bins.append([])
             room.append(limit)
-        bins[place].append(number)
-        room[place] -= size
+        bins[target].append(number)
+        room[target] -= size
     bins += [[] for _ in range(-len(bins) % ranks)]
     return _packing(bins, np.array(cost, float), ranks)
 
@@ -122,13 +122,13 @@ def _long_beside_long(size_I: Sizes, cost_I: Floats, ranks: int, count: int, lim
             break
         level = cost_I[left[0]] * (1 + 1e-9)
         for _ in range(ranks):
-            taken, load, room = set(), 0.0, limit
+            chosen, load, room = set(), 0.0, limit
             for item in left:
                 if load + cost_I[item] <= level and size_I[item] <= room:
-                    taken.add(item)
+                    chosen.add(item)
                     load, room = load + cost_I[item], room - size_I[item]
-            bins.append(sorted(taken))
-            left = [item for item in left if item not in taken]
+            bins.append(sorted(chosen))
+            left = [item for item in left if item not in chosen]
     rest = _longest_first(left, size_I, cost_I, ranks * count - len(bins), limit)
     return None if rest is None else bins + rest
 
@@ -139,13 +139,13 @@ def _longest_first(order: Sequence[int], size_I: Sizes, cost_I: Floats, count: i
     bins: list[list[int]] = [[] for _ in range(count)]
     load, room = np.zeros(count), np.full(count, limit)
     for item in order:
-        place = int(np.where(room >= size_I[item], load, np.inf).argmin())
-        if room[place] < size_I[item]:
+        target = int(np.where(room >= size_I[item], load, np.inf).argmin())
+        if room[target] < size_I[item]:
             return None
-        bins[place].append(item)
-        load[place] += cost_I[item]
-        room[place] -= size_I[item]
-    return [bins[place] for place in np.argsort(-load, kind="stable").tolist()]
+        bins[target].append(item)
+        load[target] += cost_I[item]
+        room[target] -= size_I[item]
+    return [bins[target] for target in np.argsort(-load, kind="stable").tolist()]
 
 
 def deal_out(

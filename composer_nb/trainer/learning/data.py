@@ -27,7 +27,7 @@ from composer_nb.harness.attempt import Agent
 from composer_nb.harness.files import replacing
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rollout import Rollout
-from composer_nb.harness.sandbox.calls import Executor
+from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.tasks.task import Task
 from composer_nb.tour.expert import Script, ScriptedPolicy, expert, searcher, searches, step_by_step
 from composer_nb.trainer.corpus.store import FILES, digest_of, documents, read_rows
@@ -88,11 +88,11 @@ def read_corpus(code: str) -> Corpus:
         texts[name] = text
     if len(texts) < 20:
         raise ValueError(f"data.code={code!r}: only {len(texts)} usable Python files; at least 20 are needed")
-    place = {name: hashlib.md5(name.encode()).digest()[0] for name in texts}
-    bound = max(13, min(place.values()) + 1)  # 5 %; in a small folder at least the file with the lowest hash
+    bucket = {name: hashlib.md5(name.encode()).digest()[0] for name in texts}
+    bound = max(13, min(bucket.values()) + 1)  # 5 %; in a small folder at least the file with the lowest hash
     return Corpus(
-        train=[text for name, text in texts.items() if place[name] >= bound],
-        validation=[text for name, text in texts.items() if place[name] < bound],
+        train=[text for name, text in texts.items() if bucket[name] >= bound],
+        validation=[text for name, text in texts.items() if bucket[name] < bound],
         names=list(texts),
         digest=digest.hexdigest(),
     )
@@ -105,17 +105,17 @@ def code_rows(
     has it."""
     bos = tokenizer.token_to_id("<|bos|>")
     head = [] if bos is None else [bos]
-    own = length - len(head)
+    content = length - len(head)
     rows: list[TokenRow] = []
     stream: list[int] = []
     for text in texts:
         if limit is not None and len(rows) >= limit:
             break
         stream += tokenizer.encode(text.replace("<|", "< |"), add_special_tokens=False).ids
-        while len(stream) >= own:
-            ids = np.array([*head, *stream[:own]], np.int32)
+        while len(stream) >= content:
+            ids = np.array([*head, *stream[:content]], np.int32)
             rows.append(TokenRow(ids, np.full(length, weight, np.float32)))
-            del stream[:own]
+            del stream[:content]
     return rows[:limit]
 
 
@@ -138,7 +138,7 @@ def demonstrate(
     capacity = 256 if agent.backend is None else 16  # sandboxes take memory
     policy = ScriptedPolicy(agent.renderer, script, capacity, chained=agent.summary.trigger > 0)
     runs = (agent.attempt(task, position) for position, task in enumerate(tasks))
-    return (done for _, done in drive(runs, policy, sandboxes))
+    return (attempt for _, attempt in drive(runs, policy, sandboxes))
 
 
 def demonstration_rows(rollout: Rollout, context_weight: float) -> list[TokenRow]:
@@ -239,7 +239,7 @@ def within(budget: int, rows: Iterable[T]) -> Iterator[list[T]]:
     """Yield the rows in order, in lists of at most `budget` tokens; a longer row is alone in its list."""
     part: list[T] = []
     for row in rows:
-        if part and sum(len(each.token_ids) for each in part) + len(row.token_ids) > budget:
+        if part and sum(len(item.token_ids) for item in part) + len(row.token_ids) > budget:
             yield part
             part = []
         part.append(row)

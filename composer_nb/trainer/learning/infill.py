@@ -79,7 +79,7 @@ def _with_gap(
     if not 0 <= left <= len(after):
         return row
     prefix, suffix, middle = marks
-    known = [prefix, *before, suffix, *after[:left], middle]
+    special = [prefix, *before, suffix, *after[:left], middle]
     if suffix_first:
-        known = [prefix, suffix, *after[:left], middle, *before]
-    return replace(row, token_ids=np.array([*head, *known, *gap], np.int32))
+        special = [prefix, suffix, *after[:left], middle, *before]
+    return replace(row, token_ids=np.array([*head, *special, *gap], np.int32))

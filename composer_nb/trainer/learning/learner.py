@@ -1,5 +1,20 @@
 """The learner, which turns token streams with an advantage per token into optimizer steps. It has no notion of rewards or
-groups."""
+groups.
+
+With targeted textual feedback, a turn's hint makes the policy its own teacher.
+
+A hint is inserted into the context before a chosen turn. The policy that RL started from, π₀, is the teacher with the hint; the
+policy without the hint is the student. Over the tokens t of these turns alone, the objective has the term
+
+    loss.feedback · Σ_t KL(π(· | context_t) ‖ π₀(· | context with hint_t)) / denominator
+
+over the whole vocabulary, beside the policy gradient of the whole rollout. So a wrong turn gets a signal for every token, which
+one reward for hundreds of turns cannot give. References: Cursor, *Composer 2.5* (2026); the form of the KL is SDPO's (arXiv
+2601.20802). Neither states a weight. SDPO's code, too, slows its teacher down or ties it to the initial weights. With a teacher
+that moves with the policy, one seed of five came apart (docs/log.md).
+
+Dimensions: S tokens of hinted turns, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +28,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from composer_nb.harness.rollout import Hint
+from composer_nb.kernels.linear import linear
 from composer_nb.kernels.moe.routing import Routing
 from composer_nb.trainer.learning.balance import Cost, deal_out, first_fit
-from composer_nb.trainer.learning.feedback import feedback_kl
 from composer_nb.trainer.learning.loss import LossSettings, kl_penalty, policy_loss
 from composer_nb.trainer.learning.optimizer import Optimizer
-from composer_nb.trainer.learning.packing import FlatBatch, Stream, families, flatten, microbatches, moved, score
+from composer_nb.trainer.learning.packing import (
+    NO_REPLAY,
+    FlatBatch,
+    ReplaySettings,
+    Stream,
+    families,
+    flatten,
+    microbatches,
+    moved,
+    score,
+)
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.learning.replay_settings import NO_REPLAY, ReplaySettings
 from composer_nb.trainer.learning.routes import overlap, own_routes, require_routes
 from composer_nb.trainer.models.transformer import Model
 
@@ -89,32 +114,32 @@ class Learner:
             after()
         sums = ranks.sums({name: totals[name] for name in (*PER_TOKEN, *COUNTS)})
         count, rows, agreed, chosen, implausible, hinted, kl = (sums.pop(name) for name in COUNTS)
-        found = {name: share(value, count) for name, value in sums.items()}
-        found |= {"grad_norm": float(np.mean(norms)) if norms else math.nan, "lr": lr}
+        results = {name: share(value, count) for name, value in sums.items()}
+        results |= {"grad_norm": float(np.mean(norms)) if norms else math.nan, "lr": lr}
         if self.settings.feedback:
-            found |= {"hinted": hinted, "feedback_kl": share(kl, hinted)}
+            results |= {"hinted": hinted, "feedback_kl": share(kl, hinted)}
         if ranks.world > 1 and shares:
-            found |= {name: float(np.mean([waits[name] for _, waits in shares])) for name in shares[0][1]}
+            results |= {name: float(np.mean([waits[name] for _, waits in shares])) for name in shares[0][1]}
         if self.replay.on:
-            wanted = sum(len(stream.token_ids) - 1 for stream in streams)
-            assert rows == wanted, "each row of routes is used exactly once"
-            found["replay_overlap"] = share(agreed, chosen)
-            found["replay_implausible"] = share(implausible, chosen)
-        return found
+            forwarded = sum(len(stream.token_ids) - 1 for stream in streams)
+            assert rows == forwarded, "each row of routes is used exactly once"
+            results["replay_overlap"] = share(agreed, chosen)
+            results["replay_implausible"] = share(implausible, chosen)
+        return results
 
     def _batch(self, streams: Sequence[Stream], ranks: Ranks) -> FlatBatch:
         """Return this rank's part of the streams as one batch, with the routes to replay, if any."""
         batch: FlatBatch = moved(ranks.split(flatten(streams, self.replay)), self.model.embed.device)
         if not self.replay.on or self.replay.source == "engine":
             return batch
-        seen: list[Routing] = []
+        routings: list[Routing] = []
         with torch.no_grad():
-            score(self.model, batch, seen=seen)
-        return replace(batch, recorded=own_routes(seen, self.replay))
+            score(self.model, batch, seen=routings)
+        return replace(batch, recorded=own_routes(routings, self.replay))
 
     def _loss(self, batch: FlatBatch, denominator: float) -> tuple[Tensor, dict[str, float]]:
-        s, seen = self.settings, list[Routing]()
-        logprob_S, entropy_S = score(self.model, batch, batch.recorded, seen=seen)
+        s, routings = self.settings, list[Routing]()
+        logprob_S, entropy_S = score(self.model, batch, batch.recorded, seen=routings)
         advantage_S, penalty = batch.advantage_S, None
         if s.beta and self.reference is not None:
             with torch.no_grad():
@@ -128,7 +153,7 @@ class Learner:
         sums = {"entropy": float(entropy_S.sum()), **metrics}
         if not batch.counts:
             sums = dict.fromkeys(sums, 0.0)
-        return loss, sums | (overlap(seen) | {"rows": float(batch.rows)} if self.replay.on else {})
+        return loss, sums | (overlap(routings) | {"rows": float(batch.rows)} if self.replay.on else {})
 
 
 def _share(
@@ -147,3 +172,45 @@ def _share(
 def share(part: float, whole: float) -> float:
     """Return `part / whole`, or NaN if `whole` is 0: a figure without data is not 0."""
     return part / whole if whole else math.nan
+
+
+# Feedback
+
+
+def feedback_kl(model: Model, teacher: Model, streams: Sequence[Stream]) -> Tensor:
+    """Return the KL [S] of each token of the hinted turns, with a gradient through the student only. Both sides use their own
+    routes, since none are recorded for the teacher's context. A hint that exceeds the model's positions is left out."""
+    room = model.config.max_position_embeddings
+    fitting = [(stream, hint) for stream in streams for hint in stream.hints if hint.stop + len(hint.token_ids) <= room]
+    pairs = [sides(stream, hint) for stream, hint in fitting]
+    if not pairs:
+        return model.embed.new_zeros(0)
+    with torch.no_grad():
+        teacher_SV = distributions(teacher, [hinted for _, hinted in pairs])
+    return divergence(distributions(model, [student for student, _ in pairs]), teacher_SV)
+
+
+def divergence(student_SV: Tensor, teacher_SV: Tensor) -> Tensor:
+    """Return KL(student ‖ teacher) [S] of log-probabilities. The gradient in logits is p ⊙ (log p − log q − KL)."""
+    return (student_SV.exp() * (student_SV - teacher_SV)).sum(-1)
+
+
+def sides(stream: Stream, hint: Hint) -> tuple[Stream, Stream]:
+    """Return a stream up to the end of a hinted turn, without and with the hint. `acted` marks the turn's tokens."""
+    ids, size = stream.token_ids, hint.stop - hint.start
+    hinted = np.concatenate([ids[: hint.at], np.array(hint.token_ids, np.int32), ids[hint.at : hint.stop]])
+
+    def side(token_ids: np.ndarray) -> Stream:
+        none = np.zeros(len(token_ids), np.float32)
+        acted = np.arange(len(token_ids)) >= len(token_ids) - size
+        return Stream(token_ids=token_ids, acted=acted, logprob=none, advantage=none, routes=stream.routes[:0])
+
+    return side(ids[: hint.stop]), side(hinted)
+
+
+def distributions(model: Model, streams: Sequence[Stream]) -> Tensor:
+    """Return the log-probabilities [S, V] at each acted token, stream by stream."""
+    batch: FlatBatch = moved(flatten(streams), model.embed.device)
+    hidden_ND, _ = model.trunk(batch.inputs_N, batch.position_N, batch.attend)
+    logits_SV = linear(hidden_ND.index_select(0, batch.place_U[batch.from_S]), model.output_weight)
+    return logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32)).log_softmax(-1)

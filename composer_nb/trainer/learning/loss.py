@@ -54,7 +54,7 @@ class LossSettings:
     beta: NotNegative = 0.0
     """Weight of the KL penalty to the frozen reference."""
     feedback: NotNegative = 0.0
-    """Weight of the KL to the initial policy with a hint, over the hinted turns (`feedback.py`); 0: no hints."""
+    """Weight of the KL to the initial policy with a hint, over the hinted turns (`learner.py`); 0: no hints."""
     kl: Kl = "k1"
     """Estimator of the KL penalty, which also determines where it enters; see `kl_penalty`."""
 
@@ -71,12 +71,14 @@ class LossSettings:
             )
 
 
-def advantages(rewards_G: Tensor, std_norm: bool = False) -> Tensor:
-    """Return A_i = R_i − mean(R) over one group; with `std_norm`, divided by the population standard deviation (GRPO, arXiv
-    2402.03300). Some implementations use n − 1, a constant factor for groups of one size.
+def advantages(rewards_G: Tensor, std_norm: bool = False, baseline: Baseline = "group") -> Tensor:
+    """Return A_i = R_i − mean(R) over one group, or R_i without a baseline; with `std_norm`, divided by the population standard
+    deviation (GRPO, arXiv 2402.03300). Some implementations use n − 1, a constant factor for groups of one size.
 
     The computation is in float64, in which the mean of equal float32 rewards is exact: rounding must not become a signal.
     """
+    if baseline == "none":
+        return rewards_G
     exact_G = rewards_G.double()
     centred_G = exact_G - exact_G.mean()
     if std_norm:

@@ -1,51 +1,172 @@
-"""Optimizers over one flat vector of all weights.
+"""The optimizers of all training stages: AdamW and Muon.
 
-The model's parameters and gradients are views of flat buffers, so that one all-reduce sums all gradients, one norm covers all
-tensors, and a checkpoint is a few vectors. With a published dtype, the optimizer keeps float32 master weights, while the model
-holds the engine's weights: rounded to that dtype, for computation in float32. Gradients are computed at the published weights and
-applied to the masters, so the trainer scores with exactly the weights that the engine samples from.
+Muon is momentum with all singular values set to about 1, for every matrix that maps vectors to vectors; AdamW for the rest.
+
+    M ← μ M + (1 − μ) G                                        momentum
+    O ← newton_schulz((1 − μ) G + μ M)                         about U Vᵀ of its singular value decomposition U Σ Vᵀ
+    W ← (1 − η λ) W − η · 0.2 · sqrt(max(A, B)) · O            for matrices of A × B
+
+μ = 0.95 with Nesterov momentum and the polynomial are from K. Jordan et al., "Muon: an optimizer for hidden layers in neural
+networks" (2024). The decay λ, and the factor that gives updates the size of AdamW's so that both share a learning rate, are from
+Moonlight (arXiv 2502.16982, §2.2).
+
+A matrix is a mathematical unit, however it is stored: the projection of one attention head, or the gate, up or down projection of
+one expert (as in Cursor's "Composer 2.5", 2026). All matrices of a kind form one stack [E, A, B]. The update of a matrix depends
+on that matrix alone, so a rank that holds whole heads or experts can update them by itself.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
-from composer_nb.trainer.learning.muon import OptimizerSettings, matrices, muon_update
+from composer_nb.harness.plain import Some, require_ranges
 from composer_nb.trainer.learning.ranks import Ranks
-
-
-class Optimizer(Protocol):
-    """The interface of an optimizer for the learner."""
-
-    def zero_(self) -> None:
-        """Set the gradients to zero."""
-
-    def sum_(self, ranks: Ranks) -> None:
-        """Sum the gradients over `ranks`, unless the backward pass has done so."""
-
-    def step(self, lr: float, clip: float) -> float:
-        """Update the weights with the gradients, scaled to a norm of at most `clip`. Return the norm before scaling. Raises
-        FloatingPointError, without an update, if the norm is not finite."""
-
-    def state(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs."""
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Restore `state`."""
-
+from composer_nb.trainer.models.config import ModelConfig
 
 BETAS = (0.9, 0.95)
 """Betas of AdamW."""
+QUINTIC = (3.4445, -4.7750, 2.0315)
+"""Jordan's coefficients: steep at 0 rather than exact at 1, so that five steps bring singular values from 0.01 on to about
+0.7 .. 1.2."""
+OptimizerName = Literal["adamw", "muon"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """The optimizer of all training stages."""
+
+    name: OptimizerName = "adamw"
+    """muon: Muon updates the matrices of attention heads, experts and dense layers; AdamW updates embeddings, routers, norms and
+    the output layer."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Momentum of Muon."""
+    newton_schulz: Some = 5
+    """Newton–Schulz iterations of Muon towards an orthogonal update."""
+
+    def __post_init__(self) -> None:
+        require_ranges(self, "optimizer")
+
+
+def newton_schulz(x_EAB: Tensor, steps: int = 5) -> Tensor:
+    """Divide each matrix by its Frobenius norm, which brings its singular values σ to at most 1, and apply the odd polynomial
+    a·σ + b·σ³ + c·σ⁵ to them `steps` times. Singular vectors are kept, and zeros stay zeros. Computes in the dtype of `x_EAB`."""
+    a, b, c = QUINTIC
+    tall = x_EAB.shape[-2] > x_EAB.shape[-1]
+    x = x_EAB.mT if tall else x_EAB
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, b * gram + c * gram @ gram, x, beta=a)
+    return x.mT if tall else x
+
+
+def look_ahead(momentum: Tensor, gradient: Tensor, s: OptimizerSettings) -> Tensor:
+    """Add a gradient to its momentum, in place, and return Nesterov's sum of both."""
+    momentum.lerp_(gradient, 1 - s.momentum)
+    return gradient.lerp(momentum, s.momentum)
+
+
+def orthogonal(x_EAB: Tensor, s: OptimizerSettings) -> Tensor:
+    """Return the update to subtract from a stack of matrices at a learning rate of 1. Its root mean square is about 0.2, as is
+    usual for AdamW. Matrices are independent."""
+    return newton_schulz(x_EAB, s.newton_schulz) * (0.2 * math.sqrt(max(x_EAB.shape[-2:])))
+
+
+def matrices(name: str, weight: Tensor, c: ModelConfig) -> list[Tensor]:
+    """Return a parameter of the model as stacks [E, A, B], which are views; none if AdamW updates it.
+
+    `name` is as in `named_parameters`. `weight` is the parameter, its gradient, its momentum, or a part of one of them with whole
+    heads (dimension 0 of queries, keys and values, dimension 1 of `o`) or whole experts (dimension 0).
+    """
+    match name.rpartition(".")[2]:
+        case "qkv" | "q_b":
+            return [weight.unflatten(0, (-1, c.head_dim))]
+        case "kv_b":
+            widths = [c.qk_nope_head_dim, c.v_head_dim]
+            return list(weight.unflatten(0, (-1, sum(widths))).split(widths, dim=1))
+        case "o":
+            return [weight.unflatten(1, (-1, c.value_width)).transpose(0, 1)]
+        case "w_in":
+            return list(weight.chunk(2, dim=-1))
+        case "w_out":
+            return [weight]
+        case "dense_in" | "shared_in":
+            return [half[None] for half in weight.chunk(2, dim=-1)]
+        case "dense_out" | "shared_out" | "q_a" | "kv_a" | "join":
+            return [weight[None]]
+    return []
+
+
 ADAMW = OptimizerSettings()
 
 
-class FlatOptimizer:
+class Optimizer(ABC):
     """AdamW (arXiv 1711.05101) with decoupled decay and a learning rate per step. With the settings of Muon, Muon updates the
-    parameters that `muon.matrices` finds, with the same rate and decay; they then come first in the flat vectors."""
+    parameters that `matrices` finds, with the same rate and decay.
+
+    With a published dtype, the optimizer keeps float32 master weights, while the model holds the engine's weights: rounded to
+    that dtype, for computation in float32. Gradients are computed at the published weights and applied to the masters, so the
+    trainer scores with exactly the weights that the engine samples from."""
+
+    _adam: torch.optim.AdamW
+    _decay: float
+
+    @abstractmethod
+    def zero_(self) -> None:
+        """Set the gradients to zero."""
+
+    @abstractmethod
+    def sum_(self, ranks: Ranks) -> None:
+        """Sum the gradients over `ranks`, unless the backward pass has done so."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Return the state that a resumed run needs."""
+
+    @abstractmethod
+    def load(self, state: dict[str, Any]) -> None:
+        """Restore `state`."""
+
+    @abstractmethod
+    def _clip(self, clip: float) -> float:
+        """Scale the gradients to a norm of at most `clip`, and return the norm before."""
+
+    @abstractmethod
+    def _updates(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the masters that Muon updates, each with its update."""
+
+    @abstractmethod
+    def _publish(self) -> None:
+        """Round the masters into the model."""
+
+    @torch.no_grad()
+    def step(self, lr: float, clip: float) -> float:
+        """Update the weights with the gradients, scaled to a norm of at most `clip`. Return the norm before scaling. Raises
+        FloatingPointError, without an update, if the norm is not finite."""
+        norm = self._clip(clip)
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient's norm is {norm}: training has diverged; lower lr")
+        for weight, update in self._updates():
+            weight.mul_(1 - lr * self._decay).sub_(update, alpha=lr)
+        self._adam.param_groups[0]["lr"] = lr
+        self._adam.step()
+        self._publish()
+        return norm
+
+
+class FlatOptimizer(Optimizer):
+    """The optimizer over one flat vector of all weights.
+
+    The model's parameters and gradients are views of flat buffers, so that one all-reduce sums all gradients, one norm covers all
+    tensors, and a checkpoint is a few vectors. The matrices of Muon come first in the flat vectors."""
 
     def __init__(
         self,
@@ -91,20 +212,15 @@ class FlatOptimizer:
     def sum_(self, ranks: Ranks) -> None:
         ranks.sum_(self.gradients)
 
-    @torch.no_grad()
-    def step(self, lr: float, clip: float) -> float:
+    def _clip(self, clip: float) -> float:
         norm = float(torch.linalg.vector_norm(self.gradients, dtype=torch.float64))  # millions of squares
-        require_finite(norm)
         if norm > clip:
             self.gradients.mul_(clip / norm)
-        s = self._settings
-        for weight_EAB, gradient_EAB, momentum_EAB in self._stacks:
-            update_EAB = muon_update(momentum_EAB, gradient_EAB, momentum=s.momentum, steps=s.newton_schulz)
-            weight_EAB.mul_(1 - lr * self._decay).sub_(update_EAB, alpha=lr)
-        self._adam.param_groups[0]["lr"] = lr
-        self._adam.step()
-        self._publish()
         return norm
+
+    def _updates(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for weight_EAB, gradient_EAB, momentum_EAB in self._stacks:
+            yield weight_EAB, orthogonal(look_ahead(momentum_EAB, gradient_EAB, self._settings), self._settings)
 
     def state(self) -> dict[str, Tensor]:
         """Return the state that a resumed run needs, as flat tensors on the CPU."""
@@ -119,16 +235,16 @@ class FlatOptimizer:
         """Restore `state`. Raises ValueError, before any change, if it belongs to a model of another size or to another
         optimizer."""
         moments = {name: value for name, value in state.items() if name != "master"}
-        known = {"step", "exp_avg", "exp_avg_sq", *(["momentum"] if self._stacks else [])}
+        expected = {"step", "exp_avg", "exp_avg_sq", *(["momentum"] if self._stacks else [])}
         if state["master"].shape != self.master.shape:
             raise ValueError(
                 f"the checkpoint holds {state['master'].numel()} weights, the model {self.master.numel()}: "
                 "the model's settings changed since it was written"
             )
-        if moments and moments.keys() != known:  # a state without moments is from before the first step
+        if moments and moments.keys() != expected:  # a state without moments is from before the first step
             raise ValueError(
                 f"optimizer.name={self._settings.name!r}: the checkpoint holds {', '.join(sorted(moments))}, not "
-                f"{', '.join(sorted(known))}; it was written with another optimiser: go on with that one, or begin a new run"
+                f"{', '.join(sorted(expected))}; it was written with another optimiser: go on with that one, or begin a new run"
             )
         momentum = moments.pop("momentum", None)
         self._momentum.zero_() if momentum is None else self._momentum.copy_(momentum)
@@ -142,15 +258,9 @@ class FlatOptimizer:
             self.weights.copy_(self.master.to(self.published))
 
 
-def require_finite(norm: float) -> None:
-    """Raise FloatingPointError if the norm of the gradient is not finite."""
-    if not math.isfinite(norm):
-        raise FloatingPointError(f"the gradient's norm is {norm}: training has diverged; lower lr")
-
-
 def trapezoid(step: float, steps: float, warmup: float, constant: float, floor: float = 0.03) -> float:
     """Return a factor of the learning rate: rising over `warmup`, 1 until `constant` (shares of `steps`), falling to `floor`."""
-    place = (step + 1) / steps
-    if place < warmup:
-        return place / warmup
-    return 1.0 if place <= constant else floor + (1 - floor) * (1 - place) / (1 - constant)
+    progress = (step + 1) / steps
+    if progress < warmup:
+        return progress / warmup
+    return 1.0 if progress <= constant else floor + (1 - floor) * (1 - progress) / (1 - constant)

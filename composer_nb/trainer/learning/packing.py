@@ -12,20 +12,64 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from composer_nb.harness.plain import Share, require_ranges
 from composer_nb.harness.policy import route_checks
 from composer_nb.harness.rollout import Hint
 from composer_nb.kernels.attention.causal import causal_attention
 from composer_nb.kernels.logprob import logprob_entropy
 from composer_nb.kernels.moe.routing import Replay, Routing
-from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY, ReplaySettings
 from composer_nb.trainer.models.transformer import Gather, Model
+
+ReplayLevel = Literal["none", "ids", "ids+order", "weights"]
+Source = Literal["engine", "trainer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaySettings:
+    """The part of the recorded routes that the trainer's forward pass uses."""
+
+    level: ReplayLevel = "none"
+    """none: nothing. ids: the set of experts. ids+order: also their order, in which their results are summed. weights: also their
+    gates; the router then learns nothing from the replayed tokens."""
+    source: Source = "engine"
+    """engine: the routes of sampling (R3). trainer: the routes of the trainer's own forward pass before the first optimizer step
+    on a batch (R2), which fixes the experts over its minibatches; streams then need no routes."""
+    plausible: Share = 0.0
+    """Replayed experts whose live score is below this times the lowest score of the router's own choice are replaced by its own
+    candidates. 0 replays all experts; 1 replays almost none that the router would not choose, if the score alone decides (a bias
+    or limits of groups, as in DeepSeek-V3, are ignored here)."""
+    missing: Share = 0.0
+    """Share of a rollout's forwarded tokens that may lack routes; these use the trainer's own experts."""
+
+    def __post_init__(self) -> None:
+        require_ranges(self, "replay")
+        if self.level == "none" and (self.source != "engine" or self.plausible or self.missing):
+            raise ValueError(
+                "replay.level is none, so the other replay settings would do nothing: set it, as to 'ids+order'"
+            )
+        if self.source == "trainer" and self.missing:
+            raise ValueError("replay.missing is of routes on record, and replay.source=trainer makes its own")
+
+    @property
+    def on(self) -> bool:
+        return self.level != "none"
+
+    @property
+    def recorded(self) -> bool:
+        """Whether streams must contain their routes."""
+        return self.on and self.source == "engine"
+
+
+NO_REPLAY = ReplaySettings()
+FULL = ReplaySettings(level="ids+order")
+"""R3: recorded experts and their order, with live gates."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +101,7 @@ class Stream:
     whole: Whole | None = None
     """The rollout that this segment belongs to. None: the stream is all of it."""
     hints: tuple[Hint, ...] = ()
-    """Hints for some of its turns (`feedback.py`)."""
+    """Hints for some of its turns (`learner.py`)."""
 
     def route_fault(self, replay: ReplaySettings = FULL) -> str:
         """Return why these routes cannot be replayed, as far as the stream alone shows; empty if they can."""
@@ -70,9 +114,9 @@ class Stream:
             return f"token {int(valid.argmin())} of {tokens} was forwarded and has no routes{more}"
         if self.route_valid[-1:].any():
             return "routes of the last token, which is never forwarded"
-        known = (route_checks(np.arange(tokens), self.token_ids, self.routes) == self.checks)[:-1] | ~valid
-        if not known.all():
-            return f"the routes at token {int(known.argmin())} of {tokens} were recorded at another token or place"
+        matches = (route_checks(np.arange(tokens), self.token_ids, self.routes) == self.checks)[:-1] | ~valid
+        if not matches.all():
+            return f"the routes at token {int(matches.argmin())} of {tokens} were recorded at another token or place"
         if replay.level == "weights" and (self.gates.shape != self.routes.shape or str(self.gates.dtype) != "float32"):
             return (
                 f"gates of {self.gates.shape} and {self.gates.dtype} beside routes of {self.routes.shape}, and replay.level "
@@ -238,11 +282,11 @@ def score(
 def families(streams: Sequence[Stream]) -> list[list[int]]:
     """Return the indices of streams grouped by the task and prompt of their rollouts, in order of first appearance. Rollouts of
     one family share most of their forward pass, and so should stay together."""
-    found: dict[bytes, list[int]] = {}
+    members: dict[bytes, list[int]] = {}
     for number, stream in enumerate(streams):
         prompt = stream.token_ids[: int(stream.acted.argmax())]
-        found.setdefault(stream.family or prompt.tobytes(), []).append(number)
-    return list(found.values())
+        members.setdefault(stream.family or prompt.tobytes(), []).append(number)
+    return list(members.values())
 
 
 def microbatches(streams: Sequence[Stream], budget: int, together: bool = False) -> list[list[Stream]]:
@@ -281,16 +325,16 @@ def runs(
 ) -> list[Run]:
     """Cut a family, in the order of its tree, into the longest runs that are not `full`, of at least one stream each. `together`:
     as for `microbatches`."""
-    found: list[Run] = []
+    complete: list[Run] = []
     run, before = Run([], 0, 0), NOTHING
     for unit in _units(streams, family, together):
         added, last = _added(streams, unit, before)
         grown = Run([*run.numbers, *unit], run.tokens + added.tokens, run.pairs + added.pairs)
         if run.numbers and full(grown):
-            found.append(run)
+            complete.append(run)
             grown, _ = _added(streams, unit, NOTHING)
         run, before = grown, last
-    return [*found, run]
+    return [*complete, run]
 
 
 def _units(streams: Sequence[Stream], family: Sequence[int], together: bool) -> list[list[int]]:
@@ -352,18 +396,18 @@ class _Tree:
 def _buckets(tree: _Tree) -> tuple[list[Bucket], NDArray[np.int64]]:
     """Return rows that own tokens, in buckets whose shortest row is at least three quarters as long as the longest, and the
     tokens in the order in which the buckets compute them."""
-    own = {int(row): np.flatnonzero(tree.owner_N == row) for row in np.unique(tree.owner_N)}
-    rows = sorted(own, key=lambda row: (-len(tree.nodes[row]), row))
+    owned = {int(row): np.flatnonzero(tree.owner_N == row) for row in np.unique(tree.owner_N)}
+    rows = sorted(owned, key=lambda row: (-len(tree.nodes[row]), row))
     buckets, computed = [], []
     while rows:
         longest = len(tree.nodes[rows[0]])
         part = [row for row in rows if 4 * len(tree.nodes[row]) >= 3 * longest]
         rows = rows[len(part) :]
         padded = np.zeros((len(part), longest), np.int64)
-        for place, row in enumerate(part):
-            padded[place, : len(tree.nodes[row])] = tree.nodes[row]
-        places = [place * longest + tree.position_N[own[row]] for place, row in enumerate(part)]
+        for index, row in enumerate(part):
+            padded[index, : len(tree.nodes[row])] = tree.nodes[row]
+        places = [index * longest + tree.position_N[owned[row]] for index, row in enumerate(part)]
         flat = torch.from_numpy(padded.reshape(-1))
         buckets.append(Bucket(len(part), flat, torch.from_numpy(np.concatenate(places))))
-        computed += [own[row] for row in part]
+        computed += [owned[row] for row in part]
     return buckets, np.concatenate(computed)

@@ -49,7 +49,7 @@ def recompute(model: Model, segments: Sequence[Segment]) -> list[Recomputed]:
     Attention runs in float32, and logits become float32 before the softmax, as in the engine. Raises
     ValueError for rows that are too long.
     """
-    found: list[Recomputed] = []
+    results: list[Recomputed] = []
     for part in within(BUDGET, segments):
         lengths = [len(segment.token_ids) - 1 for segment in part]
         packed = PackedRows.of_lengths(lengths, model.config)
@@ -74,8 +74,8 @@ def recompute(model: Model, segments: Sequence[Segment]) -> list[Recomputed]:
         for segment, (logprob, entropy, *routed) in zip(part, split, strict=True):
             first, trace = torch.zeros(1), trace_of(segment.token_ids, routed, model.config.num_experts)
             values = (torch.cat([first, values]).numpy() for values in (logprob, entropy))
-            found.append(Recomputed(logprob=next(values), entropy=next(values), trace=trace))
-    return found
+            results.append(Recomputed(logprob=next(values), entropy=next(values), trace=trace))
+    return results
 
 
 def trace_of(token_ids: NDArray[np.int32], routed: Sequence[Tensor], experts: int) -> Trace:
@@ -99,26 +99,28 @@ def with_checks(trace: Trace, token_ids: NDArray[np.int32]) -> Trace:
 def retrace(model: Model, attempts: Sequence[Attempt]) -> list[Attempt]:
     """Return the attempts with the log-probabilities, routes, gates and margins that an engine of `model` computes for their
     tokens."""
-    found = iter(recompute(model, [segment for done in attempts for segment in done.rollout.segments]))
+    traces = iter(recompute(model, [segment for attempt in attempts for segment in attempt.rollout.segments]))
 
     def again(segment: Segment) -> Segment:
-        seen = next(found)
-        return replace(segment, logprob=np.where(segment.acted, seen.logprob, 0).astype(np.float32), trace=seen.trace)
+        routings = next(traces)
+        return replace(
+            segment, logprob=np.where(segment.acted, routings.logprob, 0).astype(np.float32), trace=routings.trace
+        )
 
-    return [_with(done, [again(segment) for segment in done.rollout.segments]) for done in attempts]
+    return [_with(attempt, [again(segment) for segment in attempt.rollout.segments]) for attempt in attempts]
 
 
-def reroute(done: Attempt, routes: NDArray[np.unsignedinteger[Any]]) -> Attempt:
+def reroute(attempt: Attempt, routes: NDArray[np.unsignedinteger[Any]]) -> Attempt:
     """Return the attempt with `routes` [T, L, K] on record for its tokens, segment after segment, and matching checks. Raises
     ValueError for another shape."""
-    segments = done.rollout.segments
+    segments = attempt.rollout.segments
     before = np.concatenate([segment.trace.routes for segment in segments])
     if routes.shape != before.shape:
         raise ValueError(f"routes of {routes.shape} for a rollout with routes of {before.shape}")
     parts = np.split(routes, np.cumsum([len(segment.token_ids) for segment in segments])[:-1])
     pairs = zip(segments, parts, strict=True)
-    return _with(done, [replace(s, trace=with_checks(replace(s.trace, routes=r), s.token_ids)) for s, r in pairs])
+    return _with(attempt, [replace(s, trace=with_checks(replace(s.trace, routes=r), s.token_ids)) for s, r in pairs])
 
 
-def _with(done: Attempt, segments: Sequence[Segment]) -> Attempt:
-    return replace(done, rollout=replace(done.rollout, segments=tuple(segments)))
+def _with(attempt: Attempt, segments: Sequence[Segment]) -> Attempt:
+    return replace(attempt, rollout=replace(attempt.rollout, segments=tuple(segments)))

@@ -9,7 +9,7 @@ choice. Gates are computed from the trainer's live scores, so that the router le
     route()    uses the given experts and their live gates
     this file  checks routes before training, and measures the agreement of the two routers
 
-`replay_settings.ReplaySettings` selects the parts to replay.
+`ReplaySettings` selects the parts to replay.
 
 Training on the routes of other tokens looks normal but is wrong; hence the checks.
 """
@@ -22,8 +22,7 @@ import numpy as np
 import torch
 
 from composer_nb.kernels.moe.routing import Replay, Routing
-from composer_nb.trainer.learning.packing import Stream
-from composer_nb.trainer.learning.replay_settings import FULL, ReplaySettings
+from composer_nb.trainer.learning.packing import FULL, ReplaySettings, Stream
 from composer_nb.trainer.models.transformer import ModelConfig, stacked
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,26 +17,6 @@ from composer_nb.trainer.learning.optimizer import Optimizer
 from composer_nb.trainer.learning.packing import FlatBatch, Stream, flatten, moved, score
 from composer_nb.trainer.learning.ranks import Ranks, deal
 from composer_nb.trainer.models.transformer import Model, balance_loss
-
-
-class Beside(Protocol):
-    """A module that learns beside a model, on the same rows."""
-
-    def at(self, step: int) -> Self | None:
-        """Return itself from its first step on, else None. Every rank calls this."""
-
-    def loss(self, rows: Sequence[TokenRow]) -> Tensor:
-        """Return a term to add to the loss of this rank's rows."""
-
-    def update(self, lr: float) -> None:
-        """Update from the gradients of all ranks."""
-
-    def state(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs, under names that begin with `draft_`."""
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Restore `state`."""
-
 
 LOOKS = 10
 """Number of evaluations of the watched rows in a stage."""
@@ -54,7 +34,8 @@ class StagePlan:
     """Rows by the name of their reported loss."""
     balance: float = 0.0
     weight_decay: float = 0.0
-    beside: Beside | None = None
+    beside: Any = None
+    """A `drafts.Joint`, which learns beside the model on the same rows."""
 
 
 def supervise(
@@ -106,7 +87,7 @@ def train_step(
     lr: float,
     balance: float,
     clip: float,
-    beside: Beside | None = None,
+    beside: Any = None,
 ) -> dict[str, float]:
     """Take one optimizer step on this rank's `rows`. The loss is the weighted mean of cross-entropy over the tokens of all ranks,
     plus the mean over ranks of the balance loss and of the loss of `beside`. A rank without rows, from a small batch, still takes
@@ -166,16 +147,16 @@ def _losses(
 
 def share(rows: Sequence[TokenRow], ranks: Ranks) -> list[TokenRow]:
     """Return this rank's part of a batch. Rows are dealt longest first, so that the ranks' parts cost about the same."""
-    place, count = ranks.share
-    mine = deal({number: len(row.token_ids) for number, row in enumerate(rows)}, count)[place]
+    rank, count = ranks.share
+    mine = deal({number: len(row.token_ids) for number, row in enumerate(rows)}, count)[rank]
     return [rows[number] for number in mine]
 
 
 @torch.no_grad()
 def cross_entropy(model: Model, rows: Sequence[TokenRow], ranks: Ranks, budget: int = 4096) -> float:
     """Return the mean cross-entropy, in nats per token, over the tokens of weight 1."""
-    place, count = ranks.share
-    parts = list(within(budget, rows[place::count]))
+    rank, count = ranks.share
+    parts = list(within(budget, rows[rank::count]))
     if ranks.lockstep:
         parts += [[]] * (max(ranks.gather(len(parts))) - len(parts))
     total = {"loss": 0.0, "tokens": 0.0}

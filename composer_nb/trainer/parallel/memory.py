@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from composer_nb.trainer.learning.muon import OptimizerName, matrices
+from composer_nb.trainer.learning.optimizer import OptimizerName, matrices
 from composer_nb.trainer.models.transformer import Layer, Model, ModelConfig, weight_counts
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 

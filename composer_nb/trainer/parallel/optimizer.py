@@ -10,6 +10,7 @@ For the gradient's norm, the squares of all ranks' parts are summed, and parts o
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,8 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from composer_nb.trainer.learning.muon import OptimizerSettings, matrices, newton_schulz
-from composer_nb.trainer.learning.optimizer import BETAS, require_finite
+from composer_nb.trainer.learning.optimizer import (
+    BETAS,
+    Optimizer,
+    OptimizerSettings,
+    look_ahead,
+    matrices,
+    orthogonal,
+)
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.parallel.team import Team
@@ -27,7 +34,7 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 """Tensors of the state of each weight that AdamW updates."""
 
 
-class ShardedOptimizer:
+class ShardedOptimizer(Optimizer):
     """The optimizer of a model sharded by `fsdp.shard`."""
 
     def __init__(
@@ -63,57 +70,46 @@ class ShardedOptimizer:
     def sum_(self, ranks: Ranks) -> None:
         """Do nothing: FSDP2 has already summed the gradients."""
 
-    def norm(self) -> float:
-        """Return the norm of the whole gradient."""
+    def _clip(self, clip: float) -> float:
         total = torch.zeros((), dtype=torch.float64, device=self._team.device)
         for weight in self.weights.values():
             if (gradient := weight.grad) is not None:
                 assert isinstance(gradient, DTensor)
-                own = torch.linalg.vector_norm(gradient.to_local(), dtype=torch.float64)
-                total += own.square() / _copies(weight)
-        return math.sqrt(float(self._team.sum_(total)))
-
-    @torch.no_grad()
-    def step(self, lr: float, clip: float) -> float:
-        """See `Optimizer`."""
-        norm = self.norm()
-        require_finite(norm)
+                shard = torch.linalg.vector_norm(gradient.to_local(), dtype=torch.float64)
+                copies = zip(weight.device_mesh.shape, weight.placements, strict=True)  # ranks that hold the same part
+                total += shard.square() / math.prod(size for size, way in copies if isinstance(way, Replicate))
+        norm = math.sqrt(float(self._team.sum_(total)))
         for name, weight in self.weights.items():
             gradient = weight.grad
             assert gradient is None or isinstance(gradient, DTensor)
-            own = torch.zeros_like(self.masters[name]) if gradient is None else gradient.to_local()
-            self.masters[name].grad = own.mul_(clip / norm) if norm > clip else own
-        for name, momentum in self._momentum.items():
-            self.masters[name].mul_(1 - lr * self._decay).sub_(self._orthogonal(name, momentum), alpha=lr)
-        self._adam.param_groups[0]["lr"] = lr
-        self._adam.step()
-        self._publish()
+            shard = torch.zeros_like(self.masters[name]) if gradient is None else gradient.to_local()
+            self.masters[name].grad = shard.mul_(clip / norm) if norm > clip else shard
         return norm
 
-    def _orthogonal(self, name: str, momentum: Tensor) -> Tensor:
-        """Return this rank's part of `muon_update`."""
-        s, c, weight = self._settings, self._model.config, self.weights[name]
-        gradient = self.masters[name].grad
-        assert gradient is not None
-        momentum.lerp_(gradient, 1 - s.momentum)
-        ahead = gradient.lerp(momentum, s.momentum)
-        whole = ahead if ".experts." in name else _like(weight, ahead).full_tensor()
-        update = torch.empty_like(whole)
-        for into, matrix in zip(matrices(name, update, c), matrices(name, whole, c), strict=True):
-            into.copy_(newton_schulz(matrix, s.newton_schulz) * (0.2 * math.sqrt(max(matrix.shape[-2:]))))
-        if ".experts." in name:
-            return update
-        return distribute_tensor(update, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
+    def _updates(self) -> Iterator[tuple[Tensor, Tensor]]:
+        c = self._model.config
+        for name, momentum in self._momentum.items():
+            weight, gradient = self.weights[name], self.masters[name].grad
+            assert gradient is not None
+            ahead = look_ahead(momentum, gradient, self._settings)
+            whole = ahead if ".experts." in name else _like(weight, ahead).full_tensor()
+            update = torch.empty_like(whole)
+            for into, matrix in zip(matrices(name, update, c), matrices(name, whole, c), strict=True):
+                into.copy_(orthogonal(matrix, self._settings))
+            if ".experts." not in name:
+                mesh, ways = weight.device_mesh, weight.placements
+                update = distribute_tensor(update, mesh, ways, src_data_rank=None).to_local()
+            yield self.masters[name], update
 
     def state(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as DTensors that share memory with this rank's parts. Names are those of the
         unsharded model."""
-        found: dict[str, Any] = {"step": torch.zeros(())}
+        tensors: dict[str, Any] = {"step": torch.zeros(())}
         for name, weight in self.weights.items():
             parts = self._parts(name)
-            found["step"] = parts.pop("step", found["step"])
-            found |= {f"{kind}.{_plain(name)}": _like(weight, part) for kind, part in parts.items()}
-        return found
+            tensors["step"] = parts.pop("step", tensors["step"])
+            tensors |= {f"{kind}.{_plain(name)}": _like(weight, part) for kind, part in parts.items()}
+        return tensors
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
@@ -146,13 +142,7 @@ def _plain(name: str) -> str:
     return name.replace(".experts.", ".")
 
 
-def _copies(weight: DTensor) -> int:
-    """Return the number of ranks that hold the same part."""
-    sizes = weight.device_mesh.shape
-    return math.prod(size for size, way in zip(sizes, weight.placements, strict=True) if isinstance(way, Replicate))
-
-
-def _like(weight: DTensor, own: Tensor) -> DTensor:
+def _like(weight: DTensor, shard: Tensor) -> DTensor:
     return DTensor.from_local(
-        own, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        shard, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
     )

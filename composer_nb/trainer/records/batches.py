@@ -32,7 +32,7 @@ def save_batch(
         file,
         packed or [pack_attempt(scored.attempt) for scored in everyone],
         {
-            "group": [place for place, group in enumerate(groups) for _ in group],
+            "group": [number for number, group in enumerate(groups) for _ in group],
             "reward": [scored.reward.total for scored in everyone],
             "terms": [json.dumps(scored.reward.terms) for scored in everyone],
             "advantage": [scored.advantage for scored in everyone],
@@ -46,7 +46,7 @@ def load_batch(file: Path, tasks: Mapping[str, Task]) -> list[list[Scored]]:
     attempts = load_attempts(file, tasks)
     groups: dict[int, list[Scored]] = {}
     names = ["group", "reward", "terms", "advantage"]
-    for done, c in zip(attempts, pq.read_table(file, columns=names).to_pylist(), strict=True):
+    for attempt, c in zip(attempts, pq.read_table(file, columns=names).to_pylist(), strict=True):
         reward = Reward(total=c["reward"], terms=json.loads(c["terms"]))
-        groups.setdefault(c["group"], []).append(Scored(attempt=done, reward=reward, advantage=c["advantage"]))
+        groups.setdefault(c["group"], []).append(Scored(attempt=attempt, reward=reward, advantage=c["advantage"]))
     return list(groups.values())

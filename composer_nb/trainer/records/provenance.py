@@ -30,7 +30,7 @@ def changed() -> bool | None:
 
 def _git(*words: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=20)
+        process = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None

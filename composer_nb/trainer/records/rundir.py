@@ -115,14 +115,14 @@ class RunDir:
         """Return the contents of settings.json (for `settings.from_dict`). Raises ValueError if it cannot be read."""
         path = self.path / "settings.json"
         try:
-            found = json_of(path.read_text())
+            content = json_of(path.read_text())
         except FileNotFoundError:
             raise ValueError(f"{path} is not there: this is no run, or one that never began") from None
         except ValueError as error:
             raise ValueError(f"{path}: damaged ({error}); bring it back from a copy, or start a new run") from None
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             raise ValueError(f"{path}: damaged (no JSON object); bring it back from a copy, or start a new run")
-        return found
+        return content
 
     def query(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         with closing(self.connect()) as db:
@@ -185,9 +185,9 @@ class RunDir:
 
         Raises ValueError that names the file if it is damaged, or a folder that ranks wrote.
         """
-        if (found := self.pointer(stage)) is None:
+        if (pointer := self.pointer(stage)) is None:
             return None
-        step, file, seconds = found
+        step, file, seconds = pointer
         if file.is_dir():
             raise ValueError(
                 f"{file} was written by the ranks of a mesh, and this run's mesh.* is at its defaults: set it as it was"
@@ -217,11 +217,11 @@ class RunDir:
 
     def changed_live(self) -> dict[str, dict[str, Any]]:
         """Return the settings that were changed while the run was live, as `services.changes`: by step, from 1, and by name."""
-        found: dict[str, dict[str, Any]] = {}
+        changes: dict[str, dict[str, Any]] = {}
         if self.query("SELECT 1 FROM sqlite_master WHERE name = 'change'"):  # the plain loop takes no changes
             for step, name, value in self.query("SELECT step, name, value FROM change WHERE step >= 0 ORDER BY number"):
-                found.setdefault(str(step + 1), {})[name] = json_of(value)
-        return found
+                changes.setdefault(str(step + 1), {})[name] = json_of(value)
+        return changes
 
     def last_live_step(self) -> int:
         """Return the last RL step, from 1, that trained on any token; 0 if none did. The weights have not changed since."""
@@ -232,9 +232,9 @@ class RunDir:
         """Remove partial files of a killed run and unreferenced checkpoints, and rebuild metrics.jsonl from the durable steps."""
         for part in list(self.path.rglob("*.part*")):
             _remove(part)
-        kept = {name for (name,) in self.query("SELECT file FROM checkpoint")}
+        referenced = {name for (name,) in self.query("SELECT file FROM checkpoint")}
         for file in (self.path / "checkpoints").iterdir():
-            if file.name not in kept:
+            if file.name not in referenced:
                 _remove(file)
         rows = self.query("SELECT stage, step, metrics FROM step ORDER BY rowid")
         lines = [json.dumps({"stage": stage, "step": step, **json.loads(m)}) + "\n" for stage, step, m in rows]

@@ -128,23 +128,23 @@ class RayActors:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._release(name)
-        place = self._places[name] = placement_group([{"CPU": RANK_CPU, "GPU": gpus}] * count, strategy="PACK")
-        if not place.wait(PLACE_S):
+        group = self._places[name] = placement_group([{"CPU": RANK_CPU, "GPU": gpus}] * count, strategy="PACK")
+        if not group.wait(PLACE_S):
             self._release(name)
-            each = f"{RANK_CPU} CPU{f' and {gpus} GPU' if gpus else ''}"
-            raise RuntimeError(f"the cluster has no room for {count} trainer ranks of {each} each: lower ranks")
-        made = []
+            needs = f"{RANK_CPU} CPU{f' and {gpus} GPU' if gpus else ''}"
+            raise RuntimeError(f"the cluster has no room for {count} trainer ranks of {needs} each: lower ranks")
+        remotes = []
         for rank in range(count):
-            where = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=rank)
-            made.append(self._make(kind, (rank, *values), f"{name}-{rank}", threads, gpus, where))
-        return made
+            where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+            remotes.append(self._make(kind, (rank, *values), f"{name}-{rank}", threads, gpus, where))
+        return remotes
 
     def _release(self, name: str) -> None:
         """Release the placement of earlier ranks."""
         from ray.util.placement_group import remove_placement_group
 
-        if (place := self._places.pop(name, None)) is not None:
-            remove_placement_group(place)
+        if (group := self._places.pop(name, None)) is not None:
+            remove_placement_group(group)
 
     def lost(self) -> str | None:
         """Name the part of the cluster that does not answer; None if all do."""

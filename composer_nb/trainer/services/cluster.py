@@ -1,29 +1,46 @@
 """A connection of this process to Ray: to a new cluster, which ends with the process, or to an existing one.
 
-The processes and the folder of a new cluster are in the journal, so that `reap` can remove them after a SIGKILL: Ray's agents
-would live for another half minute, and its folder would stay. A new cluster listens on the loopback only and requires a token.
+The folder of a new cluster is in the journal, so that `reap` can remove it and its processes after a SIGKILL: Ray's agents would
+live for another half minute, and the folder would stay. A new cluster listens on the loopback only and requires a token.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
+import subprocess
+import sys
 import tempfile
+import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from composer_nb.harness.files import socket_folder
 from composer_nb.harness.sandbox.reap import WRITER, Resource, ResourceJournal, release, with_mark
 
+END_S = 5.0
 LOCAL = ("127.0.0.1:", "localhost:")
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Makes Ray listen on the loopback alone, as it does by default on systems other than Linux."""
 QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
 SOCKET = "/cnb-12345678/session_2026-01-01_12-00-00_123456_1234567/sockets/plasma_store"
 """A path of Ray's sockets, below the folder for temporary files."""
+PORTS = {
+    "dashboard-agent-grpc-port": "metrics_agent_port",
+    "dashboard-agent-listen-port": "dashboard_agent_listen_port",
+    "metrics-export-port": "metrics_export_port",
+    "runtime-env-agent-port": "runtime_env_agent_port",
+    "ray-client-server-port": "",
+}
+"""Ports of a cluster, with the names of the files in which Ray's agents tell their raylet of theirs."""
+STARTS = 2
+"""Tries to start Ray."""
+GCS = "gcs_server_port_"
+ADDRESS = "ray_current_cluster"
+"""File with the address of a cluster, once it has started."""
 ANSWER_S = 5.0
 """Seconds within which a live cluster accepts a connection."""
 
@@ -46,11 +63,12 @@ class Cluster:
         os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
         self._journal, self._closed = journal, False
         self._resources: list[Resource] = []
+        self._node: subprocess.Popen[bytes] | None = None
         try:
             if address:
                 attach(address, namespace)
             else:
-                self._start(namespace)
+                attach(self._start(), namespace)
         except BaseException:
             self._remove()
             raise
@@ -82,23 +100,24 @@ class Cluster:
 
         self._closed = True
         ray.shutdown()
+        if self._node is not None:
+            self._node.terminate()
+            with suppress(subprocess.TimeoutExpired):  # it waits for its workers
+                self._node.wait(END_S)
         self._remove()
 
-    def _start(self, namespace: str) -> None:
-        """Start a cluster and record its folder and its processes."""
+    def _start(self) -> str:
+        """Start a cluster, record its folder, whose mark its processes inherit, and return its address."""
         folder = Path(tempfile.mkdtemp(prefix="cnb-", dir=socket_folder(len(SOCKET))))
         marks = os.environ.get(WRITER, "")
         if (resource := self._journal.made("directory", folder)) is not None:
             self._resources.append(resource)
             os.environ[WRITER] = with_mark(resource.mark)
-        earlier = {child.pid for child in psutil.Process().children(recursive=True)}
         try:
-            start(folder, namespace)
+            self._node = start(folder)
         finally:
             os.environ[WRITER] = marks
-            for child in psutil.Process().children(recursive=True):
-                if child.pid not in earlier and (resource := self._journal.made("process", child.pid)) is not None:
-                    self._resources.append(resource)
+        return (folder / ADDRESS).read_text()
 
     def _remove(self) -> None:
         """End Ray's agents, which write into the folder until then, and remove the folder."""
@@ -113,8 +132,7 @@ def attach(address: str, namespace: str) -> None:
     ConnectionError, and nothing else, if no cluster answers.
     """
     if address == "auto" or address.startswith(LOCAL):
-        token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()
-        if "RAY_AUTH_TOKEN" in os.environ or token.is_file():
+        if "RAY_AUTH_TOKEN" in os.environ or _token().is_file():
             os.environ.setdefault("RAY_AUTH_MODE", "token")
         if address != "auto":
             os.environ.update(LOOPBACK)
@@ -126,16 +144,38 @@ def attach(address: str, namespace: str) -> None:
         raise ConnectionError(f"no Ray answers at {address}: {' '.join(str(error).split())}") from error
 
 
-def start(folder: Path, namespace: str) -> None:
-    """Start a cluster of one node, which ends with this process, and connect to it. Raises ConnectionError if it does not start.
-
+def start(folder: Path) -> subprocess.Popen[bytes]:
+    """Start a cluster of one node by `ray start`, and return its process, with which it ends. Raises ConnectionError if it fails.
     The path of `folder` must be short, because it becomes part of paths of sockets."""
-    os.environ.update(LOOPBACK)
-    os.environ.setdefault("RAY_AUTH_MODE", "token")  # makes this machine's token, if it has none
-    import ray
+    token = _token()
+    if "RAY_AUTH_TOKEN" not in os.environ and not token.is_file():
+        token.parent.mkdir(exist_ok=True)
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in PORTS]
+        ports = {name: listener.getsockname()[1] for name, listener in zip(PORTS, listeners, strict=True)}
+    options = {
+        "port": 0, "num-cpus": os.cpu_count(), "object-store-memory": 256 << 20,
+        "temp-dir": folder, "include-dashboard": "false", "include-log-monitor": "false", **ports,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--no-monitor"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    log, environment = folder / "start.log", {"RAY_AUTH_MODE": "token"} | os.environ | LOOPBACK
+    for _ in range(STARTS):
+        with log.open("wb") as out:
+            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        while process.poll() is None:
+            if (folder / ADDRESS).is_file():
+                return process
+            # A raylet ends itself if its agents have not told it of their ports after 15 s, as on a busy machine.
+            for gcs in folder.glob(f"session_*/{GCS}*"):
+                for option, name in PORTS.items():
+                    if name and not (file := gcs.with_name(f"{name}_{gcs.name.removeprefix(GCS)}")).exists():
+                        file.write_text(str(ports[option]))
+            time.sleep(0.05)
+    raise ConnectionError(f"Ray did not start: {' '.join(log.read_text(errors='replace').split())[-500:]}")
 
-    size: dict[str, Any] = {"num_cpus": os.cpu_count(), "object_store_memory": 256 << 20}
-    try:
-        ray.init("local", namespace=namespace, include_dashboard=False, _temp_dir=str(folder), **size, **QUIET)
-    except Exception as error:  # a plain Exception after a timeout
-        raise ConnectionError(f"Ray did not start: {' '.join(str(error).split())}") from error
+
+def _token() -> Path:
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH", "~/.ray/auth_token")).expanduser()

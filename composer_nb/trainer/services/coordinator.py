@@ -56,7 +56,7 @@ from composer_nb.trainer.services.inference import RunningVersion
 from composer_nb.trainer.services.journal import Journal, change_live
 from composer_nb.trainer.services.orchestrator import Orchestrator
 from composer_nb.trainer.services.services import EngineService, EvaluationService, TrainerService, hinter_of, store_url
-from composer_nb.trainer.services.trainer_group import TrainerGroup
+from composer_nb.trainer.services.trainer_ranks import TrainerGroup
 from composer_nb.trainer.settings import Settings, override
 from composer_nb.trainer.versions.manifest import WeightFault
 from composer_nb.trainer.versions.store import stored_bytes

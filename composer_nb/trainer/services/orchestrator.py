@@ -219,9 +219,9 @@ class Orchestrator:
 
     # What is given up
 
-    def _close(self, group: Group, attempt: int, place: int) -> None:
+    def _close(self, group: Group, attempt: int, member: int) -> None:
         lease = group.leases[attempt]
-        lease.places.remove(place)
+        lease.places.remove(member)
         if lease.worker in self.workers:
             self.workers[lease.worker].busy -= 1
         if not lease.places:
@@ -233,9 +233,9 @@ class Orchestrator:
         places = list(lease.places)
         if lease.worker in self.workers:
             self._commands.append(Cancel(worker=lease.worker, slot=group.slot, attempt=attempt))
-        for place in places:
-            group.gone[attempt, place] = (why, lease.worker)
-            self._close(group, attempt, place)
+        for member in places:
+            group.gone[attempt, member] = (why, lease.worker)
+            self._close(group, attempt, member)
         return places
 
     def _give_up_hung(self) -> None:
@@ -244,8 +244,8 @@ class Orchestrator:
                 if self.now - lease.heard >= self.schedule.hang_s:
                     self.workers[lease.worker].suspect = True
                     group.avoid.add(lease.worker)
-                    for place in self._give_up(group, attempt, "hung"):
-                        self._fault(group, place, f"no event for {self.schedule.hang_s:g} s")
+                    for member in self._give_up(group, attempt, "hung"):
+                        self._fault(group, member, f"no event for {self.schedule.hang_s:g} s")
 
     def _drop(self, group: Group) -> None:
         """Restart a group that is too old to train on, as a whole: resampling its long rollouts alone would select by length."""
@@ -260,11 +260,11 @@ class Orchestrator:
             if group.oldest(self.version) + self.schedule.bound < self.version:
                 self._drop(group)
 
-    def _fault(self, group: Group, place: int, reason: str) -> None:
-        group.faults[place] += 1
-        if group.faults[place] > self.schedule.retries:
+    def _fault(self, group: Group, member: int, reason: str) -> None:
+        group.faults[member] += 1
+        if group.faults[member] > self.schedule.retries:
             self._stop(
-                f"slot {group.slot}, rollout {place}: {group.faults[place]} infrastructure faults, the last one "
+                f"slot {group.slot}, rollout {member}: {group.faults[member]} infrastructure faults, the last one "
                 f"{reason!r}; run `composer-nb doctor`, or raise services.retries ({self.schedule.retries})"
             )
 
@@ -392,5 +392,7 @@ class Orchestrator:
         return list(redo)
 
     def _batch(self, picked: Sequence[Group]) -> Train:
-        rollouts = [(group.slot, group.done[place].attempt, place) for group in picked for place in range(group.size)]
+        rollouts = [
+            (group.slot, group.done[member].attempt, member) for group in picked for member in range(group.size)
+        ]
         return Train(step=self.version, slots=tuple(group.slot for group in picked), rollouts=tuple(rollouts))

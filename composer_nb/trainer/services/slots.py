@@ -74,8 +74,8 @@ class Group:
         return self.complete and len(rewards) == self.size and max(rewards) - min(rewards) < 1e-6
 
     def missing(self) -> list[int]:
-        under_way = {place for lease in self.leases.values() for place in lease.places}
-        return [place for place in range(self.size) if place not in self.done and place not in under_way]
+        under_way = {member for lease in self.leases.values() for member in lease.places}
+        return [member for member in range(self.size) if member not in self.done and member not in under_way]
 
     def oldest(self, served: int) -> int:
         """Return the oldest version that a token of the group can have. Missing rollouts will come from `served`."""
@@ -84,15 +84,15 @@ class Group:
 
     def forget(self, stored: Container[tuple[int, int, int]]) -> list[Done]:
         """Remove finished rollouts (slot, attempt, place) that are not stored, and return them."""
-        lost = [place for place, finished in self.done.items() if (self.slot, finished.attempt, place) not in stored]
-        return [self.done.pop(place) for place in lost]
+        lost = [member for member, finished in self.done.items() if (self.slot, finished.attempt, member) not in stored]
+        return [self.done.pop(member) for member in lost]
 
     def pack(self) -> dict[str, Any]:
         """Return the group, ready for JSON. Live dispatches are marked as given up, so that the reader dispatches them again."""
         gone = [(*key, *why) for key, why in self.gone.items()]
         for attempt, lease in self.leases.items():
-            gone += [(attempt, place, "restored", lease.worker) for place in lease.places]
-        done = [(place, *astuple(done)) for place, done in self.done.items()]
+            gone += [(attempt, member, "restored", lease.worker) for member in lease.places]
+        done = [(member, *astuple(done)) for member, done in self.done.items()]
         return {
             "slot": self.slot, "size": self.size, "attempts": self.attempts, "ready": self.ready,
             "avoid": sorted(self.avoid), "done": done, "gone": gone,
@@ -103,8 +103,8 @@ class Group:
         """Return a group from `pack`. Faults and deaths are counted anew, since their cause may be fixed before a restart."""
         group = cls(packed["slot"], packed["size"], packed["attempts"], ready=packed["ready"])
         group.avoid = set(packed["avoid"])
-        group.done = {place: Done(*values) for place, *values in packed["done"]}
-        group.gone = {(attempt, place): (why, worker) for attempt, place, why, worker in packed["gone"]}
+        group.done = {member: Done(*values) for member, *values in packed["done"]}
+        group.gone = {(attempt, member): (why, worker) for attempt, member, why, worker in packed["gone"]}
         return group
 
 

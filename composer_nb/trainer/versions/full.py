@@ -61,9 +61,9 @@ def apply_chain(
             files[file] = store.put(f"{part}/{file}", chain([header], tensors))
             raw = {"encoding": "raw", "file": file}
             entries |= {name: last.tensors[name].model_copy(update=raw) for name in names}
-        made = Manifest(version=last.version, base=None, hash=last.hash, tensors=entries, files=files)
+        draft = Manifest(version=last.version, base=None, hash=last.hash, tensors=entries, files=files)
         side = {**(base_files or {}), **side_files_of(links)}
-        manifest = made.model_copy(update={"files": {**files, **write_side(store, part, [made], side)}})
+        manifest = draft.model_copy(update={"files": {**files, **write_side(store, part, [draft], side)}})
         store.write(f"{part}/{MANIFEST}", manifest.dump())
     return manifest
 

@@ -6,7 +6,7 @@ v000012/
   config.json, ...     side files, byte for byte
   manifest.json        written last: a directory without it is no version
 
-With more than `shard_bytes` of weights, or more than one writer, the payload is several files
+With more than 256 MiB of weights, or more than one writer, the payload is several files
 (`delta-00001-of-00003.safetensors`, `delta-rank00002-…`), and a full version has an index beside them.
 
 While a version is written, one tensor of a full version, or the payloads of one shard of a delta, are in memory.
@@ -58,8 +58,6 @@ def write_part(
     where: str,
     target: WeightState,
     base: WeightState | None,
-    *,
-    shard_bytes: int = SHARD_BYTES,
     rank: str = "",
 ) -> WriterPart:
     """Write tensors into a version's folder, in full or as a delta against `base`. `rank` distinguishes the files of several
@@ -67,7 +65,7 @@ def write_part(
     if base is not None:
         check_same_form(base.entries, target.entries)
     forms = {name: entry.torch_form for name, entry in target.entries.items()}
-    groups = split(forms, shard_bytes)
+    groups = split(forms, SHARD_BYTES)
     entries, files = dict[str, TensorEntry](), dict[str, PayloadFile]()
     for number, names in enumerate(groups, 1):
         file = _file_name(FULL if base is None else DELTA, rank, number, len(groups))
@@ -162,12 +160,12 @@ def map_link(path: Path, manifest: Manifest) -> Link:
     shards, side = [], {}
     for name, file in manifest.files.items():
         check_file(store, f"{path.name}/{name}", file)
-        held = beneath(path, name)
+        local = beneath(path, name)
         if not name.endswith(_SUFFIX):
-            side[name] = held.read_bytes()
+            side[name] = local.read_bytes()
             continue
         try:
-            shards.append(read_shard(held))
+            shards.append(read_shard(local))
         except ValueError as error:
             raise DamagedVersion(str(error)) from None
     return _linked(manifest, Mapped(shards), side, str(path))
@@ -218,8 +216,8 @@ def decoded(base: WeightState | None, links: Links, names: Iterable[str] | None 
             raise DamagedVersion(f"{last.what}: {name} is {entry.dtype}, which this release cannot read") from None
         tensor = _resolved(name, form, base, links)
         untouched = base is not None and all(link.manifest.tensors[name].encoding == "same" for link in links)
-        known = base.entries[name].hash if base is not None and untouched else digest(bits(tensor))
-        if known != entry.hash:
+        actual = base.entries[name].hash if base is not None and untouched else digest(bits(tensor))
+        if actual != entry.hash:
             raise DamagedVersion(f"{last.what}: {name} is not what was published")
         yield name, tensor
 

@@ -48,6 +48,8 @@ from composer_nb.trainer.versions.receiver import HELD
 from composer_nb.trainer.versions.store import Published, StoreError, VersionStore, anchor, folder
 
 T = TypeVar("T")
+DEPTH = 2
+"""Versions under way in the background."""
 
 
 class VersionReused(WeightFault):
@@ -261,11 +263,6 @@ class Publisher:
             if line is not None and receiver and receiver not in line.acknowledged:
                 self._record(line.model_copy(update={"acknowledged": [*line.acknowledged, receiver]}))
 
-    def refuse(self) -> None:
-        """Record that a receiver could not use a version: the next one is full."""
-        with self._lock:
-            self._end_chain()
-
     def _end_chain(self) -> None:
         """Encode no later version against an earlier one."""
         self._baseline = None
@@ -294,15 +291,15 @@ def _value(outcome: Any) -> Any:
 class BackgroundPublisher:
     """A publisher on a thread of its own, in order. A version is published even if an earlier one failed."""
 
-    def __init__(self, publisher: Publisher, *, depth: int = 2) -> None:
-        """`publish` blocks while `depth` versions are under way."""
-        self._publisher, self._depth = publisher, depth
+    def __init__(self, publisher: Publisher) -> None:
+        self._publisher = publisher
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._under_way: deque[Future[Any]] = deque()
 
     def publish(self, version: int, tensors: Weights, files: SideFiles) -> Future[str]:
-        """Queue a version. The future is the hash of all ranks' tensors together. Raises the error of an earlier version."""
-        self._settle(self._depth - 1)
+        """Queue a version; blocks while `DEPTH` versions are under way. The future is the hash of all ranks' tensors together.
+        Raises the error of an earlier version."""
+        self._settle(DEPTH - 1)
         hash: Future[str] = Future()
 
         def work() -> None:

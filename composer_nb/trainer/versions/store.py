@@ -165,18 +165,18 @@ class VersionStore:
         """Raise StoreError if the store is known to lack room for `need` bytes. For object stores this is unknown."""
         if not self._local:
             return
-        place = next(path for path in (Path(self._root), *Path(self._root).parents) if path.exists())
-        if (free := shutil.disk_usage(place).free) < need:
+        existing = next(path for path in (Path(self._root), *Path(self._root).parents) if path.exists())
+        if (free := shutil.disk_usage(existing).free) < need:
             raise StoreError(f"{self.url}: {need:,} bytes are needed and {free:,} free; make room, or another store")
 
     def names(self, folder: str = "") -> list[str]:
         """Return the names in a folder; none if it does not exist. Raises StoreError."""
         with self._doing("cannot be listed"):
             try:
-                found = self._fs.ls(self._at(folder) if folder else self._root, detail=False)
+                paths = self._fs.ls(self._at(folder) if folder else self._root, detail=False)
             except FileNotFoundError:
                 return []
-        return [str(path).rstrip("/").rpartition("/")[2] for path in found]
+        return [str(path).rstrip("/").rpartition("/")[2] for path in paths]
 
     def remove(self, name: str) -> None:
         """Remove a file, or a folder with its contents. The manifest is removed first, so that no partial version is visible.
@@ -205,12 +205,12 @@ class VersionStore:
 
     def manifest(self, version: int, where: str = "") -> Manifest:
         """Read the manifest of a version, or of its anchor in `where`. Raises WeightFault or StoreError."""
-        place = where or folder(version)
-        manifest = Manifest.load(self.read(f"{place}/{MANIFEST}"), f"{self.url}/{place}/{MANIFEST}")
+        location = where or folder(version)
+        manifest = Manifest.load(self.read(f"{location}/{MANIFEST}"), f"{self.url}/{location}/{MANIFEST}")
         if manifest.version != version:
-            raise MisplacedVersion(f"{self.url}/{place} holds version {manifest.version}")
+            raise MisplacedVersion(f"{self.url}/{location} holds version {manifest.version}")
         if manifest.base is not None and (where or manifest.base.version >= version):
-            raise MisplacedVersion(f"{self.url}/{place} is a delta against version {manifest.base.version}")
+            raise MisplacedVersion(f"{self.url}/{location} is a delta against version {manifest.base.version}")
         return manifest
 
     def prune(
@@ -223,21 +223,21 @@ class VersionStore:
             raise ValueError(f"keep={keep} must be at least 1")
         folders = [v for v in self.folders() if v <= last]
         there = [v for v in folders if self.exists(v)]
-        wanted = {*there[-keep:], *(v for v in there if v >= since), *needed}
-        wanted |= {report.version for report in self.reports()} & set(there[-2 * keep :])
+        needed_versions = {*there[-keep:], *(v for v in there if v >= since), *needed}
+        needed_versions |= {report.version for report in self.reports()} & set(there[-2 * keep :])
         anchors = [v for v in self.anchors() if self.exists(v, anchor(v))]
-        kept, anchors_kept = wanted & set(there), set(anchors[-1:])
+        retained, anchors_kept = needed_versions & set(there), set(anchors[-1:])
         try:
-            for version in sorted(kept):
+            for version in sorted(retained):
                 while version not in anchors and (base := self.manifest(version).base) is not None:
                     version = base.version
-                    kept.add(version)
+                    retained.add(version)
                 anchors_kept |= {version} & set(anchors)
         except WeightFault:
             return []
         for version in set(self.anchors()) - anchors_kept:
             self.remove(anchor(version))
-        removed = [v for v in folders if v not in kept]
+        removed = [v for v in folders if v not in retained]
         for version in removed:
             self.remove(folder(version))
         return removed
@@ -284,11 +284,11 @@ def log(url: str | Path) -> list[dict[str, Any]]:
 def stored_bytes(url: str | Path) -> dict[str, float]:
     """Return the number of full versions and of deltas that were ever published, with their mean bytes."""
     rows = [row for row in log(url) if "bytes" in row]
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for name, full in (("full", True), ("delta", False)):
         sizes = [row["bytes"] for row in rows if (row["base"] is None) == full]
-        found |= {name: len(sizes)} | ({f"{name}_bytes": sum(sizes) / len(sizes)} if sizes else {})
-    return found
+        totals |= {name: len(sizes)} | ({f"{name}_bytes": sum(sizes) / len(sizes)} if sizes else {})
+    return totals
 
 
 def check_file(store: VersionStore, name: str, file: PayloadFile) -> None:

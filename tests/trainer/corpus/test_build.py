@@ -127,30 +127,6 @@ def test_the_same_seed_gives_the_same_bytes_and_mid_training_reads_them(root: Pa
     assert len(draws) > 1
 
 
-def test_documents_hold_at_most_so_many_characters_and_one_repository(root: Path, tmp_path: Path):
-    (root / "good" / ".git").mkdir()
-    make_corpus(root / "good", tmp_path / "out", CorpusSettings(document=900, heldout=0.5))
-    rows = read_rows(tmp_path / "out")
-    assert {row["repository"] for row in rows} == {"good"} and len({row["heldout"] for row in rows}) == 2, (
-        "files are held out"
-    )
-    for number in range(rows[-1]["document"] + 1):
-        part = [row for row in rows if row["document"] == number]
-        assert part and len({row["heldout"] for row in part}) == 1
-        assert sum(len(row["text"]) for row in part) <= 900 or len(part) == 1
-
-
-def test_a_site_packages_folder_is_read_by_distribution(tmp_path: Path):
-    for name in ("pluggy", "iniconfig"):
-        for file in metadata.distribution(name).files or ():
-            if file.suffix != ".pyc" and ".." not in file.parts:
-                (tmp_path / "site" / file).parent.mkdir(parents=True, exist_ok=True)
-                (tmp_path / "site" / file).write_bytes(Path(str(file.locate())).read_bytes())
-    make_corpus(tmp_path / "site", tmp_path / "out", CorpusSettings())
-    rows = read_rows(tmp_path / "out")
-    assert {(row["repository"], row["licence"]) for row in rows} == {("pluggy", "MIT"), ("iniconfig", "MIT")}
-
-
 def test_the_command_prints_the_yields_and_bad_input_is_one_line(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

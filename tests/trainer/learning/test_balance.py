@@ -81,21 +81,6 @@ def test_with_a_limit_it_is_close_to_the_best_of_all_packings_with_as_many_micro
     assert max(ratios) < 1.07 and np.mean(ratios) < 1.02
 
 
-def durations(count: int) -> list[int]:
-    rows = [line.split(",") for line in DURATIONS.read_text().splitlines() if line[0].isdigit()]
-    return [4 * int(row[3]) for row in rows[:count]]
-
-
-@pytest.mark.parametrize(("count", "ranks"), [(128, 8), (512, 8)])
-def test_the_imbalance_of_a_heavy_tailed_batch_is_a_third_of_first_fit_s_or_less(count: int, ranks: int):
-    lengths, cost = durations(count), Cost(linear=8000.0, quadratic=1.0)  # about Qwen3-30B-A3B's
-    assert max(lengths) > 3 * np.median(lengths)
-    weight = costs(lengths, cost)
-    packing, plain = (how(lengths, weight, ranks, 65536) for how in (pack, first_fit))
-    assert packing.imbalance * 3 <= plain.imbalance
-    assert packing.imbalance < 0.06 and plain.imbalance > 0.2
-
-
 def stream(tokens: list[int]) -> Stream:
     count = len(tokens)
     return Stream(
@@ -140,9 +125,3 @@ def test_costs_are_those_of_the_model_s_products():
     # 4 layers of 4 heads of width 32: a score and a weighted value are 2 · 32 operations each, backward costs twice forward.
     assert cost.quadratic == 3 * 4 * 4 * (2 * 32 + 2 * 32)
     assert cost.row(10) == pytest.approx(10 * cost.linear + 55 * cost.quadratic)
-
-
-@pytest.mark.parametrize(("tokens", "limit", "ranks"), [([], 5, 1), ([0], 5, 1), ([3], 0, 1), ([3], 5, 0)])
-def test_nothing_to_pack_is_refused(tokens: list[int], limit: int, ranks: int):
-    with pytest.raises(ValueError, match="packing needs"):
-        pack(tokens, [1.0] * len(tokens), ranks, limit)

@@ -64,29 +64,6 @@ def test_tests_installed_packages_and_unreadable_files_are_left_out(tmp_path: Pa
     assert "test.py" in read_corpus(str(tmp_path)).names, "a file may be called test"
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_twenty_files_are_enough_and_leave_something_to_validate_on(tmp_path: Path, seed: int):
-    for number in range(20):
-        (tmp_path / f"m{seed}_{number}.py").write_text(f"x = {number}\n")
-    corpus = read_corpus(str(tmp_path))
-    assert corpus.validation and len(corpus.train) >= 10
-    (tmp_path / f"m{seed}_0.py").unlink()
-    with pytest.raises(ValueError, match=r"data.code='.*': only 19 usable Python files; at least 20 are needed"):
-        read_corpus(str(tmp_path))
-
-
-def test_a_corpus_that_is_no_folder_is_refused():
-    with pytest.raises(ValueError, match=r"data.code='no/such/folder': neither 'stdlib' nor a folder"):
-        read_corpus("no/such/folder")
-
-
-def test_the_standard_library_is_a_corpus():
-    corpus = read_corpus("stdlib")
-    assert {"ast.py", "json/decoder.py"} <= set(corpus.names) and len(corpus.names) > 300
-    assert 0.01 < len(corpus.validation) / len(corpus.names) < 0.12
-    assert not any(name.startswith(("test/", "idlelib/", "encodings/")) for name in corpus.names)
-
-
 # Rows of code
 
 
@@ -165,24 +142,3 @@ def test_rows_come_back_as_they_were(tmp_path: Path, table: list[list[tuple[int,
         assert a.token_ids.dtype == b.token_ids.dtype and a.weight.dtype == b.weight.dtype
         assert np.array_equal(a.token_ids, b.token_ids) and np.array_equal(a.weight, b.weight)
     assert [path.name for path in tmp_path.iterdir()] == ["r.npz"]
-
-
-def test_damage_anywhere_in_a_file_of_rows_is_named(tmp_path: Path):
-    path = tmp_path / "r.npz"
-    save_rows([TokenRow(np.arange(50, dtype=np.int32), np.ones(50, np.float32))] * 4, path)
-    whole = path.read_bytes()
-    for keep in (0, 1, 10, 100, len(whole) // 2, len(whole) - 30, len(whole) - 1):
-        path.write_bytes(whole[:keep])
-        with pytest.raises(ValueError, match=r"r.npz: damaged .*delete it and run again"):
-            load_rows(path)
-    changed = bytearray(whole)
-    changed[len(whole) // 2] ^= 0xFF
-    path.write_bytes(changed)
-    with pytest.raises(ValueError, match=r"r.npz: damaged"):
-        load_rows(path)
-    path.unlink()
-    with pytest.raises(ValueError, match=r"r.npz: damaged"):
-        load_rows(path)
-    np.savez(path, lengths=np.array([3]), token_ids=np.arange(3))
-    with pytest.raises(ValueError, match=r"r.npz: damaged"):
-        load_rows(path)

@@ -16,8 +16,7 @@ from composer_nb.harness.rewards import Reward
 from composer_nb.harness.rollout import Hint, Turn
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.learning.feedback import divergence, feedback_kl, sides
-from composer_nb.trainer.learning.learner import Learner
+from composer_nb.trainer.learning.learner import Learner, divergence, feedback_kl, sides
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import Stream
@@ -66,12 +65,6 @@ def test_teacher_and_student_are_plain_forwards_with_and_without_the_hint(make_m
     )
 
 
-def test_a_hint_of_nothing_asks_for_nothing(make_model, stream: Stream) -> None:
-    model, [hint] = make_model(4).requires_grad_(), stream.hints
-    kl_S = feedback_kl(model, model, [replace(stream, hints=(hint._replace(token_ids=()),))])
-    assert len(kl_S) == hint.stop - hint.start and kl_S.abs().max() < 1e-6
-
-
 def test_a_hint_without_room_is_left_out(make_model, stream: Stream) -> None:
     model, [hint] = make_model(4), stream.hints
     room = model.config.max_position_embeddings - hint.stop
@@ -117,11 +110,6 @@ def test_learning_from_a_hint_moves_the_student_to_a_teacher_that_stays(make_mod
     assert float(theirs) == pytest.approx(learn(learner, [stream])["feedback_kl"], rel=1e-4) != float(own)
 
 
-def test_feedback_needs_a_teacher(make_model) -> None:
-    with pytest.raises(ValueError, match="loss.feedback is above 0"):
-        Learner(model := make_model(4), FlatOptimizer(model), LossSettings(feedback=0.1))
-
-
 READ = '{"arguments": {"path": "g.py"}, "name": "read_file"}'
 RULES = [
     ([Turn(call=READ, observation="1x")], ""),
@@ -138,11 +126,6 @@ RULES = [
         "Reminder: available tools: grep, read_file, read_lints, edit_line, substitute, undo, run_tests, finish",
     ),
 ]
-
-
-@pytest.mark.parametrize(("turns", "text"), RULES)
-def test_rules_write_hints_for_calls_that_failed(turns: list[Turn], text: str) -> None:
-    assert hint_for(turns, ToolSet.tiny()) == text
 
 
 def test_a_hint_stands_before_the_cue_of_its_turn_and_its_rollout_trains(make_model, converse, tokenizer) -> None:

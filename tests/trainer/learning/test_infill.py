@@ -49,24 +49,6 @@ def test_the_pieces_are_the_text_of_the_row_but_for_its_end(seed: int, order: fl
     ]
 
 
-def test_the_share_of_rows_is_the_one_asked_for():
-    rows = ROWS * 40
-    assert with_gaps(rows, TOKENIZER, InfillSettings(), 0) == rows
-    able = sum(
-        new is not row for row, new in zip(rows, with_gaps(rows, TOKENIZER, InfillSettings(share=1.0), 0), strict=True)
-    )
-    half = sum(
-        new is not row for row, new in zip(rows, with_gaps(rows, TOKENIZER, InfillSettings(share=0.5), 0), strict=True)
-    )
-    assert half / able == pytest.approx(0.5, abs=0.08)
-
-
-@pytest.mark.parametrize("names", GAP_TOKENS, ids=lambda names: names[0])
-def test_a_models_own_tokens_are_used(names: tuple[str, str, str]):
-    tokenizer = train_tokenizer([TEXT], 330, names)
-    assert gap_tokens(tokenizer) == tuple(map(tokenizer.token_to_id, names))
-
-
 def test_a_tokenizer_without_them_is_refused_and_a_cut_character_is_left_alone(tokenizer: Tokenizer):
     with pytest.raises(
         ValueError, match=r"midtrain.infill.share: the tokenizer has no tokens for infilling; set it to 0"

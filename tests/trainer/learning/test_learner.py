@@ -12,8 +12,8 @@ from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
+from composer_nb.trainer.learning.packing import FULL
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.learning.replay_settings import FULL
 from composer_nb.trainer.rl import Scored, to_streams
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -14,15 +13,15 @@ from hypothesis import strategies as st
 from composer_nb.harness.policy import route_checks
 from composer_nb.kernels.moe.routing import Replay
 from composer_nb.trainer.learning.packing import (
+    FULL,
+    NO_REPLAY,
     FlatBatch,
     Stream,
     families,
     flatten,
     microbatches,
-    moved,
     score,
 )
-from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from tests.trainer.learning.trees import tree_tokens
 
@@ -121,10 +120,6 @@ def test_every_row_of_routes_is_forwarded_with_its_own_token_after_its_own_begin
     assert sorted(beginning.values()) == list(range(len(batch.inputs_N))), "each once"
 
 
-def test_a_batch_made_without_routes_replays_none():
-    assert flatten([stream([1, 2, 3])]).recorded is None
-
-
 def test_a_lone_row_is_the_model_itself(model: Model):
     s = stream([1, 2, 3, 4, 5, 6, 1, 2])
     logits, _ = model(torch.from_numpy(s.token_ids).long()[None, :-1])
@@ -148,19 +143,3 @@ def test_families_share_a_prompt(rows: list[list[int]]):
     assert sorted(n for family in found for n in family) == list(range(len(streams)))
     prompts = [{streams[n].token_ids[: streams[n].acted.argmax()].tobytes() for n in family} for family in found]
     assert all(len(prompt) == 1 for prompt in prompts) and len(set.union(*prompts)) == len(found)
-
-
-def tensors(x: Any) -> list[torch.Tensor]:
-    """Of a batch and of all that it holds."""
-    if isinstance(x, torch.Tensor):
-        return [x]
-    parts = x if isinstance(x, list) else [getattr(x, f.name) for f in fields(x)] if is_dataclass(x) else []
-    return [tensor for part in parts for tensor in tensors(part)]
-
-
-def test_a_batch_moves_with_everything_in_it():
-    batch = flatten([stream([1, 2, 3, 4]), stream([1, 2, 5])], FULL)
-    there = moved(batch, "meta")
-    assert [x.shape for x in tensors(there)] == [x.shape for x in tensors(batch)] and len(tensors(batch)) > 10
-    assert {x.device.type for x in tensors(there)} == {"meta"} and {x.device.type for x in tensors(batch)} == {"cpu"}
-    assert (there.rows, there.counts) == (batch.rows, batch.counts)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -22,7 +20,7 @@ from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import cross_entropy, share, supervise, train_step
 from composer_nb.trainer.models.transformer import Model, ModelConfig, balance_loss
 from composer_nb.trainer.recipe.recipe import midtrain_plan
-from composer_nb.trainer.settings import MidtrainSettings, RlSettings
+from composer_nb.trainer.settings import MidtrainSettings
 
 CONFIG = ModelConfig(
     vocab_size=31, hidden_size=16, num_hidden_layers=2, head_dim=8, moe_intermediate_size=8, max_position_embeddings=64
@@ -140,55 +138,6 @@ BATCHES = [list(range(5)), [3], [0, 2, 4, 5, 6, 7]]
 BALANCE = [0.0, 0.0, 0.3]
 
 
-def _train(ranks: Ranks) -> dict[str, object]:
-    torch.set_num_threads(1)
-    net, data = model(), rows(8)
-    optimizer = FlatOptimizer(net, weight_decay=0.1)
-    slopes, metrics = [], []
-    for numbers, balance in zip(BATCHES, BALANCE, strict=True):
-        mine = share([data[number] for number in numbers], ranks)
-        metrics.append(train_step(net, mine, optimizer, ranks, lr=1e-3, balance=balance, clip=1e9))
-        slopes.append(optimizer.gradients.clone())
-    return {
-        "slopes": slopes,
-        "metrics": metrics,
-        "weights": optimizer.weights.clone(),
-        "held": cross_entropy(net, data, ranks),
-        "sums": ranks.sums({"a": 1.5 + ranks.rank, "b": 2.0**40 + ranks.rank}),
-        "gathered": ranks.gather({"rank": ranks.rank, "first": ranks.first}),
-    }
-
-
-def _one_of_two(rank: int, folder: str) -> None:
-    ranks = Ranks(rank, 2, Path(folder) / "rendezvous")
-    found = _train(ranks)
-    ranks.barrier()
-    torch.save(found, f"{folder}/{rank}.pt")
-    ranks.close()
-
-
-def test_two_ranks_train_like_one_on_the_union(tmp_path: Path):
-    torch.multiprocessing.spawn(_one_of_two, (str(tmp_path),), nprocs=2)
-    a, b = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    assert torch.equal(a["weights"], b["weights"]), "the ranks stay together bit for bit"
-    assert a["metrics"] == b["metrics"] and a["held"] == b["held"]
-    assert a["sums"] == b["sums"] == {"a": 4.0, "b": 2.0**41 + 1}
-    assert a["gathered"] == b["gathered"] == [{"rank": 0, "first": True}, {"rank": 1, "first": False}]
-    one = _train(Ranks())
-    for step in (0, 1):
-        torch.testing.assert_close(a["slopes"][step], one["slopes"][step], atol=1e-6, rtol=1e-3)
-        assert a["metrics"][step] == pytest.approx(one["metrics"][step], rel=1e-4, nan_ok=True)
-    # The balance loss is each rank's own, averaged; cross-entropy is that of the union.
-    net, data = model(), rows(8)
-    optimizer = FlatOptimizer(net, weight_decay=0.1)
-    for numbers in BATCHES[:2]:
-        train_step(net, [data[n] for n in numbers], optimizer, Ranks(), lr=1e-3, balance=0.0, clip=1e9)
-    total, weight = by_hand(net, [data[n] for n in BATCHES[2]])
-    parts = [_balance(net, share([data[number] for number in BATCHES[2]], as_rank(rank, 2))) for rank in range(2)]
-    slopes = torch.autograd.grad(total / weight + 0.3 * (parts[0] + parts[1]) / 2, list(net.parameters()))
-    torch.testing.assert_close(a["slopes"][2], torch.cat([g.flatten() for g in slopes]), atol=2e-5, rtol=2e-3)
-
-
 # Schedule
 
 
@@ -199,29 +148,6 @@ def test_the_learning_rate_rises_stays_and_falls():
     assert factors[-1] == pytest.approx(0.03)
     drops = np.diff(factors[49:])
     assert drops == pytest.approx(np.full(50, -0.97 / 50))
-
-
-@settings(deadline=None)
-@given(st.integers(1, 400), st.floats(0, 0.5), st.floats(0, 1), st.floats(0, 1))
-def test_the_schedule_is_between_nothing_and_one_and_never_turns_back(
-    steps: int, warmup: float, rest: float, floor: float
-):
-    constant = warmup + rest * (1 - warmup)
-    factors = [trapezoid(step, steps, warmup, constant, floor) for step in range(steps)]
-    assert all(0 < factor <= 1 or factor == floor for factor in factors)
-    top = factors.index(max(factors))
-    assert factors[:top] == sorted(factors[:top]) and factors[top:] == sorted(factors[top:], reverse=True)
-    if constant < 1:
-        assert factors[-1] == pytest.approx(floor)
-
-
-def test_a_slow_run_of_rl_is_not_cut_off_at_a_high_learning_rate():
-    rl = RlSettings(steps=100, warmup=10, lr=1.0, max_seconds=300.0)
-    fast = [rl.rate(step, 2.0 * step) for step in range(100)]
-    assert fast == [replace(rl, max_seconds=0.0).rate(step, 2.0 * step) for step in range(100)]
-    slow = [rl.rate(step, 6.0 * step) for step in range(50)]
-    assert slow[:26] == fast[:26] and slow[9:] == sorted(slow[9:], reverse=True)
-    assert slow[-1] < 0.1 < fast[49] and rl.rate(50, 900.0) == pytest.approx(0.05)
 
 
 # Dealing
@@ -246,11 +172,6 @@ def test_every_row_is_dealt_once_before_any_a_second_time(sizes: list[int], budg
         cost = sum(sizes[number] for number in batch)
         assert batch and (cost <= budget or len(batch) == 1)
         assert cost + sizes[following[0]] > budget, "no batch ends before it is full"
-
-
-def test_nothing_can_be_dealt_from_nothing():
-    with pytest.raises(ValueError, match="no rows"):
-        next(deal([], 100, Random(0)))
 
 
 @settings(deadline=None, max_examples=60)
@@ -297,15 +218,6 @@ def test_a_mixture_has_code_first_and_then_its_share(steps: int, tokens: int, co
     if not first:
         taken = [row.token_ids[0] for batch in batches for row in batch if len(row.token_ids) == CODE_ROW]
         assert taken == list(range(len(taken))), "in order, none twice while there are others"
-
-
-def test_without_demonstrations_or_code_there_is_nothing_to_mix():
-    options = {"steps": 4, "tokens": 300, "code_share": 0.2, "seed": 0}
-    with pytest.raises(ValueError, match="no rows to train on"):
-        list(mixture([], rows(3), code_first=0.5, **options))
-    with pytest.raises(ValueError, match="no rows to train on"):
-        list(mixture(coded(9), [], code_first=0.5, **options))
-    assert len(list(mixture(coded(9), [], code_first=1.0, **options))) == 4, "no demonstration is needed"
 
 
 def test_the_loop_is_its_steps_and_its_looks_change_nothing():

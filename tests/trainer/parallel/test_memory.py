@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from composer_nb.cli import main
 from composer_nb.trainer.learning.data import TokenRow
-from composer_nb.trainer.learning.muon import OptimizerSettings
-from composer_nb.trainer.learning.optimizer import FlatOptimizer
+from composer_nb.trainer.learning.optimizer import FlatOptimizer, OptimizerSettings
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import train_step
 from composer_nb.trainer.models.checkpoint import hugging_face_views

@@ -15,11 +15,9 @@ from composer_nb.harness.policy import route_checks
 from composer_nb.kernels.formats.microscaling import mx_quantize
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
-from composer_nb.trainer.learning.muon import OptimizerSettings
-from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.packing import Stream
+from composer_nb.trainer.learning.optimizer import FlatOptimizer, OptimizerSettings
+from composer_nb.trainer.learning.packing import ReplaySettings, Stream
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.learning.replay_settings import ReplaySettings
 from composer_nb.trainer.models.checkpoint import published
 from composer_nb.trainer.models.transformer import Model, ModelConfig
 from composer_nb.trainer.parallel.checkpoint import published_share, restore, save

@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_nb.harness.environment import Sandboxes
 from composer_nb.trainer.learning.data import TokenRow
-from composer_nb.trainer.learning.muon import OptimizerSettings
-from composer_nb.trainer.learning.optimizer import FlatOptimizer
+from composer_nb.trainer.learning.optimizer import FlatOptimizer, OptimizerSettings
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import StagePlan, cross_entropy, train_step
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained

@@ -15,9 +15,8 @@ from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.packing import Stream, flatten, score
+from composer_nb.trainer.learning.packing import FULL, NO_REPLAY, ReplaySettings, Stream, flatten, score
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.learning.replay_settings import FULL, NO_REPLAY, ReplaySettings
 from composer_nb.trainer.learning.routes import require_routes
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.models.variants import Numerics, variant
@@ -147,17 +146,3 @@ def test_at_level_weights_gates_on_record_part_beginnings(make_model, streams):
     for wrong in (replace(one, gates=one.gates * np.float32("nan")), replace(one, gates=one.gates * np.float32(0.5))):
         with pytest.raises(ValueError, match="do not add up to 1"):
             require_routes([wrong], make_model(3, **SHARP).config, weights)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"level": "all"}, "replay.level='all': must be 'none', 'ids'"),
-        ({"source": "both"}, "replay.source='both'"),
-        ({"plausible": 1.5}, "replay.plausible=1.5"),
-        ({"missing": -0.1}, "replay.missing=-0.1"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(wrong: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        ReplaySettings(**wrong)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from composer_nb.harness.files import write_json
 from composer_nb.trainer.records.rundir import RunDir, create, provenance, versions
 
 
@@ -47,15 +45,6 @@ def test_a_damaged_database_and_damaged_settings_are_named(run: RunDir):
         run.query("SELECT 1")
 
 
-def test_a_finished_stage_says_what_it_found(run: RunDir):
-    assert run.finished("data") is None
-    run.finish("data", 1.5, {"tasks": 3, "nested": {"a": [1, 2]}})
-    run.finish("other", 2.0, {})
-    assert RunDir(run.path).finished("data") == {"seconds": 1.5, "tasks": 3, "nested": {"a": [1, 2]}}
-    run.finish("data", 2.5, {"tasks": 4})
-    assert run.finished("data") == {"seconds": 2.5, "tasks": 4}
-
-
 def test_a_checkpoint_brings_everything_since_the_last_one(run: RunDir):
     assert run.checkpoint("rl") is None and run.steps("rl") == [] and run.ledger() == {}
     run.commit(
@@ -76,13 +65,6 @@ def test_a_checkpoint_brings_everything_since_the_last_one(run: RunDir):
     assert files(run) == ["rl-000004.safetensors", "sft-000009.safetensors"], "the one before is gone"
 
 
-def test_a_step_that_is_done_again_replaces_itself(run: RunDir):
-    for value in (1, 2):
-        run.commit("rl", 3, state(value), [(3, {"x": value})], [(3, {"trained": value})])
-    assert run.steps("rl") == [{"step": 3, "x": 2}] and run.ledger() == {"trained": 2}
-    assert float(run.checkpoint("rl")[1]["step"]) == 2 and files(run) == ["rl-000003.safetensors"]
-
-
 def test_views_of_one_flat_vector_can_be_saved(run: RunDir):
     flat = torch.arange(12.0)
     run.commit("rl", 1, {"a": flat.view(3, 4).T}, [])
@@ -90,34 +72,6 @@ def test_views_of_one_flat_vector_can_be_saved(run: RunDir):
 
 
 # Interruptions
-
-
-def test_a_crash_while_the_file_is_written_leaves_the_last_checkpoint(run: RunDir, monkeypatch):
-    run.commit("rl", 1, state(1), [(1, {"x": 1})])
-
-    def killed(*_args: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", killed)
-        with pytest.raises(KeyboardInterrupt):
-            run.commit("rl", 2, state(2), [(2, {"x": 2})])
-    (run.path / "checkpoints" / "rl-000002.safetensors.1.part").touch()  # SIGKILL leaves this too
-    again = RunDir(run.path)
-    assert again.checkpoint("rl")[0] == 1 and again.steps("rl") == [{"step": 1, "x": 1}]
-    again.clean()
-    assert files(run) == ["rl-000001.safetensors"]
-
-
-def test_a_crash_before_the_pointer_moves_changes_nothing(run: RunDir):
-    run.commit("rl", 1, state(1), [(1, {"x": 1})], [(1, {"trained": 1})])
-    with pytest.raises(sqlite3.ProgrammingError):
-        run.commit("rl", 2, state(2), [(2, {"x": 2})], [(2, {"trained": object()})])  # fails within the transaction
-    assert "rl-000002.safetensors" in files(run), "the file is there, but nothing points to it"
-    assert run.checkpoint("rl")[0] == 1 and run.steps("rl") == [{"step": 1, "x": 1}]
-    assert run.ledger() == {"trained": 1}
-    run.clean()
-    assert files(run) == ["rl-000001.safetensors"] and run.checkpoint("rl")[0] == 1
 
 
 def test_a_crash_after_the_pointer_has_moved_leaves_only_rubbish(run: RunDir, monkeypatch):
@@ -190,13 +144,6 @@ def test_cleaning_removes_what_is_half_written_and_rebuilds_the_metrics(run: Run
     assert kept == ["a.npz", "b.parquet", "parts.png"]
 
 
-def test_metrics_are_appended_a_line_a_step(run: RunDir):
-    for step in (1, 2):
-        run.log("midtrain", step, {"loss": 1 / step, "agent_loss": None})
-    lines = (run.path / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[1]) == {"stage": "midtrain", "step": 2, "loss": 0.5, "agent_loss": None}
-
-
 @pytest.mark.parametrize("keep", [0, 20, -3, None], ids=["empty", "header", "tail", "missing"])
 def test_a_damaged_checkpoint_is_named(run: RunDir, keep: int | None):
     run.commit("rl", 1, state(1), [])
@@ -220,26 +167,11 @@ def test_a_name_points_to_the_newest_of_its_runs(tmp_path: Path):
     assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == sorted(["tour", first.path.name, second.path.name])
 
 
-def test_a_name_that_is_a_folder_already_is_refused_before_anything_is_made(tmp_path: Path):
-    (tmp_path / "tour").mkdir()
-    with pytest.raises(ValueError, match=r"tour is a folder of its own; choose another run name"):
-        create(tmp_path, "tour")
-    assert [path.name for path in tmp_path.iterdir()] == ["tour"]
-
-
 @pytest.mark.parametrize("name", ["a/b", "..", ""])
 def test_a_name_that_is_no_file_name_is_refused(tmp_path: Path, name: str):
     with pytest.raises(ValueError, match="run name"):
         create(tmp_path / "runs", name)
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_file_of_json_is_replaced_whole(tmp_path: Path, monkeypatch):
-    write_json(tmp_path / "a.json", {"x": 1})
-    with pytest.raises(TypeError):
-        write_json(tmp_path / "a.json", {"x": object()})
-    assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
 def test_provenance_names_code_and_machine(monkeypatch):

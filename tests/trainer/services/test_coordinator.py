@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import socket
 import sqlite3
@@ -16,37 +15,27 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
 from safetensors import SafetensorError
 
 from composer_nb.harness.files import write_json
 from composer_nb.harness.rewards import TERMS
-from composer_nb.labs.planning.simulate import measured, simulate
-from composer_nb.labs.rewards.rescore import rescore, settings_at, stored_batch, stored_scores, weights_of
+from composer_nb.labs.planning import measured, simulate
+from composer_nb.labs.rewards.rescore import settings_at
 from composer_nb.trainer import rl
-from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face, load_pretrained, published
-from composer_nb.trainer.models.transformer import Model
-from composer_nb.trainer.prompts import Order, prompt_order, tasks_by_id
-from composer_nb.trainer.recipe.branch import branch
+from composer_nb.trainer.models.checkpoint import load_pretrained, published
+from composer_nb.trainer.prompts import Order, prompt_order
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
-from composer_nb.trainer.recipe.replay import replay
-from composer_nb.trainer.recipe.report import build_report
-from composer_nb.trainer.recipe.status import prompts
-from composer_nb.trainer.records.batches import batch_file, load_batch
-from composer_nb.trainer.records.rundir import RunDir, create
+from composer_nb.trainer.recipe.reader import prompts
+from composer_nb.trainer.recipe.replay import branch, replay
+from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services import run as process
-from composer_nb.trainer.services import services
 from composer_nb.trainer.services.actors import ActorDied
 from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
 from composer_nb.trainer.services.journal import REFUSED, request_change
-from composer_nb.trainer.services.services import EngineService, TrainerService, store_url
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer.versions.manifest import state_hash
-from composer_nb.trainer.versions.store import VersionStore
-from composer_nb.views.report import pictures
 from tests.trainer.services.threads import ThreadRemote, Threads
 
 MICRO: dict[str, Any] = {
@@ -87,13 +76,13 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return start_or_resume(None, override(Settings(), MICRO), runs=folder, say=lambda line: None)
 
 
-@pytest.fixture
-def begun(loop: RunDir, tmp_path: Path) -> Callable[..., tuple[RunDir, Settings]]:
+@pytest.fixture(scope="module")
+def begun(loop: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[RunDir, Settings]]:
     """`begun(name, settings)`: a fork of the run, about to begin RL."""
 
     def make(name: str, changes: dict[str, Any]) -> tuple[RunDir, Settings]:
         settings = override(Settings(), MICRO | {"services.on": True} | changes)
-        return fork(loop, settings, runs=tmp_path, name=name), settings
+        return fork(loop, settings, runs=tmp_path_factory.mktemp("runs"), name=name), settings
 
     return make
 
@@ -195,7 +184,7 @@ def test_a_curriculum_is_the_same_after_a_kill_and_in_the_plain_loop(begun):
     assert {name for _, tasks in trained(run) for name in tasks} == set(names)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def ahead(begun) -> tuple[RunDir, Settings, dict[str, Any]]:
     """A finished asynchronous run."""
     run, settings = begun("async", {"services.ahead": 2, "services.bound": 2, "rl.steps": 8})
@@ -216,20 +205,6 @@ def test_asynchronous_every_prompt_is_trained_once_and_every_token_accounted_for
     assert run.query("SELECT COUNT(*) FROM rollout WHERE slot < 16") == [(0,)], "trained rollouts are in their files"
 
 
-def test_the_report_tells_of_staleness_and_shows_it(ahead):
-    run, settings, info = ahead
-    run.finish("rl", 3600.0, info)
-    report = build_report(run)["train"]
-    assert (
-        report["staleness_bound"] == settings.services.bound >= report["staleness_max"] >= report["staleness_mean"] > 0
-    )
-    assert report["in_flight"] + report["in_queue"] == pytest.approx(report["staleness_mean"], abs=1e-6)
-    assert report["tokens_accounted"] == 1.0 and 0 < report["trainer_idle"] < 1
-    waits = report["engine_waits"]
-    assert min(waits.values()) >= 0 and sum(waits.values()) == report["engine_idle"] and 0 < report["engine_idle"] < 1
-    assert pictures(run)["staleness"][1].startswith(b"\x89PNG")
-
-
 def test_engines_run_what_was_published_at_every_version(ahead):
     run, _, _ = ahead
     made = versions(run)
@@ -248,11 +223,6 @@ def test_the_log_of_batches_replays_to_the_same_versions(ahead):
     assert before == {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if "run.db" not in path.name}
     with pytest.raises(ValueError, match="--step 9 is not there yet"):
         list(replay(run, settings, 9))
-
-
-def test_a_run_of_the_plain_loop_can_not_be_replayed(loop: RunDir):
-    with pytest.raises(ValueError, match="plain loop"):
-        list(replay(loop, override(Settings(), MICRO), 2))
 
 
 class Flaky(Threads):
@@ -278,15 +248,12 @@ class Flaky(Threads):
         return remote
 
 
-@pytest.mark.parametrize(
-    "dies", [{"work": {4, 9}}, {"exchange": {6, 40}}, {"learn": {2, 5}}, {"state": {1}}, {"update": {2, 3}}]
-)
+@pytest.mark.parametrize("dies", [{"work": {4}, "exchange": {40}, "update": {3}}, {"learn": {2, 5}, "state": {1}}])
 def test_whoever_dies_the_surviving_lineage_is_whole(begun, dies: dict[str, set[int]]):
     run, settings = begun("flaky", {"services.ahead": 1, "services.bound": 2, "rl.steps": 6})
     actors = Flaky(**dies)
     info = go(run, settings, actors)
-    [(method, numbers)] = dies.items()
-    assert actors.calls[method] >= min(numbers), "it did die"
+    assert all(actors.calls[method] >= min(numbers) for method, numbers in dies.items()), "they did die"
     ids = [task for _, tasks in trained(run) for task in tasks]
     assert len(set(ids)) == 6 * 2 and all(ids.count(task) == 4 for task in set(ids))
     assert sum(run.ledger().values()) == info["sampled"]
@@ -334,35 +301,6 @@ def test_users_are_answered_while_it_trains_and_an_engine_dies_and_the_run_still
     assert sum(run.ledger().values()) == info["sampled"]
     found = list(replay(run, settings, 6))
     assert all(step.same for step in found) and {r.version: r.now for r in found} == versions(run)
-
-
-def test_an_engine_that_is_born_before_its_version_waits_for_it(begun):
-    run, settings = begun("early", IN_STEP)
-    trainer: list[TrainerService] = []
-    publish = threading.Timer(1.0, lambda: trainer.append(TrainerService(run.path, settings)))
-    publish.start()
-    engine = EngineService(run.path, settings, 0, 0, "early")
-    publish.join()
-    assert trainer[0].version == 0 and engine.version == 0
-
-
-def test_layers_are_recomputed_where_the_setting_says_so_and_nothing_else_changes(begun, monkeypatch):
-    computed, own = 0, Model._layer
-
-    def counted(self: Model, *given: Any) -> Any:
-        nonlocal computed
-        computed += torch.is_grad_enabled()
-        return own(self, *given)
-
-    monkeypatch.setattr(Model, "_layer", counted)
-    finals, counts = [], []
-    for on in (False, True):
-        run, settings = begun(f"recompute-{on}", IN_STEP | {"rl.steps": 1, "rl.recompute": on})
-        go(run, settings)
-        finals.append(weights(run))
-        counts.append(computed)
-        computed = 0
-    assert finals[0] == finals[1] and counts[1] == 2 * counts[0] > 0
 
 
 def test_a_coordinator_that_is_gone_in_the_middle_is_taken_up_by_another(loop: RunDir, begun):
@@ -441,20 +379,6 @@ def test_a_term_that_fails_on_rollouts_is_refused_by_a_live_run_and_ends_one_tha
     assert [json.loads(value) for (value,) in changes] == [new, good]
 
 
-def test_a_reward_that_changes_while_a_batch_is_learnt_counts_from_the_next_batch_on(begun, monkeypatch):
-    run, settings = begun("while", IN_STEP | {"rl.steps": 3})
-    actors = Threads()
-    coordinator = Coordinator(run, settings, actors, lambda line: None)
-    learn, new = coordinator.learn, {"unfinished": -0.25}
-    monkeypatch.setattr(coordinator, "learn", lambda *a: [request_change(run, "reward.weights", new), learn(*a)][1])
-    coordinator.go()
-    actors.close()
-    assert settings_at(run, 1).reward == settings.reward and settings_at(run, 2).reward.weights == new
-    for step in (1, 2, 3):
-        batch = stored_batch(run, step)
-        assert np.array_equal(rescore(batch, batch.settings.reward).reward_R, stored_scores(batch).reward_R)
-
-
 def test_a_run_with_the_changes_of_a_live_one_in_its_settings_ends_with_the_same_weights(begun, monkeypatch):
     """Killed and resumed, it asks for no change twice."""
     terms = iter([{"unfinished": -0.25}, {"unfinished": -0.5, "invalid_calls": -1.0}])
@@ -486,30 +410,6 @@ def test_a_run_with_the_changes_of_a_live_one_in_its_settings_ends_with_the_same
 
 
 WRONG: dict[str, Any] = {"services.bound": 0, "rl.prompts": 4, "reward.weights": {"nosuch": 1.0}, "rl.group": 0}
-
-
-def test_what_was_refused_is_not_in_force_after_a_resume_either(begun):
-    run, settings = begun("refused", {"services.ahead": 1, "services.bound": 2, "rl.steps": 4})
-    for name, value in WRONG.items():
-        request_change(run, name, value)
-    said = cut_off(run, settings, 2, "_on_train_step")
-    assert sum(line.startswith("refused: ") for line in said) == len(WRONG)
-    assert [step for (step,) in run.query("SELECT step FROM change")] == [REFUSED] * len(WRONG)
-    go(run, settings)
-    assert len(run.steps("rl")) == 4
-
-
-def test_a_change_that_came_after_a_checkpoint_does_not_change_what_is_done_again(begun):
-    """Steps since the checkpoint are trained again, on the group size that they had."""
-    run, settings = begun(
-        "regrouped", {"services.ahead": 1, "services.bound": 2, "rl.steps": 6, "rl.checkpoint_every": 5}
-    )
-    cut_off(run, settings, 2, "_on_train_step")
-    request_change(run, "rl.group", 6)
-    cut_off(run, settings, 2, "_on_train_step")
-    go(run, settings)
-    made = [len(tasks) for _, tasks in trained(run)]
-    assert len(run.steps("rl")) == 6 and made[:2] == [8, 8] and made[-1] == 12
 
 
 def test_versions_that_a_resumed_trainer_makes_again_are_not_pruned(begun):
@@ -576,21 +476,6 @@ def test_engines_that_die_at_birth_end_the_run_in_the_end(begun):
         go(run, settings, Stillborn())
 
 
-@pytest.mark.parametrize("dies", [{"at": {1}}, {"finish": {1}}])
-def test_a_trainer_that_dies_at_birth_or_at_the_end_is_started_again_with_all_else(
-    begun, dies: dict[str, set[int]], monkeypatch: pytest.MonkeyPatch
-):
-    run, _ = begun("birth", {"rl.steps": 2})
-    monkeypatch.setattr(process, "_end_when_lost", lambda actors: None)
-    monkeypatch.setattr(process, "RayActors", lambda *place, **named: Flaky(**dies))
-    with pytest.raises(SystemExit) as ended:
-        process.main([str(run.path)])
-    assert ended.value.code == process.LOST and run.finished("rl") is None
-    monkeypatch.setattr(process, "RayActors", lambda *place, **named: Threads())
-    process.main([str(run.path)])
-    assert run.finished("rl") is not None and len(trained(run)) == 2
-
-
 def test_time_that_is_up_ends_rl_at_a_whole_step(begun):
     run, settings = begun("short", {"rl.max_seconds": 0.01, "rl.steps": 6})
     actors, said = Threads(), list[str]()
@@ -602,29 +487,6 @@ def test_time_that_is_up_ends_rl_at_a_whole_step(begun):
     assert (run.path / "weights" / "final" / "config.json").is_file()
 
 
-def test_time_counts_from_the_first_rollout(begun, monkeypatch: pytest.MonkeyPatch):
-    """However long the services take to start."""
-    run, settings = begun("slow-start", {"rl.max_seconds": 3600.0, "rl.steps": 1})
-    actors, seconds, clock = Threads(), list[float](), time.perf_counter
-    late = 0.0
-    monkeypatch.setattr("composer_nb.trainer.services.coordinator.time.perf_counter", lambda: clock() + late)
-    coordinator = Coordinator(run, settings, actors, lambda line: None)
-    heard = coordinator._heard
-
-    def slow(kind: str, *what: Any) -> Any:
-        nonlocal late
-        if kind == "join" and not seconds:
-            late = 7200.0  # so long did Ray take
-            seconds.append(coordinator.seconds)
-        return heard(kind, *what)
-
-    monkeypatch.setattr(coordinator, "_heard", slow)
-    info = coordinator.go()
-    actors.close()
-    assert seconds == [0.0] and not info["stopped_early"] and 0 < coordinator.seconds < 3600
-    assert run.steps("rl")[0]["time"]["wall_s"] < 3600
-
-
 def test_a_learning_rate_that_fell_with_time_is_the_same_when_a_batch_is_trained_again(begun, monkeypatch):
     clock = count(8000)
     monkeypatch.setattr(Coordinator, "seconds", property(lambda self: min(next(clock) / 1e4, 0.99)))
@@ -633,20 +495,6 @@ def test_a_learning_rate_that_fell_with_time_is_the_same_when_a_batch_is_trained
     rates = [step["lr"] for step in run.steps("rl")]
     assert any(rate < settings.rl.rate(step) for step, rate in enumerate(rates)), "time was short"
     assert all(r.same for r in replay(run, settings, len(rates)))
-
-
-def test_an_engine_that_runs_other_weights_than_were_published_stops_the_run(begun, monkeypatch: pytest.MonkeyPatch):
-    run, settings = begun("wrong", {"rl.steps": 4})
-    monkeypatch.setattr("composer_nb.trainer.services.inference.Updates.model", _spoiled)
-    with pytest.raises(RunStopped, match="the trainer made"):
-        go(run, settings)
-
-
-def _spoiled(self: Any, tensors: Any) -> Any:
-    model = empty_model(self.config)
-    from_hugging_face(model, tensors)
-    model.final_norm.data[0] += 1
-    return model
 
 
 def test_damaged_versions_are_never_served(begun):
@@ -679,39 +527,6 @@ def test_damaged_versions_are_never_served(begun):
     made, served = versions(run), run.query("SELECT version, hash, bytes FROM served")
     assert all(made[version] == hash for version, hash, _ in served if version in made)
     assert any(size == 0 for *_, size in served), "some came from the trainer itself"
-
-
-def test_what_a_trainer_gives_is_of_one_moment(begun, monkeypatch: pytest.MonkeyPatch):
-    """Weights that are asked for while a batch is learnt are those of the version they are said to be, and a state that was given
-    stays as it was."""
-    run, settings = begun("moment", IN_STEP | {"rl.steps": 1})
-    go(run, settings)  # which leaves a batch to learn from
-    actors, learning, made = Threads(), threading.Event(), services.published
-
-    def slowly(model: Model, *more: Any) -> Any:
-        learning.set()
-        time.sleep(0.2)
-        return made(model, *more)
-
-    monkeypatch.setattr(services, "published", slowly)
-    other = begun("again", IN_STEP | {"rl.steps": 1})[0]
-    coordinator = Coordinator(other, settings, actors, lambda line: None)
-    try:
-        coordinator._make_trainer()
-        before = coordinator.trainer.wait("state")[1]
-        as_given = copy.deepcopy(before)
-        streams = rl.streams_of(load_batch(batch_file(run.path, 0), tasks_by_id(run.path)), settings.loss)
-        learning.clear()
-        learnt = coordinator.trainer.call("learn", 0, 1e-3, streams, [])
-        assert learning.wait(60)
-        version, tensors = coordinator.trainer.call("tensors").result()
-        learnt.result()
-        coordinator.trainer.wait("close")
-    finally:
-        coordinator.journal.close()
-        actors.close()
-    assert state_hash(tensors) == VersionStore(store_url(other.path, settings)).manifest(version).hash
-    assert all(torch.equal(before[name], as_given[name]) for name in as_given)
 
 
 @pytest.mark.parametrize(
@@ -761,16 +576,3 @@ def test_weights_before_the_end_are_those_before_the_last_batch_that_taught_some
     made, per_step = {0: start} | versions(run), settings.rl.minibatches
     assert made[live * per_step] == made[settings.rl.steps * per_step], "nothing changed after the last live batch"
     assert before == made[max(0, live - 1) * per_step]
-
-
-def test_the_last_live_step_is_the_last_that_trained_on_a_token(tmp_path: Path):
-    run = create(tmp_path, "run")
-    assert run.last_live_step() == 0
-    counts = [{"trained": 9}, {"trained": 4, "zero_advantage": 5}, {"zero_advantage": 9}, {"trained": 0}]
-    run.commit("rl", 4, {"w": torch.zeros(1)}, [], list(enumerate(counts, 1)))
-    assert run.last_live_step() == 2
-    run.finish("rl", 1.0, {})
-    for name in ("start", "before_final", "final"):
-        (run.path / "weights" / name).mkdir()
-    named = {step: weights_of(run, step).name for step in (1, 2, 3, 4)}
-    assert named == {1: "start", 2: "before_final", 3: "final", 4: "final"}

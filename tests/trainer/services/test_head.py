@@ -107,18 +107,6 @@ def test_up_attach_renew_down(carried: Path, tmp_path: Path) -> None:
         pass
 
 
-def test_it_ends_of_its_lease_but_not_under_anybody(carried: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "head"
-    up(folder, 1.0)
-    with held(str(folder)):
-        time.sleep(2.5)
-        assert find(folder) is not None, "its lease has run out, but it is held"
-    wait(lambda: find(folder) is None)
-    assert "its lease has run out" in (folder / "head.log").read_text()
-    wait(lambda: holder(folder / "head.lock") is None)
-    assert not list(carried.iterdir())
-
-
 def test_who_holds_it_and_is_killed_holds_it_no_more(carried: Path, tmp_path: Path) -> None:
     folder = tmp_path / "head"
     up(folder, 1.0)
@@ -190,13 +178,3 @@ def test_a_number_that_was_left_in_a_lock_names_nobody(tmp_path: Path) -> None:
     other.wait()
     other.stdout.close()
     assert holder(lock) is None
-
-
-def test_a_detached_process_has_a_session_and_a_lease_of_its_own(tmp_path: Path) -> None:
-    process = head.detach(("timeit", "-n1", "-r1", "__import__('time').sleep(60)"), tmp_path / "its.log")
-    wait(lambda: b"timeit" in Path(f"/proc/{process.pid}/cmdline").read_bytes())
-    assert os.getsid(process.pid) == process.pid
-    assert f"COMPOSER_NB_DIRECTORY={tmp_path}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(
-        b"\0"
-    )
-    process.kill()

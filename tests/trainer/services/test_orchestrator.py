@@ -338,22 +338,6 @@ def test_discard_throws_the_long_one_away_and_counts_it():
     assert books.ledger["stale"] == 2570 and d.ignored("late") == 1
 
 
-def test_an_engine_that_lagged_is_found_out_and_the_group_starts_anew():
-    d = Driver(schedule(ahead=1, bound=1), 1000)
-    for slot in (0, 1):
-        d.finish_slot(slot)
-    d.trained()
-    for slot in (2, 3):
-        d.finish_slot(slot)
-    d.trained()
-    key = next(key for key in d.running if key[0] == 4)
-    d.finish(key, lag=1)
-    assert d.orchestrator.books.ledger["stale"] == 50 or d.orchestrator.version - d.told[key].oldest_version <= 1
-    d.drain()
-    d.run_out()
-    assert isinstance(d.end, Drained)
-
-
 def test_staleness_is_told_apart_by_where_it_arose():
     d = Driver(schedule(ahead=1), 1000)
     for slot in (0, 1, 2):
@@ -438,14 +422,6 @@ def test_a_suspect_worker_gets_nothing_until_it_is_heard_of():
     d.fault((1, 1, 0))  # w0 gives up as it was told: it lives
     assert d.ignored("late") == 1
     assert d.slots_of("w0") == {2}  # slot 1, which hung on it, still waits for the other
-
-
-def test_each_event_of_a_dispatch_shows_that_it_does_not_hang():
-    d = Driver(schedule(prompts=1, group=3, ahead=0), 3)
-    for place, at in ((0, 50.0), (1, 100.0)):
-        d.now = at
-        d.finish((0, 1, place))
-    assert d.send(Tick(at=159.0)) == [] and len(d.send(Tick(at=160.0))) == 2
 
 
 @pytest.mark.parametrize(
@@ -533,37 +509,7 @@ def test_settings_change_while_running():
     assert isinstance(d.end, Drained)
 
 
-def test_what_would_be_too_old_at_once_is_not_dispatched():
-    d = Driver(schedule(ahead=2, bound=4, window=1.0), 1000)
-    d.serve()
-    for slot in (1, 2, 3, 4):
-        d.finish_slot(slot)
-    d.trained(), d.trained()  # two steps that no engine serves yet
-    d.schedule = schedule(ahead=1, bound=1)
-    d.orchestrator.handle(Changed(at=0.0, schedule=d.schedule))
-    d.running.clear()
-    assert d.orchestrator.handle(Tick(at=0.0)) == []
-    assert {c.slot for c in d.orchestrator.handle(Served(at=0.0, version=2)) if isinstance(c, Dispatch)} >= {0, 5}
-
-
-def test_fewer_steps_end_the_run_at_once():
-    d = Driver(schedule(ahead=2, steps=5), 1000)
-    d.finish_slot(0), d.finish_slot(1), d.finish_slot(2), d.finish_slot(3)
-    d.schedule = schedule(ahead=2, steps=1)
-    d.send(Changed(at=0.0, schedule=d.schedule))
-    d.trained()
-    assert d.end == Drained(left=(2, 3)) and d.training is None
-
-
 # Restart
-
-
-def test_a_message_of_the_life_before_does_not_train_a_step():
-    d = Driver(schedule(), 1000)
-    d.finish_slot(0), d.finish_slot(1)
-    train = d.training
-    d.crash(d.save(), life=1)
-    assert d.send(Trained(at=0.0, step=0)) == [train] and d.ignored("unknown") == 1
 
 
 def test_a_lower_bound_on_restart_drops_what_is_too_old():

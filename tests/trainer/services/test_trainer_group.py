@@ -14,10 +14,10 @@ import torch
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.trainer.models.checkpoint import save_pretrained
 from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.services import trainer_ranks
 from composer_nb.trainer.services.actors import ActorDied
 from composer_nb.trainer.services.services import TrainerService, store_url
-from composer_nb.trainer.services.trainer_group import TrainerGroup, together
-from composer_nb.trainer.services.trainer_rank import TrainerRank
+from composer_nb.trainer.services.trainer_ranks import TrainerGroup, TrainerRank, together
 from composer_nb.trainer.settings import Settings, override
 from composer_nb.trainer.versions.receiver import Receiver
 from tests.trainer.forked import on_ranks
@@ -144,25 +144,6 @@ def test_a_call_is_answered_when_all_ranks_have(tmp_path: Path) -> None:
     assert asked.result() == "of the first"
 
 
-def test_a_state_is_there_when_it_is_written(tmp_path: Path) -> None:
-    made, members = group(tmp_path)
-    asked = made.call("state")
-    for member in members:
-        member.futures[-1].set_result((3, "folder"))
-    assert not asked.done() and all(member.calls[-1] == ("saved",) for member in members)
-    for member in members:
-        member.futures[-1].set_result(None)
-    assert asked.result() == (3, "folder")
-
-
-def test_tensors_are_those_of_all_ranks(tmp_path: Path) -> None:
-    made, members = group(tmp_path)
-    asked = made.call("tensors")
-    for name, member in zip("ab", members, strict=True):
-        member.futures[-1].set_result((7, {name: 1}))
-    assert asked.result() == (7, {"a": 1, "b": 1})
-
-
 def test_a_death_is_told_at_once_and_before_what_it_made_others_raise() -> None:
     one: Future[Any] = Future()
     two: Future[Any] = Future()
@@ -174,9 +155,10 @@ def test_a_death_is_told_at_once_and_before_what_it_made_others_raise() -> None:
         asked.result(timeout=patience(1))
 
 
-def test_a_failure_of_one_rank_is_told_though_others_wait_for_it() -> None:
+def test_a_failure_of_one_rank_is_told_though_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     one: Future[Any] = Future()
-    asked = together([one, Future()], patience_s=0.05)
+    monkeypatch.setattr(trainer_ranks, "HEARD_S", 0.05)
+    asked = together([one, Future()])
     one.set_exception(ValueError("its own"))
     with pytest.raises(ValueError, match="its own"):
         asked.result(timeout=patience(5))
