@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -424,13 +423,8 @@ def open_actors(address: str = "") -> Iterator[RayActors]:
     """Connect to the Ray cluster at `address` (also the folder of a head, `composer-nb up`), or start one on this machine until
     the end. Raises ConnectionError."""
     with tempfile.TemporaryDirectory(prefix="composer_nb-serve-") as folder, held(address) as resolved:
-        name, signals = f"serve-{os.getpid()}", (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        # Ray's processes inherit the mask: a signal to the whole group ends this process alone, which drains.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        try:
-            actors = RayActors(resolved, name, ResourceJournal(Path(folder), name))
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        name = f"serve-{os.getpid()}"
+        actors = RayActors(resolved, name, ResourceJournal(Path(folder), name))
         try:
             yield actors
         finally:
