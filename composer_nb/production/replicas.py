@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -30,7 +28,7 @@ from typing import Any, Self
 
 from composer_nb.harness.agent.grammar import Grammar
 from composer_nb.harness.policy import Completion, ProviderFailure, Request, SampledToken, Trace
-from composer_nb.harness.sandbox.reap import ResourceJournal
+from composer_nb.harness.sandbox.reap import FOLDER, ResourceJournal, reap
 from composer_nb.production.policies import OpenEngine, chat_of, open_engine
 from composer_nb.production.record import overlaid
 from composer_nb.trainer.services.actors import ActorDied, RayActors, RemoteService
@@ -423,14 +421,11 @@ class Replicas:
 def open_actors(address: str = "") -> Iterator[RayActors]:
     """Connect to the Ray cluster at `address` (also the folder of a head, `composer-nb up`), or start one on this machine until
     the end. Raises ConnectionError."""
-    with tempfile.TemporaryDirectory(prefix="composer_nb-serve-") as folder, held(address) as resolved:
-        name, signals = f"serve-{os.getpid()}", (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        # Ray's processes inherit the mask: a signal to the whole group ends this process alone, which drains.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        try:
-            actors = RayActors(resolved, name, ResourceJournal(Path(folder), name))
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    root, name = Path("~/.cache/composer_nb/serve").expanduser(), f"serve-{os.getpid()}"
+    root.mkdir(parents=True, exist_ok=True)
+    reap(root)  # what a killed server left
+    with held(address) as resolved:
+        actors = RayActors(resolved, name, ResourceJournal(root / FOLDER, name))
         try:
             yield actors
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ def talk(*options: str, calls: tuple[tuple[str, dict[str, Any]], ...]) -> tuple[
     """Return the tools of a server with these options, by name, and the answers to calls, with whether they failed."""
 
     async def go() -> tuple[dict[str, Any], list[tuple[str, bool]]]:
-        server = sdk.StdioServerParameters(command=sys.executable, args=["-m", "composer_nb.cli", "mcp", *options])
+        server = sdk.StdioServerParameters(
+            command=sys.executable, args=["-m", "composer_nb.cli", "mcp", *options], env={**os.environ}
+        )
         async with sdk.Client(server) as client:
             tools = {tool.name: tool for tool in (await client.list_tools()).tools}
             answers = [await client.call_tool(name, given) for name, given in calls]

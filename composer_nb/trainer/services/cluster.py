@@ -164,7 +164,10 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
     log, environment = folder / "start.log", {"RAY_AUTH_MODE": "token"} | os.environ | LOOPBACK
     for _ in range(STARTS):
         with log.open("wb") as out:
-            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+            # A group of its own: Ctrl-C, or a supervisor's signal to all, ends this process, which drains and then closes Ray.
+            process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, process_group=0
+            )
         while process.poll() is None:
             if (folder / ADDRESS).is_file():
                 return process
