@@ -23,7 +23,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from composer_nb.trainer.recipe.reader import rl_tables
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.schedule import (
+from composer_nb.trainer.schedule import Schedule
+from composer_nb.trainer.services.orchestrator import (
     WORK_S,
     Cancel,
     Command,
@@ -33,13 +34,12 @@ from composer_nb.trainer.schedule import (
     Faulted,
     Finished,
     Joined,
-    Schedule,
+    Orchestrator,
     Served,
     Stop,
     Train,
     Trained,
 )
-from composer_nb.trainer.services.orchestrator import Orchestrator
 from composer_nb.trainer.settings import from_dict
 
 

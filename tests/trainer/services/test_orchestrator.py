@@ -12,7 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from composer_nb.trainer.schedule import (
+from composer_nb.trainer.schedule import Schedule
+from composer_nb.trainer.services.orchestrator import (
+    ATTEMPTS_A_LIFE,
     Alive,
     Cancel,
     Changed,
@@ -24,7 +26,7 @@ from composer_nb.trainer.schedule import (
     Finished,
     Joined,
     Left,
-    Schedule,
+    Orchestrator,
     Served,
     Stop,
     Tick,
@@ -32,7 +34,6 @@ from composer_nb.trainer.schedule import (
     Trained,
     TrainerLost,
 )
-from composer_nb.trainer.services.orchestrator import ATTEMPTS_A_LIFE, Orchestrator
 
 Key = tuple[int, int, int]
 

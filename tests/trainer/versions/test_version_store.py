@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from composer_nb.trainer.models.checkpoint import load_pretrained, published, save_pretrained
-from composer_nb.trainer.versions.full import side_files
 from composer_nb.trainer.versions.manifest import (
     DamagedVersion,
     MisplacedVersion,
@@ -24,7 +23,7 @@ from composer_nb.trainer.versions.manifest import (
 from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher, VersionReused
 from composer_nb.trainer.versions.receiver import Receiver
 from composer_nb.trainer.versions.store import StoreError, VersionStore, anchor, folder, log
-from composer_nb.trainer.weights import verify
+from composer_nb.trainer.weights import side_files, verify
 
 FILES = {"config.json": b'{"model_type": "small"}'}
 
