@@ -24,9 +24,9 @@ from composer_nb.harness.carry import Blob, add_history, carry_back
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rewards import OWN, Term, own_reward
-from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
+from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.tasks.functions import is_test
 from composer_nb.harness.tasks.runtime import artifacts_left, start, workspace
 from composer_nb.harness.tasks.task import LOWERED, Task

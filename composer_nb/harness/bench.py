@@ -16,7 +16,7 @@ from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Policy
 from composer_nb.harness.rewards import EDITS, called
 from composer_nb.harness.rollout import Turn
-from composer_nb.harness.sandbox.calls import Executor
+from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.tasks.task import Task
 
 

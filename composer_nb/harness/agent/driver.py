@@ -12,8 +12,8 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from composer_nb.harness.policy import Completion, Policy, Request, Trace
-from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, Executor
 from composer_nb.harness.sandbox.errors import SandboxFailure
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest, Executor
 
 __all__ = ["Driver", "Job", "Seat", "drive"]
 Result = TypeVar("Result")

@@ -16,8 +16,8 @@ from typing import Literal
 
 from composer_nb.harness.grading.diff import CACHE_FOLDERS
 from composer_nb.harness.rollout import Rollout
-from composer_nb.harness.sandbox.calls import CallOutcome, Executor
 from composer_nb.harness.sandbox.errors import SandboxFailure
+from composer_nb.harness.sandbox.requests import CallOutcome, Executor
 from composer_nb.harness.tasks.functions import parse_test_files, parse_tests, passes, request_tests, separated
 from composer_nb.harness.tasks.task import Task
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePosixPath
 
-from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, value_text
 from composer_nb.harness.sandbox.contract import CallLimits
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest, value_text
 from composer_nb.harness.syntax import literal_eval, parse
 
 LONGEST_ARGUMENTS = 1 << 20

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from composer_nb.harness.sandbox.calls import CallOutcome, Executor
 from composer_nb.harness.sandbox.contract import CallLimits
+from composer_nb.harness.sandbox.requests import CallOutcome, Executor
 from composer_nb.harness.syntax import lints
 from composer_nb.harness.tasks.functions import FunctionTest, parse_test_files, passes, request_tests
 from composer_nb.harness.tools.arguments import CONTROLS, tool

@@ -27,7 +27,7 @@ from composer_nb.harness.attempt import Agent
 from composer_nb.harness.files import replacing
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rollout import Rollout
-from composer_nb.harness.sandbox.calls import Executor
+from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.tasks.task import Task
 from composer_nb.tour.expert import Script, ScriptedPolicy, expert, searcher, searches, step_by_step
 from composer_nb.trainer.corpus.store import FILES, digest_of, documents, read_rows

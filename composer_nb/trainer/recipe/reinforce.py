@@ -13,8 +13,8 @@ from composer_nb.harness.attempt import Agent, rewarded
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Policy
 from composer_nb.harness.rewards import Term
-from composer_nb.harness.sandbox.calls import Executor
 from composer_nb.harness.sandbox.errors import SandboxFailure
+from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.tasks.task import Task
 from composer_nb.trainer.learning.packing import Stream
 from composer_nb.trainer.learning.ranks import release_memory
