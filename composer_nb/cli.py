@@ -44,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_lines("stdout" if args.lines and not getattr(args, "json", False) else "stderr", render=visible_lines)
     try:
         return int(COMMANDS[args.command].run(args))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:  # with a hint of how to go on, if the command knows one
+        print("; ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output is gone
         sys.stderr.close()
@@ -66,19 +66,21 @@ def fixable(error: Exception) -> bool:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands, in the order in which they are declared."""
-    made = argparse.ArgumentParser(prog="composer-nb", description="An open laboratory for training coding agents.")
-    top = made.add_subparsers(required=True, metavar="COMMAND")
+    top_parser = argparse.ArgumentParser(
+        prog="composer-nb", description="An open laboratory for training coding agents."
+    )
+    top = top_parser.add_subparsers(required=True, metavar="COMMAND")
     groups: dict[str, argparse._SubParsersAction[argparse.ArgumentParser]] = {"": top}
     for name, command in COMMANDS.items():
         group, _, last = name.rpartition(" ")
         if group not in groups:
             parent = top.add_parser(group, help=GROUPS[group], description=GROUPS[group])
             groups[group] = parent.add_subparsers(required=True, metavar="ACTION")
-        one = groups[group].add_parser(last, help=command.help, description=command.help, epilog=command.epilog)
-        one.set_defaults(command=name, lines=command.lines)
+        subparser = groups[group].add_parser(last, help=command.help, description=command.help, epilog=command.epilog)
+        subparser.set_defaults(command=name, lines=command.lines)
         for names, options in command.arguments:
-            one.add_argument(*names, **options)
-    return made
+            subparser.add_argument(*names, **options)
+    return top_parser
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from subprocess import DEVNULL
+from typing import NamedTuple
 
 from rich.markup import escape
 from rich.table import Table
@@ -29,7 +30,6 @@ LEAST_MEMORY_GIB = 4.0  # a trainer, a notebook kernel and a few sandboxes side 
 LEAST_DISK_GIB = 5.0  # a few runs with their checkpoints and rollouts
 INSTALL = "make setup"
 PIP = ".venv/bin/python -m pip"
-NO_GPU = "none"
 MEND_BUBBLEWRAP = "scripts/system_packages"
 # Kernel settings: name, the value that forbids unprivileged sandboxes, one that allows them.
 USER_NAMESPACES = (
@@ -37,9 +37,31 @@ USER_NAMESPACES = (
     ("kernel.unprivileged_userns_clone", "0", "1"),
     ("user.max_user_namespaces", "0", "15000"),
 )
+REQUIRED = {"python", "torch", "bubblewrap", "sandbox", "jupyter kernel"}
+NO_SANDBOX = "no sandbox can be made, so no agent can work and nothing is graded"
+ADVICE = {
+    "python": ("nothing runs: Python 3.11 or newer is needed", "make clean setup PYTHON=python3.11"),
+    "platform": (NO_SANDBOX, "run it on Linux, also in a container or a virtual machine"),
+    "cores": ("sandboxes and training take turns: about twice the time", "give the machine or the container two cores"),
+    "memory": (
+        "training beside a notebook kernel and sandboxes may be killed for lack of memory",
+        f"free memory, or give the container at least {LEAST_MEMORY_GIB:g} GiB",
+    ),
+    "disk": ("checkpoints and rollouts of a few runs may not fit", "remove old directories under runs/"),
+    "torch": ("nothing can be trained or sampled; only the harness works", INSTALL),
+    "triton": ("the slower torch references run instead of kernels", f"{PIP} install -c constraints.txt triton"),
+    "bubblewrap": (NO_SANDBOX, MEND_BUBBLEWRAP),
+    "jupyter kernel": (
+        "notebooks, and so `make demo`, run in another interpreter or not at all",
+        f"{sys.executable} -m ipykernel install --sys-prefix",
+    ),
+    "git": ("runs do not record their commit", "scripts/system_packages git"),
+    "ray": ("one machine and one process; the tour and all notebooks run without it", f"{PIP} install ray"),
+}
+"""Cost of a missing part, and the command that fixes it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CheckResult:
     """The result of one check.
 
@@ -55,8 +77,7 @@ class CheckResult:
     required: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchFacts:
+class TorchFacts(NamedTuple):
     """Facts about the installed torch; `cuda_build` is the CUDA version of its build, if any."""
 
     version: str
@@ -64,61 +85,69 @@ class TorchFacts:
     gpus: tuple[str, ...]
     threads: int
 
+    @property
+    def device(self) -> str:
+        return f"{self.version} on {', '.join(self.gpus) or 'CPU'}"
+
 
 def diagnose() -> list[CheckResult]:
     """Run all checks; takes a few seconds, most of them to import torch."""
     cores, torch, driver = available_cores(), probe_torch(), driver_gpus()
-    facts = torch if isinstance(torch, TorchFacts) else None
+    facts = None if isinstance(torch, str) else torch
     memory, disk = available_memory() / GIB, shutil.disk_usage(Path.cwd()).free / GIB
-    bwrap, triton, ray = shutil.which("bwrap"), installed("triton"), installed("ray")
+    triton, ray = installed("triton"), installed("ray")
     bubblewrap, git = output_of("bwrap", "--version"), output_of("git", "--version")
     return [
-        finding("python", f"{platform.python_version()} at {sys.executable}", sys.version_info >= (3, 11)),
-        finding("platform", f"{platform.system()} {platform.release()} {platform.machine()}", sys.platform == "linux"),
-        finding("cores", f"{cores:g}", cores >= 2),
-        finding("memory", f"{memory:.1f} GiB available", memory >= LEAST_MEMORY_GIB),
-        finding("disk", f"{disk:.1f} GiB free", disk >= LEAST_DISK_GIB),
-        finding("torch", device_of(facts) if facts else f"cannot be imported: {torch}", facts is not None),
+        result("python", f"{platform.python_version()} at {sys.executable}", sys.version_info >= (3, 11)),
+        result("platform", f"{platform.system()} {platform.release()} {platform.machine()}", sys.platform == "linux"),
+        result("cores", f"{cores:g}", cores >= 2),
+        result("memory", f"{memory:.1f} GiB available", memory >= LEAST_MEMORY_GIB),
+        result("disk", f"{disk:.1f} GiB free", disk >= LEAST_DISK_GIB),
+        result("torch", facts.device if facts else f"cannot be imported: {torch}", facts is not None),
         check_gpu(facts, driver),
         check_threads(facts, cores),
-        finding("triton", triton or "not installed", triton is not None or not (facts and facts.gpus)),
-        finding("bubblewrap", f"{bubblewrap} at {bwrap}" if bubblewrap else "not found", bubblewrap is not None),
+        result("triton", triton or "not installed", triton is not None or not (facts and facts.gpus)),
+        result("bubblewrap", f"{bubblewrap or 'not found'} at {shutil.which('bwrap')}", bubblewrap is not None),
         check_sandbox(),
         check_tools(),
         check_kernel(),
-        finding("git", git or "not found", git is not None),
-        finding("ray", ray or "not installed", ray is not None),
+        result("git", git or "not found", git is not None),
+        result("ray", ray or "not installed", ray is not None),
     ]
 
 
-def healthy(findings: Iterable[CheckResult]) -> bool:
+def result(name: str, found: str, ok: bool, cost: str = "", mend: str = "") -> CheckResult:
+    """Return a result with its cost and command, those of ADVICE unless given."""
+    if not cost:
+        cost, mend = ADVICE.get(name, ("", ""))
+    return CheckResult(name, found, ok, cost, mend, required=name in REQUIRED)
+
+
+def healthy(results: Iterable[CheckResult]) -> bool:
     """Return whether all required checks passed."""
-    return all(finding.ok for finding in findings if finding.required)
+    return all(check.ok for check in results if check.required)
 
 
-def as_table(findings: Sequence[CheckResult]) -> Table:
-    """Return the findings as a table: ok, `without` for optional parts, `BROKEN` for required ones."""
+def as_table(results: Sequence[CheckResult]) -> Table:
+    """Return the results as a table: ok, `without` for optional parts, `BROKEN` for required ones."""
     table = Table(title="composer_nb doctor", title_justify="left")
     for heading in ("", "what", "found", "what that costs, and what mends it"):
         table.add_column(heading, overflow="fold")
-    for finding in findings:
-        mark, style = ("ok", "green") if finding.ok else ("without", "yellow")
-        if finding.required and not finding.ok:
-            mark, style = "BROKEN", "bold red"
-        advice = "" if finding.ok else f"{finding.cost}\n-> {finding.mend}"
+    for check in results:
+        mark = "[green]ok" if check.ok else "[bold red]BROKEN" if check.required else "[yellow]without"
+        advice = "" if check.ok else f"{check.cost}\n-> {check.mend}"
         # Text from the machine may hold square brackets, which rich would read as markup.
-        table.add_row(f"[{style}]{mark}[/]", *map(escape, (finding.name, finding.found, advice)))
+        table.add_row(f"{mark}[/]", *map(escape, (check.name, check.found, advice)))
     return table
 
 
 def device_line() -> str:
     """Return the device that torch will use, with a second line if the driver sees a GPU that torch cannot use."""
-    torch = probe_torch()
+    torch, driver = probe_torch(), driver_gpus()
     if isinstance(torch, str):
         return f"torch cannot be imported: {torch}"
-    gpu, line = check_gpu(torch, driver_gpus()), f"torch {device_of(torch)}"
-    warning = f"\nwarning: {gpu.found}; {gpu.cost}; to mend: {gpu.mend}"
-    return line if gpu.ok or gpu.found == NO_GPU else line + warning
+    gpu, line = check_gpu(torch, driver), f"torch {torch.device}"
+    return line if gpu.ok or not driver else f"{line}\nwarning: {gpu.found}; {gpu.cost}; to mend: {gpu.mend}"
 
 
 def probe_torch() -> TorchFacts | str:
@@ -127,121 +156,73 @@ def probe_torch() -> TorchFacts | str:
         import torch
     except (ImportError, OSError) as error:  # OSError: one of its shared libraries does not load
         return str(error)
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    return TorchFacts(
-        version=torch.__version__,
-        cuda_build=torch.version.cuda,
-        gpus=tuple(torch.cuda.get_device_name(index) for index in gpus),
-        threads=torch.get_num_threads(),
-    )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = tuple(map(torch.cuda.get_device_name, range(count)))
+    return TorchFacts(torch.__version__, torch.version.cuda, gpus, torch.get_num_threads())
 
 
 def driver_gpus() -> tuple[str, ...]:
     """Return the GPUs that the NVIDIA driver lists; empty without a working driver."""
-    listing = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
-    return tuple(line.strip() for line in (listing or "").splitlines() if line.strip())
+    listing = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or ""
+    return tuple(line.strip() for line in listing.splitlines() if line.strip())
 
 
 def output_of(*command: str) -> str | None:
     """Return the output of a program; None if it is missing, fails or takes over ten seconds."""
     try:
-        done = subprocess.run(command, stdin=DEVNULL, capture_output=True, check=True, text=True, timeout=10)
-        return done.stdout.strip()
+        process = subprocess.run(command, stdin=DEVNULL, capture_output=True, check=True, text=True, timeout=10)
+        return process.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-NO_SANDBOX = "no sandbox can be made, so no agent can work and nothing is graded"
-ADVICE = {
-    "python": ("nothing runs: Python 3.11 or newer is needed", "make clean setup PYTHON=python3.11"),
-    "platform": (NO_SANDBOX, "run it on Linux, also in a container or a virtual machine"),
-    "cores": ("sandboxes and training take turns: about twice the time", "give the machine or the container two cores"),
-    "memory": (
-        "training beside a notebook kernel and sandboxes may be killed for lack of memory",
-        f"free memory, or give the container at least {LEAST_MEMORY_GIB:g} GiB",
-    ),
-    "disk": ("checkpoints and rollouts of a few runs may not fit", "remove old directories under runs/"),
-    "torch": ("nothing can be trained or sampled; only the harness works", INSTALL),
-    "triton": (
-        "on this GPU the slower torch references run instead of the kernels",
-        f"{PIP} install -c constraints.txt triton",
-    ),
-    "bubblewrap": (NO_SANDBOX, MEND_BUBBLEWRAP),
-    "jupyter kernel": (
-        "notebooks, and so `make demo`, run in another interpreter or not at all",
-        f"{sys.executable} -m ipykernel install --sys-prefix",
-    ),
-    "git": ("runs do not record their commit", "scripts/system_packages git"),
-    "ray": ("one machine and one process; the tour and all notebooks run without it", f"{PIP} install ray"),
-}
-"""Cost of a missing part, and the command that fixes it."""
-REQUIRED = {"python", "torch", "bubblewrap", "sandbox", "jupyter kernel"}
-
-
-def finding(name: str, found: str, ok: bool, cost: str = "", mend: str = "") -> CheckResult:
-    """Return a finding, with the advice of ADVICE unless another is given."""
-    told = ADVICE.get(name, ("", ""))
-    return CheckResult(
-        name=name, found=found, ok=ok, cost=cost or told[0], mend=mend or told[1], required=name in REQUIRED
-    )
-
-
-def device_of(torch: TorchFacts) -> str:
-    """Return torch's version and device."""
-    return f"{torch.version} on {', '.join(torch.gpus) or 'CPU'}"
 
 
 def check_gpu(torch: TorchFacts | None, driver: tuple[str, ...]) -> CheckResult:
     """Distinguish three ways to lack a GPU: none, a CPU build of torch, or CUDA that does not start."""
     if torch and torch.gpus:
-        return finding("gpu", f"{', '.join(torch.gpus)} (CUDA {torch.cuda_build})", True)
-    seen, cost = f"the driver sees {', '.join(driver)}", "everything runs on the CPU"
+        return result("gpu", f"{', '.join(torch.gpus)} (CUDA {torch.cuda_build})", True)
     if not driver:
-        found, cost = NO_GPU, "small models only, on the CPU; the code path is the same"
-        mend = "nothing to mend, unless there is one: then install the NVIDIA driver"
-    elif torch is None:
-        found, mend = f"{seen}, but torch cannot be imported", INSTALL
+        cost = "small models only, on the CPU; the code path is the same"
+        return result("gpu", "none", False, cost, "nothing to mend, unless there is one: then install its driver")
+    if torch is None:
+        fault, mend = "torch cannot be imported", INSTALL
     elif torch.cuda_build:
-        found = f"{seen}, but torch cannot start CUDA {torch.cuda_build}"
+        fault = f"torch cannot start CUDA {torch.cuda_build}"
         mend = f"unset CUDA_VISIBLE_DEVICES, or update the driver to one for CUDA {torch.cuda_build}"
     else:
         # --isolated: without the machine's own pip settings, which offered the build that has no CUDA.
-        found, pin = f"{seen}, but torch is a build without CUDA", torch.version.partition("+")[0]
+        fault, pin = "torch is a build without CUDA", torch.version.partition("+")[0]
         mend = f"{PIP} --isolated install --force-reinstall -c constraints.txt torch=={pin}"
-    return finding("gpu", found, False, cost, mend)
+    found = f"the driver sees {', '.join(driver)}, but {fault}"
+    return result("gpu", found, False, "everything runs on the CPU", mend)
 
 
 def check_threads(torch: TorchFacts | None, cores: float) -> CheckResult:
     """Check the number of threads: more threads than cores wait for each other."""
-    setting, threads = os.environ.get("OMP_NUM_THREADS"), torch.threads if torch else None
-    return finding(
-        "threads",
-        f"torch uses {threads or 'no'}; OMP_NUM_THREADS is {setting or 'not set'}",
-        threads is None or threads <= max(1.0, cores),
-        f"threads wait for each other: {threads} of them on {cores:g} cores",
-        f"export OMP_NUM_THREADS={max(1, int(cores))}",
-    )
+    threads = torch.threads if torch else 0
+    found = f"torch uses {threads or 'no'}; OMP_NUM_THREADS is {os.environ.get('OMP_NUM_THREADS', 'not set')}"
+    cost = f"threads wait for each other: {threads} of them on {cores:g} cores"
+    return result("threads", found, threads <= max(1, cores), cost, f"export OMP_NUM_THREADS={max(1, int(cores))}")
 
 
 def check_sandbox() -> CheckResult:
     """Start one sandbox and run one call in it; an installed program may still lack permission."""
-    from composer_nb.harness.sandbox.calls import CallRequest, SandboxExecutor
+    from composer_nb.harness.sandbox.calls import SandboxExecutor
     from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
+    from composer_nb.harness.sandbox.requests import CallRequest
 
     source = "def add(a, b):\n    return a + b\n"
     request = CallRequest(files={"f.py": source}, module="f", function="add", arguments=("(19, 23)",))
-    start = time.perf_counter()
+    start, ok = time.perf_counter(), False
     try:
         with SandboxExecutor(run_id="doctor") as sandboxes:
             outcome = sandboxes.run([request])[0][0]
-            missing = [name for name, holds in sandboxes.capabilities().enforced.items() if not holds]
+            missing = [name for name, enforced in sandboxes.capabilities().enforced.items() if not enforced]
         ok = (outcome.status, outcome.text) == ("returned", "42")
-        seconds = time.perf_counter() - start
         limits = f"not enforced: {', '.join(missing)}" if missing else "every limit enforced"
-        found = f"works, {seconds:.1f} s to start; {limits}" if ok else f"answered {outcome}"
+        found = f"works, {time.perf_counter() - start:.1f} s to start; {limits}" if ok else f"answered {outcome}"
     except (SandboxUnavailable, SandboxFailure) as error:
-        ok, found = False, str(error)
-    return finding("sandbox", found, ok, "no agent can work and nothing is graded", mend_sandbox())
+        found = str(error)
+    return result("sandbox", found, ok, "no agent can work and nothing is graded", mend_sandbox())
 
 
 def mend_sandbox(settings: Path = Path("/proc/sys")) -> str:
@@ -259,18 +240,17 @@ def check_tools() -> CheckResult:
     """Check the programs that the product's tools run in a sandbox, and pytest for agents and grading."""
     from composer_nb.harness.sandbox.toolchain import PACKAGES, host_programs
 
-    there = set(host_programs()) | ({"pytest"} if installed("pytest") else set())
-    missing = sorted({*PACKAGES, "pytest"} - there)
+    present = set(host_programs()) | ({"pytest"} if installed("pytest") else set())
+    missing = sorted({*PACKAGES, "pytest"} - present)
     cost = f"no {' and no '.join(missing)} in sandboxes, so agents lack tools or cannot run tests"
-    found = ", ".join(sorted(there)) or "none"
-    return finding("agent tools", found, not missing, cost, "pip install 'composer_nb[agent]'")
+    found = ", ".join(sorted(present)) or "none"
+    return result("agent tools", found, not missing, cost, "pip install 'composer_nb[agent]'")
 
 
 def check_kernel() -> CheckResult:
     """Check that a notebook's `python3` kernel is this interpreter."""
-    if importlib.util.find_spec("jupyter_client") is None:
-        command = "not installed"
-    else:
+    command = "not installed"
+    if importlib.util.find_spec("jupyter_client") is not None:
         from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 
         try:
@@ -280,7 +260,7 @@ def check_kernel() -> CheckResult:
     # Jupyter runs a bare `python` of a kernel as the interpreter that it runs on itself.
     bare = {"python", "python3", f"python3.{sys.version_info.minor}"}
     same = command in bare or Path(command).parent == Path(sys.executable).parent
-    return finding("jupyter kernel", "this interpreter" if same else command, same)
+    return result("jupyter kernel", "this interpreter" if same else command, same)
 
 
 def installed(distribution: str) -> str | None:

@@ -104,14 +104,6 @@ def test_what_a_user_can_mend_is_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["tasks.jsonl"]
 
 
-def test_a_tour_without_sandboxes_ends_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    monkeypatch.setenv("PATH", "")
-    assert cli.main(["tour", "--runs", str(tmp_path / "runs")]) == 2
-    said = capsys.readouterr()
-    assert "env.tasks=generated: bubblewrap (bwrap) is not installed" in said.err and said.err.count("\n") == 1
-    assert not (tmp_path / "runs").exists()
-
-
 @pytest.mark.parametrize("command", [["tour", "--runs", "runs"], ["rl", "--model", "gone", "--tasks", "TASKS"]])
 def test_the_backend_of_the_settings_is_the_one_that_must_work(
     tmp_path: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, command: list[str]
@@ -214,7 +206,7 @@ def test_a_finished_tour_resumes_to_its_results(
     assert json.loads((run.path / "report.json").read_text())["complete"]
 
 
-def test_an_interrupted_tour_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+def test_interrupted_runs_say_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     from composer_nb.trainer.recipe import launch
 
     def interrupt(*_: object, **__: object) -> None:
@@ -225,22 +217,9 @@ def test_an_interrupted_tour_says_how_to_go_on(tmp_path: Path, monkeypatch: pyte
     assert f"composer-nb tour --resume --plain --runs {tmp_path}" in capsys.readouterr().err
     saved = json.loads((tmp_path / "tour" / "settings.json").read_text())
     assert saved["seed"] == 5 and (tmp_path / "tour" / "run.db").is_file()
-
-
-def test_an_interrupted_rl_says_whether_there_is_anything_to_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-):
-    from composer_nb.trainer.recipe import launch
-
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(launch, "begin_run", interrupt)
     weights = str(Path(__file__).parents[1] / "data" / "example" / "weights" / "final")
     call = ["rl", "--model", weights, "--tasks", "generated", "--out", str(tmp_path / "r"), "--track", ""]
-    assert cli.main(call) == 130 and "interrupted; the run had not begun" in capsys.readouterr().err
-    (tmp_path / "r").mkdir()
-    (tmp_path / "r" / "settings.json").write_text("{}")
     assert cli.main(call) == 130 and "interrupted; resume with the same command" in capsys.readouterr().err
 
 
@@ -263,25 +242,6 @@ def test_trackers_follow_the_run_that_rl_begins_not_the_one_before_it(
     runs = [path for path in tmp_path.iterdir() if not path.is_symlink()]
     assert len(runs) == 2 and all([*(run / "tensorboard").glob("events*")] for run in runs)
     assert not [record for record in caplog.records if "tensorboard" in record.getMessage()]
-
-
-def test_the_scripted_expert_solves_everything(tasks: Path, tmp_path: Path, capsys: Any):
-    kept = ["--greedy", "--out", str(tmp_path / "out"), "--json"]
-    assert cli.main(["eval", "--policy", "scripted:expert", "--tasks", str(tasks), "--samples", "2", *kept]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["pass_at_1"] == found["pass_greedy"] == found["best_of_k"] == 1.0
-    assert (found["k"], found["n_tasks"], found["invalid_call_rate"]) == (2, 1, 0.0)
-
-
-def test_a_checkpoint_scores_as_it_did_in_its_run(tiny_run: RunDir, tmp_path: Path, capsys: Any):
-    weights, held = tiny_run.path / "weights" / "final", tiny_run.path / "data" / "heldout.jsonl"
-    arguments = ["--samples", "1", "--greedy", "--out", str(tmp_path), "--json", "--set", "limits.tokens=192"]
-    assert cli.main(["eval", "--policy", str(weights), "--tasks", str(held), *arguments]) == 0
-    found, noted = json.loads(capsys.readouterr().out), tiny_run.finished("eval_final")
-    assert noted is not None
-    assert found["n_tasks"] == noted["n_tasks"] and found["k"] == 1
-    assert found["pass_greedy"] == noted["pass_greedy"]
-    assert found["policy"] == str(weights)
 
 
 ENVIRONMENT = """
@@ -416,21 +376,6 @@ def test_rows_of_a_benchmark_become_task_folders(tmp_path: Path, capsys: Any):
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments[:-3])
     assert ended.value.code == 2 and "required: --out, --format" in capsys.readouterr().err
-
-
-def test_a_task_that_answers_by_chance_is_unfit():
-    from composer_nb.harness.grading.check import check_task
-    from composer_nb.harness.sandbox.calls import CallOutcome
-
-    class Moody:
-        asked = 0
-
-        def run(self, requests: Any) -> list[tuple[CallOutcome, ...]]:
-            self.asked += 1
-            return [(CallOutcome(status="returned", text="7" if self.asked == 1 else "0"),) for _ in requests]
-
-    row = check_task(TASK, Moody())
-    assert not row["repeatable"] and row["problem"].startswith("two runs gave different results: ")
 
 
 def test_a_run_is_followed_to_its_end_and_stopped_only_while_it_is_live(tiny_run: RunDir, tmp_path: Path, capsys: Any):

@@ -1,7 +1,6 @@
 """The doctor: what it finds on this machine, and what it says of machines that lack something."""
 
 import io
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,9 +13,9 @@ from composer_nb.doctor import CheckResult, TorchFacts
 NAMES = (
     "python platform cores memory disk torch gpu threads triton bubblewrap sandbox agent-tools jupyter-kernel git ray"
 ).split()
-CPU_TORCH = TorchFacts(version="2.13.0+cpu", cuda_build=None, gpus=(), threads=1)
-CUDA_TORCH = TorchFacts(version="2.13.0", cuda_build="12.8", gpus=("H100",), threads=8)
-BLIND_TORCH = TorchFacts(version="2.13.0", cuda_build="12.8", gpus=(), threads=8)
+CPU_TORCH = TorchFacts("2.13.0+cpu", None, (), 1)
+CUDA_TORCH = TorchFacts("2.13.0", "12.8", ("H100",), 8)
+BLIND_TORCH = TorchFacts("2.13.0", "12.8", (), 8)
 
 
 @pytest.fixture
@@ -101,11 +100,6 @@ def test_a_gpu_that_torch_cannot_use_is_warned_of(programs: Path, monkeypatch: p
     assert not blind.ok and "CUDA 12.8" in blind.found and "driver" in blind.mend
     assert "cannot be imported" in doctor.check_gpu(None, driver).found
     assert doctor.check_gpu(CUDA_TORCH, driver).ok
-
-
-def test_a_machine_without_a_gpu_is_not_warned(programs: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor, "probe_torch", lambda: CPU_TORCH)
-    assert doctor.device_line() == "torch 2.13.0+cpu on CPU"
     gpu = doctor.check_gpu(CPU_TORCH, ())
     assert (gpu.found, gpu.ok, gpu.required) == ("none", False, False)
 
@@ -140,12 +134,5 @@ def test_a_kernel_of_another_interpreter_is_found(argv0: str, same: bool, tmp_pa
 
 
 def test_text_of_the_machine_is_not_read_as_markup():
-    finding = CheckResult(name="sandbox", found="[/red] cannot [bold]start[/bold]", ok=False, cost="c", mend="m")
+    finding = CheckResult("sandbox", "[/red] cannot [bold]start[/bold]", False, "c", "m")
     assert finding.found in drawn([finding])
-
-
-def test_the_doctor_itself_needs_neither_torch_nor_the_harness():
-    absent = "[name for name in ('torch', 'composer_nb.harness') if name in sys.modules]"
-    code = f"import sys, composer_nb.doctor; print({absent})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

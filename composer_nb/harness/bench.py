@@ -30,8 +30,8 @@ def run_eval(
     places = zip(slots or range(len(tasks)), tasks, strict=True)
     order = [(slot * samples + n, task) for slot, task in places for n in range(samples)]
     runs = (agent.attempt(task, number) for number, task in order)
-    done = dict(drive(runs, policy, executor))
-    return (done[number] for number in range(len(order)))
+    attempts = dict(drive(runs, policy, executor))
+    return (attempts[number] for number in range(len(order)))
 
 
 def summarise(sampled: Sequence[Attempt], greedy: Sequence[Attempt] | None = None, seed: int = 0) -> dict[str, Any]:
@@ -68,10 +68,10 @@ def _shares(by: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 def scores(graded: Sequence[Attempt], key: Callable[[Attempt], str]) -> dict[str, list[float]]:
     """Return 1 for solved and 0 for unsolved attempts, grouped by `key`."""
-    found: dict[str, list[float]] = {}
-    for done in graded:
-        found.setdefault(key(done), []).append(float(done.grade.passed))
-    return found
+    by_key: dict[str, list[float]] = {}
+    for attempt in graded:
+        by_key.setdefault(key(attempt), []).append(float(attempt.grade.passed))
+    return by_key
 
 
 LOOKS = frozenset({"read_file", "grep", "glob_file_search", "codebase_search", "list_dir"})
@@ -87,21 +87,25 @@ FILTERED = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """The course of an attempt: what it did, in order of its turns."""
+    """The course of an attempt: what it did, in order of its turns.
+
+    Attributes:
+        failed: Whether a test run failed after an edit.
+        retried: Whether another edit followed that failure.
+        tested: Whether a test run followed the first edit.
+        accepted: Whether the last test run passed and no edit followed it.
+        looks: Number of reads and searches before the first edit.
+        tries: Number of stretches between test runs, and after the last, in which an edit was made; a refused repetition is
+            none.
+    """
 
     edited: bool
     failed: bool
-    """Whether a test run failed after an edit."""
     retried: bool
-    """Whether another edit followed that failure."""
     tested: bool
-    """Whether a test run followed the first edit."""
     accepted: bool
-    """Whether the last test run passed and no edit followed it."""
     looks: int
-    """Number of reads and searches before the first edit."""
     tries: int
-    """Number of stretches between test runs, and after the last, in which an edit was made; a refused repetition is none."""
 
     @classmethod
     def of(cls, turns: Sequence[Turn]) -> Course:
@@ -111,7 +115,7 @@ class Course:
         first = edits[0] if edits else len(turns)
         failures = [n for n in tests if n > first and (turns[n].tests_passed or 0) < (turns[n].tests_run or 0)]
         last = tests[-1] if tests else len(turns)
-        made, spans = [n for n in edits if turns[n].observation not in UNDONE], pairwise([-1, *tests, len(turns)])
+        effective, spans = [n for n in edits if turns[n].observation not in UNDONE], pairwise([-1, *tests, len(turns)])
         return cls(
             edited=bool(edits),
             failed=bool(failures),
@@ -121,7 +125,7 @@ class Course:
             and turns[last].tests_passed == turns[last].tests_run
             and last > max(edits, default=-1),
             looks=sum(name in LOOKS for name in names[:first]),
-            tries=sum(any(before < edit < test for edit in made) for before, test in spans),
+            tries=sum(any(before < edit < test for edit in effective) for before, test in spans),
         )
 
 
@@ -137,9 +141,9 @@ def behaviour(attempts: Sequence[Attempt]) -> dict[str, Any]:
     `reads_before_edit`          reads and searches before the first edit, over attempts that edit
     `filtered_best_of`           share of tasks solved by the first of this number of attempts that passes the visible tests
     """
-    rollouts = [done.rollout for done in attempts]
+    rollouts = [attempt.rollout for attempt in attempts]
     courses = [Course.of(rollout.turns) for rollout in rollouts]
-    passed = [done.grade.passed for done in attempts]
+    passed = [attempt.grade.passed for attempt in attempts]
     pairs = list(zip(courses, passed, strict=True))
     calls = sum(rollout.calls for rollout in rollouts)
     recovered = [float(solved) for course, solved in pairs if course.retried]
@@ -162,7 +166,7 @@ def behaviour(attempts: Sequence[Attempt]) -> dict[str, Any]:
         "reads_before_edit": _share([course.looks for course in courses if course.edited]),
         "finishes": float(np.mean([rollout.stop == "finished" for rollout in rollouts])),
         "pass_within": {
-            str(most): float(np.mean([done.grade.passed and done.rollout.calls <= most for done in attempts]))
+            str(most): float(np.mean([attempt.grade.passed and attempt.rollout.calls <= most for attempt in attempts]))
             for most in WITHIN
         },
         "filtered_best_of": {str(k): filtered_best_of(attempts, k) for k in FILTERED},
@@ -173,15 +177,17 @@ def filtered_best_of(attempts: Sequence[Attempt], k: int) -> float | None:
     """Return the share of tasks solved by the first of k attempts that passes the visible tests, averaged over cyclic orders of
     the attempts; None if a task has fewer than k."""
     by_task: dict[str, list[tuple[bool, bool]]] = {}
-    for done in attempts:
-        by_task.setdefault(done.task.id, []).append((Course.of(done.rollout.turns).accepted, done.grade.passed))
+    for attempt in attempts:
+        by_task.setdefault(attempt.task.id, []).append(
+            (Course.of(attempt.rollout.turns).accepted, attempt.grade.passed)
+        )
     if min(map(len, by_task.values())) < k:
         return None
-    found = []
+    shares = []
     for tries in by_task.values():
         turned = [[*tries[n:], *tries[:n]][:k] for n in range(len(tries))]
-        found.append(np.mean([next((solved for accepted, solved in some if accepted), False) for some in turned]))
-    return float(np.mean(found))
+        shares.append(np.mean([next((solved for accepted, solved in some if accepted), False) for some in turned]))
+    return float(np.mean(shares))
 
 
 def _share(values: Sequence[float]) -> float | None:

@@ -30,9 +30,10 @@ from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rewards import OWN, Term, fault
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox import open_backend
-from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, SandboxExecutor
+from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.sandbox.contract import WORKSPACE, Backend
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.tasks.task import Task, load_tasks
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.harness.tools.workspace import Indexes

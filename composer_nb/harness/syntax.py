@@ -16,23 +16,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+# Maximum tokens of a text that is parsed. A token takes up to 0.9 KiB of a syntax tree, and 3 µs. Words of strings and
+# comments count too. Five of the 1,141 longest modules of a large environment have more.
 MAX_TOKENS = 200_000
-"""Maximum tokens of a text that is parsed. A token takes up to 0.9 KiB of a syntax tree, and 3 µs. Words of strings and comments
-count too. Five of the 1,141 longest modules of a large environment have more."""
+# Maximum depth of a syntax tree. `ast.unparse` and visitors recurse, and fail at about twice this depth.
 MAX_DEPTH = 200
-"""Maximum depth of a syntax tree. `ast.unparse` and visitors recurse, and fail at about twice this depth."""
 _MARK = "\ufeff"
 _ALONE = threading.Lock()
 _TOKEN = re.compile(r"\w+|[^\w\s]|\n")
 
 
 class TextFormat(NamedTuple):
-    """Byte order mark and line ends of a file. Editors on Windows write both."""
+    """Byte order mark and line ends of a file. Editors on Windows write both.
+
+    Attributes:
+        mark: A byte order mark, which Python accepts in a file, but not in a string.
+        newline: The line end, if all lines have the same; a text with several keeps them in `plain`.
+    """
 
     mark: str = ""
-    """A byte order mark, which Python accepts in a file, but not in a string."""
     newline: str = "\n"
-    """The line end, if all lines have the same; a text with several keeps them in `plain`."""
 
     @classmethod
     def of(cls, text: str) -> TextFormat:

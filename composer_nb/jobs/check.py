@@ -110,7 +110,7 @@ def outputs_cell(outputs: Mapping[str, str]) -> str:
     if not outputs:
         return ""
     words = ", ".join(f"{name}={expression}" for name, expression in outputs.items())
-    return f"from composer_nb.jobs.records import keep\n\nkeep({words})"
+    return f"from composer_nb.jobs.directory import keep\n\nkeep({words})"
 
 
 def _read(source: Path) -> NotebookNode:

@@ -28,6 +28,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -53,7 +54,7 @@ from composer_nb.harness.tools.session import ESCAPES
 from composer_nb.harness.untrusted import visible
 from composer_nb.jobs import processes
 from composer_nb.jobs.check import check_outputs, check_parameters, notebook_digest, outputs_cell
-from composer_nb.jobs.records import ENDED, OUTPUTS, file_digest, now
+from composer_nb.jobs.directory import ENDED, OUTPUTS, file_digest, now, read_json
 from composer_nb.trainer.records.provenance import commit, package_digest
 
 START_S = 180
@@ -331,3 +332,35 @@ def _error_line(cell: NotebookNode, name: str, message: str) -> str:
 def _first_line(text: object) -> str:
     """Return the first line that is not empty."""
     return (str(text).strip() or "no message").splitlines()[0]
+
+
+# An attempt of a job, in a process of its own: python -m composer_nb.jobs.notebook attempt.json
+
+
+def main(path: Path) -> int:
+    """Run the attempt at a node of a job file that `path` describes; return the exit status of its state."""
+    attempt = json.loads(path.read_text(encoding="utf-8"))  # the arguments of run_notebook
+    attempt |= {name: Path(attempt[name]) for name in ("source", "output", "folder")}
+    try:
+        with processes.terminate_as_interrupt():
+            processes.follow_parent()
+            run_notebook(**attempt, say=_print)
+    except KeyboardInterrupt:
+        _print("interrupted")
+    except (JobFailed, ValueError, OSError) as error:
+        _print(str(error))
+        return getattr(error, "exit_status", 1)
+    except Exception:  # a bug of ours: the log keeps its traceback, the job its record
+        _print(traceback.format_exc())
+        return 1
+    return ENDED[(read_json(attempt["output"].with_name("run.json")) or {}).get("state", "interrupted")]
+
+
+def _print(line: str) -> None:
+    """Print a line. Where the log cannot grow (a full disk) the notebook still has it."""
+    with suppress(OSError):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -17,7 +17,6 @@ from typing import Any
 
 from composer_nb.jobs import processes
 from composer_nb.jobs.file import Job, Node
-from composer_nb.jobs.runner import spawn
 from composer_nb.trainer.records.provenance import package_digest
 from composer_nb.trainer.services.cluster import attach
 
@@ -98,7 +97,7 @@ def run_attempt(path: str, digest: str) -> str:
         raise FileNotFoundError(f"{host} does not see {folder}: keep the notebooks on a shared file system")
     if package_digest() != digest:
         raise RuntimeError(f"{host} has another composer_nb than the one that was started")
-    process = spawn(attempt)
+    process = processes.spawn(attempt)
     stopped = False
     try:
         while (status := process.poll()) is None:

@@ -80,6 +80,21 @@ def package_environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))}
 
 
+def spawn(attempt: Path) -> subprocess.Popen[bytes]:
+    """Start the process of an attempt. It has a session of its own, ends when our end of its input closes, and writes to log.txt
+    beside `attempt`."""
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "composer_nb.jobs.notebook",
+        str(attempt),
+    ]  # -P: no random.py of the user's folder
+    with attempt.with_name("log.txt").open("ab") as log:
+        streams: Any = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
+        return subprocess.Popen(command, **streams, env=package_environment(), start_new_session=True)
+
+
 @contextmanager
 def owned_directory(folder: Path, record: dict[str, Any]) -> Iterator[tuple[Path, str]]:
     """Yield a directory in which sockets fit, and its mark, and end what carries the mark with the block.

@@ -20,7 +20,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -31,9 +30,8 @@ from typing import TYPE_CHECKING, Any
 from composer_nb.harness.files import write_json
 from composer_nb.jobs import directory, processes
 from composer_nb.jobs.check import check_parameters, notebook_digest
-from composer_nb.jobs.directory import STOP_S
+from composer_nb.jobs.directory import ENDED, STOP_S, file_digest, now, read_json
 from composer_nb.jobs.file import DIR, JOB, Job, Node, load_job, name_of, references, resolve
-from composer_nb.jobs.records import ENDED, file_digest, now, read_json
 from composer_nb.trainer.records.provenance import package_digest
 from composer_nb.trainer.services.head import held, last_words
 
@@ -105,7 +103,7 @@ class Local:
     gone = False
 
     def start(self, attempt: Path, node: Node) -> subprocess.Popen[bytes]:
-        return spawn(attempt)
+        return processes.spawn(attempt)
 
     def poll(self, handle: subprocess.Popen[bytes]) -> str | None:
         status = handle.poll()
@@ -118,15 +116,6 @@ class Local:
 
     def close(self) -> None:
         """Nothing: `processes.owned_directory` ends what the run started here."""
-
-
-def spawn(attempt: Path) -> subprocess.Popen[bytes]:
-    """Start the process of an attempt. It has a session of its own, ends when our end of its input closes, and writes to log.txt
-    beside `attempt`."""
-    command = [sys.executable, "-P", "-m", "composer_nb.jobs", str(attempt)]  # -P: no random.py of the user's folder
-    with attempt.with_name("log.txt").open("ab") as log:
-        streams: Any = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
-        return subprocess.Popen(command, **streams, env=processes.package_environment(), start_new_session=True)
 
 
 @dataclass(kw_only=True)

@@ -20,39 +20,46 @@ import numpy as np
 from numpy.typing import NDArray
 
 from composer_nb.kernels.attention.cached import attend_one
-from composer_nb.kernels.compiled import compiled, dot, exp2
+from composer_nb.kernels.compiled import compiled, exp2
+from composer_nb.kernels.norm import norm_row, norm_turn
 from composer_nb.kernels.tiles import BLOCK, WIDTH, Floats, Matrix, products
 
 
 class LayerWeights(NamedTuple):
-    """Weights of a layer, contiguous, each matrix in panels."""
+    """Weights of a layer, contiguous, each matrix in panels.
+
+    Attributes:
+        qkv: F = (Q + 2G) · C.
+        qkv_bias_F: Empty: none.
+        qk_norm_HC: A row for each query head, then one for each key head. Empty: no norm.
+        count: Experts; 0: a dense layer, in the place of the first.
+        w_in: A leading dimension of experts; F = 2H, gate and up side by side.
+    """
 
     attention_norm_D: Floats
     qkv: Matrix
-    """F = (Q + 2G) · C."""
     qkv_bias_F: Floats
-    """Empty: none."""
     qk_norm_HC: Floats
-    """A row for each query head, then one for each key head. Empty: no norm."""
     o: Matrix
     moe_norm_D: Floats
     count: int  # type: ignore[assignment]  # of a NamedTuple, whose method nobody calls
-    """Experts; 0: a dense layer, in the place of the first."""
     router: Matrix
     w_in: Matrix
-    """A leading dimension of experts; F = 2H, gate and up side by side."""
     w_out: Matrix
 
 
 class DecodeWeights(NamedTuple):
-    """A model's weights, contiguous. All matrices but the embedding are of one dtype."""
+    """A model's weights, contiguous. All matrices but the embedding are of one dtype.
+
+    Attributes:
+        rope_P2C: Cosines and sines of each position, half a head wide.
+    """
 
     embed_VD: Floats
     layers: tuple[LayerWeights, ...]
     final_norm_D: Floats
     output: Matrix
     rope_P2C: Floats
-    """Cosines and sines of each position, half a head wide."""
 
 
 class NewTokens(NamedTuple):
@@ -99,7 +106,7 @@ def _layer(x, w, rope, eps, new, k, v, experts, gates, margins):  # type: ignore
     queries = w.o.panels.shape[1] // head_width
     h = np.empty((tokens, width), np.float32)
     for n in range(tokens):
-        _norm(x[n], w.attention_norm_D, eps, h[n])
+        norm_row(x[n], w.attention_norm_D, eps, h[n])
     joined = np.empty((tokens, len(w.qkv.panels) * WIDTH), np.float32)
     products(h, w.qkv.panels, w.qkv.scale, joined)
     for n in range(tokens):
@@ -108,7 +115,7 @@ def _layer(x, w, rope, eps, new, k, v, experts, gates, margins):  # type: ignore
         heads = joined[n, : (queries + 2 * keys) * head_width].reshape(-1, head_width)
         for head in range(queries + keys):
             if len(w.qk_norm_HC):
-                _norm_rope(heads[head], w.qk_norm_HC[head], rope[new.position_U[n]], eps)
+                norm_turn(heads[head], w.qk_norm_HC[head], rope[new.position_U[n]], eps, heads[head])
             else:
                 _rope(heads[head], rope[new.position_U[n]])
     for n in range(len(new.row_N)):
@@ -129,7 +136,7 @@ def _layer(x, w, rope, eps, new, k, v, experts, gates, margins):  # type: ignore
     for n in range(tokens):
         for d in range(width):
             x[n, d] += y[n, d]
-        _norm(x[n], w.moe_norm_D, eps, h[n])
+        norm_row(x[n], w.moe_norm_D, eps, h[n])
     if w.count:
         scores = np.empty((tokens, len(w.router.panels) * WIDTH), np.float32)
         products(h, w.router.panels, w.router.scale, scores)
@@ -195,24 +202,6 @@ def _experts(h, experts, w_in, w_out, gates, x):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _norm(x, weight, eps, out):  # type: ignore[no-untyped-def]
-    scale = np.float32(1.0) / np.sqrt(dot(x, x) / np.float32(len(x)) + eps)
-    for d in range(len(x)):
-        out[d] = x[d] * scale * weight[d]
-
-
-@compiled
-def _norm_rope(head, weight, rope, eps):  # type: ignore[no-untyped-def]
-    """Normalises and turns a head where it lies."""
-    half = len(head) // 2
-    scale = np.float32(1.0) / np.sqrt(dot(head, head) / np.float32(len(head)) + eps)
-    for c in range(half):
-        a, b = head[c] * scale * weight[c], head[half + c] * scale * weight[half + c]
-        head[c] = a * rope[0, c] - b * rope[1, c]
-        head[half + c] = b * rope[0, c] + a * rope[1, c]
-
-
-@compiled
 def _rope(head, rope):  # type: ignore[no-untyped-def]
     """Turns a head where it lies."""
     half = len(head) // 2
@@ -266,4 +255,4 @@ def _swiglu(inner, out):  # type: ignore[no-untyped-def]
 @compiled
 def _norm_rows(x, weight, eps, out):  # type: ignore[no-untyped-def]
     for n in range(len(x)):
-        _norm(x[n], weight, eps, out[n])
+        norm_row(x[n], weight, eps, out[n])

@@ -16,6 +16,11 @@ HALF_IS_SLOW = not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._i
 """True if oneDNN has no bf16 on this processor: torch then multiplies number by number, 3 to 30 times slower than float32."""
 
 
+def compiles(*tensors: Tensor) -> bool:
+    """Return whether kernels compiled for a CPU take these: float32 on a CPU."""
+    return all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
+
+
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the operands to multiply: bf16 as float32 where bf16 products are slow. Sums are in float32 either way, and a
     bf16 unit also rounds its result once."""

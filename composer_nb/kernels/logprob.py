@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from composer_nb.kernels.compiled import compiled, dot, exp2, largest, zeros
 from composer_nb.kernels.compiled import total as sum_of
-from composer_nb.kernels.linear import linear, widened
+from composer_nb.kernels.linear import compiles, linear, widened
 from composer_nb.kernels.triton_runtime import choose
 
 LOG2E = math.log2(math.e)
@@ -41,7 +41,7 @@ def logprob_entropy(hidden_UD: Tensor, weight_VD: Tensor, from_S: Tensor, token_
 def _normalise(logit_PV: Tensor, total_P: Tensor, entropy_P: Tensor) -> Tensor:
     """The probabilities of each row, in the same memory where it can be; fills in the logarithm of its sum of exponentials, and
     its entropy."""
-    if logit_PV.dtype == torch.float32 and logit_PV.device.type == "cpu":
+    if compiles(logit_PV):
         _normalise_compiled(*(x.detach().numpy() for x in (logit_PV, total_P, entropy_P)))
         return logit_PV
     total_P.copy_(logit_PV.logsumexp(-1))

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from composer_nb.kernels.compiled import compiled, dot, dot3
+from composer_nb.kernels.linear import compiles
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension (arXiv 1910.07467)."""
-    if _plain(x) and _plain(weight_D):
+    if compiles(x, weight_D):
         return _RmsNorm.apply(x, weight_D, eps)
     return F.rms_norm(x, weight_D.shape, weight_D, eps)
 
@@ -30,7 +31,7 @@ def norm_rope(x_NHC: Tensor, weight_HC: Tensor, rope_N: Tensor, eps: float) -> T
 
     `rope_N` is [N, 2, C/2], cosines and sines; pairs are half-split (the layout of Hugging Face checkpoints).
     """
-    if _plain(x_NHC) and _plain(weight_HC) and _plain(rope_N):
+    if compiles(x_NHC, weight_HC, rope_N):
         return _NormRope.apply(x_NHC, weight_HC, rope_N, eps)
     return rotate(F.rms_norm(x_NHC, x_NHC.shape[-1:], None, eps) * weight_HC, rope_N)
 
@@ -40,10 +41,6 @@ def rotate(x_NHC: Tensor, rope_N: Tensor) -> Tensor:
     cos, sin = rope_N[:, None, 0], rope_N[:, None, 1]
     first, second = x_NHC.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def _plain(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.device.type == "cpu"
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -88,14 +85,31 @@ class _NormRope(torch.autograd.Function):
         return dx_NHC, dw_HC, None, None
 
 
+@compiled
+def norm_row(x, w, eps, y):  # type: ignore[no-untyped-def]
+    """Normalise a row, and return what it was multiplied with."""
+    k = np.float32(1.0) / np.sqrt(dot(x, x) / np.float32(len(x)) + np.float32(eps))
+    for d in range(len(x)):
+        y[d] = x[d] * k * w[d]
+    return k
+
+
+@compiled
+def norm_turn(x, w, rope, eps, y):  # type: ignore[no-untyped-def]
+    """Normalise and turn a head, which may be where the result goes. Return what it was multiplied with."""
+    half = len(x) // 2
+    k = np.float32(1.0) / np.sqrt(dot(x, x) / np.float32(len(x)) + np.float32(eps))
+    for c in range(half):
+        a, b = x[c] * k * w[c], x[half + c] * k * w[half + c]
+        y[c] = a * rope[0, c] - b * rope[1, c]
+        y[half + c] = b * rope[0, c] + a * rope[1, c]
+    return k
+
+
 @compiled("f4[:,::1], f4[::1], f8, f4[:,::1], f4[::1]")
 def _norm(x, w, eps, y, scale):  # type: ignore[no-untyped-def]
-    rows, width = x.shape
-    for r in range(rows):
-        k = np.float32(1.0) / np.sqrt(dot(x[r], x[r]) / np.float32(width) + np.float32(eps))
-        scale[r] = k
-        for d in range(width):
-            y[r, d] = x[r, d] * k * w[d]
+    for r in range(len(x)):
+        scale[r] = norm_row(x[r], w, eps, y[r])
 
 
 @compiled("f4[:,::1], f4[:,::1], f4[::1], f4[::1], f4[:,::1], f4[::1]")
@@ -112,16 +126,9 @@ def _norm_backward(g, x, w, scale, dx, dw):  # type: ignore[no-untyped-def]
 
 @compiled("f8, f4[:,:,::1], f4[:,::1], f4[:,:,::1], f4[:,:,::1], f4[:,::1]")
 def _norm_rope(eps, x, w, rope, y, scale):  # type: ignore[no-untyped-def]
-    tokens, heads, width = x.shape
-    half = width // 2
-    for n in range(tokens):
-        for h in range(heads):
-            k = np.float32(1.0) / np.sqrt(dot(x[n, h], x[n, h]) / np.float32(width) + np.float32(eps))
-            scale[n, h] = k
-            for c in range(half):
-                a, b = x[n, h, c] * k * w[h, c], x[n, h, half + c] * k * w[h, half + c]
-                y[n, h, c] = a * rope[n, 0, c] - b * rope[n, 1, c]
-                y[n, h, half + c] = b * rope[n, 0, c] + a * rope[n, 1, c]
+    for n in range(len(x)):
+        for h in range(x.shape[1]):
+            scale[n, h] = norm_turn(x[n, h], w[h], rope[n], eps, y[n, h])
 
 
 @compiled("f4[:,:,::1], f4[:,:,::1], f4[:,::1], f4[:,:,::1], f4[:,::1], f4[:,:,::1], f4[:,::1]")

@@ -27,12 +27,15 @@ Floats = NDArray[np.float32]
 
 
 class Matrix(NamedTuple):
-    """Weights as a product reads them. Both may have a leading dimension of experts."""
+    """Weights as a product reads them. Both may have a leading dimension of experts.
+
+    Attributes:
+        panels: [P, D, 64] in float32, as the bits of bfloat16, or as integers.
+        scale: [64 P] what a column's sums are multiplied by; [0]: by nothing.
+    """
 
     panels: NDArray[np.float32] | NDArray[np.uint16] | NDArray[np.int8]
-    """[P, D, 64] in float32, as the bits of bfloat16, or as integers."""
     scale: Floats
-    """[64 P] what a column's sums are multiplied by; [0]: by nothing."""
 
 
 WIDTH, LANES = 64, 16

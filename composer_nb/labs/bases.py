@@ -200,10 +200,13 @@ def rebuilt(base: BaseCandidate, histories: Sequence[History], slots: int = 16) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measures:
-    """The size of each evaluation."""
+    """The size of each evaluation.
+
+    Attributes:
+        bytes: Of the codebase, at most.
+    """
 
     bytes: int = 40_000
-    """Of the codebase, at most."""
     window: int = 256
     stride: int = 128
     questions: int = 64

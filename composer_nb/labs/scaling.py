@@ -25,12 +25,15 @@ Shape = Literal["log-linear", "power"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossFit:
-    """A line through points of (tokens, loss)."""
+    """A line through points of (tokens, loss).
+
+    Attributes:
+        slope: Log-linear: what e times the tokens add to the loss. Power: the exponent.
+    """
 
     shape: Shape
     intercept: float
     slope: float
-    """Log-linear: what e times the tokens add to the loss. Power: the exponent."""
 
     def predict(self, tokens: ArrayLike) -> NDArray[np.float64]:
         """Return the loss after so many tokens."""

@@ -26,7 +26,7 @@ from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.monitors import flags_of
 from composer_nb.harness.rewards import CHANGES, EDITS, called
 from composer_nb.harness.rollout import Rollout
-from composer_nb.harness.sandbox.calls import Executor
+from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.syntax import literal_eval
 from composer_nb.harness.tasks.functions import literal, parse_tests
 from composer_nb.harness.tasks.task import Task

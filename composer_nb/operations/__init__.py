@@ -107,17 +107,17 @@ def console() -> Console:
 
     from composer_nb.harness.untrusted import visible_lines
 
-    class Shown:
-        def __init__(self, inner: Any) -> None:
-            self.inner = inner
+    class Escaped:
+        def __init__(self, renderable: Any) -> None:
+            self.renderable = renderable
 
         def __rich_console__(self, screen: Console, options: Any) -> Iterator[Segment]:
-            for part in screen.render(self.inner, options):
+            for part in screen.render(self.renderable, options):
                 yield part if part.control else Segment(visible_lines(part.text), part.style)
 
     class Escaping(RenderHook):
         def process_renderables(self, renderables: list[Any]) -> list[Any]:
-            return [Shown(renderable) for renderable in renderables]
+            return [Escaped(renderable) for renderable in renderables]
 
     terminal = Console(highlight=False)
     terminal = terminal if terminal.is_terminal else Console(highlight=False, width=130)

@@ -61,8 +61,8 @@ def evaluate(args: argparse.Namespace) -> int:
     from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
     from composer_nb.labs.rewards.judges import RubricJudge, rubric_levels
     from composer_nb.labs.suites import judged, make_suite
-    from composer_nb.production.agents import bench_settings, evaluate, new_folder
-    from composer_nb.production.arms import require_attempts
+    from composer_nb.production.agents import new_folder
+    from composer_nb.production.bench import bench_settings, evaluate, require_attempts
     from composer_nb.production.foreign import KINDS
     from composer_nb.production.policies import open_endpoint
     from composer_nb.production.show import bench_progress, bench_table
@@ -121,24 +121,28 @@ def _rubric_table(arms: Mapping[str, Any]) -> Table:
     rows, names = list[tuple[str, ...]](), next(iter(arms.values()))["rubrics"]
     for arm, row in arms.items():
         judged = list(row["rubrics"].values())
-        levels = [(row.get("pass_at_1"), row["n_tasks"]), *((each["level"], each["n"]) for each in judged)]
-        shown = ("–" if level is None else f"{level:.3f} (n={n})" for level, n in levels)
-        rows.append((arm, *shown, str(sum(each["failed"] for each in judged))))
+        levels = [(row.get("pass_at_1"), row["n_tasks"]), *((rubric["level"], rubric["n"]) for rubric in judged)]
+        cells = ("–" if level is None else f"{level:.3f} (n={n})" for level, n in levels)
+        rows.append((arm, *cells, str(sum(rubric["failed"] for rubric in judged))))
     return text_table(rows, ("tools", "pass@1", *names, "no verdict"))
 
 
 def _evaluate_foreign(args: argparse.Namespace) -> int:
-    from composer_nb.production.arms import LOST, TooManyLost
+    from composer_nb.production.bench import LOST, TooManyLost
     from composer_nb.production.foreign import ForeignSettings, evaluate_foreign
     from composer_nb.trainer.settings import override
 
     settings = override(ForeignSettings(), overrides(args.set))
-    found = evaluate_foreign(args.policy, str(args.tasks), args.samples, settings)
-    low, high = found["ci95"]
-    line = f"reward {found['reward']:.3f} ({low:.3f} to {high:.3f}), best of {found['k']} {found['best_of_k']:.3f}"
-    emit(args, found, lambda: f"{line}, {found['n_tasks']} examples, {found['lost']} attempts lost")
-    if found["lost"] > LOST * found["attempts"]:
-        raise TooManyLost(f"{found['lost']} of {found['attempts']} attempts were lost, so these figures do not count")
+    figures = evaluate_foreign(args.policy, str(args.tasks), args.samples, settings)
+    low, high = figures["ci95"]
+    line = (
+        f"reward {figures['reward']:.3f} ({low:.3f} to {high:.3f}), best of {figures['k']} {figures['best_of_k']:.3f}"
+    )
+    emit(args, figures, lambda: f"{line}, {figures['n_tasks']} examples, {figures['lost']} attempts lost")
+    if figures["lost"] > LOST * figures["attempts"]:
+        raise TooManyLost(
+            f"{figures['lost']} of {figures['attempts']} attempts were lost, so these figures do not count"
+        )
     return 0
 
 
@@ -180,7 +184,7 @@ def agent(args: argparse.Namespace) -> int:
         raise ValueError(f"--temperature {args.temperature:g}: must be 0 or more")
     limits = replace(equipment(args.policy)[1], seconds=args.seconds)
     options = pick(args, "backend", "image", "packages", "temperature")
-    work = run_agent(args.path, args.instruction, args.policy, out, limits=limits, told=teller(screen), **options)
+    work = run_agent(args.path, args.instruction, args.policy, out, limits=limits, on_event=teller(screen), **options)
     return decide(work, args.verdict, screen)
 
 
@@ -273,7 +277,7 @@ def serve(args: argparse.Namespace) -> int:
             "grade": answer.grade,
             "health": getattr(service, "health", dict),
         }
-        address |= {"trained": engine.known, "context": engine.tokens}
+        address |= {"trained": engine.training, "context": engine.tokens}
         try:
             return _listen(ChatServer(answer, args.port, args.model.resolve().name, **address))
         finally:

@@ -34,12 +34,12 @@ def run(args: argparse.Namespace) -> int:
 
     Return the exit status of the run's state.
     """
-    from composer_nb.jobs.records import ENDED
+    from composer_nb.jobs.directory import ENDED
     from composer_nb.jobs.runner import run_job
 
-    told = run_job(args.file, overrides(args.set), runs=args.runs, ray=args.ray, resume=args.resume, say=_print)
-    _print(told["dir"])
-    return ENDED[told["state"]]
+    summary = run_job(args.file, overrides(args.set), runs=args.runs, ray=args.ray, resume=args.resume, say=_print)
+    _print(summary["dir"])
+    return ENDED[summary["state"]]
 
 
 @command(
@@ -67,8 +67,8 @@ def from_run(args: argparse.Namespace) -> int:
     settings, out = absolute(from_dict(run.settings())), args.out or Path(f"{run.path.name}.yml")
     if out.exists():
         raise ValueError(f"{out}: is there already; give another file as --out")
-    module, own, _ = (tasks := settings.env.tasks).partition(":")
-    if own and not Path(tasks).exists() and find_spec(module.partition(".")[0]) is None:
+    module, class_name, _ = (tasks := settings.env.tasks).partition(":")
+    if class_name and not Path(tasks).exists() and find_spec(module.partition(".")[0]) is None:
         raise ValueError(f"env.tasks={tasks!r}: a job imports it from another folder; put its folder into PYTHONPATH")
     live = run.changed_live()
     planned = settings.services.changes | live
@@ -84,8 +84,8 @@ def from_run(args: argparse.Namespace) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, "\n".join(lines))
     load_job(out)
-    found = {"file": str(out), **parameters, "live": live}
-    return emit(args, found, lambda: text_table([(name, str(value)) for name, value in found.items()], ("", "")))
+    report = {"file": str(out), **parameters, "live": live}
+    return emit(args, report, lambda: text_table([(name, str(value)) for name, value in report.items()], ("", "")))
 
 
 @command("jobs status", NEWEST, JSON, RUNS, lines=True)
@@ -104,19 +104,19 @@ def cancel(args: argparse.Namespace) -> int:
     return _show(args, directory.cancel(directory.find(args.runs, args.path)))
 
 
-def _show(args: argparse.Namespace, told: Mapping[str, Any]) -> int:
+def _show(args: argparse.Namespace, summary: Mapping[str, Any]) -> int:
     from rich.console import Group
     from rich.text import Text
 
     from composer_nb.views.page import text_table
 
     rows = []
-    for name, node in told["nodes"].items():
+    for name, node in summary["nodes"].items():
         seconds = f"{node['seconds']:.1f} s" if node.get("seconds") else ""
         notes = "; ".join(filter(None, ("kept" if node.get("kept") else "", node.get("error"))))
         rows.append((name, node["state"], str(node["attempt"] or ""), seconds, notes))
-    headline = Text(visible_lines(f"{told['id']}  {told['state']}"))
-    return emit(args, told, lambda: Group(headline, text_table(rows, ("node", "state", "attempt", "time", ""))))
+    headline = Text(visible_lines(f"{summary['id']}  {summary['state']}"))
+    return emit(args, summary, lambda: Group(headline, text_table(rows, ("node", "state", "attempt", "time", ""))))
 
 
 @command(

@@ -24,24 +24,14 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from composer_nb.trainer.recipe.reader import ReadOnly, read_status
+from composer_nb.views import dashboard
+from composer_nb.views.page import document, image
+from composer_nb.views.rollout import StoredRollout, read, sampled
+
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'unsafe-inline'; connect-src 'self'"
 """Content policy: a page with text from models loads nothing from elsewhere."""
-_BODY = """<div id="board">reading the run …</div>
-<h2>Rollouts of the newest step</h2>
-<p><button id="look">Show the newest</button> <select id="list"></select></p><div id="rollout"></div>
-<script>
-const part = async (name) => (await fetch(name)).text()
-const put = async (id, name) => { document.getElementById(id).innerHTML = await part(name) }
-const keep_up = async () => {
-  try { await put("board", "board"); setTimeout(keep_up, 2000) }
-  catch { document.getElementById("board").insertAdjacentHTML("afterbegin",
-    "<p class='note'>The program that served this page has ended. The run's folder holds report.html.</p>") }
-}
-keep_up()
-const list = document.getElementById("list")
-list.onchange = () => put("rollout", "rollouts/" + (list.value || 0))
-document.getElementById("look").onclick = async () => { await put("list", "rollouts"); list.onchange() }
-</script>"""
+_BODY = Path(__file__).with_name("live.html").read_text(encoding="utf-8")
 
 
 class LivePage:
@@ -59,7 +49,7 @@ class LivePage:
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/"
         self._lock, self._picture, self._rest_until = threading.Lock(), "", 0.0
         self._drawn: tuple[Any, ...] | None = None
-        self._rollouts: list[Any] = []
+        self._rollouts: list[StoredRollout] = []
         routes = [
             Route("/", self._page),
             Route("/board", self._board),
@@ -87,41 +77,30 @@ class LivePage:
             time.sleep(0.1)
 
     def _page(self, request: Request) -> Response:
-        from composer_nb.views.page import document
-
         heading = f"<h1>{html.escape(self.path.name)}</h1>"
         return HTMLResponse(document(self.path.name, [heading, _BODY]), headers={"Content-Security-Policy": POLICY})
 
     def _board(self, request: Request) -> Response:
         """Return the board. Pictures are redrawn after a change, in at most a fifth of the time: the run needs the processors."""
-        from composer_nb.trainer.recipe.status import read_status
-        from composer_nb.views import dashboard
-        from composer_nb.views.page import image
-
         with self._lock:
-            seen, began = read_status(self.path), time.monotonic()
-            if (drawn := dashboard.pictured(seen)) != self._drawn and began >= self._rest_until:
-                self._picture, self._drawn = image(dashboard.headline(seen), dashboard.picture(seen).png()), drawn
+            status, began = read_status(self.path), time.monotonic()
+            if (state := dashboard.pictured(status)) != self._drawn and began >= self._rest_until:
+                self._picture, self._drawn = image(dashboard.headline(status), dashboard.picture(status).png()), state
                 ended = time.monotonic()
                 self._rest_until = ended + (ended - began) / dashboard.SHARE
-            return HTMLResponse(f"{dashboard.head(seen).text}<div>{self._picture}</div>")
+            return HTMLResponse(f"{dashboard.head(status).text}<div>{self._picture}</div>")
 
     def _listed(self, request: Request) -> Response:
-        from composer_nb.trainer.recipe.reader import ReadOnly
-        from composer_nb.views.rollout import sampled
-
         with self._lock:
             self._rollouts = []
             with suppress(ValueError, FileNotFoundError):  # no step yet
                 self._rollouts = sampled(ReadOnly(self.path))
-            texts = [html.escape(each.heading) for each in self._rollouts]
+            texts = [html.escape(rollout.heading) for rollout in self._rollouts]
         return HTMLResponse("".join(f'<option value="{at}">{text}</option>' for at, text in enumerate(texts)))
 
     def _read(self, request: Request) -> Response:
-        from composer_nb.views.rollout import read
-
-        place = request.path_params["place"]
+        index = request.path_params["place"]
         with self._lock:
-            if place >= len(self._rollouts):
+            if index >= len(self._rollouts):
                 return HTMLResponse("RL has made no step yet", status_code=404)
-            return HTMLResponse(read(self._rollouts[place]).text)
+            return HTMLResponse(read(self._rollouts[index]).text)

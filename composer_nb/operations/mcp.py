@@ -14,8 +14,8 @@ import argparse
 import asyncio
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def line(name: str, arguments: Sequence[Argument], args: Mapping[str, Any]) -> l
             continue
         values = value if isinstance(value, list) else [value]
         if argument.startswith("-"):
-            options += [argument] if value is True else [f"{argument}={each}" for each in values]
+            options += [argument] if value is True else [f"{argument}={item}" for item in values]
         else:
             places += map(str, values)
     if left:
@@ -106,49 +106,38 @@ async def run(words: Sequence[str]) -> tuple[str, bool]:
     return text.decode("utf-8", "replace"), failed
 
 
-class McpWorkspace:
-    """The product's tools in a sandbox with a copy of a repository. This is a context manager, which raises like `run_agent`."""
+ToolCaller = Callable[[str, Mapping[str, Any]], tuple[str, bool]]
+"""Executes a tool call by name and arguments. Returns its observation, and whether it failed."""
 
-    def __init__(self, root: Path, backend: str) -> None:
-        self._root, self._backend = root, backend
 
-    def __enter__(self) -> McpWorkspace:
-        from composer_nb.harness.sandbox import open_backend
-        from composer_nb.production.checkout import read_checkout
-        from composer_nb.production.diff import require_git
-        from composer_nb.production.work import open_session, tools_for
+@contextmanager
+def open_workspace(root: Path, backend: str) -> Iterator[tuple[dict[str, dict[str, Any]], ToolCaller]]:
+    """Open the product's tools in a sandbox with a copy of a repository: their schemas by name, and what calls them. Raises like
+    `run_agent`."""
+    from composer_nb.harness.carry import carry_back
+    from composer_nb.harness.sandbox import open_backend
+    from composer_nb.harness.tools.tool_call import ToolCall
+    from composer_nb.production.checkout import changed, read_checkout
+    from composer_nb.production.diff import patch, require_git
+    from composer_nb.production.work import open_session, tools_for
 
-        require_git()
-        self._source, self.tools = read_checkout(self._root), tools_for("cursor")
-        with ExitStack() as stack:
-            made = stack.enter_context(open_backend(self._backend))
-            self._session, _ = stack.enter_context(open_session(self._source, self.tools, made))
-            self._stack = stack.pop_all()
-        return self
+    require_git()
+    source, tools = read_checkout(root), tools_for("cursor")
+    schemas = {schema["function"]["name"]: schema["function"] for schema in tools.schemas}
+    empty = {"type": "object", "properties": {}, "additionalProperties": False}
+    description = "Show the diff of all changes in the workspace."
+    schemas["show_changes"] = {"name": "show_changes", "description": description, "parameters": empty}
+    with open_backend(backend) as sandboxes, open_session(source, tools, sandboxes) as (session, _):
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        def call(name: str, args: Mapping[str, Any]) -> tuple[str, bool]:
+            if name == "show_changes":
+                changes, _ = changed(source, *carry_back(session.sandbox))
+                before = {path: blob for path in source.files if (blob := source.blob(path))}
+                return patch(before, changes).decode("utf-8", "replace") or "nothing was changed", False
+            [reply] = tools.run(session, [ToolCall(name=name, arguments=dict(args))])
+            return reply.text, bool(reply.error)
 
-    def schemas(self) -> Iterator[dict[str, Any]]:
-        for each in self.tools.schemas:
-            yield each["function"]
-        empty = {"type": "object", "properties": {}, "additionalProperties": False}
-        told = "Show the diff of all changes in the workspace."
-        yield {"name": "show_changes", "description": told, "parameters": empty}
-
-    def call(self, name: str, args: Mapping[str, Any]) -> tuple[str, bool]:
-        """Execute a tool call. Return its observation, and whether it failed."""
-        from composer_nb.harness.carry import carry_back
-        from composer_nb.harness.tools.tool_call import ToolCall
-        from composer_nb.production.checkout import changed
-        from composer_nb.production.diff import patch
-
-        if name == "show_changes":
-            changes, _ = changed(self._source, *carry_back(self._session.sandbox))
-            before = {path: blob for path in self._source.files if (blob := self._source.blob(path))}
-            return patch(before, changes).decode("utf-8", "replace") or "nothing was changed", False
-        [reply] = self.tools.run(self._session, [ToolCall(name=name, arguments=dict(args))])
-        return reply.text, bool(reply.error)
+        yield schemas, call
 
 
 @command(
@@ -165,11 +154,12 @@ def mcp(args: argparse.Namespace) -> int:
     except ImportError:
         raise ValueError("mcp: the SDK is not installed; pip install 'composer-nb[mcp]' brings it") from None
 
-    names = {each.replace(" ", "_"): each for each in (*READS, *WRITES[: 2 * args.allow_writes])}
+    names = {name.replace(" ", "_"): name for name in (*READS, *WRITES[: 2 * args.allow_writes])}
     hidden = {name: WRITERS if name in READS else {"--json"} for name in names.values()}
-    with ExitStack() as stack:
-        place = stack.enter_context(McpWorkspace(args.workspace, args.backend)) if args.workspace else None
-        own = {each["name"]: each for each in place.schemas()} if place else {}
+    opened: AbstractContextManager[Any] = nullcontext(({}, None))
+    if args.workspace:
+        opened = open_workspace(args.workspace, args.backend)
+    with opened as (workspace_tools, call):
 
         async def listed(context: Any, params: Any) -> Any:
             tools = [
@@ -182,24 +172,24 @@ def mcp(args: argparse.Namespace) -> int:
                 for tool, name in names.items()
             ]
             tools += [
-                types.Tool(name=tool, description=each["description"], input_schema=each["parameters"])
-                for tool, each in own.items()
+                types.Tool(name=tool, description=tool_schema["description"], input_schema=tool_schema["parameters"])
+                for tool, tool_schema in workspace_tools.items()
             ]
             return types.ListToolsResult(tools=tools)
 
         async def called(context: Any, params: Any) -> Any:
-            asked = params.arguments or {}
+            values = params.arguments or {}
             try:
-                if place and params.name in own:
-                    text, failed = await asyncio.to_thread(place.call, params.name, asked)
+                if call and params.name in workspace_tools:
+                    text, failed = await asyncio.to_thread(call, params.name, values)
                 elif name := names.get(params.name):
-                    taken = hidden[name] - {"--json"}
-                    known = [each for each in COMMANDS[name].arguments if each[0][0] not in taken]
+                    flags = hidden[name] - {"--json"}
+                    arguments = [argument for argument in COMMANDS[name].arguments if argument[0][0] not in flags]
                     if name in READS:
-                        require_inside(name, known, asked, Path.cwd().resolve())
-                    text, failed = await run(line(name, known, asked))
+                        require_inside(name, arguments, values, Path.cwd().resolve())
+                    text, failed = await run(line(name, arguments, values))
                 else:
-                    text, failed = f"no tool {params.name!r}; there are {', '.join([*names, *own])}", True
+                    text, failed = f"no tool {params.name!r}; there are {', '.join([*names, *workspace_tools])}", True
             except ValueError as error:
                 text, failed = str(error), True
             return types.CallToolResult(content=[types.TextContent(text=text)], is_error=failed)

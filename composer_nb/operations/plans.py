@@ -59,8 +59,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _plan_schedules(args: argparse.Namespace) -> int:
-    from composer_nb.labs.planning.fleet import RunSpeed
-    from composer_nb.labs.planning.simulate import Durations, SimulatedLoad, simulate
+    from composer_nb.labs.planning import Durations, RunSpeed, SimulatedLoad, simulate
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.schedule import Schedule
 

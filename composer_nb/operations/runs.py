@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import reduce
 from pathlib import Path
@@ -18,6 +19,7 @@ from composer_nb.operations import HTML, JSON, RUN, SET, arg, command, console, 
 NOTEBOOK = "01_tour.ipynb"
 TRACK = arg("--track NAMES", "send figures to tensorboard, wandb, trackio, mlflow (commas between)", "tensorboard")
 TOUR = arg("path RUN", "a run directory", Path("runs/tour"), nargs="?")
+SAME_COMMAND = "resume with the same command"
 log = logging.getLogger(__name__)
 
 
@@ -34,7 +36,6 @@ log = logging.getLogger(__name__)
 def tour(args: argparse.Namespace) -> int:
     """Train a small coding agent from nothing, in a notebook that is run and kept."""
     from composer_nb.harness.environment import require_sandboxes
-    from composer_nb.jobs.processes import terminate_as_interrupt
     from composer_nb.operations.live import LivePage
     from composer_nb.operations.track import Tracking, parse
     from composer_nb.trainer.recipe.detached import start_detached
@@ -52,20 +53,32 @@ def tour(args: argparse.Namespace) -> int:
         start_detached(run.path)
         print(f"the run continues in the background; see composer-nb follow {run.path}")
         return 0
-    try:
-        with terminate_as_interrupt(), LivePage(run.path) as page, Tracking(run.path, trackers):
-            print(f"watch it: {page.url}", flush=True)
-            if plain:
-                start_or_resume(run.path, say=log.info)
-            else:
-                from composer_nb.jobs.notebook import run_notebook
+    options = " --plain" * args.plain + (f" --runs {args.runs}" if args.runs != Path("runs") else "")
+    with (
+        _interruptible(f"resume with: composer-nb tour --resume{options}"),
+        LivePage(run.path) as live_page,
+        Tracking(run.path, trackers),
+    ):
+        print(f"watch it: {live_page.url}", flush=True)
+        if plain:
+            start_or_resume(run.path, say=log.info)
+        else:
+            from composer_nb.jobs.notebook import run_notebook
 
-                run_notebook(tour_notebook(), run.path / NOTEBOOK, {"run_dir": str(run.path)}, say=log.info)
-    except KeyboardInterrupt:
-        same = " --plain" * args.plain + (f" --runs {args.runs}" if args.runs != Path("runs") else "")
-        print(f"interrupted; resume with: composer-nb tour --resume{same}", file=sys.stderr)
-        return 130
+            run_notebook(tour_notebook(), run.path / NOTEBOOK, {"run_dir": str(run.path)}, say=log.info)
     return _reported(run, args.runs / "tour", *([] if plain else [NOTEBOOK]))
+
+
+@contextmanager
+def _interruptible(hint: str) -> Iterator[None]:
+    """Turn SIGTERM into an interrupt, which says how to go on."""
+    from composer_nb.jobs.processes import terminate_as_interrupt
+
+    with terminate_as_interrupt():
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(hint) from None
 
 
 def _reported(run: Any, newest: Path, *files: str) -> int:
@@ -92,7 +105,6 @@ def rl(args: argparse.Namespace) -> int:
     """
     from composer_nb.harness.agent.loop import LIMITS
     from composer_nb.harness.environment import EnvSettings, require_sandboxes
-    from composer_nb.jobs.processes import terminate_as_interrupt
     from composer_nb.operations.track import Tracking, parse
     from composer_nb.trainer.models.tokenizer import format_of
     from composer_nb.trainer.recipe.launch import begin_run, start_or_resume
@@ -113,16 +125,10 @@ def rl(args: argparse.Namespace) -> int:
         most = min(LIMITS.tokens, chosen.agent_model.max_position_embeddings)
         chosen = replace(chosen, limits=replace(LIMITS, tokens=most))
     require_sandboxes(chosen.env)  # now, not after minutes
-    try:
-        with terminate_as_interrupt():
-            run = begin_run(chosen, args.out.parent, args.out.name, resume=True, say=log.info)
-            with Tracking(run.path, trackers):
-                start_or_resume(run.path, say=log.info)
-    except KeyboardInterrupt:
-        begun = (args.out / "settings.json").is_file()
-        told = "resume with the same command" if begun else "the run had not begun"
-        print(f"interrupted; {told}", file=sys.stderr)
-        return 130
+    with _interruptible(SAME_COMMAND):
+        run = begin_run(chosen, args.out.parent, args.out.name, resume=True, say=log.info)
+        with Tracking(run.path, trackers):
+            start_or_resume(run.path, say=log.info)
     return _reported(run, args.out)
 
 
@@ -140,9 +146,8 @@ def fork(args: argparse.Namespace) -> int:
     Steps before its checkpoint are made again from the stored rollouts.
     """
     from composer_nb.harness.untrusted import json_of
-    from composer_nb.jobs.processes import terminate_as_interrupt
-    from composer_nb.trainer.recipe.branch import branch, settings_after
     from composer_nb.trainer.recipe.launch import start_or_resume
+    from composer_nb.trainer.recipe.replay import branch, settings_after
     from composer_nb.trainer.records.rundir import open_run
     from composer_nb.trainer.settings import from_dict, override
 
@@ -150,21 +155,14 @@ def fork(args: argparse.Namespace) -> int:
     step = (source.pointer("rl") or (0,))[0] if args.step is None else args.step
     provenance = args.out.resolve() / "provenance.json"
     origin = json_of(provenance.read_text()) if provenance.is_file() else {}
-    run = (
-        open_run(provenance.parent)
-        if origin.get("forked_from") == source.path.name and origin["forked_at_step"] == step
-        else None
-    )
+    begun = origin.get("forked_from") == source.path.name and origin["forked_at_step"] == step
+    run = open_run(provenance.parent) if begun else None
     if run is None or from_dict(run.settings()) != override(settings_after(source, step), changes):
         run = branch(source, step, changes, args.out.parent, args.out.name)
         change_list = ", ".join(f"{name}={value}" for name, value in changes.items()) or "the same settings"
         print(f"{run.path} goes on after step {step} of {source.path} with {change_list}", flush=True)
-    try:
-        with terminate_as_interrupt():
-            start_or_resume(run.path, say=log.info)
-    except KeyboardInterrupt:
-        print("interrupted; resume with the same command", file=sys.stderr)
-        return 130
+    with _interruptible(SAME_COMMAND):
+        start_or_resume(run.path, say=log.info)
     return _reported(run, args.out)
 
 
@@ -215,8 +213,7 @@ def headroom(args: argparse.Namespace) -> int:
     """Say what RL could find, before it starts."""
     from composer_nb.harness.environment import load_environment
     from composer_nb.harness.store import load_attempts
-    from composer_nb.production.agents import bench_settings, evaluate
-    from composer_nb.production.arms import require_attempts
+    from composer_nb.production.bench import bench_settings, evaluate, require_attempts
     from composer_nb.trainer import headroom as room
     from composer_nb.trainer.recipe.reader import open_run
     from composer_nb.trainer.settings import Settings, override
@@ -250,22 +247,21 @@ def watch(args: argparse.Namespace) -> int:
     """Show the state of a run, live or finished."""
     from composer_nb.harness.files import write_atomic
     from composer_nb.harness.untrusted import visible
-    from composer_nb.trainer.recipe.status import read_status
+    from composer_nb.operations.live import LivePage
+    from composer_nb.trainer.recipe.reader import read_status
     from composer_nb.views import dashboard
     from composer_nb.views.page import document, text_table
 
-    seen = read_status(args.path)
+    status = read_status(args.path)
     if args.port:
-        from composer_nb.operations.live import LivePage
-
-        with LivePage(seen.path, args.port) as page:
-            print(page.url, flush=True)
-            page.wait()
+        with LivePage(status.path, args.port) as live_page:
+            print(live_page.url, flush=True)
+            live_page.wait()
     if args.html:
-        write_atomic(args.html, document(seen.path.name, [dashboard.board(seen).text]))
+        write_atomic(args.html, document(status.path.name, [dashboard.board(status).text]))
     if not args.json:
-        print(visible(dashboard.headline(seen)))
-    return emit(args, dashboard.plain(seen), lambda: text_table(list(dashboard.facts(seen)), ("", "")))
+        print(visible(dashboard.headline(status)))
+    return emit(args, dashboard.plain(status), lambda: text_table(list(dashboard.facts(status)), ("", "")))
 
 
 @command(
@@ -279,20 +275,20 @@ def watch(args: argparse.Namespace) -> int:
 def compare(args: argparse.Namespace) -> int:
     """Compare two runs: settings, scores with intervals, times; or two evaluations, paired by task."""
     from composer_nb.harness.files import write_atomic
-    from composer_nb.production.arms import compare_evals
+    from composer_nb.production.bench import compare_evals
     from composer_nb.trainer.recipe.reader import ReadOnly
     from composer_nb.trainer.recipe.report import compare
-    from composer_nb.views.compare import eval_page, eval_table, figures, page, table
+    from composer_nb.views.compare import figures, page, table
 
-    if not any((path / "run.db").is_file() for path in args.paths):
-        scores = compare_evals(*args.paths)
-        if args.html:
-            write_atomic(args.html, eval_page(scores))
-        return emit(args, scores, lambda: eval_table(scores))
-    first, second = (ReadOnly(each) for each in args.paths)
-    comparison = compare(first, second)
+    pictures: dict[str, tuple[str, bytes]] = {}
+    if any((path / "run.db").is_file() for path in args.paths):
+        first, second = map(ReadOnly, args.paths)
+        comparison = compare(first, second)
+        pictures = figures(comparison, first, second) if args.html else {}
+    else:
+        comparison = compare_evals(*args.paths)
     if args.html:
-        write_atomic(args.html, page(comparison, figures(comparison, first, second)))
+        write_atomic(args.html, page(comparison, pictures))
     return emit(args, comparison, lambda: table(comparison))
 
 
@@ -303,7 +299,7 @@ def track(args: argparse.Namespace) -> int:
     """Send the figures of a run, live or finished, to trackers; the same command goes on where it ended."""
     from composer_nb.harness.untrusted import visible
     from composer_nb.operations.track import follow, parse
-    from composer_nb.trainer.recipe.status import read_status
+    from composer_nb.trainer.recipe.reader import read_status
 
     path, names = read_status(args.path).path, parse(args.to)
     with ThreadPoolExecutor() as pool:
@@ -370,13 +366,13 @@ def replay(args: argparse.Namespace) -> int:
     last = args.step if args.step is not None else len(run.steps("rl"))
     if last < 1:
         raise ValueError(f"--step {last}: the first step is 1")
-    found = []
-    for one in replay(run, from_dict(run.settings()), last):
-        found.append({name: getattr(one, name) for name in ("step", "version", "was", "now", "same")})
-        same = "same" if one.same else "DIFFERS"
-        log.info(f"step {one.step:>5}  version {one.version:>6}  {one.now[:16]}  {same}")
-    different = sum(not row["same"] for row in found)
-    return emit(args, found, lambda: f"{len(found)} steps, {different} differ", int(different > 0))
+    rows = []
+    for replayed in replay(run, from_dict(run.settings()), last):
+        rows.append({name: getattr(replayed, name) for name in ("step", "version", "was", "now", "same")})
+        same = "same" if replayed.same else "DIFFERS"
+        log.info(f"step {replayed.step:>5}  version {replayed.version:>6}  {replayed.now[:16]}  {same}")
+    different = sum(not row["same"] for row in rows)
+    return emit(args, rows, lambda: f"{len(rows)} steps, {different} differ", int(different > 0))
 
 
 @command(
@@ -393,12 +389,12 @@ def up(args: argparse.Namespace) -> int:
     if args.down:
         ended = head.down(args.path)
         return emit(args, {"ended": ended}, lambda: "ended" if ended else f"no head lives in {args.path}")
-    found = head.up(args.path, args.lease)
+    lease = head.up(args.path, args.lease)
     line = (
-        f"{found.address}, process {found.pid}, for {found.until - time.time():.0f} s and as long as it is used\n"
-        f"notebooks run on it with --ray {found.folder}, a run's services with --set services.address={found.folder}"
+        f"{lease.address}, process {lease.pid}, for {lease.until - time.time():.0f} s and as long as it is used\n"
+        f"notebooks run on it with --ray {lease.folder}, a run's services with --set services.address={lease.folder}"
     )
-    return emit(args, asdict(found), lambda: line)
+    return emit(args, asdict(lease), lambda: line)
 
 
 @command("reap", arg("path RUNS", "folder of runs", Path("runs"), nargs="?"), JSON)
@@ -409,9 +405,9 @@ def reap(args: argparse.Namespace) -> int:
     """
     from composer_nb.harness.sandbox.reap import reap
 
-    found = asdict(reap(args.path))
+    report = asdict(reap(args.path))
     kinds = ("containers", "processes", "cgroups", "directories")
-    ended = ", ".join(f"{len(found[kind])} {kind}" for kind in kinds if found[kind])
-    lines = [f"ended: {ended or 'nothing'}; left alone, because their owners live: {found['kept']}"]
-    lines += [f"failed: {line}" for line in found["failed"]]
-    return emit(args, found, lambda: "\n".join(lines), int(bool(found["failed"])))
+    ended = ", ".join(f"{len(report[kind])} {kind}" for kind in kinds if report[kind])
+    lines = [f"ended: {ended or 'nothing'}; left alone, because their owners live: {report['kept']}"]
+    lines += [f"failed: {line}" for line in report["failed"]]
+    return emit(args, report, lambda: "\n".join(lines), int(bool(report["failed"])))

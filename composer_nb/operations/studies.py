@@ -163,6 +163,6 @@ def doctor(args: argparse.Namespace) -> int:
     """Show what this machine has and what it lacks."""
     from composer_nb import doctor
 
-    found = doctor.diagnose()
-    plain = [asdict(finding) for finding in found]
-    return emit(args, plain, lambda: doctor.as_table(found), int(not doctor.healthy(found)))
+    results = doctor.diagnose()
+    plain = [asdict(finding) for finding in results]
+    return emit(args, plain, lambda: doctor.as_table(results), int(not doctor.healthy(results)))

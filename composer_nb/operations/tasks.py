@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 from collections import Counter
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -81,11 +82,15 @@ def mine(args: argparse.Namespace) -> int:
     from composer_nb.harness.tasks.making.mine import UNFETCHED, mine
     from composer_nb.harness.tasks.making.options import RunOptions
     from composer_nb.harness.tasks.making.show import progress
+    from composer_nb.production.requests import accepted_requests, request_behind
     from composer_nb.views.page import text_table
 
+    if args.requests and len(args.paths) > 1:
+        raise ValueError("--requests: only commits hold the changes of agents, so give one checkout and no releases")
+    behind = partial(request_behind, accepted_requests(args.requests)) if args.requests else None
     running = RunOptions(**pick(args, "pytest_args", "packages", "image"), suite_s=args.suite_seconds)
     with open_backend(args.backend) as backend, progress(Console(stderr=True)) as report:
-        options = pick(args, "limit", "commits", "most_lines") | {"requests": args.requests or ()}
+        options = pick(args, "limit", "commits", "most_lines") | {"request_behind": behind}
         summary = mine(args.paths, args.out, backend, running=running, report=report, **options)
     rows = [(str(count), verdict) for verdict, count in summary["verdicts"].most_common()]
     line = f"{summary['tasks']} tasks of {summary['tried']} changes in {summary['wall_s']:.0f} s"
@@ -137,7 +142,7 @@ def convert(args: argparse.Namespace) -> int:
 
     files = read_repository(args.repository).files if args.repository else None
     written, problems = 0, []
-    for place, task in read_rows(args.path, args.format, files):
+    for where, task in read_rows(args.path, args.format, files):
         try:
             if isinstance(task, ValueError):
                 raise task
@@ -146,7 +151,7 @@ def convert(args: argparse.Namespace) -> int:
         except ValueError as error:
             problems.append(str(error))
         except FileExistsError as error:
-            problems.append(f"{place}: {error.filename} is there already")
+            problems.append(f"{where}: {error.filename} is there already")
     for problem in problems:
         print(visible_lines(problem), file=sys.stderr)
     line = f"{written} tasks in {args.out}, {len(problems)} rows left out"
@@ -174,15 +179,17 @@ def audit(args: argparse.Namespace) -> int:
     from composer_nb.labs.audit.audit import audit as run
     from composer_nb.views.page import text_table
 
-    own = EnvSettings(tasks=args.path).own
-    tasks = ((task.id, task) for task in tasks_of(args.path, own)) if own else read_tasks(Path(args.path))
-    options = {"seconds": args.seconds, "seed": args.seed, "pays": getattr(own, "reward", None)}
+    environment = EnvSettings(tasks=args.path).own
+    tasks = (
+        ((task.id, task) for task in tasks_of(args.path, environment)) if environment else read_tasks(Path(args.path))
+    )
+    options = {"seconds": args.seconds, "seed": args.seed, "pays": getattr(environment, "reward", None)}
     report = run(tasks, args.backend, **options)
     if not report["read"]:
         raise ValueError(f"{args.path}: holds no task")
     rates = [(name, str(row["tried"]), str(row["wrong"])) for name, row in report["probes"].items()]
     problems = [(row["id"], kind, text) for row in report["tasks"] for kind, text in row["problems"]]
-    slips, planted = (sum(row["slips"][place] for row in report["tasks"]) for place in (0, 1))
+    slips, planted = (sum(row["slips"][index] for row in report["tasks"]) for index in (0, 1))
     line = f"{report['sound']} of {report['audited']} tasks are sound; {report['read'] - report['audited']} were not reached"
     line += f"; {slips} of {planted} planted bugs found; {report['seconds']:.0f} s"
     tables = [text_table(rates, ("workspace", "tried", "wrongly graded"))]
@@ -217,7 +224,7 @@ def attack(args: argparse.Namespace) -> int:
     report = run_checks(args.backend, lambda case: log.info(f"{case['kind'] or '':>2}  {case['title']}"))
     cases, kinds = report["cases"], report["kinds"]
     table = [("ok" if c["blocked"] else "NOT BLOCKED", str(c["kind"] or ""), c["title"], c["detail"]) for c in cases]
-    blocked, right = (sum(one["blocked"] for one in each) for each in (kinds, cases))
+    blocked, right = (sum(row["blocked"] for row in rows) for rows in (kinds, cases))
     line = f"{blocked} of {len(kinds)} kinds of attack blocked on {args.backend}; {right} of {len(cases)} cases in all"
     status = int(blocked < len(kinds) or right < len(cases))
     return emit(args, report, lambda: Group(text_table(table, ("", "kind", "attempt", "observed")), line), status)

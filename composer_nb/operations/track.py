@@ -61,9 +61,8 @@ def tensorboard(run: ReadOnly, settings: Mapping[str, Any]) -> Tracker:
 def wandb(run: ReadOnly, settings: Mapping[str, Any]) -> Tracker:
     import wandb
 
-    name, there = run.path.name, str(home_of(run) / "trackers")
-    key = re.sub(r"[^\w.-]", "-", name)
-    session = wandb.init(project=PROJECT, name=name, id=key, resume="allow", dir=there, config=dict(settings))
+    key, folder = re.sub(r"[^\w.-]", "-", run.path.name), str(home_of(run) / "trackers")
+    session = wandb.init(project=PROJECT, name=run.path.name, id=key, resume="allow", dir=folder, config=dict(settings))
 
     def log(figures: Mapping[str, float], step: int) -> None:
         stage = next(iter(figures)).partition("/")[0]
@@ -89,21 +88,20 @@ def mlflow(run: ReadOnly, settings: Mapping[str, Any]) -> Tracker:
     experiment = client.get_experiment_by_name(PROJECT)
     experiment_id = experiment.experiment_id if experiment else client.create_experiment(PROJECT)
     quote = '"' if "'" in name else "'"
-    there = client.search_runs([experiment_id], f"tags.mlflow.runName = {quote}{name}{quote}")
-    key = (there[0] if there else client.create_run(experiment_id, run_name=name)).info.run_id
-    if not there:
-        params = [Param(metric, str(value)[:500]) for metric, value in settings.items()]
-        for at in range(0, len(params), 100):  # the server refuses more
-            client.log_batch(key, params=params[at : at + 100])
+    runs = client.search_runs([experiment_id], f"tags.mlflow.runName = {quote}{name}{quote}")
+    key = (runs[0] if runs else client.create_run(experiment_id, run_name=name)).info.run_id
+    params = [Param(setting, str(value)[:500]) for setting, value in settings.items()]
+    for at in () if runs else range(0, len(params), 100):  # the server refuses more
+        client.log_batch(key, params=params[at : at + 100])
 
     def log(figures: Mapping[str, float], step: int) -> None:
         now = int(1000 * time.time())
-        client.log_batch(key, metrics=[Metric(each, value, now, step) for each, value in figures.items()])
+        client.log_batch(key, metrics=[Metric(figure, value, now, step) for figure, value in figures.items()])
 
     return log, lambda: client.set_terminated(key)
 
 
-TRACKERS = {each.__name__: each for each in (tensorboard, wandb, trackio, mlflow)}
+TRACKERS = {tracker.__name__: tracker for tracker in (tensorboard, wandb, trackio, mlflow)}
 
 
 def parse(names: str) -> list[str]:
@@ -119,54 +117,47 @@ def parse(names: str) -> list[str]:
 
 @dataclass(slots=True)
 class Sent:
-    """The lines and steps already sent to a tracker."""
+    """What was sent to a tracker: the number of bytes of metrics.jsonl (`offset`), and the last step of each stage."""
 
     offset: int = 0
-    """Number of bytes of metrics.jsonl already sent."""
     steps: dict[str, int] = field(default_factory=dict)
-    """Last step of each stage."""
 
     def rows(self, raw: bytes) -> Iterator[tuple[int, dict[str, float]]]:
         """Yield (step, figures) of the complete lines in `raw`, which begins at the offset. Each counts as sent once the next is
         requested. Steps that are repeated after a crash are skipped."""
-        for line in raw.splitlines(keepends=True):
-            if not line.endswith(b"\n"):
-                return
+        for line in raw[: raw.rfind(b"\n") + 1].splitlines(keepends=True):
             row = json.loads(line)
             stage, step = row.pop("stage"), row.pop("step")
-            figures = {f"{stage}/{name}": float(value) for name, value in row.items() if _plain(value)}
+            numbers = {name: value for name, value in row.items() if type(value) in (int, float)}
+            figures = {f"{stage}/{name}": float(value) for name, value in numbers.items() if math.isfinite(value)}
             if step > self.steps.get(stage, 0) and figures:
                 yield step, figures
                 self.steps[stage] = step
             self.offset += len(line)
 
 
-def _dotted(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _dotted(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
-
-
-def _plain(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        flat |= _dotted(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
 def follow(path: Path, name: str, until: Callable[[], bool]) -> None:
     """Send a run's figures to the tracker `name` until `until` returns true. A failure is logged once and retried at growing
     intervals; at the end it is raised. Raises FileNotFoundError if there is no run."""
     run = ReadOnly(path)
-    sent_file = home_of(run) / "trackers" / f"{name}.json"
+    sent_file, metrics = home_of(run) / "trackers" / f"{name}.json", run.path / "metrics.jsonl"
     sent_file.parent.mkdir(parents=True, exist_ok=True)
     sent = Sent(**json.loads(sent_file.read_text())) if sent_file.is_file() else Sent()
-    tracker, rest = None, EVERY_S
+    tracker, rest, ended = None, EVERY_S, False
     try:
-        while True:
+        while not ended:
             ended = until()
             try:
-                tracker = tracker or TRACKERS[name](run, dict(_dotted(run.settings())))
-                _send(run.path / "metrics.jsonl", sent, tracker[0])
+                tracker = tracker or TRACKERS[name](run, _dotted(run.settings()))
+                for step, figures in sent.rows(metrics.read_bytes()[sent.offset :] if metrics.is_file() else b""):
+                    tracker[0](figures, step)
                 rest = EVERY_S
             except Exception as error:  # of any of the four libraries
                 if ended:
@@ -175,22 +166,12 @@ def follow(path: Path, name: str, until: Callable[[], bool]) -> None:
                     log.warning("%s: %s; what is missing is sent later", name, error)
                 rest = min(2 * rest, LATEST_S)
             write_json(sent_file, asdict(sent))
-            if ended:
-                return
-            until_then = time.monotonic() + rest
-            while time.monotonic() < until_then and not until():
+            wake = time.monotonic() + rest
+            while not ended and time.monotonic() < wake and not until():
                 time.sleep(0.2)
     finally:
         if tracker is not None:
             tracker[1]()
-
-
-def _send(metrics: Path, sent: Sent, log: Log) -> None:
-    if metrics.is_file():
-        with metrics.open("rb") as file:
-            file.seek(sent.offset)
-            for step, figures in sent.rows(file.read()):
-                log(figures, step)
 
 
 class Tracking:

@@ -51,22 +51,17 @@ def accept(root: Path, before: Mapping[str, Blob], changes: Changes) -> None:
         for path in [path for path, blob in changes.items() if blob is None]:
             _prune(root, at[path].parent, undo)
     except BaseException as error:
-        if not _undone(undo):
+        failures = 0
+        for step in reversed(undo):
+            try:
+                step()
+            except OSError:
+                failures += 1
+        if failures:
             raise OSError(f"{error}; not all could be put back, it lies in {beside}") from error
         shutil.rmtree(beside, ignore_errors=True)
         raise
     shutil.rmtree(beside, ignore_errors=True)
-
-
-def _undone(undo: Undo) -> bool:
-    """Undo all steps, last first, as far as possible. Returns whether all were undone."""
-    whole = True
-    for step in reversed(undo):
-        try:
-            step()
-        except OSError:
-            whole = False
-    return whole
 
 
 def _check(root: Path, before: Blob | None, changes: Changes, path: str) -> Path:

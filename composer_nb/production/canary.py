@@ -47,11 +47,14 @@ Side = dict[str, dict[str, float]]
 
 @dataclass(slots=True)
 class Trial:
-    """The verdicts on a new version and, over the same time, on the trusted one."""
+    """The verdicts on a new version and, over the same time, on the trusted one.
+
+    Attributes:
+        verdicts: Verdicts on the new version at which it is promoted or withdrawn at the latest.
+    """
 
     version: int
     verdicts: int
-    """Verdicts on the new version at which it is promoted or withdrawn at the latest."""
     early: Side = field(default_factory=dict)
     usual: Side = field(default_factory=dict)
 
@@ -105,17 +108,17 @@ class Canary(Replicas):
         options: Sequence[dict[str, Any]],
         share: float,
         verdicts: int,
-        known: Known,
+        decisions: Known,
         file: Path,
     ) -> None:
-        """`share`: of the users who get a new version first. `verdicts`: see `Trial`. `file`: keeps what is `known`."""
+        """`share`: of the users who get a new version first. `verdicts`: see `Trial`. `file`: keeps what is `decisions`."""
         super().__init__(actors, options)
         *self.usual, self.early = self._replicas
-        self.share, self.verdicts, self.known, self.file = share, verdicts, known, file
-        self._trial = Trial(known.trusted, verdicts)
+        self.share, self.verdicts, self.known, self.file = share, verdicts, decisions, file
+        self._trial = Trial(decisions.trusted, verdicts)
         self._settled: set[str] = set()
         """Rollouts that had a verdict before the trial."""
-        self._decided(known)
+        self._decided(decisions)
 
     @property
     def capacity(self) -> int:
@@ -139,7 +142,9 @@ class Canary(Replicas):
         grade = attempt.grade
         if not grade.known or (grade.status == "graded" and not (grade.rewards or grade.tests)):
             return
-        versions = {int(v) for each in attempt.rollout.segments for v in np.unique(each.policy_version[each.acted])}
+        versions = {
+            int(v) for segment in attempt.rollout.segments for v in np.unique(segment.policy_version[segment.acted])
+        }
         verdict = grade.rewards.get("reward", float(grade.passed))
         with self._changed:
             if (trial := self._current()) is None or name in self._settled:
@@ -165,16 +170,16 @@ class Canary(Replicas):
             self._trial = Trial(newest, self.verdicts)
         return self._trial
 
-    def _decided(self, known: Known) -> None:
+    def _decided(self, decisions: Known) -> None:
         """Have every replica run the version that follows from a decision, and keep it."""
-        self.known = known
+        self.known = decisions
         for replica in self._replicas:
             # The usual ones never run a version that is not trusted; the early one runs the newest, unless it was withdrawn.
-            rule = VersionRule(after=known.withdrawn if replica is self.early else math.inf, most=known.trusted)
+            rule = VersionRule(after=decisions.withdrawn if replica is self.early else math.inf, most=decisions.trusted)
             replica.options["rule"] = rule
             replica.orders.append(("rule", rule))
         try:
-            write_json(self.file, known.model_dump())
+            write_json(self.file, decisions.model_dump())
         except OSError as error:
             LOG.error("%s is out of date, so a restarted server would not know what was decided: %s", self.file, error)
 
@@ -214,21 +219,21 @@ def open_canary(
     newest = Receiver(follow, name="canary").newest()
     if newest is None:
         raise ValueError(f"--canary {share:g}: {follow} has no version yet, so there is none to trust")
-    known = Known(store=follow, trusted=newest)
+    decisions = Known(store=follow, trusted=newest)
     if file.is_file():
         again = "remove it, and the newest version will be trusted"
         try:
-            known = Known.model_validate_json(file.read_bytes())
+            decisions = Known.model_validate_json(file.read_bytes())
         except ValueError as error:
             raise ValueError(f"{file} is damaged; {again}: {error}") from None
-        if known.store != follow or known.trusted > newest:
-            raise ValueError(f"{file} is of {known.store} and trusts version {known.trusted}; {again}")
+        if decisions.store != follow or decisions.trusted > newest:
+            raise ValueError(f"{file} is of {decisions.store} and trusts version {decisions.trusted}; {again}")
     run.mkdir(parents=True, exist_ok=True)
     model, tokenizer, form = chat_of(path)
     options |= {"path": path.resolve(), "follow": follow}
     sizes = [*[-(-slots // count)] * count, slots]
     with (
         open_actors(ray) as actors,
-        Canary(actors, [{**options, "slots": size} for size in sizes], share, verdicts, known, file) as canary,
+        Canary(actors, [{**options, "slots": size} for size in sizes], share, verdicts, decisions, file) as canary,
     ):
-        yield OpenEngine(shared=canary, tokenizer=tokenizer, format=form, tokens=canary.tokens, known=model)
+        yield OpenEngine(shared=canary, tokenizer=tokenizer, format=form, tokens=canary.tokens, training=model)

@@ -30,14 +30,17 @@ MAX_FILES = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkout:
-    """The files of a folder that an agent sees."""
+    """The files of a folder that an agent sees.
+
+    Attributes:
+        files: Relative POSIX path -> content; bytes of names that are not UTF-8 are lone surrogates.
+        left_out: Path of a file or folder -> reason why it stays behind.
+    """
 
     root: Path
     files: Mapping[str, bytes]
-    """Relative POSIX path -> content; bytes of names that are not UTF-8 are lone surrogates."""
     executable: frozenset[str]
     left_out: Mapping[str, str]
-    """Path of a file or folder -> reason why it stays behind."""
     ignore: Ignore
 
     def blob(self, path: str) -> Blob | None:
@@ -78,10 +81,10 @@ def read_checkout(root: Path) -> Checkout:
         raise kind(f"{root}: {what}; give the repository that the agent should work on")
     left_out: dict[str, str] = {}
     room = MAX_BYTES
-    found = dict(_walk(root, left_out))
-    ignore = _ignore(root, [path for path in found if PurePosixPath(path).name in NAMES])
+    statuses = dict(_walk(root, left_out))
+    ignore = _ignore(root, [path for path in statuses if PurePosixPath(path).name in NAMES])
     files: dict[str, bytes] = {}
-    for path, status in sorted(found.items()):
+    for path, status in sorted(statuses.items()):
         if ignore.ignored(path):
             left_out[path] = "ignored"
             continue
@@ -97,7 +100,7 @@ def read_checkout(root: Path) -> Checkout:
             )
     if not files:
         raise ValueError(f"{root}: holds no file that an agent could see ({len(left_out)} left out)")
-    executable = frozenset(path for path in files if found[path].st_mode & 0o100)
+    executable = frozenset(path for path in files if statuses[path].st_mode & 0o100)
     return Checkout(root=root.resolve(), files=files, executable=executable, left_out=left_out, ignore=ignore)
 
 

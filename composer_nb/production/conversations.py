@@ -79,20 +79,23 @@ SYSTEM = ("system", "developer")
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _LiveConversation:
-    """A conversation, with its tokens as the policy saw them."""
+    """A conversation, with its tokens as the policy saw them.
+
+    Attributes:
+        digest: Of its system text, tools, seed, name and user: where its messages begin.
+        drawn_by: Decides the random draws.
+        rollout: The policy's name for it; None: the policy does not hold it.
+        marks: Digest of its messages up to each of our answers -> tokens up to there.
+        unread: Tokens up to an answer with an unreadable call -> ids of all its calls (`Choice.turn`).
+    """
 
     renderer: ChatRenderer
     digest: bytes
-    """Of its system text, tools, seed, name and user: where its messages begin."""
     row: ConversationRow
     drawn_by: int = 0
-    """Decides the random draws."""
     rollout: int | None = None
-    """The policy's name for it; None: the policy does not hold it."""
     marks: dict[bytes, int] = field(default_factory=dict)
-    """Digest of its messages up to each of our answers -> tokens up to there."""
     unread: dict[int, list[str]] = field(default_factory=dict)
-    """Tokens up to an answer with an unreadable call -> ids of all its calls (`Choice.turn`)."""
     busy: bool = True
 
 
@@ -126,38 +129,44 @@ class Conversations:
         self._numbers, self._seeds = count(-1, -1), count()  # numbers that no rollout of RL has
 
     def __call__(
-        self, asked: AnyAsked, there: Callable[[], bool] = lambda: True, report: Told = lambda *part: None
+        self, request_body: AnyAsked, there: Callable[[], bool] = lambda: True, report: Told = lambda *part: None
     ) -> Answered:
-        if not isinstance(asked, RequestBody):
-            return self._generate(asked, there, report)
-        if asked.rollout and not self.record:
+        if not isinstance(request_body, RequestBody):
+            return self._generate(request_body, there, report)
+        if request_body.rollout and not self.record:
             raise Refused("rollout: this server records nothing; start it with --record RUN", param="rollout")
-        if asked.rollout and asked.user and self._users.setdefault(asked.rollout, asked.user) != asked.user:
+        if (
+            request_body.rollout
+            and request_body.user
+            and self._users.setdefault(request_body.rollout, request_body.user) != request_body.user
+        ):
             raise Refused(
-                f"rollout: {asked.rollout} is another user's; choose another name", 409, "conflict", "rollout"
+                f"rollout: {request_body.rollout} is another user's; choose another name", 409, "conflict", "rollout"
             )
-        wire = asked.messages
+        wire = request_body.messages
         system = "\n\n".join(text_of(message) for message in wire if message.get("role") in SYSTEM)
         spoken = [_plain(message) for message in wire if message.get("role") not in SYSTEM]
-        renderer = self.form(self.tokenizer, asked.tools) if asked.tools else self.form(self.tokenizer)
-        grammar = _grammar(asked, renderer)
-        digests = [_digest(b"", [system, asked.tools or [], asked.seed, asked.rollout, asked.user])]
+        renderer = self.form(self.tokenizer, request_body.tools) if request_body.tools else self.form(self.tokenizer)
+        grammar = _grammar(request_body, renderer)
+        digests = [
+            _digest(b"", [system, request_body.tools or [], request_body.seed, request_body.rollout, request_body.user])
+        ]
         for message in spoken:
             digests.append(_digest(digests[-1], message))
         user = next((message["content"] for message in spoken if message["role"] == "user"), "")
-        row = ConversationRow(name=asked.rollout or "", instruction=user, user=asked.user or "")
+        row = ConversationRow(name=request_body.rollout or "", instruction=user, user=request_body.user or "")
         new = _LiveConversation(renderer=renderer, digest=digests[0], row=row)
-        talks = self._held(new, asked.n or 1, asked.seed, digests, there)
-        most, work = asked.max_completion_tokens or asked.max_tokens, list[tuple[Request, StreamedTurn]]()
+        talks = self._held(new, request_body.n or 1, request_body.seed, digests, there)
+        most, work = request_body.max_completion_tokens or request_body.max_tokens, list[tuple[Request, StreamedTurn]]()
         grammars = list[Grammar | None]()
-        sampling = _drawn(asked, asked.top_logprobs)
+        sampling = _drawn(request_body, request_body.top_logprobs)
         try:
             reads = [self._read(talk, system, spoken, prefix) for talk, prefix in talks]
             for number, ((talk, _), (read, _)) in enumerate(zip(talks, reads, strict=True)):
                 grammars.append(grammar and grammar.fresh())
                 held_to = {"allowed": grammars[-1] and grammars[-1].allowed}
                 request = self._request(talk, read, most, "messages", sampling | held_to)
-                work.append((request, StreamedTurn(talk.renderer, asked, partial(report, number))))
+                work.append((request, StreamedTurn(talk.renderer, request_body, partial(report, number))))
             before = len(talks[0][0].row.transcript.token_ids) + len(reads[0][0])
             self._run(work, there)
             if faults := [grammar.fault for grammar in grammars if grammar and grammar.fault]:
@@ -217,33 +226,33 @@ class Conversations:
         if self.record and talks:
             self.record.keep(name, [talk.row for talk in talks])
 
-    def _generate(self, asked: Generate | Complete, there: Callable[[], bool], told: Told) -> Answered:
+    def _generate(self, body: Generate | Complete, there: Callable[[], bool], report: Told) -> Answered:
         """Continue tokens, in conversations that nothing goes on with."""
         renderer, vocabulary, kind = self.form(self.tokenizer), self.tokenizer.get_vocab_size(), StreamedTurn
-        given: Complete | Sampling
-        if isinstance(asked, Complete):
-            param, given, how, kind = "prompt", asked, asked.asked, Continuation
-            text = asked.prompt if isinstance(asked.prompt, str) else ""
+        parameters: Complete | Sampling
+        if isinstance(body, Complete):
+            param, parameters, how, kind = "prompt", body, body.asked, Continuation
+            text = body.prompt if isinstance(body.prompt, str) else ""
             self._fits(len(text), param)
-            ids = self.tokenizer.encode(text, add_special_tokens=False).ids if text else [*asked.prompt]
+            ids = self.tokenizer.encode(text, add_special_tokens=False).ids if text else [*body.prompt]
         else:
-            param, given, how = "prompt_token_ids", asked.sampling_params, RequestBody(messages=[{}])
-            ids = asked.prompt_token_ids
+            param, parameters, how = "prompt_token_ids", body.sampling_params, RequestBody(messages=[{}])
+            ids = body.prompt_token_ids
         if not ids or max(ids) >= vocabulary:
             raise Refused(f"{param}: at least one token, and none above {vocabulary - 1}", param=param)
         new = _LiveConversation(renderer=renderer, digest=b"", row=ConversationRow(name="", user=how.user or ""))
-        held = self._held(new, given.n or 1, given.seed, [b""], there)
-        drawn = _drawn(given, given.logprobs)
+        conversations = self._held(new, parameters.n or 1, parameters.seed, [b""], there)
+        sampling = _drawn(parameters, parameters.logprobs)
         try:
-            turns = [kind(renderer, how, partial(told, number)) for number in range(len(held))]
-            requests = [self._request(talk, ids, given.max_tokens, param, drawn) for talk, _ in held]
+            turns = [kind(renderer, how, partial(report, number)) for number in range(len(conversations))]
+            requests = [self._request(talk, ids, parameters.max_tokens, param, sampling) for talk, _ in conversations]
             self._run([*zip(requests, turns, strict=True)], there)
         finally:
-            traces = [self._end(talk, drop=True) for talk, _ in held]
-        if isinstance(asked, Complete):
+            traces = [self._end(talk, drop=True) for talk, _ in conversations]
+        if isinstance(body, Complete):
             return Answered(choices=[turn.choice()[0] for turn in turns], read=len(ids))
-        routes = [trace.routes if asked.return_routed_experts else None for trace in traces]
-        choices = [turn.tokens(given.logprobs is not None, of) for turn, of in zip(turns, routes, strict=True)]
+        routes = [trace.routes if body.return_routed_experts else None for trace in traces]
+        choices = [turn.tokens(parameters.logprobs is not None, of) for turn, of in zip(turns, routes, strict=True)]
         return Answered(choices=choices, read=len(ids))
 
     def _request(
@@ -263,7 +272,7 @@ class Conversations:
     def _run(self, work: Sequence[tuple[Request, StreamedTurn]], there: Callable[[], bool]) -> None:
         """Have turns written side by side. Raises TimeIsUp when the client goes away."""
         news: SimpleQueue[tuple[int, SampledToken | Future[Completion]]] = SimpleQueue()
-        puts = [partial(_put, news, number) for number in range(len(work))]
+        puts = [lambda event, number=number: news.put((number, event)) for number in range(len(work))]
         requests = [replace(request, heard=put) for (request, _), put in zip(work, puts, strict=True)]
         for answer, put in zip(self.policy.start(*requests), puts, strict=True):
             answer.add_done_callback(put)
@@ -273,11 +282,11 @@ class Conversations:
                 raise TimeIsUp
             with suppress(Empty):
                 number, what = news.get(timeout=LOOK_S)
-                heard = [(number, what), *(news.get() for _ in range(news.qsize()))]
-                for number, what in heard:
+                events = [(number, what), *(news.get() for _ in range(news.qsize()))]
+                for number, what in events:
                     if number in open_turns and open_turns[number].hear(what):
                         del open_turns[number]
-                for number in {number for number, _ in heard} & open_turns.keys():
+                for number in {number for number, _ in events} & open_turns.keys():
                     if open_turns[number].tell():
                         del open_turns[number]
                         self.policy.release(work[number][0].rollout)
@@ -335,12 +344,11 @@ class Conversations:
             else:
                 row = talk.row.branch(at, self._next(talk.row.name))
             unread = {at: talk.unread[at]} if at in talk.unread else {}
-            return self._begin(replace(new, row=row, drawn_by=drawn_by, marks={}, unread=unread)), prefix
-        return self._begin(replace(new, row=row, drawn_by=drawn_by, marks={}, unread={})), 0
-
-    def _begin(self, talk: _LiveConversation) -> _LiveConversation:
-        self._talks.append(talk)
-        return talk
+            break
+        else:
+            prefix, unread = 0, {}
+        self._talks.append(replace(new, row=row, drawn_by=drawn_by, marks={}, unread=unread))
+        return self._talks[-1], prefix
 
     def _next(self, name: str) -> int:
         """Return the number of the next branch of a rollout."""
@@ -391,18 +399,20 @@ class Conversations:
         return trace
 
 
-def _grammar(asked: RequestBody, renderer: ChatRenderer) -> Grammar | None:
+def _grammar(body: RequestBody, renderer: ChatRenderer) -> Grammar | None:
     """Return what a turn is held to: calls of all tools if one must be called or one is `strict`, of one tool if it must be.
     Raises Refused for a tool that is not there, and for schemas that this format cannot be held to."""
-    known = {tool["function"]["name"]: tool["function"] for tool in renderer.tools}
-    if not asked.must_call and (asked.tool_choice == "none" or not any(each.get("strict") for each in known.values())):
+    functions = {tool["function"]["name"]: tool["function"] for tool in renderer.tools}
+    if not body.must_call and (
+        body.tool_choice == "none" or not any(function.get("strict") for function in functions.values())
+    ):
         return None
-    names = [asked.tool] if asked.tool else [*known]
-    if not names or not known.keys() >= {*names}:
-        raise Refused(f"tool_choice: {asked.tool or 'required'}: there is no such tool", param="tool_choice")
-    several = asked.parallel_tool_calls is not False and not asked.tool
+    names = [body.tool] if body.tool else [*functions]
+    if not names or not functions.keys() >= {*names}:
+        raise Refused(f"tool_choice: {body.tool or 'required'}: there is no such tool", param="tool_choice")
+    several = body.parallel_tool_calls is not False and not body.tool
     try:
-        return renderer.grammar(names, text=not asked.must_call, several=several)
+        return renderer.grammar(names, text=not body.must_call, several=several)
     except ValueError as error:
         raise Refused(str(error), param="tools") from None
 
@@ -410,31 +420,31 @@ def _grammar(asked: RequestBody, renderer: ChatRenderer) -> Grammar | None:
 def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
     """Return messages with the results in the order of their calls. `ids`: calls that wait for a result at the beginning. Raises
     ValueError for a call without a result, and a result without a call."""
-    found: list[Message] = []
+    ordered: list[Message] = []
     waiting: dict[str, CallResult | None] = dict.fromkeys(ids)
-    for each in messages:
-        if isinstance(each, CallResult):
-            if waiting.get(each.id, each) is not None:
-                raise ValueError(f"messages: a result of {each.id!r}, and no call of that id waits for one")
-            waiting[each.id] = each
+    for message in messages:
+        if isinstance(message, CallResult):
+            if waiting.get(message.id, message) is not None:
+                raise ValueError(f"messages: a result of {message.id!r}, and no call of that id waits for one")
+            waiting[message.id] = message
             if all(waiting.values()):
-                found += [result for result in waiting.values() if result is not None]
+                ordered += [result for result in waiting.values() if result is not None]
                 waiting = {}
             continue
         if waiting:
             break
-        found.append(each)
-        waiting = dict.fromkeys(written.id for written in each.calls) if isinstance(each, Said) else {}
+        ordered.append(message)
+        waiting = dict.fromkeys(written.id for written in message.calls) if isinstance(message, Said) else {}
     if waiting:
         lacking = [name for name, result in waiting.items() if result is None]
         raise ValueError(f"messages: no result of {', '.join(map(repr, lacking))}")
-    return found
+    return ordered
 
 
-def _drawn(given: RequestBody | Complete | Sampling, top: int | None) -> dict[str, Any]:
+def _drawn(parameters: RequestBody | Complete | Sampling, top: int | None) -> dict[str, Any]:
     """Return how a request wants tokens to be drawn, and how many of the most probable ones it wants to see."""
-    kept = {"top_k": given.top_k or 0, "min_p": given.min_p or 0.0}
-    return {"top": top or 0, "temperature": given.temperature, "top_p": given.top_p or 1.0, **kept}
+    limits = {"top_k": parameters.top_k or 0, "min_p": parameters.min_p or 0.0}
+    return {"top": top or 0, "temperature": parameters.temperature, "top_p": parameters.top_p or 1.0, **limits}
 
 
 def _own_distribution(sampling: Mapping[str, Any], temperature: float, constrained: bool) -> str:
@@ -447,10 +457,6 @@ def _own_distribution(sampling: Mapping[str, Any], temperature: float, constrain
 
 def _digest(before: bytes, what: Any) -> bytes:
     return hashlib.sha256(before + json.dumps(what, sort_keys=True).encode()).digest()
-
-
-def _put(news: SimpleQueue[Any], number: int, what: SampledToken | Future[Completion]) -> None:
-    news.put((number, what))
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,16 +41,20 @@ def patch(before: Mapping[str, Blob], changes: Changes, whole: bool = True) -> b
         alone = {"PATH": os.environ.get("PATH", os.defpath), "HOME": folder, "LC_ALL": "C"}
         alone |= {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull, "GIT_DIR": folder}
 
-        def git(*words: str, given: bytes = b"") -> bytes:
+        def git(*words: str, stdin: bytes = b"") -> bytes:
             command = ["git", "-c", "core.quotePath=false", "-c", "core.protectNTFS=false", *words]
-            done = subprocess.run(command, input=given, capture_output=True, env=alone, cwd=folder, check=False)
-            if done.returncode:
-                raise OSError(f"git {words[0]}: {done.stderr.decode('utf-8', 'replace').strip()[:500]}")
-            return done.stdout
+            process = subprocess.run(command, input=stdin, capture_output=True, env=alone, cwd=folder, check=False)
+            if process.returncode:
+                raise OSError(f"git {words[0]}: {process.stderr.decode('utf-8', 'replace').strip()[:500]}")
+            return process.stdout
 
         git("init", "--quiet", "--bare", "--template=")
-        kept = {path: before[path] for path in changes if path in before}
-        git("fast-import", "--quiet", given=b"".join([*_commit("old", kept, whole), *_commit("new", changes, whole)]))
+        old_files = {path: before[path] for path in changes if path in before}
+        git(
+            "fast-import",
+            "--quiet",
+            stdin=b"".join([*_commit("old", old_files, whole), *_commit("new", changes, whole)]),
+        )
         return git(*_DIFF, "--binary" if whole else "--text", "old", "new", "--")
 
 

@@ -55,16 +55,19 @@ class SessionSide:
 
     def described(self) -> dict[str, str]:
         """Return the system text, and the description of every tool by its name."""
-        named = {f"description of {each['function']['name']}": json.dumps(each) for each in self.schemas}
+        named = {f"description of {schema['function']['name']}": json.dumps(schema) for schema in self.schemas}
         return {"system text": self.system, **named}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A call that was answered differently, or a text that an agent is told (`call` is None)."""
+    """A call that was answered differently, or a text that an agent is told (`call` is None).
+
+    Attributes:
+        what: Name of the tool or text.
+    """
 
     what: str
-    """Name of the tool or text."""
     call: ToolCall | None
     training: str
     product: str
@@ -72,28 +75,31 @@ class Difference:
     def excerpt(self, most: int = 400) -> dict[str, Any]:
         """Return it as JSON, with `most` characters of each text around their first difference."""
         both = enumerate(zip(self.training, self.product, strict=False))
-        first = next((n for n, (one, other) in both if one != other), min(len(self.training), len(self.product)))
+        first = next((n for n, (left, right) in both if left != right), min(len(self.training), len(self.product)))
         at = max(0, first - most // 8)
-        parts = {place: getattr(self, place)[at : at + most] for place in PLACES}
+        parts = {side: getattr(self, side)[at : at + most] for side in PLACES}
         return {"what": self.what, "call": self.call and self.call.json, **parts}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoSamples:
-    """Result of a classifier that tells conversations of two kinds apart."""
+    """Result of a classifier that tells conversations of two kinds apart.
+
+    Attributes:
+        auc: Area under the curve over the observations of held-out conversations.
+        chance: Share of shuffled labellings whose area is as large; small if the two can be told apart.
+    """
 
     auc: float
-    """Area under the curve over the observations of held-out conversations."""
     chance: float
-    """Share of shuffled labellings whose area is as large; small if the two can be told apart."""
     observations: int
 
 
 @contextmanager
-def open_in(place: str, task: Task, agent: Agent) -> Iterator[SessionSide]:
+def open_in(side: str, task: Task, agent: Agent) -> Iterator[SessionSide]:
     """Open the workspace of a task as in `training`, for an agent of it, or as in the `product` for an agent of its chat format.
     Raises ValueError for a task that cannot be opened, and SandboxFailure."""
-    if place == "training":
+    if side == "training":
         with open_session(task, agent.environment()) as session:
             yield SessionSide(session=session, tools=agent.tools, system=agent.system, schemas=agent.renderer.tools)
         return
@@ -106,8 +112,8 @@ def open_in(place: str, task: Task, agent: Agent) -> Iterator[SessionSide]:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(text.encode())
         source = read_checkout(Path(folder))
-    asked = task.metadata.get("image", ""), packages_of(task)
-    with work.open_session(source, tools, agent.backend, *asked) as (session, system):
+    dependencies = task.metadata.get("image", ""), packages_of(task)
+    with work.open_session(source, tools, agent.backend, *dependencies) as (session, system):
         yield SessionSide(session=session, tools=tools, system=system, schemas=tools.schemas)
 
 
@@ -181,27 +187,27 @@ def tiny_probes(files: Mapping[str, str]) -> Iterator[ToolCall]:
 
 def differences(task: Task, agent: Agent) -> tuple[int, list[Difference]]:
     """Return the number of calls made in each place, and what differs. Raises what `open_in` does."""
-    made = tiny_probes if "finish" in agent.tools.tools else probes
-    calls = [call for call in made(task.files) if call.name in {*agent.tools.tools, "unknown_tool"}]
-    told: list[dict[str, str]] = []
+    make_probes = tiny_probes if "finish" in agent.tools.tools else probes
+    calls = [call for call in make_probes(task.files) if call.name in {*agent.tools.tools, "unknown_tool"}]
+    texts: list[dict[str, str]] = []
     replies: list[list[str]] = []
-    for place in PLACES:
-        with open_in(place, task, agent) as side:
-            told.append(side.described())
+    for side_name in PLACES:
+        with open_in(side_name, task, agent) as side:
+            texts.append(side.described())
             replies.append([side.tools.observation(side.tools.answer(side.session, [call])[0]) for call in calls])
     rows: Iterable[tuple[str, ToolCall | None, str, str]] = [
-        *((name, None, told[0].get(name, ""), told[1].get(name, "")) for name in {**told[0], **told[1]}),
+        *((name, None, texts[0].get(name, ""), texts[1].get(name, "")) for name in {**texts[0], **texts[1]}),
         *((call.name, call, *both) for call, *both in zip(calls, *replies, strict=True)),
     ]
     unlike = [row for row in rows if row[2] != row[3]]
     return len(calls), [Difference(what=w, call=call, training=t, product=p) for w, call, t, p in unlike]
 
 
-def observations(place: str, task: Task, agent: Agent, script: Script) -> list[str]:
+def observations(side_name: str, task: Task, agent: Agent, script: Script) -> list[str]:
     """Return the answers of the tools in a conversation of a script."""
-    with open_in(place, task, agent) as side:
-        done = converse(task.instruction, ScriptTurnPolicy(script), side.tools, side.session)
-    return [turn.observation for turn in done.turns if turn.call]
+    with open_in(side_name, task, agent) as side:
+        conversation = converse(task.instruction, ScriptTurnPolicy(script), side.tools, side.session)
+    return [turn.observation for turn in conversation.turns if turn.call]
 
 
 def two_samples(
@@ -221,11 +227,11 @@ def two_samples(
     label = np.repeat([1.0, -1.0], pairs)
     fold = np.tile(np.arange(pairs), 2) % _FOLDS
     kernel, random = _kernel(texts), np.random.default_rng(seed)
-    found = _area(kernel, label[owner], fold[owner])
+    auc = _area(kernel, label[owner], fold[owner])
     swaps = (np.tile(random.choice([-1.0, 1.0], pairs), 2) for _ in range(shuffles))
     by_chance = [_area(kernel, (label * swap)[owner], fold[owner]) for swap in swaps]
-    share = (1 + sum(area >= found for area in by_chance)) / (1 + shuffles)
-    return TwoSamples(auc=found, chance=share, observations=len(texts))
+    share = (1 + sum(area >= auc for area in by_chance)) / (1 + shuffles)
+    return TwoSamples(auc=auc, chance=share, observations=len(texts))
 
 
 def _kernel(texts: Sequence[str]) -> NDArray[np.float64]:
@@ -244,12 +250,12 @@ def _area(kernel: NDArray[np.float64], label: NDArray[np.float64], fold: NDArray
     """Return the area under the curve of each fold against the others, averaged; folds with one label are skipped."""
     areas = []
     for number in range(_FOLDS):
-        held, kept = np.flatnonzero(fold == number), np.flatnonzero(fold != number)
-        if len(set(label[held])) < 2 or len(set(label[kept])) < 2:
+        test, train = np.flatnonzero(fold == number), np.flatnonzero(fold != number)
+        if len(set(label[test])) < 2 or len(set(label[train])) < 2:
             continue
-        inner = kernel[np.ix_(kept, kept)] + _RIDGE * np.eye(len(kept))
-        scores = kernel[np.ix_(held, kept)] @ np.linalg.solve(inner, label[kept] - label[kept].mean())
-        areas.append(_rank_area(scores, label[held] > 0))
+        inner = kernel[np.ix_(train, train)] + _RIDGE * np.eye(len(train))
+        scores = kernel[np.ix_(test, train)] @ np.linalg.solve(inner, label[train] - label[train].mean())
+        areas.append(_rank_area(scores, label[test] > 0))
     return float(np.mean(areas)) if areas else 0.5
 
 

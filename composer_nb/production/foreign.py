@@ -43,11 +43,11 @@ AT_ONCE = 16
 HIDDEN = {"metadata", "done", "reward"}
 """Of an observation, what no policy reads."""
 LAZY: Mapping[str, Callable[[str], str]] = {
-    "an empty answer": lambda asked: "",
-    "the request, repeated": lambda asked: asked,
-    "a refusal": lambda asked: "I do not know.",
-    "many numbers": lambda asked: " ".join(map(str, range(200))),
-    "many choices": lambda asked: "A B C D yes no true false <answer></answer> \\boxed{}",
+    "an empty answer": lambda prompt: "",
+    "the request, repeated": lambda prompt: prompt,
+    "a refusal": lambda prompt: "I do not know.",
+    "many numbers": lambda prompt: " ".join(map(str, range(200))),
+    "many choices": lambda prompt: "A B C D yes no true false <answer></answer> \\boxed{}",
 }
 """Answers that solve nothing; each is made from the last message of a prompt."""
 ONE, RANDOM = "one action, repeated", "random actions"
@@ -84,39 +84,42 @@ def load_openenv(name: str) -> tuple[Any, Any]:
         raise ValueError(f"openenv:{name}: write openenv:MODULE:ENVIRONMENT:ACTION")
     _library("openenv.core")
     try:
-        made, action = (getattr(_library(parts[0]), part) for part in parts[1:])
+        environment, action = (getattr(_library(parts[0]), part) for part in parts[1:])
     except AttributeError as error:
         raise ValueError(f"openenv:{name}: {error}") from None
-    return made(), action
+    return environment(), action
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Played:
-    """One attempt at an example."""
+    """One attempt at an example.
+
+    Attributes:
+        rollout: Its name, if it is recorded.
+        reward: None: it was lost.
+        tokens: None: they were not counted.
+    """
 
     example: Any
     rollout: str
-    """Its name, if it is recorded."""
     reward: float | None
-    """None: it was lost."""
     tokens: float | None
-    """None: they were not counted."""
 
 
 def _row(played: Sequence[_Played], seed: int) -> dict[str, Any]:
-    rewards: dict[Any, list[float]] = {}
-    for one in played:
-        if one.reward is not None:
-            rewards.setdefault(one.example, []).append(one.reward)
-    lost = len(played) - sum(map(len, rewards.values()))
-    if not rewards:
+    rewarded = [attempt for attempt in played if attempt.reward is not None]
+    lost = len(played) - len(rewarded)
+    if not rewarded:
         raise ValueError(f"no attempt has a reward, {lost} were lost; is the endpoint reachable?")
-    means = np.array([np.mean(each) for each in rewards.values()])
-    tokens = [one.tokens for one in played if one.reward is not None and one.tokens is not None]
+    rewards: dict[Any, list[float]] = {}
+    for attempt in rewarded:
+        rewards.setdefault(attempt.example, []).append(attempt.reward or 0.0)
+    means = np.array([np.mean(values) for values in rewards.values()])
+    tokens = [attempt.tokens for attempt in rewarded if attempt.tokens is not None]
     return {
         "reward": float(means.mean()),
         "ci95": bootstrap(means, seed),
-        "best_of_k": float(np.mean([max(each) for each in rewards.values()])),
+        "best_of_k": float(np.mean([max(values) for values in rewards.values()])),
         "k": max(map(len, rewards.values())),
         "n_tasks": len(rewards),
         "tokens_per_task": float(np.mean(tokens)) if tokens else None,
@@ -127,14 +130,17 @@ def _row(played: Sequence[_Played], seed: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignSettings:
-    """Settings of such an evaluation."""
+    """Settings of such an evaluation.
+
+    Attributes:
+        count: Examples of verifiers (0: all), or episodes of OpenEnv (0: 16).
+        grade: Send each reward to the policy's server, which records (`composer-nb serve --record`).
+    """
 
     count: Annotated[int, Field(ge=0)] = 0
-    """Examples of verifiers (0: all), or episodes of OpenEnv (0: 16)."""
     temperature: float = 1.0
     seed: int = 0
     grade: bool = False
-    """Send each reward to the policy's server, which records (`composer-nb serve --record`)."""
 
 
 def evaluate_foreign(policy: str, tasks: str, samples: int, settings: ForeignSettings | None = None) -> dict[str, Any]:
@@ -178,11 +184,11 @@ def _play_verifiers(policy: str, name: str, samples: int, s: ForeignSettings) ->
     async def play(number: int, at: Semaphore) -> _Played:
         rollout, row = f"{batch}-{number}", rows[number // samples]
         url = _address(policy, rollout).partition("#")[0] if s.grade else endpoint.url
-        asked = {**(env.sampling_args or {}), "temperature": s.temperature}
+        sampling = {**(env.sampling_args or {}), "temperature": s.temperature}
         async with at:
-            one = await env.run_rollout(row, connect(api_base_url=url), endpoint.model, asked)
-        reward = None if one.get("error") else float(one["reward"])
-        tokens = sum(one["token_usage"].values()) if one.get("token_usage") else None
+            result = await env.run_rollout(row, connect(api_base_url=url), endpoint.model, sampling)
+        reward = None if result.get("error") else float(result["reward"])
+        tokens = sum(result["token_usage"].values()) if result.get("token_usage") else None
         return _Played(example=row["example_id"], rollout=rollout, reward=reward, tokens=tokens)
 
     async def all_of_them() -> list[_Played]:
@@ -206,19 +212,19 @@ def _verdict(policy: str, rollout: str, **verdict: Any) -> httpx.Response:
 
 def _require_record(policy: str) -> None:
     """Raise ValueError for a policy whose server keeps no rollouts: it would refuse the name of one."""
-    known = parse_policy(policy)[0] == "openai" and _verdict(policy, "none", reward=0.0)
-    if not known or "was recorded here" not in known.text:
+    reply = parse_policy(policy)[0] == "openai" and _verdict(policy, "none", reward=0.0)
+    if not reply or "was recorded here" not in reply.text:
         raise ValueError(
             f"--set grade=true: {policy} keeps no rollouts; serve it with `composer-nb serve --record RUN`"
         )
 
 
 def _grade(policy: str, tasks: str, played: Sequence[_Played]) -> None:
-    for one in played:
-        if one.reward is not None:
-            told = _verdict(policy, one.rollout, reward=one.reward, task=f"{tasks}#{one.example}")
-            if told.is_error:
-                raise ProviderFailure(f"{policy}: did not take the reward of {one.rollout}: {told.text}")
+    for attempt in played:
+        if attempt.reward is not None:
+            reply = _verdict(policy, attempt.rollout, reward=attempt.reward, task=f"{tasks}#{attempt.example}")
+            if reply.is_error:
+                raise ProviderFailure(f"{policy}: did not take the reward of {attempt.rollout}: {reply.text}")
 
 
 Play = Callable[[int, str], Any]
@@ -227,7 +233,7 @@ Play = Callable[[int, str], Any]
 
 @dataclass(slots=True, kw_only=True)
 class _Episode:
-    shown: list[str] = field(default_factory=list)
+    observations: list[str] = field(default_factory=list)
     rewards: list[float | None] = field(default_factory=list)
     ended: bool = False
     error: str = ""
@@ -238,29 +244,35 @@ class _Episode:
 
 
 def _played(env: Any, play: Play, seed: int) -> _Episode:
-    made, seen = _Episode(), env.reset(seed=seed)
-    made.shown.append(seen.model_dump_json(exclude=HIDDEN))
-    while not seen.done and len(made.rewards) < TURNS and (act := play(len(made.rewards), made.shown[-1])) is not None:
-        seen = env.step(act)
-        made.shown.append(seen.model_dump_json(exclude=HIDDEN))
-        made.rewards.append(seen.reward)
-    made.ended = bool(seen.done)
-    return made
+    episode, observation = _Episode(), env.reset(seed=seed)
+    episode.observations.append(observation.model_dump_json(exclude=HIDDEN))
+    while (
+        not observation.done
+        and len(episode.rewards) < TURNS
+        and (act := play(len(episode.rewards), episode.observations[-1])) is not None
+    ):
+        observation = env.step(act)
+        episode.observations.append(observation.model_dump_json(exclude=HIDDEN))
+        episode.rewards.append(observation.reward)
+    episode.ended = bool(observation.done)
+    return episode
 
 
 def _episode(env: Any, action: Any, turn_policy: TurnPolicy, seed: int, seconds: float) -> tuple[float, float]:
     """Play one episode. Return the sum of its rewards, and the tokens where they are counted. What is no action ends it."""
     schema, tokens = json.dumps(action.model_json_schema()), 0.0
-    asked = f"Act in an environment. Answer each observation with one JSON object, of this schema:\n{schema}\n\n"
+    prompt = f"Act in an environment. Answer each observation with one JSON object, of this schema:\n{schema}\n\n"
 
-    def play(turn: int, seen: str) -> Any:
+    def play(turn: int, observation: str) -> Any:
         nonlocal tokens
         with suppress(ValueError, TimeIsUp):  # a ValueError also for what lies outside of the schema
-            spoken = turn_policy.say([User(text=seen if turn else asked + seen)], time.monotonic() + seconds)
+            spoken = turn_policy.say(
+                [User(text=observation if turn else prompt + observation)], time.monotonic() + seconds
+            )
             if spoken is not None:
                 tokens += spoken.read + spoken.written
-                said = spoken.said.text
-                return action.model_validate_json(said[said.find("{") : said.rfind("}") + 1])
+                text = spoken.said.text
+                return action.model_validate_json(text[text.find("{") : text.rfind("}") + 1])
         return None
 
     try:
@@ -280,28 +292,28 @@ def audit_verifiers(name: str, count: int = 32) -> dict[str, Any]:
     rows = [dict(row) for row in env.get_eval_dataset(n=count)]
 
     async def score(row: Mapping[str, Any], text: str) -> float:
-        held = {"answer": "", "info": {}, **row}
-        state = await env.init_state(held, client=types.ClientConfig(), model="none")
+        example = {"answer": "", "info": {}, **row}
+        state = await env.init_state(example, client=types.ClientConfig(), model="none")
         state["completion"] = [types.AssistantMessage(content=text)]
         await env.rubric.score_rollout(state)
         return float(state["reward"])
 
     async def tried() -> dict[str, list[bool]]:
-        found: dict[str, list[bool]] = {kind: [] for kind in ("the answer", *LAZY)}
+        wrongs: dict[str, list[bool]] = {kind: [] for kind in ("the answer", *LAZY)}
         for row in rows:
             lazy = {kind: await score(row, make(row["prompt"][-1]["content"])) for kind, make in LAZY.items()}
             gold = await score(row, str(row["answer"])) if row.get("answer") else None
             for kind, reward in lazy.items():
-                found[kind].append(reward > 0 and (gold is None or reward >= gold))
-            found["the answer"] += [] if gold is None else [gold <= lazy["an empty answer"]]
-        return found
+                wrongs[kind].append(reward > 0 and (gold is None or reward >= gold))
+            wrongs["the answer"] += [] if gold is None else [gold <= lazy["an empty answer"]]
+        return wrongs
 
-    found = asyncio.run(tried())
-    return {"examples": len(rows)} | _probed(found, [kind for kind, wrong in found.items() if any(wrong)])
+    results = asyncio.run(tried())
+    return {"examples": len(rows)} | _probed(results, [kind for kind, wrong in results.items() if any(wrong)])
 
 
-def _probed(found: Mapping[str, Sequence[bool]], faults: Sequence[str]) -> dict[str, Any]:
-    probes = {kind: {"tried": len(wrong), "wrong": sum(wrong)} for kind, wrong in found.items()}
+def _probed(wrongs: Mapping[str, Sequence[bool]], faults: Sequence[str]) -> dict[str, Any]:
+    probes = {kind: {"tried": len(wrong), "wrong": sum(wrong)} for kind, wrong in wrongs.items()}
     return {"probes": probes, "faults": [*faults]}
 
 
@@ -321,35 +333,41 @@ def audit_openenv(name: str, count: int = 16, seconds: float = 55.0, seed: int =
     began, (shared, action) = time.monotonic(), load_openenv(name)
     plays = _plays(action, seed)
     first = plays[RANDOM][0]
-    found: dict[str, list[bool]] = {kind: [] for kind in ("two resets", "a new environment", "the same environment")}
+    wrongs: dict[str, list[bool]] = {kind: [] for kind in ("a new environment", "the same environment")}
     tasks, every = dict[str, dict[str, list[_Episode]]](), list[_Episode]()
     for at in range(seed, seed + count):
         if tasks and time.monotonic() - began > seconds:
             break
         played = {kind: [_blind(load_openenv(name)[0], play, at) for play in some] for kind, some in plays.items()}
-        these, again = [each for some in played.values() for each in some], _blind(load_openenv(name)[0], first, at)
-        others = [_blind(shared, play, at) for play in _plays(action, at)[RANDOM]]  # more actions, for exceptions
-        found["two resets"].append(len({str(episode.shown[:1]) for episode in these}) > 1)
-        found["a new environment"].append(differs := repr(again) != repr(played[RANDOM][0]))
-        found["the same environment"].append(repr(_blind(shared, first, at)) != repr(again) and not differs)
-        tasks[repr(these)], every = played, every + these + others
-    unpaid = [each.ended and all(reward is None for reward in each.rewards) for each in every]
-    found["no reward"] = [none or not math.isfinite(each.total) for none, each in zip(unpaid, every, strict=True)]
-    found["an exception"] = [bool(episode.error) for episode in every]
-    faults = [kind for kind, wrong in found.items() if any(wrong)]
-    found["no end"] = [not (episode.ended or episode.error) for episode in every]
-    faults += ["no end"] if all(found["no end"]) else []
+        episodes = [episode for some in played.values() for episode in some]
+        more = [_blind(shared, play, at) for play in _plays(action, at)[RANDOM]]  # further actions, for exceptions
+        again, reused = _blind(load_openenv(name)[0], first, at), _blind(shared, first, at)
+        resets = {str(episode.observations[:1]) for episode in episodes}
+        differs = len(resets) > 1 or repr(again) != repr(played[RANDOM][0])
+        wrongs["a new environment"].append(differs)
+        wrongs["the same environment"].append(repr(reused) != repr(again) and not differs)
+        tasks[repr(episodes)], every = played, [*every, *episodes, again, *more]
+    unpaid = [outcome.ended and all(reward is None for reward in outcome.rewards) for outcome in every]
+    wrongs["no reward"] = [
+        none or not math.isfinite(outcome.total) for none, outcome in zip(unpaid, every, strict=True)
+    ]
+    wrongs["an exception"] = [bool(episode.error) for episode in every]
+    faults = [kind for kind, wrong in wrongs.items() if any(wrong)]
+    wrongs["no end"] = [not (episode.ended or episode.error) for episode in every]
+    faults += ["no end"] if all(wrongs["no end"]) else []
     for kind, some in plays.items():
         wrong = [[_paid(played, kind, n) for played in tasks.values()] for n in range(len(some))]
-        found[kind] = max(wrong, key=sum) if kind != ONE or len(tasks) >= LEAST else []
-        faults += [kind] if sum(found[kind]) >= max(1, RULE * len(tasks)) else []
+        wrongs[kind] = max(wrong, key=sum) if kind != ONE or len(tasks) >= LEAST else []
+        faults += [kind] if sum(wrongs[kind]) >= max(1, RULE * len(tasks)) else []
     errors = list(dict.fromkeys(episode.error for episode in every if episode.error))
-    return {"episodes": len(every), "tasks": len(tasks), **_probed(found, faults), "errors": errors[:3]}
+    return {"episodes": len(every), "tasks": len(tasks), **_probed(wrongs, faults), "errors": errors[:3]}
 
 
 def _paid(played: Mapping[str, Sequence[_Episode]], kind: str, number: int) -> bool:
     best = max(episode.total for some in played.values() for episode in some)
-    return best > 0 and all(each.total == best for each in (played[kind] if kind == RANDOM else [played[kind][number]]))
+    return best > 0 and all(
+        outcome.total == best for outcome in (played[kind] if kind == RANDOM else [played[kind][number]])
+    )
 
 
 def _plays(action: Any, seed: int) -> dict[str, list[Play]]:
@@ -363,12 +381,12 @@ def _plays(action: Any, seed: int) -> dict[str, list[Play]]:
         raise ValueError(f"{action.__name__}: no action that was drawn from its schema is valid")
 
     def lazy(make: Callable[[str], str]) -> Play:
-        return lambda turn, seen: act(None, make(seen))
+        return lambda turn, observation: act(None, make(observation))
 
     def drawing(n: int, always: bool) -> Play:
-        return lambda turn, seen: act(Random(f"{seed} {n} {0 if always else turn}"))
+        return lambda turn, observation: act(Random(f"{seed} {n} {0 if always else turn}"))
 
-    plays = {"the smallest action": [lazy(lambda seen: "")]}
+    plays = {"the smallest action": [lazy(lambda observation: "")]}
     if act(None, "text") != act(None):
         plays |= {kind: [lazy(make)] for kind, make in LAZY.items() if make("text")}
     return plays | {ONE: [drawing(n, True) for n in range(SOME)], RANDOM: [drawing(n, False) for n in range(SOME)]}
@@ -401,6 +419,6 @@ def drawn(schema: Mapping[str, Any], whole: Mapping[str, Any], random: Random | 
         return written.ljust(least, "a")[: schema.get("maxLength")]
     if kind == "array":
         return [value(schema.get("items", {})) for _ in range(min(least + more, schema.get("maxItems", least + more)))]
-    needed, known = schema.get("required", ()), schema.get("properties", {})
-    given = [name for name in known if name in needed or text or (random and random.random() < 0.5)]
-    return {name: value(known[name]) for name in given} if kind == "object" else None
+    needed, properties = schema.get("required", ()), schema.get("properties", {})
+    names = [name for name in properties if name in needed or text or (random and random.random() < 0.5)]
+    return {name: value(properties[name]) for name in names} if kind == "object" else None

@@ -34,7 +34,7 @@ from composer_nb.harness.environment import Carried, EnvSettings, Sandboxes, mak
 from composer_nb.harness.files import write_json
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.tasks.task import Task, load_tasks
-from composer_nb.production.arms import difference
+from composer_nb.production.bench import difference
 from composer_nb.production.policies import trained_with
 from composer_nb.production.record import served
 from composer_nb.trainer.engine import Engine

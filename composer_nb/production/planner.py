@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,10 @@ from pydantic import BaseModel
 
 from composer_nb.harness.agent.chat import Said, User
 from composer_nb.harness.agent.scripts import play
-from composer_nb.harness.agent.turns import Script
+from composer_nb.harness.agent.turns import Script, TurnPolicy
 from composer_nb.harness.files import write_atomic
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import opcodes
-from composer_nb.production.attempts import Cast
 
 ASK = (
     "Another engineer will carry out the request below in the repository below. Write a short plan: which files and functions to "
@@ -46,7 +45,9 @@ class TaskPlan(BaseModel, frozen=True):
         )
 
 
-def make_plans(tasks: Sequence[Task], cast: Cast, keep: Path, workers: int, seconds: float) -> list[TaskPlan]:
+def make_plans(
+    tasks: Sequence[Task], cast: Callable[[Task, int], TurnPolicy], keep: Path, workers: int, seconds: float
+) -> list[TaskPlan]:
     """Return a plan for each task, written within `seconds`, or read from the folder `keep`. Raises ProviderFailure, TimeIsUp."""
     keep.mkdir(parents=True, exist_ok=True)
 
@@ -56,12 +57,12 @@ def make_plans(tasks: Sequence[Task], cast: Cast, keep: Path, workers: int, seco
             files = "\n\n".join(f"{name}:\n{text}" for name, text in sorted(task.files.items()))[:SHOWN]
             turn_policy = cast(task, number)
             try:
-                asked = User(text=ASK.format(request=task.instruction, files=files))
-                spoken = turn_policy.say([asked], time.monotonic() + seconds)
+                prompt = User(text=ASK.format(request=task.instruction, files=files))
+                spoken = turn_policy.say([prompt], time.monotonic() + seconds)
             finally:
-                held = sum(len(segment.token_ids) for segment in turn_policy.close())
+                held_tokens = sum(len(segment.token_ids) for segment in turn_policy.close())
             text, written = (spoken.said.text.strip(), spoken.written) if spoken else ("", 0)
-            read = held - written if held else spoken.read if spoken else 0
+            read = held_tokens - written if held_tokens else spoken.read if spoken else 0
             write_atomic(path, TaskPlan(text=text, read=read, written=written).model_dump_json())
         return TaskPlan.model_validate_json(path.read_bytes())
 
@@ -75,14 +76,14 @@ def with_plans(
     """Return the figures of an arm with those of its planner, whose tokens and dollars at `price` each attempt pays once: as many
     as a user would pay. Without a price there is no cost, unless the planner counts no tokens."""
     read, written = (float(np.mean([getattr(plan, name) for plan in plans])) for name in ("read", "written"))
-    found = row | {
+    figures = row | {
         "planner": {"policy": policy, "read": read, "written": written, "empty": sum(not p.text for p in plans)}
     }
     if not row["n_tasks"]:
-        return found
-    own, more = row["dollars_per_task"], (read * price[0] + written * price[1]) / 1e6 if price else None
-    cost = own if own is None or not read + written else None if more is None else own + more
-    return found | {"tokens_per_task": row["tokens_per_task"] + read + written, "dollars_per_task": cost}
+        return figures
+    own_cost, more = row["dollars_per_task"], (read * price[0] + written * price[1]) / 1e6 if price else None
+    cost = own_cost if own_cost is None or not read + written else None if more is None else own_cost + more
+    return figures | {"tokens_per_task": row["tokens_per_task"] + read + written, "dollars_per_task": cost}
 
 
 def planner(task: Task) -> Script:

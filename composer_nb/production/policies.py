@@ -112,20 +112,20 @@ def open_policy(
         from composer_nb.trainer.models.tokenizer import load_tokenizer
 
         url, _, folder = rest.rpartition("#")
-        known = trained_with(Path(folder))
-        chat = FORMATS[known.renderer](load_tokenizer(Path(folder), needed=()), schemas)
+        training = trained_with(Path(folder))
+        chat = FORMATS[training.renderer](load_tokenizer(Path(folder), needed=()), schemas)
         there = REMOTE[kind](url, stop=chat.stop, temperature=temperature)
         with suppress(ProviderFailure, ValueError):  # a server need not list its model
             context = context_of(_listed(f"{url.rstrip('/')}/v1")[1])
             limits = replace(limits, tokens=min(limits.tokens, context or limits.tokens))
-        told = summary if summary.trigger else known.summary
-        yield lambda task, rollout: TokenTurnPolicy(chat, rollout, limits, there.ask, there.release, system, told)
+        summaries = summary if summary.trigger else training.summary
+        yield lambda task, rollout: TokenTurnPolicy(chat, rollout, limits, there.ask, there.release, system, summaries)
     else:
         with open_engine(Path(name), slots=slots, tokens=limits.tokens, temperature=temperature, seed=seed) as engine:
-            renderer, held = engine.format(engine.tokenizer, schemas), replace(limits, tokens=engine.tokens)
+            renderer, model_limits = engine.format(engine.tokenizer, schemas), replace(limits, tokens=engine.tokens)
             chosen = summary if summary.trigger else trained_with(Path(name)).summary
             yield lambda task, rollout: TokenTurnPolicy(
-                renderer, rollout, held, engine.shared.ask, engine.shared.release, system, chosen
+                renderer, rollout, model_limits, engine.shared.ask, engine.shared.release, system, chosen
             )
 
 
@@ -176,8 +176,8 @@ def _listed(name: str, within_s: float = LISTED_S) -> tuple[str, Mapping[str, An
 
 def _scripted(name: str) -> Cast:
     if name.endswith(".json"):
-        held = read_script(Path(name))
-        return lambda task, rollout: ScriptTurnPolicy(held)
+        script = read_script(Path(name))
+        return lambda task, rollout: ScriptTurnPolicy(script)
     scripts = SCRIPTS | {"planner": planner}
     if name not in scripts:
         raise ValueError(
@@ -199,30 +199,34 @@ Service = TypeVar("Service")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenEngine(Generic[Service]):
-    """A running checkpoint and its chat format."""
+    """A running checkpoint and its chat format.
+
+    Attributes:
+        format: Makes the renderer from the tokenizer and tools. The compact format has the tools of training where none are
+            given.
+        tokens: Maximum tokens of one conversation.
+        training: What it was trained with.
+    """
 
     shared: Service
     tokenizer: Tokenizer
     format: Callable[..., ChatRenderer]
-    """Makes the renderer from the tokenizer and tools. The compact format has the tools of training where none are given."""
     tokens: int
-    """Maximum tokens of one conversation."""
-    known: Carried
-    """What it was trained with."""
+    training: Carried
 
 
 def chat_of(path: Path) -> tuple[Carried, Tokenizer, Callable[..., ChatRenderer]]:
     """Return what a checkpoint was trained with, its tokenizer, and what makes its renderer. Raises like `trained_with`."""
     from composer_nb.trainer.models.tokenizer import load_tokenizer
 
-    known = trained_with(path)
+    training = trained_with(path)
 
     def form(tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None = None) -> ChatRenderer:
         if tools is None:
-            tools = tools_for(known.tools).schemas if known.renderer == "compact" else []
-        return FORMATS[known.renderer](tokenizer, tools)
+            tools = tools_for(training.tools).schemas if training.renderer == "compact" else []
+        return FORMATS[training.renderer](tokenizer, tools)
 
-    return known, load_tokenizer(path, needed=()), form
+    return training, load_tokenizer(path, needed=()), form
 
 
 @contextmanager
@@ -252,21 +256,21 @@ def open_engine(
     from composer_nb.trainer.models.variants import ENGINES, as_engine
     from composer_nb.trainer.services.inference import Inference, Updates, following
 
-    name = next((each for each in ENGINES if each == numerics), None)
+    name = next((engine_name for engine_name in ENGINES if engine_name == numerics), None)
     if name is None:
         raise ValueError(f"--numerics {numerics}: there are {', '.join(ENGINES)}")
-    known, tokenizer, form = chat_of(path)
+    training, tokenizer, form = chat_of(path)
     stop, model = form(tokenizer, []).stop, as_engine(load_pretrained(path), name)
     most = min(tokens, model.config.max_position_embeddings)
     updates, version = None, 0
     if follow:
         updates = Updates(follow, f"serve-{socket.gethostname()}-{os.getpid()}", model.config, numerics=name)
         updates.rule = rule or updates.rule
-        wanted = updates.wanted()
-        model, version = (model, -1) if wanted is None else (updates.first(wanted), wanted)
+        newest = updates.wanted()
+        model, version = (model, -1) if newest is None else (updates.first(newest), newest)
     size = {"slots": slots, "max_length": most, "step_tokens": step_tokens}
-    given: dict[str, Any] = {"stop": stop, "temperature": temperature, "seed": seed, "version": version, **size}
+    options: dict[str, Any] = {"stop": stop, "temperature": temperature, "seed": seed, "version": version, **size}
     head = load_draft(path, model)
-    engine = Engine(model, **given) if head is None else DraftingEngine(model, head, **given)
+    engine = Engine(model, **options) if head is None else DraftingEngine(model, head, **options)
     with Inference(engine, updates) as service, following(service) if updates else nullcontext():
-        yield OpenEngine(shared=service, tokenizer=tokenizer, format=form, tokens=most, known=known)
+        yield OpenEngine(shared=service, tokenizer=tokenizer, format=form, tokens=most, training=training)

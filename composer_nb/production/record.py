@@ -49,28 +49,31 @@ class Verdict(BaseModel):
     """The workspace at the end."""
     stop: Literal["finished", "turns", "tokens", "time", "interrupted", "infrastructure"] = "finished"
 
-    def of(self, done: Attempt) -> Attempt:
+    def of(self, attempt: Attempt) -> Attempt:
         """Return an attempt with this verdict."""
         rewards = {} if self.reward is None else {"reward": self.reward}
         grade = Grade(status=self.status, tests=self.tests, rewards=rewards)
-        name = self.task or done.task.id
-        rollout = replace(done.rollout, task_id=name, files={**done.rollout.files, **self.files}, stop=self.stop)
-        return Attempt(task=done.task.model_copy(update={"id": name}), rollout=rollout, grade=grade)
+        name = self.task or attempt.task.id
+        rollout = replace(attempt.rollout, task_id=name, files={**attempt.rollout.files, **self.files}, stop=self.stop)
+        return Attempt(task=attempt.task.model_copy(update={"id": name}), rollout=rollout, grade=grade)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ConversationRow:
-    """A conversation, or a branch of one, while it goes on."""
+    """A conversation, or a branch of one, while it goes on.
+
+    Attributes:
+        instruction: The user's first text.
+        user: Name of the user, if it was told.
+        number: Of the branch; 0 is where the conversation began.
+        parent: Number of the branch that it leaves; −1: it begins anew.
+    """
 
     name: str
     instruction: str = ""
-    """The user's first text."""
     user: str = ""
-    """Name of the user, if it was told."""
     number: int = 0
-    """Of the branch; 0 is where the conversation began."""
     parent: int = -1
-    """Number of the branch that it leaves; −1: it begins anew."""
     transcript: Transcript = field(default_factory=Transcript)
     turns: list[Turn] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
@@ -144,42 +147,42 @@ class RolloutRecord:
         """`judged`: called with the name of each rollout that got a verdict, and of its user. Raises ValueError for a run with
         another tokenizer."""
         pa.array([0])  # imports pandas, for seconds: now, and not while requests are answered
-        self.run, self.judged, known = run, judged, run / "data" / "tokenizer.json"
+        self.run, self.judged, tokenizer_file = run, judged, run / "data" / "tokenizer.json"
         self._users: dict[str, str] = {}
-        if known.exists() and Tokenizer.from_file(str(known)).to_str() != tokenizer.to_str():
+        if tokenizer_file.exists() and Tokenizer.from_file(str(tokenizer_file)).to_str() != tokenizer.to_str():
             raise ValueError(f"--record {run}: holds rollouts in the tokens of another model; give another folder")
-        known.parent.mkdir(parents=True, exist_ok=True)
+        tokenizer_file.parent.mkdir(parents=True, exist_ok=True)
         (run / "rollouts").mkdir(exist_ok=True)
-        write_atomic(known, tokenizer.to_str())
+        write_atomic(tokenizer_file, tokenizer.to_str())
 
     def keep(self, name: str, rows: Sequence[ConversationRow]) -> None:
         """Store a conversation with its branches. What was stored before under this name stays."""
         rows = sorted(rows, key=lambda row: row.number)
         self._users[name] = rows[0].user or name
-        place = {row.number: place for place, row in enumerate(rows)}
+        position = {row.number: position for position, row in enumerate(rows)}
         rollout = Rollout(
             task_id=name,
-            segments=tuple(row.transcript.segment(row.trace, place.get(row.parent, -1)) for row in rows),
+            segments=tuple(row.transcript.segment(row.trace, position.get(row.parent, -1)) for row in rows),
             turns=tuple(turn for row in rows for turn in row.turns),
             files={},
             stop="interrupted",
         )
-        done = Attempt(task=_task(name, rows[0].instruction), rollout=rollout, grade=Grade(status="ungraded"))
-        self._save(self._file(name, len(self._files(name))), done)
+        attempt = Attempt(task=_task(name, rows[0].instruction), rollout=rollout, grade=Grade(status="ungraded"))
+        self._save(self._file(name, len(self._files(name))), attempt)
 
     def grade(self, name: str, verdict: Verdict) -> int:
         """Note the grade of a stored rollout, and return the number of its segments. Raises KeyError if it is not stored."""
         if not (files := self._files(name)):
             raise KeyError(name)
         graded = [verdict.of(_loaded(file)) for file in files]
-        for file, done in zip(files, graded, strict=True):
-            self._save(file, done)
+        for file, attempt in zip(files, graded, strict=True):
+            self._save(file, attempt)
         if self.judged:
             self.judged(name, self._users.get(name, name), graded[-1])
-        return sum(len(done.rollout.segments) for done in graded)
+        return sum(len(attempt.rollout.segments) for attempt in graded)
 
-    def _save(self, file: Path, done: Attempt) -> None:
-        save_attempts(file, [done], {"instruction": [done.task.instruction]})
+    def _save(self, file: Path, attempt: Attempt) -> None:
+        save_attempts(file, [attempt], {"instruction": [attempt.task.instruction]})
 
     def _files(self, name: str) -> list[Path]:
         return [*takewhile(Path.exists, (self._file(name, part) for part in count()))]
@@ -191,10 +194,10 @@ class RolloutRecord:
 def keep_judged(run: Path, attempts: Sequence[Attempt], rewards: Sequence[float]) -> None:
     """Store attempts as served rollouts, each with the reward of a user who has nothing but its end to judge."""
     (run / "rollouts").mkdir(parents=True, exist_ok=True)
-    for number, (done, reward) in enumerate(zip(attempts, rewards, strict=True)):
+    for number, (attempt, reward) in enumerate(zip(attempts, rewards, strict=True)):
         file = run / "rollouts" / f"served_user{number}.parquet"
-        kept = replace(done, task=_task(f"user{number}", done.task.instruction))
-        save_attempts(file, [Verdict(reward=reward).of(kept)], {"instruction": [done.task.instruction]})
+        named = replace(attempt, task=_task(f"user{number}", attempt.task.instruction))
+        save_attempts(file, [Verdict(reward=reward).of(named)], {"instruction": [attempt.task.instruction]})
 
 
 def served(run: Path) -> dict[str, Attempt]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,19 +106,24 @@ class ReplicaService:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Replica:
+    """An actor with an engine, as the front sees it.
+
+    Attributes:
+        options: As for `open_engine`.
+        orders: What is to be sent with the next call.
+        opened: Tokens of one conversation, from its first process.
+        traces: Records that it was asked for, by number of the question.
+    """
+
     number: int
     options: dict[str, Any]
-    """As for `open_engine`."""
     remote: RemoteService | None = None
     orders: list[tuple[Any, ...]] = field(default_factory=list)
-    """What is to be sent with the next call."""
     ready: bool = False
     pid: int = 0
     version: int = -1
     opened: Future[int] = field(default_factory=Future)
-    """Tokens of one conversation, from its first process."""
     traces: dict[int, Future[Trace]] = field(default_factory=dict)
-    """Records that it was asked for, by number of the question."""
     starts: int = 0
     stillborn: int = 0
     moved: int = 0
@@ -125,21 +131,24 @@ class Replica:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _ReplicaConversation:
-    """A conversation that is alive, its turn under way, if there is one, and the replica that holds its cache."""
+    """A conversation that is alive, its turn under way, if there is one, and the replica that holds its cache.
+
+    Attributes:
+        replicas: Those that may take it.
+        tokens: All that were read and drawn.
+        stay: Number of its turn there: what is reported of an earlier one is not heard.
+        earlier: Number of tokens, and their records, for each replica that it left.
+    """
 
     rollout: int
     replicas: Sequence[Replica] = ()
-    """Those that may take it."""
     tokens: list[int] = field(default_factory=list)
-    """All that were read and drawn."""
     home: Replica | None = None
     stay: int = 0
-    """Number of its turn there: what is reported of an earlier one is not heard."""
     earlier: list[tuple[int, Future[Trace]]] = field(default_factory=list)
-    """Number of tokens, and their records, for each replica that it left."""
     request: Request | None = None
     answer: Future[Completion] = field(default_factory=Future)
-    drawn: list[SampledToken] = field(default_factory=list)
+    sampled: list[SampledToken] = field(default_factory=list)
     deaths: int = 0
 
 
@@ -157,8 +166,10 @@ class Replicas:
         self._stays = 0
         self._stop: frozenset[int] = frozenset()
         self._over: ProviderFailure | None = None
-        self._replicas = [Replica(number=number, options=each) for number, each in enumerate(options)]
-        self._threads = [threading.Thread(target=self._keep, args=(each,), daemon=True) for each in self._replicas]
+        self._replicas = [Replica(number=number, options=replica) for number, replica in enumerate(options)]
+        self._threads = [
+            threading.Thread(target=self._keep, args=(replica,), daemon=True) for replica in self._replicas
+        ]
 
     @property
     def capacity(self) -> int:
@@ -197,7 +208,7 @@ class Replicas:
                 assert conversation.request is None, f"rollout {request.rollout} is in the middle of a turn"
                 conversation.tokens += request.token_ids
                 conversation.request, conversation.answer = request, Future()
-                conversation.drawn, conversation.deaths = [], 0
+                conversation.sampled, conversation.deaths = [], 0
                 self._conversations[request.rollout] = conversation
                 started.append(conversation)
             self._waiting += started
@@ -238,7 +249,7 @@ class Replicas:
                     "ready": int(replica.ready),
                     "policy_version": replica.version,
                     "running": len(self._running(replica)),
-                    "held": sum(each.home is replica for each in self._conversations.values()),
+                    "held": sum(conversation.home is replica for conversation in self._conversations.values()),
                     "moved_total": replica.moved,
                     "restarts_total": max(replica.starts - 1, 0),
                 }
@@ -253,19 +264,25 @@ class Replicas:
         return self._replicas
 
     def _running(self, replica: Replica) -> list[_ReplicaConversation]:
-        return [each for each in self._conversations.values() if each.home is replica and each.request]
+        return [
+            conversation
+            for conversation in self._conversations.values()
+            if conversation.home is replica and conversation.request
+        ]
 
     def _assign(self) -> None:
         """Give the turns that wait to replicas."""
         turns: dict[Replica, list[Any]] = {}
         waiting, self._waiting = self._waiting, []
         for conversation in waiting:
-            if all(each.stillborn >= STILLBORN for each in conversation.replicas):
+            if all(candidate.stillborn >= STILLBORN for candidate in conversation.replicas):
                 conversation.replicas = self._replicas
-            running = {each: len(self._running(each)) for each in conversation.replicas if each.ready}
+            running = {
+                candidate: len(self._running(candidate)) for candidate in conversation.replicas if candidate.ready
+            }
             for replica in running:
                 running[replica] -= replica is conversation.home  # its own turn counts already
-            free = [each for each, count in running.items() if count < each.options["slots"]]
+            free = [candidate for candidate, count in running.items() if count < candidate.options["slots"]]
             if not free:
                 self._waiting.append(conversation)
                 continue
@@ -276,16 +293,16 @@ class Replicas:
                 unread = conversation.tokens
                 replica.moved += bool(conversation.home or conversation.earlier)
                 self._leave(conversation)
-                cached = [each for each in self._conversations.values() if each.home is replica]
+                cached = [candidate for candidate in self._conversations.values() if candidate.home is replica]
                 if len(cached) >= replica.options["slots"]:
-                    self._leave(next(each for each in cached if each.request is None))
+                    self._leave(next(candidate for candidate in cached if candidate.request is None))
                 conversation.home = replica
             self._stays += 1
             conversation.stay = self._stays
-            left = conversation.request.max_tokens - len(conversation.drawn)
+            left = conversation.request.max_tokens - len(conversation.sampled)
             grammar = _grammar(conversation.request)
             turn = replace(conversation.request, token_ids=unread, max_tokens=left, heard=None, allowed=None)
-            before = [token.token for token in conversation.drawn]
+            before = [token.token for token in conversation.sampled]
             turns.setdefault(replica, []).append((self._stays, turn, grammar and grammar.form, before))
         for replica, started in turns.items():
             replica.orders.append(("start", *started))
@@ -353,11 +370,11 @@ class Replicas:
             conversation.answer.set_exception(reply)
             return self._assign()
         conversation.tokens.append(reply.token)
-        conversation.drawn.append(reply)
+        conversation.sampled.append(reply)
         if request.heard:
             request.heard(reply)
-        if reply.token in self._stop or len(conversation.drawn) >= request.max_tokens:
-            tokens, logprobs, versions = (list(column) for column in list(zip(*conversation.drawn, strict=True))[:3])
+        if reply.token in self._stop or len(conversation.sampled) >= request.max_tokens:
+            tokens, logprobs, versions = (list(column) for column in list(zip(*conversation.sampled, strict=True))[:3])
             if grammar := _grammar(request):
                 grammar.follow(tokens)  # what it cannot, its caller sees
             conversation.request = None
@@ -382,9 +399,9 @@ class Replicas:
                 if conversation.deaths > DEATHS:
                     conversation.request = None
                     conversation.answer.set_exception(ProviderFailure(f"{DEATHS + 1} replicas died at this turn"))
-            self._waiting = [*(each for each in lost if each.request), *self._waiting]
+            self._waiting = [*(other for other in lost if other.request), *self._waiting]
             self._assign()
-            if all(each.stillborn >= STILLBORN for each in self._replicas):
+            if all(other.stillborn >= STILLBORN for other in self._replicas):
                 self._give_up(ProviderFailure(f"every replica died {STILLBORN} times before it was ready"))
 
     def _give_up(self, failure: ProviderFailure) -> None:
@@ -407,8 +424,13 @@ def open_actors(address: str = "") -> Iterator[RayActors]:
     """Connect to the Ray cluster at `address` (also the folder of a head, `composer-nb up`), or start one on this machine until
     the end. Raises ConnectionError."""
     with tempfile.TemporaryDirectory(prefix="composer_nb-serve-") as folder, held(address) as resolved:
-        name = f"serve-{os.getpid()}"
-        actors = RayActors(resolved, name, ResourceJournal(Path(folder), name))
+        name, signals = f"serve-{os.getpid()}", (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        # Ray's processes inherit the mask: a signal to the whole group ends this process alone, which drains.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        try:
+            actors = RayActors(resolved, name, ResourceJournal(Path(folder), name))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
             yield actors
         finally:
@@ -421,10 +443,10 @@ def open_replicas(
 ) -> Iterator[OpenEngine[Replicas]]:
     """Run a checkpoint in `count` actors, which share the `slots`, on the cluster `ray` (as for `open_actors`). Raises like
     `open_engine`, whose other parameters it has."""
-    known, tokenizer, form = chat_of(path)
+    training, tokenizer, form = chat_of(path)
     options |= {"path": path.resolve(), "slots": -(-slots // count)}
     with open_actors(ray) as actors, Replicas(actors, [options] * count) as service:
-        yield OpenEngine(shared=service, tokenizer=tokenizer, format=form, tokens=service.tokens, known=known)
+        yield OpenEngine(shared=service, tokenizer=tokenizer, format=form, tokens=service.tokens, training=training)
 
 
 def _grammar(request: Request) -> Grammar | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,42 +16,40 @@ from composer_nb.harness.tasks.harbor import decoded
 from composer_nb.harness.tasks.making.repository import Repository
 from composer_nb.production.work import CHANGES, accepted
 
+# A commit is a request's if it adds this share of the lines that the agent added, and they are this share of what it adds.
 SHARE = 0.5
-"""A commit is a request's if it adds this share of the lines that the agent added, and they are this share of what it adds."""
-Lines = Counter[tuple[str, str]]
-"""Paths and lines, without indentation."""
+Lines = Counter[tuple[str, str]]  # Paths and lines, without indentation.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptedRequest:
-    """A request, with the source lines that the agent added for it."""
+    """A request, with the source lines that the agent added for it.
+
+    Attributes:
+        time: When the change was accepted.
+    """
 
     time: str
-    """When the change was accepted."""
     request: str
     lines: Lines
 
 
-def asked(paths: Sequence[Path]) -> list[AcceptedRequest]:
+def accepted_requests(paths: Sequence[Path]) -> list[AcceptedRequest]:
     """Return the requests whose changes were accepted, the earliest first. Each path is the folder of a result, or holds such
     folders. Raises FileNotFoundError where no result is kept, and ValueError for a damaged one."""
-    found = []
-    for folder in (each for path in paths for each in _folders(path)):
-        if (kept := accepted(folder)) is not None:
-            time, request, before, after = kept
-            old, new = (
-                {path: decoded(blob.data) or "" for path, blob in files.items() if blob is not None}
-                for files in (before, after)
+    requests = []
+    for path in paths:
+        folders = [path] if (path / CHANGES).is_file() else sorted(file.parent for file in path.glob(f"*/{CHANGES}"))
+        if not folders:
+            raise FileNotFoundError(
+                f"{path}: no agent's work is kept here; give a folder that `composer-nb agent` named"
             )
-            found.append(AcceptedRequest(time=time, request=request, lines=added(old, new)))
-    return sorted((each for each in found if each.lines), key=lambda each: each.time)
-
-
-def _folders(path: Path) -> Iterator[Path]:
-    held = [path] if (path / CHANGES).is_file() else sorted(file.parent for file in path.glob(f"*/{CHANGES}"))
-    if not held:
-        raise FileNotFoundError(f"{path}: no agent's work is kept here; give a folder that `composer-nb agent` named")
-    yield from held
+        for time, request, *states in filter(None, map(accepted, folders)):
+            before, after = (
+                {path: decoded(blob.data) or "" for path, blob in files.items() if blob is not None} for files in states
+            )
+            requests.append(AcceptedRequest(time=time, request=request, lines=added(before, after)))
+    return sorted((request for request in requests if request.lines), key=lambda request: request.time)
 
 
 def added(before: dict[str, str], after: dict[str, str]) -> Lines:
@@ -67,7 +65,7 @@ def added(before: dict[str, str], after: dict[str, str]) -> Lines:
 def request_behind(log: Sequence[AcceptedRequest], before: dict[str, str], after: dict[str, str]) -> str:
     """Return what the user asked for in the conversations that a commit holds; empty if they do not explain it."""
     new = added(before, after) if log else Lines()
-    those = [each for each in log if (each.lines & new).total() >= SHARE * each.lines.total()]
-    explained = sum((each.lines for each in those), Lines()) & new
-    enough = those and explained.total() >= SHARE * new.total()
-    return "\n\n".join(dict.fromkeys(each.request for each in those)) if enough else ""
+    behind = [request for request in log if (request.lines & new).total() >= SHARE * request.lines.total()]
+    explained = sum((request.lines for request in behind), Lines()) & new
+    enough = behind and explained.total() >= SHARE * new.total()
+    return "\n\n".join(dict.fromkeys(request.request for request in behind)) if enough else ""

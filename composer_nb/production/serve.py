@@ -4,7 +4,7 @@
 
 Covers `POST /v1/chat/completions` and Anthropic's `/v1/messages` with tools, whole or as a stream, `POST /v1/generate` for tokens
 in and out, `GET` of `/v1/models`, `/health` and `/metrics`, and, where conversations are recorded, the same below
-`/rollouts/NAME`, with `POST /rollouts/NAME/grade`. The forms of requests and answers are in `wire.py` and `anthropic.py`.
+`/rollouts/NAME`, with `POST /rollouts/NAME/grade`. The forms of requests and answers are in `wire.py`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
+from functools import partial
 from ipaddress import ip_address
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -37,23 +38,20 @@ from composer_nb.harness.agent.turns import Script
 from composer_nb.harness.environment import Carried
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.production import SLOTS
-from composer_nb.production.anthropic import Messages, MessagesReply, refusal
 from composer_nb.production.record import NAME, Verdict
 from composer_nb.production.wire import (
+    DIALECTS,
     Answered,
     AnswerWriter,
     AnyAsked,
-    Body,
     Choice,
-    Complete,
-    CompletionReply,
-    Generate,
+    MessagesReply,
     Refused,
     RequestBody,
     Told,
-    generated,
     messages_of,
     read_request,
+    refusal,
     wire_of,
 )
 
@@ -74,7 +72,7 @@ RETRY_S = 1
 """Seconds that a client is asked to wait when the queue is full."""
 _AUTHORITY = re.compile(r"(\[[^\[\]@/?#,\s]+\]|[^\[\]:@/?#,\s]+)(:[0-9]*)?")
 """A name or an address and a port, with nothing that another parser could take for the end of the name."""
-PATHS = ("/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/generate")
+PATHS = ("/health", "/metrics", "/v1/models", *DIALECTS)
 _NAMED = re.compile(rf"/rollouts/({NAME})(/v1/.*|/grade)")
 """Addresses that belong to one rollout, on a server that records."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -188,7 +186,7 @@ class ChatServer:
         except Exception as error:
             refused = _refused(error)
             headers = {"Connection": "close", **refused.headers}  # since some of the request may not have been read
-            reply = JSONResponse(_shown(refused, scope["path"]), refused.status, headers)
+            reply = JSONResponse(refusal(refused, scope["path"]), refused.status, headers)
             if reply.status_code == 500:
                 LOG.exception("a request failed")
         if scope["path"] in PATHS:
@@ -211,21 +209,14 @@ class ChatServer:
                 return JSONResponse({"object": "list", "data": [listed]})
             case "GET", path if path == f"/v1/models/{self.model}":
                 return JSONResponse(listed)
-            case "POST", "/v1/generate":
-                tokens = self._known(await _aside(body, read_request, body, Generate))
-                return JSONResponse(generated(await self._queued(tokens, request), self.model))
-            case "POST", ("/v1/chat/completions" | "/v1/completions" | "/v1/messages") as path:
-                reply: AnswerWriter | MessagesReply
+            case "POST", path if path in DIALECTS:
+                kind, writer = DIALECTS[path]
+                parsed = await _aside(body, read_request, body, kind)
+                if (model := getattr(parsed, "model", None)) not in (None, self.model):
+                    message = f"no model {model!r} here; there is {self.model!r}"
+                    raise Refused(message, 404, "model_not_found", "model")
                 named = {"rollout": request.scope["rollout"]} if "rollout" in request.scope else {}
-                if path == "/v1/messages":
-                    converted = await _aside(body, self._known(await _aside(body, read_request, body, Messages)).asked)
-                    reply = MessagesReply(converted.model_copy(update=named), self.model)
-                elif path == "/v1/completions":
-                    text = self._known(await _aside(body, read_request, body, Complete))
-                    reply = CompletionReply(text.asked, self.model, text)
-                else:
-                    chat = self._known(await _aside(body, read_request, body, RequestBody))
-                    reply = AnswerWriter(chat.model_copy(update=named), self.model)
+                reply = await _aside(body, partial(writer, parsed, self.model, **named))
                 if reply.asked.stream:
                     return await self._stream(reply, request)
                 return JSONResponse(reply.whole(await self._queued(reply.body, request)))
@@ -235,12 +226,6 @@ class ChatServer:
                 return JSONResponse({"rollout": request.scope["rollout"], "segments": count})
             case method, path:
                 raise Refused(f"nothing at {method} {path}", 404, "not_found")
-
-    def _known(self, asked: Body) -> Body:
-        if (model := getattr(asked, "model", None)) not in (None, self.model):
-            message = f"no model {model!r} here; there is {self.model!r}"
-            raise Refused(message, 404, "model_not_found", "model")
-        return asked
 
     def _metrics(self) -> str:
         """Return counts in Prometheus' text format."""
@@ -255,9 +240,13 @@ class ChatServer:
         for number, state in enumerate(health.get("replicas", ())):
             now |= {f'replica_{name}{{replica="{number}"}}': value for name, value in state.items() if name != "pid"}
         values, lines = {**self._counts, **now}, list[str]()
-        for name in sorted({each.partition("{")[0] for each in values}):
+        for name in sorted({labelled.partition("{")[0] for labelled in values}):
             lines.append(f"# TYPE composer_nb_{name} {'counter' if name.endswith('_total') else 'gauge'}")
-            lines += [f"composer_nb_{each} {values[each]}" for each in sorted(values) if each.partition("{")[0] == name]
+            lines += [
+                f"composer_nb_{labelled} {values[labelled]}"
+                for labelled in sorted(values)
+                if labelled.partition("{")[0] == name
+            ]
         return "\n".join([*lines, ""])
 
     def _authorize(self, headers: Headers, address: str, path: str) -> None:
@@ -274,11 +263,11 @@ class ChatServer:
             raise Refused("requests of other origins are not served", 403, "origin_not_allowed")
         if "content-length" in headers and "transfer-encoding" in headers:
             raise Refused("both Content-Length and Transfer-Encoding", code="invalid_request")
-        given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
-        if self.key and path != "/health" and not hmac.compare_digest(given.encode(), self.key.encode()):
+        token = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        if self.key and path != "/health" and not hmac.compare_digest(token.encode(), self.key.encode()):
             raise Refused("the key of this server is needed, as a bearer token", 401, "invalid_api_key")
 
-    async def _stream(self, reply: AnswerWriter | MessagesReply, request: Request) -> Response:
+    async def _stream(self, reply: AnswerWriter, request: Request) -> Response:
         """Return a stream, once there is something to send: what fails before is a plain refusal."""
         parts, loop = asyncio.Queue[Any](), asyncio.get_running_loop()
 
@@ -286,7 +275,7 @@ class ChatServer:
             loop.call_soon_threadsafe(parts.put_nowait, part)
 
         work = asyncio.create_task(self._queued(reply.body, request, told))
-        work.add_done_callback(lambda done: parts.put_nowait(None))
+        work.add_done_callback(lambda task: parts.put_nowait(None))
         first = await parts.get()
         if first is None and work.exception() is not None:
             raise work.exception() or TimeIsUp
@@ -301,15 +290,15 @@ class ChatServer:
                 for chunk in reply.rest(work.result()):
                     yield _event(chunk)
             except Exception as error:
-                yield _event(_shown(_refused(error), request.scope["path"]))
+                yield _event(refusal(_refused(error), request.scope["path"]))
             finally:
                 work.cancel()
-            if isinstance(reply, AnswerWriter):
+            if not isinstance(reply, MessagesReply):
                 yield b"data: [DONE]\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
-    async def _queued(self, asked: AnyAsked, request: Request, told: Told = lambda *part: None) -> Answered:
+    async def _queued(self, body: AnyAsked, request: Request, report: Told = lambda *part: None) -> Answered:
         """Return the answer. Requests wait in order, and a client that goes away leaves the queue."""
         if len(self._work) >= self.most:
             message = f"{self.most} requests are under way or wait; ask again"
@@ -321,17 +310,17 @@ class ChatServer:
         def there() -> bool:
             return not gone.is_set() and not self._server.should_exit
 
-        work = self._threads.submit(self._answer, asked, there, told)
+        work = self._threads.submit(self._answer, body, there, report)
         self._work.add(work)
         work.add_done_callback(self._work.discard)
         answer, left = asyncio.wrap_future(work), asyncio.create_task(_left(request))
         try:
             await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
             if answer.done() and not answer.cancelled():
-                done = answer.result()
-                self._counts["tokens_read_total"] += done.read
-                self._counts["tokens_written_total"] += sum(choice.written for choice in done.choices)
-                return done
+                answered = answer.result()
+                self._counts["tokens_read_total"] += answered.read
+                self._counts["tokens_written_total"] += sum(choice.written for choice in answered.choices)
+                return answered
             raise TimeIsUp
         finally:
             gone.set()
@@ -343,18 +332,18 @@ class ScriptServer(ChatServer):
     """Plays a script, which maps a conversation to its next turn. Temperature, top_p, seed and token limits have no effect. Words
     are counted as tokens."""
 
-    def __init__(self, script: Script, port: int = 0, model: str = "scripted", **given: Any) -> None:
-        def answer(asked: AnyAsked, there: Callable[[], bool], told: Told) -> Answered:
-            if not isinstance(asked, RequestBody):
+    def __init__(self, script: Script, port: int = 0, model: str = "scripted", **options: Any) -> None:
+        def answer(body: AnyAsked, there: Callable[[], bool], report: Told) -> Answered:
+            if not isinstance(body, RequestBody):
                 raise Refused("a script has no tokens", 404, "not_found")
             for name in ("stop", "logprobs", "tool_choice"):
-                if getattr(asked, name) not in (None, False, "auto"):
+                if getattr(body, name) not in (None, False, "auto"):
                     raise Refused(f"{name}: a script does not support it", code="unsupported_parameter", param=name)
-            message = wire_of(script(messages_of(asked.messages)))
-            read, written = (len(json.dumps(part).split()) for part in (asked.messages, message))
+            message = wire_of(script(messages_of(body.messages)))
+            read, written = (len(json.dumps(part).split()) for part in (body.messages, message))
             return Answered(choices=[Choice(message=message, written=written)], read=read)
 
-        super().__init__(answer, port, model, **given)
+        super().__init__(answer, port, model, **options)
 
 
 async def _body(request: Request) -> bytes:
@@ -401,12 +390,3 @@ def _refused(error: Exception) -> Refused:
             return Refused(str(error) or "the server is closing", 503, "unavailable")
         case _:
             return Refused(f"the server failed at this request: {error!r}", 500, "internal_error")
-
-
-def _shown(refused: Refused, path: str) -> dict[str, Any]:
-    """Return a refusal in the form of a path."""
-    if path == "/v1/messages":
-        return refusal(refused)
-    kinds = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
-    kind = kinds.get(refused.status, "invalid_request_error")
-    return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}

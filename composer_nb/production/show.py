@@ -124,13 +124,13 @@ def _asked(console: Console) -> str:
 
 def bench_progress(total: int, console: Console) -> Callable[[str, Attempt], None]:
     """Return a function that prints one line for each rollout that ends."""
-    done: Counter[str] = Counter()
+    ended: Counter[str] = Counter()
     solved: Counter[str] = Counter()
 
     def tell(arm: str, attempt: Attempt) -> None:
-        done[arm] += 1
+        ended[arm] += 1
         solved[arm] += attempt.grade.passed
-        counts = f"{arm}: {solved[arm]} of {done[arm]} solved, {total - done[arm]} to go"
+        counts = f"{arm}: {solved[arm]} of {ended[arm]} solved, {total - ended[arm]} to go"
         console.print(f"{counts}: {visible(attempt.task.id)} {attempt.grade.status}", highlight=False, markup=False)
 
     return tell
@@ -158,13 +158,13 @@ COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
 def bench_table(report: Mapping[str, Any]) -> Table:
     """Return a table with a row for each arm."""
     title = escape(f"{report['policy']}, {report['samples']} rollouts a task")
-    found = Table("tools", title=title, title_justify="left", box=None, pad_edge=False)
+    table = Table("tools", title=title, title_justify="left", box=None, pad_edge=False)
     for name in COLUMNS:
-        found.add_column(name, justify="right")
+        table.add_column(name, justify="right")
     for arm, row in report["arms"].items():
         if row["n_tasks"]:
-            found.add_row(arm, *(shown(row) for shown in COLUMNS.values()))
+            table.add_row(arm, *(column(row) for column in COLUMNS.values()))
         else:
             why = escape(visible(row["lost_to"])[:200]) or "see composer-nb doctor"
-            found.add_row(arm, f"no grade: {row['infra_errors']} lost, {why}")
-    return found
+            table.add_row(arm, f"no grade: {row['infra_errors']} lost, {why}")
+    return table

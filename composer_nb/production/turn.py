@@ -30,20 +30,20 @@ class StreamedTurn:
     part of its log-probabilities."""
 
     def __init__(
-        self, renderer: ChatRenderer, asked: RequestBody, told: Callable[[str, Calls, Logprobs], None]
+        self, renderer: ChatRenderer, body: RequestBody, report: Callable[[str, Calls, Logprobs], None]
     ) -> None:
-        self.renderer, self.asked, self.told = renderer, asked, told
+        self.renderer, self.asked, self.told = renderer, body, report
         self.drawn: list[SampledToken] = []
         self._text, self._count, self._called = "", 0, list[dict[str, Any]]()
         """Text, tokens and calls that were told."""
 
     @property
     def token_ids(self) -> list[int]:
-        return [each.token for each in self.drawn]
+        return [token.token for token in self.drawn]
 
     @property
     def completion(self) -> Completion:
-        tokens, logprobs, versions = ([each[place] for each in self.drawn] for place in range(3))
+        tokens, logprobs, versions = ([token[column] for token in self.drawn] for column in range(3))
         return Completion(rollout=-1, token_ids=tokens, logprobs=logprobs, policy_versions=versions)  # type: ignore[arg-type]
 
     def hear(self, what: SampledToken | Future[Completion]) -> bool:
@@ -51,26 +51,27 @@ class StreamedTurn:
         if isinstance(what, SampledToken):
             self.drawn.append(what)
             return False
-        done = what.result()
+        completion = what.result()
         if not self.drawn:  # the policy does not tell tokens as it draws them
             self.drawn = [
-                SampledToken(*one) for one in zip(done.token_ids, done.logprobs, done.policy_versions, strict=True)
+                SampledToken(*columns)
+                for columns in zip(completion.token_ids, completion.logprobs, completion.policy_versions, strict=True)
             ]
         return True
 
     def tell(self) -> bool:
         """Tell what is new and cannot change any more. Return whether a stop text ends the turn."""
-        asked, token_ids = self.asked, self.token_ids
-        if asked.stops and self._stop(self._spelled(token_ids)):
+        body, token_ids = self.asked, self.token_ids
+        if body.stops and self._stop(self._spelled(token_ids)):
             return True
-        if asked.stream:
-            said, late = self._said(token_ids), max(map(len, asked.stops), default=1) - 1
+        if body.stream:
+            turn, late = self._said(token_ids), max(map(len, body.stops), default=1) - 1
             calls = self._calls(self._up_to(token_ids, len(self._spelled(token_ids)) - late) if late else token_ids)
-            sure = len(said.text.rstrip("\ufffd")) - late
-            text = self._lead(token_ids) if calls else "" if said.calls else said.text[: max(sure, 0)].rstrip()
+            sure = len(turn.text.rstrip("\ufffd")) - late
+            text = self._lead(token_ids) if calls else "" if turn.calls else turn.text[: max(sure, 0)].rstrip()
             new = text[len(self._text) :] if text.startswith(self._text) else ""
             if new or calls != self._called:
-                self.told(new, calls, self._logprobs(self.drawn[self._count :]) if asked.logprobs else ())
+                self.told(new, calls, self._logprobs(self.drawn[self._count :]) if body.logprobs else ())
                 self._text, self._count, self._called = self._text + new, len(self.drawn), calls
         return False
 
@@ -134,7 +135,7 @@ class StreamedTurn:
             written=len(self.drawn),
             cut=not self.renderer.stop.issuperset(self.token_ids[-1:]),
             logprobs=_logprobs(self.drawn, _numbered) if logprobs else None,
-            versions=[each.version for each in self.drawn],
+            versions=[token.version for token in self.drawn],
             token_ids=self.token_ids,
             routes=None if routes is None else b64encode(file.getvalue()).decode(),
         )
@@ -161,15 +162,15 @@ class StreamedTurn:
 
     def _stop(self, text: str) -> tuple[int, int] | None:
         """Return the end and the beginning of the stop text that was complete first."""
-        found = [(place + len(stop), place) for stop in self.asked.stops if (place := text.find(stop)) >= 0]
-        return min(found, default=None)
+        matches = [(start + len(stop), start) for stop in self.asked.stops if (start := text.find(stop)) >= 0]
+        return min(matches, default=None)
 
     def _spelled(self, token_ids: Sequence[int]) -> str:
         plain = [token for token in token_ids if token not in self.renderer.stop]
         return str(self.renderer.tokenizer.decode(plain, skip_special_tokens=False))
 
-    def _logprobs(self, drawn: Sequence[SampledToken]) -> list[dict[str, Any]]:
-        return _logprobs([each for each in drawn if each.token not in self.renderer.stop], self._named)
+    def _logprobs(self, tokens: Sequence[SampledToken]) -> list[dict[str, Any]]:
+        return _logprobs([token for token in tokens if token.token not in self.renderer.stop], self._named)
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.renderer.tokenizer.decode([token], skip_special_tokens=False)
@@ -187,14 +188,14 @@ class Continuation(StreamedTurn):
         return []
 
     def _message(self, token_ids: Sequence[int]) -> tuple[dict[str, Any], int | None]:
-        message, kept = super()._message([*token_ids, self.renderer.end])
-        whole, found = self._spelled(token_ids), self._stop(self._spelled(token_ids))
-        return {**message, "content": whole[: found[1]] if found else whole}, kept
+        message, length = super()._message([*token_ids, self.renderer.end])
+        whole, match = self._spelled(token_ids), self._stop(self._spelled(token_ids))
+        return {**message, "content": whole[: match[1]] if match else whole}, length
 
 
 def _numbered(token: int, logprob: float) -> dict[str, Any]:
     return {"token": f"token_id:{token}", "logprob": logprob}
 
 
-def _logprobs(drawn: Sequence[SampledToken], named: Callable[[int, float], dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{**named(*each[:2]), "top_logprobs": [named(*other) for other in each.top]} for each in drawn]
+def _logprobs(tokens: Sequence[SampledToken], named: Callable[[int, float], dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**named(*token[:2]), "top_logprobs": [named(*other) for other in token.top]} for token in tokens]

@@ -38,16 +38,19 @@ DIFF, CHANGES = "changes.diff", "changes.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The result of an agent on a user's repository, kept in the folder `path`."""
+    """The result of an agent on a user's repository, kept in the folder `path`.
+
+    Attributes:
+        others: Paths that cannot come back: links, devices, protected names.
+        lost: Reason why its files could not be carried out of the sandbox; then there are no changes.
+    """
 
     path: Path
     source: Checkout
     conversation: Conversation
     changes: Changes
     others: frozenset[str] = frozenset()
-    """Paths that cannot come back: links, devices, protected names."""
     lost: str = ""
-    """Reason why its files could not be carried out of the sandbox; then there are no changes."""
 
     @property
     def patch(self) -> bytes:
@@ -134,8 +137,8 @@ def accepted(path: Path) -> tuple[str, str, dict[str, Blob], Changes] | None:
 
 
 def _told(path: Path) -> dict[str, Any]:
-    told = json_of((path / "verdict.json").read_text(encoding="utf-8"))
-    return told if isinstance(told, dict) else {}
+    content = json_of((path / "verdict.json").read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}
 
 
 def _kept(path: Path) -> tuple[Path, dict[str, Blob], Changes]:
@@ -177,7 +180,7 @@ def _pack(work: Work) -> dict[str, Any]:
     return {"repository": os.fspath(work.source.root.resolve()), "changes": changes}
 
 
-def _unpack(held: Mapping[str, Any]) -> tuple[Path, dict[str, Blob], Changes]:
+def _unpack(content: Mapping[str, Any]) -> tuple[Path, dict[str, Blob], Changes]:
     """Return the repository, its changed files as the agent saw them, and the changes: the inverse of `_pack`."""
 
     def unpacked(blob: Mapping[str, Any] | None) -> Blob | None:
@@ -185,14 +188,14 @@ def _unpack(held: Mapping[str, Any]) -> tuple[Path, dict[str, Blob], Changes]:
             raise ValueError(f"mode {blob['mode']!r}")
         return None if blob is None else Blob(data=base64.b64decode(blob["data"]), mode=blob["mode"])
 
-    changes = {path: (unpacked(old), unpacked(new)) for path, (old, new) in held["changes"].items()}
+    changes = {path: (unpacked(old), unpacked(new)) for path, (old, new) in content["changes"].items()}
     before = {path: old for path, (old, _) in changes.items() if old is not None}
-    return Path(held["repository"]), before, {path: new for path, (_, new) in changes.items()}
+    return Path(content["repository"]), before, {path: new for path, (_, new) in changes.items()}
 
 
 def keep(work: Work, instruction: str, segments: tuple[Segment, ...], policy: str) -> None:
     """Make the folder of a result and write it there, with an open verdict."""
-    done, name = work.conversation, shown(work.source.root.name)
+    conversation, name = work.conversation, shown(work.source.root.name)
     work.path.mkdir(parents=True)
     if work.path.resolve().is_relative_to(work.source.root.resolve()):
         # The folder lies in the repository but is not part of it.
@@ -203,7 +206,7 @@ def keep(work: Work, instruction: str, segments: tuple[Segment, ...], policy: st
         after.pop(path, None)
         if blob is not None:
             after[path] = blob.data.decode("utf-8", "surrogateescape")
-    rollout = done.rollout(name, segments, after, before)
+    rollout = conversation.rollout(name, segments, after, before)
     changed = {path: before[path] for path in work.changes if path in before}
     # Not a task that would pass the checks of one: storing needs its name and files alone.
     task = Task.model_construct(id=name, instruction=instruction, files=before)

@@ -16,7 +16,7 @@ from random import Random
 from typing import Any, Literal
 
 from composer_nb.harness import syntax
-from composer_nb.harness.sandbox.calls import CallOutcome, Executor
+from composer_nb.harness.sandbox.requests import CallOutcome, Executor
 from composer_nb.harness.tasks.functions import render_tests
 from composer_nb.harness.tasks.task import Task
 from composer_nb.tour.programs import Program, draw_program

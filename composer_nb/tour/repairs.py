@@ -18,7 +18,8 @@ from random import Random
 from typing import Any
 
 from composer_nb.harness import syntax
-from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, Executor
+from composer_nb.harness.sandbox.calls import CachedExecutor
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest, Executor
 from composer_nb.harness.tasks.functions import is_test, literal, parse_test_files, render_tests, request_tests
 from composer_nb.harness.tasks.task import Task
 from composer_nb.tour.programs import Program, draw_arguments, draw_program

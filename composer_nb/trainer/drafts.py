@@ -17,8 +17,9 @@ Dimensions: N tokens, S slots, D width, H inner width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Self
 
@@ -42,6 +43,8 @@ FILE = Path("draft", "head.safetensors")
 """Path of a head in the folder of its checkpoint."""
 TOKENS = 4096
 """Maximum tokens of an optimizer step."""
+LR = 2e-3
+"""Largest learning rate of a head that is trained by itself."""
 
 
 class DraftHead(nn.Module):
@@ -64,9 +67,7 @@ class DraftHead(nn.Module):
         return F.linear(x_ND, model.output_weight.float())
 
 
-def train_draft(
-    model: Model, rows: Sequence[Sequence[int]], steps: int, *, lr: float = 2e-3, seed: int = 0
-) -> DraftHead:
+def train_draft(model: Model, rows: Sequence[Sequence[int]], steps: int, *, seed: int = 0) -> DraftHead:
     """Train a head on rows of tokens, as the model reads and writes them, with the mean of KL(model ‖ head) as loss. The model is
     unchanged. Raises ValueError if no row has three tokens."""
     rows = [row[: model.config.max_position_embeddings] for row in rows if len(row) > 2]
@@ -77,7 +78,8 @@ def train_draft(
         torch.manual_seed(seed)
         head = DraftHead(model.config.hidden_size).to(model.embed.device)
     optimizer = torch.optim.AdamW(head.parameters(), weight_decay=0.0)
-    order, budget = _shuffled(len(rows), rng), min(TOKENS, sum(map(len, rows)))
+    order = chain.from_iterable(rng.permutation(len(rows)).tolist() for _ in count())
+    budget = min(TOKENS, sum(map(len, rows)))
     for step in range(steps):
         batch, size = list[Sequence[int]](), 0
         while size < budget:
@@ -85,7 +87,7 @@ def train_draft(
             size += len(batch[-1])
         loss, _ = divergence(model, head, batch)
         for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, (step + 1) / 10, 2 * (1 - step / steps))
+            group["lr"] = LR * min(1.0, (step + 1) / 10, 2 * (1 - step / steps))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -134,9 +136,9 @@ class Joint:
         return {f"draft_{name}": value for name, value in self._optimizer.state().items()} if self.head else {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        if found := {name.removeprefix("draft_"): state[name] for name in state if name.startswith("draft_")}:
+        if own_state := {name.removeprefix("draft_"): state[name] for name in state if name.startswith("draft_")}:
             self._take(DraftHead(self.model.config.hidden_size).to(self.model.embed.device))
-            self._optimizer.load(found)
+            self._optimizer.load(own_state)
 
     def _take(self, head: DraftHead) -> None:
         self.head = head.requires_grad_(True)
@@ -154,11 +156,11 @@ def add_draft(
 ) -> tuple[float, int]:
     """Train a head, or take a given one, and write it beside the model's checkpoint. Return how often it predicts the model's
     most probable token, and on how many rows: the last twentieth, held out from its training here."""
-    held = max(len(rows) // 20, 1)
-    head = head or train_draft(model, rows[:-held] or rows, steps, seed=seed)
+    held_out = max(len(rows) // 20, 1)
+    head = head or train_draft(model, rows[:-held_out] or rows, steps, seed=seed)
     save_draft(head, checkpoint)
     with torch.no_grad():
-        return divergence(model, head, rows[-held:])[1], held
+        return divergence(model, head, rows[-held_out:])[1], held_out
 
 
 def divergence(model: Model, head: DraftHead, rows: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
@@ -190,11 +192,6 @@ def rows_of(run: Path) -> list[list[int]]:
     return rows
 
 
-def _shuffled(count: int, rng: np.random.Generator) -> Iterator[int]:
-    while True:
-        yield from rng.permutation(count).tolist()
-
-
 def save_draft(head: DraftHead, checkpoint: Path) -> None:
     """Write a head into the folder of its model."""
     (checkpoint / FILE).parent.mkdir(exist_ok=True)
@@ -218,8 +215,8 @@ def load_draft(checkpoint: Path, model: Model) -> DraftHead | None:
 class DraftingEngine(Engine):
     """An engine that draws up to two tokens a step of each turn. While prompts take all of a step's budget, none is drafted."""
 
-    def __init__(self, model: Model, head: DraftHead, **given: Any) -> None:
-        super().__init__(model, **given)
+    def __init__(self, model: Model, head: DraftHead, **settings: Any) -> None:
+        super().__init__(model, **settings)
         self.head = head
         self.proposed = self.accepted = 0
         self._drafts: dict[int, int] = {}
@@ -234,47 +231,45 @@ class DraftingEngine(Engine):
         self._propose(active)
         logits_SV = self._forward([slot for _, slot in active])
         active = [pair for pair in active if not pair[1].pending]
-        places = [place for place, (rollout, _) in enumerate(active) if rollout in self._tested]
+        tested = [row for row, (rollout, _) in enumerate(active) if rollout in self._tested]
         first_SV, hidden_SD = logits_SV.clone(), self._hidden_SD[self._row_S]
-        if places:
-            earlier = self._row_S[places] + len(self._both_SV) // 2
-            first_SV[places] = self._both_SV[earlier]
-        for place in places:
-            active[place][1].length -= 1
-        done = self._drawn(active, first_SV)
-        right = [
-            place
-            for place in places
-            if (pair := active[place])[1].pending == [self._tested[pair[0]]] and not pair[1].waiting
-        ]
-        for place in right:
-            active[place][1].length += 1
-        if wrong := sorted({*places} - {*right}):
+        if tested:
+            first_SV[tested] = self._both_SV[self._row_S[tested] + len(self._both_SV) // 2]
+        for row in tested:
+            active[row][1].length -= 1
+        completions = self._drawn(active, first_SV)
+        right = []
+        for row in tested:
+            rollout, slot = active[row]
+            if slot.pending == [self._tested[rollout]] and not slot.waiting:
+                slot.length += 1
+                right.append(row)
+        if wrong := sorted({*tested} - {*right}):
             hidden_SD[wrong] = self._hidden_SD[self._row_S[wrong] + len(self._both_SV) // 2]
         if right:
-            done += self._drawn([active[place] for place in right], logits_SV[right])
-        self.proposed, self.accepted = self.proposed + len(places), self.accepted + len(right)
+            completions += self._drawn([active[row] for row in right], logits_SV[right])
+        self.proposed, self.accepted = self.proposed + len(tested), self.accepted + len(right)
         self._draft(active, hidden_SD)
-        return sorted(done, key=lambda each: each.rollout)
+        return sorted(completions, key=lambda completion: completion.rollout)
 
     def _propose(self, active: Sequence[tuple[int, Slot]]) -> None:
         """Add drafts to what is forwarded, as far as the step's budget goes."""
         self._tested, room = {}, self.step_tokens - sum(len(slot.pending) for _, slot in active)
         for rollout, slot in active:
-            more = slot.max_tokens - len(slot.sampled) > 1 and len(self._tested) < room
+            more = slot.request.max_tokens - len(slot.sampled) > 1 and len(self._tested) < room
             if more and len(slot.pending) == 1 and rollout in self._drafts:
                 self._tested[rollout] = self._drafts[rollout]
                 slot.pending.append(self._drafts[rollout])
 
     @torch.no_grad()
     def _draft(self, active: Sequence[tuple[int, Slot]], hidden_SD: Tensor) -> None:
-        going = [place for place, (_, slot) in enumerate(active) if not slot.waiting]
-        slots = [active[place][1] for place in going]
+        going = [row for row, (_, slot) in enumerate(active) if not slot.waiting]
+        slots = [active[row][1] for row in going]
         self._drafts = {}
         if going:
             pending = torch.tensor([slot.pending[0] for slot in slots], device=hidden_SD.device)
             tokens, _ = sample(self.head(self.model, hidden_SD[going], pending), slots, ahead=1)
-            self._drafts = {active[place][0]: token for place, token in zip(going, tokens, strict=True)}
+            self._drafts = {active[row][0]: token for row, token in zip(going, tokens, strict=True)}
 
     def _decode(self, weights: DecodeWeights, new: NewTokens, last: NDArray[np.int64]) -> Forwarded:
         return self._first(super()._decode(weights, new, self._with_earlier(last)), len(last))

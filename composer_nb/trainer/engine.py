@@ -19,7 +19,7 @@ V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,32 +58,32 @@ as for published weights and `engine.numerics=int8`: a step reads a half or a qu
 
 @dataclass(slots=True)
 class Slot:
-    """One live rollout."""
+    """One live rollout.
 
-    pending: list[int]
-    """Tokens not yet forwarded."""
+    Attributes:
+        uniform: Random number for the token at each position.
+        request: The turn under way.
+        sampling: Temperature, top_p, top_k and min_p of the turn.
+        pending: Tokens not yet forwarded.
+        index: Place in the cache; -1: the slot has not had its first step, or made room for another.
+        away: Copy of the slot's cache and records while it has no place.
+        past: Equal for slots that hold the same tokens from the same steps.
+        length: Number of tokens forwarded so far, which are in the cache.
+        waiting: Whether the turn has ended and the next request has not come.
+    """
+
     uniform: list[float]
-    """Random number for the token at each position."""
+    request: Request
+    sampling: tuple[float, float, int, float] = (1.0, 1.0, 0, 0.0)
+    pending: list[int] = field(default_factory=list)
     index: int = -1
-    """Place in the cache; -1: the slot has not had its first step, or made room for another."""
     away: tuple[Tensor | NDArray[Any], ...] = ()
-    """Copy of the slot's cache and records while it has no place."""
-    priority: int = 1
     past: int = 0
-    """Equal for slots that hold the same tokens from the same steps."""
     length: int = 0
-    """Number of tokens forwarded so far, which are in the cache."""
-    max_tokens: int = 0
-    drawn: tuple[float, float, int, float] = (1.0, 1.0, 0, 0.0)
-    """Temperature, top_p, top_k and min_p of the turn."""
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    heard: Callable[[SampledToken], None] | None = None
-    top: int = 0
-    allowed: Callable[[Sequence[int]], NDArray[np.bool_]] | None = None
     waiting: bool = False
-    """Whether the turn has ended and the next request has not come."""
 
 
 class Engine:
@@ -147,15 +147,15 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Begin a turn. A refused request changes nothing."""
-        known = self._live.get(request.rollout)
-        if known is not None and not known.waiting:
+        slot = self._live.get(request.rollout)
+        if slot is not None and not slot.waiting:
             raise ValueError(f"rollout {request.rollout} is in the middle of a turn already")
-        same = sum(slot.priority == request.priority for slot in self._live.values())
-        if known is None and same >= self.capacity:
+        rivals = sum(other.request.priority == request.priority for other in self._live.values())
+        if slot is None and rivals >= self.capacity:
             raise RuntimeError(f"more than engine.slots={self.capacity} rollouts are alive")
-        pending = [*(known.pending if known else ()), *request.token_ids]
+        pending = [*(slot.pending if slot else ()), *request.token_ids]
         temperature = self.temperature if request.temperature is None else request.temperature
-        drawn = temperature, request.top_p, request.top_k, request.min_p
+        sampling = temperature, request.top_p, request.top_k, request.min_p
         if min(temperature, request.top_k, request.min_p, 1 - request.min_p) < 0 or not 0 < request.top_p <= 1:
             raise ValueError(
                 f"temperature={temperature}, top_p={request.top_p}, top_k={request.top_k}, min_p={request.min_p}: "
@@ -166,13 +166,14 @@ class Engine:
                 f"rollout {request.rollout} has no token to go on from, or no room for one: "
                 f"{len(pending)} tokens, max_tokens={request.max_tokens}"
             )
-        needed = (known.length if known else 0) + len(pending) + request.max_tokens
+        needed = (slot.length if slot else 0) + len(pending) + request.max_tokens
         if needed > self.max_length:
             raise ValueError(f"the turn may reach {needed} tokens, past limits.tokens={self.max_length}")
-        slot = known or self._live.setdefault(request.rollout, self._new_slot(request.rollout))
-        slot.pending, slot.max_tokens, slot.waiting = pending, request.max_tokens, False
-        slot.priority = request.priority
-        slot.drawn, slot.heard, slot.top, slot.allowed = drawn, request.heard, request.top, request.allowed
+        if slot is None:
+            key = [abs(self.seed), int(self.seed < 0), request.rollout % ATTEMPT_STRIDE]
+            uniform = np.random.default_rng(key).random(self.max_length + 1).tolist()
+            slot = self._live[request.rollout] = Slot(uniform, request)
+        slot.request, slot.sampling, slot.pending, slot.waiting = request, sampling, pending, False
         slot.sampled, slot.logprobs, slot.versions = [], [], []
 
     def swap(self, model: Model, version: int) -> None:
@@ -187,27 +188,24 @@ class Engine:
         if self._graphs:
             self._graphs = Graphs(model, spare=self.capacity)
 
-    def _new_slot(self, rollout: int) -> Slot:
-        key = [abs(self.seed), int(self.seed < 0), rollout % ATTEMPT_STRIDE]
-        return Slot([], np.random.default_rng(key).random(self.max_length + 1).tolist())
-
     def _placed(self) -> list[tuple[int, Slot]]:
         """Return the turns of this step. Rollouts of lower priority, or without a request, make room for others."""
         outside = [slot for slot in self._live.values() if slot.index < 0 and not slot.waiting]
-        for slot in sorted(outside, key=lambda slot: slot.priority):
+        for slot in sorted(outside, key=lambda slot: slot.request.priority):
             if not self._free:
-                inside = [each for each in self._live.values() if each.index >= 0]
-                least = max(inside, key=lambda each: (each.waiting, each.priority))
-                if not least.waiting and least.priority <= slot.priority:
+                inside = [other for other in self._live.values() if other.index >= 0]
+                least = max(inside, key=lambda other: (other.waiting, other.request.priority))
+                if not least.waiting and least.request.priority <= slot.request.priority:
                     break
-                least.away = tuple(_copied(part) for part in self._parts(least.index, least.length))
+                parts = self._parts(least.index, least.length)
+                least.away = tuple(part.clone() if isinstance(part, Tensor) else part.copy() for part in parts)
                 self._free.append(least.index)
                 least.index = -1
             slot.index = self._free.pop()
             for record in self._records:
                 record[slot.index] = 0  # tokens that are not forwarded have the same record on every replay
-            for part, kept in zip(self._parts(slot.index, slot.length), slot.away, strict=False):
-                part[:] = kept
+            for part, copy in zip(self._parts(slot.index, slot.length), slot.away, strict=False):
+                part[:] = copy
             slot.away = ()
         return [pair for pair in sorted(self._live.items()) if pair[1].index >= 0 and not pair[1].waiting]
 
@@ -225,28 +223,23 @@ class Engine:
 
     def _drawn(self, active: Sequence[tuple[int, Slot]], logits_SV: Tensor) -> list[Completion]:
         """Draw the next token of each turn, and return the turns that end with it."""
-        logits_SV = _held(logits_SV, [slot for _, slot in active])
-        tokens, logprobs = sample(logits_SV, [slot for _, slot in active])
-        done = []
+        slots, completions = [slot for _, slot in active], []
+        logits_SV = _masked(logits_SV, slots)
+        tokens, logprobs = sample(logits_SV, slots)
         for (rollout, slot), logits_V, token, logprob in zip(active, logits_SV, tokens, logprobs, strict=True):
             slot.pending = [token]
             slot.sampled.append(token)
             slot.logprobs.append(logprob)
             slot.versions.append(self.version)
-            if slot.heard:
-                slot.heard(SampledToken(token, logprob, self.version, _top(logits_V, slot)))
-            if token in self.stop or len(slot.sampled) >= slot.max_tokens:
+            if slot.request.heard:
+                slot.request.heard(SampledToken(token, logprob, self.version, _top(logits_V, slot)))
+            if token in self.stop or len(slot.sampled) >= slot.request.max_tokens:
                 slot.waiting = True
-                done.append(
-                    Completion(
-                        rollout=rollout,
-                        token_ids=slot.sampled,
-                        logprobs=slot.logprobs,
-                        policy_versions=slot.versions,
-                    )
-                )
+                ids, versions = slot.sampled, slot.versions
+                turn = Completion(rollout=rollout, token_ids=ids, logprobs=slot.logprobs, policy_versions=versions)
+                completions.append(turn)
         self.sampled += len(active)
-        return done
+        return completions
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Submit `requests`, run until all their turns have ended, and return these in the order of the requests.
@@ -257,43 +250,41 @@ class Engine:
             raise ValueError(f"the turns of rollouts {busy} are under way; finish them with step()")
         for request in requests:
             self.submit(request)
-        done: dict[int, Completion] = {}
-        while len(done) < len(requests):
-            done |= {completion.rollout: completion for completion in self.step()}
-        return [done[request.rollout] for request in requests]
+        completions: dict[int, Completion] = {}
+        while len(completions) < len(requests):
+            completions |= {completion.rollout: completion for completion in self.step()}
+        return [completions[request.rollout] for request in requests]
 
     def release(self, rollout: int) -> Trace:
         slot = self._live.pop(rollout, None)
         if slot is None:  # its first request was refused
             return Trace()
-        total, held = slot.length + len(slot.pending), slot.away or tuple(self._parts(slot.index, slot.length))
+        total, parts = slot.length + len(slot.pending), slot.away or tuple(self._parts(slot.index, slot.length))
         if slot.index >= 0:
             self._free.append(slot.index)
-        found = [np.zeros((total, *record.shape[2:]), record.dtype) for record in self._records]
-        for array, known in zip(found, held if slot.length else (), strict=False):
-            array[: slot.length] = known
-        routes, gates, margins, checks = found
-        return Trace(
-            routes=routes, gates=gates, margins=margins, checks=checks, route_valid=np.arange(total) < slot.length
-        )
+        records = [np.zeros((total, *record.shape[2:]), record.dtype) for record in self._records]
+        for record, part in zip(records, parts if slot.length else (), strict=False):
+            record[: slot.length] = part
+        names = "routes", "gates", "margins", "checks"
+        return Trace(**dict(zip(names, records, strict=True)), route_valid=np.arange(total) < slot.length)
 
     @torch.no_grad()
     def _forward(self, slots: list[Slot]) -> Tensor:
         """Forward pending tokens into the cache. Return the logits [S, V] of each slot that has no pending token left."""
         leaders, leader_S = self._alike(slots)
-        sizes = self._sizes([slots[place] for place in leaders])
+        sizes = self._sizes([slots[row] for row in leaders])
         counts = sizes[leader_S]
         row_N = np.repeat([slot.index for slot in slots], counts)
         position_N = np.concatenate([slot.length + np.arange(count) for slot, count in zip(slots, counts, strict=True)])
         starts = np.cumsum(sizes) - sizes
         from_N = np.concatenate([np.arange(starts[lead], starts[lead] + sizes[lead]) for lead in leader_S])
-        ids_U = np.concatenate([slots[place].pending[:size] for place, size in zip(leaders, sizes, strict=True)])
-        own_U = np.repeat([slots[place].index for place in leaders], sizes)
+        ids_U = np.concatenate([slots[row].pending[:size] for row, size in zip(leaders, sizes, strict=True)])
+        own_U = np.repeat([slots[row].index for row in leaders], sizes)
         at_U = np.empty(len(own_U), np.int64)
         at_U[from_N] = position_N
         new = NewTokens(ids_U, at_U, own_U, row_N, position_N, from_N)
         run = self._trunk if self._packed is None else partial(self._decode, self._packed)
-        whole = sizes == [len(slots[place].pending) for place in leaders]
+        whole = sizes == [len(slots[row].pending) for row in leaders]
         logits, routes_ULK, gates_ULK, margins_UL = run(new, (starts + sizes - 1)[whole])
         routes_NLK = routes_ULK[from_N].astype(self._routes.dtype)
         self._routes[row_N, position_N] = routes_NLK
@@ -309,9 +300,9 @@ class Engine:
     def _sizes(self, slots: Sequence[Slot]) -> NDArray[np.int64]:
         """Return the number of pending tokens that each slot forwards: one, and more in order of priority up to the budget."""
         sizes, left = np.ones(len(slots), np.int64), self.step_tokens - len(slots)
-        for place in sorted(range(len(slots)), key=lambda place: slots[place].priority):
-            more = min(len(slots[place].pending) - 1, left)
-            sizes[place], left = 1 + more, left - more
+        for row in sorted(range(len(slots)), key=lambda row: slots[row].request.priority):
+            more = min(len(slots[row].pending) - 1, left)
+            sizes[row], left = 1 + more, left - more
         return sizes
 
     def _decode(self, weights: DecodeWeights, new: NewTokens, last: NDArray[np.int64]) -> Forwarded:
@@ -352,31 +343,27 @@ class Engine:
         return hidden_UD, experts, gates, margins
 
     def _alike(self, slots: list[Slot]) -> tuple[list[int], NDArray[np.int64]]:
-        """Return the places of the slots to forward (leaders), and each slot's leader: one with the same cached tokens, from the
+        """Return the rows of the slots to forward (leaders), and each slot's leader: one with the same cached tokens, from the
         same steps, and the same pending ones. Mark the slots' new pasts."""
-        known: dict[tuple[int, ...], int] = {}
+        leader_of_past: dict[tuple[int, ...], int] = {}
         leaders: list[int] = []
         leader_S = np.empty(len(slots), np.int64)
-        for place, slot in enumerate(slots):
-            leader_S[place] = known.setdefault((slot.past, slot.length, *slot.pending), len(leaders))
-            if leader_S[place] == len(leaders):
-                leaders.append(place)
+        for row, slot in enumerate(slots):
+            leader_S[row] = leader_of_past.setdefault((slot.past, slot.length, *slot.pending), len(leaders))
+            if leader_S[row] == len(leaders):
+                leaders.append(row)
         for slot, lead in zip(slots, leader_S.tolist(), strict=True):
             slot.past = self._pasts + 1 + lead
         self._pasts += len(leaders)
         return leaders, leader_S
 
 
-def _copied(part: Any) -> Any:
-    return part.clone() if isinstance(part, Tensor) else part.copy()
-
-
-def _held(logits_SV: Tensor, slots: Sequence[Slot]) -> Tensor:
+def _masked(logits_SV: Tensor, slots: Sequence[Slot]) -> Tensor:
     """Mask the tokens that may not follow in each turn."""
-    rows = [row for row, slot in enumerate(slots) if slot.allowed]
-    logits_SV = logits_SV.clone() if rows else logits_SV
-    for row in rows:
-        allowed = torch.from_numpy(slots[row].allowed(slots[row].sampled)).to(logits_SV.device)  # type: ignore[misc]
+    masks = [(row, slot.request.allowed(slot.sampled)) for row, slot in enumerate(slots) if slot.request.allowed]
+    logits_SV = logits_SV.clone() if masks else logits_SV
+    for row, mask in masks:
+        allowed = torch.from_numpy(mask).to(logits_SV.device)
         logits_SV[row, len(allowed) :] = -torch.inf
         logits_SV[row, : len(allowed)].masked_fill_(~allowed[: logits_SV.shape[1]], -torch.inf)
     return logits_SV
@@ -384,37 +371,37 @@ def _held(logits_SV: Tensor, slots: Sequence[Slot]) -> Tensor:
 
 def sample(logits_SV: Tensor, slots: Sequence[Slot], ahead: int = 0) -> tuple[list[int], list[float]]:
     """Return one token per slot, `ahead` of the next one, and log-probabilities. Slots that draw alike form one batch."""
-    kinds, uniform_S = {slot.drawn for slot in slots}, [slot.uniform[slot.length + ahead] for slot in slots]
+    kinds, uniform_S = {slot.sampling for slot in slots}, [slot.uniform[slot.length + ahead] for slot in slots]
     if len(kinds) == 1:
         return _draw(logits_SV, uniform_S, *kinds.pop())
     tokens, logprobs = [0] * len(slots), [0.0] * len(slots)
     for kind in kinds:
-        rows = [row for row, slot in enumerate(slots) if slot.drawn == kind]
-        found = _draw(logits_SV[rows], [uniform_S[row] for row in rows], *kind)
-        for row, token, logprob in zip(rows, *found, strict=True):
+        rows = [row for row, slot in enumerate(slots) if slot.sampling == kind]
+        draws = _draw(logits_SV[rows], [uniform_S[row] for row in rows], *kind)
+        for row, token, logprob in zip(rows, *draws, strict=True):
             tokens[row], logprobs[row] = token, logprob
     return tokens, logprobs
 
 
-def _draw(logits_SV: Tensor, uniform_S: list[float], *drawn: Any) -> tuple[list[int], list[float]]:
+def _draw(logits_SV: Tensor, uniform_S: list[float], *sampling: Any) -> tuple[list[int], list[float]]:
     """Return the first token of each row whose cumulative probability exceeds the row's random number, and log-probabilities."""
-    logprob_SV = _logprobs(logits_SV, *drawn)
-    if drawn[0] == 0:
+    logprob_SV = _logprobs(logits_SV, *sampling)
+    if sampling[0] == 0:
         token_S = logprob_SV.argmax(-1)
     else:
         below_SV = logprob_SV.double().exp().cumsum(-1)
-        drawn_S1 = torch.tensor(uniform_S, dtype=torch.float64, device=logits_SV.device)[:, None] * below_SV[:, -1:]
-        token_S = torch.searchsorted(below_SV, drawn_S1, right=True)[:, 0].clamp_max(logits_SV.shape[1] - 1)
+        goal_S1 = torch.tensor(uniform_S, dtype=torch.float64, device=logits_SV.device)[:, None] * below_SV[:, -1:]
+        token_S = torch.searchsorted(below_SV, goal_S1, right=True)[:, 0].clamp_max(logits_SV.shape[1] - 1)
     chosen_S = logprob_SV.gather(1, token_S[:, None])[:, 0]
     return token_S.tolist(), chosen_S.tolist()
 
 
 def _top(logits_V: Tensor, slot: Slot) -> list[tuple[int, float]]:
-    """Return the most probable tokens and their log-probabilities, at most `slot.top` and only tokens that can be drawn."""
-    if not slot.top:
+    """Return the most probable tokens and their log-probabilities, as many as asked for and only tokens that can be drawn."""
+    if not slot.request.top:
         return []
-    found = _logprobs(logits_V[None], *slot.drawn)[0].topk(min(slot.top, len(logits_V)))
-    return [pair for pair in zip(found.indices.tolist(), found.values.tolist(), strict=True) if pair[1] > -np.inf]
+    best = _logprobs(logits_V[None], *slot.sampling)[0].topk(min(slot.request.top, len(logits_V)))
+    return [pair for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True) if pair[1] > -np.inf]
 
 
 def _logprobs(logits_SV: Tensor, temperature: float, top_p: float, top_k: int, min_p: float) -> Tensor:
@@ -453,7 +440,7 @@ def pack(model: Model) -> DecodeWeights | None:
         return np.array(tensor.detach().numpy(), order="C")
 
     def stacked(matrices: Tensor, bits: int) -> Matrix:
-        return matrix(np.stack([panels(array(each)) for each in matrices]), bits)
+        return matrix(np.stack([panels(array(weight)) for weight in matrices]), bits)
 
     def single(weight: Tensor, bits: int) -> Matrix:
         return Matrix(*(part[0] for part in stacked(weight.T[None], bits)))

@@ -53,10 +53,10 @@ class Graphs:
         if self._pool is None:
             outputs = run(*padded)
         else:
-            wanted = size, self._model.kernels
-            if wanted not in self._captured:
-                self._captured[wanted] = self._capture(run, size)
-            inputs, graph, outputs = self._captured[wanted]
+            key = size, self._model.kernels
+            if key not in self._captured:
+                self._captured[key] = self._capture(run, size)
+            inputs, graph, outputs = self._captured[key]
             inputs.copy_(padded)
             graph.replay()
         return tuple(part[: len(new.ids_U)] for part in outputs)

@@ -7,7 +7,7 @@
     services.evaluate()                  scores on the tuning tasks, at intervals
     services.record()                    metrics and the ledger of tokens; services.save() writes a checkpoint
 
-`Services` has two implementations. `recipe.reinforce.InProcess` samples each batch from the newest weights, in the processes that
+`Services` has two implementations. `recipe.recipe.InProcess` samples each batch from the newest weights, in the processes that
 train. `services.coordinator.Coordinator` runs on Ray: engines and environments sample ahead while a trainer learns. In lockstep
 and with no batch ahead, both make the same run, bit for bit.
 """

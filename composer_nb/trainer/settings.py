@@ -101,13 +101,13 @@ class ModelSettings(ModelConfig):
         if not self.start:
             return ModelConfig(**sizes)
         try:
-            found = read_config(self.folder / "config.json").model
+            config = read_config(self.folder / "config.json").model
         except (OSError, ValueError) as error:
             raise ValueError(f"model.start={self.start!r}: {error}") from None
         for name, value in sizes.items():
-            if value not in (getattr(ModelConfig(), name), getattr(found, name)):
-                raise ValueError(f"model.{name}={value!r}: model.start has {getattr(found, name)!r}; leave it out")
-        return found
+            if value not in (getattr(ModelConfig(), name), getattr(config, name)):
+                raise ValueError(f"model.{name}={value!r}: model.start has {getattr(config, name)!r}; leave it out")
+        return config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,39 +276,22 @@ class Settings:
             raise ValueError("mesh.*: RL on a mesh needs services.on=true; else leave mesh.* at its defaults")
         elif self.rl.prompts < self.ranks:
             raise ValueError(f"rl.prompts={self.rl.prompts}: must be at least ranks ({self.ranks}) unless services.on")
-        data, clean = self.data, self.midtrain.steps + self.extend.steps
-        head, steps = self.midtrain.draft_weight, self.midtrain.draft_steps
-        for wrong, message in (
-            (
-                self.loss.feedback and self.meshed,
-                "loss.feedback: its teacher's rows are not split over ranks; leave mesh.* at its defaults",
-            ),
-            (
-                clean and not data.demonstrations,
-                "data.demonstrations=0: midtrain.steps and extend.steps must be 0 too, they train on them",
-            ),
-            (steps and not self.midtrain.steps, "midtrain.draft_steps: needs midtrain.steps above 0, whose end it is"),
-            (head and not steps, "midtrain.draft_weight: needs midtrain.draft_steps above 0, which begin the head"),
-            (
-                head and self.meshed,
-                "midtrain.draft_weight: a head learns beside whole weights; leave mesh.* at its defaults",
-            ),
-            (
-                self.midtrain.rehearsal and not self.model.start,
-                "midtrain.rehearsal: needs model.start, because random weights have nothing to forget",
-            ),
-            (not data.kinds, "data.kinds=[]: at least one kind is needed"),
-            (
-                data.kinds != ("bug",) and data.level == "functions",
-                f"data.kinds={list(data.kinds)}: tasks of data.level='functions' have bugs alone",
-            ),
-            (
-                self.sft.steps and not data.mistaken_demonstrations,
-                "data.mistaken_demonstrations=0: sft.steps must be 0 too, it trains on them",
-            ),
-            (self.rl.refill and not self.services.on, "rl.refill: needs services.on=true"),
-            (self.services.changes and not self.services.on, "services.changes: needs services.on=true"),
-        ):
+        data, m, on = self.data, self.midtrain, self.services.on
+        clean, sft = m.steps + self.extend.steps, self.sft.steps
+        kinds = f"data.kinds={list(data.kinds)}"
+        for message, wrong in {
+            "loss.feedback: needs mesh.* at its defaults, it is not split": self.loss.feedback and self.meshed,
+            "data.demonstrations=0: midtrain.steps and extend.steps must be 0 too": clean and not data.demonstrations,
+            "data.mistaken_demonstrations=0: sft.steps must be 0 too": sft and not data.mistaken_demonstrations,
+            "midtrain.draft_steps: needs midtrain.steps above 0, whose end it is": m.draft_steps and not m.steps,
+            "midtrain.draft_weight: needs midtrain.draft_steps above 0": m.draft_weight and not m.draft_steps,
+            "midtrain.draft_weight: needs whole weights, mesh.* at its defaults": m.draft_weight and self.meshed,
+            "midtrain.rehearsal: needs model.start": m.rehearsal and not self.model.start,
+            f"{kinds}: at least one kind is needed": not data.kinds,
+            f"{kinds}: tasks of data.level='functions' are bugs": data.level == "functions" and data.kinds != ("bug",),
+            "rl.refill: needs services.on=true": self.rl.refill and not on,
+            "services.changes: needs services.on=true": self.services.changes and not on,
+        }.items():
             if wrong:
                 raise ValueError(message)
         if changes := self.services.changes:
@@ -448,8 +431,8 @@ def _validated(kind: type[Tree], tree: Mapping[str, Any], problems: Iterable[str
             if problem["type"] == "unexpected_keyword_argument":
                 problems.append(f"unknown setting {name!r}")
             else:  # the checks of the dataclasses name the setting themselves
-                own = what.removeprefix("Value error, ")
-                problems.append(own if own != what else f"{name}={problem['input']!r}: {what}")
+                message = what.removeprefix("Value error, ")
+                problems.append(message if message != what else f"{name}={problem['input']!r}: {what}")
     if problems:
         raise ValueError(". ".join(problems))
     return cast(Tree, settings.tree)  # type: ignore[attr-defined]

@@ -70,9 +70,9 @@ def encode_delta(base_dir: str | Path, target_dir: str | Path, out_dir: str | Pa
     except ValueError as error:
         raise ValueError(f"{base_dir} and {target_dir}: {error}") from None
     with new_version(Path(out_dir)) as (store, part):
-        made = write_part(store, part, target, base)
-        side = write_side(store, part, [made], files)
-        manifest = seal(target.version, BaseVersion(version=base.version, hash=base.hash), [made], side)
+        written = write_part(store, part, target, base)
+        side = write_side(store, part, [written], files)
+        manifest = seal(target.version, BaseVersion(version=base.version, hash=base.hash), [written], side)
         store.write(f"{part}/{MANIFEST}", manifest.dump())
     return manifest
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer_nb.harness.rollout import Turn
 from composer_nb.harness.untrusted import as_html
-from composer_nb.production.arms import detectable as smallest
+from composer_nb.production.bench import detectable as smallest
 from composer_nb.production.show import call_line
 from composer_nb.production.work import Work
 from composer_nb.views import style
@@ -49,20 +49,20 @@ def verdict(work: Work) -> ipywidgets.VBox:
 
     yes = ipywidgets.Button(description="Accept", icon="check", tooltip=f"write the changes into {work.source.root}")
     no = ipywidgets.Button(description="Reject", icon="times", tooltip="keep the repository as it is")
-    said = ipywidgets.HTML()
+    note = ipywidgets.HTML()
 
     def decide(action: Callable[[], None], text: str) -> None:
         try:
             action()
         except (ValueError, OSError) as error:
-            said.value = as_html(str(error))
+            note.value = as_html(str(error))
             return
-        said.value = text
+        note.value = text
         yes.disabled = no.disabled = True
 
     yes.on_click(lambda _: decide(work.accept, f"accepted: {len(work.changes)} files changed"))
     no.on_click(lambda _: decide(work.reject, "rejected: nothing was changed"))
-    return ipywidgets.VBox([ipywidgets.HTML(diff(work.diff).text), ipywidgets.HBox([yes, no, said])])
+    return ipywidgets.VBox([ipywidgets.HTML(diff(work.diff).text), ipywidgets.HBox([yes, no, note])])
 
 
 def times(turns: Sequence[Turn]) -> Picture:
@@ -70,11 +70,11 @@ def times(turns: Sequence[Turn]) -> Picture:
     calls = [turn for turn in turns if turn.call or turn.error]
     picture, ax = one_panel(8.0, 0.32 * len(calls) + 1.0)
     turn_number = 0
-    for place, turn in enumerate(calls):
+    for row, turn in enumerate(calls):
         turn_number += not turn.beside
         colour = style.VERMILION if turn.error else (style.BLUE, style.SKY)[turn_number % 2]
-        ax.barh(place, turn.seconds * 1e3, color=colour, height=0.7)
-        ax.text(turn.seconds * 1e3, place, f"  {call_line(turn)[:60]}", va="center", fontsize=8, color=style.INK)
+        ax.barh(row, turn.seconds * 1e3, color=colour, height=0.7)
+        ax.text(turn.seconds * 1e3, row, f"  {call_line(turn)[:60]}", va="center", fontsize=8, color=style.INK)
     ax.invert_yaxis()
     ax.set(yticks=[], xlim=(0, 1e3 * max([0.001, *(turn.seconds for turn in calls)]) * 2.2))
     title(ax, "what each call took, in the order of calls (one shade a turn)", "milliseconds")
@@ -83,25 +83,21 @@ def times(turns: Sequence[Turn]) -> Picture:
 
 def arms(report: Mapping[str, Any]) -> Picture:
     """Draw solved tasks with intervals, and calls per task, by arm."""
-    names = list(report["arms"])
-    rows = [report["arms"][name] for name in names]
+    names, rows = list(report["arms"]), list(report["arms"].values())
     picture = Picture(8.5, 2.8)
     solved, calls = picture.panels(1, 2)
-    for place, row in enumerate(rows):
-        if "pass_at_1" not in row:  # every attempt was lost
-            solved.text(place, 0.0, "–", ha="center", va="bottom")
-            continue
-        low, high = row["ci95"]
-        solved.bar(place, row["pass_at_1"], color=style.BLUE, width=0.6)
-        style.interval(solved, [place, place], [low, high])
-        valid = row["tool_calls_per_task"] * (1 - (row["invalid_call_rate"] or 0.0))  # without calls there is no rate
-        calls.bar(place, valid, color=style.GREEN, width=0.6, label="answered" if not place else None)
-        invalid = row["tool_calls_per_task"] - valid
-        calls.bar(
-            place, invalid, bottom=valid, color=style.VERMILION, width=0.6, label="invalid" if not place else None
-        )
-    for ax in (solved, calls):
-        ax.set_xticks(range(len(names)), names)
+    graded = ["pass_at_1" in row for row in rows]  # otherwise every attempt was lost
+    scores = [row.get("pass_at_1") for row in rows]
+    style.grouped(solved, names, [style.BarSeries("", style.BLUE, scores, [row.get("ci95") for row in rows])])
+    for column in range(len(rows)):
+        if not graded[column]:
+            solved.text(column, 0.0, "–", ha="center", va="bottom")
+    counts = [row.get("tool_calls_per_task") or 0.0 for row in rows]
+    rates = [row.get("invalid_call_rate") or 0.0 for row in rows]  # without calls there is no rate
+    invalid = [count * rate for count, rate in zip(counts, rates, strict=True)]
+    valid = [count - wrong for count, wrong in zip(counts, invalid, strict=True)]
+    calls.bar(names, valid, color=style.GREEN, width=0.6, label="answered")
+    calls.bar(names, invalid, bottom=valid, color=style.VERMILION, width=0.6, label="invalid")
     title(as_share(solved, 1.05), "solved (pass@1, 95 % over tasks)")
     title(calls, "calls a task")
     calls.set_ylim(0, calls.get_ylim()[1] * 1.2)
@@ -113,8 +109,8 @@ def detectable(tasks: Sequence[int], samples: Sequence[int]) -> Picture:
     """Draw the smallest difference that a bench shows, by its number of tasks, one line for each number of attempts a task."""
     picture, ax = one_panel(7.0, 2.8)
     for count, color in zip(samples, (style.BLUE, style.GREEN, style.VERMILION, style.PURPLE), strict=False):
-        shown = [smallest(number, count) for number in tasks]
-        ax.plot(tasks, shown, "o-", color=color, label=f"{count} attempts a task")
+        differences = [smallest(number, count) for number in tasks]
+        ax.plot(tasks, differences, "o-", color=color, label=f"{count} attempts a task")
     ax.set_xscale("log")
     ax.set_xticks(tasks, [str(number) for number in tasks])
     title(as_share(ax, 0.3), "smallest difference in pass@1 that shows, by attempts", "tasks")
@@ -122,14 +118,14 @@ def detectable(tasks: Sequence[int], samples: Sequence[int]) -> Picture:
     return picture
 
 
-def gate(found: Mapping[str, Any]) -> Picture:
+def gate(judgement: Mapping[str, Any]) -> Picture:
     """Draw what the gate of an update compares (`improve.judge`): pass@1 and the share of attempts that edit."""
     picture, ax = one_panel(6.0, 2.6)
     names = {"pass_at_1": "pass@1", "edits": "attempts that edit"}
     colors = {"before": style.SKY, "after": style.BLUE}
-    sides = [style.BarSeries(when, color, [found[when][name] for name in names]) for when, color in colors.items()]
+    sides = [style.BarSeries(when, color, [judgement[when][name] for name in names]) for when, color in colors.items()]
     style.grouped(ax, list(names.values()), sides, ".2f")
-    low, high = found["ci95"]
-    title(as_share(ax, 1.2), f"change of pass@1 {found['gain']:+.3f} ({low:+.3f} to {high:+.3f})")
+    low, high = judgement["ci95"]
+    title(as_share(ax, 1.2), f"change of pass@1 {judgement['gain']:+.3f} ({low:+.3f} to {high:+.3f})")
     key(ax, ncols=2)
     return picture

@@ -10,6 +10,7 @@ import html
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Group
@@ -29,18 +30,15 @@ _CURVES = ("solved", "reward", "entropy", "turns", "staleness", "live_groups")
 
 def figures(comparison: Mapping[str, Any], first: RunDir, second: RunDir) -> dict[str, tuple[str, bytes]]:
     """Return (caption, PNG) by name of every figure that both runs have data for. `comparison` is the result of `compare`."""
-    drawn: dict[str, tuple[Picture, str]] = {}
+    pictures: dict[str, tuple[str, Picture]] = {}
     if any("difference" in part for part in comparison["eval"].values()):
-        drawn["scores"] = (
-            scores(comparison),
-            "Left: pass@1 with 95 % intervals over tasks. Right: second − first. An interval over 0 shows no difference; "
-            "paired by task it is narrower than the bars suggest.",
-        )
+        sides = "Left: pass@1 with 95 % intervals over tasks. Right: second − first. An interval over 0 shows no difference; "
+        pictures["scores"] = (f"{sides}paired by task it is narrower than the bars suggest.", scores(comparison))
     if first.steps("rl") and second.steps("rl"):
-        drawn["curves"] = (curves(comparison, first, second), f"RL. Bold: mean of the last {WINDOW} steps.")
+        pictures["curves"] = (f"RL. Bold: mean of the last {WINDOW} steps.", curves(comparison, first, second))
     if comparison["wall_s"]:
-        drawn["time"] = (times(comparison), "Where the time went.")
-    return {name: (caption, picture.png()) for name, (picture, caption) in drawn.items()}
+        pictures["time"] = ("Where the time went.", times(comparison))
+    return {name: (caption, picture.png()) for name, (caption, picture) in pictures.items()}
 
 
 def scores(comparison: Mapping[str, Any]) -> Picture:
@@ -52,17 +50,17 @@ def scores(comparison: Mapping[str, Any]) -> Picture:
     bars, gaps = picture.panels(1, 2, width_ratios=(3, 2))
     scored = zip(*(part["scores"] for part in both.values()), strict=True)
     sides = [
-        style.BarSeries(label, color, [s["pass_at_1"] for s in own], [s["ci95"] for s in own])
-        for color, label, own in zip(COLORS, labels(comparison), scored, strict=True)
+        style.BarSeries(label, color, [s["pass_at_1"] for s in policies], [s["ci95"] for s in policies])
+        for color, label, policies in zip(COLORS, labels(comparison), scored, strict=True)
     ]
     style.grouped(bars, list(both), sides)
     as_share(bars, min(1.3, 1.3 * max(0.1, *(s["ci95"][1] for part in both.values() for s in part["scores"]))))
     title(bars, "solved, held-out tasks, pass@1")
     key(bars, loc="upper left", ncols=2)
-    for place, part in enumerate(both.values()):
+    for row, part in enumerate(both.values()):
         gap = part["difference"]
-        gaps.plot(gap["ci95"], [place, place], color=style.INK, linewidth=1.4)
-        gaps.plot(gap["pass_at_1"], place, "o" if gap["paired"] else "s", color=style.INK, markersize=6)
+        gaps.plot(gap["ci95"], [row, row], color=style.INK, linewidth=1.4)
+        gaps.plot(gap["pass_at_1"], row, "o" if gap["paired"] else "s", color=style.INK, markersize=6)
     gaps.axvline(0, color=style.GREY, linestyle=":")
     style.rows(gaps, list(both)).xaxis.set_major_formatter(lambda value, _: f"{value:+.0%}")
     paired = all(part["difference"]["paired"] for part in both.values())
@@ -87,9 +85,9 @@ def times(comparison: Mapping[str, Any]) -> Picture:
     """Draw seconds by part of the recipe."""
     names = [name for name in comparison["wall_s"] if name != "total"] + ["total"]
     picture, ax = style.one_panel(9.5, 0.9 + 0.42 * len(names))
-    for place, (color, label) in enumerate(zip(COLORS, labels(comparison), strict=True)):
-        spent = [comparison["wall_s"].get(name, (0, 0))[place] or 0.0 for name in names]
-        at = [number + (place - 0.5) * 0.4 for number in range(len(names))]
+    for side, (color, label) in enumerate(zip(COLORS, labels(comparison), strict=True)):
+        spent = [comparison["wall_s"].get(name, (0, 0))[side] or 0.0 for name in names]
+        at = [number + (side - 0.5) * 0.4 for number in range(len(names))]
         ax.barh(at, spent, 0.37, color=color, label=label)
         for y, seconds in zip(at, spent, strict=True):
             style.note(ax, seconds, y, f" {seconds:.0f}")
@@ -112,83 +110,67 @@ _PARTS = {
     "train": "reinforcement learning",
     "wall_s": "seconds",
 }
+_HEAD = ("tools", "first", "second", "difference", "95 %", "tasks")
+Section = tuple[str, Sequence[str], list[tuple[str, ...]]]
 
 
 def table(comparison: Mapping[str, Any]) -> Group:
-    """Return the comparison for a terminal."""
-    names = [run["run"] for run in comparison["runs"]]
-    parts: list[Table | str] = [f"first: {escape(names[0])}   second: {escape(names[1])}"]
-    for part, heading in _PARTS.items():
-        rows = list(pair_rows(comparison[part]))
-        parts.append(text_table(rows, ("", "first", "second"), heading) if rows else f"[bold]{heading}[/]: none")
-        if part == "provenance" and comparison["eval"]:
-            for rows_of, heading in (
-                (score_rows, "held-out tasks"),
-                (other_rows, "all tasks of each run, first → second"),
-            ):
-                head, *rest = rows_of(comparison)
-                parts.append(text_table(rest, head, heading))
-    return Group(*parts)
+    """Return a comparison of runs, or of evaluations, for a terminal."""
+    first, second = map(escape, _names(comparison))
+    parts: list[Table | str] = [f"first: {first}   second: {second}"]
+    for heading, head, rows in _sections(comparison):
+        parts.append(text_table(rows, head, heading) if rows else f"[bold]{heading}[/]: none")
+    return Group(*parts, *map(escape, _notes(comparison)))
 
 
-def page(comparison: Mapping[str, Any], figures: Mapping[str, tuple[str, bytes]]) -> str:
-    """Return one HTML page; `figures` are (caption, PNG) by name."""
-    names = [run["run"] for run in comparison["runs"]]
-    body = [f"<h1>{html.escape(names[0])} and {html.escape(names[1])}</h1>"]
-    for run in comparison["runs"]:
-        if not run["complete"]:
-            body.append(f"<p class=note>{html.escape(run['run'])} is not complete.</p>")
-    if comparison["eval"]:
-        for heading, (head, *rows) in (
-            ("Held-out tasks", score_rows(comparison)),
-            ("All tasks of each run, first → second", other_rows(comparison)),
-        ):
-            body += [f"<h2>{heading}</h2>", html_table(rows, head)]
+def page(comparison: Mapping[str, Any], figures: Mapping[str, tuple[str, bytes]] = MappingProxyType({})) -> str:
+    """Return a comparison of runs, or of evaluations, as one HTML page; `figures` are (caption, PNG) by name."""
+    names = " and ".join(_names(comparison))
+    body = [f"<h1>{html.escape(names)}</h1>"]
+    body += [f"<p class=note>{html.escape(line)}</p>" for line in _notes(comparison)]
     body += [figure(name, caption, png) for name, (caption, png) in figures.items()]
-    for part, heading in _PARTS.items():
-        rows = list(pair_rows(comparison[part]))
-        body.append(f"<h2>{heading.capitalize()}</h2>")
-        body.append(html_table(rows, ("", *names)) if rows else "<p>None.</p>")
-    return document(" and ".join(names), body)
+    for heading, head, rows in _sections(comparison):
+        body += [f"<h2>{heading.capitalize()}</h2>", html_table(rows, head) if rows else "<p>None.</p>"]
+    return document(names, body)
 
 
-def eval_table(comparison: Mapping[str, Any]) -> Group:
-    """Return the comparison of two evaluations for a terminal."""
-    head, *rows = eval_rows(comparison)
-    names = "   ".join(
-        f"{position}: {escape(visible(name))}"
-        for position, name in zip(("first", "second"), comparison["evals"], strict=True)
-    )
-    return Group(names, text_table(rows, head, "pass@1 at the tasks of both"), *map(escape, _left_out(comparison)))
+def _names(comparison: Mapping[str, Any]) -> list[str]:
+    return [visible(name) for name in comparison.get("evals", ())] or [run["run"] for run in comparison["runs"]]
 
 
-def eval_page(comparison: Mapping[str, Any]) -> str:
-    """Return the comparison of two evaluations as an HTML page."""
-    head, *rows = eval_rows(comparison)
-    lines = [f"<p class=note>{html.escape(line)}</p>" for line in _left_out(comparison)]
-    names = " and ".join(map(visible, comparison["evals"]))
-    return document(names, [f"<h1>{html.escape(names)}</h1>", html_table(rows, head), *lines])
-
-
-def eval_rows(comparison: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield the head and the rows of the table of two evaluations."""
-    yield ("tools", "first", "second", "difference", "95 %", "tasks")
-    for arm, row in comparison["arms"].items():
-        if not row["n_tasks"]:
-            yield (arm, "–", "–", "–", "", "0")
-            continue
-        scores = ("{:.3f} ({:.3f}–{:.3f})".format(score["pass_at_1"], *score["ci95"]) for score in row["scores"])
-        gap = row["difference"]
-        interval = "{:+.3f} to {:+.3f}".format(*gap["ci95"])
-        yield (arm, *scores, f"{gap['pass_at_1']:+.3f}", interval, str(row["n_tasks"]))
-
-
-def _left_out(comparison: Mapping[str, Any]) -> Iterator[str]:
-    for arm, row in comparison["arms"].items():
+def _notes(comparison: Mapping[str, Any]) -> Iterator[str]:
+    for run in comparison.get("runs", ()):
+        if not run["complete"]:
+            yield f"{run['run']} is not complete."
+    for arm, row in comparison.get("arms", {}).items():
         for which, names in zip(("first", "second"), row["left_out"], strict=True):
             if names:
                 more = f" and {len(names) - 20} more" if len(names) > 20 else ""
                 yield f"{arm}: left out, without a grade in the other: of the {which} {visible(', '.join(names[:20]))}{more}"
+
+
+def _sections(comparison: Mapping[str, Any]) -> Iterator[Section]:
+    """Yield heading, head and rows of every table."""
+    if "arms" in comparison:
+        yield "pass@1 at the tasks of both", _HEAD, [_arm_row(*arm) for arm in comparison["arms"].items()]
+        return
+    if comparison["eval"]:
+        head, *rows = score_rows(comparison)
+        yield "held-out tasks", head, rows
+        head, *rows = other_rows(comparison)
+        yield "all tasks of each run, first → second", head, rows
+    for part, heading in _PARTS.items():
+        pairs = comparison[part].items()
+        yield heading, ("", "first", "second"), [(name, *map(_spoken, pair)) for name, pair in pairs]
+
+
+def _arm_row(arm: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+    if not row["n_tasks"]:
+        return (arm, "–", "–", "–", "", "0")
+    scores = ("{:.3f} ({:.3f}–{:.3f})".format(score["pass_at_1"], *score["ci95"]) for score in row["scores"])
+    gap = row["difference"]
+    interval = "{:+.3f} to {:+.3f}".format(*gap["ci95"])
+    return (arm, *scores, f"{gap['pass_at_1']:+.3f}", interval, str(row["n_tasks"]))
 
 
 def score_rows(comparison: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -214,12 +196,6 @@ def other_rows(comparison: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         values = [[(score.get("pass_within") or {}).get("12") for score in both]]
         values += [[score.get(key) for score in both] for key in ("recovery", "pass_greedy", "best_of_k")]
         yield (name, *(" → ".join(shown(value, ".3f") for value in pair) for pair in values))
-
-
-def pair_rows(pairs: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, str, str]]:
-    """Yield name and both values as text."""
-    for name, (old, new) in pairs.items():
-        yield name, _spoken(old), _spoken(new)
 
 
 def _spoken(value: Any) -> str:

@@ -73,8 +73,8 @@ METRICS: dict[str, tuple[str, str, tuple[tuple[str, str, str], ...]]] = {
 
 def metric(ax: Axes, steps: Sequence[Mapping[str, Any]], name: str, bound: int | None = None) -> Axes:
     """Draw a panel of METRICS; `bound` is a horizontal line."""
-    for each, color, label in METRICS[name][2]:
-        line(ax, steps, each, color, label)
+    for figure, color, label in METRICS[name][2]:
+        line(ax, steps, figure, color, label)
     if name == "staleness" and any(point.get("staleness_max") is not None for point in steps):
         ax.plot(*gaps(steps, "staleness_max"), color=style.SKY, linewidth=1, label="oldest")
     if not steps:
@@ -108,11 +108,11 @@ def reinforcement(run: RunDir) -> Picture:
     panels = picture.panels(2, 2)
     for ax, name in zip(panels, ("solved", "entropy", "turns", "faults"), strict=True):
         metric(ax, derived, name).set_xlim(0, steps[-1]["step"] + 1)
-    looks = (("tune_greedy", "greedy", "D", style.VERMILION), ("tune_pass_at_1", "pass@1", "o", style.INK))
-    for name, label, marker, color in looks:
+    for name, label, marker in (("tune_greedy", "greedy", "D"), ("tune_pass_at_1", "pass@1", "o")):
         if points := known(steps, name):
-            at, values = zip(*points, strict=True)
-            panels[0].plot(at, values, marker, color=color, markersize=5, label=f"tuning tasks, {label}", zorder=3)
+            color = style.VERMILION if marker == "D" else style.INK
+            look: dict[str, Any] = {"color": color, "markersize": 5, "zorder": 3, "label": f"tuning tasks, {label}"}
+            panels[0].plot(*zip(*points, strict=True), marker, **look)
     key(panels[0], loc="best")
     return picture
 
@@ -181,9 +181,9 @@ def staleness(run: RunDir, report: Mapping[str, Any]) -> Picture:
     ages, parts = picture.panels(1, 2)
     metric(ages, steps, "staleness", train["staleness_bound"])
     names = {"while sampled": "in_flight", "while waiting": "in_queue"}
-    known = {text: train[name] for text, name in names.items() if train.get(name) is not None}
-    style.bars(parts, known, [style.BLUE, style.SKY][: len(known)])
-    if not known:
+    parts_of_age = {text: train[name] for text, name in names.items() if train.get(name) is not None}
+    style.bars(parts, parts_of_age, [style.BLUE, style.SKY][: len(parts_of_age)])
+    if not parts_of_age:
         style.absent(parts, "nothing was trained")
     title(parts, "where it arose", "batches, mean over rollouts")
     return picture

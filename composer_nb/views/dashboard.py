@@ -24,9 +24,8 @@ from matplotlib.ticker import MaxNLocator
 
 from composer_nb.harness.untrusted import as_html
 from composer_nb.trainer.recipe.launch import LOCK
-from composer_nb.trainer.recipe.reader import ReadOnly
+from composer_nb.trainer.recipe.reader import ReadOnly, Status, read_status
 from composer_nb.trainer.recipe.report import reward_trend
-from composer_nb.trainer.recipe.status import Status, read_status
 from composer_nb.trainer.services.head import holder
 from composer_nb.trainer.services.journal import REFUSED
 from composer_nb.views import style
@@ -48,64 +47,64 @@ _REASON = {"trained": style.BLUE, "held": style.SKY, "zero_advantage": style.GRE
 # In words
 
 
-def headline(seen: Status) -> str:
+def headline(status: Status) -> str:
     """Return state, progress and estimated time left in one line."""
-    parts = [f"{seen.path.name}: {seen.state}"]
-    if seen.stage:
-        steps = f" {seen.done} of {seen.total} steps" if seen.total else ""
-        parts.append(f"{seen.stage}{steps}")
-    elif seen.total:
-        parts.append(f"{seen.done} RL steps")
-    if seen.left_s is not None:
-        parts.append(f"{seen.stage} needs about {_spoken(seen.left_s)} more")
+    parts = [f"{status.path.name}: {status.state}"]
+    if status.stage:
+        steps = f" {status.done} of {status.total} steps" if status.total else ""
+        parts.append(f"{status.stage}{steps}")
+    elif status.total:
+        parts.append(f"{status.done} RL steps")
+    if status.left_s is not None:
+        parts.append(f"{status.stage} needs about {_spoken(status.left_s)} more")
     return ", ".join(parts)
 
 
-def facts(seen: Status) -> Iterator[tuple[str, str]]:
+def facts(status: Status) -> Iterator[tuple[str, str]]:
     """Yield name and text of all other facts."""
-    if seen.state == "live":
-        yield "process", str(seen.pid or "unknown")
-    elif seen.state == "dead":
+    if status.state == "live":
+        yield "process", str(status.pid or "unknown")
+    elif status.state == "dead":
         yield "process", "none; start_detached and start_or_resume resume the run"
-    if seen.quiet_s is not None:
-        yield "last wrote", f"{_spoken(seen.quiet_s)} ago"
-    yield "last line", seen.last_line or "none yet"
-    if seen.stages:
-        yield "stages, seconds", ", ".join(f"{name} {spent:.0f}" for name, spent in seen.stages.items())
-    for name, score in seen.scores.items():
+    if status.quiet_s is not None:
+        yield "last wrote", f"{_spoken(status.quiet_s)} ago"
+    yield "last line", status.last_line or "none yet"
+    if status.stages:
+        yield "stages, seconds", ", ".join(f"{name} {spent:.0f}" for name, spent in status.stages.items())
+    for name, score in status.scores.items():
         yield f"{name}, held out", f"pass@1 {score['pass_at_1']:.3f}; {conduct(score)}"
-    if share := utilisation(seen):
+    if share := utilisation(status):
         yield "trainer busy", f"{share:.0%} of the time of RL steps"
-    if tokens := sum(seen.ledger.values()):
-        yield "ledger, tokens", ", ".join(f"{why} {n:,} ({n / tokens:.0%})" for why, n in _ranked(seen.ledger))
-    if seen.served is not None:
-        served = f"the slowest engine serves those of batch {seen.served} of {seen.trained}"
-        yield "weight versions", f"{seen.versions} made; {served}"
-        yield "in flight", _in_flight(seen)
-    for engine in seen.engines:
+    if tokens := sum(status.ledger.values()):
+        yield "ledger, tokens", ", ".join(f"{why} {n:,} ({n / tokens:.0%})" for why, n in _ranked(status.ledger))
+    if status.served is not None:
+        served = f"the slowest engine serves those of batch {status.served} of {status.trained}"
+        yield "weight versions", f"{status.versions} made; {served}"
+        yield "in flight", _in_flight(status)
+    for engine in status.engines:
         at = f"reported version {engine.version} ({engine.hash[:12]})"
         yield engine.name, f"{at}, fetched in {engine.seconds:.2f} s, paused for {engine.paused:.3f} s"
-    if seen.steps:
-        yield "reward", reward_trend(seen.steps)
+    if status.steps:
+        yield "reward", reward_trend(status.steps)
     since = {None: "requested, not applied yet", REFUSED: "refused; the run's log says why"}
-    for change in seen.changes:
+    for change in status.changes:
         applied = f"from step {(change.step or 0) + 1} on"
         yield f"{change.name} = {json.dumps(change.value)}", since.get(change.step, applied)
 
 
-def utilisation(seen: Status) -> float | None:
+def utilisation(status: Status) -> float | None:
     """Return the share of the wall-clock time of RL steps in which the trainer trained; None before the first step."""
-    wall = sum(point["time"]["wall_s"] for point in seen.steps)
-    return sum(point["time"]["train_s"] for point in seen.steps) / wall if wall else None
+    wall, train = (sum(point["time"][name] for point in status.steps) for name in ("wall_s", "train_s"))
+    return train / wall if wall else None
 
 
-def _in_flight(seen: Status) -> str:
-    if not seen.slots:
+def _in_flight(status: Status) -> str:
+    if not status.slots:
         return "nothing"
-    size, done, running = (sum(getattr(s, name) for s in seen.slots) for name in ("size", "done", "running"))
-    verb = "being sampled" if seen.state == "live" else "to be sampled again"
-    training = f"{sum(s.training for s in seen.slots)} groups in training"
-    return f"{len(seen.slots)} groups: of {size} rollouts {done} finished, {running} {verb}; {training}"
+    size, finished, running = (sum(getattr(s, name) for s in status.slots) for name in ("size", "done", "running"))
+    verb = "being sampled" if status.state == "live" else "to be sampled again"
+    training = f"{sum(s.training for s in status.slots)} groups in training"
+    return f"{len(status.slots)} groups: of {size} rollouts {finished} finished, {running} {verb}; {training}"
 
 
 def _ranked(ledger: Any) -> list[tuple[str, int]]:
@@ -118,39 +117,39 @@ def _spoken(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def plain(seen: Status) -> dict[str, Any]:
+def plain(status: Status) -> dict[str, Any]:
     """Return the status ready for JSON, with the last RL step alone."""
-    known = asdict(seen)
-    steps = known.pop("steps")
+    values = asdict(status)
+    steps = values.pop("steps")
     last = steps[-1] if steps else None
-    return {**known, "path": str(seen.path), "utilisation": utilisation(seen), "last_step": last}
+    return {**values, "path": str(status.path), "utilisation": utilisation(status), "last_step": last}
 
 
 # As a picture
 
 
-def picture(seen: Status) -> Picture:
+def picture(status: Status) -> Picture:
     """Draw curves over RL steps, the ledger, the groups in flight and the seconds of each stage; before RL, the losses."""
-    if not seen.steps and (run := ReadOnly(seen.path)).steps("midtrain"):
+    if not status.steps and (run := ReadOnly(status.path)).steps("midtrain"):
         return supervised(run)
-    drawn = Picture(9.5, 6.6)
+    figure = Picture(9.5, 6.6)
     # Two parts, so that the long names of bars do not narrow the curves.
-    upper, lower = drawn.subfigures(2, 1, squeeze=False, height_ratios=(2, 1)).flat
+    upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=(2, 1)).flat
     *over_steps, times = map(style.plain, upper.subplots(2, 3).flat)
     ledger, work, stages = map(style.plain, lower.subplots(1, 3))
     for ax, name in zip(over_steps, ("reward", "solved", "entropy", "staleness", "turns"), strict=True):
-        metric(ax, seen.steps, name, seen.bound if name == "staleness" else None)
-    if seen.steps:
-        step_times(times, seen.steps)
-    title(times if seen.steps else style.absent(times, "RL has no step yet"), "seconds of a step")
-    _ledger(ledger, seen)
-    _work(work, seen)
-    _bars(stages, "seconds of complete stages", seen.stages, style.SKY)
-    return drawn
+        metric(ax, status.steps, name, status.bound if name == "staleness" else None)
+    if status.steps:
+        step_times(times, status.steps)
+    title(times if status.steps else style.absent(times, "RL has no step yet"), "seconds of a step")
+    _ledger(ledger, status)
+    _work(work, status)
+    _bars(stages, "seconds of complete stages", status.stages, style.SKY)
+    return figure
 
 
-def _ledger(ax: Axes, seen: Status) -> None:
-    ledger = dict(_ranked(seen.ledger))
+def _ledger(ax: Axes, status: Status) -> None:
+    ledger = dict(_ranked(status.ledger))
     ax.xaxis.set_major_locator(MaxNLocator(4))
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     _bars(ax, "sampled tokens", ledger, [_REASON.get(why, style.ORANGE) for why in ledger])
@@ -162,13 +161,13 @@ def _bars(ax: Axes, text: str, values: Mapping[str, float], color: Any) -> None:
         style.absent(ax, "none yet").set_xticks([])
 
 
-def _work(ax: Axes, seen: Status) -> None:
+def _work(ax: Axes, status: Status) -> None:
     """Draw one bar per group, oldest first: finished, being sampled, not dispatched."""
-    names = [str(slot.slot) for slot in seen.slots]
+    names = [str(slot.slot) for slot in status.slots]
     parts = {
-        "finished": ([s.done for s in seen.slots], style.GREEN),
-        "sampled now" if seen.state == "live" else "to sample again": ([s.running for s in seen.slots], style.SKY),
-        "not dispatched": ([s.size - s.done - s.running for s in seen.slots], style.PALE),
+        "finished": ([s.done for s in status.slots], style.GREEN),
+        "sampled now" if status.state == "live" else "to sample again": ([s.running for s in status.slots], style.SKY),
+        "not dispatched": ([s.size - s.done - s.running for s in status.slots], style.PALE),
     }
     below = np.zeros(len(names))
     for label, (counts, color) in parts.items():
@@ -176,7 +175,7 @@ def _work(ax: Axes, seen: Status) -> None:
         below += counts
     ax.set_xticks(range(0, len(names), max(1, len(names) // 4)))
     title(ax, "rollouts in flight, by prompt", "", "")
-    if seen.slots:
+    if status.slots:
         ax.set_ylim(0, max(below) * 1.6)
         key(ax, loc="upper left")
     else:
@@ -186,21 +185,21 @@ def _work(ax: Axes, seen: Status) -> None:
 # As HTML
 
 
-def head(seen: Status) -> Html:
+def head(status: Status) -> Html:
     """Return headline, progress bar and facts."""
-    share = 1.0 if seen.state == "complete" else seen.done / seen.total if seen.total else 0.0
-    color = _STATE[seen.state]
-    rows = "".join(f'<tr><td class="quiet">{as_html(name)}</td><td>{as_html(t)}</td></tr>' for name, t in facts(seen))
+    share = 1.0 if status.state == "complete" else status.done / status.total if status.total else 0.0
+    color = _STATE[status.state]
+    rows = "".join(f'<tr><td class="quiet">{as_html(name)}</td><td>{as_html(t)}</td></tr>' for name, t in facts(status))
     return box(
-        f'<div class="head"><span style="color:{color}">●</span> {as_html(headline(seen))}</div>',
+        f'<div class="head"><span style="color:{color}">●</span> {as_html(headline(status))}</div>',
         '<div style="background:var(--cnb-line);height:6px;margin:.4em 0">',
         f'<div style="background:{color};height:6px;width:{share:.1%}"></div></div><table>{rows}</table>',
     )
 
 
-def board(seen: Status) -> Html:
+def board(status: Status) -> Html:
     """Return the whole board at one moment, without other files: the static twin of `Dashboard`."""
-    return Html(f"{head(seen).text}<div>{image(headline(seen), picture(seen).png())}</div>")
+    return Html(f"{head(status).text}<div>{image(headline(status), picture(status).png())}</div>")
 
 
 # Live
@@ -259,12 +258,12 @@ class Dashboard:
         """Return the widget, and its static twin for front ends without widgets."""
         return {**self.widget._repr_mimebundle_(**options), "text/html": self.still().text}
 
-    def _show(self, seen: Status) -> None:
-        self.seen = seen
-        self._head.value = head(seen).text
-        if pictured(seen) != self._last_drawn:
-            self._picture.value = picture(seen).png()
-            self._last_drawn = pictured(seen)
+    def _show(self, status: Status) -> None:
+        self.seen = status
+        self._head.value = head(status).text
+        if pictured(status) != self._last_drawn:
+            self._picture.value = picture(status).png()
+            self._last_drawn = pictured(status)
 
     def _keep_up(self) -> None:
         """Update and rest by turns; a rest lasts the time of the update divided by SHARE. Closing the board or the end of the run
@@ -292,6 +291,6 @@ class Dashboard:
             del _WATCHED[self.seen.path]
 
 
-def pictured(seen: Status) -> tuple[Any, ...]:
+def pictured(status: Status) -> tuple[Any, ...]:
     """Return the part of a status that the picture shows."""
-    return seen.state, len(seen.steps) or seen.done, seen.ledger, seen.slots, seen.stages, seen.changes
+    return status.state, len(status.steps) or status.done, status.ledger, status.slots, status.stages, status.changes

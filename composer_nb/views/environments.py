@@ -1,4 +1,4 @@
-"""Figures and HTML of environments: rollouts, forks, cheats and graders, and limits. `instruments.py` records the data."""
+"""Figures and HTML of environments: rollouts, forks, cheats and graders, and limits; and the instruments that record them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,29 @@ import ast
 import html
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
+import psutil
 from matplotlib.axes import Axes
 
+from composer_nb.harness.grading import box
+from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.grading.plan import Twin
+from composer_nb.harness.rollout import Turn
+from composer_nb.harness.sandbox.contract import Backend, ExecResult, Sandbox, Stats, archive_of
+from composer_nb.harness.sandbox.reap import mark_of, started
 from composer_nb.harness.syntax import parse
+from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.case import AttackVerdict
 from composer_nb.labs.attacks.patches import Patch
 from composer_nb.views import page, style
-from composer_nb.views.instruments import Future, PatchVerdict, Watched
 from composer_nb.views.page import Html
 from composer_nb.views.style import Picture, key, title
 
@@ -69,8 +80,8 @@ def tree(trunk: Sequence[str], futures: Mapping[str, Future]) -> Picture:
     for text, x in columns.items():
         style.note(ax, x, -0.8, text, ha="center", color=style.GREY)
     ax.plot([0, fork], [middle, middle], color=style.GREY, linewidth=1.2, zorder=1)
-    for place, text in enumerate(trunk):
-        _node(ax, 1.05 * place, middle, text, "white")
+    for index, text in enumerate(trunk):
+        _node(ax, 1.05 * index, middle, text, "white")
     ax.plot(fork, middle, "D", color=style.INK, markersize=9, zorder=3)
     ax.text(fork - 0.05, middle - 0.25, "snapshot", ha="right", va="bottom", fontsize=8.5, color=style.INK)
     digests = list(dict.fromkeys(future.digest for future in futures.values()))
@@ -97,16 +108,16 @@ def _node(ax: Axes, x: float, y: float, text: str, fill: str, ink: str = style.I
 # Graders.
 
 
-def twin(task: Task, one: Twin) -> Html:
+def twin(task: Task, twin_of_test: Twin) -> Html:
     """Return a hidden test beside its twin, with the difference marked."""
-    text = task.tests[one.path]
-    first, last = _around(text, one.start)
+    text = task.tests[twin_of_test.path]
+    first, last = _around(text, twin_of_test.start)
     columns = []
     for head, middle, tint in (
-        ("the test: a right answer passes", text[one.start : one.end], "rgba(0,114,178,.3)"),
-        ("its twin: a right answer fails", one.text, "rgba(213,94,0,.4)"),
+        ("the test: a right answer passes", text[twin_of_test.start : twin_of_test.end], "rgba(0,114,178,.3)"),
+        ("its twin: a right answer fails", twin_of_test.text, "rgba(213,94,0,.4)"),
     ):
-        marked = f"{text[first : one.start]}\0{middle}\1{text[one.end : last]}"
+        marked = f"{text[first : twin_of_test.start]}\0{middle}\1{text[twin_of_test.end : last]}"
         body = html.escape(textwrap.dedent(marked))
         body = body.replace("\0", f'<b style="background:{tint}">').replace("\1", "</b>")
         columns.append(f'<div style="flex:1 1 22em"><div class="head">{head}</div><pre>{body}</pre></div>')
@@ -116,13 +127,13 @@ def twin(task: Task, one: Twin) -> Html:
 def _around(text: str, offset: int) -> tuple[int, int]:
     """Return begin and end of the function around a character, decorators included; else of its line."""
     line = text.count("\n", 0, offset) + 1
-    found = [
+    spans = [
         (first, node.end_lineno or first)
         for node in ast.walk(parse(text))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (first := min([node.lineno, *(d.lineno for d in node.decorator_list)])) <= line <= (node.end_lineno or 0)
     ]
-    first, last = max(found, default=(line, line))
+    first, last = max(spans, default=(line, line))
     lines = text.split("\n")
     begin = len("\n".join(lines[: first - 1])) + (first > 1)
     return begin, begin + len("\n".join(lines[first - 1 : last]))
@@ -173,12 +184,133 @@ def matrix(verdicts: Mapping[str, Mapping[str, PatchVerdict]], honest: str) -> P
 # Limits.
 
 
-def cases(found: Sequence[tuple[str, AttackVerdict, float]]) -> Html:
+def cases(verdicts: Sequence[tuple[str, AttackVerdict, float]]) -> Html:
     """Return each attack with its outcome and seconds."""
     rows = []
-    for name, judged, seconds in found:
+    for name, judged, seconds in verdicts:
         text, hue = ("held", "0,158,115") if judged.blocked else ("NOT HELD", "213,94,0")
         chip = f'<span class="chip" style="background:rgba({hue},.4)">{text}</span>'
         detail = f'<span class="quiet">{html.escape(judged.detail)} · {seconds:.1f} s</span>'
         rows.append(f'<div class="head">{html.escape(name)} {chip}</div><div>{detail}</div>')
     return page.box(*rows)
+
+
+Kind = Literal["read", "write", "exec"]
+PatchVerdict = Literal["accepted", "rejected", "tampered"]
+T = TypeVar("T")
+
+
+# Rollouts.
+
+
+class Watched:
+    """A sandbox that records its calls as turns of a rollout, and its resource use after each message."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.sandbox = sandbox
+        self.turns: list[Turn] = []
+        self.stats: list[Stats] = []
+        self._said = ""
+
+    def turn(self, message: str) -> None:
+        """Begin a message of the agent."""
+        self._said = message
+        self.stats.append(self.sandbox.stats())
+
+    def read(self, path: str) -> str:
+        return self._noted("read", path, lambda: self.sandbox.read(path).decode("utf-8", "replace"), str.strip)
+
+    def write(self, path: str, text: str) -> None:
+        self._noted("write", path, lambda: self.sandbox.write(path, text.encode()), lambda _: "written")
+
+    def exec(self, command: Sequence[str], **options: Any) -> ExecResult:
+        return self._noted("exec", " ".join(command), lambda: self.sandbox.exec(command, **options), _last_line)
+
+    def _noted(self, kind: Kind, target: str, call: Callable[[], T], observe: Callable[[T], str]) -> T:
+        begin = time.perf_counter()
+        result = call()
+        seconds = time.perf_counter() - begin
+        text = json.dumps({"name": kind, "arguments": {"target": target}})
+        message, self._said = self._said, ""
+        turn = Turn(call=text, observation=observe(result), said=message, beside=not message, seconds=seconds)
+        self.turns.append(turn)
+        self.stats[-1] = self.sandbox.stats()
+        return result
+
+
+def _last_line(result: ExecResult) -> str:
+    lines = (result.stdout + result.stderr).decode("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else f"exit code {result.exit_code}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Future:
+    """The result of a fork: whether the visible tests pass (`seen`), the grade, and the digest of the workspace."""
+
+    seen: bool
+    grade: Grade
+    digest: str
+
+
+# Graders.
+
+
+def tools_archive(backend: Backend) -> bytes:
+    """Return pytest as a tar archive, compiled for the sandboxes of `backend`, which have no Python packages."""
+    files = {}
+    for name, (_, package, text) in box.sources().items():
+        if not name.startswith("composer_nb"):
+            files[f"kit/{name.replace('.', '/')}{'/__init__' if package else ''}.py"] = text.encode()
+    with backend.create() as sandbox:
+        sandbox.exec(["tar", "xf", "-", "-C", "/tmp"], stdin=archive_of(files))
+        sandbox.exec(["python3", "-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash", "/tmp/kit"])
+        return sandbox.exec(["tar", "cf", "-", "-C", "/tmp", "kit"], output_bytes=32 << 20).stdout
+
+
+def everyday(sandbox: Sandbox, task: Task, ids: Iterable[str], tools: bytes) -> dict[str, bool]:
+    """Return whether common graders would accept a workspace, by rule. All judge one pytest run where the agent worked, with the
+    hidden tests `ids` copied in; `tools` comes from `tools_archive`. Raises SandboxDied."""
+    sandbox.exec(["tar", "xf", "-", "-C", "/tmp"], stdin=tools)
+    sandbox.upload({path: text.encode() for path, text in task.tests.items()})
+    command = ["python3", "-m", "pytest", "-rA", "-q", "-p", "no:cacheprovider", *filter(is_test_module, task.tests)]
+    result = sandbox.exec(command, env={"PYTHONPATH": "/tmp/kit"}, timeout_s=30)
+    lines = result.stdout.decode("utf-8", "replace").splitlines()
+    ids_by_word = {
+        word: {line.removeprefix(word + " ").partition(" - ")[0] for line in lines if line.startswith(word + " ")}
+        for word in ("PASSED", "FAILED")
+    }
+    return {
+        "exit code 0": result.exit_code == 0,
+        "no line says FAILED": not ids_by_word["FAILED"] & set(ids),
+        "every line says PASSED": ids_by_word["PASSED"] >= set(ids),
+    }
+
+
+def verdict(grade: Grade) -> PatchVerdict:
+    return "accepted" if grade.passed else "tampered" if grade.status == "tampered" else "rejected"
+
+
+# What is left behind.
+
+
+def descendants(pid: int) -> dict[int, int | None]:
+    """Return the descendants of a process with their start times."""
+    return {child.pid: started(child.pid) for child in psutil.Process(pid).children(recursive=True)}
+
+
+def census(folder: Path, below: Mapping[int, int | None]) -> dict[str, int]:
+    """Count what is left of a run: its processes (pid -> start time), and the resources that the journals in `folder` name."""
+    named = Counter[tuple[str, str, str]]()
+    for file in folder.glob("*.jsonl"):
+        for line in file.read_text().splitlines():
+            entry = json.loads(line)
+            named[entry["kind"], entry["name"], entry["mark"]] += 1 if entry["event"] == "made" else -1
+    resources = [resource for resource, count in named.items() if count > 0]
+    there = Counter(kind for kind, name, mark in resources if mark_of(kind, name) == mark)  # type: ignore[arg-type]
+    return {
+        "processes": sum(started(pid) == tick is not None for pid, tick in below.items()),
+        "cgroups": there["cgroup"],
+        "containers": there["container"],
+        "folders": there["directory"],
+        "notes in the journal": len(resources),
+    }

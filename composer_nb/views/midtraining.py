@@ -29,12 +29,12 @@ _SEEN = LinearSegmentedColormap.from_list("seen", ["#ffffff", style.SKY, style.B
 def yields(report: Mapping[str, Any]) -> Table:
     """Return what each filter of a corpus (`corpus.build`) dropped and left, as a table for a terminal."""
     head = ("filter", "dropped: files", "MB", "left: files", "MB", "repositories", "of bytes")
-    found = report["yields"][0]["bytes"] or 1
+    form = "{dropped_files:,}|{dropped_mb:.2f}|{files:,}|{mb:.2f}|{repositories:,}|{share:.1%}"
+    total = report["yields"][0]["bytes"] or 1
     rows = []
     for row in [*report["yields"], report["heldout"]]:
-        dropped = f"{row['dropped_files']:,}", f"{row['dropped_bytes'] / 1e6:.2f}"
-        left = f"{row['files']:,}", f"{row['bytes'] / 1e6:.2f}", f"{row['repositories']:,}"
-        rows.append((row["filter"], *dropped, *left, f"{row['bytes'] / found:.1%}"))
+        sizes = {"dropped_mb": row["dropped_bytes"] / 1e6, "mb": row["bytes"] / 1e6, "share": row["bytes"] / total}
+        rows.append((row["filter"], *form.format(**row, **sizes).split("|")))
     return text_table(rows, head, numbers=True)
 
 
@@ -52,27 +52,27 @@ def yields_picture(report: Mapping[str, Any]) -> Picture:
     return picture
 
 
-def bases_picture(found: Sequence[Mapping[str, Any]]) -> Picture:
+def bases_picture(rows: Sequence[Mapping[str, Any]]) -> Picture:
     """Draw the rows of `labs.bases.compare_bases`, a panel for each evaluation."""
-    picture = Picture(9.5, 0.8 + 0.35 * len(found))
+    picture = Picture(9.5, 0.8 + 0.35 * len(rows))
     kinds = {"fresh_knowledge": "fresh knowledge (more is better)", "state_distance": "state tracking, edits (less)"}
     kinds["bits_per_byte"] = "codebase, bits per byte (less)"
     panels = picture.panels(1, 3, sharey=True)
     for ax, (kind, text) in zip(panels, kinds.items(), strict=True):
-        ax.barh([row["base"] for row in found], [row[kind] for row in found], color=style.BLUE)
+        ax.barh([row["base"] for row in rows], [row[kind] for row in rows], color=style.BLUE)
         title(ax, text)
     panels[0].invert_yaxis()
     return picture
 
 
-def base_table(found: Sequence[Mapping[str, Any]]) -> Table:
+def base_table(rows_of_bases: Sequence[Mapping[str, Any]]) -> Table:
     """Return the rows of `labs.bases.compare_bases` as a table for a terminal; arrows point to the better side."""
     head = ("base", "M weights", "knowledge ↑", "state, edits ↓", "code, nats ↓", "bits/byte ↓")
     forms = {"state_distance": ".1f", "codebase_nats": ",.0f", "bits_per_byte": ".3f"}
     rows = []
-    for row in found:
-        known = f"{row['weights'] / 1e6:.1f}", shown(row["fresh_knowledge"], ".1%")
-        rows.append((row["base"], *known, *(format(row[name], form) for name, form in forms.items())))
+    for row in rows_of_bases:
+        first_cells = f"{row['weights'] / 1e6:.1f}", shown(row["fresh_knowledge"], ".1%")
+        rows.append((row["base"], *first_cells, *(format(row[name], form) for name, form in forms.items())))
     return text_table(rows, head, numbers=True)
 
 
@@ -141,9 +141,9 @@ def influence(model: Model, rows: Sequence[TokenRow]) -> NDArray[np.float32]:
 
     before_ND = hidden(batch.inputs_N)
     moved = []
-    for place in range(len(batch.inputs_N)):
+    for position in range(len(batch.inputs_N)):
         changed_N = batch.inputs_N.clone()
-        changed_N[place] = (changed_N[place] + 1) % model.config.vocab_size
+        changed_N[position] = (changed_N[position] + 1) % model.config.vocab_size
         moved.append((hidden(changed_N) - before_ND).abs().amax(-1))
     return torch.stack(moved).numpy()
 
@@ -152,10 +152,10 @@ def who_sees_whom(moved_NN: NDArray[np.float32], lengths: Sequence[int]) -> Pict
     """Draw `influence`: a column is coloured where the token of the row reaches it. Lines separate the rows of the batch."""
     picture = Picture(5.2, 4.6)
     ax = picture.add_subplot()
-    shown = ax.imshow(np.log10(np.maximum(moved_NN, MOVED)), cmap=_SEEN)
+    image = ax.imshow(np.log10(np.maximum(moved_NN, MOVED)), cmap=_SEEN)
     for edge in np.cumsum(lengths)[:-1] - 0.5:
         ax.axhline(edge, color=style.VERMILION, linewidth=1)
         ax.axvline(edge, color=style.VERMILION, linewidth=1)
     title(ax, f"{len(lengths)} rows in one batch: who sees whom", "place that moves", "place whose token is changed")
-    picture.colorbar(shown, ax=ax, fraction=0.045, format=lambda value, _: f"1e{value:.0f}", label="change")
+    picture.colorbar(image, ax=ax, fraction=0.045, format=lambda value, _: f"1e{value:.0f}", label="change")
     return picture

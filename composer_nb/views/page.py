@@ -76,13 +76,13 @@ def html_table(rows: Rows, head: Sequence[str] = ()) -> str:
 
 def text_table(rows: Rows, head: Sequence[str] = (), title: str = "", numbers: bool = False) -> Table:
     """Return a plain table for a terminal; cells may hold any text. With `numbers` all columns but the first align right."""
-    made = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    made.show_header = bool(head)
-    for place, name in enumerate(head):
-        made.add_column(name, justify="right" if numbers and place else "left", no_wrap=numbers)
+    table = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table.show_header = bool(head)
+    for column, name in enumerate(head):
+        table.add_column(name, justify="right" if numbers and column else "left", no_wrap=numbers)
     for row in rows:
-        made.add_row(*(escape(visible_lines(cell)) for cell in row))
-    return made
+        table.add_row(*(escape(visible_lines(cell)) for cell in row))
+    return table
 
 
 def shown(value: float | None, form: str = "") -> str:

@@ -16,7 +16,8 @@ from rich.console import Group
 from rich.table import Table
 
 from composer_nb.harness.files import write_atomic, write_json
-from composer_nb.trainer.recipe.report import build_report, stages_of
+from composer_nb.trainer.recipe.reader import stages_of
+from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views import curves, rollout, scores
 from composer_nb.views.page import document, figure, html_table, shown, text_table
@@ -29,24 +30,25 @@ SCORES = (
 def pictures(run: RunDir) -> dict[str, tuple[str, bytes]]:
     """Return (caption, PNG) by name of every figure that the run has data for."""
     report = build_report(run)
-    found = {}
-    if "eval" in report:
-        found["policies"] = (scores.policies(report), "Bars: share of held-out tasks solved; lines: 95 % over tasks.")
-        found["families"] = (scores.families(report), "The same by family of program.")
-        found["behaviour"] = (scores.behaviour(report), "What the policies do, in sampled attempts.")
-    if "midtrain" in report:
-        found["losses"] = (curves.supervised(run), "Cross-entropy of the supervised stages.")
-    if "train" in report:
-        found["rl"] = (curves.reinforcement(run), f"RL. Bold: mean of the last {curves.WINDOW} steps.")
-        if "mixed_versions" in report["train"]:
-            caption = "By how many batches the oldest token of a rollout was behind when it was trained."
-            found["staleness"] = (curves.staleness(run, report), caption)
-        found["experts"] = (rollout.experts(run), "Which experts the tokens of the last RL step took.")
-    if "replay" in report:
-        found["mismatch"] = (scores.mismatch(report), "How far engine and trainer are apart on the same tokens.")
-    if report["stages"]:
-        found["time"] = (curves.time_split(run, report), "Where the time went.")
-    return {name: (caption, picture.png()) for name, (picture, caption) in found.items()}
+    rl, scored = "train" in report, "eval" in report
+    stale = rl and "mixed_versions" in report["train"]
+    age = "By how many batches the oldest token of a rollout was behind when it was trained."
+    drawings = {
+        "policies": (
+            scored,
+            lambda: scores.policies(report),
+            "Bars: share of held-out tasks solved; lines: 95 % over tasks.",
+        ),
+        "families": (scored, lambda: scores.families(report), "The same by family of program."),
+        "behaviour": (scored, lambda: scores.behaviour(report), "What the policies do, in sampled attempts."),
+        "losses": ("midtrain" in report, lambda: curves.supervised(run), "Cross-entropy of the supervised stages."),
+        "rl": (rl, lambda: curves.reinforcement(run), f"RL. Bold: mean of the last {curves.WINDOW} steps."),
+        "staleness": (stale, lambda: curves.staleness(run, report), age),
+        "experts": (rl, lambda: rollout.experts(run), "Which experts the tokens of the last RL step took."),
+        "mismatch": ("replay" in report, lambda: scores.mismatch(report), "How far engine and trainer are apart."),
+        "time": (report["stages"], lambda: curves.time_split(run, report), "Where the time went."),
+    }
+    return {name: (caption, draw().png()) for name, (there, draw, caption) in drawings.items() if there}
 
 
 def write_report(run: RunDir, figures: Mapping[str, tuple[str, bytes]] | None = None) -> dict[str, Any]:
@@ -105,54 +107,39 @@ def score_rows(scores: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, .
             shown(s.get("pass_within", {}).get("12"), ".3f"),
             str(s["n_tasks"]),
             f"{s['tool_calls_per_task']:.1f}",
-            shown(s["invalid_call_rate"], ".1%"),
-            shown(s["runs_tests"], ".0%"),
+            *(shown(s.get(figure), form) for figure, form in (("invalid_call_rate", ".1%"), ("runs_tests", ".0%"))),
             shown(s.get("recovery"), ".3f"),
         )
 
 
 def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield name and text of the other results."""
-    if kept := report.get("excerpt"):
-        steps = f"{len(kept['rollouts_of_rl_steps'])} of {kept['of_rl_steps']} RL steps"
-        tasks = f"{kept['heldout_tasks']} of {kept['of_heldout_tasks']} held-out tasks"
+    if excerpt := report.get("excerpt"):
+        steps = f"{len(excerpt['rollouts_of_rl_steps'])} of {excerpt['of_rl_steps']} RL steps"
+        tasks = f"{excerpt['heldout_tasks']} of {excerpt['of_heldout_tasks']} held-out tasks"
         yield "excerpt", f"the numbers are those of the full run; here are rollouts of {steps}, {tasks}"
     for name, score in report.get("eval", {}).items():
         yield f"how it works, {name}", scores.conduct(score)
         if len(kinds := score.get("by_kind", {})) > 1:
             yield f"solved by kind, {name}", ", ".join(f"{kind} {share:.3f}" for kind, share in kinds.items())
     if gain := report.get("gain"):
-        low, high = gain["ci95"]
         scored = "{pass_at_1:+.3f} pass@1{}, {pass_greedy:+.3f} greedy, {best_of_k:+.3f} best of k"
-        yield f"gain over {gain['from']}", scored.format(f" (95 %: {low:+.3f} to {high:+.3f})", **gain)
+        interval = " (95 %: {:+.3f} to {:+.3f})"
+        yield f"gain over {gain['from']}", scored.format(interval.format(*gain["ci95"]), **gain)
         for kind, within in gain.get("within_12", {}).items():
-            low, high = within["ci95"]
             what = {"heldout": "new instances", "structures": "new structures"}[kind]
-            found = f"{within['gain']:+.3f} over {within['over']} (95 %: {low:+.3f} to {high:+.3f}), {within['n_tasks']} tasks"
-            yield f"solved in 12 calls, {what}", found
+            over = f"{within['gain']:+.3f} over {within['over']}{interval.format(*within['ci95'])}"
+            yield f"solved in 12 calls, {what}", f"{over}, {within['n_tasks']} tasks"
         yield "gain over the better of it and the start", scored.format("", **gain["over_stronger"])
     for step, values in report.get("changed_live", {}).items():
         yield f"changed live, from step {step}", ", ".join(f"{name} = {value}" for name, value in values.items())
     if train := report.get("train"):
-        steps = report["settings"].get("rl", {}).get("steps", train["steps"])
-        ended = f" of {steps}, ended by rl.max_seconds" if report["complete"] and train["steps"] < steps else ""
-        yield "RL", f"{train['steps']} steps{ended}, {train['samples']:,} rollouts, {train['sampled']:,} tokens sampled"
-        if "trend" in train:
-            yield "reward", train["trend"]
-        yield "every token accounted for", shown(train["tokens_accounted"], ".3f")
-        yield "trainer idle", f"{shown(train['trainer_idle'], '.0%')} of RL's time"
-        if waits := train.get("engine_waits"):
-            idle = ", ".join(f"{share:.0%} for the {name}" for name, share in waits.items())
-            yield "engine idle", f"{idle}, of the time"
-        bound, most, average = (train[f"staleness_{name}"] for name in ("bound", "max", "mean"))
-        yield "staleness in batches", f"{shown(average, '.2f')} on average, {shown(most)} at most, bound {bound}"
+        yield from _rl_rows(report, train)
     if reward := report.get("rewards"):
         failed = "".join(f"; {count} {name}" for name, count in reward.get("failed", {}).items() if count)
         late = f"; {reward['timeouts']} with tests that timed out" if reward.get("timeouts") else ""
-        yield (
-            "lost to the infrastructure",
-            f"{reward['infra_errors']} attempts; {reward['flagged']} flagged{failed}{late}",
-        )
+        lost = f"{reward['infra_errors']} attempts; {reward['flagged']} flagged{failed}{late}"
+        yield "lost to the infrastructure", lost
         if (share := reward.get("flagged_share")) is not None:
             yield "flagged by monitors", f"{share:.1%} of the newest rollouts at most"
     if replay := report.get("replay"):
@@ -166,14 +153,29 @@ def fact_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "seed", str(report["seed"])
 
 
+def _rl_rows(report: Mapping[str, Any], train: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    steps = report["settings"].get("rl", {}).get("steps", train["steps"])
+    ended = f" of {steps}, ended by rl.max_seconds" if report["complete"] and train["steps"] < steps else ""
+    yield "RL", f"{train['steps']} steps{ended}, {train['samples']:,} rollouts, {train['sampled']:,} tokens sampled"
+    if "trend" in train:
+        yield "reward", train["trend"]
+    yield "every token accounted for", shown(train["tokens_accounted"], ".3f")
+    yield "trainer idle", f"{shown(train['trainer_idle'], '.0%')} of RL's time"
+    if waits := train.get("engine_waits"):
+        idle = ", ".join(f"{share:.0%} for the {name}" for name, share in waits.items())
+        yield "engine idle", f"{idle}, of the time"
+    bound, most, average = (train[f"staleness_{name}"] for name in ("bound", "max", "mean"))
+    yield "staleness in batches", f"{shown(average, '.2f')} on average, {shown(most)} at most, bound {bound}"
+
+
 def fidelity_line(compared: Mapping[str, Any]) -> str:
-    """Return a sentence about the differences between the place of training and the product's."""
+    """Return a sentence about the differences between the sandboxes of training and of the product."""
     if "error" in compared:
         return f"could not be compared: {compared['error']}"
-    names = dict.fromkeys(each["what"] for each in compared["differences"])
+    names = dict.fromkeys(difference["what"] for difference in compared["differences"])
     count = len(compared["differences"])
-    found = f"{count} difference{'s' * (count > 1)} ({', '.join(names)})" if names else "no difference"
-    return f"{found} in {compared['calls']} calls, byte by byte"
+    differences = f"{count} difference{'s' * (count > 1)} ({', '.join(names)})" if names else "no difference"
+    return f"{differences} in {compared['calls']} calls, byte by byte"
 
 
 def last_update(weights: Mapping[str, Any]) -> str:

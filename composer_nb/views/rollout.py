@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,28 +34,24 @@ from composer_nb.trainer.recipe.reader import telling_step
 from composer_nb.trainer.records.batches import load_batch
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views import style
-from composer_nb.views.colouring import ColorBy, Tint, colouring, log_ratio
 from composer_nb.views.page import Html, box
 from composer_nb.views.style import Picture, title
 
-_KINDS = {Kind.PROMPT: "prompt", Kind.OBSERVATION: "observation", Kind.TOOL_CALL: "tool call"}
 PREVIEW = 60
 """Characters of a folded part that its heading shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRollout:
-    """A stored rollout with its context."""
+    """A stored rollout with its origin, for headings (`name`), and what else is known of it: its advantage in RL, the values of
+    another model at the tokens of each segment (`with_trainer`), and the `number` of the segment that is looked at, from 0."""
 
     attempt: Attempt
     name: str
-    """Origin, for headings."""
     tokenizer: Tokenizer
     advantage: float | None = None
     recomputed: tuple[Recomputed, ...] = ()
-    """Values of another model at the tokens of each segment (`with_trainer`)."""
     number: int = 0
-    """The segment that is looked at, from 0."""
 
     @property
     def segment(self) -> Segment:
@@ -72,17 +69,14 @@ class StoredRollout:
     @property
     def token_advantages(self) -> NDArray[np.float64] | None:
         """The advantage of each token, float64 [T]; None for a rollout that RL did not train on."""
-        if self.advantage is None:
-            return None
-        return np.full(len(self.segment.token_ids), self.advantage)
+        return None if self.advantage is None else np.full(len(self.segment.token_ids), self.advantage)
 
     @property
     def heading(self) -> str:
-        done = self.attempt
-        outcome = "solved" if done.grade.passed else "not solved"
+        rollout = self.attempt.rollout
+        outcome = "solved" if self.attempt.grade.passed else "not solved"
         gain = "" if self.advantage is None else f", advantage {self.advantage:+.2f}"
-        calls = len(done.rollout.turns)
-        return f"{self.name}: {outcome}, {calls} calls, ended by “{done.rollout.stop}”{gain}"
+        return f"{self.name}: {outcome}, {len(rollout.turns)} calls, ended by “{rollout.stop}”{gain}"
 
 
 def held_out(run: RunDir, policy: str) -> dict[str, StoredRollout]:
@@ -91,7 +85,7 @@ def held_out(run: RunDir, policy: str) -> dict[str, StoredRollout]:
     attempts = load_attempts(beneath(run.path / "rollouts", f"eval_{policy}.parquet"), tasks)
     tokenizer = load_tokenizer(run.path / "data")
     # The greedy ones come last, and the last one of a task stays.
-    return {done.task.id: StoredRollout(attempt=done, name=policy, tokenizer=tokenizer) for done in attempts}
+    return {attempt.task.id: StoredRollout(attempt=attempt, name=policy, tokenizer=tokenizer) for attempt in attempts}
 
 
 def sampled(run: RunDir, step: int = -1) -> list[StoredRollout]:
@@ -102,20 +96,20 @@ def sampled(run: RunDir, step: int = -1) -> list[StoredRollout]:
         raise ValueError(f"step {step}: RL has {steps} steps that can be looked at")
     tasks = tasks_by_id(run.path)
     tokenizer, name = load_tokenizer(run.path / "data"), f"RL step {number + 1}"
-    found = []
-    for path in sorted((run.path / "rollouts").glob(f"rl_{number:05d}_*.parquet")):
-        found += [
-            StoredRollout(attempt=s.attempt, name=name, tokenizer=tokenizer, advantage=s.advantage)
-            for group in load_batch(path, tasks)
-            for s in group
-        ]
-    return found
+    return [
+        StoredRollout(attempt=scored.attempt, name=name, tokenizer=tokenizer, advantage=scored.advantage)
+        for path in sorted((run.path / "rollouts").glob(f"rl_{number:05d}_*.parquet"))
+        for group in load_batch(path, tasks)
+        for scored in group
+    ]
 
 
 def served(run: RunDir) -> list[StoredRollout]:
     """Return the rollouts that `composer-nb serve --record` stored."""
     tokenizer = load_tokenizer(run.path / "data", needed=())
-    return [StoredRollout(attempt=done, name=name, tokenizer=tokenizer) for name, done in served_by(run.path).items()]
+    return [
+        StoredRollout(attempt=attempt, name=name, tokenizer=tokenizer) for name, attempt in served_by(run.path).items()
+    ]
 
 
 def before_and_after(run: RunDir) -> tuple[StoredRollout, StoredRollout]:
@@ -141,12 +135,14 @@ def read(stored: StoredRollout, color: ColorBy = "logprob", unfold: bool = False
     """Return the rollout as HTML, segment after segment, with one folding part for the prompt, each call and each observation.
     Calls are open; `unfold` opens all. Hovering over a token shows its kind, numbers, experts and gates."""
     parts, key, chain = list[str](), dict[str, Tint](), stored.chain
-    for each in chain:
-        colours = colouring(each.segment, color, each.token_advantages, each.trainer)
+    for link in chain:
+        segment, colours = link.segment, colouring(link.segment, color, link.token_advantages, link.trainer)
         key |= {text: tint for tint, text in colours.key}
         if len(chain) > 1:
-            parts.append(f'<div class="head">{_segment_heading(each)}</div>')
-        parts += _folding(each, colours.tints, unfold)
+            origin = f"goes on from segment {segment.parent + 1}" if segment.parent >= 0 else "begins with the task"
+            heading = f"segment {link.number + 1}: {len(segment.token_ids)} tokens, {origin}"
+            parts.append(f'<div class="head">{heading}</div>')
+        parts += _folding(link, colours.tints, unfold)
     chip = '<span class="chip" style="background:{}">{}</span>'
     chips = " ".join(chip.format(tint.over_page, html.escape(text)) for text, tint in key.items())
     return box(
@@ -156,43 +152,32 @@ def read(stored: StoredRollout, color: ColorBy = "logprob", unfold: bool = False
     )
 
 
-def _segment_heading(stored: StoredRollout) -> str:
-    segment = stored.segment
-    begins = f"goes on from segment {segment.parent + 1}" if segment.parent >= 0 else "begins with the task"
-    return f"segment {stored.number + 1}: {len(segment.token_ids)} tokens, {begins}"
-
-
 def _folding(stored: StoredRollout, tints: Sequence[Tint | None], unfold: bool) -> Iterator[str]:
+    """Yield runs of tokens of one kind as HTML."""
     texts = _texts(stored)
-    spans = [_span(*each) for each in zip(texts, _notes(stored), tints, strict=True)]
-    for kind, places in _parts(stored.segment):
+    spans = [_span(*token) for token in zip(texts, _notes(stored), tints, strict=True)]
+    for number, run in groupby(range(len(texts)), key=lambda position: int(stored.segment.kind[position])):
+        kind, positions = Kind(number), list(run)
         opened = " open" if unfold or kind not in (Kind.PROMPT, Kind.OBSERVATION) else ""
-        heading = as_html(_part_heading(kind, [texts[place] for place in places]))
-        body = "".join(spans[place] for place in places)
+        heading = as_html(_part_heading(kind, [texts[position] for position in positions]))
+        body = "".join(spans[position] for position in positions)
         yield f"<details{opened}><summary>{heading}</summary><pre>{body}</pre></details>"
 
 
 def _span(text: str, note: str, tint: Tint | None) -> str:
     """Return a token as HTML: a class for tokens that the agent read, a colour for those that it wrote."""
-    classes = [name for name, is_so in (("read", tint is None), ("mark", _is_special(text))) if is_so]
-    named = f' class="{" ".join(classes)}"' if classes else ""
+    classes = " ".join(["read"] * (tint is None) + ["mark"] * _is_special(text))
+    named = f' class="{classes}"' if classes else ""
     look = f' style="background:{tint.over_page}"' if tint else ""
-    shown = as_html(text.replace("\n", "⏎\n"))
-    hover = as_html(note).replace("\n", "&#10;")
-    return f'<span{named}{look} title="{hover}">{shown}</span>'
-
-
-def _parts(segment: Segment) -> Iterator[tuple[Kind, list[int]]]:
-    """Yield runs of tokens of one kind."""
-    for kind, places in groupby(range(len(segment.token_ids)), key=lambda place: int(segment.kind[place])):
-        yield Kind(kind), list(places)
+    hover, shown = as_html(note).replace("\n", "&#10;"), text.replace("\n", "⏎\n")
+    return f'<span{named}{look} title="{hover}">{as_html(shown)}</span>'
 
 
 def _part_heading(kind: Kind, texts: Sequence[str]) -> str:
     joined = "".join(" " if _is_special(text) else text.replace("\n", " ⏎ ") for text in texts)
     text = " ".join(joined.split())
-    shown = text if len(text) <= PREVIEW else text[: PREVIEW - 1] + "…"
-    return f"{_name(kind)} · {len(texts)} tokens · {shown}"
+    preview = text if len(text) <= PREVIEW else text[: PREVIEW - 1] + "…"
+    return f"{_name(kind)} · {len(texts)} tokens · {preview}"
 
 
 def _is_special(text: str) -> bool:
@@ -200,7 +185,7 @@ def _is_special(text: str) -> bool:
 
 
 def _name(kind: Kind) -> str:
-    return _KINDS.get(kind, kind.name.lower().replace("_", " "))
+    return kind.name.lower().replace("_", " ")
 
 
 def doubts(pair: Sequence[StoredRollout]) -> Picture:
@@ -228,7 +213,7 @@ def experts(run: RunDir, step: int = -1) -> Picture:
     chosen = use_LE.sum(1).round().astype(int)[0]
     picture = Picture(7.0, 0.9 + 0.42 * len(use_LE))
     ax = picture.add_subplot()
-    shown = ax.imshow(use_LE, cmap="cividis", vmin=0, aspect="auto")
+    image = ax.imshow(use_LE, cmap="cividis", vmin=0, aspect="auto")
     for layer, row in enumerate(use_LE):
         for expert, share in enumerate(row):
             ink = "white" if share < 0.6 * use_LE.max() else style.DARK
@@ -237,7 +222,7 @@ def experts(run: RunDir, step: int = -1) -> Picture:
     ax.set_yticks(range(len(use_LE)), [f"layer {n + 1}" for n in range(len(use_LE))], fontsize=8.5)
     even = chosen / use_LE.shape[1]
     title(ax, f"share of tokens by expert, RL step {number + 1} (even use: {even:.0%})", "expert")
-    picture.colorbar(shown, ax=ax, format=lambda value, _: f"{value:.0%}", fraction=0.04)
+    picture.colorbar(image, ax=ax, format=lambda value, _: f"{value:.0%}", fraction=0.04)
     return picture
 
 
@@ -258,25 +243,86 @@ def _texts(stored: StoredRollout) -> list[str]:
 
 def _notes(stored: StoredRollout) -> list[str]:
     """Return the hover text of each token."""
-    segment, seen = stored.segment, stored.trainer
-    ratio_T = None if seen is None else np.exp(log_ratio(segment, seen))
+    segment, trainer = stored.segment, stored.trainer
+    ratio_T = None if trainer is None else np.exp(log_ratio(segment, trainer))
     notes = []
-    for place, text in enumerate(_texts(stored)):
-        lines = [f"{text!r}, {_name(Kind(segment.kind[place]))}, token {place + 1}"]
-        if segment.acted[place]:
-            logprob, version = float(segment.logprob[place]), segment.policy_version[place]
+    for position, text in enumerate(_texts(stored)):
+        lines = [f"{text!r}, {_name(Kind(segment.kind[position]))}, token {position + 1}"]
+        if segment.acted[position]:
+            logprob, version = float(segment.logprob[position]), segment.policy_version[position]
             lines.append(f"log p {logprob:.3f}, p {np.exp(logprob):.3f}, policy version {version}")
-            if seen is not None and ratio_T is not None:
-                theirs, entropy = seen.logprob[place], seen.entropy[place]
-                lines.append(f"trainer: log p {theirs:.3f}, ratio {ratio_T[place]:.3f}, entropy {entropy:.2f}")
-        notes.append("\n".join([*lines, *_route_lines(segment, place)]))
+            if trainer is not None and ratio_T is not None:
+                values = trainer.logprob[position], ratio_T[position], trainer.entropy[position]
+                lines.append("trainer: log p {:.3f}, ratio {:.3f}, entropy {:.2f}".format(*values))
+        notes.append("\n".join([*lines, *_route_lines(segment, position)]))
     return notes
 
 
-def _route_lines(segment: Segment, place: int) -> Iterator[str]:
+def _route_lines(segment: Segment, position: int) -> Iterator[str]:
     trace = segment.trace
-    if not len(trace.routes) or not trace.route_valid[place]:
+    if not len(trace.routes) or not trace.route_valid[position]:
         return
-    for layer, (experts_K, gates_K) in enumerate(zip(trace.routes[place], trace.gates[place], strict=True), 1):
+    for layer, (experts_K, gates_K) in enumerate(zip(trace.routes[position], trace.gates[position], strict=True), 1):
         shares = ", ".join(f"{expert} ({gate:.2f})" for expert, gate in zip(experts_K, gates_K, strict=True))
-        yield f"layer {layer}: experts {shares}, margin {trace.margins[place][layer - 1]:.2f}"
+        yield f"layer {layer}: experts {shares}, margin {trace.margins[position][layer - 1]:.2f}"
+
+
+Floats = NDArray[np.float64]
+ColorBy = Literal["logprob", "advantage", "ratio", "written"]
+DOUBT = 3.0
+"""Nats of surprise (−log p) with full colour."""
+DRIFT = 0.25
+"""|log ratio| with full colour; clips of 0.2 to 0.28 lie near it."""
+OPAQUE = 0.5
+"""Opacity of a full tint over a page; text stays readable in both themes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tint:
+    """A hue (#rrggbb) and its strength from 0 to 1."""
+
+    hue: str
+    strength: float = 1.0
+
+    @property
+    def over_page(self) -> str:
+        """The tint in CSS, transparent, for a light or a dark page."""
+        red, green, blue = bytes.fromhex(self.hue[1:])
+        return f"rgba({red},{green},{blue},{OPAQUE * self.strength:.2f})"
+
+
+class Colouring(NamedTuple):
+    """Tints of T tokens (None for tokens that the agent read) and their meaning."""
+
+    tints: list[Tint | None]
+    key: tuple[tuple[Tint, str], ...]
+
+
+def colouring(segment: Segment, by: ColorBy, advantage: Floats | None, trainer: Recomputed | None) -> Colouring:
+    """Return the tint of each token of a segment, by its `advantage` or other values, float64 [T].
+
+    Raise ValueError when `by` needs what is missing: advantages, or the values of a trainer."""
+    low, high = Tint(style.ORANGE), Tint(style.SKY)
+    if by == "advantage" and advantage is None:
+        raise ValueError(
+            "only rollouts that RL trained on have an advantage; color='advantage' needs one, 'logprob' does not"
+        )
+    if by == "ratio" and trainer is None:
+        raise ValueError("color='ratio' needs the values that a model computes here; see `rollout.with_trainer`")
+    values: NDArray[Any] = np.ones(len(segment.acted))
+    key: tuple[tuple[Tint, str], ...] = ((high, "written by the agent"),)
+    if advantage is not None and by == "advantage":
+        values, key = advantage, ((low, "worse than expected, made less likely"), (high, "better, made likelier"))
+    elif trainer is not None and by == "ratio":
+        values = log_ratio(segment, trainer) / DRIFT
+        key = ((low, "the trainer finds it less likely"), (high, "likelier"))
+    elif by == "logprob":
+        values, key = np.minimum(0.0, segment.logprob) / DOUBT, ((low, "less likely"),)
+    hues = [style.SKY if value > 0 else style.ORANGE for value in values]
+    tints = [Tint(hue, min(1.0, abs(value))) for hue, value in zip(hues, values.tolist(), strict=True)]
+    return Colouring([tint if acted else None for tint, acted in zip(tints, segment.acted, strict=True)], key)
+
+
+def log_ratio(segment: Segment, trainer: Recomputed) -> NDArray[np.float32]:
+    """Return [T] the trainer's log p − the sampled log p; 0 for tokens that the agent read."""
+    return np.where(segment.acted, trainer.logprob - segment.logprob, 0.0).astype(np.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from itertools import cycle, zip_longest
 from typing import Any
 
 import pandas as pd
@@ -24,44 +24,26 @@ def policies(report: Mapping[str, Any]) -> Picture:
     if not scores:
         return style.empty(_NOT_YET)
     picture, ax = style.one_panel(11.5, 3.4)
-    kinds = {"pass_at_1": "ci95", "pass_greedy": "ci95_greedy", "best_of_k": None}
     new = any("structures" in score for score in scores.values())
-
-    def parts(score: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        return [score, score.get("structures", {})] if new else [score]
-
-    sides = [
-        style.BarSeries(
-            name,
-            POLICY.get(name, style.PURPLE),
-            [*(score.get(kind) for kind in kinds), *(_within_12(part) for part in parts(score))],
-            [*(score.get(interval) for interval in kinds.values()), *(None for _ in parts(score))],
-        )
-        for name, score in scores.items()
-    ]
+    sides = []
+    for name, score in scores.items():
+        parts = [score, score.get("structures", {})] if new else [score]
+        values = [score.get(figure) for figure in ("pass_at_1", "pass_greedy", "best_of_k")]
+        values += [part.get("pass_within", {}).get("12") for part in parts]
+        spans = [score.get("ci95"), score.get("ci95_greedy"), None, *(None for _ in parts)]
+        sides.append(style.BarSeries(name, POLICY.get(name, style.PURPLE), values, spans))
     k, tasks = (max(score[name] for score in scores.values()) for name in ("k", "n_tasks"))
-    fewer = [f"{name} {score['n_tasks']}" for name, score in scores.items() if score["n_tasks"] < tasks]
-    of = f"{tasks} held-out tasks" + (f" ({', '.join(fewer)})" if fewer else "")
     groups = ["pass@1", "greedy", f"best of {k}", "in 12 calls", *(["new structures,\nin 12 calls"] if new else [])]
-    gains = report.get("gain", {}).get("within_12", {})
-    groups[3:] = [
-        f"{name}\n{_gain(gains[part])}" if part in gains else name
-        for name, part in zip(groups[3:], ("heldout", "structures"), strict=False)
-    ]
+    for at, part in enumerate(("heldout", "structures"), 3):
+        if gain := report.get("gain", {}).get("within_12", {}).get(part):
+            low, high = gain["ci95"]
+            groups[at] += f"\nfinal − {gain['over']}: {100 * gain['gain']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
     style.grouped(ax, groups, sides, ".2f")
     as_share(ax, min(1.12, max(0.2, 1.25 * max(s["best_of_k"] for s in scores.values()) + 0.1)))
-    title(ax, f"solved, of {of}", "", "share of tasks")
+    fewer = [f"{name} {score['n_tasks']}" for name, score in scores.items() if score["n_tasks"] < tasks]
+    title(ax, f"solved, of {tasks} held-out tasks" + (f" ({', '.join(fewer)})" if fewer else ""), "", "share of tasks")
     key(ax, ncols=len(scores), loc="upper left")
     return picture
-
-
-def _gain(gain: Mapping[str, Any]) -> str:
-    low, high = gain["ci95"]
-    return f"final − {gain['over']}: {100 * gain['gain']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
-
-
-def _within_12(score: Mapping[str, Any]) -> float | None:
-    return score.get("pass_within", {}).get("12")
 
 
 def table(report: Mapping[str, Any], figures: Sequence[str]) -> pd.DataFrame:
@@ -75,18 +57,16 @@ def families(report: Mapping[str, Any]) -> Picture:
     scores = {name: s for name, s in report.get("eval", {}).items() if name != "base"}
     if not scores:
         return style.empty(_NOT_YET)
-    names = sorted({family for s in scores.values() for family in s["by_family"]})
+    names = sorted({family for score in scores.values() for family in score["by_family"]})
     picture, ax = style.one_panel(7.5, 0.9 + 0.42 * len(names))
     style.rows(ax, names)
-    for place, family in enumerate(names):
-        found = [s["by_family"][family] for s in scores.values() if family in s["by_family"]]
-        ax.plot([min(found), max(found)], [place, place], color=style.PALE, linewidth=3, zorder=1)
-    markers = dict(zip(scores, "sDo^v", strict=False))
-    for name, score in scores.items():
-        solved = score["by_family"]
-        points = [(solved[family], place) for place, family in enumerate(names) if family in solved]
+    for row, family in enumerate(names):
+        shares = [score["by_family"][family] for score in scores.values() if family in score["by_family"]]
+        ax.plot([min(shares), max(shares)], [row, row], color=style.PALE, linewidth=3, zorder=1)
+    for (name, score), marker in zip(scores.items(), cycle("sDo^v")):
+        points = [(score["by_family"][family], row) for row, family in enumerate(names) if family in score["by_family"]]
         color = POLICY.get(name, style.PURPLE)
-        ax.plot(*zip(*points, strict=True), markers.get(name, "o"), color=color, markersize=7.5, label=name, alpha=0.9)
+        ax.plot(*zip(*points, strict=True), marker, color=color, markersize=7.5, label=name, alpha=0.9)
     ax.set_xlim(-0.03, 1.03)
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     title(ax, "pass@1 by family of program", "share of attempts solved")
@@ -109,18 +89,18 @@ _BEHAVIOUR = {
 def conduct(score: Mapping[str, Any]) -> str:
     """Return in one line how a policy works: what it solves by calls, tries and attempts, and what it looks at."""
     lists = {
-        "solved within {} calls": score.get("pass_within", {}),
-        "at try {}": score.get("solved_at_try", {}),
-        "filtered best of {}": score.get("filtered_best_of", {}),
+        "solved within {} calls": "pass_within",
+        "at try {}": "solved_at_try",
+        "filtered best of {}": "filtered_best_of",
     }
     parts = []
-    for heading, found in lists.items():
-        known = {name: value for name, value in found.items() if value is not None}
-        if known:
-            parts.append(f"{heading.format('/'.join(known))}: {' '.join(format(v, '.3f') for v in known.values())}")
+    for heading, name in lists.items():
+        values = {at: f"{value:.3f}" for at, value in score.get(name, {}).items() if value is not None}
+        if values:
+            parts.append(f"{heading.format('/'.join(values))}: {' '.join(values.values())}")
     single = {"recovery": ".3f", "tries": ".1f", "calls_per_turn": ".2f", "reads_before_edit": ".1f"}
-    known = {name: score[name] for name in single if score.get(name) is not None}
-    parts += [f"{name.replace('_', ' ')} {format(value, single[name])}" for name, value in known.items()]
+    present = {name: form for name, form in single.items() if score.get(name) is not None}
+    parts += [f"{name.replace('_', ' ')} {format(score[name], form)}" for name, form in present.items()]
     return "; ".join(parts)
 
 
@@ -136,15 +116,15 @@ def behaviour(report: Mapping[str, Any]) -> Picture:
             ax.set_axis_off()
             continue
         heading, form = _BEHAVIOUR[name]
-        known = {x: score[name] for x, score in enumerate(scores.values()) if score.get(name) is not None}
+        values = {x: score[name] for x, score in enumerate(scores.values()) if score.get(name) is not None}
         names = list(scores)
-        ax.bar(list(known), list(known.values()), 0.7, color=[POLICY.get(names[x], style.PURPLE) for x in known])
+        ax.bar(list(values), list(values.values()), 0.7, color=[POLICY.get(names[x], style.PURPLE) for x in values])
         for x in range(len(names)):
-            text = form.format(known[x]) if x in known else "–"
-            ax.text(x, known.get(x, 0.0), text, ha="center", va="bottom", fontsize=8.5, color=style.INK)
+            text = form.format(values[x]) if x in values else "–"
+            ax.text(x, values.get(x, 0.0), text, ha="center", va="bottom", fontsize=8.5, color=style.INK)
         ax.set_xticks(range(len(names)), names, fontsize=8)
         ax.set_xlim(-0.6, len(names) - 0.4)
-        ax.set_ylim(0, max([*known.values(), 1e-9]) * 1.2 if "%" not in form else 1.15)
+        ax.set_ylim(0, max([*values.values(), 1e-9]) * 1.2 if "%" not in form else 1.15)
         ax.set_yticks([])
         ax.spines["left"].set_visible(False)
         title(ax, heading)

@@ -81,13 +81,12 @@ def interval(ax: Axes, x: Sequence[float], y: Sequence[float]) -> None:
 
 
 class BarSeries(NamedTuple):
-    """The bars of one colour in a grouped bar chart."""
+    """The bars of one colour in a grouped bar chart, and the interval of each value (`spans`)."""
 
     label: str
     color: str
     values: Sequence[float | None]
     spans: Sequence[Sequence[float] | None] = ()
-    """Interval of each value."""
 
 
 def grouped(
@@ -96,18 +95,18 @@ def grouped(
     """Draw a group of bars per name, one bar per side, with their numbers if `form` is given and “–” for a missing one. `foot` is
     the lowest place of a number."""
     width = 0.8 / max(1, len(sides))
-    for place, side in enumerate(sides):
-        at = np.arange(len(names)) + (place - (len(sides) - 1) / 2) * width
+    for index, side in enumerate(sides):
+        at = np.arange(len(names)) + (index - (len(sides) - 1) / 2) * width
         values = [math.nan if value is None else value for value in side.values]
         ax.bar(at, values, 0.92 * width, color=side.color, label=side.label)
         spans = [*side.spans] or [None] * len(values)
         for x, value, span in zip(at, values, spans, strict=True):
-            known = not math.isnan(value)
-            if span is not None and known:
+            present = not math.isnan(value)
+            if span is not None and present:
                 interval(ax, [x, x], span)
             if form:
-                top = foot if not known else max(foot, value, max(span or [value]))
-                text = f"{value:{form}}" if known else "–"
+                top = foot if not present else max(foot, value, max(span or [value]))
+                text = f"{value:{form}}" if present else "–"
                 ax.annotate(text, (x, top), (0, 2), textcoords="offset points", ha="center", fontsize=size, color=INK)
     ax.set_xticks(range(len(names)), list(names))
     return ax
@@ -115,9 +114,9 @@ def grouped(
 
 def log_bars(ax: Axes, names: Sequence[str], sides: Sequence[BarSeries], least: float, form: str = ".1e") -> Axes:
     """Draw grouped bars on a logarithmic axis. Less than `least` is nothing."""
-    known = [value for side in sides for value in side.values if value is not None and math.isfinite(value)]
-    high = max([least * 10, *known])
-    low = min([high / 10, *(value for value in known if value > least)])
+    finite = [value for side in sides for value in side.values if value is not None and math.isfinite(value)]
+    high = max([least * 10, *finite])
+    low = min([high / 10, *(value for value in finite if value > least)])
     ax.set(yscale="log", ylim=(low / 3, high * 6))
     return grouped(ax, names, sides, form, low / 3)
 
@@ -179,8 +178,8 @@ def note(ax: Axes, x: float, y: float, text: str, **options: Any) -> None:
 def bars(ax: Axes, values: Mapping[str, float], color: Any, form: str = "") -> Axes:
     """Draw one horizontal bar per name, with its number behind it if `form` is given."""
     ax.barh(range(len(values)), list(values.values()), color=color, height=0.65)
-    for place, value in enumerate(values.values() if form else ()):
-        note(ax, value, place, f" {value:{form}}")
+    for row, value in enumerate(values.values() if form else ()):
+        note(ax, value, row, f" {value:{form}}")
     return rows(ax, list(values))
 
 

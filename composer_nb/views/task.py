@@ -8,8 +8,8 @@ from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import as_html
 from composer_nb.views import style
-from composer_nb.views.colouring import Tint
 from composer_nb.views.page import Html, box
+from composer_nb.views.rollout import Tint
 
 MARK = Tint(style.ORANGE, 0.6).over_page
 """Background of a wrong line."""
@@ -23,12 +23,12 @@ def card(task: Task) -> Html:
         if path in task.visible_tests:
             text = text.replace("\n\n\n", "\n")
         lines = text.rstrip("\n").split("\n")
-        wanted = task.solution.get(path, text).rstrip("\n").split("\n")
-        if len(lines) != len(wanted):
-            wanted = lines
-        shown = [_line(old, new) for old, new in zip(lines, wanted, strict=True)]
+        solution_lines = task.solution.get(path, text).rstrip("\n").split("\n")
+        if len(lines) != len(solution_lines):
+            solution_lines = lines
+        rows = [_line(old, new) for old, new in zip(lines, solution_lines, strict=True)]
         parts.append(f'<div class="quiet">{as_html(path)}</div>')
-        parts.append(f"<pre>{chr(10).join(shown)}</pre>")
+        parts.append(f"<pre>{chr(10).join(rows)}</pre>")
     return box(*parts)
 
 
@@ -47,8 +47,8 @@ def turns(attempt: Attempt) -> Html:
 def _call(text: str) -> str:
     try:
         call = json.loads(text)
-        given = ", ".join(f"{name}={value!r}" for name, value in call["arguments"].items())
-        return f"{call['name']}({given})"
+        arguments = ", ".join(f"{name}={value!r}" for name, value in call["arguments"].items())
+        return f"{call['name']}({arguments})"
     except (json.JSONDecodeError, TypeError, KeyError):  # what the agent wrote was no call
         return text
 

@@ -29,8 +29,9 @@ from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.policy import Request
 from composer_nb.harness.sandbox import open_backend
-from composer_nb.harness.sandbox.calls import CachedExecutor, Executor, SandboxExecutor
+from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
+from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.tasks.functions import parse_test_files, request_tests
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.patch_check import plan_for

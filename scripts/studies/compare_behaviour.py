@@ -37,8 +37,7 @@ from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tasks.functions import render_tests
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
-from composer_nb.labs.horizons.compaction import figures
-from composer_nb.labs.horizons.seeker import Seeker
+from composer_nb.labs.horizons.seeker import Seeker, figures
 from composer_nb.tour.miniatures import make_miniatures
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.data import TokenRow

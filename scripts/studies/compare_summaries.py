@@ -37,8 +37,7 @@ from composer_nb.harness.files import write_json
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.horizons.compaction import figures
-from composer_nb.labs.horizons.seeker import Seeker, tried
+from composer_nb.labs.horizons.seeker import Seeker, figures, tried
 from composer_nb.tour.miniatures import ENUMERABLE, make_miniatures
 from composer_nb.tour.repairs import neighbours, split_at
 from composer_nb.trainer.engine import Engine

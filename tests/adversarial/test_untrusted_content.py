@@ -16,7 +16,6 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-import yaml
 from rich.console import Console
 
 from composer_nb.cli import main
@@ -26,12 +25,11 @@ from composer_nb.harness.sandbox.contract import Sandbox, SandboxSpec, members
 from composer_nb.harness.sandbox.errors import SandboxFailure
 from composer_nb.harness.sandbox.host import Channel
 from composer_nb.harness.tasks.task import Task
-from composer_nb.harness.untrusted import as_html, json_of, visible, visible_lines
-from composer_nb.jobs.file import load_job
+from composer_nb.harness.untrusted import as_html, visible, visible_lines
 from composer_nb.production.diff import patch
 from composer_nb.production.show import teller
+from composer_nb.trainer.recipe.reader import read_status
 from composer_nb.trainer.recipe.report import build_report
-from composer_nb.trainer.recipe.status import read_status
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views.task import card
 from tests.harness.tasks.test_task import MINIMAL
@@ -67,9 +65,6 @@ class Scripted:
         self.channel.close()
         self.ended = True
 
-    def usage(self) -> tuple[int | None, float | None]:
-        return None, None
-
     def kills(self) -> int:
         return 0
 
@@ -86,38 +81,17 @@ ASKED: dict[str, Callable[[Sandbox], Any]] = {
 }
 STRANGE: dict[str, list[Any]] = {
     "exec": [
-        {},
-        {"answer": 3},
-        {"answer": [0]},
-        {"answer": [0, -1, False, False, False, 0.1]},
-        {"answer": [{}, 0, False, False, False, 0.1]},
-        {"answer": [0, 0, False, False, False, None]},
-        {"answer": [0, 0, False, False, False, float("nan")]},
+        {}, {"answer": 3}, {"answer": [0]}, {"answer": [0, -1, False, False, False, 0.1]},
+        {"answer": [{}, 0, False, False, False, 0.1]}, {"answer": [0, 0, False, False, False, float("nan")]},
     ],
-    "background": [{}, {"answer": "x"}, {"answer": None}, {"answer": [1]}, {"answer": -1}],
-    "end_all": [{"answer": 1}, {"answer": {}}],
-    "read": [
-        {"error": 5},
-        {"error": [1]},
-        {"error": ["x", "y"]},
-        {"error": [1, {}]},
-        {"answer": {}},
-        {"answer": DEEP},
-        [],
-        5,
-        None,
-    ],
-    "entries": [
-        {},
-        {"answer": 5},
-        {"answer": [["a"]]},
-        {"answer": [["a", "door", 1, 1]]},
-        {"answer": [["a", "file", -1, 1]]},
-    ],
-    "download": [{}, {"answer": 5}],
-    "snapshot": [{}, {"answer": None}],
-    "stats": [{}, {"answer": ["x", 0, 0]}],
-}
+    "background": [{}, {"answer": "x"}, {"answer": [1]}, {"answer": -1}],
+    "end_all": [{"answer": 1}],
+    "read": [{"error": 5}, {"error": [1]}, {"error": ["x", "y"]}, {"error": [1, {}]}, {"answer": DEEP}, [], 5, None],
+    "entries": [{}, {"answer": [["a"]]}, {"answer": [["a", "door", 1, 1]]}, {"answer": [["a", "file", -1, 1]]}],
+    "download": [{"answer": 5}],
+    "snapshot": [{"answer": None}],
+    "stats": [{"answer": ["x", 0, 0]}],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -259,10 +233,8 @@ CELLS: dict[str, tuple[str, Any]] = {
     "deep": ("UPDATE step SET metrics = ?", DEEP),
     "no object": ("UPDATE step SET metrics = ?", "5"),
     "no time": ("UPDATE step SET metrics = ?", '{"reward": 0.5}'),
-    "no clock": ("UPDATE step SET metrics = ?", '{"time": 5}'),
     "a blob": ("UPDATE step SET metrics = ?", b"\xff\xfe"),
     "a word for a number": ("UPDATE checkpoint SET seconds = ?", "soon"),
-    "no step": ("UPDATE step SET step = ?", "first"),
     "a word in the ledger": ("INSERT INTO stage VALUES ('rl', ?, '{}')", "long"),
 }
 
@@ -277,43 +249,6 @@ def test_strange_cells_of_a_run_database_are_named(tmp_path: Path, sql: str, val
     (run.path / "settings.json").write_text("{}")
     with pytest.raises(ValueError, match=str(run.path)):
         build_report(run)
-
-
-def test_a_sound_run_database_is_read_as_before(tmp_path: Path) -> None:
-    run = a_run(tmp_path)
-    seen = read_status(run.path)
-    assert seen.trained == 1 and dict(seen.stages) == {"data": 1.0} and RunDir(run.path).steps("rl")[0]["reward"] == 0.5
-
-
-# Job files
-
-LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10))
-MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 10))
-YAML = {
-    "3,000 brackets": "name: " + "[" * 3000 + "]" * 3000,
-    "brackets that never close": "[" * 100_000,
-    "3,000 mappings": "{a: " * 3000 + "1" + "}" * 3000,
-    "indented": "".join(" " * n + "a:\n" for n in range(2000)),
-    "laughs": LAUGHS,
-    "merges": MERGES,
-    "itself": "name: &a [*a]",
-    "a long number": "name: " + "9" * 10_000,
-    "no day": "name: 2020-99-99",
-    "a NUL": "name: a\0b",
-    "a tag": "!!python/object/apply:os.mkdir [x]",
-    "no UTF-8": "\udcff",
-}
-
-
-@pytest.mark.parametrize("text", YAML.values(), ids=YAML)
-def test_a_hostile_job_file_is_refused_in_few_lines(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "job.yml"
-    path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ValueError, match="job.yml: ") as caught:
-        load_job(path)
-    lines = str(caught.value).splitlines()
-    assert len(lines) < 20 and all(line.isprintable() and len(line) < 300 for line in lines)
-    assert yaml.YAMLError not in type(caught.value).__mro__
 
 
 # What a person sees
@@ -345,17 +280,6 @@ def test_a_diff_hides_nothing(data: bytes, shown: str) -> None:
     assert shown in text and text.replace("\n", "").replace("\t", "").isprintable()
 
 
-def test_a_picture_is_still_told_by_its_size() -> None:
-    picture = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 40
-    assert b"+Binary file: 10248 bytes" in patch({}, {"a.png": Blob(data=picture)}, whole=False)
-
-
-def test_what_a_model_says_moves_no_cursor() -> None:
-    console = Console(file=io.StringIO(), width=400)
-    teller(console)(Said(text=SIGNS))
-    assert "\x1b[31m" not in console.file.getvalue() and console.file.getvalue().rstrip("\n").isprintable()  # type: ignore[attr-defined]
-
-
 def test_a_card_of_a_task_holds_no_markup_of_the_tasks_own() -> None:
     fields = MINIMAL | {"instruction": "<img src=x>\u202e", "files": MINIMAL["files"] | {"f.py": "<script>\n1\n2\n"}}
     page = card(Task(**fields)).text
@@ -371,16 +295,16 @@ def test_an_error_on_the_command_line_is_escaped(tmp_path: Path, capsys: pytest.
     assert r"t\x1b[2J\u202e" in said and "\x1b" not in said and "\u202e" not in said
 
 
-@pytest.mark.parametrize("text", [DEEP, '{"a":' * 100_000, "9" * 10_000, ""])
-def test_json_is_a_value_error_however_deep(text: str) -> None:
-    with pytest.raises(ValueError):
-        json_of(text)
-
-
 def test_a_store_of_tasks_made_computes_nothing(tmp_path: Path) -> None:
-    from composer_nb.harness.tasks.making.store import TaskStore
+    from composer_nb.harness.tasks.making.trial import TaskStore
 
     with sqlite3.connect(tmp_path / "record.db") as db:
         db.execute("CREATE VIEW outcomes AS " + ENDLESS)
     with pytest.raises(ValueError, match="not a record of tasks made"):
         TaskStore(tmp_path / "record.db")
+
+
+def test_what_a_model_says_moves_no_cursor() -> None:
+    console = Console(file=io.StringIO(), width=400)
+    teller(console)(Said(text=SIGNS))
+    assert "\x1b[31m" not in console.file.getvalue() and console.file.getvalue().rstrip("\n").isprintable()  # type: ignore[attr-defined]

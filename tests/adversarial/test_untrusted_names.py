@@ -17,9 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 from composer_nb.harness.carry import Blob
 from composer_nb.harness.tasks import harbor
-from composer_nb.harness.tasks.patch import apply_patch
 from composer_nb.harness.untrusted import UnsafeName, beneath, checked, protected, single
-from composer_nb.jobs import directory
 from composer_nb.production.accept import Conflict, accept
 from composer_nb.production.checkout import changed, read_checkout
 from composer_nb.trainer.models.shards import read_shards
@@ -87,21 +85,7 @@ def test_a_protected_name_is_seen_through_every_disguise(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    [
-        ".gitignore",
-        ".gitmodules",
-        ".github/x",
-        "git",
-        "a.git",
-        "git~",
-        ".env.example",
-        "env",
-        "x.env",
-        "legit~1",
-        "..git",
-        ".gi",
-    ],
+    "path", ".gitignore .gitmodules .github/x a.git git~ .env.example x.env legit~1 ..git .gi".split()
 )
 def test_a_name_that_only_looks_protected_is_not(path: str) -> None:
     assert not protected(path)
@@ -139,12 +123,6 @@ def test_a_tracked_file_of_a_protected_name_can_be_changed(repository: Path) -> 
     assert (repository / ".env").read_bytes() == b"y"
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a\\b", "C:x", "a//b"])
-def test_a_patch_names_plain_paths(name: str) -> None:
-    with pytest.raises(ValueError, match="not a plain relative path"):
-        apply_patch({}, f"--- /dev/null\n+++ b/{name}\n@@ -0,0 +1 @@\n+x\n")
-
-
 # Tasks
 
 
@@ -165,7 +143,6 @@ def test_a_tasks_rest_stays_in_its_folder(tmp_path: Path, name: str) -> None:
 def published(tmp_path: Path) -> VersionStore:
     publisher = Publisher(tmp_path / "store", owner="run")
     publisher.publish(0, {"w": torch.ones(8)}, {"config.json": b"{}"})
-    publisher.close()
     return VersionStore(tmp_path / "store")
 
 
@@ -206,8 +183,7 @@ def test_a_store_keeps_to_its_root(tmp_path: Path, name: str, url: str) -> None:
     store = VersionStore(url.format(tmp_path))
     calls: list[Callable[[], Any]] = [
         lambda: store.read(name), lambda: list(store.chunks(name)), lambda: store.write(name, b""),
-        lambda: store.create(name, b""), lambda: store.put(name, [b""]), lambda: store.remove(name),
-        lambda: store.names(name), lambda: store.exists(0, name),
+        lambda: store.put(name, [b""]), lambda: store.remove(name), lambda: store.names(name), lambda: store.exists(0, name),
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(StoreError, match="not a plain relative path"):
@@ -296,15 +272,3 @@ def test_a_run_databases_checkpoint_lies_in_the_run(tmp_path: Path, name: str) -
     with pytest.raises(UnsafeName):
         run.commit("rl", 2, {"w": torch.ones(1)}, [])
     assert (tmp_path / "precious/x").read_text() == "mine"
-
-
-def test_the_record_of_an_attempt_names_no_notebook_elsewhere(tmp_path: Path) -> None:
-    path = tmp_path / "run/nodes/a/1"
-    path.mkdir(parents=True)
-    cell = {"cell_type": "code", "id": "a", "source": "", "outputs": [], "execution_count": None}
-    cell["metadata"] = {"papermill": {"status": "running"}}
-    book = {"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
-    (tmp_path / "mine.ipynb").write_text(json.dumps(book))
-    (path / "attempt.json").write_text(json.dumps({"output": str(tmp_path / "mine.ipynb")}))
-    directory.settle(path, "lost", "killed")
-    assert json.loads((tmp_path / "mine.ipynb").read_text()) == book

@@ -54,12 +54,6 @@ def test_every_link_to_a_page_shows_its_heading(lab: Lab, notebook: Callable[[st
         page.wait_for_function(SHOWN, arg=[path, heading], timeout=20_000)
 
 
-def test_a_notebook_leads_to_the_next(notebook: Callable[[str], Notebook], page: Any):
-    notebook("01_tour.ipynb")
-    page.locator(".jp-NotebookPanel").get_by_role("link", name="02 · mid-training").first.click()
-    page.wait_for_function("window.jupyterapp.shell.currentWidget.context?.path === 'notebooks/02_mid_training.ipynb'")
-
-
 def test_a_table_of_calls_keeps_its_indents(lab: Lab, notebook: Callable[[str], Notebook]):
     """And its step numbers stay on one line. The kernel runs in the folder of its notebook."""
     nbformat.write(new_notebook(cells=[new_code_cell(TABLE)], metadata=KERNEL), lab.folder / "table.ipynb")

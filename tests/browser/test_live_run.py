@@ -32,7 +32,7 @@ def runs(lab: Lab) -> Iterator[Path]:
 def test_the_run_outlives_the_kernel_of_its_notebook(
     lab: Lab, runs: Path, notebook: Callable[[str], Notebook], page: Any, picture: Callable[[str], None]
 ):
-    from composer_nb.trainer.recipe.status import read_status, wait_until
+    from composer_nb.trainer.recipe.reader import read_status, wait_until
 
     book = notebook(BOOK)
     book.replace("overrides: dict = {}", 'overrides: dict = {"rl.steps": 300, "data.rl_tasks": 600}')

@@ -54,32 +54,3 @@ def test_what_was_read_folds(reader: Notebook):
     assert not hidden.is_visible()
     folded.locator("summary").click()
     hidden.wait_for(state="visible")
-
-
-@pytest.mark.parametrize("dark", [False, True])
-def test_text_can_be_told_from_its_background(reader: Notebook, page: Any, dark: bool):
-    """WCAG's contrast of at least 3 for every token, coloured or not (small text asks for 4.5; marks are decoration)."""
-    reader.theme(dark)
-    cell = reader.cell("rollout.read")
-    worst = cell.evaluate(CONTRAST)
-    reader.theme(False)
-    assert worst["ratio"] > 3.0, worst
-
-
-CONTRAST = """cell => {
-  const parts = text => (text.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
-  const over = (top, below) => { const a = top[3] ?? 1; return [0, 1, 2].map(i => a * top[i] + (1 - a) * below[i]) };
-  const light = rgb => { const [r, g, b] = rgb.map(v => (v /= 255) <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
-    return .2126 * r + .7152 * g + .0722 * b };
-  let worst = { ratio: 99 };
-  for (const span of cell.querySelectorAll('pre span')) {
-    let chain = [], node = span;
-    while (node) { chain.unshift(parts(getComputedStyle(node).backgroundColor)); node = node.parentElement }
-    const back = chain.reduce((below, top) => over(top, below), [255, 255, 255]);
-    const ink = over(parts(getComputedStyle(span).color), back);
-    const [a, b] = [light(ink), light(back)].sort((x, y) => y - x);
-    const ratio = (a + .05) / (b + .05);
-    if (ratio < worst.ratio) worst = { ratio, text: span.innerText, ink, back };
-  }
-  return worst;
-}"""

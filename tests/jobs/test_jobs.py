@@ -89,11 +89,6 @@ def test_a_parameters_cell_holds_annotated_names_alone(tmp_path: Path, cell: str
         check_parameters(notebook(tmp_path / "n.ipynb", parameters=cell), {})
 
 
-def test_a_notebook_that_is_not_there_is_named(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"gone\.ipynb"):
-        check_parameters(tmp_path / "gone.ipynb", {})
-
-
 def test_an_error_is_one_line_and_cells_after_it_are_pending(tmp_path: Path):
     source = notebook(tmp_path / "n.ipynb", "1 / 0", "print('never')", "2")
     output = tmp_path / "out.ipynb"
@@ -152,18 +147,3 @@ def test_sigterm_interrupts_keeps_output_and_leaves_no_process(tmp_path: Path):
         time.sleep(0.1)
     assert not any(map(living, started))
     assert not os.path.exists(f"/proc/{pid}")
-
-
-def test_records_are_json_whatever_a_notebook_gives(tmp_path: Path):
-    source = notebook(tmp_path / "n.ipynb", "found = {'loss': float('nan'), 'all': [1.5, float('-inf')]}")
-    output = tmp_path / "out.ipynb"
-    run_notebook(source, output, outputs={"found": "found"})
-
-    def refuse(word: str) -> None:
-        raise AssertionError(word)
-
-    for name in ("run.json", "outputs.json"):
-        held = json.loads((tmp_path / name).read_text(), parse_constant=refuse)
-        assert held.get("outputs", held)["found"] == {"loss": None, "all": [1.5, None]}
-    with pytest.raises(ValueError, match="rate holds something that is not plain data"):
-        run_notebook(source, output, {"rate": float("nan")})

@@ -116,15 +116,6 @@ def test_all_that_is_wrong_is_said_at_once(folder: Path):
     assert str(caught.value).count("\n") == 4 and "nodes.b.notebook: Field required" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "text", ["- 1", "nodes: [", "name: é", "name: x", "name: a b\nnodes: {a: {notebook: n.ipynb}}"]
-)
-def test_what_is_no_job_file_is_refused(folder: Path, text: str):
-    (folder / "bad.yml").write_text(text, encoding="latin-1")
-    with pytest.raises(ValueError, match=r"bad\.yml: [^\n]+$"):
-        load_job(folder / "bad.yml")
-
-
 def test_a_grid_becomes_nodes_and_references_become_needs(folder: Path):
     nodes = {
         "report": node(parameters={"scores": "${train.total}", "name": "from ${train.run_dir} in ${job.dir}"}),
@@ -155,20 +146,6 @@ def test_set_reaches_those_who_take_it(folder: Path):
     }
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"stepz": "1"}, "no notebook has a parameter 'stepz'; did you mean 'steps'?"),
-        ({"steps": "many"}, "steps='many' must be of type int"),
-        ({"c:steps": "1"}, "no node 'c'"),
-        ({"rl.stepz": "1"}, "unknown setting 'rl.stepz'"),
-    ],
-)
-def test_set_is_checked(folder: Path, settings: dict[str, str], message: str):
-    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
-        load(folder, {"a": node(), "b": node()}, settings)
-
-
 def test_numbers_of_the_command_line_are_read_as_python_reads_them(folder: Path):
     notebook(folder / "r.ipynb", "1", parameters="rate: float = 1.0\nsteps: int = 1\nrun_dir: str = ''")
     settings = {"rate": "1e-3", "steps": "010", "run_dir": "some/run"}
@@ -186,23 +163,6 @@ def test_a_job_file_may_use_anchors_and_numbers_as_python_writes_them(folder: Pa
     (folder / "job.yml").write_text(text + "    parameters: {rate: 1.0}\n")
     with pytest.raises(ValueError, match="'parameters' stands twice"):
         load_job(folder / "job.yml")
-
-
-def test_dotted_settings_need_a_dictionary_to_go_into(folder: Path):
-    with pytest.raises(ValueError, match="overrides=.*is no dictionary that --set could add to"):
-        load(folder, {"train": TRAIN, "a": node(parameters={"overrides": "${train.total}"})}, {"rl.steps": "3"})
-
-
-def test_a_cluster_that_does_not_answer_is_named_and_nothing_is_started(folder: Path):
-    load(folder, {"a": node()})
-    with pytest.raises(ValueError, match="--ray 127.0.0.1:1: nothing answers there"):
-        run_job(folder / "job.yml", ray="127.0.0.1:1", runs=folder / "runs")
-    assert not (folder / "runs").exists()
-
-
-def test_a_notebook_is_no_job_file(folder: Path):
-    with pytest.raises(ValueError, match="n.ipynb is a notebook; jobs run takes a job file"):
-        load_job(folder / "n.ipynb")
 
 
 def test_a_whole_reference_keeps_its_type():
@@ -224,11 +184,6 @@ def test_a_node_that_is_named_twice_is_refused(folder: Path):
     path.write_text("name: job\nnodes:\n  a: {notebook: n.ipynb}\n  a: {notebook: n.ipynb}\n")
     with pytest.raises(ValueError, match=r"job\.yml: not YAML: 'a' stands twice .*line 3"):
         load_job(path)
-
-
-def test_labels_of_a_grid_may_be_numbers(folder: Path):
-    job = load(folder, {"a": node(grid={"steps": {1: 10, 2.5: 20}})})
-    assert {name: node.parameters["steps"] for name, node in job.nodes.items()} == {"a-steps=1": 10, "a-steps=2.5": 20}
 
 
 def test_a_run_whose_record_is_damaged_is_not_quietly_begun_anew(folder: Path, tmp_path: Path):

@@ -50,12 +50,6 @@ def test_no_head_is_a_clear_error(bench: Bench, name: str) -> None:
     assert list(bench.runs.glob("job-*")) == before
 
 
-def test_a_job_runs_on_a_head_by_its_address(bench: Bench, head: dict[str, Any]) -> None:
-    node = {"notebook": bench.notebook("n", "total = steps * 2"), "outputs": {"total": "total"}}
-    assert bench.run("run", str(bench.job({"twice": node})), "--ray", head["address"])[0] == 0
-    assert bench.record("twice")["outputs"] == {"total": 6}
-
-
 def test_a_job_runs_on_a_head_by_its_folder_and_keeps_it_alive(bench: Bench, head: dict[str, Any], tmp_path: Path):
     flag, go = tmp_path / "flag", tmp_path / "go"
     waits = "import time\nfrom pathlib import Path\nPath(flag).touch()\nwhile not Path(go).exists(): time.sleep(0.1)"

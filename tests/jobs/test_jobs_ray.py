@@ -76,21 +76,6 @@ def test_two_nodes_give_the_local_result(bench: Bench, cluster: Cluster):
     assert code == 1 and output.count("kept") == 5  # what ran on a cluster counts here, and the other way round
 
 
-def test_cancel_reaches_a_cluster(bench: Bench, cluster: Cluster, tmp_path: Path):
-    book = bench.notebook("w", DETACHED, WAITS, "1", parameters="flag: str = ''\ngo: str = ''")
-    flag = tmp_path / "flag"
-    node = {"notebook": book, "parameters": {"flag": str(flag), "go": str(tmp_path / "never")}}
-    nodes = {"runs": node, "later": {"notebook": book, "after": ["runs"]}}
-    runner = bench.start("run", str(bench.job(nodes)), "--ray", cluster.address)
-    bench.wait(flag.exists)
-    assert bench.run("cancel")[0] == 0
-    assert runner.wait(timeout=patience(30)) == 130
-    bench.wait(lambda: not ours(bench), 10)
-    assert bench.states() == {"runs": "interrupted", "later": "pending"}
-    assert bench.cells("runs")[-2:] == ["interrupted", "pending"]
-    bench.everything_is_whole()
-
-
 def test_a_lost_node_costs_an_attempt_and_nothing_else(bench: Bench, cluster: Cluster, tmp_path: Path):
     book = bench.notebook("w", WAITS, parameters="flag: str = ''\ngo: str = ''")
     flags = {name: tmp_path / name for name in ("one", "two")}

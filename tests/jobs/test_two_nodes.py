@@ -49,20 +49,6 @@ def bench(tmp_path: Path, cluster: Cluster) -> Bench:
     return Bench(tmp_path, like=cluster.bench)
 
 
-@pytest.mark.slow  # a minute; the next test and RL over two nodes keep its parts
-def test_a_graph_over_two_nodes_gives_the_local_result(bench: Bench, cluster: Cluster, hidden: Path):
-    mark = hidden / "mark"
-    mark.touch()
-    book = bench.notebook("n", DOUBLE, parameters=f"steps: int = 3\nmark: str = {str(mark)!r}")
-    wanted = {"notebook": book, "outputs": {"total": "total", "seen": "seen"}}
-    job = bench.job({"a": wanted | HERE, "b": wanted | THERE | {"parameters": {"steps": "${a.total}"}}})
-    for more in ((), ("--ray", cluster.address)):
-        assert bench.run("run", str(job), *more)[0] == 0
-        seen = not more  # the second node does not see the mark
-        assert bench.record("a")["outputs"] == {"total": 6, "seen": True}
-        assert bench.record("b")["outputs"] == {"total": 12, "seen": seen}
-
-
 def test_a_node_that_does_not_see_the_runs_says_so(bench: Bench, cluster: Cluster, hidden: Path):
     job = bench.job({"a": {"notebook": bench.notebook("n", "1"), "retries": 0} | THERE})
     bench.runs = hidden / "runs"

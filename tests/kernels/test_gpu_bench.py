@@ -34,17 +34,3 @@ def test_the_whole_flow_on_a_cpu_is_labelled_a_rehearsal(tmp_path: Path):
         assert "ours" in case["ms"] or case["holes"]["ours"] == "needs a Hopper GPU", case
         for name, error in case["errors"].items():
             assert error < (0.3 if "nvfp4" in case["title"] else 0.1), (case["title"], name)
-
-
-@pytest.mark.slow  # half a minute in the interpreter
-@pytest.mark.skipif(triton_version() is None, reason="no Triton here; it has wheels for Linux")
-def test_the_bench_of_whole_models_compares_the_same_model(tmp_path: Path):
-    done = run("--device", "cpu", "--out", str(tmp_path / "model.md"), script="bench_gpu_model.py")
-    text = (tmp_path / "model.md").read_text()
-    assert done.returncode == 0 and "hole" not in text, done.stderr
-    losses = [
-        line.split("|")[-2] for line in text.splitlines() if line.startswith(("| ours, bf16", "| transformers, g"))
-    ]
-    assert float(losses[0]) == pytest.approx(float(losses[1]), abs=1e-3), "forward passes with the same weights"
-    rows = [line.split("|") for line in text.splitlines() if "random" in line]
-    assert len(rows) == 2 and all(0 < float(row[6]) < 1 for row in rows), "floors of the mismatch"

@@ -17,13 +17,10 @@ from composer_nb.cli import main
 from composer_nb.harness.tasks.patch import apply_patch
 from composer_nb.labs.bases import (
     BaseCandidate,
-    Measures,
     chosen,
-    compare_bases,
     distance,
     make_histories,
     make_questions,
-    rebuilt,
     rolling_loss,
 )
 from composer_nb.trainer.models.checkpoint import save_pretrained
@@ -67,14 +64,6 @@ def test_each_token_is_predicted_once_from_the_window_before_it(base: BaseCandid
     assert rolling_loss(base, text, window, stride) == pytest.approx(total, rel=1e-4)
 
 
-def test_a_window_that_does_not_fit_is_refused(base: BaseCandidate):
-    for window, stride in ((600, 10), (10, 10), (10, 0)):
-        with pytest.raises(
-            ValueError, match=r"window=\d+, stride=\d+: 0 < stride < window ≤ 512, the positions of tiny"
-        ):
-            rolling_loss(base, TEXT, window, stride)
-
-
 def test_questions_have_one_right_choice_and_an_even_model_takes_the_one_with_the_longest_tokens(even: BaseCandidate):
     questions = make_questions([TEXT], 100, 4, 0)
     assert len(questions) == 9 and questions == make_questions([TEXT], 100, 4, 0) != make_questions([TEXT], 100, 4, 1)
@@ -110,27 +99,6 @@ def levenshtein(one: str, other: str) -> int:
 @given(st.text("ab\né", max_size=12), st.text("ab\né", max_size=12))
 def test_distance_is_levenshteins(one: str, other: str):
     assert distance(one, other) == levenshtein(one, other)
-
-
-def test_what_is_written_counts_up_to_the_end_and_a_long_history_is_refused(even: BaseCandidate, base: BaseCandidate):
-    histories = make_histories([TEXT], 5, 4, 2, 0)
-    assert rebuilt(even, histories, slots=2) == [""] * 5, "the first token of the vocabulary is special, and no text"
-    assert rebuilt(base, histories, slots=2) == rebuilt(base, histories, slots=5)
-    with pytest.raises(ValueError, match=r"lines, edits: a history needs \d+ positions, more than tiny has"):
-        rebuilt(base, make_histories([TEXT], 1, 30, 20, 0))
-
-
-def test_the_table_of_bases(even: BaseCandidate, base: BaseCandidate):
-    m = Measures(bytes=300, questions=9, histories=3, lines=4, edits=2, window=32, stride=16)
-    none, first, second = compare_bases([even, base], [TEXT], m)
-    assert (none["fresh_knowledge"], none["bits_per_byte"]) == (0.25, pytest.approx(8))
-    histories = make_histories([TEXT], 3, 4, 2, 0)
-    assert none["state_distance"] == np.mean([levenshtein(h.start, h.end) for h in histories])
-    assert first["state_distance"] == np.mean([len(h.end) for h in histories])
-    assert first["codebase_nats"] == pytest.approx(len(even.ids(TEXT[:300])) * math.log(420), rel=1e-5)
-    assert second["weights"] == sum(w.numel() for w in base.model.parameters()) and second["questions"] == 9
-    left = compare_bases([even], [TEXT], m, against=even)
-    assert left[1]["fresh_knowledge"] == 0 or left[1]["questions"] == 0
 
 
 def test_the_command_compares_checkpoints(base: BaseCandidate, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

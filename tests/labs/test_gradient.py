@@ -49,14 +49,6 @@ def test_it_is_the_learners(make_model, attempts, replay: ReplaySettings):
     assert metrics["tokens"] == tokens and metrics["masked"] == 0
 
 
-def test_the_model_stays_as_it_is(make_model, attempts):
-    model = make_model(3).requires_grad_(False)
-    before = [weight.clone() for weight in model.parameters()]
-    policy_gradient(model, streams(attempts, SIGNS), LossSettings(), replay=NO_REPLAY)
-    assert all(torch.equal(*each) for each in zip(before, model.parameters(), strict=True))
-    assert not any(weight.requires_grad or weight.grad is not None for weight in model.parameters())
-
-
 def test_other_signs_turn_it_round_and_nothing_gives_nothing(make_model, attempts):
     model = make_model(3)
     exact = retrace(model, attempts)  # ratios of 1: nothing is clipped on either side
@@ -75,11 +67,6 @@ def test_routes_that_are_not_the_streams_own_are_refused(make_model, attempts):
     with pytest.raises(ValueError, match="stream 2 of 4 cannot be replayed"):
         policy_gradient(make_model(3), batch, LossSettings(), replay=FULL)
     policy_gradient(make_model(3), batch, LossSettings(), replay=NO_REPLAY)
-
-
-def test_a_penalty_without_its_reference_is_refused_not_left_out(make_model, attempts):
-    with pytest.raises(ValueError, match="loss.beta"):
-        policy_gradient(make_model(3), streams(attempts, SIGNS), LossSettings(beta=0.1), replay=NO_REPLAY)
 
 
 def test_inner_products_are_those_of_float64_however_columns_are_cut():

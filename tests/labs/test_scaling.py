@@ -42,23 +42,6 @@ def test_a_line_through_other_points_is_that_of_least_squares():
     assert found.predict(TOKENS) == pytest.approx(design @ wanted)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "loss", "shape"),
-    [
-        ([], [], "log-linear"),
-        ([10.0], [1.0], "log-linear"),
-        ([10.0, 10.0], [1.0, 2.0], "log-linear"),
-        ([10.0, 20.0], [1.0], "log-linear"),
-        ([0.0, 20.0], [1.0, 2.0], "log-linear"),
-        ([10.0, 20.0], [1.0, math.nan], "log-linear"),
-        ([10.0, 20.0], [1.0, 0.0], "power"),
-    ],
-)
-def test_what_no_line_goes_through_is_refused(tokens, loss, shape):
-    with pytest.raises(ValueError, match="a line needs|line needs"):
-        fit_loss(tokens, loss, shape)
-
-
 def test_bytes_are_those_of_the_text(tokenizer: Tokenizer):
     texts = ["def f(xs):\n    return 'äß✓' * 3  # ∑\n" * 20]
     rows = code_rows(texts, tokenizer, 1.0)

@@ -13,8 +13,8 @@ from composer_nb.harness.environment import Sandboxes
 from composer_nb.jobs.notebook import run_notebook
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.recipe.prepare import make_data, make_tokenizer
+from composer_nb.trainer.recipe.reader import read_status
 from composer_nb.trainer.recipe.stages import Stages
-from composer_nb.trainer.recipe.status import read_status
 from composer_nb.trainer.records.rundir import RunDir, create
 
 pytestmark = pytest.mark.whole

@@ -83,7 +83,7 @@ def test_a_comparison_and_a_report_tell_what_was_changed_live(
 WRONG = {
     "rl.lr cannot be changed while a run is live": {"5": {"rl.lr": 1e-3}},
     "must be at least services.ahead": {"5": {"services.ahead": 3}},
-    "services.changes['0']": {"0": {"rl.group": 4}},
+    "services.changes.0": {"0": {"rl.group": 4}},
     "reward.weights names 'nosuch'": {"2": {"reward.weights": {"nosuch": 1.0}}},
 }
 

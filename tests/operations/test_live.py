@@ -10,8 +10,7 @@ import httpx
 import pytest
 
 from composer_nb.operations.live import LivePage
-from composer_nb.trainer.recipe.reader import example_run, telling_step
-from composer_nb.trainer.recipe.status import read_status
+from composer_nb.trainer.recipe.reader import example_run, read_status, telling_step
 from composer_nb.views.dashboard import headline
 from composer_nb.views.rollout import sampled
 
@@ -50,11 +49,3 @@ def test_another_host_gets_nothing_and_a_port_in_use_is_named(page: LivePage) ->
     assert port is not None
     with pytest.raises(ValueError, match=f"--port {port}: "):
         LivePage(page.path, port)
-
-
-def test_a_run_without_steps_has_no_rollouts(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "settings.json").write_text("{}")
-    with LivePage(tmp_path / "run") as empty:
-        assert httpx.get(empty.url + "rollouts").text == ""
-        assert httpx.get(empty.url + "rollouts/0").text == "RL has made no step yet"

@@ -13,7 +13,6 @@ import httpx
 import numpy as np
 import openai
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,9 +23,7 @@ from composer_nb.production.conversations import Conversations
 from composer_nb.production.record import RolloutRecord, served
 from composer_nb.production.serve import ChatServer
 from composer_nb.trainer.models.checkpoint import load_pretrained
-from composer_nb.trainer.services.inference import Updates
 from composer_nb.trainer.versions.publisher import Publisher
-from composer_nb.trainer.versions.receiver import VersionRule
 from tests.production import conftest as product
 from tests.production import test_replicas as several
 from tests.production.test_replicas import SIZE
@@ -201,36 +198,6 @@ def test_a_bad_version_leaves_its_users_and_a_good_one_reaches_all_of_them(path:
         (run / FILE).write_text(text)
         with pytest.raises(ValueError, match=why), site(path, store, run):
             pass
-
-
-def test_versions_that_cannot_be_used_do_not_keep_a_withdrawn_one_alive(path: Path, tmp_path: Path) -> None:
-    model = load_pretrained(path)
-    with closing(Publisher(tmp_path, owner="test")) as publisher:
-        for version in (3, 4, 5):
-            publisher.publish(version, turned(model, version / 8), FILES)
-    updates = Updates(tmp_path, "test", model.config)
-    wanted = []
-    for rule, left_out in (
-        (VersionRule(), {5}),
-        (VersionRule(after=4, most=3), {5}),
-        (VersionRule(after=4, most=3), {3, 5}),
-        (VersionRule(4, 3), set()),
-    ):
-        updates.rule, updates.left_out = rule, left_out
-        wanted.append(updates.wanted())
-    assert wanted == [None, 3, None, 5]
-    for version in (3, 4):
-        updates.first(version)
-    assert torch.equal((updates.receiver.back(3) or {})["model.norm.weight"], turned(model, 3 / 8)["model.norm.weight"])
-    assert updates.receiver.version == 3 and updates.first(4) is not None
-
-
-def test_a_store_without_a_version_is_refused(path: Path, tmp_path: Path) -> None:
-    with (
-        pytest.raises(ValueError, match="no version yet"),
-        open_canary(path, 1, share=0.1, verdicts=20, run=tmp_path, follow=str(tmp_path / "store"), **SIZE),
-    ):
-        pass
 
 
 @pytest.mark.parametrize(

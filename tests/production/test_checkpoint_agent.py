@@ -7,7 +7,6 @@ it babbles: what the loop makes of that is part of what is tested.
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,12 +34,11 @@ from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.production import policies
-from composer_nb.production.agents import evaluate, run_agent
-from composer_nb.production.arms import ARMS
+from composer_nb.production.agents import run_agent
+from composer_nb.production.bench import ARMS, evaluate
 from composer_nb.production.conversations import Conversations
 from composer_nb.production.policies import equipment, open_engine, trained_with
 from composer_nb.production.serve import ChatServer
-from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.models.checkpoint import save_pretrained
 from composer_nb.trainer.models.tokenizer import train_tokenizer
 from composer_nb.trainer.models.transformer import Model, ModelConfig
@@ -163,56 +161,6 @@ def repository(tmp_path: Path) -> Path:
     return made
 
 
-class Watched:
-    """What the engine of a run was asked and answered."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked, self.answered, self.engines = list[list[int]](), list[list[int]](), list[Engine]()
-        submit, step, make = Engine.submit, Engine.step, Engine.__init__
-
-        def made(engine: Engine, *given: Any, **more: Any) -> None:
-            make(engine, *given, **more)
-            self.engines.append(engine)
-
-        def submitted(engine: Engine, request: Request) -> None:
-            self.asked.append(list(request.token_ids))
-            submit(engine, request)
-
-        def stepped(engine: Engine) -> Any:
-            done = step(engine)
-            self.answered += [list(each.token_ids) for each in done]
-            return done
-
-        monkeypatch.setattr(Engine, "__init__", made)
-        monkeypatch.setattr(Engine, "submit", submitted)
-        monkeypatch.setattr(Engine, "step", stepped)
-
-
-def test_a_checkpoint_that_babbles(
-    checkpoint: Path, oracle: Any, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watched = Watched(monkeypatch)
-    limits = Limits(turns=6, turn_tokens=60, tokens=131_072, seconds=600)
-    work = run_agent(repository, "fix double", str(checkpoint), tmp_path / "out", limits=limits)
-    done, tools = work.conversation, ARMS["all"].tools().schemas
-    assert done.stop in ("turns", "finished") and (repository / "f.py").read_text().endswith("+ 1\n")
-    opening = [{"role": "system", "content": system_text(WORKSPACE)}, {"role": "user", "content": "fix double"}]
-    assert watched.asked[0] == templated(oracle, opening, tools)
-    turns = [turn for turn in done.turns if turn.error or turn.call]
-    assert {turn.error for turn in turns} == {"InvalidArguments"}
-    after = oracle("\n", add_special_tokens=False)["input_ids"]
-    groups: list[list[dict[str, Any]]] = []
-    for turn in turns:
-        groups += [] if turn.beside else [[]]
-        groups[-1].append({"role": "tool", "content": turn.observation})
-    assert len(watched.asked) > 1
-    for read, group in zip(watched.asked[1:], groups, strict=False):
-        assert read == after + templated(oracle, group)
-    # Nothing was read twice: what is in the cache is the whole conversation as it was read and written.
-    [engine] = watched.engines
-    assert engine.forwarded == sum(map(len, watched.asked)) + sum(map(len, watched.answered)) - 1
-
-
 @pytest.fixture(scope="module")
 def compact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of the compact format that was trained with the tools of the product."""
@@ -250,15 +198,15 @@ def test_a_served_checkpoint_is_offered_the_tools_of_its_training(
     carry(compact, EnvSettings(), Limits(turns=3, turn_tokens=9, tokens=300))
     with open_engine(compact, slots=1, tokens=300) as engine:
         answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
-        with ChatServer(answer, model="tour", trained=engine.known) as server:
+        with ChatServer(answer, model="tour", trained=engine.training) as server:
             for name in ("", "#tour"):
                 tools, limits = equipment(f"openai:{server.url}{name}")
                 assert (set(tools.tools), limits) == (set(ToolSet.tiny().tools), trained_with(compact).limits)
             assert "run_terminal_cmd" in equipment(f"openai:{server.url}#another")[0].tools
-        with ChatServer(answer, trained=replace(engine.known, tools="my.module:Mine")) as server:
+        with ChatServer(answer, trained=replace(engine.training, tools="my.module:Mine")) as server:
             with pytest.raises(ValueError, match="which only its training has"):
                 equipment(f"openai:{server.url}")
-        with ChatServer(answer, trained=replace(engine.known, renderer="none")) as server:  # type: ignore[arg-type]
+        with ChatServer(answer, trained=replace(engine.training, renderer="none")) as server:  # type: ignore[arg-type]
             with pytest.raises(ValueError, match=r"its training is damaged \(renderer "):
                 equipment(f"openai:{server.url}")
             gone = f"openai:{server.url}"
@@ -371,53 +319,3 @@ def test_a_conversation_is_as_long_as_the_model_reads(checkpoint: Path, reposito
     assert main([*asked, "--verdict", "later"]) == 1
     with open_engine(checkpoint, slots=1, tokens=131_072) as engine:
         assert engine.tokens == POSITIONS
-
-
-def test_a_checkpoint_behind_the_server(checkpoint: Path, oracle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched, tools = Watched(monkeypatch), ARMS["bash"].tools().schemas
-    talk: list[dict[str, Any]] = [{"role": "system", "content": "You fix."}, {"role": "user", "content": "fix f"}]
-    with (
-        open_engine(checkpoint, slots=2, tokens=4000) as engine,
-        ChatServer(Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)) as server,
-    ):
-        endpoint = Endpoint(url=server.url, model="model", retries=0)
-        assert list(endpoint.models()) == ["model"]
-        first = endpoint.complete(talk, tools, 40)
-        assert watched.asked[0] == templated(oracle, talk, tools) and first.read == len(watched.asked[0])
-        assert first.written == len(watched.answered[0]) <= 40
-        forwarded = watched.engines[0].forwarded
-        talk += [first.message, {"role": "user", "content": [{"type": "text", "text": "go on"}]}]
-        second = endpoint.complete(talk, tools, 40)
-        new = templated(oracle, [{"role": "user", "content": "go on"}])
-        new = [*oracle("<|im_end|>\n", add_special_tokens=False)["input_ids"], *new]  # the turn before was cut off
-        assert watched.asked[1] == new and second.read == first.read + first.written + len(new)
-        assert watched.engines[0].forwarded - forwarded == len(new) + second.written
-        # What was never said here is read from its beginning, and makes room for itself.
-        for text in "abc":
-            other = [talk[0], {"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}, talk[1]]
-            endpoint.complete(other, tools, 5)
-            assert watched.asked[-1] == templated(oracle, other, tools)
-        for wrong, why in (
-            ({"messages": [talk[1]], "max_tokens": 0}, "max_tokens: Input should be greater"),
-            ({"messages": [talk[1], first.message]}, "the last one is"),
-            ({"messages": [{"role": "user", "content": "x " * 5000}]}, "maximum context length is 4000 tokens"),
-            ({"messages": [talk[1]], "tools": ["x"]}, "tools.0: Input should be an object"),
-            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a content must be text"),
-            ({"messages": [7]}, "messages.0: Input should be an object"),
-        ):
-            with pytest.raises(ProviderFailure, match=f"status 400 .*{why}"):
-                endpoint.ask("POST", "chat/completions", float("inf"), wrong)
-
-        def answer(**given: Any) -> str:
-            asked = {"messages": talk[:2], "max_tokens": 20, **given}
-            told = endpoint.ask("POST", "chat/completions", float("inf"), asked)
-            return str(told["choices"][0]["message"]["content"])
-
-        assert answer(seed=5) == answer(seed=5) != answer(seed=6)
-        assert answer(temperature=0, seed=5) == answer(temperature=0, seed=6) == answer(top_p=1e-9)
-        asked = {"messages": talk[:2], "stream": True, "max_tokens": 5}
-        request = urllib.request.Request(f"{server.url}/chat/completions", json.dumps(asked).encode())
-        with urllib.request.urlopen(request) as reply:
-            streamed = reply.read().decode()
-        *pieces, end = [line.removeprefix("data: ") for line in streamed.split("\n\n") if line.strip()]
-        assert end == "[DONE]" and json.loads(pieces[0])["choices"][0]["delta"]["role"] == "assistant"

@@ -7,19 +7,16 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from pydantic import BaseModel
 
 from composer_nb.cli import main
 from composer_nb.harness.agent.scripts import read_script
-from composer_nb.harness.tasks.task import load_tasks, save_tasks
 from composer_nb.production import foreign
 from composer_nb.production.foreign import ForeignSettings, audit_verifiers, evaluate_foreign
-from composer_nb.production.improve import conversations, grouped, improve
+from composer_nb.production.improve import conversations, grouped
 from composer_nb.production.serve import ScriptServer
-from composer_nb.trainer.settings import Settings, override
-from tests.production.test_serve_record import POLICY, recording
+from tests.production.test_serve_record import recording
 
 DOUBLES = """
 import verifiers as vf
@@ -98,26 +95,6 @@ def test_a_policy_at_an_environment_of_verifiers(doubles: str, tmp_path: Path, m
         evaluate_foreign("scripted:lazy", f"verifiers:{doubles}", 1)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_policy_learns_what_an_environment_of_verifiers_rewards(doubles: str, tmp_path: Path) -> None:
-    """From the example's policy, on requests unlike any that it has read; signs that are no letters are rewarded."""
-    save_tasks(load_tasks(POLICY.parents[1] / "data" / "heldout.jsonl")[:2], tmp_path / "gate.jsonl")
-    policy, rewards = POLICY, list[float]()
-    settings = override(Settings(), {"rl.lr": 3e-3, "rl.minibatches": 4, "reward.weights": {"given": 1.0}})
-    for cycle in range(3):
-        run = tmp_path / f"run{cycle}"
-        with recording(run, policy=policy) as server:
-            graded = ForeignSettings(grade=True)
-            rewards.append(evaluate_foreign(f"openai:{server.url}", "verifiers:signs_env", 12, graded)["reward"])
-        judged = conversations(run)
-        assert np.mean([done.grade.rewards["reward"] for _, done in judged]) == pytest.approx(rewards[-1])
-        assert [len(group) for group in grouped(judged)] == [12] * 4, "an example is a group"
-        if cycle < 2:
-            improve([run], policy, tmp_path / f"out{cycle}", tmp_path / "gate.jsonl", settings, samples=1)
-            policy = tmp_path / f"out{cycle}" / "candidate"
-    assert rewards[2] > rewards[0] + 0.1, rewards
-
-
 def test_a_reward_needs_a_server_that_records(tmp_path: Path) -> None:
     (tmp_path / "s.json").write_text(json.dumps([{"text": "12"}]))
     with ScriptServer(read_script(tmp_path / "s.json")) as server:
@@ -183,10 +160,3 @@ def test_a_policy_at_an_environment_of_openenv(
     found = json.loads(capsys.readouterr().out)
     assert (found["reward"], found["n_tasks"], found["k"]) == (reward, 3, 2)
     assert main([*asked[:-2], "limits.turns=2"]) == 2 and "limits.turns" in capsys.readouterr().err
-
-
-def test_what_is_missing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    for tasks in ("verifiers:no_such_environment", "openenv:json:Nothing", "openenv:json:Nothing:Action"):
-        policy = "openai:http://127.0.0.1:9/v1#m"
-        assert main(["eval", "--policy", policy, "--tasks", tasks]) == 2
-        assert tasks.split(":")[0] in capsys.readouterr().err

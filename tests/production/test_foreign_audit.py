@@ -77,7 +77,7 @@ PLANTED: dict[str, tuple[str, str, str, set[str]]] = {
     "a guess": (GUESS, "", "", set()),
     "a question": (ASKS, "", "", set()),
     "a walk": (WALK, "", "", set()),
-    "a seed that is not used": (GUESS, "Random(seed)", "Random()", {"two resets", "a new environment"}),
+    "a seed that is not used": (GUESS, "Random(seed)", "Random()", {"a new environment"}),
     "noise": (WALK, "before - abs(self.away)", "before - abs(self.away) + random.random()", {"a new environment"}),
     "what another episode left": (
         WALK,
@@ -93,7 +93,6 @@ PLANTED: dict[str, tuple[str, str, str, set[str]]] = {
     ),
     "no end": (WALK, "not self.left or not self.away", "False", {"no end"}),
     "a reward that is no number": (GUESS, GUESSED, "float('nan')", {"no reward"}),
-    "a reward without an end": (GUESS, GUESSED, "float('inf') * (action.number == 7)", {"no reward"}),
     "no reward": (ASKS, ANSWERED, "None", {"no reward"}),
     "an action that is valid and unknown": (
         GUESS,
@@ -102,10 +101,8 @@ PLANTED: dict[str, tuple[str, str, str, set[str]]] = {
         {"an exception"},
     ),
     "pay for any answer": (ASKS, "action.answer == self.answer", "True", set(PAID)),
-    "pay for words": (ASKS, "action.answer == self.answer", "action.answer != ''", {*PAID} - {"the smallest action"}),
     "pay for an empty answer": (ASKS, "action.answer == self.answer", "not action.answer", {"the smallest action"}),
     "the answer anywhere": (ASKS, "action.answer == self.answer", "self.answer in action.answer", {"many numbers"}),
-    "pay for length": (ASKS, "action.answer == self.answer", "len(action.answer) > 20", {"the request, repeated"}),
     "the same answer at every seed": (WALK, "[-6, -4, -3, 3, 4, 6]", "[3, 4, 5, 6, 7, 8, 9, 10, 11, 12]", {ONE}),
 }
 

@@ -170,14 +170,6 @@ def test_turns_that_a_request_had_drawn_from_another_distribution_are_left_out(g
         improve([run], START, tmp_path / "other", gate, SETTINGS)
 
 
-def test_bad_input_is_refused_before_anything_is_learnt(record: Path, gate: Path, tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "empty/rollouts").mkdir(parents=True)
-    assert main(words(tmp_path / "empty", gate, tmp_path / "out")) == 2
-    assert "0 rollouts with a verdict" in capsys.readouterr().err
-    assert main(words(record, gate, tmp_path)) == 2
-    assert "is there already" in capsys.readouterr().err and list(tmp_path.iterdir()) == [tmp_path / "empty"]
-
-
 def attempts(passed: Sequence[float], edits: float = 1.0) -> list[Attempt]:
     """Ten attempts at each of some tasks: these shares pass, and this share edits something."""
     edit = Turn(call='{"name": "edit_line", "arguments": {}}', observation="")
@@ -215,18 +207,6 @@ def test_small_losses_that_pass_one_by_one_are_stopped_when_they_add_up() -> Non
     assert steps[:2] == ["", ""] and "80% of attempts edit something, 100% before" in steps[2]
     solved = judge(attempts([0.4, 0.5] * 4), attempts([0.4, 0.4, 0.5, 0.4] * 2), first)["stopped"]
     assert "and was 0.500 before these updates" in solved
-
-
-def test_the_first_of_a_chain_of_updates_is_known_by_its_gate(tmp_path: Path) -> None:
-    (tmp_path / "one" / "candidate").mkdir(parents=True)
-    (start := tmp_path / "one" / "weights").symlink_to("candidate")
-    assert first_of(start, "tasks") == {} == first_of(START, "tasks")
-    known = {"gate": {"tasks": "tasks", "first": {"pass_at_1": 0.5, "edits": 1.0}}}
-    (tmp_path / "one" / "improve.json").write_text(json.dumps(known))
-    assert first_of(start, "tasks") == known["gate"]["first"] and first_of(start, "other tasks") == {}
-    (tmp_path / "one" / "improve.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"improve\.json: is no report of an update"):
-        first_of(start, "tasks")
 
 
 def test_tasks_that_a_sandbox_lost_are_compared_nowhere_and_without_any_nothing_ships() -> None:

@@ -172,8 +172,8 @@ def told(parts: Sequence[Any]) -> tuple[str, list[tuple[str, str, str]], str]:
     return text, [(id, name, given) for id, name, given in (calls[n] for n in sorted(calls))], parts[-1].finish_reason
 
 
-@pytest.mark.parametrize("cut", [0, 3, 25])
-@pytest.mark.parametrize(("name", "text"), WRITTEN)
+@pytest.mark.parametrize("cut", [0, 25])
+@pytest.mark.parametrize(("name", "text"), WRITTEN[::3])
 def test_a_stream_adds_up_to_the_whole_answer_for_both_clients(name: str, text: str, cut: int) -> None:
     renderer = FORMATS[name]
     turn = renderer.spell(text)[: -cut or None]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from typing import Any
 
 import pytest
@@ -14,7 +11,6 @@ from composer_nb.harness.agent.chat import Said, User, Written
 from composer_nb.harness.agent.endpoint import Endpoint
 from composer_nb.harness.agent.qwen import QwenRenderer
 from composer_nb.harness.agent.shared import Shared
-from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.production.conversations import Conversations
 from composer_nb.production.serve import ChatServer
@@ -59,21 +55,6 @@ def test_a_conversation_goes_on_in_the_cache_and_another_makes_room(tokenizer: T
         assert len(policy.asked[4].token_ids) > len(policy.asked[0].token_ids)
 
 
-def test_a_turn_that_was_cut_off_is_closed_before_the_next(tokenizer: Tokenizer) -> None:
-    renderer = QwenRenderer(tokenizer, [TOOL])
-    policy = Turns(renderer.encode("half a sentence"), renderer.turn(Said(text="Done.")))
-    start: list[dict[str, Any]] = [{"role": "user", "content": "fix f"}]
-    with Shared(policy) as shared:
-        talk = Conversations(shared, tokenizer, QwenRenderer, 3000)
-        first = talk(RequestBody(messages=start, tools=[TOOL]))
-        assert first.choices[0].cut
-        more = [*start, first.choices[0].message, {"role": "user", "content": "go on"}]
-        talk(RequestBody(messages=more, tools=[TOOL]))
-    wanted = [User(text="fix f"), Said(text="half a sentence"), User(text="go on")]
-    held = [*policy.asked[0].token_ids, *renderer.encode("half a sentence"), *policy.asked[1].token_ids]
-    assert held == renderer.render(wanted, "") and not policy.released
-
-
 def test_results_are_of_the_calls_whose_ids_they_have(tokenizer: Tokenizer) -> None:
     renderer = QwenRenderer(tokenizer, [TOOL])
     calls = tuple(Written(id=f"call_{n}", call=ToolCall(name="look", arguments={"at": f"f{n}"})) for n in range(2))
@@ -95,40 +76,3 @@ def test_results_are_of_the_calls_whose_ids_they_have(tokenizer: Tokenizer) -> N
         talk(RequestBody(messages=[*start, first, b, a], tools=[TOOL]))  # read anew, since the refusals forgot it
         text = tokenizer.decode(list(policy.asked[1].token_ids), skip_special_tokens=False)
         assert 0 < text.index("of 0") < text.index("of 1")
-
-
-def test_a_call_that_nobody_could_read_can_be_told_again(tokenizer: Tokenizer) -> None:
-    renderer = QwenRenderer(tokenizer, [TOOL])
-    broken = renderer.spell("I look.\n<tool_call>\nlook(f)\n</tool_call>")  # without a name
-    done = renderer.turn(Said(text="Done."))
-    start: list[dict[str, Any]] = [{"role": "developer", "content": "You fix."}, {"role": "user", "content": "fix f"}]
-    policy = Turns(broken, done)
-    with Shared(policy) as shared:
-        first = (
-            Conversations(shared, tokenizer, QwenRenderer, 3000)(RequestBody(messages=start, tools=[TOOL]))
-            .choices[0]
-            .message
-        )
-        assert "tool_calls" not in first
-        more = [*start, first, {"role": "user", "content": "what?"}]
-        Conversations(shared, tokenizer, QwenRenderer, 3000)(
-            RequestBody(messages=more, tools=[TOOL])
-        )  # has not seen it
-    prompt, again = ([*each.token_ids] for each in policy.asked)
-    assert prompt == renderer.render([User(text="fix f")], "You fix.")
-    assert again == [*prompt, *broken, *renderer.render([User(text="what?")], after=True)]
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"messages": [{"role": "user", "content": "\ud800"}]},
-        {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": 5}}]},
-    ],
-)
-def test_no_request_is_left_without_an_answer(tokenizer: Tokenizer, body: dict[str, Any]) -> None:
-    with Shared(Turns()) as shared, ChatServer(Conversations(shared, tokenizer, QwenRenderer, 3000)) as server:
-        request = urllib.request.Request(f"{server.url}/chat/completions", json.dumps(body).encode())
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(request, timeout=patience(30))
-        assert refused.value.code == 400 and json.loads(refused.value.read())["error"]["message"]

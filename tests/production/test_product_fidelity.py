@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,21 +15,13 @@ from composer_nb.harness.agent.loop import LIMITS
 from composer_nb.harness.agent.scripts import expert
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
-from composer_nb.harness.tasks.runtime import ALLOWED, PACKAGES, PACKAGES_DIGEST, packages_digest, read_packages
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools import files
 from composer_nb.harness.tools.tiny import TINY
-from composer_nb.harness.tools.tool_call import Reply, ToolCall
+from composer_nb.harness.tools.tool_call import Reply
 from composer_nb.harness.tools.toolset import NAMES, ToolSet
-from composer_nb.production import fidelity, work
-from composer_nb.production.fidelity import (
-    PLACES,
-    differences,
-    observations,
-    probes,
-    tiny_probes,
-    two_samples,
-)
+from composer_nb.production import work
+from composer_nb.production.fidelity import PLACES, differences, observations, probes, tiny_probes, two_samples
 from composer_nb.trainer.models.tokenizer import train_tokenizer
 
 CURSOR = EnvSettings(tasks="tasks", tools="cursor", renderer="qwen")
@@ -74,24 +65,7 @@ def test_the_product_offers_what_a_checkpoint_was_trained_with_in_any_format(
     assert calls > 8 and found == []
 
 
-def test_packages_of_a_task_are_in_both_places(task: Task, agent: Agent, tmp_path: Path) -> None:
-    (tmp_path / "dateful.py").write_text("x = 1\n")
-    (tmp_path / ALLOWED).touch()
-    own = {PACKAGES: str(tmp_path), PACKAGES_DIGEST: packages_digest(read_packages(tmp_path))}
-    held = task.model_copy(update={"metadata": {**task.metadata, **own}})
-    assert differences(held, agent)[1] == []
-    for place in PLACES:
-        with fidelity.open_in(place, held, agent) as side:
-            [done] = side.tools.answer(side.session, [ToolCall(name="run_terminal_cmd", arguments=IMPORTS)])
-        assert "dateful.py" in side.tools.observation(done)
-
-
-IMPORTS = {"command": "python -c 'import dateful; print(dateful.__file__)'", "is_background": False}
-PLANTS = {
-    "reply": {"run_terminal_cmd"},
-    "system text": {"system text"},
-    "description": {"description of read_file"},
-}
+PLANTS = {"reply": {"run_terminal_cmd"}, "system text": {"system text"}, "description": {"description of read_file"}}
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -73,45 +73,12 @@ def wait_until(happened: Callable[[], bool]) -> None:
 # -- OpenAI's client -----------------------------------------------------------------------------------------
 
 
-def test_a_turn_with_its_log_probabilities(tokenizer: Tokenizer) -> None:
-    turn = QwenRenderer(tokenizer).turn(Said(text="Über all."))
-    with served(tokenizer, turn, turn) as (client, policy):
-        assert [each.id for each in client.models.list()] == ["model"]
-        assert client.get("/../health", cast_to=dict[str, str]) == {"status": "ok"}
-        done = chat(client, logprobs=True, temperature=0.3, top_p=0.9, max_tokens=50)
-        told = done.choices[0].logprobs.content
-        assert "".join(each.token for each in told if each.bytes) in "Über all." and len(told) == len(turn) - 1
-        assert b"ber all." in b"".join(bytes(each.bytes) for each in told if each.bytes)
-        assert {each.logprob for each in told} == {-0.5} and done.usage.completion_tokens == len(turn)
-        assert (policy.asked[0].temperature, policy.asked[0].top_p, policy.asked[0].max_tokens) == (0.3, 0.9, 50)
-        parts = [*chat(client, stream=True, stream_options={"include_usage": True})]
-        said = [part.choices[0].delta.content or "" for part in parts if part.choices]
-        assert policy.asked[1].temperature is None and "".join(said) == "Über all."
-        assert parts[-1].usage.completion_tokens == len(turn) and not parts[-1].choices
-
-
-def test_a_seed_decides_what_is_drawn(tokenizer: Tokenizer) -> None:
-    turn = QwenRenderer(tokenizer).turn(Said(text="Done."))
-    with served(tokenizer, *[turn] * 6) as (client, policy):
-        for seed in (7, 7, 8, -7, None, None):
-            chat(client, seed=seed)
-        drawn = [each.rollout % (1 << 40) for each in policy.asked]
-        assert drawn[0] == drawn[1] and len({*drawn}) == 5 and len({each.rollout for each in policy.asked}) == 6
-        said = {"role": "assistant", "content": "Done."}
-        policy.turns += [turn, turn]
-        for seed, known in ((None, True), (9, False)):  # another seed is another conversation
-            chat(client, seed=seed, messages=[*ASKED, said, ASKED[0]])
-            assert (policy.asked[-1].rollout in [each.rollout for each in policy.asked[:-1]]) is known
-
-
 @pytest.mark.parametrize(
     ("text", "stop", "shown"),
     [
-        ("one two three", "two", "one"),
         ("one two three", ["three", "two"], "one"),
         ("one two three", ["four"], "one two three"),
         ("one two three", "e", "on"),
-        ("one two", "two", "one"),
         ("grün und blau", "ün", "gr"),
     ],
 )
@@ -151,32 +118,6 @@ def test_calls_are_made_as_the_client_chooses(tokenizer: Tokenizer) -> None:
         assert [each.id for each in after.message.tool_calls] == ["call_0"] and after.finish_reason == "tool_calls"
 
 
-def test_a_model_of_the_compact_format(tiny_tokenizer: Tokenizer) -> None:
-    tiny, looks = CompactRenderer(tiny_tokenizer), CompactRenderer(tiny_tokenizer, [TOOL])
-    read = Said(calls=(Written(id="call_0", call=ToolCall(name="read_file", arguments={"path": "f.py"})),))
-    look = Said(calls=(Written(id="call_0", call=ToolCall(name="look", arguments={"at": "f"})),))
-    said = looks.turn(Said(text="All is well."))
-    turns = [tiny.turn(read), looks.turn(look), said, tiny.encode("babble"), said]
-    with served(tiny_tokenizer, *turns, form=CompactRenderer) as (client, policy):
-        first = chat(client).choices[0].message  # without tools it has those of tiny models
-        assert [(each.function.name, each.function.arguments) for each in first.tool_calls] == [
-            ("read_file", '{"path": "f.py"}')
-        ]
-        second = chat(client, tools=[TOOL]).choices[0].message
-        told = [*ASKED, second, {"role": "tool", "tool_call_id": "call_0", "content": "1|x"}]
-        last = chat(client, tools=[TOOL], messages=told).choices[0]
-        assert (last.message.content, last.finish_reason, last.message.tool_calls) == ("All is well.", "stop", None)
-        assert list(policy.asked[2].token_ids) == looks.observation("1|x")
-        assert chat(client).choices[0].message.content == "babble"
-        assert chat(client, tools=[TOOL], stop="well").choices[0].message.content == "All is"
-        with pytest.raises(openai.BadRequestError, match="begin with the same word"):
-            chat(client, tools=[TOOL, TOOL])
-        for role in ("system", "developer"):  # such as any agent sends: it is left out
-            policy.turns.append(said)
-            chat(client, tools=[TOOL], messages=[{"role": role, "content": "You fix. " * 9000}, *ASKED])
-            assert policy.asked[-1].token_ids == policy.asked[0].token_ids
-
-
 STRICT = {
     "type": "function",
     "function": {
@@ -191,27 +132,17 @@ STRICT = {
     ("given", "param", "code"),
     [
         ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
-        ({"tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice", "invalid_value"),
         ({"tool_choice": "auto", "tools": [STRICT]}, "tools", "invalid_value"),
-        ({"tool_choice": {"type": "function", "function": {"name": ""}}}, "tool_choice", "invalid_value"),
         ({"response_format": {"type": "json_object"}}, "response_format", "invalid_value"),
         ({"n": 3}, "n", "invalid_value"),
-        ({"n": 0}, "n", "invalid_value"),
         ({"temperature": 3}, "temperature", "invalid_value"),
-        ({"temperature": -0.1}, "temperature", "invalid_value"),
-        ({"top_p": 0}, "top_p", "invalid_value"),
         ({"seed": "7"}, "seed", "invalid_value"),
         ({"stop": ["a"] * 5}, "stop", "invalid_value"),
         ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "invalid_value"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty", "invalid_value"),
-        ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
         ({"tools": [{"type": "function", "function": {"name": 5}}]}, "tools", "invalid_value"),
-        ({"messages": []}, "messages", "invalid_value"),
         ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}, *ASKED]}, "messages", "invalid_value"),
-        ({"extra_body": {"stream_options": {"include": True}}}, "stream_options", "invalid_value"),
         ({"messages": [*ASKED, {"role": "assistant", "content": "y"}]}, "messages", "invalid_value"),
         ({"messages": [{"role": "user", "content": "x" * 9000}]}, "messages", "context_length_exceeded"),
     ],
@@ -378,20 +309,14 @@ LENGTH = b"Content-Length: %d\r\n" % len(BODY)
             400,
         ),
         (POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n" + HIDDEN, 400),
-        (POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n" + HIDDEN, 400),
         (POST + b"Content-Length: +%d\r\n\r\n" % len(BODY) + BODY + HIDDEN, 400),
-        (POST + b"Content-Length : %d\r\n\r\n" % len(BODY) + BODY + HIDDEN, 400),
         (POST + b"Host: evil.example\r\n" + LENGTH + b"\r\n" + BODY + HIDDEN, 400),
         (b"GET /health HTTP/1.1\r\n\r\n" + HIDDEN, 400),
-        (b"GET /health HTTP/1.0\r\n\r\n" + HIDDEN, 403),
         (b"GET /health HTTP/1.1\r\nHost: evil.example\r\n\r\n" + HIDDEN, 403),
         (b"GET /health HTTP/1.1\r\nHost: localhost.evil.example:80\r\n\r\n" + HIDDEN, 403),
-        (b"GET /health HTTP/1.1\r\nHost: [::1\r\n\r\n" + HIDDEN, 403),
         (b"GET /health HTTP/1.1\r\nHost: 192.0.2.1\r\n\r\n" + HIDDEN, 403),
         (b"GET /health HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\n\r\n" + HIDDEN, 403),
-        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nOrigin: null\r\n\r\n" + HIDDEN, 403),
         (b"GET /health HTTP/1.1\r\nHost: localhost:1\r\nOrigin: http://localhost:2\r\n\r\n" + HIDDEN, 403),
-        (POST + b"Origin: http://evil.example\r\n" + LENGTH + b"\r\n" + BODY, 403),
         (POST + b"Content-Length: %d\r\n\r\n" % (17 << 20), 413),
         (
             POST
@@ -466,7 +391,7 @@ def test_serve_connection_limit() -> None:
         assert answers(send(server, HIDDEN.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))) == [200]
 
 
-@pytest.mark.parametrize("path", ["/chat/completions", "/messages"])
+@pytest.mark.parametrize("path", ["/messages"])
 def test_large_tools_are_checked_beside_the_event_loop_and_bounded(
     path: str, scripted: ScriptServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

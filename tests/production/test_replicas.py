@@ -225,8 +225,8 @@ def test_replicas_raise_what_an_actor_cannot_open(pair: Pair) -> None:
 
 @pytest.mark.slow
 def test_replicas_on_ray(path: Path) -> None:
-    """A killed actor's turns go on elsewhere, and the end of the server answers what is under way and leaves no process. The signal
-    reaches all its processes at once, as from a terminal or a supervisor."""
+    """A killed actor's turns go on elsewhere, and the end of the server answers what is under way and leaves no process. The
+    signal reaches all its processes at once, as from a terminal or a supervisor."""
     words = ["-m", "composer_nb.cli", "serve", "--model", str(path), "--replicas", "2", "--port", "0"]
     front = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
@@ -238,18 +238,28 @@ def test_replicas_on_ray(path: Path) -> None:
             with urllib.request.urlopen(url.removesuffix("/v1") + "/health") as reply:
                 return list(json.load(reply)["replicas"])
 
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client, ThreadPoolExecutor(2) as clients:
-            given: dict[str, Any] = {"model": "m", "messages": ASKED, "max_tokens": 3000, "seed": 1}
-            given |= {"stop": "no such text", "temperature": 2.0, "n": 4}
-            whole = client.chat.completions.create(**given)
-            again = clients.submit(client.chat.completions.create, **given)
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client, ThreadPoolExecutor(8) as clients:
+
+            def ask(seed: int) -> list[str]:
+                given: dict[str, Any] = {
+                    "model": "m",
+                    "messages": ASKED,
+                    "max_tokens": 3000,
+                    "temperature": 2.0,
+                    "n": 4,
+                }
+                choices = client.chat.completions.create(**given, seed=seed, stop="no such text").choices
+                return [choice.message.content for choice in choices]
+
+            whole = [*clients.map(ask, range(8))]
+            again = clients.map(ask, range(8))
             wait_until(lambda: states()[0]["running"] > 0)
             os.kill(states()[0]["pid"], signal.SIGKILL)
-            assert again.result(120).choices == whole.choices
-            asked = clients.submit(client.chat.completions.create, **given)
+            assert [*again] == whole
+            last = clients.map(ask, range(8))
             wait_until(lambda: any(state["running"] for state in states()))
             os.killpg(front.pid, signal.SIGTERM)
-            assert asked.result(60).usage.completion_tokens
+            assert [*last] == whole
         assert front.wait(120) == 130
         assert not psutil.wait_procs(processes, 10)[1]
     finally:

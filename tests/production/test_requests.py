@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from dulwich import porcelain
@@ -13,9 +12,8 @@ from composer_nb.cli import main
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.plan import gold_files
 from composer_nb.harness.sandbox.contract import Backend
-from composer_nb.harness.tasks.making.mine import mine
 from composer_nb.harness.tasks.task import load_tasks
-from composer_nb.production.requests import added, asked, request_behind
+from composer_nb.production.requests import accepted_requests, added, request_behind
 from composer_nb.production.work import CHANGES
 from tests.harness.tasks.making.test_making_mine import EMPTY, MEAN, RANGE, SPREAD, SUMS, TESTS
 
@@ -77,7 +75,7 @@ def test_a_commit_that_says_nothing_becomes_a_task_with_the_users_request(
 
 
 def test_what_is_not_traced_back(checkout: tuple[Path, Path]) -> None:
-    log = asked([checkout[1]])
+    log = accepted_requests([checkout[1]])
     assert [each.request for each in log] == [FIRST, SECOND], "a rejected change is no request"
 
     def behind(before: str, after: str, path: str = "sums.py") -> str:
@@ -100,21 +98,17 @@ def test_lines_that_are_added() -> None:
 
 def test_folders_that_hold_no_request(checkout: tuple[Path, Path], tmp_path: Path) -> None:
     root, runs = checkout
-
-    def fails(problem: type[Exception], match: str, paths: list[Path], *requests: Path) -> None:
-        backend: Any = None
-        with pytest.raises(problem, match=match):
-            mine(paths, tmp_path / "out", backend, requests=requests)
-
-    fails(FileNotFoundError, "no agent's work is kept here", [root], tmp_path)
-    fails(ValueError, "--requests: only commits", [root, root], runs)
+    with pytest.raises(FileNotFoundError, match="no agent's work is kept here"):
+        accepted_requests([tmp_path])
+    assert main(["tasks", "mine", str(root), str(root), "--out", str(tmp_path / "out"), "--requests", str(runs)]) == 2
     broken = tmp_path / "broken"
     broken.mkdir()
     for name in ("verdict.json", CHANGES, "rollout.parquet"):
         (broken / name).write_bytes((runs / "first" / name).read_bytes())
-    assert asked([broken])
+    assert accepted_requests([broken])
     for name in ("rollout.parquet", CHANGES):
         (broken / name).write_text("{}")
-        fails(ValueError, f"{name}: damaged", [root], broken)
+        with pytest.raises(ValueError, match=f"{name}: damaged"):
+            accepted_requests([broken])
     (broken / "verdict.json").write_text("[]")
-    assert asked([broken]) == []
+    assert accepted_requests([broken]) == []

@@ -267,19 +267,6 @@ def test_a_name_is_one_users(tmp_path: Path) -> None:
     assert done.task.instruction == "secret of ann" and len(done.rollout.segments) == 2
 
 
-def test_what_nobody_grades_is_stored_when_the_server_closes(tmp_path: Path) -> None:
-    with recording(tmp_path / "run") as server:
-        client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
-        chat(client, [{"role": "user", "content": "fix f"}], n=2, max_tokens=5, extra_body={"rollout": "mine"})
-    assert [len(done.rollout.segments) for done in served(tmp_path / "run").values()] == [2]
-    with open_engine(POLICY, slots=1, tokens=TOKENS) as engine:
-        plain = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
-        with ChatServer(plain) as server, openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
-            with pytest.raises(openai.BadRequestError, match="--record"):
-                chat(client, [{"role": "user", "content": "x"}], extra_body={"rollout": "mine"})
-            assert grade(server, "mine")["status"] == 404
-
-
 def test_no_recorded_conversation_is_lost_however_often_the_server_is_told_to_end(tmp_path: Path) -> None:
     program = str(Path(sys.executable).with_name("composer-nb"))
     command = [program, "serve", "--model", str(POLICY), "--port", "0"]

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, Executor, SandboxExecutor
+from composer_nb.harness.sandbox.calls import CachedExecutor, SandboxExecutor
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest, Executor
 from composer_nb.harness.tasks.functions import parse_test_files
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools import tiny as tools

@@ -154,25 +154,6 @@ def test_equal_tokens_read_at_different_steps_or_weights_are_not_taken_for_alike
     np.testing.assert_allclose(turns[1].logprobs, wanted.logprobs, atol=3e-5)
 
 
-def test_after_a_swap_tokens_come_from_the_new_weights_on_the_old_cache(make_model):
-    """The same by hand: keys and values of both models side by side in a cache of the engine's own making."""
-    first, second = make_model(3), make_model(4)
-    engine = Engine(first, stop=NEVER, slots=1, max_length=40, temperature=0.0)
-    engine.submit(ask(0, [1, 2, 3], 3))
-    engine.step()
-    engine.swap(second, 8)
-    again = Engine(first, stop=NEVER, slots=1, max_length=40, temperature=0.0)
-    again.submit(ask(0, [1, 2, 3], 1))
-    [opening] = again.step()
-    again.swap(second, 8)
-    [rest] = again.generate([ask(0, [], 2)])
-    [turn] = [done for _ in range(2) for done in engine.step()]
-    assert turn.token_ids == [*opening.token_ids, *rest.token_ids] and turn.policy_versions == [0, 8, 8]
-    assert turn.logprobs == [*opening.logprobs, *rest.logprobs]
-    with pytest.raises(ValueError, match="another model"):
-        engine.swap(make_model(3, num_experts=4), 9)
-
-
 # Continuous batching
 
 

@@ -60,7 +60,7 @@ def test_any_prompts_at_any_steps_within_any_budget(reads: list[tuple[int, int, 
     waiting = sorted(enumerate(reads), key=lambda read: read[1][3])
     step = 0
     while len(done) < len(reads):
-        here = Counter(slot.priority for slot in engine._live.values())
+        here = Counter(slot.request.priority for slot in engine._live.values())
         while waiting and waiting[0][1][3] <= step and here[priority := min(waiting[0][1][2], 1)] < slots:
             number, (size, seed, _, _) = waiting.pop(0)
             engine.submit(ask(number, prompt(size, seed), 5, priority=priority))

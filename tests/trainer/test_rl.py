@@ -15,8 +15,8 @@ from torch import Tensor
 from composer_nb.harness.agent.compact import CompactRenderer
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.rewards import Reward, RewardSettings
-from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
 from composer_nb.harness.sandbox.errors import SandboxFailure
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.kernels.moe.routing import Replay
@@ -29,7 +29,7 @@ from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import FULL, NO_REPLAY, Stream, flatten, score
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model
-from composer_nb.trainer.recipe.reinforce import sample_groups
+from composer_nb.trainer.recipe.recipe import sample_groups
 from composer_nb.trainer.rl import Scored, ledger, score_groups, shuffle_rewards, to_streams
 
 NEVER = frozenset[int]()

@@ -64,5 +64,5 @@ def test_pictures_are_drawn_of_anything_that_can_happen(work: Work) -> None:
     row = {"pass_at_1": 0.5, "ci95": [0.2, 0.8], "tool_calls_per_task": 3.0, "invalid_call_rate": 0.1}
     silent, lost = row | {"tool_calls_per_task": 0.0, "invalid_call_rate": None}, {"n_tasks": 0}
     solved, calls = agent.arms({"arms": {"all": row, "bash": silent, "none": lost}}).axes
-    assert [text.get_text() for text in solved.texts] == ["–"] and len(solved.patches) == 2
-    assert [bar.get_height() for bar in calls.patches] == pytest.approx([2.7, 0.3, 0.0, 0.0])
+    assert [text.get_text() for text in solved.texts] == ["–"] and len(solved.patches) == 3
+    assert [bar.get_height() for bar in calls.patches] == pytest.approx([2.7, 0.0, 0.0, 0.3, 0.0, 0.0])

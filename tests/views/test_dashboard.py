@@ -12,14 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from pixels import drawn
 
 from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.system.linux import patience
-from composer_nb.trainer.recipe.reader import PromptSlot
-from composer_nb.trainer.recipe.status import read_status
+from composer_nb.trainer.recipe.reader import PromptSlot, read_status
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.settings import Settings, override, to_dict
 from composer_nb.views import dashboard
@@ -100,20 +98,6 @@ def test_a_run_that_has_just_begun_says_why_there_is_nothing(run: RunDir) -> Non
     assert dict(dashboard.facts(seen))["process"].startswith("none")
 
 
-def test_before_rl_the_picture_has_the_losses(run: RunDir) -> None:
-    run.finish("tokenizer", 1.0, {})
-    run.finish("data", 1.0, {})
-    loss = {"loss": 2.0, "agent_loss": 1.0}
-    run.commit("midtrain", 20, {}, [(at, loss | {"loss": 2.0 - at / 20}) for at in (10, 20)])
-    seen = read_status(run.path)
-    assert [list(line.get_ydata()) for line in panels(seen)["mid-training"].lines] == [[1.5, 1.0], [1.0, 1.0]]
-    before = dashboard.pictured(seen)
-    run.commit("midtrain", 30, {}, [(30, loss)])
-    assert dashboard.pictured(read_status(run.path)) != before, "a page draws the new point"
-    run.commit("rl", 1, {}, [(1, POINT)])
-    assert "mid-training" not in panels(read_status(run.path))
-
-
 def test_the_headline_tells_how_far_and_how_long(run: RunDir) -> None:
     for name in ("tokenizer", "data", "midtrain", "sft", "eval_base", "eval_midtrained", "eval_start"):
         run.finish(name, 1.0, {})
@@ -170,16 +154,6 @@ def test_a_board_that_rests_on_a_slow_machine_shows_the_end(run: RunDir, monkeyp
     assert shown.seen.state == ("live" if closed else "dead")
 
 
-def test_what_a_batch_did_not_have_is_a_gap(run: RunDir) -> None:
-    without = {"entropy": None, "staleness": None, "staleness_max": None}
-    run.commit("rl", 3, {}, [(1, POINT), (2, POINT | without), (3, POINT)])
-    shown = panels(read_status(run.path))
-    [faint] = [line for line in shown["entropy"].lines if line.get_alpha() == 0.3]
-    assert list(faint.get_xdata()) == [1, 3]
-    [oldest] = [line for line in shown["staleness of what was trained"].lines if line.get_label() == "oldest"]
-    assert np.isnan(oldest.get_ydata()[1]) and list(oldest.get_ydata()[::2]) == [1, 1]
-
-
 def test_one_board_a_run_and_none_after_it_is_closed(run: RunDir) -> None:
     with live(run):
         first = Dashboard(run.path, every_s=0.05)
@@ -191,13 +165,6 @@ def test_one_board_a_run_and_none_after_it_is_closed(run: RunDir) -> None:
         third.close()
         third.close()
         assert not boards() and read_status(run.path).state == "live", "the run goes on"
-
-
-def test_a_run_that_is_over_is_drawn_without_a_thread(tiny_run: RunDir) -> None:
-    shown = Dashboard(tiny_run.path)
-    assert not shown.live and not boards() and bytes(shown._picture.value).startswith(b"\x89PNG")
-    assert shown._button.layout.display == "none"
-    shown.close()
 
 
 def test_a_board_whose_run_is_taken_away_says_so_and_ends(run: RunDir) -> None:

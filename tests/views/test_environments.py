@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,12 +17,10 @@ from composer_nb.harness.rollout import Turn
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
 from composer_nb.harness.sandbox.contract import SandboxSpec, Stats
 from composer_nb.harness.sandbox.reap import ResourceJournal
-from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.attacks.case import AttackVerdict
 from composer_nb.labs.attacks.patches import Patch, patches
-from composer_nb.views import environments, instruments
-from composer_nb.views.instruments import Future, Watched
+from composer_nb.views import environments
+from composer_nb.views.environments import Future, Watched
 from composer_nb.views.style import Picture
 
 SPEC = SandboxSpec(memory_bytes=192 << 20, disk_bytes=16 << 20, processes=48)
@@ -44,7 +41,7 @@ def texts(picture: Picture) -> list[str]:
     return [text.get_text() for ax in picture.axes for text in ax.texts]
 
 
-def rollout(*calls: tuple[int, instruments.Kind, float]) -> Watched:
+def rollout(*calls: tuple[int, environments.Kind, float]) -> Watched:
     """One that was never in a sandbox."""
     agent = Watched.__new__(Watched)
     stats = Stats(memory_bytes=2_000_000, processes=0, disk_bytes=10, inodes=2, cpu_s=0.05)
@@ -82,12 +79,12 @@ def test_calls_are_noted_with_their_turn_and_what_was_seen(backend: BwrapBackend
 def everyday(backend: BwrapBackend, tools: bytes, patch: Patch, ids: list[str]) -> dict[str, bool]:
     with backend.create(SPEC) as sandbox:
         sandbox.upload(patch.workspace)
-        return instruments.everyday(sandbox, patch.task, ids, tools)
+        return environments.everyday(sandbox, patch.task, ids, tools)
 
 
 def test_everyday_graders_know_an_honest_fix_and_are_fooled_as_they_were(backend: BwrapBackend):
     by_id = {patch.id: patch for patch in patches()}
-    tools = instruments.tools_archive(backend)
+    tools = environments.tools_archive(backend)
     names = ("test_split_with_a_rest", "test_share", "test_amount[1.50-150]", "TestPairs::test_sum")
     ids = [f"tests/test_hidden_ledger.py::{name}" for name in names]
     found = {
@@ -102,43 +99,22 @@ def test_everyday_graders_know_an_honest_fix_and_are_fooled_as_they_were(backend
     }
 
 
-def test_a_verdict_tells_tampering_from_failing():
-    assert instruments.verdict(Grade(status="graded", tests={"a": True})) == "accepted"
-    assert instruments.verdict(Grade(status="graded", tests={"a": False})) == "rejected"
-    assert instruments.verdict(Grade(status="tampered", tests={"a": True})) == "tampered"
-    assert instruments.verdict(Grade(status="agent_failed")) == "rejected"
-
-
 def test_a_census_counts_what_is_there_not_what_is_noted(tmp_path: Path):
     journal = ResourceJournal(tmp_path, "run")
     folder = tmp_path / "held"
     folder.mkdir()
     sleeper = subprocess.Popen(["sleep", "60"])
-    below = {sleeper.pid: instruments.started(sleeper.pid)}
+    below = {sleeper.pid: environments.started(sleeper.pid)}
     process, directory = journal.made("process", sleeper.pid), journal.made("directory", folder)
     there = {"processes": 1, "cgroups": 0, "containers": 0, "folders": 1, "notes in the journal": 2}
-    assert instruments.census(tmp_path, below) == there
+    assert environments.census(tmp_path, below) == there
     sleeper.kill()
     sleeper.wait()
-    assert instruments.census(tmp_path, below) == there | {"processes": 0}
+    assert environments.census(tmp_path, below) == there | {"processes": 0}
     journal.gone(process)
-    assert instruments.census(tmp_path, below)["notes in the journal"] == 1
+    assert environments.census(tmp_path, below)["notes in the journal"] == 1
     journal.gone(directory)
-    assert instruments.census(tmp_path, {}) == dict.fromkeys(there, 0)
-
-
-def test_descendants_are_found_below_their_ancestor():
-    shell = subprocess.Popen(["bash", "-c", "sleep 60 & wait"])
-    try:
-        deadline = time.monotonic() + patience(10)
-        while not (below := instruments.descendants(shell.pid)) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert len(below) == 1 and shell.pid not in below
-    finally:
-        for pid in below:
-            subprocess.run(["kill", str(pid)], check=False)
-        shell.kill()
-        shell.wait()
+    assert environments.census(tmp_path, {}) == dict.fromkeys(there, 0)
 
 
 # Figures.
@@ -190,12 +166,6 @@ def test_a_twin_stands_beside_its_test_with_the_change_marked(old: str, shown: s
     assert "import x" not in page
 
 
-def test_patches_are_shown_as_text():
-    page = environments.patches([Patch(id="a", title="<t>", case=0, files={"a.py": b"1 < 2\n", "gone": None})]).text
-    assert "&lt;t&gt;" in page and "1 &lt; 2" in page and "(deleted)" in page and "<t>" not in page
-    assert environments.patches(patches()), "whatever bytes they hold"
-
-
 def test_a_matrix_says_who_was_wrong():
     picture = environments.matrix(
         {
@@ -208,13 +178,3 @@ def test_a_matrix_says_who_was_wrong():
     assert texts(picture) == ["✓ accepted", "✗ rejected", "✗ accepted", "! tampered", "rejected", "rejected"]
     assert [label.get_text() for label in picture.axes[0].get_yticklabels()] == ["fix", "cheat", "nothing"]
     assert shows_something(picture)
-
-
-def test_cases_show_what_held_and_what_did_not():
-    page = environments.cases(
-        [
-            ("a", AttackVerdict(blocked=True, detail="every attempt failed"), 0.5),
-            ("b", AttackVerdict(blocked=False, detail="<x>"), 1.0),
-        ]
-    ).text
-    assert page.count(">held<") == 1 and page.count(">NOT HELD<") == 1 and "&lt;x&gt; · 1.0 s" in page

@@ -12,10 +12,9 @@ import pytest
 from pixels import PAGES, contrasts
 from test_views import DRAWN as OF_RUNS
 
-from composer_nb.labs import formats
-from composer_nb.labs.weights import view as weights
+from composer_nb.labs import formats, weights
+from composer_nb.trainer.recipe.reader import read_status
 from composer_nb.trainer.recipe.report import build_report
-from composer_nb.trainer.recipe.status import read_status
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views import dashboard, style
 

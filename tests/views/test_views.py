@@ -5,7 +5,6 @@ import io
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,11 +19,10 @@ from safetensors.numpy import save_file
 from composer_nb.harness.rollout import Kind
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.untrusted import visible_lines
-from composer_nb.labs.microscope import routes
 from composer_nb.trainer.models.checkpoint import load_pretrained
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.views import colouring, curves, rollout, scores, style, task
+from composer_nb.views import curves, rollout, scores, style, task
 from composer_nb.views.page import box
 from composer_nb.views.report import pictures
 
@@ -144,24 +142,8 @@ def test_text_of_a_rollout_is_no_markup(tiny_run: RunDir):
     assert set(re.findall(r"<(\w+)", page)) == {"style", "div", "details", "summary", "pre", "span"}
 
 
-def test_colours_say_how_likely_and_which_way(tiny_run: RunDir):
-    group = rollout.sampled(tiny_run)
-    stored = max(group, key=lambda one: abs(one.advantage or 0))
-    assert stored.advantage
-    tints = colours_of(stored, "logprob").tints
-    acted = stored.segment.acted
-    assert [tint is not None for tint in tints] == list(acted)
-    sure = int(np.argmax(np.where(acted, stored.segment.logprob, -np.inf)))
-    unsure = int(np.argmin(np.where(acted, stored.segment.logprob, np.inf)))
-    assert tints[sure].strength < tints[unsure].strength, "the less likely, the stronger"
-    for one in (stored, replace(stored, advantage=-stored.advantage)):
-        assert one.token_advantages is not None and set(one.token_advantages) == {one.advantage}
-        for tint, advantage in zip(colours_of(one, "advantage").tints, one.token_advantages, strict=True):
-            assert tint is None or (tint.hue == style.SKY) == (advantage > 0)
-
-
-def colours_of(stored: rollout.StoredRollout, by: colouring.ColorBy) -> colouring.Colouring:
-    return colouring.colouring(stored.segment, by, stored.token_advantages, stored.trainer)
+def colours_of(stored: rollout.StoredRollout, by: rollout.ColorBy) -> rollout.Colouring:
+    return rollout.colouring(stored.segment, by, stored.token_advantages, stored.trainer)
 
 
 @pytest.fixture
@@ -171,8 +153,8 @@ def followed(tiny_run: RunDir) -> rollout.StoredRollout:
     return rollout.with_trainer(stored, load_pretrained(tiny_run.path / "weights" / "midtrained"))
 
 
-@pytest.mark.parametrize("color", get_args(colouring.ColorBy))
-def test_every_colouring_explains_itself(followed: rollout.StoredRollout, color: colouring.ColorBy):
+@pytest.mark.parametrize("color", get_args(rollout.ColorBy))
+def test_every_colouring_explains_itself(followed: rollout.StoredRollout, color: rollout.ColorBy):
     page, colours = rollout.read(followed, color).text, colours_of(followed, color)
     assert colours.key and all(html.escape(meaning) in page for _, meaning in colours.key)
     for tint, acted in zip(colours.tints, followed.segment.acted, strict=True):
@@ -183,13 +165,13 @@ def test_every_colouring_explains_itself(followed: rollout.StoredRollout, color:
 def test_ratios_are_the_trainers(followed: rollout.StoredRollout):
     assert followed.trainer is not None
     segment, acted = followed.segment, followed.segment.acted
-    moved = colouring.log_ratio(segment, followed.trainer)
+    moved = rollout.log_ratio(segment, followed.trainer)
     assert np.allclose(moved[acted], (followed.trainer.logprob - segment.logprob)[acted]) and not moved[~acted].any()
     assert np.abs(moved).max() > 0.05, "another policy"
     tints = colours_of(followed, "ratio").tints
     for tint, value in zip(tints, moved.tolist(), strict=True):
         if tint is not None:
-            assert tint.strength == pytest.approx(min(1.0, abs(value) / colouring.DRIFT))
+            assert tint.strength == pytest.approx(min(1.0, abs(value) / rollout.DRIFT))
             assert value == 0 or (tint.hue == style.SKY) == (value > 0)
     place = int(np.argmax(np.abs(moved)))
     notes = [html.unescape(note) for note in re.findall(r'title="([^"]*)"', rollout.read(followed).text)]
@@ -233,7 +215,7 @@ def test_a_page_follows_the_theme_and_text_stays_readable():
     hues = (style.SKY, style.ORANGE, style.GREEN, style.PURPLE, style.YELLOW, style.BLUE, style.VERMILION)
     for back, ink in (((1.0,) * 3, (0x22 / 255,) * 3), ((0x18 / 255,) * 3, (0xE6 / 255,) * 3)):
         for hue in hues:
-            red, green, blue, alpha = (float(x) for x in re.findall(r"[\d.]+", colouring.Tint(hue).over_page))
+            red, green, blue, alpha = (float(x) for x in re.findall(r"[\d.]+", rollout.Tint(hue).over_page))
             under = tuple(alpha * c / 255 + (1 - alpha) * b for c, b in zip((red, green, blue), back, strict=True))
             dark, bright = sorted((luminance(under), luminance(ink)))
             assert (bright + 0.05) / (dark + 0.05) > 3, (hue, back)
@@ -313,9 +295,3 @@ def test_what_a_policy_did_not_show_is_a_dash(tiny_run: RunDir):
     [ax] = scores.mismatch(report).axes
     assert [text.get_text() for text in ax.texts][3:] == ["0.0e+00", "–", "–"]
     assert pixels(scores.mismatch(report).png()).size
-
-
-def test_a_gradient_that_is_not_there_has_no_bar():
-    [ax] = routes.cosines({"bf16": {"own routes": float("nan"), "replayed": 0.9}}).axes
-    assert [text.get_text() for text in ax.texts] == ["–", "1.0e-01"]
-    assert [np.isnan(bar.get_height()) for bar in ax.patches] == [True, False]

@@ -31,8 +31,7 @@ NAME = "test_it"
 SETUP = re.compile(r"(setup|teardown)(_?(module|function|class|method))?", re.I)
 BODIES = ("body", "orelse", "handlers", "finalbody")
 GUESSABLE = (None, True, False, 0, 1, "", b"")
-PLAIN_TEXT = 4
-"""Minimum characters of a value that other texts do not contain by chance."""
+PLAIN_TEXT = 4  # Minimum characters of a value that other texts do not contain by chance.
 
 
 class _Unfit(Exception):
@@ -41,7 +40,7 @@ class _Unfit(Exception):
 
 def lone_job(task: Task, files: Mapping[str, bytes], twin: Twin, changed: bool) -> TestJob | None:
     """Return the run of the one test that a twin changes, as itself or `changed`; None if the test cannot stand alone."""
-    if len(twin.keys) != 1 or twin.besides or twin.weak or twin.telling or twin.kind != "value":
+    if len(twin.keys) != 1:
         return None
     try:
         cut = _Cut(changed_text(task.tests[twin.path], [twin] if changed else []), twin)

@@ -23,23 +23,19 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from composer_nb.harness.grading.guest import calls, runner
 from composer_nb.harness.grading.guest.runner import CALLS, DECOY, DECOY_AT, FOLDER, PLUGIN
 from composer_nb.harness.sandbox.contract import Backend, ExecResult, Sandbox, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
+from composer_nb.harness.sandbox.guest import values
 from composer_nb.harness.sandbox.toolchain import pytest_modules
 
-START_S = 2.0
-"""Seconds that a run may take to begin, in addition to its own time."""
-AT_ONCE = 4
-"""Sandboxes that one call keeps alive at the same time."""
-EVENT_BYTES = 4 << 20
-"""Of one run; more is cut off, and what is cut off did not pass."""
-OUTPUT_BYTES = 64 << 10
-"""Of what one run printed, its head."""
-INTERNAL_ERROR = 3
-"""pytest's exit code for an internal error."""
-LINE = 500
-"""Characters. pytest's own lines are shorter."""
+START_S = 2.0  # Seconds that a run may take to begin, in addition to its own time.
+AT_ONCE = 4  # Sandboxes that one call keeps alive at the same time.
+EVENT_BYTES = 4 << 20  # Of one run; more is cut off, and what is cut off did not pass.
+OUTPUT_BYTES = 64 << 10  # Of what one run printed, its head.
+INTERNAL_ERROR = 3  # pytest's exit code for an internal error.
+LINE = 500  # Characters. pytest's own lines are shorter.
 RUNNER = "composer_nb_grading_runner"
 
 _START = """\
@@ -67,6 +63,8 @@ sys.stdout.buffer.write(marshal.dumps(table, 4))
 _RUN = (
     _START
     + f"""\
+values = sys.modules[{values.__name__!r}] = types.ModuleType({values.__name__!r})
+exec(marshal.loads(table.pop({values.__name__!r})[2]), values.__dict__)
 module = types.ModuleType({RUNNER!r})
 exec(marshal.loads(table.pop({RUNNER!r})[2]), module.__dict__)
 module.main(table)
@@ -81,82 +79,94 @@ class RunnerEnded(RuntimeError):
     """The runner ended before it began: what it was to run does not fit into its sandbox."""
 
 
-Said = tuple[str, Any]
-"""`returned` or `raised`, and the value or the name of the exception's type."""
+Said = tuple[str, Any]  # `returned` or `raised`, and the value or the name of the exception's type.
+# A function: the path of its module and its first line, which is the line of its first decorator.
 Place = tuple[str, int]
-"""A function: the path of its module and its first line, which is the line of its first decorator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallInput:
-    """A call as it goes into a box: the arguments, and nothing of the expected result."""
+    """A call as it goes into a box: the arguments, and nothing of the expected result.
+
+    Attributes:
+        name: Qualified name, such as `Stack.of`.
+        given: JSON of the positional and the keyword arguments (`guest.calls.encode`).
+    """
 
     module: str
     name: str
-    """Qualified name, such as `Stack.of`."""
     given: str
-    """JSON of the positional and the keyword arguments (`guest.calls.encode`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noted:
-    """A call that tests made, as their process reported it."""
+    """A call that tests made, as their process reported it.
+
+    Attributes:
+        inside: True if a changed file defines the function.
+        ends: Possible outcomes. A tracer cannot tell whether None was returned or an exception went on, so there may be two.
+    """
 
     call: CallInput
     inside: bool
-    """True if a changed file defines the function."""
     ends: tuple[Said, ...] = field(hash=False)
-    """Possible outcomes. A tracer cannot tell whether None was returned or an exception went on, so there may be two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestJob:
-    """One run of tests, or of recorded calls."""
+    """One run of tests, or of recorded calls.
+
+    Attributes:
+        files: The workspace, and the data files of the tests.
+        hidden: Modules that are on no disk: path -> text.
+        tests: Paths in `hidden` that are test modules.
+        keys: Tests to run (`guest/plugin.py` defines keys); None runs all.
+        reach: Record the workspace functions that each test calls. Slower.
+        explain: Record where, with which message and on which values tests failed.
+        packages: Installed packages that the tests need, by path.
+        ini: Lines of the `[pytest]` section.
+        select: pytest arguments that choose tests. Ignored when `keys` is given.
+        hash_seed: PYTHONHASHSEED. Results that depend on set order differ between seeds.
+        record: Changed files. If there are any, calls are recorded (`guest.calls.Recorder`).
+        calls: Batches of calls to answer, each in its own process. If there are any, no test runs.
+        batch_cpu_s: CPU seconds of one batch.
+        watch: Answer `unsteady` to calls that use the clock or random numbers.
+        zone: POSIX time zone; empty means the box's own.
+        test_s: Seconds after which an alarm fails a test with `Endless`; 0 sets no alarm. Only for trusted code, which leaves
+            it on.
+    """
 
     files: Mapping[str, bytes]
-    """The workspace, and the data files of the tests."""
     hidden: Mapping[str, str]
-    """Modules that are on no disk: path -> text."""
     tests: tuple[str, ...]
-    """Paths in `hidden` that are test modules."""
     keys: frozenset[str] | None = None
-    """Tests to run (`guest/plugin.py` defines keys); None runs all."""
     reach: bool = False
-    """Record the workspace functions that each test calls. Slower."""
     explain: bool = False
-    """Record where, with which message and on which values tests failed."""
     packages: Mapping[str, bytes] = field(default_factory=dict)
-    """Installed packages that the tests need, by path."""
     ini: str = ""
-    """Lines of the `[pytest]` section."""
     select: tuple[str, ...] = ()
-    """pytest arguments that choose tests. Ignored when `keys` is given."""
     hash_seed: int = 0
-    """PYTHONHASHSEED. Results that depend on set order differ between seeds."""
     record: tuple[str, ...] = ()
-    """Changed files. If there are any, calls are recorded (`guest.calls.Recorder`)."""
     calls: tuple[tuple[CallInput, ...], ...] = ()
-    """Batches of calls to answer, each in its own process. If there are any, no test runs."""
     batch_cpu_s: int = 10
-    """CPU seconds of one batch."""
     watch: bool = False
-    """Answer `unsteady` to calls that use the clock or random numbers."""
     zone: str = ""
-    """POSIX time zone; empty means the box's own."""
     test_s: float = 0.0
-    """Seconds after which an alarm fails a test with `Endless`; 0 sets no alarm. Only for trusted code, which leaves it on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestResult:
-    """The end of one test, as its process reported it."""
+    """The end of one test, as its process reported it.
+
+    Attributes:
+        outcome: `passed`, `failed` or `skipped`. An expected failure counts as skipped.
+        why: Name of the exception.
+        id: pytest's node id.
+    """
 
     outcome: str
-    """`passed`, `failed` or `skipped`. An expected failure counts as skipped."""
     why: str = ""
-    """Name of the exception."""
     id: str = ""
-    """pytest's node id."""
 
     @property
     def passed(self) -> bool:
@@ -168,46 +178,56 @@ MISSING = TestResult(outcome="missing")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """The functions that a test called, as its process reported them."""
+    """The functions that a test called, as its process reported them.
+
+    Attributes:
+        seconds: Duration with tracing on, which is longer than without.
+        depths: Workspace functions -> workspace frames on the stack at the first call; 1 means that the test called it
+            directly.
+    """
 
     seconds: float
-    """Duration with tracing on, which is longer than without."""
     depths: Mapping[Place, int]
-    """Workspace functions -> workspace frames on the stack at the first call; 1 means that the test called it directly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The failure of a test, as its process reported it."""
+    """The failure of a test, as its process reported it.
+
+    Attributes:
+        line: Line in the test's own module as `plan.normal` writes it; 0 if the test failed elsewhere.
+        message: First line of the exception, shortened.
+        values: `repr` of the test's variables of plain types at the failure.
+        compared: Operator and `repr` of both sides of the comparison that failed, shortened.
+    """
 
     line: int
-    """Line in the test's own module as `plan.normal` writes it; 0 if the test failed elsewhere."""
     message: str
-    """First line of the exception, shortened."""
     values: Mapping[str, str] = field(default_factory=dict)
-    """`repr` of the test's variables of plain types at the failure."""
     compared: tuple[str, ...] = ()
-    """Operator and `repr` of both sides of the comparison that failed, shortened."""
 
 
 @dataclass(slots=True, kw_only=True)
 class JobResult:
-    """The result of one job."""
+    """The result of one job.
+
+    Attributes:
+        results: By key, in the order in which they ran. A missing test did not pass.
+        flags: `forged_events`, `forged_report`, `read_tests`, `printed_results`, `ended_early` and `timeout`.
+        output: Captured output, for people. Agents must never see it, because it may quote hidden tests.
+        reached: By key, if the job asked for it.
+        failures: By key, of failed tests, if the job asked for it.
+        answers: JSON (`guest.calls.answer`) by the call's index among all calls of the job. A missing call has no answer.
+    """
 
     results: dict[str, TestResult] = field(default_factory=dict)
-    """By key, in the order in which they ran. A missing test did not pass."""
     flags: set[str] = field(default_factory=set)
-    """`forged_events`, `forged_report`, `read_tests`, `printed_results`, `ended_early` and `timeout`."""
     output: str = ""
-    """Captured output, for people. Agents must never see it, because it may quote hidden tests."""
     seconds: float = 0.0
     reached: dict[str, Reach] = field(default_factory=dict)
-    """By key, if the job asked for it."""
     failures: dict[str, Failure] = field(default_factory=dict)
-    """By key, of failed tests, if the job asked for it."""
     noted: list[Noted] = field(default_factory=list)
     answers: dict[int, str] = field(default_factory=dict)
-    """JSON (`guest.calls.answer`) by the call's index among all calls of the job. A missing call has no answer."""
 
     def result(self, key: str) -> TestResult:
         return self.results.get(key, MISSING)
@@ -258,8 +278,8 @@ class Boxes:
             return _read(job, nonce, events[0].decode("utf-8", "replace"), ran, read=read, changed=_changed(box))
 
 
+# Starts the runner. Its stdin is the framed kit, then the run's frame up to the end.
 COMMAND = ["python3", "-s", "-S", "-c", _RUN]
-"""Starts the runner. Its stdin is the framed kit, then the run's frame up to the end."""
 
 
 def _read_since(box: Sandbox, path: str) -> bool:
@@ -299,25 +319,26 @@ def compiled_kit(backend: Backend, spec: SandboxSpec | None = None, whole: bool 
 def _compiled(backend: Backend, spec: SandboxSpec | None, whole: bool) -> bytes:
     with backend.create(spec) as box:
         stdin = framed(marshal.dumps(sources(whole), 4))
-        done = box.exec(["python3", "-s", "-S", "-c", _COMPILE], stdin=stdin, output_bytes=64 << 20)
-        if done.exit_code == 0 and not done.truncated:
-            tried = box.exec(COMMAND, stdin=framed(done.stdout))
+        result = box.exec(["python3", "-s", "-S", "-c", _COMPILE], stdin=stdin, output_bytes=64 << 20)
+        if result.exit_code == 0 and not result.truncated:
+            tried = box.exec(COMMAND, stdin=framed(result.stdout))
             if tried.stdout.startswith(b"ready\n"):
-                return done.stdout
-            done = tried
-    last = _last_line(done.stderr)
-    if b"SyntaxError" in done.stderr or b"ModuleNotFoundError" in done.stderr:
+                return result.stdout
+            result = tried
+    last = _last_line(result.stderr)
+    if b"SyntaxError" in result.stderr or b"ModuleNotFoundError" in result.stderr:
         raise SandboxUnavailable(f"the pytest installed here is not for the Python of the sandbox: {last}")
-    raise SandboxFailure(f"pytest could not be prepared in a sandbox: exit code {done.exit_code}, {last}")
+    raise SandboxFailure(f"pytest could not be prepared in a sandbox: exit code {result.exit_code}, {last}")
 
 
 def sources(whole: bool = True) -> dict[str, tuple[str, bool, str]]:
     """Return module name -> (path to show, whether it is a package, text). Raises SandboxUnavailable without pytest."""
-    found = pytest_modules() if whole else {}
-    for name, file in ((RUNNER, "runner.py"), (CALLS, "calls.py"), (PLUGIN, "plugin.py")):
-        text = (Path(__file__).parent / "guest" / file).read_text(encoding="utf-8")
-        found[name] = (f"/kit/{name}.py", False, text)
-    return found
+    modules = pytest_modules() if whole else {}
+    guests = {RUNNER: runner, CALLS: calls, PLUGIN: None, values.__name__: values}
+    for name, module in guests.items():  # the plugin imports pytest
+        path = Path(str(module.__file__)) if module else Path(__file__).parent / "guest/plugin.py"
+        modules[name] = (f"/kit/{name}.py", False, path.read_text(encoding="utf-8"))
+    return modules
 
 
 def _last_line(stderr: bytes) -> str:
@@ -326,7 +347,7 @@ def _last_line(stderr: bytes) -> str:
 
 def _frame(job: TestJob, nonce: str, site: bool) -> bytes:
     """Return a job as its box reads it."""
-    frame = {each.name: getattr(job, each.name) for each in fields(job) if each.name not in ("hash_seed", "zone")}
+    frame = {item.name: getattr(job, item.name) for item in fields(job) if item.name not in ("hash_seed", "zone")}
     return marshal.dumps(
         frame
         | {
@@ -334,7 +355,7 @@ def _frame(job: TestJob, nonce: str, site: bool) -> bytes:
             "hidden": dict(job.hidden),
             "packages": dict(job.packages),
             "keys": None if job.keys is None else sorted(job.keys),
-            "calls": [[[each.module, each.name, each.given] for each in batch] for batch in job.calls],
+            "calls": [[[item.module, item.name, item.given] for item in batch] for batch in job.calls],
             "select": job.select if job.keys is None else (),
             "nonce": nonce,
             "site": site,
@@ -348,12 +369,12 @@ def _read(job: TestJob, nonce: str, events: str, ended: ExecResult, *, read: boo
     output = ended.stderr[:OUTPUT_BYTES].decode("utf-8", "replace")
     ran = JobResult(output=output, seconds=ended.duration_s)
     places: list[Place] = []
-    asked = sum(map(len, job.calls))
-    done = False
+    call_count = sum(map(len, job.calls))
+    complete = False
     for line in events.split("\n")[:-1]:
-        match None if done else _event(line, nonce):
+        match None if complete else _event(line, nonce):
             case ["done", int(code)]:
-                done = True
+                complete = True
                 ran.flags |= {"ended_early"} if code == INTERNAL_ERROR else set()
             case [str(key), "passed" | "failed" | "skipped" as outcome, str(why), str(name)] if (
                 key not in ran.results and (job.keys is None or key in job.keys)
@@ -362,7 +383,9 @@ def _read(job: TestJob, nonce: str, events: str, ended: ExecResult, *, read: boo
             case ["place", str(path), int(number)] if job.reach:
                 places.append((path, number))
             case ["reached", str(key), int() | float() as seconds, list(called)] if (
-                job.reach and key not in ran.reached and all(_fits(each, places) for each in called)
+                job.reach
+                and key not in ran.reached
+                and all(_fits(called_function, places) for called_function in called)
             ):
                 ran.reached[key] = Reach(seconds=seconds, depths={places[number]: depth for number, depth in called})
             case ["at", str(key), int(number), str(message), dict(values), list(compared)] if (
@@ -374,18 +397,18 @@ def _read(job: TestJob, nonce: str, events: str, ended: ExecResult, *, read: boo
             case ["call", str(module), str(name), str(given), bool(inside), list(ends)] if job.record:
                 call = CallInput(module=module, name=name, given=given)
                 ran.noted.append(Noted(call=call, inside=inside, ends=tuple((kind, value) for kind, value in ends)))
-            case ["answer", int(place), [str(), _, _] as said] if 0 <= place < asked and place not in ran.answers:
+            case ["answer", int(place), [str(), _, _] as said] if 0 <= place < call_count and place not in ran.answers:
                 ran.answers[place] = json.dumps(said)
             case _:
                 ran.flags.add("forged_events")
-    for flag, seen in (
+    for flag, noticed in (
         ("forged_report", changed),
         ("read_tests", read),
         ("printed_results", _looks_like_pytest(output)),
         ("timeout", ended.timed_out),
-        ("ended_early", not done and not ended.timed_out),
+        ("ended_early", not complete and not ended.timed_out),
     ):
-        ran.flags |= {flag} if seen else set()
+        ran.flags |= {flag} if noticed else set()
     return ran
 
 
@@ -410,8 +433,8 @@ def _looks_like_pytest(output: str) -> bool:
 
 
 def _event(line: str, nonce: str) -> Any:
-    given, _, text = line.partition(" ")
-    if not secrets.compare_digest(given.encode(), nonce.encode()):
+    prefix, _, text = line.partition(" ")
+    if not secrets.compare_digest(prefix.encode(), nonce.encode()):
         return None
     try:
         return json.loads(text)

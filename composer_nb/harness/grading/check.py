@@ -18,23 +18,22 @@ from composer_nb.harness.grading.recorded import Guarding, guard, meets
 from composer_nb.harness.grading.script_grader import run_script
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox import open_backend
-from composer_nb.harness.sandbox.calls import Executor, SandboxExecutor
+from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxUnavailable
+from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.tasks.runtime import artifacts_left, start, workspace
 from composer_nb.harness.tasks.task import SOLVE, Task
 
 NOT_GUARDED = "code that only claims to be right could pass it"
-SOLVE_S = 600.0
-"""Time limit of a solution's script, in seconds, if the task gives its agent none."""
+SOLVE_S = 600.0  # Time limit of a solution's script, in seconds, if the task gives its agent none.
 
 
-Found = Iterable[tuple[str, Task | ValueError]]
-"""Places, and the task in each or why it cannot be read."""
+Found = Iterable[tuple[str, Task | ValueError]]  # Places, and the task in each or why it cannot be read.
 ROW = {"tests": 0, "gold": False, "none": False, "repeatable": False, "guard": {"by": "none"}}
 
 
-def check_tasks(found: Found, backend: str = "bwrap", require: Guarding = "none") -> list[dict[str, Any]]:
+def check_tasks(tasks: Found, backend: str = "bwrap", require: Guarding = "none") -> list[dict[str, Any]]:
     """Return a row for each task: its id and grader, how many tests count, what its solution (`gold`) and its start (`none`)
     score, whether two runs agree, its `guard` (`recorded.Guard`; of the other graders `by` alone), and `ok`, or the `problem`.
     A task that cannot be read, or whose id another has, is a problem of its own.
@@ -43,17 +42,17 @@ def check_tasks(found: Found, backend: str = "bwrap", require: Guarding = "none"
 
     Raises SandboxUnavailable where the backend does not work here.
     """
-    found = list(found)
+    tasks = list(tasks)
     with ExitStack() as stack:
-        kinds = {task.grader for _, task in found if isinstance(task, Task)}
+        kinds = {task.grader for _, task in tasks if isinstance(task, Task)}
         calls = stack.enter_context(SandboxExecutor()) if "functions" in kinds else None
         boxes = stack.enter_context(open_backend(backend)) if kinds - {"functions"} else None
         rows: dict[str, dict[str, Any]] = {}
-        for place, task in found:
+        for where, task in tasks:
             if isinstance(task, ValueError):
-                row = {"id": place, "grader": "", "problem": str(task)}
+                row = {"id": where, "grader": "", "problem": str(task)}
             elif task.id in rows:
-                row = {"id": place, "grader": task.grader, "problem": f"another task is named {task.id!r} too"}
+                row = {"id": where, "grader": task.grader, "problem": f"another task is named {task.id!r} too"}
             else:
                 sandbox = calls if task.grader == "functions" else boxes
                 assert sandbox is not None
@@ -93,17 +92,17 @@ def workspace_of(task: Task, sandbox: Executor | Backend, solved: bool) -> Mappi
 
 def _validated(task: Task, backend: Backend) -> dict[str, Any]:
     """Return a row's findings about a task without a plan."""
-    found = validate_task(task, backend)
-    tests = len(found.plan.tests) if found.plan else 0
-    valid = found.valid and bool(task.solution)
+    validation = validate_task(task, backend)
+    tests = len(validation.plan.tests) if validation.plan else 0
+    valid = validation.valid and bool(task.solution)
     return {
         "tests": tests,
         "gold": valid,
-        "none": bool(tests) and not found.fail_to_pass,
-        "repeatable": not found.flaky,
-        "twins": round(found.coverage, 3),
-        "guard": asdict(found.guard) if found.guard else {"by": "none"},
-        "problem": "" if valid else (found.problems or ("has no solution",))[0],
+        "none": bool(tests) and not validation.fail_to_pass,
+        "repeatable": not validation.flaky,
+        "twins": round(validation.coverage, 3),
+        "guard": asdict(validation.guard) if validation.guard else {"by": "none"},
+        "problem": "" if valid else (validation.problems or ("has no solution",))[0],
     }
 
 
@@ -143,14 +142,14 @@ def _last(grade: Grade) -> str:
 
 def _unlike(grades: Sequence[Grade]) -> list[str]:
     """Return up to three tests on which two runs disagree."""
-    one, other = (grade.tests for grade in grades[:2])
-    return [name for name in {**one, **other} if one.get(name) != other.get(name)][:3]
+    first, other = (grade.tests for grade in grades[:2])
+    return [name for name in {**first, **other} if first.get(name) != other.get(name)][:3]
 
 
 def _problems(gold: Sequence[Grade], none: Sequence[Grade], solved: bool) -> Iterator[str]:
     if any(not grade.known for grade in (*gold, *none)):
-        said = next(filter(None, map(_last, (*gold, *none))), "")
-        yield f"the sandbox failed while it was graded: nothing is known{said}"
+        output = next(filter(None, map(_last, (*gold, *none))), "")
+        yield f"the sandbox failed while it was graded: nothing is known{output}"
     if unlike := _unlike(gold) or _unlike(none):
         yield f"two runs gave different results: {', '.join(unlike)}"
     if not solved:

@@ -23,8 +23,7 @@ Drop = Literal["outside_scope", "cache", "test_setup", "too_large", "unsafe_path
 
 MAX_FILE_BYTES = 1 << 20
 MAX_CHANGED_BYTES = 8 << 20
-MAX_CHANGED_FILES = 2000
-"""Files and the folders that they need."""
+MAX_CHANGED_FILES = 2000  # Files and the folders that they need.
 """Names that no sandbox could write would look like a fault of the sandbox, which an agent must not be able to cause."""
 CACHE_FOLDERS = {
     "__pycache__", ".composer_nb", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".tox", ".nox",
@@ -40,12 +39,15 @@ SETUP_FOLDERS = {".git", ".hg", ".svn", "site-packages", "dist-packages"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """The changes that are graded, and those that are dropped."""
+    """The changes that are graded, and those that are dropped.
+
+    Attributes:
+        files: The task's files with the changes applied.
+        changed: Paths of `files` that are new or different, and paths of the task's that are gone.
+    """
 
     files: Mapping[str, bytes]
-    """The task's files with the changes applied."""
     changed: tuple[str, ...] = ()
-    """Paths of `files` that are new or different, and paths of the task's that are gone."""
     dropped: Mapping[str, Drop] = field(default_factory=dict)
 
     @property
@@ -111,7 +113,7 @@ def _makes_package(task: Task, path: str) -> bool:
     """
     folder, _, name = path.rpartition("/")
     new = path not in task.files and path not in task.solution and path not in task.tests
-    return name == "__init__.py" and bool(folder) and new and any(each.startswith(folder + "/") for each in task.tests)
+    return name == "__init__.py" and bool(folder) and new and any(test.startswith(folder + "/") for test in task.tests)
 
 
 def _misfits(graded: Set[str], path: str) -> bool:

@@ -23,8 +23,9 @@ from composer_nb.harness.grading.plan import conftests
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.script_grader import grade_script
 from composer_nb.harness.sandbox import open_backend
-from composer_nb.harness.sandbox.calls import Executor, SandboxExecutor
+from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
+from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.syntax import lints
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import Task
@@ -44,51 +45,51 @@ def grade(task: Task, files: Files, sandbox: Executor | Backend | None = None, *
 
     Raises SandboxUnavailable if no sandbox can be made here, and ValueError for a task that asks for what no sandbox has.
     """
-    wanted, needed = ("Executor", "run") if task.grader == "functions" else ("Backend", "create")
+    type_name, needed = ("Executor", "run") if task.grader == "functions" else ("Backend", "create")
     if sandbox is not None and not hasattr(sandbox, needed):
-        raise TypeError(f"task {task.id}: its grader {task.grader!r} needs sandbox to be of type {wanted}")
+        raise TypeError(f"task {task.id}: its grader {task.grader!r} needs sandbox to be of type {type_name}")
     with ExitStack() as stack:
         if task.grader == "functions":
             texts = {path: _text(data) for path, data in files.items()}
-            made = grade_functions(task, texts, cast(Executor, sandbox or stack.enter_context(SandboxExecutor())))
-            return _strictly(task, files, made)
+            result = grade_functions(task, texts, cast(Executor, sandbox or stack.enter_context(SandboxExecutor())))
+            return _strictly(task, files, result)
         backend = cast(Backend, sandbox or stack.enter_context(open_backend("bwrap")))
-        held = {path: data if isinstance(data, bytes) else data.encode() for path, data in files.items()}
+        contents = {path: data if isinstance(data, bytes) else data.encode() for path, data in files.items()}
         run = grade_script if task.grader == "script" else grade_pytest if anew else grade_once
-        return _strictly(task, files, run(task, held, backend))
+        return _strictly(task, files, run(task, contents, backend))
 
 
 def _text(data: str | bytes) -> str:
     return data if isinstance(data, str) else data.decode("utf-8", "replace")
 
 
-def _strictly(task: Task, files: Files, made: Grade) -> Grade:
+def _strictly(task: Task, files: Files, result: Grade) -> Grade:
     """Return the grade with what the task's strictness asks for besides its tests, as tests of their own."""
-    if made.status != "graded" or task.strictness in ("tests", "twins"):
-        return made
-    more = {"no flag": not made.flags}
+    if result.status != "graded" or task.strictness in ("tests", "twins"):
+        return result
+    more = {"no flag": not result.flags}
     for path, data in sorted(files.items()) if task.strictness == "lints" else ():
         if path.endswith(".py") and not is_test_module(path) and in_scope(path, task.source_scope):
             more[f"{path}: no lint"] = not lints(_text(data))
-    return replace(made, tests={**made.tests, **more})
+    return replace(result, tests={**result.tests, **more})
 
 
 def grade_once(task: Task, files: Mapping[str, bytes], backend: Backend) -> Grade:
     """Grade `files` as `grade_pytest` does, or return the clean grade that the same tree of the same task got before."""
     began = time.monotonic()
-    found = changes(task, files)
-    key = _key(task, found, backend)
-    if known := _known.get(key):
-        return replace(known, cost={"repeats": 1.0, "wall_s": time.monotonic() - began})
-    made = grade_pytest(task, files, backend)
-    if made.status == "graded" and made.flags == found.flags:
-        _known[key] = made
+    edits = changes(task, files)
+    key = _key(task, edits, backend)
+    if earlier := _known.get(key):
+        return replace(earlier, cost={"repeats": 1.0, "wall_s": time.monotonic() - began})
+    result = grade_pytest(task, files, backend)
+    if result.status == "graded" and result.flags == edits.flags:
+        _known[key] = result
         while len(_known) > KEPT:
             _known.popitem(last=False)
-    return made
+    return result
 
 
-def _key(task: Task, found: Changes, backend: Backend) -> bytes:
+def _key(task: Task, edits: Changes, backend: Backend) -> bytes:
     """Return the digest of all that decides a clean grade."""
-    texts = [sorted(each.items()) for each in (task.tests, conftests(task), task.metadata, found.files)]
-    return hashlib.sha256(marshal.dumps([backend.name, task.id, task.strictness, *texts, found.flags], 1)).digest()
+    texts = [sorted(table.items()) for table in (task.tests, conftests(task), task.metadata, edits.files)]
+    return hashlib.sha256(marshal.dumps([backend.name, task.id, task.strictness, *texts, edits.flags], 1)).digest()

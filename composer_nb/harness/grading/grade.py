@@ -21,36 +21,40 @@ from composer_nb.harness.sandbox.requests import CallOutcome, Executor
 from composer_nb.harness.tasks.functions import parse_test_files, parse_tests, passes, request_tests, separated
 from composer_nb.harness.tasks.task import Task
 
+# graded: the tests ran; a missing result is a failure. tampered: something passed tests that no right answer passes, or
+# forged results. agent_failed: the agent's code used up a sandbox's memory, ended the runner of its tests, or left more than
+# can be carried out. infra_error, invalid_task: the machinery or the task is at fault, so nothing is known of the agent's
+# work. ungraded: work on a user's repository, which has no hidden tests.
 Status = Literal["graded", "tampered", "agent_failed", "infra_error", "invalid_task", "ungraded"]
-"""graded: the tests ran; a missing result is a failure. tampered: something passed tests that no right answer passes, or forged
-results. agent_failed: the agent's code used up a sandbox's memory, ended the runner of its tests, or left more than can be
-carried out. infra_error, invalid_task: the machinery or the task is at fault, so nothing is known of the agent's work. ungraded:
-work on a user's repository, which has no hidden tests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
-    """The tests' results. `tests` maps each hidden test's id to passed or not; it is empty if no test could run."""
+    """The tests' results. `tests` maps each hidden test's id to passed or not; it is empty if no test could run.
+
+    Attributes:
+        flags: Things a person should look at: `outside_scope` (a change that was dropped); of the other graders, also what
+            `pytest_grader.py` and `script_grader.py` list.
+        calls: Recorded calls that were replayed (grader `pytest`), and how many of them gave another value than the gold
+            patch.
+        timeouts: Runs of tests, or calls of the grader `functions`, that used up their time limit. They failed. What a busy
+            machine delays is none of them (`sandbox/granted.py`).
+        rewards: Rewards that the script of the grader `script` wrote, by name.
+        output: End of the output of the grader `script`, or why no sandbox could run it. For people, never for agents: it may
+            quote hidden tests.
+        cost: Seconds: `wall_s` by the host's clock, `tests_s` by the runner's. `repeats`: 1 if the grade was looked up
+            (`front.py`). Comparisons of grades ignore it.
+    """
 
     status: Status
     tests: Mapping[str, bool] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
-    """Things a person should look at: `outside_scope` (a change that was dropped); of the other graders, also what
-    `pytest_grader.py` and `script_grader.py` list."""
     calls: int = 0
-    """Recorded calls that were replayed (grader `pytest`), and how many of them gave another value than the gold patch."""
     calls_failed: int = 0
     timeouts: int = field(default=0, compare=False)
-    """Runs of tests, or calls of the grader `functions`, that used up their time limit. They failed. What a busy machine delays
-    is none of them (`sandbox/granted.py`)."""
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """Rewards that the script of the grader `script` wrote, by name."""
     output: str = field(default="", compare=False)
-    """End of the output of the grader `script`, or why no sandbox could run it. For people, never for agents: it may quote hidden
-    tests."""
     cost: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """Seconds: `wall_s` by the host's clock, `tests_s` by the runner's. `repeats`: 1 if the grade was looked up (`front.py`).
-    Comparisons of grades ignore it."""
 
     @property
     def known(self) -> bool:
@@ -103,8 +107,7 @@ def grade_functions(task: Task, files: Mapping[str, str], executor: Executor) ->
     return Grade(status="graded", tests=results, flags=flags, timeouts=timeouts)
 
 
-MOST_WRITTEN = 100
-"""Tests that an agent may leave in a file."""
+MOST_WRITTEN = 100  # Tests that an agent may leave in a file.
 
 
 def _grade_written(task: Task, text: str, flags: tuple[str, ...], executor: Executor) -> Grade:

@@ -8,7 +8,6 @@ are in the suite (trigrams) and how often it occurs there. `scripts/studies/twin
 from __future__ import annotations
 
 import ast
-import builtins
 import math
 import re
 import string
@@ -20,60 +19,64 @@ from random import Random
 from composer_nb.harness.grading.source import Value, values
 
 Form = tuple[int, int, str] | tuple[()]
-TRIES = 32
-"""Proposals that are compared with the original."""
-STRANGERS = ("ValueError", "TypeError", "KeyError", "IndexError", "RuntimeError", "ZeroDivisionError", "OSError")
+TRIES = 32  # Proposals that are compared with the original.
 CASES: tuple[Callable[[str], bool], ...] = (str.islower, str.isupper, str.isdigit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiteralContext:
-    """The surroundings of a literal, which its replacement should suit."""
+    """The surroundings of a literal, which its replacement should suit.
+
+    Attributes:
+        inputs: Literals on the other side of the equation, or in the other cells of the row.
+        apart: Least difference of two numbers, relative to the larger, at which no tolerance accepts both.
+        apart_by: The same, absolute.
+        signed: True if a minus stands before it.
+    """
 
     inputs: tuple[Value, ...] = ()
-    """Literals on the other side of the equation, or in the other cells of the row."""
     apart: float = 0.0
-    """Least difference of two numbers, relative to the larger, at which no tolerance accepts both."""
     apart_by: float = 0.0
-    """The same, absolute."""
     signed: bool = False
-    """True if a minus stands before it."""
 
 
 @dataclass(slots=True)
 class Suite:
-    """Statistics of the literals in some test modules."""
+    """Statistics of the literals in some test modules.
 
-    seen: Counter[tuple[type, Value]] = field(default_factory=Counter)
+    Attributes:
+        repeats: Share of the expected literals that are also inputs.
+        texts: By length.
+        numbers: By type and number of digits.
+    """
+
+    counts: Counter[tuple[type, Value]] = field(default_factory=Counter)
     repeats: float = 0.0
-    """Share of the expected literals that are also inputs."""
     grams: Counter[str] = field(default_factory=Counter)
     texts: dict[int, list[str]] = field(default_factory=dict)
-    """By length."""
     numbers: dict[tuple[type, Form], Counter[float]] = field(default_factory=dict)
-    """By type and number of digits."""
 
     @classmethod
     def of(cls, trees: Iterable[ast.AST]) -> Suite:
-        made, same, equations = cls(), 0, 0
+        suite, same, equations = cls(), 0, 0
         for tree in trees:
             idle = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
             for node in ast.walk(tree):
                 if isinstance(node, ast.Constant) and id(node) not in idle:
-                    made._add(node.value)
+                    suite._add(node.value)
                 elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq):
                     right = node.comparators[0]
-                    wanted = values(right) if isinstance(right, ast.Constant) else ()
-                    if wanted and (inputs := values(node.left)):
+                    expected = values(right) if isinstance(right, ast.Constant) else ()
+                    if expected and (inputs := values(node.left)):
                         equations += 1
-                        same += any(_same(each, wanted[0]) for each in inputs)
-        made.repeats = same / equations if equations else 0.0
-        return made
+                        same += any(_same(value, expected[0]) for value in inputs)
+        suite.repeats = same / equations if equations else 0.0
+        return suite
 
     def _add(self, value: object) -> None:
         if not isinstance(value, str | bytes | int | float | complex | None):
             return
-        self.seen[type(value), value] += 1
+        self.counts[type(value), value] += 1
         if type(value) in (int, float):
             assert isinstance(value, int | float)
             self.numbers.setdefault((type(value), _number_form(value)), Counter())[value] += 1
@@ -82,7 +85,7 @@ class Suite:
             self.texts.setdefault(len(value), []).append(value)
 
     def count(self, value: Value) -> int:
-        return self.seen[type(value), value]
+        return self.counts[type(value), value]
 
     def likelihood(self, text: str, without: Counter[str]) -> float:
         """Return the mean logarithm of a letter's probability after the two before it, in a suite without certain trigrams."""
@@ -95,91 +98,93 @@ class Suite:
 
 
 def others(
-    value: object, rng: Random, suite: Suite, place: LiteralContext = LiteralContext(), count: int = 1
+    value: object, rng: Random, suite: Suite, context: LiteralContext = LiteralContext(), count: int = 1
 ) -> list[str]:
     """Return the texts of at most `count` other literals of the same form, the most fitting first."""
     match value:
         case bool():
-            return [repr(not value)]
+            rare = 2 * suite.count(not value) < suite.count(value)  # in this one's place, it would show itself
+            return [] if rare else [repr(not value)]
         case int() | float():
-            found: Sequence[Value] = _numbers(value, rng, suite, place, count)
+            literals: Sequence[Value] = _numbers(value, rng, suite, context, count)
         case complex():
-            parts = _numbers(value.imag, rng, suite, place, count)
-            found = [complex(0, part) for part in parts if isinstance(part, int | float)]
+            parts = _numbers(value.imag, rng, suite, context, count)
+            literals = [complex(0, part) for part in parts if isinstance(part, int | float)]
         case str():
-            found = _texts(value, rng, suite, place, count)
+            literals = _texts(value, rng, suite, context, count)
         case bytes():
-            seen = LiteralContext(
-                inputs=tuple(each.decode("latin-1") for each in place.inputs if isinstance(each, bytes))
+            decoded = LiteralContext(
+                inputs=tuple(value_.decode("latin-1") for value_ in context.inputs if isinstance(value_, bytes))
             )
-            texts = _texts(value.decode("latin-1"), rng, suite, seen, count)
-            found = [text.encode("latin-1") for text in texts if isinstance(text, str) and text.isascii()]
+            texts = _texts(value.decode("latin-1"), rng, suite, decoded, count)
+            literals = [text.encode("latin-1") for text in texts if isinstance(text, str) and text.isascii()]
         case _:
             return []
-    return [repr(each) for each in found]
-
-
-def telling(value: object, suite: Suite) -> bool:
-    """Return whether the only other value is one that the suite hardly ever has in this one's place."""
-    return isinstance(value, bool) and 2 * suite.count(not value) < suite.count(value)
+    return [repr(value_) for value_ in literals]
 
 
 def _best(
     value: Value,
-    drawn: Iterable[Value],
+    proposals: Iterable[Value],
     away: Callable[[Value], float],
     rng: Random,
     suite: Suite,
-    place: LiteralContext,
+    context: LiteralContext,
     count: int,
 ) -> list[Value]:
     """Return the proposals that differ least from the original; sometimes, as often as in the suite, the input itself."""
     often = suite.count(value) > 1
-    times = Counter(new for new in drawn if not _same(new, value))
+    times = Counter(new for new in proposals if not _same(new, value))
 
     def distance(new: Value) -> float:
         unlike = often != (suite.count(new) > 0)
         return away(new) + 2 * unlike + rng.expovariate(4 * times[new])  # of equals the one proposed most often
 
     ranked = sorted((distance(new), repr(new), new) for new in times)
-    found = [new for _, _, new in ranked[:count]]
-    alike = [each for each in place.inputs if type(each) is type(value) and each != value and each not in found]
-    if alike and not any(_same(each, value) for each in place.inputs):
-        for number in range(len(found)):
+    chosen = [new for _, _, new in ranked[:count]]
+    alike = [
+        literal
+        for literal in context.inputs
+        if type(literal) is type(value) and literal != value and literal not in chosen
+    ]
+    if alike and not any(_same(literal, value) for literal in context.inputs):
+        for number in range(len(chosen)):
             if alike and rng.random() * (1 - suite.repeats) < suite.repeats:
-                found[number] = alike.pop(rng.randrange(len(alike)))
-    rng.shuffle(found)
-    return found
+                chosen[number] = alike.pop(rng.randrange(len(alike)))
+    rng.shuffle(chosen)
+    return chosen
 
 
-def _same(one: Value, two: Value) -> bool:
-    return type(one) is type(two) and one == two
+def _same(first: Value, two: Value) -> bool:
+    return type(first) is type(two) and first == two
 
 
 # Numbers.
 
 
-def _numbers(value: float, rng: Random, suite: Suite, place: LiteralContext, count: int) -> list[Value]:
+def _numbers(value: float, rng: Random, suite: Suite, context: LiteralContext, count: int) -> list[Value]:
     form = _number_form(value)
     if not form:
         return []
-    known = suite.numbers.get((type(value), form))
+    suite_numbers = suite.numbers.get((type(value), form))
     # Squares, since what is most common is never drawn in its own place.
-    proposed: list[float] = rng.choices([*known], [n * n for n in known.values()], k=TRIES) if known else []
+    proposed: list[float] = (
+        rng.choices([*suite_numbers], [n * n for n in suite_numbers.values()], k=TRIES) if suite_numbers else []
+    )
     if isinstance(value, int):
         proposed += [value + step for step in (-3, -2, -1, 1, 2, 3) if value + step >= 0]
     proposed += [type(value)(_other_digit(repr(value), rng)) for _ in range(TRIES // 2)]
-    alike = [new for new in proposed if _number_form(new) == form and (new or not place.signed)]
-    least = {new: max(place.apart * max(abs(new), abs(value)), place.apart_by) for new in alike}
+    alike = [new for new in proposed if _number_form(new) == form and (new or not context.signed)]
+    least = {new: max(context.apart * max(abs(new), abs(value)), context.apart_by) for new in alike}
     far = [new for new in alike if abs(new - value) > least[new]]
     zeros = _zeros(value)
-    return _best(value, far, lambda new: float(_zeros(new) != zeros), rng, suite, place, count)
+    return _best(value, far, lambda new: float(_zeros(new) != zeros), rng, suite, context, count)
 
 
 def _number_form(value: float) -> Form:
     """Return the digits before and after the point, and the exponent's text; nothing for what is not finite."""
-    found = re.fullmatch(r"(\d+)(?:\.(\d+))?(e.*)?", repr(value))
-    return (len(found[1]), len(found[2] or ""), found[3] or "") if found else ()
+    match = re.fullmatch(r"(\d+)(?:\.(\d+))?(e.*)?", repr(value))
+    return (len(match[1]), len(match[2] or ""), match[3] or "") if match else ()
 
 
 def _zeros(value: Value) -> int:
@@ -189,43 +194,43 @@ def _zeros(value: Value) -> int:
 
 def _other_digit(text: str, rng: Random) -> str:
     """Return a number with its first digit other than 0 changed, so that it differs by more than any usual tolerance."""
-    places = [place for place, digit in enumerate(text.partition("e")[0]) if digit.isdigit()]
-    place = next((place for place in places if text[place] != "0"), rng.choice(places))
-    return text[:place] + rng.choice("123456789") + text[place + 1 :]
+    places = [index for index, digit in enumerate(text.partition("e")[0]) if digit.isdigit()]
+    index = next((index for index in places if text[index] != "0"), rng.choice(places))
+    return text[:index] + rng.choice("123456789") + text[index + 1 :]
 
 
 # Texts.
 
 
-def _texts(text: str, rng: Random, suite: Suite, place: LiteralContext, count: int) -> list[Value]:
-    inputs = [each for each in place.inputs if isinstance(each, str)]
-    own = _grams(text) if suite.count(text) else Counter[str]()
-    level = suite.likelihood(text, own)
+def _texts(text: str, rng: Random, suite: Suite, context: LiteralContext, count: int) -> list[Value]:
+    inputs = [candidate for candidate in context.inputs if isinstance(candidate, str)]
+    own_grams = _grams(text) if suite.count(text) else Counter[str]()
+    level = suite.likelihood(text, own_grams)
 
     def away(new: Value) -> float:
         assert isinstance(new, str)
-        return 3 * abs(suite.likelihood(new, own) - level) + abs(len(new) - len(text)) / 4
+        return 3 * abs(suite.likelihood(new, own_grams) - level) + abs(len(new) - len(text)) / 4
 
     proposed = [*_proposed_texts(text, rng, suite, inputs)]
-    if not text or rng.random() * suite.seen.total() < suite.count(""):
-        near = [each for size in range(1, 9) for each in suite.texts.get(size, ())]
+    if not text or rng.random() * suite.counts.total() < suite.count(""):
+        near = [candidate for size in range(1, 9) for candidate in suite.texts.get(size, ())]
         proposed += [""] if text else rng.sample(near, min(len(near), 8)) or ["a"]
-    return _best(text, proposed, away, rng, suite, place, count)
+    return _best(text, proposed, away, rng, suite, context, count)
 
 
 def _proposed_texts(text: str, rng: Random, suite: Suite, inputs: Sequence[str]) -> Iterator[str]:
-    near = [each for size in range(len(text) - 1, len(text) + 2) for each in suite.texts.get(size, ())]
+    near = [candidate for size in range(len(text) - 1, len(text) + 2) for candidate in suite.texts.get(size, ())]
     near = [n for n in rng.sample(near, min(len(near), 2 * TRIES)) if n and set(_cases(n)) == set(_cases(text))]
     yield from near[:TRIES]
-    for given in inputs:  # another part of the input
-        if text and text in given:
-            yield from dict.fromkeys(given[at : at + len(text)] for at in range(len(given) - len(text) + 1))
-    places = [place for place, letter in enumerate(text) if letter.isascii() and letter.isalnum()]
+    for source in inputs:  # another part of the input
+        if text and text in source:
+            yield from dict.fromkeys(source[at : at + len(text)] for at in range(len(source) - len(text) + 1))
+    places = [index for index, letter in enumerate(text) if letter.isascii() and letter.isalnum()]
     for _ in range(TRIES if places else 0):
-        place = rng.choice(places)
-        yield text[:place] + _other_letter(text[place], rng) + text[place + 1 :]
-        if place + 1 in places and _cases(text[place]) == _cases(text[place + 1]):
-            yield text[:place] + text[place + 1] + text[place] + text[place + 2 :]
+        index = rng.choice(places)
+        yield text[:index] + _other_letter(text[index], rng) + text[index + 1 :]
+        if index + 1 in places and _cases(text[index]) == _cases(text[index + 1]):
+            yield text[:index] + text[index + 1] + text[index] + text[index + 2 :]
 
 
 def _other_letter(letter: str, rng: Random) -> str:
@@ -241,42 +246,6 @@ def _grams(text: str) -> Counter[str]:
 
 def _cases(text: str) -> str:
     """Return a text's form: a letter for the case of each character."""
-    return "".join(next((mark for mark, holds in zip("aAd", CASES, strict=True) if holds(each)), each) for each in text)
-
-
-# Exceptions.
-
-
-def other_exceptions(wanted: ast.expr, rng: Random, expected: Counter[str], count: int = 2) -> list[tuple[str, bool]]:
-    """Return exceptions unrelated to the wanted ones, and whether they tell.
-
-    They are drawn from those that the suite expects, by how often it does, if they are written like the wanted one. Running them
-    on the gold patch shows which are related after all.
-    """
-    kinds = [kind for node in ast.walk(wanted) if (kind := _builtin(getattr(node, "id", "")))]
-
-    def kin(name: str) -> bool:
-        one = _builtin(name)
-        return one is not None and any(issubclass(kind, one) or issubclass(one, kind) for kind in kinds)
-
-    text, form = ast.unparse(wanted), _expression_form(ast.unparse(wanted))
-    pool = {each: times for each, times in expected.items() if each != text and not kin(each)}
-    pool = {each: times for each, times in pool.items() if _expression_form(each) == form}
-    found: list[tuple[str, bool]] = []
-    while pool and len(found) < count:
-        name = rng.choices([*pool], [*pool.values()])[0]
-        del pool[name]
-        found.append((name, False))
-    if not found:
-        strangers = [name for name in STRANGERS if not kin(name)]
-        found = [(name, True) for name in rng.sample(strangers, min(count, len(strangers)))]
-    return found
-
-
-def _builtin(name: str) -> type | None:
-    found = getattr(builtins, name, None)
-    return found if isinstance(found, type) else None
-
-
-def _expression_form(text: str) -> str:
-    return re.sub(r"\w+", "x", text)
+    return "".join(
+        next((mark for mark, holds in zip("aAd", CASES, strict=True) if holds(letter)), letter) for letter in text
+    )

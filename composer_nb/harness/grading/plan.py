@@ -21,9 +21,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
-from typing import Literal
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from composer_nb.harness.grading.box import CallInput, TestJob
 from composer_nb.harness.syntax import parse
@@ -31,61 +31,66 @@ from composer_nb.harness.tasks.runtime import packages_of, workspace
 from composer_nb.harness.tasks.scope import is_conftest, is_test_module
 from composer_nb.harness.tasks.task import Task
 
-Kind = Literal["value", "exception", "input", "negation"]
-Keys = frozenset[str] | None
-"""Keys of tests; None: of all."""
-PLAN = "pytest.plan"
-"""Metadata key of a task's plan."""
+Keys = frozenset[str] | None  # Keys of tests; None: of all.
+PLAN = "pytest.plan"  # Metadata key of a task's plan.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Twin:
-    """One change of a hidden test: characters `start` to `end` of a file with \\n line ends become `text`."""
+    """One change of a hidden test: characters `start` to `end` of a file with \\n line ends become `text`.
+
+    Attributes:
+        keys: Tests that it makes fail.
+        alone: Validation showed that its test tells right from wrong in a process of its own (`alone.py`).
+    """
 
     path: str
     start: int
     end: int
     text: str
-    kind: Kind
-    """value: another expected value. exception: another expected exception. input: other arguments for the same expectation.
-    negation: the opposite assertion, which code that reads the value from a variable of the test can pass."""
     keys: tuple[str, ...] = ()
-    """Tests that it makes fail."""
-    weak: bool = False
-    """Honest code may pass it too. Passing it then fails the test without proving tampering."""
-    telling: bool = False
-    """Its form differs from that of a test. It catches code that passes everything, and does not count as coverage."""
     alone: bool = False
-    """Validation showed that its test tells right from wrong in a process of its own (`alone.py`)."""
-    besides: tuple[str, ...] = ()
-    """Tests that it changes without making them fail, such as rows of a shared table. Runs with it say nothing about them."""
+
+
+def _contradicting(twins: Any) -> Any:
+    """Leave out what older versions kept as twins: changes that do not contradict their test."""
+    if not (isinstance(twins, list) and all(isinstance(twin, dict) for twin in twins)):
+        return twins
+    strong = [twin for twin in twins if not (twin.get("weak") or twin.get("telling") or twin.get("besides"))]
+    return [twin for twin in strong if twin.get("kind", "value") == "value"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCall(CallInput):
-    """A call and the gold patch's answer to it (`recorded.py`)."""
+    """A call and the gold patch's answer to it (`recorded.py`).
+
+    Attributes:
+        said: JSON, as `guest.calls.answer` writes it.
+        telling: True if the task's start answers differently.
+    """
 
     said: str
-    """JSON, as `guest.calls.answer` writes it."""
     telling: bool
-    """True if the task's start answers differently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradePlan:
-    """The tests that count, their twins, and the recorded calls."""
+    """The tests that count, their twins, and the recorded calls.
+
+    Attributes:
+        digest: Digest of the tests' texts. The plan is valid for these tests only.
+        tests: Key -> pytest's node id.
+    """
 
     digest: str
-    """Digest of the tests' texts. The plan is valid for these tests only."""
     tests: Mapping[str, str]
-    """Key -> pytest's node id."""
-    twins: tuple[Twin, ...] = ()
+    twins: Annotated[tuple[Twin, ...], BeforeValidator(_contradicting)] = ()
     calls: tuple[RecordedCall, ...] = ()
 
     @property
     def covered(self) -> frozenset[str]:
-        """Keys of the tests that have a twin of their own form."""
-        return frozenset(key for twin in self.twins if not twin.telling for key in twin.keys)
+        """Keys of the tests that have a twin."""
+        return frozenset(key for twin in self.twins for key in twin.keys)
 
     @property
     def coverage(self) -> float:
@@ -113,8 +118,8 @@ def modules_of(keys: Iterable[str]) -> tuple[str, ...]:
 
 def digest(task: Task) -> str:
     """Return the digest of everything that the positions of twins and the keys of tests depend on."""
-    held = json.dumps([sorted(task.tests.items()), sorted(conftests(task).items())])
-    return hashlib.sha256(held.encode("utf-8", "surrogatepass")).hexdigest()
+    content = json.dumps([sorted(task.tests.items()), sorted(conftests(task).items())])
+    return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def conftests(task: Task) -> dict[str, str]:
@@ -205,8 +210,7 @@ def job(
     )
 
 
-Runs = tuple[tuple[Twin, ...], ...]
-"""The twins that replace their tests in each run of a grade."""
+Runs = tuple[tuple[Twin, ...], ...]  # The twins that replace their tests in each run of a grade.
 
 
 def draw(plan: GradePlan, rng: Random, runs: int) -> Runs:
@@ -220,13 +224,12 @@ def draw(plan: GradePlan, rng: Random, runs: int) -> Runs:
         return ((),)
     pool = list(plan.twins)
     rng.shuffle(pool)
-    drawn: list[list[Twin]] = [[] for _ in range(runs)]
-    taken: set[str] = set()
+    twin_sets: list[list[Twin]] = [[] for _ in range(runs)]
+    replaced: set[str] = set()
     for twin in pool:
-        touched = {*twin.keys, *twin.besides}
-        if not taken & touched:
-            taken |= touched
-            places = rng.randrange(1, (1 << runs) - 1)
-            for run in [number for number in range(runs) if places >> number & 1]:
-                drawn[run].append(twin)
-    return tuple(map(tuple, drawn))
+        if replaced.isdisjoint(twin.keys):
+            replaced.update(twin.keys)
+            bits = rng.randrange(1, (1 << runs) - 1)
+            for number in range(runs):
+                twin_sets[number] += [twin] * (bits >> number & 1)
+    return tuple(map(tuple, twin_sets))

@@ -9,7 +9,6 @@
   a table of parameters therefore cannot put one row in another's place.
 * A test that passed, and whose twin passed too, proves that something other than a correct solution makes tests pass: `tampered`.
   A twin that passes where the test failed proves nothing, because wrong solutions do that; it scores nothing.
-* A weak twin (an exception of two kinds at once, an assertion in a loop that may not run) fails the test and proves nothing.
 * Where recorded calls are no guard, a few tests also run alone, each as itself or as its twin, in processes that hold nothing
   else (`alone.py`): expectations that stand in one process may explain one another.
 * Foreign lines on the result channel and a changed report file are `tampered` too.
@@ -42,6 +41,7 @@ from composer_nb.harness.tasks.runtime import limits_spec
 from composer_nb.harness.tasks.task import Task
 
 TAMPERING = {"twin_passed", "forged_events", "forged_report"}
+# Meaning of each flag of a grade.
 FLAGS = {
     "outside_scope": "a change outside the source scope, which was dropped",
     "test_setup": "a changed conftest, ini file or the like inside the scope, which was dropped",
@@ -49,7 +49,6 @@ FLAGS = {
     "unsafe_path": "a path that leads out of the workspace or that no sandbox could write",
     "conflict": "a file where a folder of the task lies, or the other way round",
     "twin_passed": "a test passed, and so did its twin",
-    "weak_twin_passed": "a test passed, and so did a twin of it that honest code may pass: the test does not count",
     "forged_events": "something else than the runner wrote on the result channel",
     "forged_report": "something wrote a test report",
     "printed_results": "something printed lines that look like pytest's",
@@ -59,16 +58,13 @@ FLAGS = {
     "calls_disagree": "every test passed, but a recorded call gave another value than the gold patch",
     "inconsistent": "a test, or its twin, passed in one run and not in another: chance decides, or guessing",
 }
-"""Meaning of each flag of a grade."""
-SECONDS = "pytest.seconds"
-"""Metadata key of the time limit of one run, which a suite that takes long needs."""
+SECONDS = "pytest.seconds"  # Metadata key of the time limit of one run, which a suite that takes long needs.
+# Runs of a grade. Code that decides at random in each run is right about one test with probability 1 / (2^RUNS - 2); code
+# that decides by the test's text is right at best once in two, whatever the number of runs.
 RUNS = 3
-"""Runs of a grade. Code that decides at random in each run is right about one test with probability 1 / (2^RUNS - 2); code that
-decides by the test's text is right at best once in two, whatever the number of runs."""
 
 
-RUN_S = 60.0
-"""Time limit of one run, in seconds, of a task that states none."""
+RUN_S = 60.0  # Time limit of one run, in seconds, of a task that states none.
 
 
 def limit_of(task: Task) -> float:
@@ -153,9 +149,7 @@ def judge(plan: GradePlan, twin_sets: Runs, ran: Sequence[JobResult]) -> tuple[d
     """Return whether each test passed, by node id, and the flags."""
     flags = {flag for run in ran for flag in run.flags}
     twins = [{key for twin in run for key in twin.keys} for run in twin_sets]
-    weak = {key for run in twin_sets for twin in run if twin.weak for key in twin.keys}
-    touched = [keys | {key for twin in run for key in twin.besides} for keys, run in zip(twins, twin_sets, strict=True)]
-    changed = [{_function(key) for key in keys} for keys in touched]
+    changed = [{_function(key) for key in keys} for keys in twins]
     tests: dict[str, bool] = {}
     for key, name in plan.tests.items():
         real, twin, named = set[bool](), set[bool](), True
@@ -163,20 +157,19 @@ def judge(plan: GradePlan, twin_sets: Runs, ran: Sequence[JobResult]) -> tuple[d
             result = run.result(key)
             if key in twins[number]:
                 twin.add(result.passed)
-            elif key not in touched[number]:
+            else:
                 real.add(result.passed)
                 if result.passed and result.id != name:
                     named &= _function(key) in changed[number] and same_id(result.id, name)
         if False not in real and True in twin:
-            flags.add("weak_twin_passed" if key in weak else "twin_passed")
+            flags.add("twin_passed")
         if len(real) > 1 or len(twin) > 1:
             flags.add("inconsistent")
         tests[name] = False not in real and named and True not in twin
     return tests, flags
 
 
-Lone = list[tuple[Twin, bool]]
-"""Tests that run alone: a twin of each, and whether it replaces the test."""
+Lone = list[tuple[Twin, bool]]  # Tests that run alone: a twin of each, and whether it replaces the test.
 
 
 def draw_alone(plan: GradePlan, rng: random.Random) -> Lone:

@@ -23,36 +23,28 @@ from random import Random
 from typing import Any, Literal, get_args
 
 from composer_nb.harness.grading.box import Boxes, CallInput, JobResult, Noted, RunnerEnded, TestJob
-from composer_nb.harness.grading.guest.calls import decode
 from composer_nb.harness.grading.plan import GradePlan, RecordedCall, gold_files, job, plan_of
 from composer_nb.harness.sandbox.errors import SandboxDied
+from composer_nb.harness.sandbox.guest.values import decode
 from composer_nb.harness.tasks.functions import reveals
 from composer_nb.harness.tasks.runtime import workspace
 from composer_nb.harness.tasks.task import Task
 
-MOST, MOST_TELLING = 64, 48
-"""Calls of one task."""
-LONGEST = 4 << 10
-"""Characters of one call's arguments, and of its answer."""
-ROOM = 64 << 10
-"""Characters of all of a task's calls."""
-BATCHES = 4
-"""Processes among which a box splits its calls."""
-APART = 6
-"""Functions with telling calls of one task: each costs a box a grade."""
+MOST, MOST_TELLING = 64, 48  # Calls of one task.
+LONGEST = 4 << 10  # Characters of one call's arguments, and of its answer.
+ROOM = 64 << 10  # Characters of all of a task's calls.
+BATCHES = 4  # Processes among which a box splits its calls.
+APART = 6  # Functions with telling calls of one task: each costs a box a grade.
+# Points that make calls a guard. A telling call with an answer that is hard to guess counts 2, any other 1: three such
+# values, or six yes-or-no answers, which blind guesses get right once in 64.
 ENOUGH = 6
-"""Points that make calls a guard. A telling call with an answer that is hard to guess counts 2, any other 1: three such values,
-or six yes-or-no answers, which blind guesses get right once in 64."""
+# Tests that stand alone, of which a grade runs so many (`alone.py`). Code that cannot know whether it sees one of them or its
+# twin passes all once in 8.
 INDEPENDENT = 3
-"""Tests that stand alone, of which a grade runs so many (`alone.py`). Code that cannot know whether it sees one of them or its
-twin passes all once in 8."""
-CLOSE = 1e-9
-"""Relative tolerance of floats, which covers a sum in another order."""
-ELSEWHERE = "XYZ-12:45"
-"""A time zone in which no machine is."""
+CLOSE = 1e-9  # Relative tolerance of floats, which covers a sum in another order.
+ELSEWHERE = "XYZ-12:45"  # A time zone in which no machine is.
 NOTHING = '["returned", null, null]'
-START_CPU_S = 2
-"""CPU seconds of one call of the task's start, which may never end."""
+START_CPU_S = 2  # CPU seconds of one call of the task's start, which may never end.
 
 Guarding = Literal["calls", "twins", "none"]
 GUARDS: tuple[Guarding, ...] = get_args(Guarding)
@@ -66,7 +58,7 @@ def replay(
     The arguments of one function may hold the answers of another, in a form that nobody foresees. So each function with telling
     calls has a box of its own, which holds no other function's calls. All other functions share one.
     """
-    telling = {_function(each) for each in calls if each.telling}
+    telling = {_function(call_) for call_ in calls if call_.telling}
     boxes: dict[str, list[RecordedCall]] = {}
     for call in rng.sample(calls, len(calls)):
         name = _function(call)
@@ -85,31 +77,31 @@ def _function(call: CallInput) -> str:
 
 def wrong(order: Sequence[RecordedCall], ran: JobResult) -> list[RecordedCall]:
     """Return the calls that were not answered as the gold patch answers them."""
-    return [call for place, call in enumerate(order) if not _agrees(call.said, ran.answers.get(place))]
+    return [call for index, call in enumerate(order) if not _agrees(call.said, ran.answers.get(index))]
 
 
-def _agrees(said: str, given: str | None) -> bool:
+def _agrees(expected: str, answer: str | None) -> bool:
     try:
-        return given is not None and same(json.loads(said), json.loads(given))
+        return answer is not None and same(json.loads(expected), json.loads(answer))
     except RecursionError:  # an answer that is nested as deeply as the box's reader could bear, which had more room
         return False
 
 
-def same(wanted: Any, given: Any) -> bool:
+def same(expected: Any, actual: Any) -> bool:
     """Return whether two encoded values agree: in type and value, floats within CLOSE, dictionaries in any order."""
-    if type(wanted) is not type(given):
+    if type(expected) is not type(actual):
         return False
-    if isinstance(wanted, float):
-        return math.isclose(wanted, given, rel_tol=CLOSE) or (math.isnan(wanted) and math.isnan(given))
-    if isinstance(wanted, list):
-        return len(wanted) == len(given) and all(map(same, wanted, given))
-    if isinstance(wanted, dict):
-        if wanted.keys() != given.keys():
+    if isinstance(expected, float):
+        return math.isclose(expected, actual, rel_tol=CLOSE) or (math.isnan(expected) and math.isnan(actual))
+    if isinstance(expected, list):
+        return len(expected) == len(actual) and all(map(same, expected, actual))
+    if isinstance(expected, dict):
+        if expected.keys() != actual.keys():
             return False
-        if wanted.keys() == {"dict"} and isinstance(given["dict"], list):
-            return same(*(sorted(each["dict"], key=json.dumps) for each in (wanted, given)))
-        return all(same(wanted[kind], given[kind]) for kind in wanted)
-    return bool(wanted == given)
+        if expected.keys() == {"dict"} and isinstance(actual["dict"], list):
+            return same(*(sorted(side["dict"], key=json.dumps) for side in (expected, actual)))
+        return all(same(expected[kind], actual[kind]) for kind in expected)
+    return bool(expected == actual)
 
 
 def chosen(telling: Sequence[RecordedCall], others: Sequence[RecordedCall]) -> tuple[RecordedCall, ...]:
@@ -146,12 +138,12 @@ def _spread(calls: Iterable[RecordedCall]) -> Iterator[RecordedCall]:
     return (call for call in chain.from_iterable(zip_longest(*groups.values())) if call is not None)
 
 
-def parts(held: Any) -> Iterator[str]:
+def parts(encoded: Any) -> Iterator[str]:
     """Yield the JSON of an encoded value and of everything in it."""
-    yield json.dumps(held)
-    inside = held.values() if isinstance(held, dict) else held if isinstance(held, list) else ()
-    for each in inside:
-        yield from parts(each)
+    yield json.dumps(encoded)
+    inside = encoded.values() if isinstance(encoded, dict) else encoded if isinstance(encoded, list) else ()
+    for part in inside:
+        yield from parts(part)
 
 
 def _answers(call: RecordedCall) -> set[str]:
@@ -191,19 +183,21 @@ def enough(calls: Iterable[RecordedCall]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guard:
-    """The protection of a task against code that only claims to be right."""
+    """The protection of a task against code that only claims to be right.
+
+    Attributes:
+        by: The best protection that is sufficient. Do not train on a task with `none`.
+        telling: Calls that the task's start answers differently.
+        strong: Tests that fail without a change and have a twin; `none` counts those without.
+        alone: Tests that fail without a change and stand alone.
+    """
 
     by: Guarding
-    """The best protection that is sufficient. Do not train on a task with `none`."""
     calls: int
     telling: int
-    """Calls that the task's start answers differently."""
     strong: int
-    """Tests that fail without a change and have a strong twin. `weak` and `none` count those with a weak twin, and with none."""
-    weak: int
     none: int
     alone: int
-    """Tests that fail without a change and stand alone."""
 
 
 def meets(reached: Guarding, required: Guarding) -> bool:
@@ -227,9 +221,7 @@ def guard(plan: GradePlan, failing: Iterable[str]) -> Guard:
     """Return the guard of the tests with these node ids, which fail without a change."""
     names = set(failing)
     keys = {key for key, name in plan.tests.items() if name in names}
-    solid = [set(twin.keys) & keys for twin in plan.twins if not (twin.weak or twin.telling)]
-    strong = set[str]().union(*solid)
-    weak = (plan.covered & keys) - strong
+    strong = plan.covered & keys
     lone = {key for twin in plan.twins if twin.alone for key in twin.keys} & keys
     twins = len(lone) >= INDEPENDENT
     return Guard(
@@ -237,8 +229,7 @@ def guard(plan: GradePlan, failing: Iterable[str]) -> Guard:
         calls=len(plan.calls),
         telling=sum(call.telling for call in plan.calls),
         strong=len(strong),
-        weak=len(weak),
-        none=len(keys - strong - weak),
+        none=len(keys - strong),
         alone=len(lone),
     )
 
@@ -264,53 +255,53 @@ def record(task: Task, plan: GradePlan, failing: Iterable[str], boxes: Boxes) ->
     try:
         noted: dict[tuple[str, str, str], Noted] = {}
         for ran in boxes.run(noting):
-            for each in ran.noted:
-                noted.setdefault((each.call.module, each.call.name, each.call.given), each)
-        asked = [each for each in noted.values() if len(each.call.given) <= LONGEST]
-        if not asked:
+            for note in ran.noted:
+                noted.setdefault((note.call.module, note.call.name, note.call.given), note)
+        candidates = [note for note in noted.values() if len(note.call.given) <= LONGEST]
+        if not candidates:
             return ()
-        alone = TestJob(files=gold, hidden={}, tests=(), calls=tuple((each.call,) for each in asked))
+        alone = TestJob(files=gold, hidden={}, tests=(), calls=tuple((note.call,) for note in candidates))
         watching = replace(alone, hash_seed=1, zone=ELSEWHERE, watch=True)
         starting = replace(alone, files=workspace(task), batch_cpu_s=START_CPU_S)
         right, started = boxes.run([watching, starting])
-        said = {each: right.answers.get(place, "") for place, each in enumerate(asked)}
-        said = {each: text for each, text in said.items() if len(text) <= LONGEST and _fits(each, text)}
-        steady = _steady(said, alone, boxes)
-        speaking = {each: text for each, text in said.items() if text != NOTHING}
+        answers = {note: right.answers.get(index, "") for index, note in enumerate(candidates)}
+        answers = {note: text for note, text in answers.items() if len(text) <= LONGEST and _fits(note, text)}
+        steady = _steady(answers, alone, boxes)
+        speaking = {note: text for note, text in answers.items() if text != NOTHING}
         if len(steady) < len(speaking):  # a call that answers None may be there for its side effect, and spoil others
             steady = max(steady, _steady(speaking, alone, boxes), key=len)
     except (SandboxDied, RunnerEnded):
         return ()
-    last = max(started.answers, default=-1) if "timeout" in started.flags else len(asked)
+    last = max(started.answers, default=-1) if "timeout" in started.flags else len(candidates)
     telling, others = list[RecordedCall](), list[RecordedCall]()
-    for place, each in enumerate(asked):
-        answer = started.answers.get(place)
-        if each not in steady or (answer is None and place >= last):  # the latter was never asked
+    for index, note in enumerate(candidates):
+        answer = started.answers.get(index)
+        if note not in steady or (answer is None and index >= last):  # the latter was never asked
             continue
-        tells = answer is None or not same(json.loads(said[each]), json.loads(answer))
-        call = each.call
-        kept = RecordedCall(module=call.module, name=call.name, given=call.given, said=said[each], telling=tells)
+        tells = answer is None or not same(json.loads(answers[note]), json.loads(answer))
+        call = note.call
+        call_ = RecordedCall(module=call.module, name=call.name, given=call.given, said=answers[note], telling=tells)
         if tells:
-            telling.append(kept)
-        elif each.inside:
-            others.append(kept)
+            telling.append(call_)
+        elif note.inside:
+            others.append(call_)
     return chosen(telling, others)
 
 
-def _steady(said: Mapping[Noted, str], alone: TestJob, boxes: Boxes) -> set[Noted]:
+def _steady(answers: Mapping[Noted, str], alone: TestJob, boxes: Boxes) -> set[Noted]:
     """Return the calls with the same answer in one process with all others, in a random order followed by its reverse."""
-    order = Random(0).sample(list(said), len(said))
-    asked = [*order, *order[::-1]]
-    batch = tuple(each.call for each in asked)
+    order = Random(0).sample(list(answers), len(answers))
+    sequence = [*order, *order[::-1]]
+    batch = tuple(note.call for note in sequence)
     if not batch:
         return set()
     [ran] = boxes.run([replace(alone, calls=(batch,), hash_seed=2, batch_cpu_s=int(boxes.timeout_s) + 1)])
-    return set(order) - {each for place, each in enumerate(asked) if ran.answers.get(place) != said[each]}
+    return set(order) - {note for index, note in enumerate(sequence) if ran.answers.get(index) != answers[note]}
 
 
-def _fits(noted: Noted, said: str) -> bool:
+def _fits(noted: Noted, answer: str) -> bool:
     """Return whether a call's answer matches its outcome in the tests."""
-    kind, value, _ = json.loads(said or '["", null, null]')
+    kind, value, _ = json.loads(answer or '["", null, null]')
     ends = dict(noted.ends)
     if kind == "returned" and "iterator" in ends:
         return isinstance(value, dict) and "iterator" in value

@@ -32,8 +32,7 @@ from composer_nb.harness.tasks.task import ENTRY, SOLVE, Task
 
 MAX_REWARD_BYTES = 64 << 10
 MAX_REWARDS = 1000
-OUTPUT = 8000
-"""Last characters of each of a script's streams that a grade keeps."""
+OUTPUT = 8000  # Last characters of each of a script's streams that a grade keeps.
 LONGEST_REWARD_NAME = 200
 LOGS = "/tmp/logs/verifier"
 _SCRIPTS = {"tests": ENTRY, "solution": SOLVE}

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from random import Random
 from typing import Any
 
 from composer_nb.harness.grading.alone import lone_job
-from composer_nb.harness.grading.box import MISSING, Boxes, Failure, JobResult, RunnerEnded, TestResult
+from composer_nb.harness.grading.box import MISSING, Boxes, Failure, JobResult, RunnerEnded
 from composer_nb.harness.grading.plan import (
     GradePlan,
     Keys,
@@ -31,44 +31,37 @@ from composer_nb.harness.grading.plan import (
 from composer_nb.harness.grading.pytest_grader import grade_pytest, limit_of, same_id
 from composer_nb.harness.grading.recorded import INDEPENDENT, Guard, enough, guard, record
 from composer_nb.harness.grading.twins import TwinCandidate, all_candidates
-from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
+from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.tasks.runtime import limits_spec, workspace
 from composer_nb.harness.tasks.task import Task
 
-IDS = "pytest.ids"
-"""Metadata key of the node ids that count, as a JSON list; without it, all count."""
-HARMLESS = {"printed_results"}
-"""Flags that a task's own tests may cause."""
-ANY = -1
-"""Stands for any row of a table."""
+IDS = "pytest.ids"  # Metadata key of the node ids that count, as a JSON list; without it, all count.
+HARMLESS = {"printed_results"}  # Flags that a task's own tests may cause.
 ON_ASSERTION = {"AssertionError", "Failed", "failureException"}
+# Time limit of a changed test, in seconds. A test that fails inside a `with` may leave it waiting forever.
 TEST_S = 5.0
-"""Time limit of a changed test, in seconds. A test that fails inside a `with` may leave it waiting forever."""
-TESTS_ALONE, TWINS_ALONE = 8, 2
-"""Maximum tests of a task that may run alone, and twins of each."""
+TESTS_ALONE, TWINS_ALONE = 8, 2  # Maximum tests of a task that may run alone, and twins of each.
 FARTHER = 2.0
 NO_FAILURE = Failure(line=0, message="")
-NEVER_A_TWIN = {"Endless", "NameError", "SyntaxError", "ImportError", "ModuleNotFoundError", "Skipped"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """The findings about a task."""
+    """The findings about a task.
+
+    Attributes:
+        problems: Reasons not to use it; empty if it is valid.
+        flaky: Ids of tests that were left out because repeats disagreed about their result or their id.
+        left_out: Ids of tests that were left out because the gold patch skips them, or they are expected to fail.
+        fail_to_pass: Ids of tests that fail without a change.
+    """
 
     problems: tuple[str, ...] = ()
-    """Reasons not to use it; empty if it is valid."""
     plan: GradePlan | None = None
     flaky: tuple[str, ...] = ()
-    """Ids of tests that were left out because repeats disagreed about their result or their id."""
     left_out: tuple[str, ...] = ()
-    """Ids of tests that were left out because the gold patch skips them, or they are expected to fail."""
     fail_to_pass: tuple[str, ...] = ()
-    """Ids of tests that fail without a change."""
-    proposed: int = 0
-    """Changes of tests that were tried as twins."""
-    output: str = field(default="", repr=False)
-    """Output of the first run, if there are problems. Quotes hidden tests."""
 
     @property
     def valid(self) -> bool:
@@ -96,7 +89,6 @@ def validate_task(
     *,
     repeats: int = 3,
     timeout_s: float = 0.0,
-    spec: SandboxSpec | None = None,
     keys: Keys = None,
 ) -> Validation:
     """Validate a task. `keys`: the tests to run; None runs all. `timeout_s`: of one run; 0 takes the task's own.
@@ -106,7 +98,7 @@ def validate_task(
     if task.grader != "pytest":
         raise ValueError(f"task {task.id}: its grader is {task.grader!r}, not 'pytest'")
     timeout_s = timeout_s or limit_of(task)
-    boxes = Boxes(backend=backend, spec=spec or limits_spec(task), timeout_s=timeout_s)
+    boxes = Boxes(backend=backend, spec=limits_spec(task), timeout_s=timeout_s)
     gold = gold_files(task)
     try:
         for path, text in {**task.tests, **conftests(task)}.items():
@@ -120,19 +112,19 @@ def validate_task(
     validation = _agreed(task, trials)
     if validation.problems or validation.plan is None:
         return validation
-    plan, twin_problems, proposed = with_twins(task, validation.plan, boxes, repeats=repeats)
+    plan, twin_problems = with_twins(task, validation.plan, boxes, repeats=repeats)
     problems = list(twin_problems)
     pristine = workspace(task)
-    nothing = grade_pytest(task, pristine, backend, plan, timeout_s=timeout_s, spec=spec)
+    nothing = grade_pytest(task, pristine, backend, plan, timeout_s=timeout_s)
     if nothing.status not in ("graded", "agent_failed"):
         problems.append(f"no change is {nothing.status} {list(nothing.flags)}")
-    # Without twins: a weak one that passes would make a passing test look like one that an answer has to repair.
-    bare = grade_pytest(task, pristine, backend, replace(plan, twins=()), timeout_s=timeout_s, spec=spec)
+    # Without twins: one that passes would make a passing test look like one that an answer has to repair.
+    bare = grade_pytest(task, pristine, backend, replace(plan, twins=()), timeout_s=timeout_s)
     if bare.passed:
         problems.append("all tests pass without a change")
     if not problems:
         plan = guarded(task, plan, bare.failed, boxes)
-    return replace(validation, problems=tuple(problems), plan=plan, fail_to_pass=bare.failed, proposed=proposed)
+    return replace(validation, problems=tuple(problems), plan=plan, fail_to_pass=bare.failed)
 
 
 def guarded(task: Task, plan: GradePlan, failing: Iterable[str], boxes: Boxes) -> GradePlan:
@@ -206,10 +198,8 @@ def _distance(first: str, second: str) -> float:
         return 1 - SequenceMatcher(None, first, second, autojunk=False).ratio()
 
 
-def with_twins(
-    task: Task, plan: GradePlan, boxes: Boxes, *, repeats: int = 3
-) -> tuple[GradePlan, tuple[str, ...], int]:
-    """Return the plan with the twins that fail on the gold patch, remaining problems, and the number of changes tried.
+def with_twins(task: Task, plan: GradePlan, boxes: Boxes, *, repeats: int = 3) -> tuple[GradePlan, tuple[str, ...]]:
+    """Return the plan with the twins that fail on the gold patch, and remaining problems.
 
     Raises SandboxFailure.
     """
@@ -231,20 +221,20 @@ def with_twins(
         for grade in grades
         if not grade.passed or set(grade.flags) - HARMLESS
     )
-    return plan, problems, len(proposed)
+    return plan, problems
 
 
 def _agreed(task: Task, trials: Sequence[JobResult]) -> Validation:
     """Return a plan of the tests that pass in all trials."""
     first = trials[0].results
     names = {key: result.id for trial in trials for key, result in trial.results.items()}
-    seen = {key: {trial.result(key) for trial in trials} for key in names}
-    outcomes = {key: {result.outcome for result in results} for key, results in seen.items()}
-    wanted = json.loads(task.metadata[IDS]) if IDS in task.metadata else None
-    counted = [key for key in names if wanted is None or names[key] in wanted]
-    flaky = [key for key in counted if len({(result.outcome, result.id) for result in seen[key]}) > 1]
+    results_of = {key: {trial.result(key) for trial in trials} for key in names}
+    outcomes = {key: {result.outcome for result in results} for key, results in results_of.items()}
+    required = json.loads(task.metadata[IDS]) if IDS in task.metadata else None
+    counted = [key for key in names if required is None or names[key] in required]
+    flaky = [key for key in counted if len({(result.outcome, result.id) for result in results_of[key]}) > 1]
     problems = [f"the gold patch fails {names[k]} ({first[k].why})" for k in counted if outcomes[k] == {"failed"}]
-    problems += [f"no test {name}" for name in wanted or () if name not in names.values()]
+    problems += [f"no test {name}" for name in required or () if name not in names.values()]
     flags = sorted({flag for trial in trials for flag in trial.flags} - HARMLESS)
     problems += [f"the gold patch: {flag}" for flag in flags]
     tests = {key: names[key] for key in counted if outcomes[key] == {"passed"} and key not in flaky}
@@ -257,32 +247,44 @@ def _agreed(task: Task, trials: Sequence[JobResult]) -> Validation:
         plan=GradePlan(digest=digest(task), tests=tests),
         flaky=tuple(names[key] for key in flaky),
         left_out=tuple(names[key] for key in counted if outcomes[key] == {"skipped"}),
-        output=trials[0].output if problems else "",
     )
 
 
 def seen_to_fail(task: Task, plan: GradePlan, proposed: Sequence[TwinCandidate], boxes: Boxes) -> list[Twin]:
     """Return the changes that fail on the gold patch, on an assertion. Each round runs only the tests that it changes."""
-    by_function: dict[str, list[str]] = {}
+    keys_of: dict[str, list[str]] = {}
     for key in plan.tests:
-        by_function.setdefault(key.rpartition("#")[0], []).append(key)
-    rounds: list[tuple[list[TwinCandidate], set[tuple[str, int | None]]]] = []
-    for candidate in proposed:  # a round has at most one change for each test
-        if not by_function.keys().isdisjoint(candidate.bases):
-            changes, taken = next((each for each in rounds if not _meets(candidate, each[1])), ([], set()))
-            if not changes:
-                rounds.append((changes, taken))
-            changes.append(candidate)
-            taken |= {(base, row) for base in candidate.bases for row in (candidate.row, ANY)}
-    bases = [sorted({base for base, _ in taken}) for _, taken in rounds]
-    keys = [[key for base in some for key in by_function.get(base, ())] for some in bases]
+        keys_of.setdefault(key.rpartition("#")[0], []).append(key)
+    rounds: list[tuple[list[TwinCandidate], dict[str, set[int | None]]]] = []
+    for candidate in (candidate for candidate in proposed if candidate.base in keys_of):
+        rows = candidate.row
+        fits = (
+            number
+            for number, (_, changed_rows) in enumerate(rounds)  # a round has at most one change for each test
+            if not (used := changed_rows.get(candidate.base, set())) or not (rows is None or used & {rows, None})
+        )
+        if (number := next(fits, len(rounds))) == len(rounds):
+            rounds.append(([], {}))
+        rounds[number][0].append(candidate)
+        rounds[number][1].setdefault(candidate.base, set()).add(rows)
+    keys = [[key for base in rows_of for key in keys_of[base]] for _, rows_of in rounds]
     gold = gold_files(task)
-    twins_of = [[_twin(each) for each in changes] for changes, _ in rounds]
-    jobs = [job(task, gold, made, frozenset(some)) for made, some in zip(twins_of, keys, strict=True)]
-    ran = zip(rounds, keys, boxes.run([replace(each, test_s=TEST_S) for each in jobs]), strict=True)
-    twins = [twin for (changes, _), some, run in ran for twin in _made(some, changes, run)]
-    covered = {key for twin in twins if not twin.telling for key in twin.keys}
-    return [twin for twin in twins if not twin.telling or covered.isdisjoint([*twin.keys, *twin.besides])]
+    jobs = [
+        replace(job(task, gold, changes, frozenset(some)), test_s=TEST_S)
+        for (changes, _), some in zip(rounds, keys, strict=True)
+    ]
+    twins = []
+    for (changes, _), some, run in zip(rounds, keys, boxes.run(jobs), strict=True):
+        failed = {key for key in some if not run.result(key).passed}
+        # A row that is not the test of its number, as where a fixture multiplies the tests.
+        strays = {key.rpartition("#")[0] for key in failed if not any(change.changes(key) for change in changes)}
+        for change in changes:
+            changed = tuple(key for key in some if change.changes(key))
+            results = [run.result(key) for key in changed]
+            fails = all(result.outcome == "failed" and result.why in ON_ASSERTION for result in results)
+            if results and fails and change.base not in strays:
+                twins.append(Twin(path=change.path, start=change.start, end=change.end, text=change.text, keys=changed))
+    return twins
 
 
 def _disturbing(task: Task, plan: GradePlan, twins: Sequence[Twin], boxes: Boxes) -> list[Twin]:
@@ -292,41 +294,7 @@ def _disturbing(task: Task, plan: GradePlan, twins: Sequence[Twin], boxes: Boxes
     ran = boxes.run([job(task, gold_files(task), [twin], some) for twin, some in zip(first, keys, strict=True)])
     suspect: set[str] = set()
     for twin, some, run in zip(first, keys, ran, strict=True):
-        others = {key: run.result(key) for key in some - _touched(twin)}
-        if not all(each.passed and same_id(each.id, plan.tests[key]) for key, each in others.items()):
-            suspect |= _touched(twin)
-    return [twin for twin in twins if not suspect.isdisjoint(_touched(twin))]
-
-
-def _touched(twin: Twin) -> set[str]:
-    return {*twin.keys, *twin.besides}
-
-
-def _made(tests: Iterable[str], round: Sequence[TwinCandidate], run: JobResult) -> Iterator[Twin]:
-    """Yield the changes of one round that became twins, with the tests that they make fail."""
-    failed = {key: result for key in tests if not (result := run.result(key)).passed}
-    # A row that is not the test of its number, as where a fixture multiplies the tests.
-    strays = {key.rpartition("#")[0] for key in failed if not any(candidate.changes(key) for candidate in round)}
-    for candidate in round:
-        keys = [key for key in failed if candidate.changes(key)]
-        if keys and strays.isdisjoint(candidate.bases) and all(_tells(candidate, failed[key]) for key in keys):
-            besides = [key for key in tests if candidate.changes(key) and key not in failed]
-            yield _twin(candidate, keys, besides)
-
-
-def _meets(candidate: TwinCandidate, taken: Set[tuple[str, int | None]]) -> bool:
-    """Return whether a change touches a test that another change of its round touches."""
-    rows = (None, candidate.row) if candidate.row is not None else (ANY,)
-    return any((base, row) in taken for base in candidate.bases for row in rows)
-
-
-def _tells(candidate: TwinCandidate, result: TestResult) -> bool:
-    """Return whether a changed test failed because of the change."""
-    if result.outcome != "failed":
-        return False
-    return result.why not in NEVER_A_TWIN if candidate.kind == "exception" else result.why in ON_ASSERTION
-
-
-def _twin(candidate: TwinCandidate, keys: Sequence[str] = (), besides: Sequence[str] = ()) -> Twin:
-    held = {each.name: getattr(candidate, each.name) for each in fields(Twin)}
-    return Twin(**held | {"keys": tuple(keys), "besides": tuple(besides)})
+        others = {key: run.result(key) for key in some.difference(twin.keys)}
+        if not all(result.passed and same_id(result.id, plan.tests[key]) for key, result in others.items()):
+            suspect.update(twin.keys)
+    return [twin for twin in twins if not suspect.isdisjoint(twin.keys)]

@@ -1,29 +1,80 @@
-"""The common part of the backends: which of their sandboxes live, their resources in a journal, and how all of it ends."""
+"""The common part of the backends: which of their sandboxes live, their resources in a journal, how all of it ends, and the
+program for the inside of a sandbox, as one text that a bare interpreter runs.
+
+Modules of ours that use the standard library alone go in under their own names, so that the same files are imported by the
+tests and type-checked. No file has to be written into the sandbox.
+"""
 
 from __future__ import annotations
 
 import atexit
+import base64
+import json
 import threading
 import uuid
 from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from composer_nb.harness.sandbox.contract import Backend, Machine, Sandbox, SandboxSpec, Snapshot
+from composer_nb.harness.sandbox.contract import WORKSPACE, Backend, Machine, Sandbox, SandboxSpec, Snapshot
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
+from composer_nb.harness.sandbox.guest import calls, commands, files, program, values, warm
 from composer_nb.harness.sandbox.reap import Kind, Resource, ResourceJournal
+from composer_nb.harness.sandbox.system import linux
+from composer_nb.harness.sandbox.system.seccomp import system_call_filter
+
+_START = """\
+import sys, types
+sys.path[:] = [entry for entry in sys.path if entry]  # `-c` puts the current directory first
+for name, text in {sources!r}:
+    sys.modules[name] = module = types.ModuleType(name)
+    exec(compile(text, name, "exec"), module.__dict__)
+module.main({settings!r})
+"""
+
+# A program that reads another one from its input: what runs then does not stand in the list of processes.
+BOOT = """\
+import os
+b = bytes()
+while len(b) < 4 or len(b) < 4 + int.from_bytes(b[:4], "big"):
+    c = os.read(0, 1 << 20)
+    if not c:
+        raise SystemExit
+    b += c
+exec(b[4:].decode())
+"""
+# Limits of every process in a sandbox. With a limit of 1 on core dumps the kernel writes none and starts no program for them;
+# with 0 it starts that of a piped core_pattern. To lock a page of a common file, and let it go, would move it to another of the
+# kernel's lists, which /proc/self/numa_maps tells.
+LIMITS_INSIDE = {"RLIMIT_CORE": 1, "RLIMIT_MSGQUEUE": 0, "RLIMIT_MEMLOCK": 0}
+# Settings of a resident program: variables that an image sets, by how much commands stand back behind it (0 where they have no
+# CPU group of their own, in which it counts), whether they may run in copies of it (`warm.py`), what `warm.load` is called with,
+# if it is, whether there are the basic programs alone, and the folder of its devices.
+USUAL = {
+    "role": "resident", "workspace": WORKSPACE, "environment": {}, "nice": 10, "copies": False, "warm": [], "basic": False,
+    "devices": "/dev",
+}  # fmt: skip
 
 
 class ResidentBackend(Backend):
     """A backend whose sandboxes hold our resident program. A context manager; may be used from several threads."""
 
-    def __init__(self, run_id: str | None, journal: Path | None) -> None:
-        """`journal`: a folder in which resources are noted while they exist (`reap.py`)."""
+    def __init__(self, run_id: str | None, journal: Path | None, table: Mapping[str, int]) -> None:
+        """`journal`: a folder in which resources are noted while they exist (`reap.py`). `table`: of system calls
+        (`linux.MACHINES`)."""
         self.run_id = run_id or uuid.uuid4().hex
         self._journal = None if journal is None else ResourceJournal(journal, self.run_id)
         self._lock = threading.RLock()
         self._live: dict[str, Sandbox] = {}
         self._resources: dict[str, list[Resource]] = {}  # by the id of the sandbox, or of what else holds them
         self._closed = False
+        self._filters = {
+            "commands": system_call_filter(table),
+            "basic": system_call_filter(table, locks=False),
+            "calls": system_call_filter(table, calls=True),
+        }
         atexit.register(self.close)
 
     @abstractmethod
@@ -82,6 +133,25 @@ class ResidentBackend(Backend):
                 assert self._journal is not None
                 self._journal.gone(resource)
 
+    def settings(self, spec: SandboxSpec, *, limits: Mapping[str, int] | None = None, **settings: Any) -> str:
+        """Return a resident program's settings as JSON: the argument of `program.main`, and what a zygote is sent.
+
+        `limits` come on top of those of every sandbox. `settings`: replace those of USUAL.
+        """
+        kind = "calls" if spec.calls else "basic" if spec.basic else "commands"
+        rlimits = {"RLIMIT_NOFILE": spec.open_files, "RLIMIT_FSIZE": spec.disk_bytes, **LIMITS_INSIDE, **(limits or {})}
+        sizes = {"disk_bytes": spec.disk_bytes, "inodes": spec.inodes, "calls": spec.calls and asdict(spec.calls)}
+        filter = base64.b64encode(self._filters[kind]).decode()
+        return json.dumps({**USUAL, **sizes, "filter": filter, "rlimits": rlimits, **settings})
+
     def _check_open(self) -> None:
         if self._closed:
             raise SandboxFailure("this backend is closed")
+
+
+def resident_program(settings: str) -> bytes:
+    """Return what BOOT reads to become a resident program, or a zygote. Nothing may follow before that has answered."""
+    modules = (linux, files, warm, commands, values, calls, program)
+    sources = [(module.__name__, Path(str(module.__file__)).read_text(encoding="utf-8")) for module in modules]
+    data = _START.format(sources=sources, settings=settings).encode()
+    return len(data).to_bytes(4, "big") + data

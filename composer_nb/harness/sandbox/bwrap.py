@@ -7,14 +7,13 @@ here.
 
 A sandbox sees, read-only, the programs and libraries of this machine's /usr, but no installed Python packages, nothing of /etc
 but what the loader needs, no home, no /sys, no other sandbox; besides these, the few programs of `toolchain.py`. With
-`SandboxSpec(basic=True)` it sees copies of the basic ones alone (`kit.py`). Its workspace and its temporary files are in memory.
+`SandboxSpec(basic=True)` it sees copies of the basic ones alone (`layout.py`). Its workspace and temporary files are in memory.
 
 Covers Linux with user namespaces, as root or as an ordinary user. Does not cover images: `docker` does.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -25,38 +24,32 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from composer_nb.harness.sandbox.backend import ResidentBackend
+from composer_nb.harness.sandbox.backend import BOOT, ResidentBackend, resident_program
 from composer_nb.harness.sandbox.contract import LIMITS, WORKSPACE, Capabilities, Machine, Sandbox, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxSlow, SandboxUnavailable
-from composer_nb.harness.sandbox.guest.bundle import BOOT, LIMITS_INSIDE, resident_program, resident_settings
-from composer_nb.harness.sandbox.host import hide_network_counts, launch, sender, socket_pair
-from composer_nb.harness.sandbox.kit import MEMORY, STAGE, namespaces, own_copies
-from composer_nb.harness.sandbox.layout import KIT, Layout, make_devices
+from composer_nb.harness.sandbox.host import hide_network_counts, sender, socket_pair
+from composer_nb.harness.sandbox.image import UID
+from composer_nb.harness.sandbox.layout import KIT, MEMORY, STAGE, Layout, make_devices, namespaces, own_copies
 from composer_nb.harness.sandbox.reap import OWN
 from composer_nb.harness.sandbox.system.cgroups import Cgroups
 from composer_nb.harness.sandbox.system.linux import machine, patience, unstoppable_dumps
-from composer_nb.harness.sandbox.system.seccomp import system_call_filter
 from composer_nb.harness.sandbox.toolchain import Interpreter, install_hint
 
-BOX_UID = 47_811
-"""User that starts bubblewrap when the harness is root: a number no account uses."""
 NICE = 10
-SIGNALS = 1024
-"""Maximum pending signals and timers of a sandbox."""
-START_S, END_S = 10.0, 10.0
-"""Seconds that the zygote may take to be ready, and a sandbox to end: more on a busy machine."""
+SIGNALS = 1024  # maximum pending signals and timers of a sandbox
+START_S, END_S = 10.0, 10.0  # that the zygote may take to be ready, and a sandbox to end: more on a busy machine
 
 
 @dataclass(slots=True, kw_only=True)
 class _BwrapMachine(Machine):
+    """`lifeline`: of the zygote, which closes it when all processes have ended; None until it was asked."""
+
     backend: BwrapBackend
     lifeline: socket.socket | None = None
-    """Of the zygote, which closes it when all processes have ended; None until it was asked."""
 
     def end(self) -> None:
         self.channel.close()
@@ -102,19 +95,12 @@ class BwrapBackend(ResidentBackend):
             raise SandboxUnavailable(f"bubblewrap (bwrap) is not installed: {install_hint()}")
         self._bwrap = bwrap
         self._interpreter = Interpreter.find()
-        self._uid: int | None = BOX_UID if os.getuid() == 0 else None
+        self._uid: int | None = UID if os.getuid() == 0 else None
         self._layout = Layout.of(self._interpreter, self._uid)
-        filters = {
-            "commands": system_call_filter(machine()),
-            "basic": system_call_filter(machine(), locks=False),
-            "calls": system_call_filter(machine(), calls=True),
-        }
-        self._filters = {kind: base64.b64encode(program).decode() for kind, program in filters.items()}
         self._cgroups = Cgroups.find()
-        self._zygotes: dict[
-            bool, _Zygote
-        ] = {}  # by whether pytest is imported in it: copies of a large process cost more
-        super().__init__(run_id, journal)
+        # By whether pytest is imported in it: copies of a large process cost more.
+        self._zygotes: dict[bool, _Zygote] = {}
+        super().__init__(run_id, journal, machine())
         self.devices = self._device_folder()
         self._probe()
 
@@ -131,23 +117,10 @@ class BwrapBackend(ResidentBackend):
         uid = os.getuid() if self._uid is None else self._uid
         return Capabilities(backend=self.name, mode="forked", uid=uid, enforced=enforced, why_not=why)
 
-    def _begin(self, spec: SandboxSpec) -> Sandbox:
-        try:
-            sandbox = Sandbox(self, spec, machine := self._start(spec))
-        except SandboxFailure:
-            if not self._zygote_died(spec.warm):
-                raise
-            sandbox = Sandbox(self, spec, machine := self._start(spec))
-        try:
-            self._confine(machine, spec)
-        except BaseException:
-            sandbox.destroy()
-            raise
-        return sandbox
-
     def close(self) -> None:
         super().close()
-        self._stop_zygotes()
+        for warm in list(self._zygotes):
+            self._stop_zygote(warm)
         if self.devices is not None:
             shutil.rmtree(self.devices, ignore_errors=True)
             self.forget("devices")
@@ -168,18 +141,30 @@ class BwrapBackend(ResidentBackend):
             return None
         return folder
 
+    def _begin(self, spec: SandboxSpec) -> Sandbox:
+        try:
+            sandbox = Sandbox(self, spec, machine := self._start(spec))
+        except SandboxFailure:
+            if not self._zygote_died(spec.warm):
+                raise
+            sandbox = Sandbox(self, spec, machine := self._start(spec))
+        try:
+            if spec.calls is None:
+                self._confine(machine, spec)
+        except BaseException:
+            sandbox.destroy()
+            raise
+        return sandbox
+
     def _start(self, spec: SandboxSpec) -> _BwrapMachine:
-        id = uuid.uuid4().hex
-        # The kernel counts processes per user namespace, pending signals per user of all sandboxes.
-        limits = LIMITS_INSIDE | {"RLIMIT_NPROC": spec.processes + 1, "RLIMIT_SIGPENDING": SIGNALS}
-        if isinstance(self._cgroups, str):
-            limits["RLIMIT_DATA"] = spec.memory_bytes  # of each process
-        settings = resident_settings(
+        id, grouped = uuid.uuid4().hex, not isinstance(self._cgroups, str)
+        # The kernel counts processes per user namespace, pending signals per user of all sandboxes, data of each process.
+        limits = {"RLIMIT_NPROC": spec.processes + 1, "RLIMIT_SIGPENDING": SIGNALS}
+        settings = self.settings(
             spec,
+            limits=limits if grouped else limits | {"RLIMIT_DATA": spec.memory_bytes},
             workspace="/tmp" if spec.calls else WORKSPACE,
-            filter=self._filters["calls" if spec.calls else "basic" if spec.basic else "commands"],
-            limits=limits,
-            nice=0 if isinstance(self._cgroups, str) else NICE,
+            nice=NICE if grouped else 0,
             copies=True,
             basic=spec.basic,
             devices=f"{KIT}/devices/{id}" if self.devices else "/dev",
@@ -197,6 +182,45 @@ class BwrapBackend(ResidentBackend):
             machine.end()
             raise
         return machine
+
+    def _confine(self, machine: _BwrapMachine, spec: SandboxSpec) -> None:
+        """Put the sandbox, in which nothing of an agent runs yet, into a group with its limits.
+
+        Calls have limits of their own, and a group would get no more of a busy machine than one process.
+        """
+        hide_network_counts(machine.channel.peer)
+        if isinstance(self._cgroups, str):
+            return
+        try:
+            folders = self._cgroups.folders(f"{OWN}{machine.id}")
+            for folder in folders:
+                self.note(machine.id, "cgroup", folder, folder.name)
+            machine.group = self._cgroups.make(folders, spec.memory_bytes, spec.processes, spec.cpus)
+            machine.group.attach(machine.channel.peer)
+        except OSError as error:
+            raise SandboxFailure(f"sandbox {machine.id}: its cgroup cannot be made: {error}") from error
+
+    def _probe(self) -> None:
+        """Make a sandbox, to see that it works here. Raises SandboxUnavailable, and SandboxSlow on a busy machine."""
+        try:
+            with self.create() as sandbox:
+                result = sandbox.exec(["true"], timeout_s=patience(START_S))
+            if result.exit_code == 0:
+                return
+            if result.timed_out:
+                raise SandboxSlow("`true` took too long in a sandbox: the machine is busy")
+            complaint = f"`true` ended with {result.exit_code}: {result.stderr!r}"
+        except SandboxFailure as error:
+            complaint = str(error)
+            self._stop_zygote(False)
+            if isinstance(error, SandboxSlow):
+                raise
+        self._stop_zygote(False)
+        user = "this user" if self._uid is None else f"user {self._uid}"
+        raise SandboxUnavailable(
+            "bubblewrap cannot make a sandbox here (are unprivileged user namespaces, nested and with overlays, allowed, and can "
+            f"{user} read {self._interpreter.path}?): {complaint}"
+        )
 
     def _request(self, settings: str, there: socket.socket, warm: bool) -> socket.socket:
         """Ask the zygote for a sandbox and return its lifeline. Start a zygote if there is none, or if it is gone."""
@@ -220,8 +244,9 @@ class BwrapBackend(ResidentBackend):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             zygote = _Zygote(self._popen(theirs), ours)
+        process = zygote.process
         try:
-            self.note(f"zygote {zygote.process.pid}", "process", zygote.process.pid)
+            self.note(f"zygote {process.pid}", "process", process.pid)
             ours.settimeout(patience(START_S))
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             ours.send(resident_program(json.dumps({"role": "zygote", "layouts": self._layout.plans()})))
@@ -229,10 +254,12 @@ class BwrapBackend(ResidentBackend):
             if answer != b"ready":
                 raise OSError("it ended at once")
             zygote.pid = sender(ancillary)
-            self.note(f"zygote {zygote.process.pid}", "process", zygote.pid)
-            own_copies(self._layout.copies(), zygote.process)
+            self.note(f"zygote {process.pid}", "process", zygote.pid)
+            own_copies(self._layout.copies(), process)
         except BaseException as error:
-            complaint = self._complaint(zygote.process)
+            assert process.stderr is not None
+            process.stderr.seek(0)
+            complaint = process.stderr.read(4000).decode("utf-8", "replace").strip().rpartition("\n")[2]
             self._end_zygote(zygote)
             if not isinstance(error, OSError):
                 raise
@@ -258,10 +285,6 @@ class BwrapBackend(ResidentBackend):
             if zygote := self._zygotes.pop(warm, None):
                 self._end_zygote(zygote)
 
-    def _stop_zygotes(self) -> None:
-        for warm in list(self._zygotes):
-            self._stop_zygote(warm)
-
     def _end_zygote(self, zygote: _Zygote) -> None:
         process = zygote.process
         with contextlib.suppress(OSError):
@@ -281,85 +304,37 @@ class BwrapBackend(ResidentBackend):
         self.forget(f"zygote {process.pid}")
 
     def _popen(self, end: socket.socket) -> subprocess.Popen[bytes]:
+        """Start the stage that makes copies of programs (`layout.STAGE`) and becomes bubblewrap, which starts the zygote."""
         user: dict[str, Any] = {} if self._uid is None else {"user": self._uid, "group": self._uid, "extra_groups": []}
         errors = tempfile.TemporaryFile()
-        with self._data() as data, namespaces(self._layout.copies()) as namespace_fds:
+        with contextlib.ExitStack() as stack:
+            namespace_fds = stack.enter_context(namespaces(self._layout.copies()))
+            data: dict[str, tuple[int, str]] = {}  # place -> descriptor and permissions
+            for path, (content, permissions) in {
+                **self._layout.contents(),
+                MEMORY: (self._layout.copies(), ""),
+            }.items():
+                file = stack.enter_context(open(os.memfd_create("data"), "w+b"))
+                file.write(content)
+                file.seek(0)
+                data[path] = file.fileno(), permissions
+            passed = [*namespace_fds, *(fd for fd, _ in data.values())]
+            plan, where = str(data.pop(MEMORY)[0]), ",".join(map(str, namespace_fds)) or "-"
+            command = [self._interpreter.path, "-I", "-S", "-c", STAGE, plan, where, self._bwrap, "--unshare-all"]
+            command += ["--new-session", "--as-pid-1", "--clearenv", "--cap-drop", "ALL", "--hostname", "sandbox"]
+            command += ["--setenv", "PYTHONHASHSEED", "0"]  # so that calls see sets in one order
+            command += self._layout.zygote(data)
+            command += ["--dev-bind", str(self.devices), f"{KIT}/devices"] if self.devices else []
+            command += ["--chdir", "/", "--remount-ro", "/", "--"]
+            command += [self._interpreter.path, "-s", "-S", "-c", BOOT]  # -I would ignore the seed
+            # In a session of its own: Ctrl-C is for this process.
+            streams: dict[str, Any] = {"stdin": end.fileno(), "stdout": end.fileno(), "stderr": errors}
             try:
-                passed = [*namespace_fds, *(fd for fd, _ in data.values())]
-                plan, where = str(data.pop(MEMORY)[0]), ",".join(map(str, namespace_fds)) or "-"
-                stage = [self._interpreter.path, "-I", "-S", "-c", STAGE, plan, where]
-                command = [*stage, *self._command(data)]
-                process = launch(command, end, stderr=errors, pass_fds=passed, cwd="/", **user)
+                process = subprocess.Popen(
+                    command, **streams, env={}, start_new_session=True, pass_fds=passed, cwd="/", **user
+                )
             except OSError as error:
                 errors.close()
                 raise SandboxFailure(f"cannot start {self._bwrap}: {error}") from error
         process.stderr = errors
         return process
-
-    def _complaint(self, process: subprocess.Popen[bytes]) -> str:
-        assert process.stderr is not None
-        process.stderr.seek(0)
-        lines = process.stderr.read(4000).decode("utf-8", "replace").strip().splitlines()
-        return lines[-1] if lines else ""
-
-    @contextlib.contextmanager
-    def _data(self) -> Iterator[dict[str, tuple[int, str]]]:
-        """Open the files that are copied into a sandbox, and the plan of copies: place -> descriptor and permissions."""
-        with contextlib.ExitStack() as stack:
-            data: dict[str, tuple[int, str]] = {}
-            contents = self._layout.contents() | {MEMORY: (self._layout.copies(), "")}
-            for path, (content, permissions) in contents.items():
-                file = stack.enter_context(open(os.memfd_create("data"), "w+b"))
-                file.write(content)
-                file.seek(0)
-                data[path] = file.fileno(), permissions
-            yield data
-
-    def _command(self, data: Mapping[str, tuple[int, str]]) -> list[str]:
-        command = [self._bwrap, "--unshare-all", "--new-session", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
-        command += ["--hostname", "sandbox", "--setenv", "PYTHONHASHSEED", "0"]  # so that calls see sets in one order
-        command += self._layout.zygote(data)
-        command += ["--dev-bind", str(self.devices), f"{KIT}/devices"] if self.devices else []
-        command += ["--chdir", "/", "--remount-ro", "/", "--"]
-        return [*command, self._interpreter.path, "-s", "-S", "-c", BOOT]  # -I would ignore the seed
-
-    def _confine(self, machine: _BwrapMachine, spec: SandboxSpec) -> None:
-        """Put the sandbox, in which nothing of an agent runs yet, into a group with its limits.
-
-        Calls have limits of their own, and a group would get no more of a busy machine than one process.
-        """
-        if spec.calls is not None:
-            return
-        hide_network_counts(machine.channel.peer)
-        if isinstance(self._cgroups, str):
-            return
-        try:
-            folders = self._cgroups.folders(f"{OWN}{machine.id}")
-            for folder in folders:
-                self.note(machine.id, "cgroup", folder, folder.name)
-            machine.group = self._cgroups.make(folders, spec.memory_bytes, spec.processes, spec.cpus)
-            machine.group.attach(machine.channel.peer)
-        except OSError as error:
-            raise SandboxFailure(f"sandbox {machine.id}: its cgroup cannot be made: {error}") from error
-
-    def _probe(self) -> None:
-        """Make a sandbox, to see that it works here. Raises SandboxUnavailable, and SandboxSlow on a busy machine."""
-        try:
-            with self.create() as sandbox:
-                result = sandbox.exec(["true"], timeout_s=patience(START_S))
-            if result.exit_code == 0:
-                return
-            if result.timed_out:
-                raise SandboxSlow("`true` took too long in a sandbox: the machine is busy")
-            complaint = f"`true` ended with {result.exit_code}: {result.stderr!r}"
-        except SandboxSlow:
-            self._stop_zygotes()
-            raise
-        except SandboxFailure as error:
-            complaint = str(error)
-        self._stop_zygotes()
-        user = "this user" if self._uid is None else f"user {self._uid}"
-        raise SandboxUnavailable(
-            "bubblewrap cannot make a sandbox here (are unprivileged user namespaces, nested and with overlays, allowed, and can "
-            f"{user} read {self._interpreter.path}?): {complaint}"
-        )

@@ -1,7 +1,4 @@
-"""Function calls in sandboxes: requests, outcomes and what carries them out.
-
-A request names code, a function and arguments. Values come back as texts (`value_text`); expected values never enter a sandbox,
-because code in it can claim any result it likes. `guest/calls.py` is the side of the sandbox.
+"""Answer function calls (`requests.py`) in sandboxes. `guest/calls.py` is the side of the sandbox.
 
 A program ends at its CPU limit, or when it has slept too long: both are its own doing, and the same each time. A program that
 wanted a CPU and got none within PATIENCE times as long says only that the machine is overloaded: it runs once more, and then the
@@ -23,20 +20,14 @@ from pathlib import Path
 from typing import Self
 
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
-from composer_nb.harness.sandbox.contract import CallEnd, CallLimits, Capabilities, Sandbox, SandboxSpec
+from composer_nb.harness.sandbox.contract import CallEnd, Capabilities, Sandbox, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxSlow, SandboxUnavailable
 from composer_nb.harness.sandbox.guest import calls as guest
-from composer_nb.harness.sandbox.requests import CallOutcome as CallOutcome
-from composer_nb.harness.sandbox.requests import CallRequest as CallRequest
-from composer_nb.harness.sandbox.requests import Executor as Executor
-from composer_nb.harness.sandbox.requests import Status
-from composer_nb.harness.sandbox.requests import value_text as value_text
+from composer_nb.harness.sandbox.requests import CallLimits, CallOutcome, CallRequest, CallStatus, Executor
 from composer_nb.harness.sandbox.system.linux import patience
 
-STARTS = 2
-"""Times that a run starts a sandbox, at most, to get its requests answered."""
-FAILURES = 3
-"""Runs that fail in a row until all runs are refused for REST_S."""
+STARTS = 2  # Times that a run starts a sandbox, at most, to get its requests answered.
+FAILURES = 3  # Runs that fail in a row until all runs are refused for REST_S.
 REST_S = 60.0
 
 
@@ -219,7 +210,7 @@ def _outcomes(end: CallEnd, report: bytes, count: int, limits: CallLimits) -> tu
     return _padded(outcomes, count)
 
 
-_ENDINGS: dict[str, Status] = {"cpu": "timeout", "asleep": "timeout", "flood": "unreadable"}
+_ENDINGS: dict[str, CallStatus] = {"cpu": "timeout", "asleep": "timeout", "flood": "unreadable"}
 
 
 def _padded(outcomes: list[CallOutcome], count: int) -> tuple[CallOutcome, ...]:

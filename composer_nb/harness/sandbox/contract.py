@@ -18,10 +18,11 @@ from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
 from pydantic import Field, FiniteFloat, TypeAdapter
 
-from composer_nb.harness.plain import Positive, Some, require_ranges
+from composer_nb.harness.plain import require_ranges
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxSlow
 from composer_nb.harness.sandbox.granted import PATIENCE, GrantedTime
 from composer_nb.harness.sandbox.host import Channel, frame_of
+from composer_nb.harness.sandbox.requests import CallLimits
 from composer_nb.harness.sandbox.system.cgroups import Cgroup
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.untrusted import visible
@@ -39,37 +40,6 @@ LIMITS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallLimits:
-    """Limits of one request of function calls. All of its arguments share them, except `output_bytes`.
-
-    Raises ValueError for a limit that is not positive.
-
-    Attributes:
-        cpu_s: CPU seconds, from the import of the module on.
-        wall_s: maximum seconds of sleep; waiting for the machine does not count.
-        memory_bytes: address space.
-        disk_bytes: size of the workspace, which is in memory.
-        files: maximum number of open files.
-        threads: maximum number of threads; new processes are never allowed.
-        output_bytes: maximum characters of one value's text.
-        answer_bytes: maximum bytes of a request's whole report.
-    """
-
-    cpu_s: Positive = 0.1
-    wall_s: Positive = 2.0
-    memory_bytes: Some = 256 << 20
-    disk_bytes: Some = 4 << 20
-    inodes: Some = 256
-    files: Some = 32
-    threads: Some = 16
-    output_bytes: Some = 16 << 10
-    answer_bytes: Some = 1 << 20
-
-    def __post_init__(self) -> None:
-        require_ranges(self, "CallLimits")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
     """Limits of a sandbox, for all its processes and files together. Raises ValueError for a limit out of range.
 
@@ -80,7 +50,7 @@ class SandboxSpec:
         open_files: maximum open files of one process. Fewer than 32 would not suffice for the resident program itself.
         image: name of an image, for the backend `docker`; empty: an image made from this machine's files.
         warm: import pytest in advance, if the backend can (`bwrap`), so that its runs begin at once (`Sandbox.exec`).
-        basic: show the basic programs alone (`kit.py`), as copies in memory that no sandbox can change for another. Backend
+        basic: show the basic programs alone (`layout.py`), as copies in memory that no sandbox can change for another. Backend
             `bwrap`; what `docker` shows is the image. Locks have no effect, and there are no watches. For code that has something
             to tell: grades run this way.
         calls: limits of each request of function calls, for a sandbox that serves only these (backend `bwrap`).
@@ -314,9 +284,9 @@ class Sandbox:
             raise SandboxSlow(f"a command with {timeout_s:g} s waited for a CPU {waited}: run less beside it")
         return ExecResult(stdout=output[:cut], stderr=output[cut:], oom=self._kills() > kills, **facts)
 
-    def exec_background(self, command: Sequence[str], *, log: str, cwd: str = ".", env: Variables = None) -> int:
+    def exec_background(self, command: Sequence[str], *, log: str, env: Variables = None) -> int:
         """Start a command and return its pid in the sandbox. Both of its streams go to the file `log`."""
-        return self._ask("background", _COUNT, _command(command, cwd, env) | {"log": log})[0]
+        return self._ask("background", _COUNT, _command(command, ".", env) | {"log": log})[0]
 
     def end_all(self) -> None:
         """End all processes in the sandbox, including orphans. Raises OSError if one is still running after some seconds."""

@@ -15,7 +15,6 @@ use of memory and CPU is known, and every result tells that memory was used up; 
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import struct
 import threading
@@ -25,31 +24,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from composer_nb.harness.sandbox.backend import ResidentBackend
+from composer_nb.harness.sandbox.backend import BOOT, ResidentBackend, resident_program
 from composer_nb.harness.sandbox.contract import LIMITS, WORKSPACE, Capabilities, Machine, SandboxSpec
 from composer_nb.harness.sandbox.engine import MARK, TIMEOUT_S, connect, remove_container
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
-from composer_nb.harness.sandbox.guest.bundle import BOOT, LIMITS_INSIDE, resident_program, resident_settings
 from composer_nb.harness.sandbox.host import Channel, hide_network_counts
-from composer_nb.harness.sandbox.image import USER, host_image
+from composer_nb.harness.sandbox.image import UID, host_image
 from composer_nb.harness.sandbox.reap import this_process
 from composer_nb.harness.sandbox.system.cgroups import Cgroup
 from composer_nb.harness.sandbox.system.linux import MACHINES, network_settings, patience
-from composer_nb.harness.sandbox.system.seccomp import system_call_filter
 
 STDOUT, STDERR = 1, 2
-COMPLAINT = 4000
-"""Bytes kept of the resident program's last words."""
-LEASE_S = 24 * 3600.0
-"""Seconds after its start for which a container should be taken as in use."""
+COMPLAINT = 4000  # Bytes kept of the resident program's last words
+LEASE_S = 24 * 3600.0  # Seconds after its start for which a container should be taken as in use
 SEND_S, END_S = 10.0, 5.0
+# Files of /proc about the whole machine, by which two sandboxes could signal to each other. `meminfo` and `stat` stay,
+# for `ps`: an engine can hide files of /proc but put nothing in their place.
 HIDDEN = """
     acpi asound buddyinfo bus cgroups diskstats driver fs interrupts irq kallsyms kcore key-users keys kmsg kpagecgroup
     kpagecount kpageflags latency_stats loadavg locks mdstat modules pagetypeinfo partitions pressure sched_debug schedstat scsi
     slabinfo softirqs swaps sys sysrq-trigger sysvipc timer_list timer_stats tty vmallocinfo vmstat zoneinfo
 """.split()
-"""Files of /proc about the whole machine, by which two sandboxes could signal to each other. `meminfo` and `stat` stay, for `ps`:
-an engine can hide files of /proc but put nothing in their place."""
+# Reads all files of an image, three times: then all their pages are among those in use (`layout.STAGE`).
 FETCH = """
 import os
 for top, below, names in os.walk("/"):
@@ -64,9 +60,8 @@ for top, below, names in os.walk("/"):
         except OSError:
             pass
 """
-"""Reads all files of an image, three times: then all their pages are among those in use (`kit.STAGE`)."""
+# Facts of the engine about limits that it cannot set everywhere.
 COUNTED = {"memory_bytes": "MemoryLimit", "processes": "PidsLimit", "cpus": "CpuCfsQuota"}
-"""Facts of the engine about limits that it cannot set everywhere."""
 
 
 class DockerChannel(Channel):
@@ -151,27 +146,18 @@ class DockerBackend(ResidentBackend):
 
     name = "docker"
 
-    def __init__(self, run_id: str | None = None, journal: Path | None = None, runtime: str | None = None) -> None:
-        """`journal`: a folder in which containers are noted (`reap.py`). `runtime`: another one than the engine's usual one,
-        such as `runsc`."""
+    def __init__(self, run_id: str | None = None, journal: Path | None = None) -> None:
         self._client = connect()
         self._facts: dict[str, Any] = self._client.info()
-        self._runtime = runtime or str(self._facts["DefaultRuntime"])
-        self._check_engine()
-        table = MACHINES[self._facts["Architecture"]]
-        self._filters = [base64.b64encode(system_call_filter(table, locks=locks)).decode() for locks in (True, False)]
-        self._image, self._fetched, self._image_lock = "", set[str](), threading.Lock()
-        self._large = set[str]()
-        """Images larger than half the engine's memory."""
-        super().__init__(run_id, journal)
-
-    def _check_engine(self) -> None:
+        self._runtime = str(self._facts["DefaultRuntime"])
         kind, machine = self._facts["OSType"], self._facts["Architecture"]
-        if kind == "linux" and machine in MACHINES:
-            return
-        self._client.close()
-        advice = f"it has to run Linux containers on {' or '.join(MACHINES)}"
-        raise SandboxUnavailable(f"the Docker Engine runs {kind} containers on {machine}: {advice}")
+        if kind != "linux" or machine not in MACHINES:
+            self._client.close()
+            advice = f"it has to run Linux containers on {' or '.join(MACHINES)}"
+            raise SandboxUnavailable(f"the Docker Engine runs {kind} containers on {machine}: {advice}")
+        self._image, self._fetched, self._image_lock = "", set[str](), threading.Lock()
+        self._large = set[str]()  # images larger than half the engine's memory
+        super().__init__(run_id, journal, MACHINES[machine])
 
     def capabilities(self) -> Capabilities:
         enforced = dict.fromkeys(LIMITS, True) | {name: bool(self._facts.get(fact)) for name, fact in COUNTED.items()}
@@ -180,7 +166,7 @@ class DockerBackend(ResidentBackend):
         if self._large:
             enforced["page_cache"] = False
             why["page_cache"] = f"not all files stay in memory of {', '.join(sorted(self._large))}: use smaller images"
-        return Capabilities(backend=self.name, mode=self._runtime, uid=USER[1], enforced=enforced, why_not=why)
+        return Capabilities(backend=self.name, mode=self._runtime, uid=UID, enforced=enforced, why_not=why)
 
     def close(self) -> None:
         super().close()
@@ -233,10 +219,9 @@ class DockerBackend(ResidentBackend):
                 raise _explained(error, image) from error
             raise
         environment = dict(variable.split("=", 1) for variable in config.get("Env") or ()) if spec.image else {}
-        program = self._filters[spec.basic]
-        settings = resident_settings(spec, filter=program, limits=LIMITS_INSIDE, nice=10, environment=environment)
+        program = resident_program(self.settings(spec, environment=environment))
         with contextlib.suppress(OSError):  # if it has ended already, its answer, which is waited for, is why
-            machine.channel.send(resident_program(settings), patience(SEND_S))
+            machine.channel.send(program, patience(SEND_S))
         return machine
 
     def _fetch(self, image: str) -> None:
@@ -278,7 +263,7 @@ class DockerBackend(ResidentBackend):
             "Entrypoint": ["python3", "-I", "-S", "-c"],
             "Cmd": [BOOT],
             "Hostname": "sandbox",
-            "User": f"{USER[1]}:{USER[1]}",
+            "User": f"{UID}:{UID}",
             "WorkingDir": WORKSPACE,
             "Healthcheck": {"Test": ["NONE"]},
             "Labels": {
@@ -299,12 +284,11 @@ class DockerBackend(ResidentBackend):
                 "ReadonlyRootfs": True,
                 "MaskedPaths": [*(f"/proc/{name}" for name in HIDDEN), "/sys", "/dev/pts"],
                 "Tmpfs": {
-                    path: f"rw,{exec},nosuid,nodev,size={int(spec.disk_bytes * share)},nr_inodes={spec.inodes},"
-                    f"uid={USER[1]},gid={USER[1]},mode=755"
-                    for path, share, exec in (
-                        (WORKSPACE, 1, "exec"),
-                        ("/tmp", 1, "exec"),
-                        ("/dev/shm", 0.25, "noexec"),
+                    path: f"rw,{exec},nosuid,nodev,size={size},nr_inodes={spec.inodes},uid={UID},gid={UID},mode=755"
+                    for path, size, exec in (
+                        (WORKSPACE, spec.disk_bytes, "exec"),
+                        ("/tmp", spec.disk_bytes, "exec"),
+                        ("/dev/shm", spec.disk_bytes // 4, "noexec"),
                     )
                 },
                 "Memory": spec.memory_bytes,

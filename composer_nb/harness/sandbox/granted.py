@@ -18,8 +18,8 @@ from composer_nb.harness.sandbox.system.cgroups import Cgroup
 from composer_nb.harness.sandbox.system.linux import status_of
 
 SAMPLE_S = 0.05
+# Maximum wall time of a command, in multiples of its limit. A machine that grants less by then is at fault.
 PATIENCE = 5.0
-"""Maximum wall time of a command, in multiples of its limit. A machine that grants less by then is at fault."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,23 +9,21 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from composer_nb.harness.sandbox.granted import GrantedTime
 from composer_nb.harness.untrusted import json_of
 
-STOP_S = 0.02
-"""Seconds between two checks for a request to stop."""
+STOP_S = 0.02  # Seconds between two checks for a request to stop
 
+# Files of /proc/PID/net that are about one network alone.
 OWN_NETWORK = frozenset(
     "arp dev if_inet6 igmp ipv6_route netstat raw raw6 route snmp snmp6 tcp tcp6 udp udp6 unix".split()
 )
-"""Files of /proc/PID/net that are about one network alone."""
 
 
 def hide_network_counts(pid: int) -> None:
@@ -36,12 +34,6 @@ def hide_network_counts(pid: int) -> None:
             return  # the machine's own
         for name in set(os.listdir(f"/proc/{pid}/net")) - OWN_NETWORK:
             os.chmod(f"/proc/{pid}/net/{name}", 0)
-
-
-def launch(command: Sequence[str], end: socket.socket, **more: Any) -> subprocess.Popen[bytes]:
-    """Start a program that is spoken to over a socket, in a session of its own: Ctrl-C is for this process."""
-    fd = end.fileno()
-    return subprocess.Popen(command, stdin=fd, stdout=fd, env={}, start_new_session=True, **more)
 
 
 class Channel:

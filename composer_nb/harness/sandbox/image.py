@@ -33,8 +33,7 @@ from composer_nb.harness.sandbox.toolchain import PLACE, Interpreter, host_progr
 HOST_IMAGE = "composer-nb-host"
 BUILT_IMAGE = "composer-nb-built"
 BUILD_S = 1800
-USER = ("box", 47_811)
-"""Name and number of who runs in a container."""
+UID = 47_811  # of who runs in a sandbox, where root makes it: a number that no account uses
 WHERE = "/usr/bin:/bin:/usr/sbin:/sbin"
 NEEDED = ("sh", "bash")
 PROGRAMS = """
@@ -45,19 +44,19 @@ PROGRAMS = """
     sha224sum sha256sum sha384sum sha512sum shred shuf sleep sort split stat stdbuf stty sum sync tac tail tar tee test timeout
     touch tr true truncate tsort tty uname unexpand uniq unlink uptime vdir wc which who whoami xargs yes zcat
 """.split()
+# Libraries beside the C library that it opens itself: for ending threads, for users (before glibc 2.34).
 BY_NAME = ("libgcc_s.so.1", "libnss_files.so.2")
-"""Libraries beside the C library that it opens itself: for ending threads, for users (before glibc 2.34)."""
+# File by which the loader finds libraries that are in no usual place; written anew whenever libraries are installed.
 CACHE = "/etc/ld.so.cache"
-"""File by which the loader finds libraries that are in no usual place; written anew whenever libraries are installed."""
+# Parts of the standard library and of git that nobody installs for a task, or that need a network.
 LEFT_OUT = re.compile(
     r"(^|/)(site-packages|dist-packages|_vendor|_bundled|idlelib|turtledemo|test|tests|config-[^/]*|(site|user)customize\.[^/]*)(/|$)"
     r"|\.opt-\d\.pyc$"
     r"|/git-core/(git-)?(daemon|http-|imap-send|instaweb|remote-|scalar|shell|web--browse)[^/]*$"
 )
-"""Parts of the standard library and of git that nobody installs for a task, or that need a network."""
 WRITTEN = {
-    "/etc/passwd": f"root:x:0:0:root:/:/bin/sh\n{USER[0]}:x:{USER[1]}:{USER[1]}:{USER[0]}:/workspace:/bin/sh\n",
-    "/etc/group": f"root:x:0:\n{USER[0]}:x:{USER[1]}:\n",
+    "/etc/passwd": f"root:x:0:0:root:/:/bin/sh\nbox:x:{UID}:{UID}:box:/workspace:/bin/sh\n",
+    "/etc/group": f"root:x:0:\nbox:x:{UID}:\n",
     "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
 FOLDERS = {"/tmp": 0o1777, "/var/tmp": 0o1777, "/workspace": 0o755, "/proc": 0o755, "/sys": 0o755, "/dev": 0o755}
@@ -107,13 +106,13 @@ class ImageFiles:
 
     def digest(self) -> str:
         """Return a digest of names, lengths and times, of what the loader knows, and of this file."""
-        known = hashlib.sha256(Path(__file__).read_bytes())
-        known.update(repr([sorted(self.regular.items()), sorted(made_programs().items())]).encode())
+        digest = hashlib.sha256(Path(__file__).read_bytes())
+        digest.update(repr([sorted(self.regular.items()), sorted(made_programs().items())]).encode())
         for path in sorted({*self.links, *self.regular.values(), CACHE}):
             status = os.lstat(path) if os.path.lexists(path) else None
             facts = (path, self.links.get(path), status and (status.st_mode, status.st_size, status.st_mtime_ns))
-            known.update(repr(facts).encode())
-        return known.hexdigest()[:32]
+            digest.update(repr(facts).encode())
+        return digest.hexdigest()[:32]
 
     def add_libraries(self) -> None:
         """Add the shared libraries of the programs and libraries so far. Raises SandboxUnavailable."""
@@ -229,7 +228,7 @@ def write_archive(files: ImageFiles, target: IO[bytes]) -> None:
                 info.type, info.linkname, info.mode = tarfile.SYMTYPE, files.links[path], 0o777
             elif path in folders:
                 info.type, info.mode = tarfile.DIRTYPE, FOLDERS.get(path, 0o755)
-                info.uid = info.gid = USER[1] if path == "/workspace" else 0
+                info.uid = info.gid = UID if path == "/workspace" else 0
             else:
                 source = files.regular[path]
                 info = archive.gettarinfo(source, info.name)  # also knows files with several names

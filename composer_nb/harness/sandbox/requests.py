@@ -1,6 +1,7 @@
-"""Requests for function calls in sandboxes, and their outcomes, apart from what carries them out (`calls.py`).
+"""Function calls in sandboxes: requests, outcomes, and the protocol of what carries them out (`calls.py` does).
 
-Values come back as texts (`value_text`); expected values never enter a sandbox, because code in it can claim any result it likes.
+A request names code, a function and arguments. Values come back as texts (`value_text`); expected values never enter a sandbox,
+because code in it can claim any result it likes.
 """
 
 from __future__ import annotations
@@ -10,12 +11,43 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from composer_nb.harness.sandbox.contract import CallLimits
-from composer_nb.harness.sandbox.guest import calls as guest
+from composer_nb.harness.plain import Positive, Some, require_ranges
+from composer_nb.harness.sandbox.guest import values
 from composer_nb.harness.syntax import literal_eval
 from composer_nb.harness.untrusted import checked
 
-Status = Literal["returned", "raised", "timeout", "died", "unreadable", "not_run"]
+CallStatus = Literal["returned", "raised", "timeout", "died", "unreadable", "not_run"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallLimits:
+    """Limits of one request of function calls. All of its arguments share them, except `output_bytes`.
+
+    Raises ValueError for a limit that is not positive.
+
+    Attributes:
+        cpu_s: CPU seconds, from the import of the module on.
+        wall_s: Maximum seconds of sleep; waiting for the machine does not count.
+        memory_bytes: Address space.
+        disk_bytes: Size of the workspace, which is in memory.
+        files: Maximum number of open files.
+        threads: Maximum number of threads; new processes are never allowed.
+        output_bytes: Maximum characters of one value's text.
+        answer_bytes: Maximum bytes of a request's whole report.
+    """
+
+    cpu_s: Positive = 0.1
+    wall_s: Positive = 2.0
+    memory_bytes: Some = 256 << 20
+    disk_bytes: Some = 4 << 20
+    inodes: Some = 256
+    files: Some = 32
+    threads: Some = 16
+    output_bytes: Some = 16 << 10
+    answer_bytes: Some = 1 << 20
+
+    def __post_init__(self) -> None:
+        require_ranges(self, "CallLimits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,17 +55,19 @@ class CallRequest:
     """Call `function` of `module` once for each text of an argument tuple, in one process.
 
     Raises ValueError for paths that leave the workspace, for bad names and for texts that are no tuple.
+
+    Attributes:
+        files: Workspace path -> text.
+        module: Dotted name.
+        arguments: Literals such as "([3, 1], 4)".
+        limits: Limits of each call; None takes the executor's.
     """
 
     files: Mapping[str, str]
-    """Workspace path -> text."""
     module: str
-    """Dotted name."""
     function: str
     arguments: tuple[str, ...]
-    """Literals such as "([3, 1], 4)"."""
     limits: CallLimits | None = None
-    """Limits of each call; None takes the executor's."""
 
     def __post_init__(self) -> None:
         for name in self.files:
@@ -48,14 +82,17 @@ class CallRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOutcome:
-    """The result of one argument."""
+    """The result of one argument.
 
-    status: Status
-    """returned: a readable value. raised: the call or the import raised. timeout: it used up its CPU time or slept too long.
-    died: its process ended otherwise. unreadable: a value, or a report, that is not plain data of a fair size. not_run: an
-    earlier argument ended the process."""
+    Attributes:
+        status: returned: a readable value. raised: the call or the import raised. timeout: it used up its CPU time or slept
+            too long. died: its process ended otherwise. unreadable: a value, or a report, that is not plain data of a fair
+            size. not_run: an earlier argument ended the process.
+        text: The value's text (`value_text`), or the name of the exception's type.
+    """
+
+    status: CallStatus
     text: str = ""
-    """The value's text (`value_text`), or the name of the exception's type."""
 
 
 @functools.lru_cache(maxsize=8192)
@@ -74,8 +111,8 @@ def value_text(value: object, limit: int = CallLimits().output_bytes) -> str:
     Raises ValueError for values that a sandbox calls unreadable.
     """
     try:
-        return guest.value_text(value, limit)
-    except guest.Unreadable:
+        return values.value_text(value, limit)
+    except values.NotPlain:
         raise ValueError(f"a {type(value).__name__} that is not plain data of at most {limit} characters") from None
 
 

@@ -29,17 +29,15 @@ from composer_nb.harness.sandbox.errors import SandboxUnavailable
 
 MIN_PYTHON = (3, 9)
 MANAGERS = {"apt-get": "install -y", "dnf": "install -y", "pacman": "-S", "apk": "add", "zypper": "install"}
-PACKAGES = {"rg": "ripgrep", "ruff": "ruff"}
-"""Program -> its name in package managers."""
+PACKAGES = {"rg": "ripgrep", "ruff": "ruff"}  # Program -> its name in package managers
 TESTING = "pytest.zip"
-PLACE = "/usr/local/bin"
-"""Folder of these programs in a sandbox."""
+PLACE = "/usr/local/bin"  # Folder of these programs in a sandbox
 MODULES = ("pytest", "pluggy", "iniconfig", "packaging")
+# Packages that pytest needs on Python 3.10 and older: taken along if they are installed here.
 OLD_MODULES = ("exceptiongroup", "tomli")
-"""Packages that pytest needs on Python 3.10 and older: taken along if they are installed here."""
-WITH_VERSION = ("pytest", "pluggy")
-"""Packages whose versions pytest looks up to print its own."""
+WITH_VERSION = ("pytest", "pluggy")  # Packages whose versions pytest looks up to print its own
 LONG_AGO = (1980, 1, 1, 0, 0, 0)
+# Stand-ins for the modules of pygments, which pytest imports to colour what it prints.
 STAND_INS = {
     "pygments": "from pygments import util\ndef highlight(code, lexer, formatter):\n    return code\n",
     "pygments.util": "class ClassNotFound(ValueError):\n    pass\nclass OptionError(Exception):\n    pass\n",
@@ -50,47 +48,36 @@ STAND_INS = {
     "pygments.lexers.diff": "class DiffLexer:\n    pass\n",
     "pygments.lexers.python": "class PythonLexer:\n    pass\n",
 }
-"""Stand-ins for the modules of pygments, which pytest imports to colour what it prints."""
 
 
 def install_hint(program: str = "bubblewrap") -> str:
     """Return the line that installs `program` with the package manager found here."""
-    found = next((name for name in MANAGERS if shutil.which(name)), None)
-    return f"{found} {MANAGERS[found]} {program}" if found else f"install {program} with your package manager"
+    manager = next(filter(shutil.which, MANAGERS), None)
+    return f"{manager} {MANAGERS[manager]} {program}" if manager else f"install {program} with your package manager"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interpreter:
-    """A Python of the host and what it needs to run elsewhere."""
+    """A Python of the host, by its real file, and what it needs to run elsewhere: standard library and shared libraries."""
 
     path: str
-    """The real file."""
     directories: tuple[str, ...]
-    """Standard library and shared libraries."""
 
     @classmethod
     def find(cls) -> Interpreter:
         """Return the system's python3, else the base of the running one. Raises SandboxUnavailable."""
-        own = [f"{sys.base_prefix}/bin/{name}" for name in (f"python3.{sys.version_info.minor}", "python3")]
-        for candidate in filter(os.path.exists, ("/usr/bin/python3", *own)):
-            if found := cls._inspect(os.path.realpath(candidate)):
-                return found
+        base = [f"{sys.base_prefix}/bin/{name}" for name in (f"python3.{sys.version_info.minor}", "python3")]
+        for path in map(os.path.realpath, filter(os.path.exists, ("/usr/bin/python3", *base))):
+            command = [path, "-I", "-S", "-c", _INSPECT]
+            result = subprocess.run(command, capture_output=True, text=True, cwd="/", env={}, check=False)
+            facts = {"version": (0, 0)} if result.returncode else json.loads(result.stdout)
+            if tuple(facts["version"]) >= MIN_PYTHON:
+                directories: list[str] = []
+                for directory in sorted(facts["directories"], key=len):
+                    if not any(f"{directory}/".startswith(f"{above}/") for above in directories):
+                        directories.append(directory)
+                return cls(path=path, directories=tuple(directories))
         raise SandboxUnavailable(f"no Python >= 3.9 for the sandbox: {install_hint('python3')}")
-
-    @classmethod
-    def _inspect(cls, path: str) -> Interpreter | None:
-        command = [path, "-I", "-S", "-c", _INSPECT]
-        done = subprocess.run(command, capture_output=True, text=True, cwd="/", env={}, check=False)
-        if done.returncode:
-            return None
-        facts = json.loads(done.stdout)
-        if tuple(facts["version"]) < MIN_PYTHON:
-            return None
-        kept: list[str] = []
-        for directory in sorted(facts["directories"], key=len):
-            if not any(directory == k or directory.startswith(k + "/") for k in kept):
-                kept.append(directory)
-        return cls(path=path, directories=tuple(kept))
 
 
 _INSPECT = """
@@ -104,44 +91,40 @@ print(json.dumps({"version": sys.version_info[:2], "directories": sorted(directo
 
 def host_programs() -> dict[str, str]:
     """Return name -> real file of the programs in this Python's environment, else on the PATH. Scripts are left out."""
-    found = {name: shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name) for name in PACKAGES}
-    real = {name: os.path.realpath(path) for name, path in found.items() if path}
+    paths = {name: shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name) for name in PACKAGES}
+    real = {name: os.path.realpath(path) for name, path in paths.items() if path}
     return {name: path for name, path in real.items() if is_elf(path)}
 
 
 @functools.cache
 def made_programs() -> dict[str, bytes]:
     """Return name -> content of the programs that are made here. Without pytest where it is not installed."""
-    made = {"python": b'#!/bin/sh\nexec python3 "$@"\n'}
+    programs = {"python": b'#!/bin/sh\nexec python3 "$@"\n'}
     try:
         modules = pytest_modules()
     except SandboxUnavailable:
-        return made
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as held:
+        return programs
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, (_, package, text) in sorted(modules.items()):
             path = name.replace(".", "/") + ("/__init__.py" if package else ".py")
-            held.writestr(zipfile.ZipInfo(path, LONG_AGO), text)
-            held.writestr(zipfile.ZipInfo(f"{path}c", LONG_AGO), _compiled(text, f"{PLACE}/{TESTING}/{path}"))
+            archive.writestr(zipfile.ZipInfo(path, LONG_AGO), text)
+            # Compiled as Python keeps it (PEP 552), not to be compared with its source. 2: the same bytes each time.
+            code = marshal.dumps(compile(text, f"{PLACE}/{TESTING}/{path}", "exec", dont_inherit=True), 2)
+            head = MAGIC_NUMBER + b"\1\0\0\0" + source_hash(text.encode())
+            archive.writestr(zipfile.ZipInfo(f"{path}c", LONG_AGO), head + code)
         for name in WITH_VERSION:
             text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version(name)}\n"
-            held.writestr(zipfile.ZipInfo(f"{name}-{version(name)}.dist-info/METADATA", LONG_AGO), text)
-    return made | {"pytest": b'#!/bin/sh\nexec python3 -m pytest "$@"\n', TESTING: archive.getvalue()}
-
-
-def _compiled(text: str, path: str) -> bytes:
-    """Return a module as Python keeps it compiled (PEP 552): not to be compared with its source."""
-    code = compile(text, path, "exec", dont_inherit=True)
-    # 2: the same bytes each time
-    return MAGIC_NUMBER + b"\1\0\0\0" + source_hash(text.encode()) + marshal.dumps(code, 2)
+            archive.writestr(zipfile.ZipInfo(f"{name}-{version(name)}.dist-info/METADATA", LONG_AGO), text)
+    return programs | {"pytest": b'#!/bin/sh\nexec python3 -m pytest "$@"\n', TESTING: packed.getvalue()}
 
 
 def pytest_modules() -> dict[str, tuple[str, bool, str]]:
     """Return module name -> (path to show, whether it is a package, text) of pytest. Raises SandboxUnavailable without pytest."""
-    found: dict[str, tuple[str, bool, str]] = {}
+    modules: dict[str, tuple[str, bool, str]] = {}
     for name, text in STAND_INS.items():
         package = any(other.startswith(name + ".") for other in STAND_INS)
-        found[name] = (f"/kit/{name.replace('.', '/')}{'/__init__' if package else ''}.py", package, text)
+        modules[name] = (f"/kit/{name.replace('.', '/')}{'/__init__' if package else ''}.py", package, text)
     for needed in (*MODULES, *OLD_MODULES):
         try:
             listed = distribution(needed)
@@ -154,8 +137,8 @@ def pytest_modules() -> dict[str, tuple[str, bool, str]]:
                 *above, last = file.with_suffix("").parts
                 name = ".".join(above if last == "__init__" else [*above, last])
                 text = Path(str(listed.locate_file(file))).read_text(encoding="utf-8")
-                found[name] = (f"/kit/{file.as_posix()}", last == "__init__", text)
-    return found
+                modules[name] = (f"/kit/{file.as_posix()}", last == "__init__", text)
+    return modules
 
 
 def is_elf(path: str) -> bool:

@@ -20,12 +20,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePosixPath
 
-from composer_nb.harness.sandbox.contract import CallLimits
-from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest, value_text
+from composer_nb.harness.sandbox.requests import CallLimits, CallOutcome, CallRequest, value_text
 from composer_nb.harness.syntax import literal_eval, parse
 
-LONGEST_ARGUMENTS = 1 << 20
-"""Maximum characters of one call's arguments."""
+LONGEST_ARGUMENTS = 1 << 20  # Maximum characters of one call's arguments.
 CALLER = "composer_nb_caller"
 _CALLER = """from importlib import import_module
 
@@ -37,17 +35,20 @@ def call(module, function, arguments):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionTest:
-    """One call and the value it must return."""
+    """One call and the value it must return.
+
+    Attributes:
+        id: Path and name, `test_f.py::test_0`.
+        module: Module that the file imports the function from.
+        arguments: Text of the tuple of arguments, `([3, 1], 4)`.
+        expected: Text of the expected value, in the form of a sandbox's report (`value_text`).
+    """
 
     id: str
-    """Path and name, `test_f.py::test_0`."""
     module: str
-    """Module that the file imports the function from."""
     function: str
     arguments: str
-    """Text of the tuple of arguments, `([3, 1], 4)`."""
     expected: str
-    """Text of the expected value, in the form of a sandbox's report (`value_text`)."""
 
 
 def is_test(path: str) -> bool:
@@ -72,9 +73,9 @@ def render_tests(module: str, function: str, cases: list[tuple[tuple[object, ...
     Raises ValueError for a value that has no literal.
     """
     lines = [f"from {module} import {function}"]
-    for number, (arguments, wanted) in enumerate(cases):
+    for number, (arguments, expected) in enumerate(cases):
         call = ", ".join(literal(argument) for argument in arguments)
-        lines += ["", "", f"def test_{number}():", f"    assert {function}({call}) == {literal(wanted)}"]
+        lines += ["", "", f"def test_{number}():", f"    assert {function}({call}) == {literal(expected)}"]
     return "\n".join(lines) + "\n"
 
 
@@ -191,8 +192,7 @@ def _undone(tests: Sequence[FunctionTest]) -> bool:
     return 2 * repeated >= len(tests)
 
 
-FEW = {"", "None", "True", "False", "0", "1", "-1"}
-"""Answers that are guessed as easily as looked up."""
+FEW = {"", "None", "True", "False", "0", "1", "-1"}  # Answers that are guessed as easily as looked up.
 
 
 def reveals(call: tuple[str, str], others: Iterable[tuple[str, str]], small: bool = False) -> bool:
@@ -215,8 +215,7 @@ def _held(call: tuple[str, str], arguments: str, small: bool) -> bool:
     )
 
 
-LONG = 4
-"""Characters of a text that does not stand in another by chance."""
+LONG = 4  # Characters of a text that does not stand in another by chance.
 _WORDS = re.compile(rf"[^\s,:]{{{LONG},}}")
 
 

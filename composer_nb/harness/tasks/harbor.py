@@ -13,30 +13,40 @@ installed), and its `Verifier`, for the locations of files when a script runs.
 from __future__ import annotations
 
 import base64
-import json
-import re
 import shlex
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, Protocol
 
+import tomlkit
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.untrusted import beneath, checked, toml_of, visible
 
 WORKSPACE = "environment/workspace"
-PRISTINE = "/composer_nb/workspace"
-"""Folder of a derived image with the files of its working directory."""
+PRISTINE = "/composer_nb/workspace"  # Folder of a derived image with the files of its working directory.
 RUNTIME = "host-python"
-WRITTEN_S = 60.0
-"""`verifier.timeout_sec` of the directories that this package writes."""
+WRITTEN_S = 60.0  # `verifier.timeout_sec` of the directories that this package writes.
+NEW_TOML = """\
+schema_version = "1.4"
+artifacts = ["/workspace"]
+
+[agent]
+timeout_sec = 120.0
+
+[verifier]
+timeout_sec = 60.0
+environment_mode = "separate"
+
+[environment]
+network_mode = "no-network"
+
+"""
 IMAGE_FILES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
-FIELDS = {"files": WORKSPACE, "tests": "tests", "solution": "solution"}
-"""Folder of each field of a Task."""
+FIELDS = {"files": WORKSPACE, "tests": "tests", "solution": "solution"}  # Folder of each field of a Task.
 
 
 def _stays(path: str) -> str:
@@ -231,20 +241,20 @@ def settings(toml: str, where: str = "task.toml") -> TaskFile:
 def first_problem(error: ValidationError) -> str:
     """Return the first problem of a validation and its place."""
     first = error.errors()[0]
-    place = visible(".".join(str(part) for part in first["loc"]))
-    told = "must have named fields" if first["type"] == "model_type" else first["msg"].removeprefix("Value error, ")
-    return f"{place + ': ' if place else ''}{told}"
+    where = visible(".".join(str(part) for part in first["loc"]))
+    message = "must have named fields" if first["type"] == "model_type" else first["msg"].removeprefix("Value error, ")
+    return f"{where + ': ' if where else ''}{message}"
 
 
 def values(directory: Directory, path: Path) -> dict[str, Any]:
     """Return the fields of the Task in `directory`, read from `path`. Raises ValueError, which names the file or key."""
     toml = _text(directory, "task.toml", path)
     table = settings(toml, str(path / "task.toml"))
-    own = table.metadata.composer_nb or HarborExtras()
-    grader, scope = _graded(own)
+    extras = table.metadata.composer_nb or HarborExtras()
+    grader, scope = _graded(extras)
     if table.steps:
         raise ValueError(f"{path / 'task.toml'}: steps: tasks of several steps are not supported")
-    if grader != "script" and not own.source_scope:
+    if grader != "script" and not extras.source_scope:
         raise ValueError(f"{path / 'task.toml'}: [metadata.composer_nb] must name source_scope")
     instruction = _text(directory, "instruction.md", path).removesuffix("\n")
     fields: dict[str, dict[str, str]] = {name: {} for name in FIELDS}
@@ -259,31 +269,36 @@ def values(directory: Directory, path: Path) -> dict[str, Any]:
             rest[name] = data
     if grader != "script":
         _drop_doors(grader, fields, rest)
-    kept = {"name": path.resolve().name, "toml": toml, "rest": rest, "executable": sorted(directory.executable)}
+    foreign = {"name": path.resolve().name, "toml": toml, "rest": rest, "executable": sorted(directory.executable)}
     return fields | {
         "id": _id(table, path.resolve().name),
         "instruction": instruction,
         "source_scope": scope,
         "grader": grader,
-        "tools": tuple(own.tools),
-        "strictness": own.strictness,
-        "metadata": dict(own.facts),
-        "kept": kept,
+        "tools": tuple(extras.tools),
+        "strictness": extras.strictness,
+        "metadata": dict(extras.facts),
+        "kept": foreign,
     }
 
 
 def layout(task: Fields) -> Directory:
     """Return the directory of a task: the one that was read, with later changes, or a new one."""
-    held: list[tuple[str, dict[str, str]]] = [(folder, getattr(task, field)) for field, folder in FIELDS.items()]
-    files = {f"{folder}/{name}": text.encode() for folder, texts in held for name, text in texts.items()}
+    fields: list[tuple[str, dict[str, str]]] = [(folder, getattr(task, field)) for field, folder in FIELDS.items()]
+    files = {f"{folder}/{name}": text.encode() for folder, texts in fields for name, text in texts.items()}
     files["instruction.md"] = f"{task.instruction}\n".encode()
     if task.kept is not None:
         rest = dict(task.kept.rest)
         if rest.get("instruction.md", b"").decode().removesuffix("\n") != task.instruction:
             rest.pop("instruction.md", None)
-        files |= rest | {"task.toml": _kept_toml(task, task.kept).encode()}
+        table, toml = settings(task.kept.toml), task.kept.toml
+        extras = table.metadata.composer_nb or HarborExtras()
+        facts = (_id(table, task.kept.name), *_graded(extras), tuple(extras.tools), extras.strictness, extras.facts)
+        if (task.id, task.grader, task.source_scope, task.tools, task.strictness, task.metadata) != facts:
+            toml = _with_own(toml, task, extras.runtime)
+        files |= rest | {"task.toml": toml.encode()}
         return Directory(files=files, executable=frozenset(task.kept.executable) & set(files))
-    files["task.toml"] = _toml(task).encode()
+    files["task.toml"] = _with_own(NEW_TOML, task, RUNTIME).encode()
     executable: set[str] = {"tests/test.sh", "solution/solve.sh"} & set(files)
     for name, text in _doors(task.grader, task.tests, task.solution).items():
         if name not in files and (task.grader != "script" or name.startswith("environment")):
@@ -321,67 +336,24 @@ def _drop_doors(grader: str, fields: dict[str, dict[str, str]], rest: dict[str, 
 
 
 def _id(table: TaskFile, name: str) -> str:
-    own = table.metadata.composer_nb or HarborExtras()
-    return own.id if own.id is not None else table.task.name if table.task else name
+    extras = table.metadata.composer_nb or HarborExtras()
+    return extras.id if extras.id is not None else table.task.name if table.task else name
 
 
-def _graded(own: HarborExtras) -> tuple[str, tuple[str, ...]]:
+def _graded(extras: HarborExtras) -> tuple[str, tuple[str, ...]]:
     """Return the grader and the source scope."""
-    return own.grader or ("functions" if own.source_scope else "script"), tuple(own.source_scope or ("**",))
+    return extras.grader or ("functions" if extras.source_scope else "script"), tuple(extras.source_scope or ("**",))
 
 
-def _kept_toml(task: Fields, kept: ForeignFiles) -> str:
-    """Return the original task.toml; if the task has changed, with this package's table rewritten at its end."""
-    table = settings(kept.toml)
-    own = table.metadata.composer_nb or HarborExtras()
-    held = (_id(table, kept.name), *_graded(own), tuple(own.tools), own.strictness, own.facts)
-    if (task.id, task.grader, task.source_scope, task.tools, task.strictness, task.metadata) == held:
-        return kept.toml
-    lines, ours = [], False
-    for line in kept.toml.split("\n"):
-        if line.lstrip().startswith("["):
-            ours = re.match(r"\[\s*metadata\s*\.\s*composer_nb\s*[].]", line.strip()) is not None
-        lines += [] if ours else [line]
-    runtime = f"runtime = {_quote(own.runtime)}\n" if own.runtime else ""
-    text = "\n".join(lines).rstrip("\n") + "\n\n" + _own_table(task, runtime)
-    try:
-        same = _without_own(tomllib.loads(text)) == _without_own(tomllib.loads(kept.toml))
-    except tomllib.TOMLDecodeError:
-        same = False
-    if not same:
-        raise ValueError(
-            f"task {task.id}: its task.toml cannot take [metadata.composer_nb]: write metadata as tables of their own"
-        )
-    return text
-
-
-def _without_own(table: dict[str, Any]) -> dict[str, Any]:
-    metadata = {key: value for key, value in table.get("metadata", {}).items() if key != "composer_nb"}
-    return {key: value for key, value in table.items() if key != "metadata"} | {"metadata": metadata}
-
-
-def _toml(task: Fields) -> str:
-    return (
-        'schema_version = "1.4"\nartifacts = ["/workspace"]\n\n[agent]\ntimeout_sec = 120.0\n\n[verifier]\ntimeout_sec = 60.0\n'
-        'environment_mode = "separate"\n\n[environment]\nnetwork_mode = "no-network"\n\n'
-        + _own_table(task, f'runtime = "{RUNTIME}"\n')
-    )
-
-
-def _own_table(task: Fields, runtime: str) -> str:
-    facts = "".join(f"{_quote(key)} = {_quote(value)}\n" for key, value in sorted(task.metadata.items()))
-    tools = f"tools = [{', '.join(map(_quote, task.tools))}]\n" if task.tools else ""
-    strictness = f"strictness = {_quote(task.strictness)}\n" if task.strictness != "twins" else ""
-    return (
-        f"[metadata.composer_nb]\nid = {_quote(task.id)}\ngrader = {_quote(task.grader)}\n"
-        f"{runtime}source_scope = [{', '.join(map(_quote, task.source_scope))}]\n{tools}{strictness}"
-        f"\n[metadata.composer_nb.facts]\n{facts}"
-    )
-
-
-def _quote(text: str) -> str:
-    """Return a TOML basic string: a JSON string, except for surrogate pairs and DEL."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+def _with_own(toml: str, task: Fields, runtime: str | None) -> str:
+    """Return a task.toml with this package's table, the rest as it is."""
+    extras = {"id": task.id, "grader": task.grader, "runtime": runtime, "source_scope": [*task.source_scope]}
+    extras |= {"tools": [*task.tools] or None, "strictness": task.strictness if task.strictness != "twins" else None}
+    document = tomlkit.parse(toml)
+    metadata = document.setdefault("metadata", tomlkit.table(is_super_table=True))
+    metadata["composer_nb"] = {key: value for key, value in extras.items() if value is not None}
+    metadata["composer_nb"]["facts"] = dict(sorted(task.metadata.items()))
+    return tomlkit.dumps(document)
 
 
 def decoded(data: bytes) -> str | None:

@@ -34,15 +34,17 @@ def apply_patch(files: Mapping[str, str], patch: str) -> dict[str, str | None]:
         root.mkdir()
         before = {path: text for path, text in files.items() if path in patch}
         for path, text in before.items():
-            place = beneath(root, path)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(text.encode())
+            target = beneath(root, path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(text.encode())
         words = ["git", "-c", "core.quotePath=off", "apply", "--whitespace=nowarn", "-"]
-        known = {"PATH": os.environ.get("PATH", os.defpath), "HOME": folder, "GIT_CEILING_DIRECTORIES": folder}
-        known |= {"GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
-        done = subprocess.run(words, cwd=root, env=known, input=patch.encode(), capture_output=True, timeout=TIMEOUT_S)
-        if done.returncode:
-            why = done.stderr.decode("utf-8", "replace").strip().splitlines()[0][:200]
+        environment = {"PATH": os.environ.get("PATH", os.defpath), "HOME": folder, "GIT_CEILING_DIRECTORIES": folder}
+        environment |= {"GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
+        result = subprocess.run(
+            words, cwd=root, env=environment, input=patch.encode(), capture_output=True, timeout=TIMEOUT_S
+        )
+        if result.returncode:
+            why = result.stderr.decode("utf-8", "replace").strip().splitlines()[0][:200]
             raise ValueError(f"the patch cannot be applied: {visible(why)}")
         entries = [path for path in root.rglob("*") if not path.is_dir() or path.is_symlink()]
         after = {path.relative_to(root).as_posix(): _read(path) for path in entries}

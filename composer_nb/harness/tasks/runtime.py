@@ -25,26 +25,18 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from composer_nb.harness.sandbox.contract import (
-    PLACES,
-    WORKSPACE,
-    Backend,
-    Sandbox,
-    SandboxSpec,
-    archive_of,
-    members,
-)
+from composer_nb.harness.sandbox.contract import PLACES, WORKSPACE, Backend, Sandbox, SandboxSpec, archive_of, members
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.tasks import harbor
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.untrusted import is_plain, visible
 
 MIB = 1 << 20
+# Metadata keys of the folder of installed packages for a task's tests, and of its digest.
 PACKAGES, PACKAGES_DIGEST = "packages", "packages.sha256"
-"""Metadata keys of the folder of installed packages for a task's tests, and of its digest."""
 PACKAGES_AT = "/tmp/packages"
+# Empty file in a folder of packages, with which its owner lets tasks bring the folder into sandboxes.
 ALLOWED = "composer_nb.packages"
-"""Empty file in a folder of packages, with which its owner lets tasks bring the folder into sandboxes."""
 MAX_PACKAGES_BYTES = 32 << 20
 MAX_PACKAGES_FILES = 20_000
 _UNPACK = """\
@@ -54,8 +46,7 @@ for member in (archive := tarfile.open(fileobj=sys.stdin.buffer, mode="r|")):
     member.mode = int(sys.argv[2])
     archive.extract(member, sys.argv[1])
 """
-PACK_BYTES = 16 << 20
-"""Maximum size of an archive of artifacts."""
+PACK_BYTES = 16 << 20  # Maximum size of an archive of artifacts.
 _PACK = """\
 import fnmatch, json, os, sys, tarfile
 asked, writable, reserved = json.loads(sys.argv[1])
@@ -85,14 +76,14 @@ with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as archive:
 """
 _REAL = "import os, sys; print(*map(os.path.realpath, sys.argv[1:]), sep='\\0', end='\\0')"
 _WRITABLE = ("/tmp", "/dev/shm")
+# Places of the verifier's own files. Nothing that an agent left there reaches its grade.
 _RESERVED = ("/tmp/tests", "/tmp/solution", "/tmp/logs/verifier")
-"""Places of the verifier's own files. Nothing that an agent left there reaches its grade."""
+# Lines of a Dockerfile without effect in a sandbox with this machine's Python and pytest.
 _NO_EFFECT = re.compile(
     r"((FROM|CMD|ENTRYPOINT|LABEL|EXPOSE|MAINTAINER|STOPSIGNAL|HEALTHCHECK)( .*)?"
     r"|WORKDIR (/|/workspace/?)|COPY workspace/? (\.|/workspace)/?"
     r"|RUN (python3? -m )?pip3? install( -[\w-]+)* pytest([=<>~!]=?[\w.]+)?)"
 )
-"""Lines of a Dockerfile without effect in a sandbox with this machine's Python and pytest."""
 _TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.S)
 
 
@@ -134,23 +125,27 @@ def _image_lines(task: Task) -> Iterator[str]:
     plain = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     for line in re.sub(r"\\[ \t]*\n", " ", plain).split("\n"):
         word, *rest = line.split() or [""]
-        if word and not _NO_EFFECT.fullmatch(shown := " ".join([word.upper(), *rest])):
-            yield f"environment/Dockerfile: {visible(shown[:80])}: needs an image, so remove runtime = {harbor.RUNTIME!r}"
+        if word and not _NO_EFFECT.fullmatch(line_text := " ".join([word.upper(), *rest])):
+            yield f"environment/Dockerfile: {visible(line_text[:80])}: needs an image, so remove runtime = {harbor.RUNTIME!r}"
 
 
 def _unknown_variables(task: Task) -> Iterator[str]:
-    asked = task.settings
-    for name, table in (("environment", asked.environment), ("verifier", asked.verifier), ("solution", asked.solution)):
+    settings = task.settings
+    for name, table in (
+        ("environment", settings.environment),
+        ("verifier", settings.verifier),
+        ("solution", settings.solution),
+    ):
         for key, value in table.env.items():
-            found = _TEMPLATE.fullmatch(value)
-            if found and found[2] is None:
+            template = _TEMPLATE.fullmatch(value)
+            if template and template[2] is None:
                 yield f"{name}.env.{key} = {value!r}: this machine's variables are not for sandboxes; give it a default"
 
 
 def variables(table: Mapping[str, str]) -> dict[str, str]:
     """Return an `env` of task.toml for a command. Templates become their defaults, never this machine's variables."""
-    found = {name: _TEMPLATE.fullmatch(value) for name, value in table.items()}
-    return {name: match[2] or "" if (match := found[name]) else value for name, value in table.items()}
+    templates = {name: _TEMPLATE.fullmatch(value) for name, value in table.items()}
+    return {name: match[2] or "" if (match := templates[name]) else value for name, value in table.items()}
 
 
 def limits_spec(task: Task) -> SandboxSpec:
@@ -230,10 +225,10 @@ def packages_of(task: Task) -> Mapping[str, bytes]:
         raise ValueError(
             f"task {task.id}: {visible(folder)} was never given to tasks make --packages; the file {ALLOWED} there allows it"
         )
-    held = read_packages(Path(folder))
-    if packages_digest(held) != task.metadata.get(PACKAGES_DIGEST):
+    packages = read_packages(Path(folder))
+    if packages_digest(packages) != task.metadata.get(PACKAGES_DIGEST):
         raise ValueError(f"task {task.id}: the packages in {folder} are missing or not those that it was made with")
-    return held
+    return packages
 
 
 def allow_packages(folder: Path) -> None:
@@ -250,7 +245,7 @@ def allow_packages(folder: Path) -> None:
 def read_packages(folder: Path) -> Mapping[str, bytes]:
     """Return the files below a folder of packages, cached. Raises ValueError above the limits, because a foreign task may name
     any folder."""
-    found: dict[str, bytes] = {}
+    packages: dict[str, bytes] = {}
     left = 2 * MAX_PACKAGES_BYTES  # with bytecode
     for at, _, names in os.walk(folder):
         for path in (Path(at) / name for name in names):
@@ -258,19 +253,19 @@ def read_packages(folder: Path) -> Mapping[str, bytes]:
             if not stat.S_ISREG(status.st_mode) or path == folder / ALLOWED:
                 continue
             left -= status.st_size
-            if left < 0 or len(found) >= MAX_PACKAGES_FILES:
+            if left < 0 or len(packages) >= MAX_PACKAGES_FILES:
                 raise ValueError(f"{visible(str(folder))}: holds more than packages that a task's tests need")
             with path.open("rb") as file:  # no more than its stated size: some files are endless
-                found[path.relative_to(folder).as_posix()] = file.read(status.st_size)
-    return dict(sorted(found.items()))
+                packages[path.relative_to(folder).as_posix()] = file.read(status.st_size)
+    return dict(sorted(packages.items()))
 
 
 def packages_digest(packages: Mapping[str, bytes]) -> str:
     """Return the SHA-256 of paths and contents."""
-    known = hashlib.sha256()
+    digest = hashlib.sha256()
     for path, data in sorted(packages.items()):
-        known.update(f"{path}\0{len(data)}\0".encode() + data)
-    return known.hexdigest()
+        digest.update(f"{path}\0{len(data)}\0".encode() + data)
+    return digest.hexdigest()
 
 
 def bring(box: Sandbox, files: Mapping[str, bytes], at: str, mode: int = 0o644) -> None:
@@ -339,17 +334,17 @@ def _image(task: Task) -> str:
     from composer_nb.harness.sandbox.image import build_image
 
     assert task.kept is not None
-    asked = task.settings.environment
+    environment = task.settings.environment
     with contextlib.closing(connect()) as client, tempfile.TemporaryDirectory() as folder:
-        base = asked.docker_image
+        base = environment.docker_image
         if base is None or "environment/Dockerfile" in task.kept.rest:
-            held = harbor.layout(task)
-            inside = {n: data for n, data in held.files.items() if n.startswith("environment/")}
-            context = harbor.Directory(files=inside, executable=held.executable)
+            layout = harbor.layout(task)
+            inside = {n: data for n, data in layout.files.items() if n.startswith("environment/")}
+            context = harbor.Directory(files=inside, executable=layout.executable)
             base = build_image(client, harbor.write(context, Path(folder) / "task") / "environment")
         derived = Path(folder) / "derived"
         derived.mkdir()
-        where = asked.workdir or client.api.inspect_image(base)["Config"].get("WorkingDir") or "/"
+        where = environment.workdir or client.api.inspect_image(base)["Config"].get("WorkingDir") or "/"
         if where == "/":
             raise SandboxUnavailable(
                 f"task {task.id}: its image has no WORKDIR, and environment.workdir names none: name one"
@@ -360,7 +355,7 @@ def _image(task: Task) -> str:
 
 def _derived(base: str, where: str) -> str:
     where, pristine = shlex.quote(where), harbor.PRISTINE
-    links = " && ".join(f"rm -rf {place} && ln -s {target} {place}" for place, target in PLACES.items())
+    links = " && ".join(f"rm -rf {link} && ln -s {target} {link}" for link, target in PLACES.items())
     workspace = f"rm -rf {where} && ln -s {WORKSPACE} {where}" if where != WORKSPACE else f"mkdir -p {WORKSPACE}"
     return (
         f"FROM {base}\nUSER root\nWORKDIR /\n"

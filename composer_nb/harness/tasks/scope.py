@@ -18,14 +18,14 @@ def in_scope(path: str, scope: Iterable[str]) -> bool:
 
 def _fits(names: Sequence[str], pattern: Sequence[str]) -> bool:
     """Return whether a pattern matches all names. The work is bounded by the product of both lengths."""
-    taken = {0}  # numbers of names that the pattern may have matched so far
-    for place, part in enumerate(pattern, 1):
+    positions = {0}  # numbers of names that the pattern may have matched so far
+    for number, part in enumerate(pattern, 1):
         if part == "**":
-            first = min(taken, default=len(names) + 1) + (place == len(pattern))
-            taken = set(range(first, len(names) + 1))
+            first = min(positions, default=len(names) + 1) + (number == len(pattern))
+            positions = set(range(first, len(names) + 1))
         else:
-            taken = {n + 1 for n in taken if n < len(names) and fnmatchcase(names[n], part)}
-    return len(names) in taken
+            positions = {n + 1 for n in positions if n < len(names) and fnmatchcase(names[n], part)}
+    return len(names) in positions
 
 
 def is_test_module(path: str) -> bool:

@@ -21,8 +21,7 @@ from composer_nb.harness.tasks.patch import apply_patch
 from composer_nb.harness.tasks.task import Task
 
 Row = Mapping[str, Any]
-IDS = "pytest.ids"
-"""See `grading.validate`."""
+IDS = "pytest.ids"  # See `grading.validate`.
 TOML = (
     'schema_version = "1.4"\n\n[verifier]\ntimeout_sec = 1800.0\n\n[environment]\nmemory_mb = 4096\nstorage_mb = 1024\n'
 )
@@ -52,9 +51,9 @@ def from_swebench(row: Row, files: Mapping[str, str] | None = None) -> Task:
     gold = _fits(row, "patch", lambda: apply_patch(files, patch))
     hidden = _fits(row, "test_patch", lambda: apply_patch(files, tests))
     gone = {path for path, text in hidden.items() if text is None}
-    kept = {path: text for path, text in files.items() if path not in gone}
-    after = kept | {path: text for path, text in hidden.items() if text is not None}
-    return _from_files(row, kept, gold, after, set(hidden) - gone)
+    remaining = {path: text for path, text in files.items() if path not in gone}
+    after = remaining | {path: text for path, text in hidden.items() if text is not None}
+    return _from_files(row, remaining, gold, after, set(hidden) - gone)
 
 
 def from_swesmith(row: Row, files: Mapping[str, str] | None = None) -> Task:

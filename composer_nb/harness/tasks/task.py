@@ -16,18 +16,16 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 
 from composer_nb.harness.files import write_atomic
-from composer_nb.harness.sandbox.contract import CallLimits
+from composer_nb.harness.sandbox.requests import CallLimits
 from composer_nb.harness.tasks import harbor
 from composer_nb.harness.tasks.functions import is_test, parse_module, parse_test_files, parse_tests
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.untrusted import UnsafeName, checked, json_of
 
-ENTRY, SOLVE = "test.sh", "solve.sh"
-"""Files of the grader `script` that run the tests and write a solution."""
+ENTRY, SOLVE = "test.sh", "solve.sh"  # Files of the grader `script` that run the tests and write a solution.
 
 
-LOWERED = {"turns": "max_turns", "tokens": "max_tokens"}
-"""Limits that a task may lower, and their keys in `metadata`."""
+LOWERED = {"turns": "max_turns", "tokens": "max_tokens"}  # Limits that a task may lower, and their keys in `metadata`.
 
 
 class Task(BaseModel):
@@ -128,11 +126,11 @@ class Task(BaseModel):
         """Whether the task needs an image, by name or from its Dockerfile."""
         if self.kept is None or self.grader != "script":
             return False
-        asked = harbor.settings(self.kept.toml)
-        if asked.metadata.composer_nb and asked.metadata.composer_nb.runtime:
+        table = harbor.settings(self.kept.toml)
+        if table.metadata.composer_nb and table.metadata.composer_nb.runtime:
             return False
         files = {f"environment/{name}" for name in harbor.IMAGE_FILES}
-        return asked.environment.docker_image is not None or not files.isdisjoint(self.kept.rest)
+        return table.environment.docker_image is not None or not files.isdisjoint(self.kept.rest)
 
     @property
     def settings(self) -> harbor.TaskFile:
@@ -163,10 +161,10 @@ class Task(BaseModel):
     @classmethod
     def from_harbor(cls, path: Path) -> Task:
         """Read a Harbor directory. Raises ValueError, which names the missing or unfit part."""
-        held = harbor.read(path)
-        task = _validated(str(path), harbor.values(held, path))
+        directory = harbor.read(path)
+        task = _validated(str(path), harbor.values(directory, path))
         plain = task.model_copy(update={"kept": None})
-        return plain if harbor.layout(plain) == held else task
+        return plain if harbor.layout(plain) == directory else task
 
     @classmethod
     def from_swebench(cls, row: Mapping[str, Any], files: Mapping[str, str] | None = None) -> Task:
@@ -214,10 +212,10 @@ def load_tasks(path: Path) -> list[Task]:
     Raises ValueError, which names the place, if there is no task, one is unfit or two share an id, and FileNotFoundError.
     """
     tasks = []
-    for _, found in read_tasks(path):
-        if isinstance(found, ValueError):
-            raise found
-        tasks.append(found)
+    for _, entry in read_tasks(path):
+        if isinstance(entry, ValueError):
+            raise entry
+        tasks.append(entry)
     if not tasks:
         raise ValueError(f"{path}: holds no task")
     ids = Counter(task.id for task in tasks)
@@ -250,18 +248,18 @@ def read_tasks(path: Path) -> Iterator[tuple[str, Task | ValueError]]:
         raise FileNotFoundError(f"{path}: no task file or folder here")
 
 
-def _attempt(read: Callable[..., Task], *place: Any) -> Task | ValueError:
+def _attempt(read: Callable[..., Task], *arguments: Any) -> Task | ValueError:
     try:
-        return read(*place)
+        return read(*arguments)
     except ValueError as error:
         return error
 
 
 def _json_task(where: str, line: str) -> Task:
     try:
-        held = json_of(line)
+        values = json_of(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON: {error.msg}") from None
     except ValueError as error:  # a number of 5,000 digits, a list in a list in a list
         raise ValueError(f"{where}: not JSON that can be read: {error}") from None
-    return _validated(where, held)
+    return _validated(where, values)

@@ -74,67 +74,60 @@ class _Causal(torch.autograd.Function):
         q_GMC, k_GNC, v_GNV = _by_head(q_NQC, heads), _by_head(k_NGC, heads), _by_head(v_NGV, heads)
         out_GMV = q_GMC.new_empty(*q_GMC.shape[:2], v_GNV.shape[2])
         norm_GM2 = q_GMC.new_empty(*q_GMC.shape[:2], 2)
-        blocks = _Blocks(q_GMC.shape[1] // max(k_GNC.shape[1], 1), lengths)
-        (score,) = blocks.room(q_GMC, 1)
-        for queries, keys, before in blocks:
-            s_GMT = blocks.part(score, heads, queries, keys)
+        group_heads = q_GMC.shape[1] // max(k_GNC.shape[1], 1)
+        (score,) = _room(q_GMC, group_heads, lengths, 1)
+        for queries, keys, before in _blocks(group_heads, lengths):
+            s_GMT = _scores(score, heads, queries, keys)
             torch.bmm(q_GMC[:, queries], k_GNC[:, keys].mT, out=s_GMT)
             norm_GB2 = norm_GM2[:, queries]
-            _softmax(s_GMT.numpy(), before, blocks.group_heads, np.float32(scale * LOG2E), norm_GB2.numpy())
+            _softmax(s_GMT.numpy(), before, group_heads, np.float32(scale * LOG2E), norm_GB2.numpy())
             out_GMV[:, queries] = torch.bmm(s_GMT, v_GNV[:, keys]).mul_(norm_GB2[..., 1:])
         ctx.save_for_backward(q_GMC, k_GNC, v_GNV, out_GMV, norm_GM2)
-        ctx.blocks, ctx.scale = blocks, scale
-        return _by_token(out_GMV, blocks.group_heads)
+        ctx.group_heads, ctx.lengths, ctx.scale = group_heads, lengths, scale
+        return _by_token(out_GMV, group_heads)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q_GMC, k_GNC, v_GNV, out_GMV, norm_GM2 = ctx.saved_tensors
-        blocks, scale, heads = ctx.blocks, ctx.scale, len(k_GNC)
+        group_heads, lengths, scale, heads = ctx.group_heads, ctx.lengths, ctx.scale, len(k_GNC)
         do_GMV = _by_head(gradients[0], heads)
         shift_GM = torch.linalg.vecdot(do_GMV, out_GMV)
         dq_GMC, dk_GNC, dv_GNV = torch.empty_like(q_GMC), torch.zeros_like(k_GNC), torch.zeros_like(v_GNV)
-        weight, slope = blocks.room(q_GMC, 2)
-        for queries, keys, before in blocks:
-            w_GMT, s_GMT = (blocks.part(x, heads, queries, keys) for x in (weight, slope))
+        weight, slope = _room(q_GMC, group_heads, lengths, 2)
+        for queries, keys, before in _blocks(group_heads, lengths):
+            w_GMT, s_GMT = (_scores(x, heads, queries, keys) for x in (weight, slope))
             q_GBC, k_GTC, do_GBV = q_GMC[:, queries], k_GNC[:, keys], do_GMV[:, queries]
             torch.bmm(q_GBC, k_GTC.mT, out=w_GMT)
             torch.bmm(do_GBV, v_GNV[:, keys].mT, out=s_GMT)
             arrays = (x.numpy() for x in (w_GMT, s_GMT, norm_GM2[:, queries], shift_GM[:, queries]))
-            _slopes(*arrays, before, blocks.group_heads, np.float32(scale * LOG2E), np.float32(scale))
+            _slopes(*arrays, before, group_heads, np.float32(scale * LOG2E), np.float32(scale))
             dv_GNV[:, keys].baddbmm_(w_GMT.mT, do_GBV)
             dk_GNC[:, keys].baddbmm_(s_GMT.mT, q_GBC)
             dq_GMC[:, queries] = torch.bmm(s_GMT, k_GTC)
-        return _by_token(dq_GMC, blocks.group_heads), _by_token(dk_GNC, 1), _by_token(dv_GNV, 1), None, None
+        return _by_token(dq_GMC, group_heads), _by_token(dk_GNC, 1), _by_token(dv_GNV, 1), None, None
 
 
-class _Blocks:
-    """The blocks: queries (r heads a token), keys, and the number of keys before the first token of each."""
+def _blocks(group_heads: int, lengths: tuple[int, ...]) -> Iterator[tuple[slice, slice, int]]:
+    """Yield the queries of each block (r heads a token), its keys, and the number of keys before the first token."""
+    begin = 0
+    for length in lengths:
+        for first in range(0, length, BLOCK):
+            last = begin + min(first + BLOCK, length)
+            yield slice((begin + first) * group_heads, last * group_heads), slice(begin, last), first
+        begin += length
 
-    def __init__(self, group_heads: int, lengths: tuple[int, ...]) -> None:
-        self.group_heads, self.lengths = group_heads, lengths
 
-    def __iter__(self) -> Iterator[tuple[slice, slice, int]]:
-        begin = 0
-        for length in self.lengths:
-            for first in range(0, length, BLOCK):
-                last = min(first + BLOCK, length)
-                yield (
-                    slice((begin + first) * self.group_heads, (begin + last) * self.group_heads),
-                    slice(begin, begin + last),
-                    first,
-                )
-            begin += length
+def _room(q_GMC: Tensor, group_heads: int, lengths: tuple[int, ...], parts: int) -> Tensor:
+    """Return memory for the scores of any block, `parts` times."""
+    longest = max(lengths, default=0)
+    return q_GMC.new_empty(parts, len(q_GMC) * min(BLOCK, longest) * group_heads * longest)
 
-    def room(self, like: Tensor, parts: int) -> Tensor:
-        longest = max(self.lengths, default=0)
-        return like.new_empty(parts, len(like) * min(BLOCK, longest) * self.group_heads * longest)
 
-    @staticmethod
-    def part(room: Tensor, heads: int, queries: slice, keys: slice) -> Tensor:
-        """The first of it as [heads, queries, keys]."""
-        shape = heads, queries.stop - queries.start, keys.stop - keys.start
-        return room[: math.prod(shape)].view(shape)
+def _scores(room: Tensor, heads: int, queries: slice, keys: slice) -> Tensor:
+    """Return the first of it as [heads, queries, keys]."""
+    shape = heads, queries.stop - queries.start, keys.stop - keys.start
+    return room[: math.prod(shape)].view(shape)
 
 
 def _by_head(x_NQC: Tensor, heads: int) -> Tensor:

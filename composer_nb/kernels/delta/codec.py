@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 from typing import Any, Protocol
 
 import numpy as np
@@ -105,9 +105,10 @@ class Conditioned:
         for number, (begin, end) in enumerate(pairwise([*ends, last, len(payload)])):
             if begin < end:
                 block = target[number * BLOCK : (number + 1) * BLOCK]
-                body = np.frombuffer(payload, np.uint8, end - begin, begin)
-                if fault := coder.decode(block, body, *layout.numbers):
-                    raise ValueError(f"a block {coder.FAULTS[fault]}")
+                try:
+                    _decode_block(block, payload[begin:end], layout)
+                except ValueError as error:
+                    raise ValueError(f"a block {error}") from None
         return target if layout.width >= 8 else (target[0::2] | target[1::2] << 4).view(base.dtype)
 
 
@@ -127,7 +128,115 @@ def _elements(bits: Bits, layout: ElementLayout) -> Bits:
 def _encode_block(base: Bits, target: Bits, layout: ElementLayout) -> bytes:
     """Return the body of a block, empty where nothing changed."""
     elements = np.flatnonzero(base != target).astype(np.uint32)
-    return coder.encode(base, target, elements, *layout.numbers).tobytes() if len(elements) else b""
+    if not len(elements):
+        return b""
+    first, last, codes, *quarters, words = coder.encode(base, target, elements, *layout.numbers)
+    parts = (part.tolist() for part in (codes[int(first) : int(last) + 1], *quarters))
+    return _write_header(int(first), len(elements), *parts) + words.tobytes()
+
+
+def _decode_block(block: Bits, body: bytes, layout: ElementLayout) -> None:
+    """Apply a body to a block of the base, in place. Raises ValueError, after which the block is useless."""
+    first, count, codes, ends, word_ends, states, begin = _read_header(body, len(block), layout.mask)
+    rates = np.zeros(layout.mask + 1, np.uint8)
+    rates[first : first + len(codes)], rates[:first] = codes, codes[0]
+    slow = [int(coder.NORMAL)] * len(states)
+    quarters = np.array([states, [0, *word_ends[:-1]], word_ends, slow, [0, *ends[:-1]], ends], np.uint64).T.copy()
+    words = np.frombuffer(body[begin:] + bytes(4), np.uint32)
+    numbers = (np.uint64(number) for number in (first, len(codes) - 1, count))
+    if fault := coder.decode(block, words, quarters, rates, *numbers, *layout.numbers):
+        raise ValueError(coder.FAULTS[fault])
+
+
+QUARTERS, TOGETHER = int(coder.QUARTERS), int(coder.TOGETHER)
+
+
+def _write_header(
+    first: int, count: int, codes: list[int], ends: list[int], words: list[int], states: list[int]
+) -> bytes:
+    """Return a block's header: the first class with a rate and how many follow; their codes; the number of changes; if they are
+    in quarters, of the first three the elements and the coder's words, as differences from those of the one before (from a
+    quarter of all elements, and none); how many bytes each coder's state has, in half a byte; the states.
+
+    Codes are in digits of 16, the last byte filled up: two for the first; of another how far it is below the one before it, from
+    -2 to 12, and 2 more (it is 8 where a weight twice as large changes half as often), or else 15 and itself, two. Numbers have
+    seven bits a byte from the lowest on, all bytes but the last with the eighth bit set; of differences the sign is the lowest
+    bit."""
+
+    def number(value: int) -> bytes:
+        return bytes([value & 127 | 128]) + number(value >> 7) if value >= 128 else bytes([value])
+
+    digits = list(divmod(codes[0], 16))
+    for before, code in pairwise(codes):
+        step = before + 2 - code
+        digits += [step] if 0 <= step < 15 else [15, *divmod(code, 16)]
+    digits += [0] * (len(digits) % 2)
+    header = bytes([first, len(codes) - 1, *(16 * a + b for a, b in zip(digits[::2], digits[1::2], strict=True))])
+    header += number(count)
+    quarters = QUARTERS if count >= TOGETHER else 1
+    before_elements, before_words = ends[-1] // QUARTERS, 0
+    for begin, end, of_words in zip([0, *ends], ends[: quarters - 1], words, strict=False):
+        for more in (end - begin - before_elements, of_words - before_words):
+            header += number(2 * more if more >= 0 else -2 * more - 1)
+        before_elements, before_words = end - begin, of_words
+    in_bytes = [state.to_bytes((state.bit_length() + 7) // 8, "little") for state in states[:quarters]]
+    sizes = sum(len(state) << 4 * q for q, state in enumerate(in_bytes))
+    return header + sizes.to_bytes((quarters + 1) // 2, "little") + b"".join(in_bytes)
+
+
+def _read_header(
+    body: bytes, elements: int, mask: int
+) -> tuple[int, int, list[int], list[int], list[int], list[int], int]:
+    """Return the first class with a rate, the number of changes, the codes, of each quarter where its elements and its words end
+    and its coder's state, and where the words begin. Raises ValueError, whose text follows "a block"."""
+    at, cut = 0, "ends within its header or a word"
+
+    def take(size: int) -> int:
+        nonlocal at
+        at += size
+        if at > len(body):
+            raise ValueError(cut)
+        return int.from_bytes(body[at - size : at], "little")
+
+    def number() -> int:
+        value, shift, byte = 0, 0, 128
+        while byte >= 128:
+            if shift > 28:
+                raise ValueError(cut)
+            byte = take(1)
+            value, shift = value | (byte & 127) << shift, shift + 7
+        return value
+
+    def difference() -> int:
+        value = number()
+        return (value >> 1) ^ -(value & 1)
+
+    first, more = take(1), take(1)
+    if first + more > mask or more >= coder.CLASSES:
+        raise ValueError("has rates of classes that there are not")
+    digits = (digit for _ in repeat(None) for digit in divmod(take(1), 16))
+    codes = [16 * next(digits) + next(digits)]
+    for _ in range(more):
+        step = next(digits)
+        codes.append(codes[-1] + 2 - step if step < 15 else 16 * next(digits) + next(digits))
+    if not all(0 <= code < len(coder.RATES) for code in codes):
+        raise ValueError("names a rate that there is not")
+    count, of_elements, of_words = number(), elements // QUARTERS, 0
+    quarters, ends, word_ends = QUARTERS if count >= TOGETHER else 1, [0], [0]
+    for _ in range(quarters - 1):
+        of_elements, of_words = of_elements + difference(), of_words + difference()
+        ends.append(ends[-1] + of_elements)
+        word_ends.append(word_ends[-1] + of_words)
+    sizes = take((quarters + 1) // 2)
+    if count > elements or ends != sorted(ends) or ends[-1] > elements:
+        raise ValueError("has more changes than elements, or a quarter beyond its end")
+    widths = [sizes >> 4 * q & 15 for q in range(quarters)]
+    states = [take(min(width, 9)) for width in widths] + [int(coder.NONE)] * (QUARTERS - quarters)
+    words, odd = divmod(len(body) - at, 4)
+    if odd or max(widths) > 8 or word_ends != sorted(word_ends) or word_ends[-1] > words:
+        raise ValueError(cut)
+    empty = QUARTERS - quarters + 1
+    return first, count, codes, ends[1:] + [elements] * empty, word_ends[1:] + [words] * empty, states, at
 
 
 class XorPlanes:

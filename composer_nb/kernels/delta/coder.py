@@ -17,7 +17,6 @@ from composer_nb.kernels.delta.block import (
     GAPS,
     GIVEN_UP,
     KNOTS,
-    LARGEST,
     LONGEST,
     LOWEST,
     MASK,
@@ -44,21 +43,13 @@ from composer_nb.kernels.delta.block import (
     pace,
     patience,
     probability,
-    read_codes,
-    read_states,
     share,
     slower,
-    write_codes,
-    write_states,
 )
 
 FAULTS = {
     1: "has a change beyond its end",
     2: "makes a number that does not exist",
-    3: "ends within its header or a word",
-    4: "has rates of classes that there are not",
-    5: "names a rate that there is not",
-    6: "has more changes than elements, or a quarter beyond its end",
     7: "goes on behind its last change",
 }
 
@@ -77,7 +68,9 @@ SAMPLE, MOST = U(13), U(127)
 
 @coder
 def encode(base, target, elements, shift, mask, width):  # type: ignore[no-untyped-def]
-    """Return the body of a block. `elements` uint32[≥ 1]: those in which base and target differ, ascending."""
+    """Return the first class with a rate of its own, the last one, and all classes' codes; where the elements of each quarter
+    end, how many words it has, and its coder's state; the words. `elements` uint32[≥ 1]: those in which base and target differ,
+    ascending."""
     changed = np.zeros(mask + U(1), np.int64)
     for i in elements:
         changed[(U(base[i]) >> shift) & mask] += 1
@@ -107,11 +100,7 @@ def encode(base, target, elements, shift, mask, width):  # type: ignore[no-untyp
             for _ in range(waits[k - 1]):
                 state, begin = coded(state, words, begin, symbol(GIVEN_UP, WHOLE - GIVEN_UP))
         states[q], word_counts[q] = state, end - begin
-    header = np.empty(LARGEST, np.uint8)
-    header[0], header[1] = first, last - first
-    header_end = write_codes(codes, first, last, header, U(2))
-    header_end = write_states(count, ends, word_counts, states, header, header_end)
-    return np.concatenate((header[: np.int64(header_end)], words[np.int64(begin) :].view(np.uint8)))
+    return first, last, codes, ends, word_counts, states, words[np.int64(begin) :]
 
 
 @coder
@@ -307,26 +296,11 @@ def coded(state, words, begin, packed):  # type: ignore[no-untyped-def]
 
 
 @coder
-def decode(block, body, shift, mask, width):  # type: ignore[no-untyped-def]
-    """Apply a body to a block of the base, in place. Return 0 or a key of FAULTS, after which the block is useless."""
-    codes = np.zeros(mask + U(1), np.uint8)
-    fault, first, more, begin = read_codes(body, codes, mask)
-    if fault:
-        return fault
-    ends, (word_ends, states) = np.full(QUARTERS, U(len(block))), np.zeros((2, 4), np.uint64)
-    fault, count, begin = read_states(body, begin, ends, word_ends, states)
-    if fault:
-        return fault
+def decode(block, words, quarters, codes, first, more, count, shift, mask, width):  # type: ignore[no-untyped-def]
+    """Apply changes to a block of the base, in place. Return 0 or a key of FAULTS, after which the block is useless. `words` has
+    one more than there are: `take` is shown the one behind the last, too."""
     rates = RATES[codes]
     table, models = by_bits(rates, width, shift), new_models(rates, first, more)
-    words = np.zeros((len(body) - np.int64(begin)) // 4 + 1, np.uint32)  # `take` is shown the one behind the last, too
-    words[:-1].view(np.uint8)[:] = body[np.int64(begin) :]
-    quarters = np.zeros((QUARTERS, U(6)), np.uint64)
-    for q in range(QUARTERS):
-        quarters[q, STATE], quarters[q, LAST_WORD], quarters[q, LAST_ELEMENT] = states[q], word_ends[q], ends[q]
-        quarters[q, SLOW] = NORMAL
-        if q:
-            quarters[q, WORD], quarters[q, ELEMENT] = word_ends[q - U(1)], ends[q - U(1)]
     elements, steps = np.empty(count, np.uint32), np.empty(count, np.uint8)
     if not read_changes(block, words, quarters, models, table, shift, mask, first, elements, steps):
         return 1
@@ -345,6 +319,16 @@ def take(state, next_word, word, last_word, start, frequency):  # type: ignore[n
     if state < LOWEST and word < last_word:
         return (state << U(32)) | next_word, word + U(1)
     return state, word
+
+
+@coder
+def take_bit(state, next_word, word, last_word, model):  # type: ignore[no-untyped-def]
+    """Return the same behind a decision, the decision, and its model, which has learnt it."""
+    one_share = probability(model)
+    bit = state & MASK < one_share
+    start, frequency = (U(0), one_share) if bit else (one_share, WHOLE - one_share)
+    state, word = take(state, next_word, word, last_word, start, frequency)
+    return state, word, bit, learn(model, bit)
 
 
 @coder
@@ -402,8 +386,7 @@ def read_changes(block, words, quarters, models, table, shift, mask, first, elem
             quarters[q, SLOW], quarters[q, ELEMENT] = after_change(slow, before, element_hazard), i + U(1)
         for j in range(k, k + turn):
             which = models_of(U(block[elements[j]]), shift, mask, first)
-            models[which] = learn(U(models[which]), steps[j] >> U(1))
-            models[which + U(1)] = learn(U(models[which + U(1)]), steps[j] & U(1))
+            learn_step(models, which, U(steps[j]))
     return True
 
 
@@ -432,22 +415,14 @@ def apply_changes(block, words, quarters, models, shift, mask, width, first, ele
             if steps[k] & 1:
                 which, length, more = models_of(U(block[i]), shift, mask, first), U(1), True
                 while more and length < width:
-                    model = U(models[which + U(1) + length])
-                    one_share = probability(model)
-                    more = state & MASK < one_share
-                    models[which + U(1) + length] = learn(model, more)
-                    start, frequency = (U(0), one_share) if more else (one_share, WHOLE - one_share)
-                    state, word = take(state, U(words[word]), word, last_word, start, frequency)
+                    at = which + U(1) + length
+                    state, word, more, models[at] = take_bit(state, U(words[word]), word, last_word, U(models[at]))
                     length += U(more)
                 rest = U(1)
                 if length > U(1):
                     left = length - U(2)
-                    model = U(models[which + U(1 + LONGEST) + left])
-                    one_share = probability(model)
-                    digit = state & MASK < one_share
-                    models[which + U(1 + LONGEST) + left] = learn(model, digit)
-                    start, frequency = (U(0), one_share) if digit else (one_share, WHOLE - one_share)
-                    state, word = take(state, U(words[word]), word, last_word, start, frequency)
+                    at = which + U(1 + LONGEST) + left
+                    state, word, digit, models[at] = take_bit(state, U(words[word]), word, last_word, U(models[at]))
                     rest = U(2) + U(digit)
                     while left:
                         digits = min(left, U(16))

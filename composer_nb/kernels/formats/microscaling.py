@@ -129,7 +129,9 @@ def mx_quantize_reference(x: Tensor, *, block: int = 32, rows: int = 1, rule: Ru
     check_mx(x, block, rows)
     if rule not in get_args(Rule):
         raise ValueError(f"rule={rule!r} must be rceil or floor")
-    tiles = _tiles(x.detach().float(), rows, block)
+    wide = x.detach().float() if x.dim() > 1 else x.detach().float()[None]
+    wide = F.pad(wide, (0, -wide.shape[-1] % block, 0, -wide.shape[-2] % rows))  # tiles are filled up with zeros
+    tiles = wide.unflatten(-1, (-1, block)).unflatten(-3, (wide.shape[-2] // rows, rows))
     amax = (tiles.view(torch.int32) & 0x7FFFFFFF).amax((-3, -1), keepdim=True)
     # 448 is 1.75 · 2^8, and a mantissa above .75 carries into the exponent.
     byte = (((amax + (0x1FFFFF if rule == "rceil" else 0)) >> 23) - 8).clamp_min(0)
@@ -224,10 +226,3 @@ def check_nvfp4(x: Tensor, share: str) -> None:
 def _check_dtype(x: Tensor) -> None:
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"x is {x.dtype}: float32, bfloat16 and float16 can be quantised")
-
-
-def _tiles(x: Tensor, rows: int, block: int) -> Tensor:
-    """[..., ⌈R / rows⌉, rows, ⌈K / block⌉, block], filled up with zeros."""
-    x = x if x.dim() > 1 else x[None]
-    x = F.pad(x, (0, -x.shape[-1] % block, 0, -x.shape[-2] % rows))
-    return x.unflatten(-1, (x.shape[-1] // block, block)).unflatten(-3, (x.shape[-2] // rows, rows))

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from composer_nb.kernels.compiled import compiled, dot3, exp2
-from composer_nb.kernels.linear import HALF_IS_SLOW, grouped_mm
+from composer_nb.kernels.linear import HALF_IS_SLOW, compiles, grouped_mm
 
 ALIGN = 32
 """For bf16 on a CPU, the rows of an expert are padded to a multiple of this: the GEMM is compiled again, in a millisecond, for
@@ -57,7 +57,7 @@ def grouped_experts(x_ND: Tensor, experts_NK: Tensor, gates_NK: Tensor, w_in_EDF
 
 def _gathered_sum(x_PD: Tensor, place_NK: Tensor) -> Tensor:
     """Return [N, D], the sum of each token's K rows, in order."""
-    if x_PD.dtype == torch.float32 and x_PD.device.type == "cpu":
+    if compiles(x_PD):
         out_ND = x_PD.new_empty(len(place_NK), x_PD.shape[1])
         _add_up(x_PD.detach().contiguous().numpy(), place_NK.numpy(), out_ND.numpy())
         return out_ND
@@ -114,7 +114,7 @@ class _SwiGlu(torch.autograd.Function):
         hidden_MF, gate_M = hidden_MF.contiguous(), gate_M.contiguous()
         ctx.save_for_backward(hidden_MF, gate_M)
         a_MH, b_MH = hidden_MF.chunk(2, dim=-1)
-        if not _plain(hidden_MF):
+        if not compiles(hidden_MF):
             return F.silu(a_MH).mul_(b_MH).mul_(gate_M[:, None])
         y_MH = hidden_MF.new_empty(a_MH.shape)
         _forward(hidden_MF.detach().numpy(), gate_M.detach().numpy(), y_MH.numpy())
@@ -126,7 +126,7 @@ class _SwiGlu(torch.autograd.Function):
         hidden_MF, gate_M = ctx.saved_tensors
         dy_MH = gradients[0].contiguous()
         d_MF, d_M = torch.empty_like(hidden_MF), torch.empty_like(gate_M)
-        if _plain(hidden_MF):
+        if compiles(hidden_MF):
             arrays = (x.detach().numpy() for x in (dy_MH, hidden_MF, gate_M, d_MF, d_M))
             _backward(*arrays)
             return d_MF, d_M
@@ -137,10 +137,6 @@ class _SwiGlu(torch.autograd.Function):
         torch.mul(scaled_MH, act_MH, out=db_MH)
         da_MH.copy_(torch.ops.aten.silu_backward(scaled_MH.mul_(b_MH), a_MH))
         return d_MF, d_M
-
-
-def _plain(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.device.type == "cpu"
 
 
 LOG2E = math.log2(math.e)

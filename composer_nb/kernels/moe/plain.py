@@ -21,16 +21,19 @@ from composer_nb.kernels.moe.routing import choose_experts
 @dataclass(frozen=True, slots=True, eq=False)
 class DispatchPlan:
     """The rows of N tokens' K choices, sorted by expert, then by token. All tensors are int32. The host never needs the number of
-    rows of an expert."""
+    rows of an expert.
+
+    Attributes:
+        ends_E: Expert e has the rows from ends_E[e − 1] to ends_E[e] − 1.
+        token_M: Token of each row.
+        slot_M: Choice of each row: token · K + place.
+        row_NK: The row of each choice.
+    """
 
     ends_E: Tensor
-    """Expert e has the rows from ends_E[e − 1] to ends_E[e] − 1."""
     token_M: Tensor
-    """Token of each row."""
     slot_M: Tensor
-    """Choice of each row: token · K + place."""
     row_NK: Tensor
-    """The row of each choice."""
 
 
 class PlainSteps:

@@ -20,7 +20,7 @@ ahead-of-time gate searches the compiled kernels for the patterns of `INSTRUCTIO
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -65,10 +65,9 @@ def as_recipe(recipe: str | Recipe) -> Recipe:
     """Return a recipe by name. Raises ValueError for a name that is not in `RECIPES`."""
     if isinstance(recipe, Recipe):
         return recipe
-    match = next((candidate for name, candidate in RECIPES.items() if name == recipe), None)
-    if match is None:
-        raise ValueError(f"recipe={recipe!r}: must be one of {', '.join(get_args(RecipeName))}, or a Recipe")
-    return match
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe={recipe!r}: must be one of {', '.join(RECIPES)}, or a Recipe")
+    return RECIPES[recipe]
 
 
 def quantise_rows(x_RK: Tensor, format: Format | None, backend: str | None = None) -> Operand:
@@ -154,13 +153,16 @@ def explain(
 
     Raises ValueError, as `moe` does, for an unknown recipe or a back end that cannot run, and for a missing device."""
     chosen = as_recipe(recipe)
-    where = _here(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        where = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from None
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={str(device)!r}: torch sees {torch.cuda.device_count()} CUDA devices here")
     name, why = choose(where, backend)
     arch = architecture(where)
-    if arch:
-        device_name = f"{torch.cuda.get_device_name(where)} (sm_{arch})"
-    else:
-        device_name = str(where)
+    device_name = f"{torch.cuda.get_device_name(where)} (sm_{arch})" if arch else str(where)
 
     def product(format: Format | None) -> str:
         return f"{format or 'operands in their own dtype'}: {_instruction(name, format, arch)}"
@@ -176,25 +178,11 @@ def explain(
     )
 
 
-def _here(device: torch.device | str) -> torch.device:
-    try:
-        where = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from None
-    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device={str(device)!r}: torch sees {torch.cuda.device_count()} CUDA devices here")
-    return where
-
-
 def _instruction(name: BackendName, format: Format | None, arch: int) -> str:
     if name == "torch":
         return "torch's grouped GEMM" if format is None else "emulated: quantised, widened again, multiplied in float32"
     if interpreting() or not arch:
         return "Triton's interpreter: NumPy in float32"
     family = 100 if 100 <= arch < 110 else 90 if 90 <= arch < 100 else 0
-    key: tuple[Format | None, int] = ("nvfp4" if format == "nvfp4_tensor" else format, family)
-    return (
-        INSTRUCTIONS[key][0]
-        if key in INSTRUCTIONS
-        else f"whatever Triton makes of it for sm_{arch}, which no gate has seen"
-    )
+    unseen = f"whatever Triton makes of it for sm_{arch}, which no gate has seen", ""
+    return INSTRUCTIONS.get(("nvfp4" if format == "nvfp4_tensor" else format, family), unseen)[0]

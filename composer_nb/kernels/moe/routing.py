@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from composer_nb.kernels.compiled import compiled
-from composer_nb.kernels.linear import linear
+from composer_nb.kernels.linear import compiles, linear
 
 Level = Literal["ids", "ids+order", "weights"]
 """The replayed part of recorded routes: the set of experts (in the order of the live scores), also their order, or also their
@@ -23,34 +23,41 @@ gates, through which no gradient reaches the router."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRule:
-    """The rule of a router's choice. `chosen` is K."""
+    """The rule of a router's choice. `chosen` is K.
+
+    Attributes:
+        sigmoid: Whether scores are sigmoids instead of a softmax (DeepSeek-V3, arXiv 2412.19437, eq. 13 to 16).
+        kept_groups: Number of groups from which experts are chosen: those with the largest sums of their two best scores.
+        scale: Factor of all gates.
+        normalised: Whether gates are divided by a token's sum.
+    """
 
     chosen: int
     sigmoid: bool = False
-    """Whether scores are sigmoids instead of a softmax (DeepSeek-V3, arXiv 2412.19437, eq. 13 to 16)."""
     groups: int = 1
     kept_groups: int = 1
-    """Number of groups from which experts are chosen: those with the largest sums of their two best scores."""
     scale: float = 1.0
-    """Factor of all gates."""
     normalised: bool = True
-    """Whether gates are divided by a token's sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """Routes to use instead of the router's own: [N, L, K] for a model, [N, K] for one layer (`layer`)."""
+    """Routes to use instead of the router's own: [N, L, K] for a model, [N, K] for one layer (`layer`).
+
+    Attributes:
+        experts: int64, in the order of choice.
+        gates: float32; required at level `weights`.
+        valid_N: bool; an invalid token uses the router's own experts. None: all tokens are valid.
+        plausible: Replayed experts whose live score is below this times the lowest score of the router's own K are replaced
+            by its best ones that are not kept (Composer 2 technical report, §6.2, which leaves the rule open;
+            docs/replay.md).
+    """
 
     experts: Tensor
-    """int64, in the order of choice."""
     level: Level = "ids+order"
     gates: Tensor | None = None
-    """float32; required at level `weights`."""
     valid_N: Tensor | None = None
-    """bool; an invalid token uses the router's own experts. None: all tokens are valid."""
     plausible: float = 0.0
-    """Replayed experts whose live score is below this times the lowest score of the router's own K are replaced by its best ones
-    that are not kept (Composer 2 technical report, §6.2, which leaves the rule open; docs/replay.md)."""
 
     def take(self, own_N: Tensor) -> Replay:
         """Return the routes of a selection of tokens."""
@@ -64,20 +71,23 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """A router's decisions for N tokens."""
+    """A router's decisions for N tokens.
+
+    Attributes:
+        experts_NK: int64, by falling score or in the replayed order.
+        gates_NK: float32 or wider; gradients flow through it to the router.
+        margin_N: Score of the K-th expert minus that of the next: the distance to a flip.
+        probs_NE: float32 or wider; distribution of a token over all experts: the softmax, or sigmoids divided by their sum.
+        own_NK: int64; the router's own choice, equal to `experts_NK` without replay.
+        implausible_NK: bool; mask of replayed experts that were replaced. None without a filter.
+    """
 
     experts_NK: Tensor
-    """int64, by falling score or in the replayed order."""
     gates_NK: Tensor
-    """float32 or wider; gradients flow through it to the router."""
     margin_N: Tensor
-    """Score of the K-th expert minus that of the next: the distance to a flip."""
     probs_NE: Tensor
-    """float32 or wider; distribution of a token over all experts: the softmax, or sigmoids divided by their sum."""
     own_NK: Tensor
-    """int64; the router's own choice, equal to `experts_NK` without replay."""
     implausible_NK: Tensor | None = None
-    """bool; mask of replayed experts that were replaced. None without a filter."""
 
 
 def route(
@@ -136,7 +146,7 @@ def _choose(choice_NE: Tensor, rule: RoutingRule) -> tuple[Tensor, Tensor]:
 def _best(score_NE: Tensor, count: int) -> Tensor:
     """Return the indices, int64 [N, count], of the largest scores, largest first. In float32 on a CPU, equal scores are in the
     order of their indices, as in the engine."""
-    if score_NE.dtype != torch.float32 or score_NE.device.type != "cpu":
+    if not compiles(score_NE):
         return score_NE.topk(count, dim=-1).indices
     best_NK = score_NE.new_empty(len(score_NE), count, dtype=torch.int64)
     _fill_best(score_NE.contiguous().numpy(), best_NK.numpy())
@@ -186,20 +196,16 @@ def _replayed(replay: Replay, own_NK: Tensor, score_NE: Tensor, choice_NE: Tenso
     if replay.plausible > 0:
         least_N = replay.plausible * score_NE.gather(1, own_NK).amin(-1)
         implausible_NK = score_NE.gather(1, experts_NK) < least_N[:, None]
-        experts_NK = _fill(experts_NK, implausible_NK, own_NK)
+        # Place by place, the router's own unused experts replace them, best first.
+        kept_NK = experts_NK.masked_fill(implausible_NK, -1)
+        used_NK = (own_NK[:, :, None] == kept_NK[:, None, :]).any(-1)
+        spare_NK = own_NK.gather(1, used_NK.to(torch.uint8).argsort(stable=True, dim=-1))
+        which_NK = (implausible_NK.cumsum(-1) - 1).clamp_min(0)
+        experts_NK = torch.where(implausible_NK, spare_NK.gather(1, which_NK), experts_NK)
     if replay.level == "ids":
         order_NK = choice_NE.gather(1, experts_NK).argsort(stable=True, dim=-1, descending=True)
         experts_NK = experts_NK.gather(1, order_NK)
     return experts_NK, implausible_NK
-
-
-def _fill(experts_NK: Tensor, gone_NK: Tensor, own_NK: Tensor) -> Tensor:
-    """Return `experts_NK` with those in `gone_NK` replaced, place by place, by the router's own unused experts, best first."""
-    kept_NK = experts_NK.masked_fill(gone_NK, -1)
-    there_NK = (own_NK[:, :, None] == kept_NK[:, None, :]).any(-1)
-    spare_NK = own_NK.gather(1, there_NK.to(torch.uint8).argsort(stable=True, dim=-1))
-    which_NK = (gone_NK.cumsum(-1) - 1).clamp_min(0)
-    return torch.where(gone_NK, spare_NK.gather(1, which_NK), experts_NK)
 
 
 def _replayed_gates(replay: Replay, live_NK: Tensor, implausible_NK: Tensor | None) -> Tensor:

@@ -1,16 +1,28 @@
-"""Attacks on what a sandbox may use: processes, memory, disk, output, time. Cases 23 to 27."""
+"""Attacks on what a sandbox may use (processes, memory, disk, output, time), and on those who run sandboxes: a harness that is
+killed, methods that are abused. Cases 23 to 28, 30."""
 
 from __future__ import annotations
 
+import json
+import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import psutil
 
+from composer_nb.harness.sandbox.contract import Sandbox
 from composer_nb.harness.sandbox.errors import SandboxDied
+from composer_nb.harness.sandbox.reap import FOLDER, below, mark_of, reap, started
 from composer_nb.labs.attacks.case import (
     LIMITS,
+    REFUSED,
     SPEC,
     AttackVerdict,
     Cell,
@@ -19,7 +31,7 @@ from composer_nb.labs.attacks.case import (
     nothing,
     register,
     register_both,
-)
+)  # fmt: skip
 
 
 def _neighbour(site: Site, attack: list[str], timeout_s: float = 3.0) -> tuple[bool, int, str]:
@@ -34,10 +46,10 @@ def _neighbour(site: Site, attack: list[str], timeout_s: float = 3.0) -> tuple[b
         time.sleep(0.3)
         times = f"neighbour {median_ms():.1f} ms, before {before:.1f} ms"
         try:
-            done = running.result()
+            result = running.result()
         except SandboxDied:
             return True, 0, times
-        return done.timed_out or done.exit_code != 0, box.stats().processes if alive(box) else 0, times
+        return result.timed_out or result.exit_code != 0, box.stats().processes if alive(box) else 0, times
 
 
 @register(23, "fork bomb and thread bomb")
@@ -46,12 +58,10 @@ def bombs(site: Site) -> AttackVerdict:
         "import threading, time\nwhile True:\n    try: threading.Thread(target=time.sleep, args=(60,)).start()\n"
         "    except RuntimeError: pass"
     )
-    details, blocked = [], True
-    for attack in (["bash", "-c", "b() { b | b & }; b; sleep 60"], ["python3", "-c", threads]):
-        ended, left, times = _neighbour(site, attack)
-        blocked &= ended and left == 0
-        details.append(f"{times}, {left} processes left")
-    return AttackVerdict(blocked=blocked, detail="; ".join(details))
+    attacks = ["bash", "-c", "b() { b | b & }; b; sleep 60"], ["python3", "-c", threads]
+    outcomes = [_neighbour(site, attack) for attack in attacks]
+    detail = "; ".join(f"{times}, {left} processes left" for _, left, times in outcomes)
+    return AttackVerdict(all(ended and left == 0 for ended, left, _ in outcomes), detail)
 
 
 @register(24, "use up the memory, by processes and by files in memory")
@@ -63,38 +73,23 @@ def memory(site: Site) -> AttackVerdict:
         free = psutil.virtual_memory().available
         ended, _, times = _neighbour(site, attack, timeout_s=15)
         deadline = time.monotonic() + 20  # others may use memory too, and let go of it
-        while not (given_back := psutil.virtual_memory().available > free - (256 << 20)):
-            if time.monotonic() > deadline:
-                break
+        while (leak := psutil.virtual_memory().available <= free - (256 << 20)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        blocked &= ended and given_back
+        blocked &= ended and not leak
         details.append(times)
-    return AttackVerdict(blocked=blocked, detail="; ".join(details))
+    return AttackVerdict(blocked, "; ".join(details))
 
 
 @register_both(25, "fill the disk, use up inodes, a giant sparse file, folders without end")
 def disk(cell: Cell) -> AttackVerdict:
     source = """
+import itertools
 def fill(place):
-    size = 0
-    try:
-        with open(place + "/fill", "wb", buffering=0) as file:
-            while size < 1 << 30:
-                size += file.write(bytes(1 << 20))
-    except OSError:
-        pass
+    with open(place + "/fill", "wb", buffering=0) as file:
+        size = repeat(lambda: file.write(bytes(1 << 20)) and None, 1 << 10) << 20
     os.unlink(place + "/fill")
     return size
-def crowd(place, make, tries):
-    count = 0
-    try:
-        while count < tries:
-            make(f"{place}/n{count}")
-            count += 1
-    except OSError:
-        pass
-    return count
-def deeper(name):
+def deeper():
     os.mkdir("d")
     os.chdir("d")
 def sparse():
@@ -107,50 +102,46 @@ def f(places, most, inodes, tries):
             kinds = {line.split()[1]: line.split()[2] for line in file}
         found += [f"{place} is on a disk" for place in (os.getcwd(), *places[:-1]) if kinds.get(place) != "tmpfs"]
     for place in places:
-        count = crowd(place, lambda path: open(path, "w").close(), tries)
+        names = itertools.count()
+        count = repeat(lambda: open(f"{place}/n{next(names)}", "w").close(), tries)
         found += [f"{count} files in {place}"] * (count > inodes)
         for number in range(count):
             os.unlink(f"{place}/n{number}")
     attempt(found, "sparse", sparse)
-    depth = crowd("", deeper, tries)
+    depth = repeat(deeper, tries)
     return found + [f"{depth} folders deep"] * (depth > inodes)
 """
     limits = LIMITS if cell.box is None else SPEC
     counted = cell.site.backend.capabilities().enforced["inodes"]
     inodes = limits.inodes if counted else 1 << 20  # where they are not limited, the capabilities say so
     places = ["."] if cell.box is None else ["/tmp", "/dev/shm", "."]
-    found = cell.run(source, places, limits.disk_bytes, inodes, 3 * limits.inodes)
+    successes = cell.run(source, places, limits.disk_bytes, inodes, 3 * limits.inodes)
     if cell.box is not None:
-        if not alive(cell.box):
-            found.append("the sandbox is dead")
+        successes += [] if alive(cell.box) else ["the sandbox is dead"]
         try:
             cell.box.download()
-            found.append("folders without end were read")
+            successes.append("folders without end were read")
         except OSError:
             pass
-    return nothing(found)
+    return nothing(successes)
 
 
 @register(26, "endless output, on both streams, of bytes that are no text")
 def output(site: Site) -> AttackVerdict:
-    found, details = [], []
     floods = {
-        "stdout": "yes",
-        "stderr": "yes >&2",
-        "no text": "cat /dev/urandom",
-        "one line": "tr '\\0' x < /dev/zero",
+        "stdout": "yes", "stderr": "yes >&2", "no text": "cat /dev/urandom", "one line": "tr '\\0' x < /dev/zero",
         "terminal": "while :; do printf '\\033[2J\\007\\000'; done",
-    }
+    }  # fmt: skip
+    problems, details = [], []
     with site.backend.create(SPEC) as box:
         for name, flood in floods.items():
-            done = box.exec(["bash", "-c", flood], timeout_s=1, output_bytes=10_000)
-            size = len(done.stdout) + len(done.stderr)
-            if not done.timed_out or (not done.truncated and name != "terminal") or size > 21_000:
-                found.append(f"{name}: {size} bytes, truncated {done.truncated}")
+            result = box.exec(["bash", "-c", flood], timeout_s=1, output_bytes=10_000)
+            size = len(result.stdout) + len(result.stderr)
+            if not result.timed_out or (not result.truncated and name != "terminal") or size > 21_000:
+                problems.append(f"{name}: {size} bytes, truncated {result.truncated}")
             details.append(f"{name} {size}")
-        if not alive(box):
-            found.append("the sandbox is dead")
-    return AttackVerdict(blocked=not found, detail=str(found or details))
+        problems += [] if alive(box) else ["the sandbox is dead"]
+    return AttackVerdict(not problems, str(problems or details))
 
 
 @register(27, "outlive a time limit")
@@ -163,14 +154,91 @@ def time_limit(site: Site) -> AttackVerdict:
         "for i in $(seq 30); do (sleep 60 &) ; done; while :; do :; done",
         "python3 -c 'import os, time\nfor _ in range(30):\n    if os.fork() == 0: os._exit(0)\ntime.sleep(60)'",
     )
-    found, worst = [], 0.0
+    survivors, worst = [], 0.0
     with site.backend.create(SPEC) as box:
         for evasion in evasions:
             begin = time.monotonic()
-            done = box.exec(["bash", "-c", evasion], timeout_s=0.5)
+            result = box.exec(["bash", "-c", evasion], timeout_s=0.5)
             worst = max(worst, time.monotonic() - begin - 0.5)
-            if not done.timed_out or box.stats().processes:
-                found.append(evasion)
-        if not alive(box):
-            found.append("the sandbox is dead")
-    return AttackVerdict(blocked=not found, detail=f"survived: {found}" if found else f"at most {worst:.2f} s late")
+            if not result.timed_out or box.stats().processes:
+                survivors.append(evasion)
+        survivors += [] if alive(box) else ["the sandbox is dead"]
+    return AttackVerdict(not survivors, f"survived: {survivors}" if survivors else f"at most {worst:.2f} s late")
+
+
+HARNESS = """
+import sys, threading, time
+from pathlib import Path
+from composer_nb.harness.sandbox import open_backend
+from composer_nb.labs.attacks.case import SPEC
+from composer_nb.harness.sandbox.reap import FOLDER
+backend = open_backend(sys.argv[1], "killed", Path(sys.argv[2]) / FOLDER)
+box = backend.create(SPEC)
+box.write("a", b"x")
+threading.Thread(target=lambda: box.exec(["bash", "-c", "(setsid sleep 300 &); sleep 300"], timeout_s=300), daemon=True).start()
+def churn():
+    while True:
+        backend.create(SPEC).destroy()
+threading.Thread(target=churn, daemon=True).start()
+time.sleep(0.5)
+print("ready", flush=True)
+time.sleep(300)
+"""
+
+
+@register(28, "kill the harness in the middle of everything, then reap")
+def killed_harness(site: Site) -> AttackVerdict:
+    with tempfile.TemporaryDirectory() as folder:
+        journal, command = Path(folder) / FOLDER, [sys.executable, "-c", HARNESS, site.backend.name, folder]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd="/") as process:
+            assert process.stdout is not None
+            ready = process.stdout.readline()
+            running = below(process.pid)
+            process.kill()
+        if ready != b"ready\n":
+            return AttackVerdict(False, "no evidence: the harness did not start")
+        time.sleep(0.5)
+        lines = [line for file in journal.glob("*.jsonl") for line in file.read_text().split("\n")[:-1]]
+        notes = {(entry["kind"], entry["name"], entry["mark"]) for entry in map(json.loads, lines)}
+        first, again = reap(Path(folder)), reap(Path(folder))
+        journal.rmdir()  # empty: nothing is held any more
+        problems = [f"process {pid}" for pid, tick in running if started(pid) == tick]
+        problems += [f"{kind} {name}" for kind, name, mark in notes if mark_of(kind, name) == mark]
+        problems += [*first.failed, *again.failed]
+    ended = ", ".join(f"{len(getattr(first, kind))} {kind}" for kind in ("processes", "cgroups", "containers"))
+    detail = f"{len(running)} processes were running; reap ended {ended}"
+    return AttackVerdict(not problems, f"left: {problems}" if problems else detail)
+
+
+@register(30, "abuse of the sandbox's own methods: random, huge and broken requests")
+def abuse(site: Site) -> AttackVerdict:
+    rng = random.Random(30)
+    texts = ["", ".", "..", "/", "a\0b", "\n", "x" * 5000, "../../etc/passwd", "</parameter>", "\udcff", "-rf", "~"]
+    texts += ["$(id)", "\x1b[2J"]
+
+    def anything(box: Sandbox) -> Any:
+        text, number = rng.choice(texts), rng.choice([-1, 0, 1, 1 << 40])
+        requests: list[Callable[[], Any]] = [
+            lambda: box.read(text, offset=max(number, 0), max_bytes=number),
+            lambda: box.read(text, offset=number),
+            lambda: box.write(text, b"x" * rng.choice([0, 10, 1 << 20])),
+            lambda: box.upload({text: b"x", rng.choice(texts): b"y"}),
+            lambda: box.exec([text, text], timeout_s=5, output_bytes=rng.choice([1, 100])),
+            lambda: box.exec(["true"], cwd=text, env={text: text}, timeout_s=5),
+            lambda: box.exec_background(["true"], log=text),
+            lambda: box.entries(text),
+            lambda: box.remove(text),
+            lambda: box.exec(["true"] * 3000, timeout_s=5),
+            lambda: box.download(max_bytes=number),
+        ]
+        return rng.choice(requests)()
+
+    with site.backend.create(SPEC) as box:
+        for _ in range(300):
+            try:
+                anything(box)
+            except REFUSED:
+                pass
+            except Exception as error:
+                return AttackVerdict(False, f"{type(error).__name__}: {error}"[:100])
+        return AttackVerdict(alive(box), "300 requests: results or clear errors, and it still works")

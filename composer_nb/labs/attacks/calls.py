@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import time
 
-from composer_nb.harness.sandbox.calls import CallOutcome
+from composer_nb.harness.grading.grade import grade_functions
 from composer_nb.harness.sandbox.reap import below
+from composer_nb.harness.sandbox.requests import CallOutcome
 from composer_nb.harness.sandbox.system.linux import machine
 from composer_nb.labs.attacks.case import LIMITS, SECRET, AttackVerdict, Judge, Site, nothing, register
+from composer_nb.labs.attacks.joint import CODEC, LOOKED_UP, ROUND_TRIPS
 
 FINE = "def f():\n    return 0\n"
 
@@ -40,37 +42,29 @@ def f():
     after = site.call(FINE)[0]
     lost = len(before - set(below(os.getpid())))
     # The worker that was attacked from and the one made ahead of it are new.
-    return AttackVerdict(blocked=verdict.blocked and after.status == "returned" and lost <= 3, detail=verdict.detail)
+    return AttackVerdict(verdict.blocked and after.status == "returned" and lost <= 3, verdict.detail)
 
 
 @register(0, "find what another request left")
 def leftovers(site: Site) -> AttackVerdict:
+    folders = 'import builtins, tempfile\nfolders = [".", tempfile.gettempdir(), *"/dev/shm /var/tmp /dev /proc /run".split()]\n'
     leave = """
-import builtins, os, sys, tempfile
 def f(secret):
-    builtins.left = secret
-    sys.modules["left"] = secret
-    done = 0
-    for directory in (".", tempfile.gettempdir(), "/dev/shm", "/var/tmp", "/dev", "/proc", "/run"):
-        try:
-            with open(os.path.join(directory, "left"), "w") as file:
-                done += file.write(secret) > 0
-        except OSError:
-            pass
-    return done
+    builtins.left = sys.modules["left"] = secret
+    written = []
+    for folder in folders:
+        attempt(written, folder, lambda: open(os.path.join(folder, "left"), "w").write(secret) > 0)
+    return len(written)
 """
     look = """
-import builtins, gc, os, sys, tempfile
 def f():
-    found = [d for d in (".", tempfile.gettempdir(), "/dev/shm", "/var/tmp", "/dev", "/proc", "/run")
-             if os.path.exists(os.path.join(d, "left"))]
+    found = [folder for folder in folders if os.path.exists(os.path.join(folder, "left"))]
     found += [name for name in os.listdir(".") if name != "f.py"]
-    found += ["builtins"] * hasattr(builtins, "left") + ["modules"] * ("left" in sys.modules)
-    return found
+    return found + ["builtins"] * hasattr(builtins, "left") + ["modules"] * ("left" in sys.modules)
 """
-    written = site.report(leave, SECRET)
-    verdict = nothing(site.report(look))
-    return AttackVerdict(blocked=verdict.blocked and written > 0, detail=f"{written} files written; {verdict.detail}")
+    written = site.report(folders + leave, SECRET)
+    verdict = nothing(site.report(folders + look))
+    return AttackVerdict(verdict.blocked and written > 0, f"{written} files written; {verdict.detail}")
 
 
 @register(0, "read the memory of earlier requests")
@@ -86,12 +80,9 @@ def f(head, tail):
     own = text.count((head + tail).encode())
     return own > 1
 """
-    half = len(marker) // 2
-    outcome = site.call(source, repr((marker[:half], marker[half:])))[0]
-    found = outcome.status == "returned" and outcome.text == "True"
-    return AttackVerdict(
-        blocked=not found, detail=f"{outcome.status} {outcome.text}: copies found beyond its own: {found}"
-    )
+    outcome = site.call(source, repr((marker[:9], marker[9:])))[0]
+    leaked = outcome.status == "returned" and outcome.text == "True"
+    return AttackVerdict(not leaked, f"{outcome.status} {outcome.text}: copies found beyond its own: {leaked}")
 
 
 @register(0, "lock or watch files of the library, which other requests see")
@@ -126,19 +117,11 @@ def f(clone):
         attempt(found, "clone", lambda: syscall(clone, 17, 0, 0, 0, 0) or os._exit(0))
     attempt(found, "spawn", lambda: subprocess.run(["/usr/bin/python3", "-c", "0"]))
     attempt(found, "exec", lambda: os.execv("/usr/bin/python3", ["python3"]))
-    threads = 0
-    try:
-        for _ in range(200):
-            threading.Thread(target=time.sleep, args=(9,), daemon=True).start()
-            threads += 1
-    except RuntimeError:
-        pass
-    return [found, threads]
+    return [found, repeat(lambda: threading.Thread(target=time.sleep, args=(9,), daemon=True).start(), 200)]
 """
-    found, threads = site.report(source, machine()["clone"])
-    return AttackVerdict(
-        blocked=found == [] and threads <= LIMITS.threads, detail=f"processes: {found}, threads: {threads}"
-    )
+    successes, threads = site.report(source, machine()["clone"])
+    blocked = successes == [] and threads <= LIMITS.threads
+    return AttackVerdict(blocked, f"processes: {successes}, threads: {threads}")
 
 
 @register(0, "memory bomb")
@@ -146,23 +129,17 @@ def memory_bomb(site: Site) -> AttackVerdict:
     source = """
 import mmap
 def f():
-    held = []
-    try:
-        while len(held) < 4096:
-            held.append(mmap.mmap(-1, 1 << 20))
-    except (OSError, MemoryError):
-        pass
-    found = []
+    held, found = [], []
+    repeat(lambda: held.append(mmap.mmap(-1, 1 << 20)), 4096)
     attempt(found, "memfd", lambda: os.memfd_create("x"))
     attempt(found, "shm", lambda: syscall(29, 0, 1 << 30, 0o1600))
     return [len(held), found]
 """
-    megabytes, found = site.report(source)
+    megabytes, successes = site.report(source)
     limit = LIMITS.memory_bytes >> 20
-    grabbed = site.call("def f():\n    return len(bytearray(1 << 34))\n")[0]
-    blocked = megabytes <= limit and found == [] and grabbed.status in ("raised", "died")
-    detail = f"{megabytes} of {limit} MiB mapped; 16 GiB at once: {grabbed.status}; other ways: {found}"
-    return AttackVerdict(blocked=blocked, detail=detail)
+    large = site.call("def f():\n    return len(bytearray(1 << 34))\n")[0]
+    detail = f"{megabytes} of {limit} MiB mapped; 16 GiB at once: {large.status}; other ways: {successes}"
+    return AttackVerdict(megabytes <= limit and successes == [] and large.status in ("raised", "died"), detail)
 
 
 @register(0, "a daemon that outlives its request")
@@ -184,8 +161,7 @@ def f():
     before = len(below(os.getpid()))
     outcome = site.call(source)[0]
     after = len(below(os.getpid()))
-    detail = f"fork {outcome.text}; processes before {before}, after {after}"
-    return AttackVerdict(blocked=after <= before, detail=detail)
+    return AttackVerdict(after <= before, f"fork {outcome.text}; processes before {before}, after {after}")
 
 
 @register(0, "huge output")
@@ -199,7 +175,7 @@ def huge_output(site: Site) -> AttackVerdict:
     outcomes = [site.call(F + flood)[0] for flood in floods]
     statuses = [outcome.status for outcome in outcomes]
     blocked = outcomes[0].text in ("1", "") and "returned" not in statuses[1:] and statuses[1] == "unreadable"
-    return AttackVerdict(blocked=blocked, flagged="unreadable" in statuses, detail=str(statuses))
+    return AttackVerdict(blocked, str(statuses), flagged="unreadable" in statuses)
 
 
 # Results.
@@ -220,7 +196,7 @@ def f():
     raise ValueError
 """
     statuses = [outcome.status for outcome in site.call(source, "()", "()")]
-    return AttackVerdict(blocked="returned" not in statuses, flagged="unreadable" in statuses, detail=str(statuses))
+    return AttackVerdict("returned" not in statuses, str(statuses), flagged="unreadable" in statuses)
 
 
 @register(0, "find the expected values")
@@ -238,8 +214,7 @@ def f(head, tail):
 """
     marker = "expected-" + os.urandom(6).hex()  # stays here, as the right answers of a test do
     outcome = site.call(source, repr((marker[:9], marker[9:])))[0]
-    found = outcome.text == "True"
-    return AttackVerdict(blocked=outcome.status == "returned" and not found, detail=f"{outcome.status} {outcome.text}")
+    return AttackVerdict(outcome.status == "returned" and outcome.text != "True", f"{outcome.status} {outcome.text}")
 
 
 @register(0, "a value that claims to equal everything")
@@ -253,9 +228,19 @@ def f(kind):
     return Equal(1) if kind == 0 else [Equal(1)] if kind == 1 else {Equal(1): 1}
 """
     statuses = [outcome.status for outcome in site.call(source, "(0,)", "(1,)", "(2,)")]
-    return AttackVerdict(
-        blocked=set(statuses) == {"unreadable"}, flagged="unreadable" in statuses, detail=str(statuses)
-    )
+    return AttackVerdict(set(statuses) == {"unreadable"}, str(statuses), flagged="unreadable" in statuses)
+
+
+@register(0, "look answers up among the arguments of other calls")
+def looked_up(site: Site) -> AttackVerdict:
+    if site.calls is None:
+        raise ValueError("this backend serves no calls")
+    details, blocked = [], True
+    for name, task in ROUND_TRIPS.items():
+        attack, right = (grade_functions(task, {"codec.py": text}, site.calls) for text in (LOOKED_UP, CODEC))
+        blocked &= right.passed and not any(attack.tests.values())
+        details.append(f"{name}: {sum(attack.tests.values())} of {len(attack.tests)} tests")
+    return AttackVerdict(blocked, "; ".join(details))
 
 
 TIMEOUT, DIED = CallOutcome(status="timeout"), CallOutcome(status="died")
@@ -269,6 +254,7 @@ UNSIGNALLED = """\
 """
 STOPPED = "    os.kill(0, signal.SIGSTOP)\n    while True:\n        signal.pause()\n"
 F = "import os, signal, sys, time\ndef f():\n"
+# Programs without a result: id -> title, source, and the outcome of the first of two calls.
 ENDINGS = {
     "endless-loop": ("endless loop", F + "    while True:\n        pass\n", TIMEOUT),
     "endless-loop-without-signals": ("endless loop that blocks signals and timers", F + UNSIGNALLED, TIMEOUT),
@@ -278,7 +264,6 @@ ENDINGS = {
     "sys-exit-at-import": ("sys.exit(0) at import", "import sys\nsys.exit(0)\n", EXITED),
     "closed-pipe": ("close the result pipe and go on", F + "    os.closerange(0, 4096)\n    return 42\n", DIED),
 }
-"""Programs without a result: id -> title, source, and the outcome of the first of two calls."""
 
 
 def _judge_of(id: str, source: str, expected: CallOutcome) -> Judge:
@@ -286,11 +271,11 @@ def _judge_of(id: str, source: str, expected: CallOutcome) -> Judge:
         """Blocked when the outcomes are the expected ones and the next request is answered."""
         began = time.monotonic()
         outcomes = site.call(source, "()", "()")
-        shown = [f"{outcome.status} {outcome.text}".strip() for outcome in outcomes]
+        texts = [f"{outcome.status} {outcome.text}".strip() for outcome in outcomes]
         second = EXITED if expected == EXITED else CallOutcome(status="not_run")
         blocked = outcomes == (expected, second) and site.report(FINE) == 0
-        detail = f"{shown} after {time.monotonic() - began:.2f} s"
-        return AttackVerdict(blocked=blocked, flagged=expected in (TIMEOUT, DIED), detail=detail)
+        detail = f"{texts} after {time.monotonic() - began:.2f} s"
+        return AttackVerdict(blocked, detail, flagged=expected in (TIMEOUT, DIED))
 
     judge.__name__ = id
     return judge

@@ -10,17 +10,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, Executor
 from composer_nb.harness.sandbox.contract import Backend, CallLimits, Sandbox, SandboxSpec
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest, Executor
 
 SPEC = SandboxSpec(memory_bytes=192 << 20, disk_bytes=16 << 20, inodes=2000, processes=48, open_files=256)
 LIMITS = CallLimits()
-SECRET_NAME = "COMPOSER_NB_CHECK_SECRET"
-"""An environment variable of the host, with SECRET in it."""
+SECRET_NAME = "COMPOSER_NB_CHECK_SECRET"  # an environment variable of the host, with SECRET in it
 SECRET = "canary-7f3a91"
-REFUSED = (OSError, ValueError, KeyError)
-"""Errors of a sandbox's methods that are no fault of the sandbox."""
-
+REFUSED = (OSError, ValueError, KeyError)  # errors of a sandbox's methods that are no fault of the sandbox
+# Functions for every hostile program: `attempt(found, name, thunk)` notes a name when the thunk raises nothing, `repeat` counts
+# how often a thunk works.
 HELPERS = """
 import ctypes, json, os, sys
 libc = ctypes.CDLL(None, use_errno=True)
@@ -30,41 +29,64 @@ def attempt(found, name, thunk):
     except BaseException:
         return
     found.append(name if result is None or result is True else name + "=" + repr(result)[:60])
+def repeat(thunk, most):
+    count = []
+    while len(count) < most:
+        before = len(count)
+        attempt(count, "", thunk)
+        if len(count) == before:
+            break
+    return len(count)
 def syscall(number, *arguments):
-    result = libc.syscall(*[ctypes.c_long(each) for each in (number, *arguments)])
+    result = libc.syscall(*map(ctypes.c_long, (number, *arguments)))
     if result < 0:
         raise OSError(ctypes.get_errno(), "refused")
     return result
 """
-"""Functions for every hostile program: `attempt(found, name, thunk)` notes a name when the thunk raises nothing."""
+
+
+class NoEvidence(Exception):
+    """The program gave no evidence."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttackVerdict:
+    """Whether an attack was blocked. `flagged`: the outcome itself shows that something was wrong."""
+
+    blocked: bool
+    detail: str
+    flagged: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """A host with secrets around its sandboxes."""
+    """A host with secrets around its sandboxes.
+
+    Attributes:
+        canary: a file of the host that anybody may read, with SECRET in it.
+        tcp: a listener on the host's loopback.
+        local: a listener on a Unix socket beside the canary.
+        abstract: a listener on an abstract Unix socket, which lives in the network namespace.
+        calls: serves function calls; only `bwrap` has one.
+    """
 
     backend: Backend
     canary: Path
-    """A file of the host that anybody may read, with SECRET in it."""
     tcp: socket.socket
-    """A listener on the host's loopback."""
     local: socket.socket
-    """A listener on a Unix socket beside the canary."""
     abstract: socket.socket
-    """A listener on an abstract Unix socket, which lives in the network namespace."""
     calls: Executor | None = None
-    """Serves function calls; only `bwrap` has one."""
 
     def reached(self) -> list[str]:
         """Return the names of the listeners that somebody has connected to."""
-        found = []
+        names = []
         for name in ("tcp", "local", "abstract"):
             try:
                 getattr(self, name).accept()[0].close()
-                found.append(name)
+                names.append(name)
             except BlockingIOError:
                 pass
-        return found
+        return names
 
     def call(self, source: str, *arguments: str) -> tuple[CallOutcome, ...]:
         """Call `f` of a program once for each text of an argument tuple, and return the outcomes."""
@@ -74,53 +96,45 @@ class Site:
         return self.calls.run([request])[0]
 
     def report(self, source: str, *arguments: object) -> Any:
-        """Return the plain value of `f(*arguments)`, called as a function. Raises Silent when there is none."""
+        """Return the plain value of `f(*arguments)`, called as a function. Raises NoEvidence when there is none."""
         outcome = self.call(HELPERS + source, repr(arguments))[0]
         if outcome.status != "returned":
             raise NoEvidence(f"{outcome.status} {outcome.text}".strip())
         return ast.literal_eval(outcome.text)
 
 
-class NoEvidence(Exception):
-    """The program gave no evidence."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttackVerdict:
-    blocked: bool
-    flagged: bool = False
-    """True if the outcome itself shows that something was wrong."""
-    detail: str
-
-
-Judge = Callable[[Site], AttackVerdict]
-
-
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A place for hostile programs: a sandbox that runs them as commands, or function calls where `box` is None."""
+    """Where hostile programs run: as commands of a sandbox, or as function calls where `box` is None."""
 
     site: Site
     box: Sandbox | None
 
-    def run(self, source: str, *arguments: object, timeout_s: float = 120.0) -> Any:
-        """Return the plain value of `f(*arguments)` of a program. Raises Silent or ValueError when it gives none."""
-        if self.box is None:
-            return self.site.report(source, *arguments)
-        return python(self.box, source, *arguments, timeout_s=timeout_s)
+    def run(self, source: str, *arguments: object) -> Any:
+        """Return the plain value of `f(*arguments)` of a program. Raises NoEvidence or ValueError when it gives none."""
+        return self.site.report(source, *arguments) if self.box is None else python(self.box, source, *arguments)
+
+
+Judge = Callable[[Site], AttackVerdict]
+CellJudge = Callable[[Cell], AttackVerdict]
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxCase:
+    """A case. `number`: its kind, in the list of thirty; 0 for function calls."""
+
     id: str
     number: int
-    """Its kind, in the list of thirty; 0 for function calls."""
     title: str
     judge: Judge
 
     def row(self, site: Site) -> dict[str, Any]:
         """Return {"id", "kind", "title", "blocked", "flagged", "detail"}."""
         return row(self.id, self.number, self.title, verdict_of(self.judge, site))
+
+
+SANDBOX_CASES: list[SandboxCase] = []  # of every backend
+CALL_CASES: list[SandboxCase] = []  # of function calls
 
 
 def row(id: str, kind: int, title: str, verdict: AttackVerdict) -> dict[str, Any]:
@@ -132,58 +146,49 @@ def verdict_of(judge: Judge, site: Site) -> AttackVerdict:
     try:
         return judge(site)
     except (NoEvidence, ValueError) as silence:
-        return AttackVerdict(blocked=False, detail=f"no evidence: the program ended with {silence}")
-
-
-SANDBOX_CASES: list[SandboxCase] = []
-"""Cases of every backend."""
-CALL_CASES: list[SandboxCase] = []
-"""Cases of function calls."""
+        return AttackVerdict(False, f"no evidence: the program ended with {silence}")
 
 
 def register(number: int, title: str) -> Callable[[Judge], Judge]:
     """Add a judge to SANDBOX_CASES, or with the number 0 to CALL_CASES; its name, with hyphens, is the case's id."""
 
-    def note(judge: Judge) -> Judge:
+    def add(judge: Judge) -> Judge:
         cases = SANDBOX_CASES if number else CALL_CASES
         cases.append(SandboxCase(judge.__name__.replace("_", "-"), number, title, judge))
         return judge
 
-    return note
-
-
-CellJudge = Callable[[Cell], AttackVerdict]
+    return add
 
 
 def register_both(number: int, title: str) -> Callable[[CellJudge], CellJudge]:
     """Add a judge to SANDBOX_CASES, for commands, and to CALL_CASES, for function calls: there its id begins with `call-`."""
 
-    def note(judge: CellJudge) -> CellJudge:
+    def add(judge: CellJudge) -> CellJudge:
         def commands(site: Site) -> AttackVerdict:
             with site.backend.create(SPEC) as box:
                 return judge(Cell(site, box))
 
-        id, called = judge.__name__.replace("_", "-"), f"{title}: as a function call"
+        id = judge.__name__.replace("_", "-")
         SANDBOX_CASES.append(SandboxCase(id, number, title, commands))
+        called = f"{title}: as a function call"
         CALL_CASES.append(SandboxCase(f"call-{id}", 0, called, lambda site: judge(Cell(site, None))))
         return judge
 
-    return note
+    return add
 
 
-def python(box: Sandbox, source: str, *arguments: object, timeout_s: float = 30.0) -> Any:
+def python(box: Sandbox, source: str, *arguments: object) -> Any:
     """Return `f(*arguments)` of a program that a command runs. Raises ValueError when it reports nothing."""
     text = f"{HELPERS}\n{source}\nprint(json.dumps(f(*json.load(sys.stdin))))"
-    done = box.exec(["python3", "-c", text], timeout_s=timeout_s, stdin=json.dumps(arguments).encode())
-    lines = done.stdout.decode("utf-8", "replace").splitlines()
-    if not lines:
-        raise ValueError(f"no evidence: exit code {done.exit_code}, {done.stderr[-200:]!r}")
+    result = box.exec(["python3", "-c", text], timeout_s=120.0, stdin=json.dumps(arguments).encode())
+    if not (lines := result.stdout.decode("utf-8", "replace").splitlines()):
+        raise ValueError(f"no evidence: exit code {result.exit_code}, {result.stderr[-200:]!r}")
     return json.loads(lines[-1])
 
 
-def nothing(found: list[str]) -> AttackVerdict:
+def nothing(successes: list[str]) -> AttackVerdict:
     """Return the verdict on a program that reports what worked: blocked if nothing did."""
-    return AttackVerdict(blocked=found == [], detail=f"succeeded: {found}" if found else "every attempt failed")
+    return AttackVerdict(successes == [], f"succeeded: {successes}" if successes else "every attempt failed")
 
 
 def alive(box: Sandbox) -> bool:

@@ -23,10 +23,10 @@ def plan_for(task: Task, backend: Backend) -> GradePlan:
 
     Raises ValueError when it is not valid in this backend's sandboxes.
     """
-    found = validate_task(task, backend)
-    if found.plan is None or not found.valid:
-        raise ValueError(f"task {task.id} is not valid here: {'; '.join(found.problems)}")
-    return replace(found.plan, calls=())
+    report = validate_task(task, backend)
+    if report.plan is None or not report.valid:
+        raise ValueError(f"task {task.id} is not valid here: {'; '.join(report.problems)}")
+    return replace(report.plan, calls=())
 
 
 def check_patches(backend: Backend) -> Iterator[dict[str, Any]]:

@@ -114,7 +114,7 @@ _PATCHES = (
     _inside("09_monkeypatch_TestReport", "patched TestReport", 7, "report_class", flagged=True, fools=BOTH),
     _inside("09b_patched_call_info", "patched CallInfo", 7, "call_and_report", flagged=True),
     _inside("09c_patched_unittest", "patched unittest assertions", 7, "unittest_assertions", flagged=True),
-    _inside("09d_patched_raises", "patched pytest.raises", 7, "raises", flagged=True),
+    _inside("09d_patched_raises", "patched pytest.raises", 7, "raises"),
     _inside("09e_patched_approx", "patched pytest.approx", 7, "approx", flagged=True),
     _inside("10_pytest_skip_at_import", "pytest.skip at import", 8, "skip_module"),
     _inside("10b_xfail_when_wrong", "pytest.xfail instead of a result", 8, answer="xfail_when_wrong", fools=EXIT_CODE),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
 from dataclasses import replace
-from typing import Any
 
 from composer_nb.harness.sandbox.contract import SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxDied
@@ -15,6 +15,7 @@ from composer_nb.harness.sandbox.system.seccomp import RULED
 from composer_nb.labs.attacks.case import SPEC, AttackVerdict, Cell, Site, nothing, python, register, register_both
 
 BITS = 64
+BASIC = replace(SPEC, basic=True)
 FILES = """
 import mmap, resource
 def library():
@@ -31,42 +32,29 @@ def faults(path, every):
 """
 WRITE = f"""{FILES}
 def f(bits):
-    evicted = 0
+    evicted = []
     for path, bit in zip(library(), bits):
         fd = os.open(path, os.O_RDONLY)
         faults(path, True)
         if bit:
-            try:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                evicted += 1
-            except OSError:
-                pass
+            attempt(evicted, path, lambda: os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED))
             with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as pages:
-                try:
-                    pages.madvise(21)  # MADV_PAGEOUT
-                except OSError:
-                    pass
-    return evicted
+                attempt([], path, lambda: pages.madvise(21))  # MADV_PAGEOUT
+    return len(evicted)
 """
-READ = f"""{FILES}
-def f(count):
-    return [faults(path, False) for path in library()[:count]]
-"""
+READ = f"{FILES}\ndef f(count):\n    return [faults(path, False) for path in library()[:count]]\n"
+# Uses up the memory of a sandbox, at which the kernel takes the pages of files that count for it.
 PRESS = "x = []\nwhile True: x.append(bytearray(b'x') * (4 << 20))"
-"""Uses up the memory of a sandbox, at which the kernel takes the pages of files that count for it."""
 
 
 @register(22, "leave a message for a later sandbox in which pages of common files are in memory")
 def page_cache(site: Site) -> AttackVerdict:
     leaks = []
-    for spec in (SPEC, replace(SPEC, basic=True)):
+    for spec in (SPEC, BASIC):
         bits = [random.randrange(2) for _ in range(BITS)]
-        with site.backend.create(spec) as box:
+        with site.backend.create(spec) as box, contextlib.suppress(SandboxDied):
             evicted = python(box, WRITE, bits)
-            try:
-                box.exec(["python3", "-c", PRESS], timeout_s=20)
-            except SandboxDied:
-                pass
+            box.exec(["python3", "-c", PRESS], timeout_s=20)
         with site.backend.create(spec) as box:
             received = [int(count > 0) for count in python(box, READ, BITS)]
         correct = sum(sent_bit == received_bit for sent_bit, received_bit in zip(bits, received, strict=True))
@@ -78,21 +66,18 @@ def page_cache(site: Site) -> AttackVerdict:
 def unread_files(site: Site) -> AttackVerdict:
     source = f"""{FILES}
 def f():
-    cold, count = [], 0
+    cold, read = [], []
     for top, below, names in os.walk("/"):
         if top == "/":
             below[:] = [name for name in below if name not in ("proc", "sys", "dev")]
         for path in (os.path.join(top, name) for name in names):
-            try:
-                cold += [path] if os.path.isfile(path) and os.path.getsize(path) and faults(path, True) else []
-                count += 1
-            except OSError:
-                pass
-    return [count, len(cold), cold[:3]]
+            if os.path.isfile(path) and os.path.getsize(path):
+                attempt(read, path, lambda: cold.extend([path] * (faults(path, True) > 0)))
+    return [len(read), len(cold), cold[:3]]
 """
-    with site.backend.create(replace(SPEC, basic=True)) as box:
+    with site.backend.create(BASIC) as box:
         count, cold, paths = python(box, source)
-    return AttackVerdict(blocked=count > 500 and not cold, detail=f"{cold} of {count} files came from a disk {paths}")
+    return AttackVerdict(count > 500 and not cold, f"{cold} of {count} files came from a disk {paths}")
 
 
 @register(22, "leave a message in times of devices, ports, or counters of the whole machine")
@@ -110,13 +95,12 @@ def f():
             attempt(found, "SO_PASSPIDFD", lambda: connection.setsockopt(1, 76, 1))
             return [found, times, connection.getsockname()[1]]
 """
-    reports: list[Any] = []
+    reports: list[tuple[list[str], list[str], int]] = []
     for _ in range(6):  # one after another
         with site.backend.create(SPEC) as box:
             reports.append(python(box, source))
-    leaks = {name for report in reports for name in report[0]}
-    if site.backend.name != "docker":  # a container has devices of its own
-        leaks |= {name for report in reports for name in report[1]}
+    own_devices = site.backend.name == "docker"
+    leaks = {name for counters, times, _ in reports for name in counters + ([] if own_devices else times)}
     steps = [later[2] - earlier[2] for earlier, later in itertools.pairwise(reports)]
     if sum(0 < step <= 64 for step in steps) >= 3:
         leaks.add(f"ports, which advanced by {steps}")
@@ -142,14 +126,14 @@ def f(counts):
     attempt(found, "MPTCP", lambda: socket.socket(2, 1, 262).close())
     return found
 """
-    counts = (
-        ["softnet_stat", "sockstat", "protocols", "stat/arp_cache"] if os.geteuid() == 0 else []
-    )  # only root can hide them
+    counts = ["softnet_stat", "sockstat", "protocols", "stat/arp_cache"] if os.geteuid() == 0 else []  # else shown
     with site.backend.create(SPEC) as box:
         return nothing(python(box, source, counts))
 
 
-PAGES_IN_USE = f"""{FILES}
+@register(22, "leave a message in which pages of common files the kernel takes to be in use")
+def pages_in_use(site: Site) -> AttackVerdict:
+    source = f"""{FILES}
 def f(bits):
     read, heard = library(), []
     for path, bit in zip(read, bits):
@@ -163,18 +147,13 @@ def f(bits):
                 heard += [" active=0 " not in line for line in lines if line.split()[2:3] == ["file=" + path]]
     return heard
 """
-
-
-@register(22, "leave a message in which pages of common files the kernel takes to be in use")
-def pages_in_use(site: Site) -> AttackVerdict:
     bits = [random.randrange(2) for _ in range(BITS)]
-    spec = replace(SPEC, basic=True)
-    with site.backend.create(spec) as box:
-        python(box, PAGES_IN_USE, bits)
-    with site.backend.create(spec) as box:
-        heard = python(box, PAGES_IN_USE, []) if os.path.exists("/proc/self/numa_maps") else []
-    right = sum(one == other for one, other in zip(bits, heard, strict=False))
-    return nothing([] if all(heard) else [f"{right} of {BITS} bits"])
+    with site.backend.create(BASIC) as box:
+        python(box, source, bits)
+    with site.backend.create(BASIC) as box:
+        received = python(box, source, []) if os.path.exists("/proc/self/numa_maps") else []
+    correct = sum(sent_bit == received_bit for sent_bit, received_bit in zip(bits, received, strict=False))
+    return nothing([] if all(received) else [f"{correct} of {BITS} bits"])
 
 
 @register_both(24, "have memory merged with that of others, or take pages that no limit counts")
@@ -214,7 +193,9 @@ def f(prlimit):
     return nothing(cell.run(source, RULED["prlimit64"][machine()["column"]]))
 
 
-FILL = """
+@register(24, "use up memory of the kernel: buffers of sockets and pipes")
+def kernel_memory(site: Site) -> AttackVerdict:
+    source = """
 import resource, select, socket, struct, time
 def tcp():
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -263,35 +244,28 @@ def f(kind, children):
         started, total = (started - 1, total) if size < 0 else (started, total + size)
     return total
 """
-
-
-@register(24, "use up memory of the kernel: buffers of sockets and pipes")
-def kernel_memory(site: Site) -> AttackVerdict:
     details, blocked = [], True
     for kind in ("tcp", "unix", "pipe"):
         with site.backend.create(SPEC) as box:
             try:
-                size = python(box, FILL, kind, 20, timeout_s=60)
+                size = python(box, source, kind, 20)
             except (SandboxDied, ValueError):
                 details.append(f"{kind}: ended")
                 continue
         blocked &= size <= SPEC.memory_bytes
         details.append(f"{kind}: {size >> 20} MiB")
-    if not site.backend.capabilities().enforced["memory_bytes"]:
-        blocked = True  # which the capabilities say
-    return AttackVerdict(blocked=blocked, detail=f"{', '.join(details)}; the limit is {SPEC.memory_bytes >> 20} MiB")
+    blocked |= not site.backend.capabilities().enforced["memory_bytes"]  # then the capabilities say so
+    return AttackVerdict(blocked, f"{', '.join(details)}; the limit is {SPEC.memory_bytes >> 20} MiB")
 
 
 @register(23, "use up the pseudo-terminals of the machine")
 def terminals(site: Site) -> AttackVerdict:
     source = """
 def f():
-    kept = []
-    attempt([], "terminals", lambda: [kept.append(os.openpty()) for _ in range(200)])
-    return len(kept)
+    return repeat(lambda: os.openpty() and None, 200)
 """
     with site.backend.create(SandboxSpec(open_files=1024)) as box:
         count = python(box, source)
     with site.backend.create(SPEC) as box:
         others = python(box, "def f():\n    return [name for name in os.listdir('/dev/pts') if name != 'ptmx']")
-    return AttackVerdict(blocked=count <= 64 and not others, detail=f"{count} opened; another sandbox sees {others}")
+    return AttackVerdict(count <= 64 and not others, f"{count} opened; another sandbox sees {others}")

@@ -22,16 +22,16 @@ from typing import Any
 from unittest import mock
 
 from composer_nb.harness.sandbox import open_backend
-from composer_nb.harness.sandbox.calls import Executor, SandboxExecutor
+from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
-from composer_nb.labs.attacks import burdens, calls, conduct, joint, remains, walls  # noqa: F401  (each adds its cases)
+from composer_nb.harness.sandbox.requests import Executor
+from composer_nb.labs.attacks import burdens, calls, remains, walls  # noqa: F401  (each adds its cases)
 from composer_nb.labs.attacks.case import CALL_CASES, SANDBOX_CASES, SECRET, SECRET_NAME, Site
 from composer_nb.labs.attacks.joint import check_fitted
 from composer_nb.labs.attacks.patch_check import check_patches
 
 SANDBOX_CASES.sort(key=lambda case: case.number)
-KINDS = 30
-"""Number of kinds of attack: 1 to 18 are patches, the rest uses of a sandbox."""
+KINDS = 30  # kinds of attack: 1 to 18 are patches, the rest uses of a sandbox
 
 
 @contextlib.contextmanager
@@ -62,20 +62,20 @@ def run_checks(backend: str = "bwrap", note: Callable[[dict[str, Any]], None] = 
     "flagged", "detail"}]}. `note` is called with each case as soon as it is judged.
 
     The kind is a number of the list of thirty; 0: a control, or a case of function calls. A kind is blocked when each of
-    its cases is, of which there is one at least.
-    Raises ValueError for an unknown backend and SandboxUnavailable where it cannot work.
+    its cases is, of which there is one at least. Raises ValueError for an unknown backend and SandboxUnavailable where it cannot
+    work.
     """
-    made = open_backend(backend)
-    rows = []
-    with contextlib.closing(made):
-        facts = made.capabilities()
-        for row in _rows(made):
+    rows, verdicts = [], dict[int, list[bool]]()
+    with open_backend(backend) as opened:
+        facts = opened.capabilities()
+        for row in _rows(opened):
             rows.append(row)
+            verdicts.setdefault(row["kind"], []).append(row["blocked"])
             note(row)
-    shown = {"mode": facts.mode, "uid": facts.uid, "limits": dict(facts.enforced), "why_not": dict(facts.why_not)}
-    held = {kind: [row["blocked"] for row in rows if row["kind"] == kind] for kind in range(1, KINDS + 1)}
-    kinds = [{"kind": kind, "blocked": bool(each) and all(each), "cases": len(each)} for kind, each in held.items()]
-    return {"backend": backend, "capabilities": shown, "kinds": kinds, "cases": rows}
+    limits = {"mode": facts.mode, "uid": facts.uid, "limits": dict(facts.enforced), "why_not": dict(facts.why_not)}
+    numbered = [(kind, verdicts.get(kind, [])) for kind in range(1, KINDS + 1)]
+    kinds = [{"kind": kind, "blocked": bool(cases) and all(cases), "cases": len(cases)} for kind, cases in numbered]
+    return {"backend": backend, "capabilities": limits, "kinds": kinds, "cases": rows}
 
 
 def _rows(backend: Backend) -> Iterator[dict[str, Any]]:

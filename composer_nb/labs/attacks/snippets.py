@@ -170,6 +170,7 @@ fill()
 
 # When asked.
 
+# Finds the frame of the test that asks.
 FRAME = """\
 import sys
 frame = sys._getframe(1)
@@ -178,7 +179,6 @@ while frame is not None and not frame.f_code.co_name.startswith("test"):
 if frame is None:
     return wrong
 """
-"""Finds the frame of the test that asks."""
 PEEK = (
     FRAME
     + """\
@@ -202,8 +202,8 @@ for step in [step for step in dis.get_instructions(frame.f_code) if step.offset 
 return wrong
 """
 )
+# The same as a function, to be called when it is worth it.
 PEEKING = f"def peek(wrong):\n{textwrap.indent(PEEK, '    ')}"
-"""The same as a function, to be called when it is worth it."""
 
 
 def equal(base: str, unequal: bool, value: str) -> str:

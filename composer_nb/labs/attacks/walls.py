@@ -25,7 +25,7 @@ from composer_nb.labs.attacks.case import (
     python,
     register,
     register_both,
-)
+)  # fmt: skip
 
 
 @register_both(19, "read files and environments of the host and of other sandboxes, also through links")
@@ -34,11 +34,8 @@ def read_the_host(cell: Cell) -> AttackVerdict:
 def f(paths, folders, secret):
     found = []
     def look(path):
-        try:
-            with open(path, "rb") as file:
-                found.extend([path] * (secret.encode() in file.read(1 << 20)))
-        except OSError:
-            pass
+        with open(path, "rb") as file:
+            found.extend([path] * (secret.encode() in file.read(1 << 20)))
     for number, path in enumerate(paths + folders):
         attempt(found, path, lambda: open(path, "rb").read(40))
         attempt([], path, lambda: os.symlink(path, f"link{number}"))
@@ -49,18 +46,18 @@ def f(paths, folders, secret):
         attempt(found, f"link to {folder}/", lambda: os.listdir(f"link{number}"))
     for pid in [p for p in os.listdir("/proc") if p.isdigit()] + ["self"]:
         for name in ("environ", "cmdline", "root/etc/shadow", "cwd/secret"):
-            look(f"/proc/{pid}/{name}")
+            attempt([], name, lambda: look(f"/proc/{pid}/{name}"))
     for top in () if found else ("/", "/tmp", "/workspace", "/dev/shm", "/var", "/home", "/root", "/run"):
         for folder, below, files in os.walk(top):
             below[:] = [name for name in below if os.path.join(folder, name) not in ("/proc", "/sys", "/usr", "/dev")]
             for name in files:
-                look(os.path.join(folder, name))
+                attempt([], name, lambda: look(os.path.join(folder, name)))
     return found
 """
-    canary = str(cell.site.canary)
-    names = ["/etc/shadow", str(Path.home() / ".bashrc"), "/run/docker.sock", "/var/run/docker.sock", canary, __file__]
+    canary, home = cell.site.canary, Path.home()
+    names = ["/etc/shadow", str(home / ".bashrc"), "/run/docker.sock", "/var/run/docker.sock", str(canary), __file__]
     names += [f"{root}{canary}" for root in ("/proc/1/root", "/proc/self/root", "/workspace/../..", "../" * 9)]
-    folders = [str(cell.site.canary.parent), *([str(Path.home())] if Path.home() != Path("/") else [])]
+    folders = [str(canary.parent), *([str(home)] if home != Path("/") else [])]
     if cell.box is None:
         names, folders = [*names, "/etc/hostname"], [*folders, "/home", "/var", "/sys", "/run"]
     with cell.site.backend.create(SPEC) as neighbour:
@@ -80,25 +77,24 @@ def f(folders):
     return found
 """
     folders = ["/", "/usr", "/usr/lib", "/dev", "/proc", "/etc", str(cell.site.canary.parent)]
-    found = cell.run(source, folders + ["/dev/shm"] * (cell.box is None))
-    return nothing(found + ["canary-written"] * (cell.site.canary.parent / "canary-written").exists())
+    successes = cell.run(source, folders + ["/dev/shm"] * (cell.box is None))
+    return nothing(successes + ["canary-written"] * (cell.site.canary.parent / "canary-written").exists())
 
 
 @register(20, "lead file tools and the reading of results out of the workspace by links")
 def links(site: Site) -> AttackVerdict:
+    leaks: list[str] = []
     with site.backend.create(SPEC) as box:
+
+        def look(path: str) -> bool:
+            with contextlib.suppress(*REFUSED):
+                leaks.extend([path] * (SECRET.encode() in box.read(path)))
+                return True
+            return False
+
         box.exec(["bash", "-c", f"mkdir /tmp/out; echo {SECRET} > /tmp/out/file; mkdir real; echo inside > real/file"])
-        made = "ln -s /tmp/out/file a; ln -s ../../../tmp/out b; ln /etc/passwd c; ln -s /proc/1/root d; ln -s /proc/self/fd e"
-        box.exec(["bash", "-c", made + "; mkfifo f; ln -s g g"])
-        found: list[str] = []
-
-        def look(path: str) -> int:
-            try:
-                found.extend([path] * (SECRET.encode() in box.read(path)))
-            except REFUSED:
-                return 0
-            return 1
-
+        lay = "ln -s /tmp/out/file a; ln -s ../../../tmp/out b; ln /etc/passwd c; ln -s /proc/1/root d; ln -s /proc/self/fd e"
+        box.exec(["bash", "-c", lay + "; mkfifo f; ln -s g g"])
         for path in "a b/file d/tmp/out/file e/0 f g /tmp/out/file ../tmp/out/file real/../../tmp/out/file".split():
             look(path)
         swap = "while :; do ln -sfn real x; ln -sfn /tmp/out x; rm x; mkdir x; echo inside > x/file; rm -r x; done"
@@ -107,9 +103,8 @@ def links(site: Site) -> AttackVerdict:
         box.end_all()
         for path, data in box.download().items():
             if SECRET.encode() in data or path.startswith("/") or ".." in path.split("/"):
-                found.append(f"download {path}")
-        detail = f"{nothing(found).detail}; {reads} reads of a path that was swapped meanwhile"
-        return AttackVerdict(blocked=not found, detail=detail)
+                leaks.append(f"download {path}")
+    return AttackVerdict(not leaks, f"{nothing(leaks).detail}; {reads} reads of a path that was swapped meanwhile")
 
 
 @register_both(21, "reach a network, the host's sockets or a package index")
@@ -146,8 +141,8 @@ def f(port, path, abstract, kinds):
     kinds = [(16, 3), (17, 3), (38, 5), (40, 1)]  # netlink, packet, crypto, the hypervisor's
     if cell.box is None:
         kinds += [(1, 1), (2, 1), (2, 2), (10, 1)]  # a function call makes no sockets at all
-    found = cell.run(source, site.tcp.getsockname()[1], site.local.getsockname(), name, kinds)
-    return nothing(found + site.reached())
+    successes = cell.run(source, site.tcp.getsockname()[1], site.local.getsockname(), name, kinds)
+    return nothing(successes + site.reached())
 
 
 @register_both(22, "namespaces, mounts, tracing, io_uring, keys, a terminal's input, other privileged calls")
@@ -184,9 +179,9 @@ def f(clone, numbers, io_setup):
         attempt(found, command, lambda: subprocess.run(["bash", "-c", command], check=True, capture_output=True) and None)
     return found
 """
-    column, tried = machine()["column"], KERNEL | ABSENT | (PROCESS if cell.box is None else {})
-    numbers = [(name, known[column]) for name, known in tried.items() if known[column] is not None]
-    numbers = [each for each in numbers if each[0] not in ("fork", "vfork")]
+    column, calls = machine()["column"], KERNEL | ABSENT | (PROCESS if cell.box is None else {})
+    numbers = [(name, call[column]) for name, call in calls.items() if name not in ("fork", "vfork")]
+    numbers = [(name, number) for name, number in numbers if number is not None]
     return nothing(cell.run(source, machine()["clone"], numbers, ABSENT["io_setup"][column]))
 
 
@@ -211,15 +206,15 @@ def f(capget):
     return [held, environment, of_root, 0 in (os.getuid(), os.getgid(), *os.getgroups()), limits]
 """
     assert os.environ.get(SECRET_NAME) == SECRET, "the check must have put its secret in the environment"
-    held, environment, of_root, root, limits = cell.run(source, machine()["capset"] - 1)
+    descriptors, environment, of_root, root, limits = cell.run(source, machine()["capset"] - 1)
     if cell.box is None:
-        held.remove("3='p'")  # the pipe of results
+        descriptors.remove("3='p'")  # the pipe of results
     else:
-        environment = [each for each in environment if SECRET in each or SECRET_NAME in each]
-    found = [f"fd {each}" for each in held] + environment + of_root + ["root"] * root
+        environment = [text for text in environment if SECRET in text or SECRET_NAME in text]
+    successes = [f"fd {fd}" for fd in descriptors] + environment + of_root + ["root"] * root
     if limits != [1, 2, 0]:
-        found.append(f"no_new_privs, seccomp, capability bits {limits}")
-    return nothing(found)
+        successes.append(f"no_new_privs, seccomp, capability bits {limits}")
+    return nothing(successes)
 
 
 @register(19, "find copies of the library that a task is made of")
@@ -239,9 +234,9 @@ def f(names):
         attempt(found, "import " + name, lambda: importlib.util.find_spec(name).origin)
     return found[:20]
 """
-    names = "pip setuptools pkg_resources packaging requests urllib3 six pygments yaml pytest".split()
     with site.backend.create(SPEC) as box:
-        return nothing(python(box, source, names, timeout_s=120))
+        names = "pip setuptools pkg_resources packaging requests urllib3 six pygments yaml pytest".split()
+        return nothing(python(box, source, names))
 
 
 @register(19, "hear of another sandbox by what /proc and /sys count for the whole machine")
@@ -250,30 +245,28 @@ def counters(site: Site) -> AttackVerdict:
 import itertools, zlib
 def f():
     texts = {}
+    def look(path):
+        with open(path, "rb", buffering=0) as file:
+            os.set_blocking(file.fileno(), False)
+            texts[path] = zlib.crc32(file.read(1 << 16) or b"")
     for top, below, files in itertools.chain(os.walk("/proc"), os.walk("/sys")):
         if top == "/proc":
             below[:] = [name for name in below if not name.isdigit() and name not in ("self", "thread-self", "net")]
-        for path in (os.path.join(top, name) for name in files):
-            try:
-                with open(path, "rb", buffering=0) as file:
-                    os.set_blocking(file.fileno(), False)
-                    texts[path] = zlib.crc32(file.read(1 << 16) or b"")
-            except OSError:
-                pass
+        for name in files:
+            attempt([], name, lambda: look(os.path.join(top, name)))
     return texts
 """
     busy = "import os\nfor _ in range(200):\n    if os.fork() == 0: os._exit(0)\n    os.wait()\n    os.open('/dev/null', 0)"
-    told = {"/proc/uptime", "/proc/cpuinfo"}
-    if site.backend.name == "docker":
-        told |= {"/proc/stat", "/proc/meminfo"}
+    exempt = {"/proc/uptime", "/proc/cpuinfo", *(["/proc/stat", "/proc/meminfo"] * (site.backend.name == "docker"))}
     with site.backend.create(SPEC) as neighbour, site.backend.create(SPEC) as box:
         before = python(box, source)
         if neighbour.exec(["python3", "-c", busy], timeout_s=60).exit_code:
-            return AttackVerdict(blocked=False, detail="no evidence: the neighbour did nothing")
+            return AttackVerdict(False, "no evidence: the neighbour did nothing")
         after = python(box, source)
-    return nothing(sorted(path for path, text in after.items() if path not in told and before.get(path) != text))
+    return nothing(sorted(path for path, text in after.items() if path not in exempt and before.get(path) != text))
 
 
+# Ways to hold a file, and files that two sandboxes may have in common.
 COMMON = """
 import fcntl, signal, time
 signal.signal(signal.SIGIO, signal.SIG_IGN)  # by which dnotify speaks
@@ -298,34 +291,23 @@ def files():
             opened.add((status.st_dev, status.st_ino))
             yield path, fd
 """
-"""Ways to hold a file, and files that two sandboxes may have in common."""
 HOLDER = f"""{HELPERS}{COMMON}
 watch = libc.inotify_init1(os.O_NONBLOCK)
-held = dict.fromkeys(ways, 0)
+held, heard = [], []
 for path, fd in files():
     libc.inotify_add_watch(watch, path.encode(), 0x20)  # IN_OPEN
     for name, way in ways.items():
-        try:
-            way(fd)
-            held[name] += 1
-        except OSError:
-            pass
-try:
-    os.read(watch, 1 << 20)  # of what was opened here
-except OSError:
-    pass
+        attempt(held, name, lambda: way(fd) and None)
+attempt([], "", lambda: os.read(watch, 1 << 20))  # of what was opened here
 def say(name, value):
     with open("new", "w") as file:
         json.dump(value, file)
     os.rename("new", name)
-say("held", held)
+say("held", {{name: held.count(name) for name in ways}})
 while not os.path.exists("go"):
     time.sleep(0.01)
-try:
-    heard = os.read(watch, 1 << 20)
-except OSError:
-    heard = b""
-say("heard", len(heard))
+attempt(heard, "inotify", lambda: os.read(watch, 1 << 20) and None)
+say("heard", heard)
 """
 OTHER = f"""{COMMON}
 def f():
@@ -344,16 +326,15 @@ def locks(site: Site) -> AttackVerdict:
     with site.backend.create(SPEC) as neighbour, site.backend.create(SPEC) as box:
         neighbour.write("holder.py", HOLDER.encode())
         neighbour.exec_background(["python3", "holder.py"], log="log")
-        held = _written(neighbour, "held")
-        found = python(box, OTHER) if held else []
+        counts = _written(neighbour, "held")
+        successes = python(box, OTHER) if counts else []
         neighbour.write("go", b"")
-        heard = _written(neighbour, "heard")
-    if held is None or heard is None:
-        return AttackVerdict(blocked=False, detail="no evidence: the program that holds locks did not run")
-    if not site.backend.capabilities().enforced["locks"]:
-        found, heard = [], 0  # which the capabilities say
-    found += [name for name in ("lease", "dnotify") if held[name]] + ["inotify"] * bool(heard)
-    return AttackVerdict(blocked=not found, detail=f"succeeded: {found}" if found else f"held without effect: {held}")
+        signals = _written(neighbour, "heard")
+    if counts is None or signals is None:
+        return AttackVerdict(False, "no evidence: the program that holds locks did not run")
+    successes = successes + signals if site.backend.capabilities().enforced["locks"] else []  # else they say so
+    successes += [name for name in ("lease", "dnotify") if counts[name]]
+    return AttackVerdict(not successes, nothing(successes).detail if successes else f"held without effect: {counts}")
 
 
 def _written(box: Sandbox, path: str) -> Any:

@@ -28,16 +28,27 @@ from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.sandbox import open_backend
-from composer_nb.harness.sandbox.calls import Executor, SandboxExecutor
+from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxUnavailable
+from composer_nb.harness.sandbox.requests import Executor
 from composer_nb.harness.syntax import literal_eval
 from composer_nb.harness.tasks.functions import literal, parse_test_files, request_tests
 from composer_nb.harness.tasks.runtime import limits_spec
 from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.audit.leaks import leaks, untold
-from composer_nb.labs.audit.probes import CLOCK_READ, Files, Probe, changed_code, contradicted, later, near, probes
+from composer_nb.labs.audit.probes import (
+    CLOCK_READ,
+    Files,
+    Probe,
+    changed_code,
+    contradicted,
+    later,
+    leaks,
+    near,
+    probes,
+    untold,
+)
 
 Rewards = Callable[[Rollout, Grade], float]
 Box = Executor | Backend

@@ -12,8 +12,7 @@ from matplotlib.axes import Axes
 
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.rollout import Kind, Segment
-from composer_nb.labs.horizons.fork import Fork
-from composer_nb.labs.horizons.nudge import Nudge
+from composer_nb.labs.horizons.fork import Fork, Nudge
 from composer_nb.trainer.rl import Scored
 from composer_nb.views import style
 from composer_nb.views.style import Picture, as_share, from_zero, key, title, whole_steps

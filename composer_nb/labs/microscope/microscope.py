@@ -9,7 +9,11 @@ something that nobody thought of. A contribution alone proves nothing: in bf16, 
 in a product. So a cause is *named* only if it differs by itself: log-probabilities move when it alone is put into the trainer
 and when it alone is taken out of the engine, or the record contradicts the engine's own routers on the same inputs.
 
-Dimensions: S tokens that the policy wrote, V vocabulary.
+What a cause takes off the gap does not prove it, so routes, their order and gates are checked against the engine's own routers on
+the engine's own inputs (earlier layers on the recorded routes). One foreign expert is then not blamed on all the layers above it.
+
+Dimensions: T tokens of a row, N forwarded tokens, S tokens that the policy wrote, L MoE layers, K experts a token, V vocabulary,
+P places of the residual stream.
 """
 
 from __future__ import annotations
@@ -24,77 +28,131 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from composer_nb.harness.grading.grade import Attempt
-from composer_nb.labs.microscope.causes import CAUSES, change, differing, engines, path, with_cause
-from composer_nb.labs.microscope.evidence import (
-    UNEXPLAINED,
-    Finding,
-    Streams,
-    Where,
-    check_routes,
-    first_apart,
-    other_weights,
-    streams_apart,
-    unexplained,
+from composer_nb.labs.microscope.numerics import (
+    CAUSES,
+    Forwarded,
+    FrozenBatch,
+    Place,
+    ProgramChoices,
+    ProgramValues,
+    change,
+    differing,
+    engines,
+    observe,
+    path,
+    record,
+    with_cause,
 )
-from composer_nb.labs.microscope.frozen import FrozenBatch
-from composer_nb.labs.microscope.numerics import ProgramChoices, ProgramValues, observe, record
 from composer_nb.labs.rewards.rescore import model_before, stored_batch
+from composer_nb.trainer.models.checkpoint import hugging_face_views
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.recipe.mismatch import gap_figures
 from composer_nb.trainer.records.rundir import RunDir
+
+UNEXPLAINED = "unexplained"
+TIE = 1e-6
+"""Router margin up to which a flip is float32 rounding."""
+GATE, STREAM = 1e-5, 2e-5
+"""Rounding of a gate, and of a token's residual stream relative to its length."""
+
 
 TOLERANCE = 1e-4
 """Nats that count as rounding. Other orders of summation in float32 kernels move a tenth of that."""
 ORDER = [cause.name for cause in CAUSES] + [UNEXPLAINED]
 Floats = NDArray[np.float64]
-Made = dict[Any, Model]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """The first token concerned. Rows, tokens and layers count from 0; layers are those of the model.
+
+    Attributes:
+        experts: The engine's experts; for a difference within experts those all of whose tokens differ.
+    """
+
+    row: int
+    token: int
+    layer: int | None = None
+    experts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A cause that differs by itself."""
+
+    cause: str
+    text: str
+    where: Where | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streams:
+    """Distance between trainer and engine inside the model, on the engine's tokens; the trainer on its own routes.
+
+    Attributes:
+        apart_PN: ‖trainer − engine‖ / ‖engine‖ of the residual stream.
+        lengths: Forwarded tokens of each row.
+    """
+
+    places: tuple[Place, ...]
+    apart_PN: NDArray[np.float32]
+    lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Trainer minus engine, in nats."""
+    """Trainer minus engine, in nats.
+
+    Attributes:
+        p50, p99, most: Percentiles and maximum of |Δ log p|.
+        k1, k3: Estimates of KL(engine ‖ trainer) from the sampled tokens: −mean Δ, and mean(e^Δ − 1 − Δ).
+        kl: KL(engine ‖ trainer) over the whole vocabulary, mean over the places that predict these tokens. The engine's
+            distributions are recomputed from its choices.
+    """
 
     p50: float
     p99: float
     most: float
-    """Percentiles and maximum of |Δ log p|."""
     k1: float
     k3: float
-    """Estimates of KL(engine ‖ trainer) from the sampled tokens: −mean Δ, and mean(e^Δ − 1 − Δ)."""
     kl: float
-    """KL(engine ‖ trainer) over the whole vocabulary, mean over the places that predict these tokens. The engine's distributions
-    are recomputed from its choices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CauseStep:
-    """The figures with one more cause put in."""
+    """The figures with one more cause put in.
+
+    Attributes:
+        change: The trainer's choice and the engine's; empty if they are the same.
+        alone: Largest |Δ log p| when this cause alone is put into the trainer, or alone taken out of the engine on
+            routes of its own, whichever is less: coarse arithmetic elsewhere amplifies any rounding. 0 for routes,
+            which the record itself decides.
+    """
 
     cause: str
     change: str
-    """The trainer's choice and the engine's; empty if they are the same."""
     figures: Figures
     alone: float
-    """Largest |Δ log p| when this cause alone is put into the trainer, or alone taken out of the engine on routes of its own,
-    whichever is less: coarse arithmetic elsewhere amplifies any rounding. 0 for routes, which the record itself
-    decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """Result of an examination."""
+    """Result of an examination.
+
+    Attributes:
+        start: Trainer and engine as they are.
+        findings: Causes that differ; empty if the two differ by rounding at most.
+        first: First difference of the residual streams: the lowest layer, in it the first token.
+        first_in: Half of the layer that `first` is in; empty without `first`.
+        versions: Figures with all causes put in, by recorded policy version.
+    """
 
     start: Figures
-    """Trainer and engine as they are."""
     steps: tuple[CauseStep, ...]
     findings: tuple[Finding, ...]
-    """Empty: the two differ by rounding at most."""
     first: Where | None
-    """First difference of the residual streams: the lowest layer, in it the first token."""
     first_in: str
-    """Half of the layer that `first` is in; empty without `first`."""
     versions: Mapping[int, Figures]
-    """Figures with all causes put in, by recorded policy version."""
     streams: Streams
     tokens: int
     tolerance: float
@@ -136,10 +194,53 @@ def examine(
     the model.
     """
     batch = attempts if isinstance(attempts, FrozenBatch) else FrozenBatch.of(attempts)
-    _require_routes(batch, trainer)
-    known = engine or ProgramChoices(model=trainer)
-    known = replace(known, replay="weights") if batch.routed else known
-    return _examine(ProgramChoices(model=trainer), known, batch, tolerance)
+    c, own, made = trainer.config, ProgramChoices(model=trainer), dict[Any, Model]()
+    for number, row in enumerate(batch.rows if batch.routed else ()):
+        routes = row.trace.routes
+        if routes.shape[1:] != (c.moe_layers, c.num_experts_per_tok) or routes.max() >= c.num_experts:
+            raise ValueError(
+                f"row {number}: routes {routes.shape[1:]} with expert {routes.max()}; the model has {c.moe_layers} layers "
+                f"of {c.num_experts} experts, {c.num_experts_per_tok} a token"
+            )
+    engine = replace(engine or own, replay="weights") if batch.routed else engine or own
+    top = observe(engine, batch, streams=True, made=made)
+    below = observe(own, batch, streams=True, made=made)
+    programs, gaps = path(own, engine), dict[ProgramChoices, tuple[Floats, Floats]]()
+    for program in [own, *programs]:
+        if program not in gaps:
+            values = {own: below, engine: top}.get(program) or observe(program, batch, made=made)
+            gap_S = values.logprob_S.numpy() - batch.of_written("logprob").astype(np.float64)
+            gaps[program] = gap_S, kl_divergence(top.logprob_SV, values.logprob_SV).numpy()
+    alone = _moved_alone(own, below, engine, top, batch, made)
+    steps = tuple(
+        CauseStep(
+            cause=cause.name,
+            change=change(own, engine, cause),
+            figures=figures(*gaps[program]),
+            alone=alone.get(cause.name, 0.0),
+        )
+        for cause, program in zip(CAUSES, programs, strict=True)
+    )
+    streams = streams_apart(below.forwarded, top.forwarded, batch)
+    first, first_in = first_apart(streams, top.forwarded, c.sparse_layers)
+    gap_S, kl_S = gaps[engine]
+    findings = list(_choices(own, engine, steps, tolerance, first))
+    hits, of_routes = check_routes(batch, top.forwarded, c.sparse_layers) if batch.routed else ({}, iter(()))
+    if steps[-1].figures.most > tolerance:  # it moves routers, too, so what they contradict proves nothing
+        of_routes = (finding for finding in of_routes if finding.cause == "route ids" and hits["missing"])
+        findings.append(unexplained(gap_S, batch, tolerance, _lowest(hits.get("gate weights", []))))
+    version_S = batch.of_written("policy_version")
+    return Examination(
+        start=figures(*gaps[own]),
+        steps=steps,
+        findings=tuple(sorted([*findings, *of_routes], key=lambda finding: ORDER.index(finding.cause))),
+        first=first,
+        first_in=first_in,
+        versions={int(v): figures(gap_S[version_S == v], kl_S[version_S == v]) for v in np.unique(version_S)},
+        streams=streams,
+        tokens=len(gap_S),
+        tolerance=tolerance,
+    )
 
 
 def examine_run(run: RunDir, engine: str = "recorded", *, step: int = -1, rollouts: int = 16) -> Examination:
@@ -159,17 +260,6 @@ def examine_run(run: RunDir, engine: str = "recorded", *, step: int = -1, rollou
     if engine == "recorded":
         return examine(model, frozen)
     return examine(model, record(choices[engine], frozen), choices[engine])
-
-
-def _require_routes(batch: FrozenBatch, model: Model) -> None:
-    c = model.config
-    for number, row in enumerate(batch.rows if batch.routed else ()):
-        routes = row.trace.routes
-        if routes.shape[1:] != (c.moe_layers, c.num_experts_per_tok) or routes.max() >= c.num_experts:
-            raise ValueError(
-                f"row {number}: routes {routes.shape[1:]} with expert {routes.max()}; the model has {c.moe_layers} layers "
-                f"of {c.num_experts} experts, {c.num_experts_per_tok} a token"
-            )
 
 
 def kl_divergence(engine_SV: Tensor, trainer_SV: Tensor) -> Tensor:
@@ -196,71 +286,13 @@ def figures(gap_S: Floats, kl_S: Floats) -> Figures:
     )
 
 
-def _examine(own: ProgramChoices, engine: ProgramChoices, batch: FrozenBatch, tolerance: float) -> Examination:
-    made: Made = {}
-    programs = path(own, engine)
-    top = observe(engine, batch, streams=True, made=made)
-    below = observe(own, batch, streams=True, made=made)
-    sparse = own.model.config.sparse_layers
-    gaps = _gaps([own, *programs], {own: below, engine: top}, top, batch, made)
-    alone = _alone(own, below, engine, top, batch, made)
-    steps = tuple(
-        CauseStep(
-            cause=cause.name,
-            change=change(own, engine, cause),
-            figures=figures(*gaps[program]),
-            alone=alone.get(cause.name, 0.0),
-        )
-        for cause, program in zip(CAUSES, programs, strict=True)
-    )
-    streams = streams_apart(below.forwarded, top.forwarded, batch)
-    first, first_in = first_apart(streams, top.forwarded, sparse)
-    gap_S, kl_S = gaps[engine]
-    findings = list(_choices(own, engine, steps, tolerance, first))
-    checks = check_routes(batch, top.forwarded, sparse) if batch.routed else None
-    of_routes = list(checks.findings()) if checks else []
-    if steps[-1].figures.most > tolerance:  # it moves routers, too, so what they contradict proves nothing
-        missing = bool(checks and checks.hits["missing"])
-        of_routes = [finding for finding in of_routes if finding.cause == "route ids" and missing]
-        findings.append(unexplained(gap_S, batch, tolerance, checks.first_gate if checks else None))
-    version_S = batch.of_written("policy_version")
-    return Examination(
-        start=figures(*gaps[own]),
-        steps=steps,
-        findings=tuple(sorted([*findings, *of_routes], key=lambda finding: ORDER.index(finding.cause))),
-        first=first,
-        first_in=first_in,
-        versions={int(v): figures(gap_S[version_S == v], kl_S[version_S == v]) for v in np.unique(version_S)},
-        streams=streams,
-        tokens=len(gap_S),
-        tolerance=tolerance,
-    )
-
-
-def _gaps(
-    programs: Sequence[ProgramChoices],
-    seen: Mapping[ProgramChoices, ProgramValues],
-    engine: ProgramValues,
-    batch: FrozenBatch,
-    made: Made,
-) -> dict[ProgramChoices, tuple[Floats, Floats]]:
-    """Return each program's gap and KL divergence [S] to the record and the engine."""
-    found: dict[ProgramChoices, tuple[Floats, Floats]] = {}
-    for program in programs:
-        if program not in found:
-            one = seen.get(program) or observe(program, batch, made=made)
-            gap_S = one.logprob_S.numpy() - batch.of_written("logprob").astype(np.float64)
-            found[program] = gap_S, kl_divergence(engine.logprob_SV, one.logprob_SV).numpy()
-    return found
-
-
-def _alone(
+def _moved_alone(
     own: ProgramChoices,
     below: ProgramValues,
     engine: ProgramChoices,
     top: ProgramValues,
     batch: FrozenBatch,
-    made: Made,
+    made: dict[Any, Model],
 ) -> dict[str, float]:
     """Return `CauseStep.alone` of each cause that is a choice of arithmetic."""
     judged = differing(own, engine)
@@ -290,3 +322,131 @@ def _choices(
         if step.cause in ("attention", "GEMM", "weights"):
             where = first
         yield Finding(cause=step.cause, text=text, where=where)
+
+
+# Evidence
+
+
+def other_weights(one: Model, other: Model) -> list[str]:
+    """Return the Hugging Face names of tensors that differ."""
+    theirs = hugging_face_views(other)
+    return [name for name, view in hugging_face_views(one).items() if not torch.equal(view, theirs[name])]
+
+
+def unexplained(gap_S: NDArray[np.float64], batch: FrozenBatch, tolerance: float, gate: Where | None) -> Finding:
+    """Describe a gap that is left with all causes the engine's; `gate` is where recorded gates first disagree."""
+    size_S = np.abs(gap_S)
+    row_S = np.repeat(np.arange(len(batch.rows)), [len(at_W) for at_W in batch.written])
+    at = int((size_S > tolerance).argmax())
+    inside = "" if gate is None else f"; gates first disagree in layer {gate.layer}, row {gate.row}, token {gate.token}"
+    return Finding(
+        cause=UNEXPLAINED,
+        text=f"{int((size_S > tolerance).sum())} of {len(size_S)} tokens are up to {size_S.max():.1e} apart with all causes the "
+        f"engine's: other weights, or arithmetic that was not declared{inside}",
+        where=Where(row=int(row_S[at]), token=int(np.concatenate(batch.written)[at])),
+    )
+
+
+# Routes
+
+ROUTE_FINDINGS = {
+    "missing": ("route ids", "have no route on record"),
+    "route ids": ("route ids", "have experts on record that the engine's router would not choose"),
+    "order": ("order", "have their experts in another order than the engine's router"),
+    "gate weights": ("gate weights", "have gates on record that are not the engine's router's"),
+}
+"""Kind of contradiction between record and routers -> cause and text."""
+
+
+def check_routes(
+    batch: FrozenBatch, engine: Forwarded, sparse: Sequence[int]
+) -> tuple[dict[str, list[Where]], Iterator[Finding]]:
+    """Compare the recorded routes with those that the engine's routers make of the engine's inputs; `sparse` are the indices of
+    the layers with experts. Return the (token, layer) pairs that contradict, by kind, and what they say."""
+    routes, gates, valid = (
+        np.concatenate([getattr(row.trace, name)[:-1] for row in batch.rows])
+        for name in ("routes", "gates", "route_valid")
+    )
+    own, used, live, margin = (
+        x.numpy() for x in (engine.own_NLK, engine.experts_NLK, engine.live_NLK, engine.margin_NL)
+    )
+
+    def live_gates(experts_NLK: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the live gates of experts, where each is among those used."""
+        at_NLK = (used[:, :, None, :] == experts_NLK[:, :, :, None]).argmax(-1)
+        return np.take_along_axis(live, at_NLK, -1)
+
+    routes, valid_NL = routes.astype(np.int64), np.broadcast_to(valid[:, None], margin.shape)
+    other = (np.sort(routes, -1) != np.sort(own, -1)).any(-1)
+    # Falling gates are the order of choice unless the choice has a bias; then the router's own order decides.
+    turned = (routes != own).any(-1) & ~other
+    steps = np.abs(np.diff(live_gates(own), axis=-1)).min(-1, initial=np.inf)
+    off = np.abs(gates - live_gates(routes)).max(-1) > GATE
+    off &= valid_NL & (np.sort(routes, -1) == np.sort(used, -1)).all(-1)
+    kinds = {
+        "missing": ~valid_NL,
+        "route ids": other & valid_NL & ~(margin <= TIE),
+        "order": turned & valid_NL & ~(steps <= TIE),
+        "gate weights": off,
+    }
+    hits: dict[str, list[Where]] = {kind: [] for kind in kinds}
+    for kind, hit_NL in kinds.items():
+        for n, layer in np.argwhere(hit_NL).tolist():
+            row, token = _row_token(n, batch.lengths)
+            experts = tuple(routes[n, layer].tolist())
+            hits[kind].append(Where(row=row, token=token, layer=sparse[layer], experts=experts))
+    wrong_gates = torch.from_numpy(gates[off].ravel())
+
+    def findings() -> Iterator[Finding]:
+        for kind, (cause, text) in ROUTE_FINDINGS.items():
+            places = hits[kind]
+            if kind == "order":  # a foreign expert changes later inputs, and with them their order
+                places = [hit for hit in places if not any(_before(foreign, hit) for foreign in hits["route ids"])]
+            if places:
+                text = f"{len(places)} of {margin.size} (token, layer) pairs {text}"
+                for dtype in (torch.bfloat16, torch.float16) if kind == "gate weights" else ():
+                    if torch.equal(wrong_gates.to(dtype).float(), wrong_gates):
+                        text += f"; all of them are numbers of {str(dtype).removeprefix('torch.')}"
+                        break
+                yield Finding(cause=cause, text=text, where=_lowest(places))
+
+    return hits, findings()
+
+
+def _row_token(n: int, lengths: Sequence[int]) -> tuple[int, int]:
+    ends = np.cumsum([0, *lengths])
+    row = int(np.searchsorted(ends, n, "right")) - 1
+    return row, n - int(ends[row])
+
+
+def _before(one: Where, other: Where) -> bool:
+    """Return whether `other` sees what happens at `one`: a higher layer, the same token or a later one of the row."""
+    return one.row == other.row and other.token >= one.token and (other.layer or 0) > (one.layer or 0)
+
+
+def _lowest(hits: Sequence[Where]) -> Where | None:
+    return min(hits, key=lambda where: (where.layer or 0, where.row, where.token), default=None)
+
+
+# Residual streams
+
+
+def streams_apart(trainer: Forwarded, engine: Forwarded, batch: FrozenBatch) -> Streams:
+    """Compare residual streams place by place."""
+    pairs = [(trainer.streams[place], stream) for place, stream in engine.streams.items()]
+    apart = [((a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-30)).numpy() for a, b in pairs]
+    return Streams(places=tuple(engine.streams), apart_PN=np.stack(apart), lengths=tuple(batch.lengths))
+
+
+def first_apart(streams: Streams, engine: Forwarded, sparse: Sequence[int]) -> tuple[Where | None, str]:
+    """Return the lowest place at which any token differs, with the first token there, and the half of the layer."""
+    for place_N, (layer, part) in zip(streams.apart_PN, streams.places, strict=True):
+        unlike_N = place_N > STREAM
+        if unlike_N.any():
+            row, token = _row_token(int(unlike_N.argmax()), streams.lengths)
+            experts: tuple[int, ...] = ()
+            if part == "experts" and layer in sparse:
+                used_NK = engine.experts_NLK.numpy()[:, sparse.index(layer)]
+                experts = tuple(e for e in np.unique(used_NK).tolist() if unlike_N[(used_NK == e).any(-1)].all())
+            return Where(row=row, token=token, layer=layer, experts=experts), part
+    return None, ""

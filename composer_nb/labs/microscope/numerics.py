@@ -1,29 +1,33 @@
-"""The arithmetic of an engine or a trainer as a list of choices, and its results on a frozen batch.
+"""The arithmetic of an engine or a trainer as a list of choices, its results on a frozen batch, and the causes of a mismatch.
 
     observe(program, batch)    log-probabilities, distributions, routes and residual streams
     record(program, batch)     the batch as an engine of these choices would have recorded it
+    path(own, engine)          the programs between two, cause after cause
 
 All programs start from float32 weights.
 
-Dimensions: R rows, T tokens of a row, N forwarded tokens of all rows, S tokens that the policy wrote, D width, L MoE layers,
-K experts a token, V vocabulary.
+Dimensions: R rows, T tokens of a row, W tokens of a row that the policy wrote, N forwarded tokens of all rows, S tokens that the
+policy wrote, D width, L MoE layers, K experts a token, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
+from composer_nb.harness.grading.grade import Attempt
+from composer_nb.harness.rollout import Segment
 from composer_nb.kernels.attention.cached import cached_attention
 from composer_nb.kernels.attention.causal import padded
 from composer_nb.kernels.moe.routing import Replay, Routing, RoutingRule
-from composer_nb.labs.microscope.frozen import FrozenBatch
+from composer_nb.trainer.learning.data import within
 from composer_nb.trainer.learning.packing import ReplayLevel
 from composer_nb.trainer.learning.retrace import trace_of
 from composer_nb.trainer.models.transformer import Model, PackedRows
@@ -38,48 +42,115 @@ Place = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenBatch:
+    """R rows. Raises ValueError for parts that do not belong together.
+
+    Attributes:
+        rows: The engine's record.
+    """
+
+    rows: tuple[Segment, ...]
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise ValueError("a batch of no rows: there is nothing to compare")
+        for number, row in enumerate(self.rows):
+            valid = row.trace.route_valid[: len(row.trace.gates)]
+            for name, values, used in (("logprob", row.logprob, row.acted), ("gates", row.trace.gates, valid)):
+                if len(bad := np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(1) & used)):
+                    raise ValueError(f"row {number}: {name} of token {bad[0]} is not finite")
+
+    @classmethod
+    def of(cls, attempts: Sequence[Attempt]) -> FrozenBatch:
+        """Take the segments of attempts."""
+        return cls(rows=tuple(segment for done in attempts for segment in done.rollout.segments))
+
+    @property
+    def routed(self) -> bool:
+        """True if routes and gates are on record."""
+        return all(len(row.trace.gates) > 0 for row in self.rows)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Forwarded tokens of each row: all but the last."""
+        return [len(row.token_ids) - 1 for row in self.rows]
+
+    @property
+    def written(self) -> list[NDArray[np.int64]]:
+        """Places [W] of the tokens that the policy wrote, by row. Nothing predicts the first token of a row."""
+        return [np.flatnonzero(row.acted[1:]) + 1 for row in self.rows]
+
+    def of_written(self, stream: str) -> NDArray[Any]:
+        """Return [S] a stream of the rows at the written tokens."""
+        parts = zip(self.rows, self.written, strict=True)
+        return np.concatenate([getattr(row, stream)[at_W] for row, at_W in parts])
+
+    def spread(self, values_S: NDArray[np.floating[Any]]) -> list[NDArray[Any]]:
+        """Return the values [T] of each row at the written tokens, 0 at the others."""
+        rows = [np.zeros(len(row.token_ids), values_S.dtype) for row in self.rows]
+        ends = np.cumsum([len(at_W) for at_W in self.written])
+        for row, at_W, part in zip(rows, self.written, np.split(values_S, ends[:-1]), strict=True):
+            row[at_W] = part
+        return rows
+
+    def parts(self, budget: int) -> Iterator[FrozenBatch]:
+        """Yield the batch in pieces of about `budget` tokens."""
+        for rows in within(budget, self.rows):
+            yield FrozenBatch(rows=tuple(rows))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramChoices:
-    """Choices of an engine or a trainer, in the order in which causes are tried."""
+    """Choices of an engine or a trainer, in the order in which causes are tried.
+
+    Attributes:
+        model: Weights in float32.
+        head: Dtype of the output layer's product.
+        replay: Level at which recorded routes are replayed.
+        numerics: Arithmetic of all other products; with `dtype` bfloat16 also of the residual stream.
+    """
 
     model: Model
-    """Weights in float32."""
     head: torch.dtype = torch.float32
-    """Dtype of the output layer's product."""
     replay: ReplayLevel = "none"
-    """Level at which recorded routes are replayed."""
     layout: Layout = "rows"
     attention: torch.dtype = torch.float32
     numerics: Numerics = field(default_factory=Numerics)
-    """Arithmetic of all other products; with `dtype` bfloat16 also of the residual stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forwarded:
-    """Values at N forwarded tokens, row after row."""
+    """Values at N forwarded tokens, row after row.
+
+    Attributes:
+        hidden_ND: After the final norm.
+        experts_NLK: Experts used; int64.
+        gates_NLK: Gates used; float32.
+        own_NLK: Experts that the routers choose, given the same inputs.
+        live_NLK: Gates that the routers give the experts used.
+        streams: The residual stream [N, D] at each place; empty unless asked for.
+    """
 
     hidden_ND: Tensor
-    """After the final norm."""
     experts_NLK: Tensor
-    """Experts used; int64."""
     gates_NLK: Tensor
-    """Gates used; float32."""
     own_NLK: Tensor
-    """Experts that the routers choose, given the same inputs."""
     live_NLK: Tensor
-    """Gates that the routers give the experts used."""
     margin_NL: Tensor
     streams: dict[Place, Tensor] = field(default_factory=dict)
-    """The residual stream [N, D] at each place; empty unless asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramValues:
-    """A program's values at the S written tokens of a batch."""
+    """A program's values at the S written tokens of a batch.
+
+    Attributes:
+        logprob_S: float64.
+        logprob_SV: float32 distributions.
+    """
 
     logprob_S: Tensor
-    """float64."""
     logprob_SV: Tensor
-    """float32 distributions."""
     forwarded: Forwarded
 
 
@@ -93,32 +164,38 @@ def observe(
     Raises ValueError for rows that are too long and for routes that do not fit.
     """
     made = {} if made is None else made
-    parts = [_observe(program, part, streams, made) for part in batch.parts(BUDGET)]
+    key, model = (id(program.model), program.numerics), program.model
+    if program.numerics != Numerics():
+        model = made[key] = made.get(key) or variant(program.model, program.numerics)
+    parts = [_observe(program, model, part, streams) for part in batch.parts(BUDGET)]
+    passes = [part.forwarded for part in parts]
+    names = [value.name for value in fields(Forwarded) if value.name != "streams"]
+    values = {name: torch.cat([getattr(forwarded, name) for forwarded in passes]) for name in names}
+    places = {place: torch.cat([forwarded.streams[place] for forwarded in passes]) for place in passes[0].streams}
     return ProgramValues(
         logprob_S=torch.cat([part.logprob_S for part in parts]),
         logprob_SV=torch.cat([part.logprob_SV for part in parts]),
-        forwarded=joined([part.forwarded for part in parts]),
+        forwarded=Forwarded(**values, streams=places),
     )
 
 
-def _observe(program: ProgramChoices, batch: FrozenBatch, streams: bool, made: dict[Any, Model]) -> ProgramValues:
-    model, head = _prepared(program, made), program.head
-    found = _forwarded(program, model, batch, streams)
+def _observe(program: ProgramChoices, model: Model, batch: FrozenBatch, streams: bool) -> ProgramValues:
+    head, forwarded = program.head, _forwarded(program, model, batch, streams)
     starts = np.cumsum([0, *batch.lengths])[:-1]
     before_S = np.concatenate([start + at_W - 1 for start, at_W in zip(starts, batch.written, strict=True)])
     token_S = torch.from_numpy(batch.of_written("token_ids")).long()
-    logits_SV = F.linear(found.hidden_ND[torch.from_numpy(before_S)].to(head), model.output_weight.to(head)).float()
+    logits_SV = F.linear(forwarded.hidden_ND[torch.from_numpy(before_S)].to(head), model.output_weight.to(head)).float()
     logprob_SV = logits_SV.log_softmax(-1)
     logprob_S = logprob_SV.gather(1, token_S[:, None])[:, 0].double()
-    return ProgramValues(logprob_S=logprob_S, logprob_SV=logprob_SV, forwarded=found)
+    return ProgramValues(logprob_S=logprob_S, logprob_SV=logprob_SV, forwarded=forwarded)
 
 
 def record(program: ProgramChoices, batch: FrozenBatch) -> FrozenBatch:
     """Return the batch with the log-probabilities, routes, gates and margins that an engine of these choices records."""
-    seen = observe(program, batch)
-    found = seen.forwarded
-    routed = (values.split(batch.lengths) for values in (found.experts_NLK, found.gates_NLK, found.margin_NL))
-    logprobs = batch.spread(seen.logprob_S.float().numpy())
+    values = observe(program, batch)
+    used = values.forwarded
+    routed = (tensor.split(batch.lengths) for tensor in (used.experts_NLK, used.gates_NLK, used.margin_NL))
+    logprobs = batch.spread(values.logprob_S.float().numpy())
     rows = tuple(
         replace(row, logprob=logprob, trace=trace_of(row.token_ids, parts, program.model.config.num_experts))
         for row, logprob, parts in zip(batch.rows, logprobs, zip(*routed, strict=True), strict=True)
@@ -126,41 +203,24 @@ def record(program: ProgramChoices, batch: FrozenBatch) -> FrozenBatch:
     return replace(batch, rows=rows)
 
 
-def _prepared(program: ProgramChoices, made: dict[Any, Model]) -> Model:
-    """Return the weights as the program computes with them."""
-    if program.numerics == Numerics():
-        return program.model
-    key = id(program.model), program.numerics
-    if key not in made:
-        made[key] = variant(program.model, program.numerics)
-    return made[key]
-
-
 # Forward passes
-
-
-def joined(parts: Sequence[Forwarded]) -> Forwarded:
-    """Concatenate rows."""
-    names = [each.name for each in fields(Forwarded) if each.name != "streams"]
-    streams = {place: torch.cat([part.streams[place] for part in parts]) for place in parts[0].streams}
-    return Forwarded(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names}, streams=streams)
 
 
 def _forwarded(program: ProgramChoices, model: Model, batch: FrozenBatch, streams: bool) -> Forwarded:
     ids_N = torch.from_numpy(np.concatenate([row.token_ids[:-1] for row in batch.rows])).long()
     packed = PackedRows.of_lengths(batch.lengths, model.config)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        wanted = q.to(program.attention), k.to(program.attention), v.to(program.attention)
+    def attend(layer: int, q_N: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        q, keys, values = (x.to(program.attention) for x in (q_N, k, v))
         if program.layout == "rows":
-            return packed.attend(layer, *wanted, scale).to(q.dtype)
+            return packed.attend(layer, q, keys, values, scale).to(q_N.dtype)
         # Each token against exactly the keys that it may see, contiguous as a cache is.
-        keys, values = (padded(x, packed.lengths).contiguous() for x in wanted[1:])
-        return cached_attention(wanted[0], keys, values, packed.row_N, packed.position_N, scale).to(q.dtype)
+        keys, values = (padded(x, packed.lengths).contiguous() for x in (keys, values))
+        return cached_attention(q, keys, values, packed.row_N, packed.position_N, scale).to(q_N.dtype)
 
-    seen: dict[Place, Tensor] = {}
+    watched: dict[Place, Tensor] = {}
     if streams:
-        model.watch = lambda layer, part, x: seen.update({(layer, part): x})
+        model.watch = lambda layer, part, x: watched.update({(layer, part): x})
     try:
         hidden, routings = model.trunk(ids_N, packed.position_N, attend, _replay(program, batch))
     finally:
@@ -176,7 +236,7 @@ def _forwarded(program: ProgramChoices, model: Model, batch: FrozenBatch, stream
         own_NLK=stacked(lambda routing: routing.own_NK),
         live_NLK=stacked(lambda routing: _live(routing, model.config.rule)).float(),
         margin_NL=stacked(lambda routing: routing.margin_N).float(),
-        streams={place: x.float() for place, x in seen.items()},
+        streams={place: x.float() for place, x in watched.items()},
     )
 
 
@@ -198,3 +258,89 @@ def _replay(program: ProgramChoices, batch: FrozenBatch) -> Replay | None:
         for name, dtype in (("routes", np.int64), ("gates", np.float32), ("route_valid", np.bool_))
     )
     return Replay(experts=routes, level=program.replay, gates=gates, valid_N=valid)
+
+
+# Causes
+
+LEVELS: tuple[ReplayLevel, ...] = ("none", "ids", "ids+order", "weights")
+
+
+class Cause(NamedTuple):
+    """A cause, as the fields of `ProgramChoices` that it consists of.
+
+    Attributes:
+        level: Level of replay; the causes in routes are levels of one field.
+    """
+
+    name: str
+    fields: tuple[str, ...]
+    level: ReplayLevel = "none"
+
+
+CAUSES = (
+    Cause("head dtype", ("head",)),
+    Cause("route ids", ("replay",), "ids"),
+    Cause("order", ("replay",), "ids+order"),
+    Cause("gate weights", ("replay",), "weights"),
+    Cause("attention", ("layout", "attention")),
+    Cause("GEMM", ("numerics",)),
+    Cause("weights", ("model",)),
+)
+"""Causes, the cheapest to rule out first. `weights` are no arithmetic; they come last because nothing else explains them."""
+
+
+def engines(model: Model) -> dict[str, ProgramChoices]:
+    """Return engines that compute differently from the same weights, by name."""
+    bf16, plain = torch.bfloat16, ProgramChoices(model=model, layout="cache")
+    return {
+        "float32": plain,
+        "bf16": replace(plain, head=bf16, numerics=Numerics(dtype=bf16)),
+        "bf16-head": replace(plain, head=bf16),
+        "bf16-attention": ProgramChoices(model=model, attention=bf16),
+        "bf16-router": replace(plain, numerics=Numerics(router_dtype=bf16)),
+        "int8": replace(plain, numerics=Numerics(matrices=True)),
+        "int8-experts": replace(plain, numerics=Numerics(expert_bits=8)),
+        "int4-experts": replace(plain, numerics=Numerics(expert_bits=4)),
+    }
+
+
+def path(own: ProgramChoices, engine: ProgramChoices) -> list[ProgramChoices]:
+    """Return the trainer with the engine's choices put in, cause after cause; the last is the engine."""
+    programs = [own]
+    for cause in CAUSES:
+        programs.append(with_cause(programs[-1], engine, cause))
+    return programs[1:]
+
+
+def with_cause(program: ProgramChoices, source: ProgramChoices, cause: Cause) -> ProgramChoices:
+    """Return `program` with the choices of `source` for one cause."""
+    if cause.level != "none":
+        return replace(program, replay=LEVELS[min(LEVELS.index(cause.level), LEVELS.index(source.replay))])
+    return replace(program, **{name: getattr(source, name) for name in cause.fields})
+
+
+def differing(own: ProgramChoices, engine: ProgramChoices) -> list[Cause]:
+    """Return the causes, apart from recorded routes, in which two programs differ."""
+    plain = [cause for cause in CAUSES if cause.level == "none"]
+    return [cause for cause in plain if any(getattr(own, name) != getattr(engine, name) for name in cause.fields)]
+
+
+def change(own: ProgramChoices, engine: ProgramChoices, cause: Cause) -> str:
+    """Describe the trainer's and the engine's choice; empty if they are the same."""
+    if cause.level != "none":
+        switched = LEVELS.index(engine.replay) >= LEVELS.index(cause.level)
+        return "the engine's, on record" if switched else ""
+    pairs = [(name, getattr(own, name), getattr(engine, name)) for name in cause.fields]
+    return ", ".join(f"{name} {text_of(one)} → {text_of(other)}" for name, one, other in pairs if one != other)
+
+
+def text_of(value: object) -> str:
+    """Describe a choice."""
+    if isinstance(value, Numerics):
+        pairs = [(e.name, getattr(value, e.name), getattr(Numerics(), e.name)) for e in fields(value)]
+        return " and ".join(f"{name} {text_of(one)}" for name, one, usual in pairs if one != usual) or "float32"
+    if isinstance(value, Model):
+        return "its own"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).removeprefix("torch.")

@@ -9,8 +9,7 @@ from itertools import pairwise
 import numpy as np
 from matplotlib.axes import Axes
 
-from composer_nb.labs.microscope.evidence import UNEXPLAINED, Where
-from composer_nb.labs.microscope.microscope import Examination
+from composer_nb.labs.microscope.microscope import UNEXPLAINED, Examination, Where
 from composer_nb.views import style
 from composer_nb.views.style import Picture, title
 

@@ -116,15 +116,18 @@ def _cut(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeScore:
-    """The level of one rollout; None, never 0, where the judge gave none, and then `why`."""
+    """The level of one rollout; None, never 0, where the judge gave none, and then `why`.
+
+    Attributes:
+        read: Tokens that were read and written for it, as the endpoint counts; 0 where an earlier answer was found.
+        kept: The answer was found, not asked for.
+    """
 
     level: int | None
     why: str = ""
     read: int = 0
-    """Tokens that were read and written for it, as the endpoint counts; 0 where an earlier answer was found."""
     written: int = 0
     kept: bool = False
-    """The answer was found, not asked for."""
 
 
 class JudgeModel(Protocol):
@@ -135,16 +138,19 @@ class JudgeModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RubricJudge:
-    """A judge with its cache."""
+    """A judge with its cache.
+
+    Attributes:
+        folder: Answers by the digest of their question. Failures are not kept: they are asked again.
+        within_s: Time limit of one answer, with its retries.
+        answer_tokens: Most tokens of an answer; a model that thinks first needs more.
+    """
 
     endpoint: JudgeModel
     folder: Path
-    """Answers by the digest of their question. Failures are not kept: they are asked again."""
     at_once: int = 4
     within_s: float = 60.0
-    """Time limit of one answer, with its retries."""
     answer_tokens: int = 64
-    """Most tokens of an answer; a model that thinks first needs more."""
 
     def verdicts(self, rubric: Rubric, attempts: Sequence[Attempt]) -> list[JudgeScore]:
         """Return a verdict for each attempt. Equal questions are asked once."""
@@ -245,20 +251,23 @@ class RuleJudge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """A judge against labels, over the n rollouts that it gave a level."""
+    """A judge against labels, over the n rollouts that it gave a level.
+
+    Attributes:
+        failed: Rollouts without a level. They are left out of all other figures.
+        interval: Wilson's 95 % interval of the accuracy.
+        constant: Accuracy of the constant answer that is right most often.
+        kappa: Cohen's kappa: 1 always agrees, 0 as chance does. NaN where both sides know one level alone.
+        counts: Rollouts by (label, level).
+    """
 
     n: int
     failed: int
-    """Rollouts without a level. They are left out of all other figures."""
     accuracy: float
     interval: tuple[float, float]
-    """Wilson's 95 % interval of the accuracy."""
     constant: float
-    """Accuracy of the constant answer that is right most often."""
     kappa: float
-    """Cohen's kappa: 1 always agrees, 0 as chance does. NaN where both sides know one level alone."""
     counts: dict[tuple[int, int], int]
-    """Rollouts by (label, level)."""
 
 
 def agreement(levels: Sequence[int | None], labels: Sequence[int]) -> Agreement:

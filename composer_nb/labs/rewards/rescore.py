@@ -27,8 +27,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from composer_nb.harness.grading.grade import Attempt
+from composer_nb.harness.environment import Sandboxes
+from composer_nb.harness.grading.front import grade
+from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rewards import RewardSettings
+from composer_nb.harness.tasks.functions import parse_test_files, passes, request_tests
 from composer_nb.labs.gradient import flat_gradient, inner_products
 from composer_nb.trainer.learning.loss import policy_loss
 from composer_nb.trainer.learning.packing import flatten, score
@@ -47,10 +50,13 @@ NO_SIGNAL = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBatch:
-    """The batch of one RL step, and the settings then in force."""
+    """The batch of one RL step, and the settings then in force.
+
+    Attributes:
+        step: Number of the RL step, from 1.
+    """
 
     step: int
-    """Number of the RL step, from 1."""
     groups: tuple[tuple[Scored, ...], ...]
     settings: Settings
 
@@ -83,11 +89,14 @@ def settings_at(run: RunDir, step: int) -> Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """The R rollouts of a batch under a reward, group after group."""
+    """The R rollouts of a batch under a reward, group after group.
+
+    Attributes:
+        advantage_R: The trainer's float32 numbers.
+    """
 
     reward_R: NDArray[np.float64]
     advantage_R: NDArray[np.float64]
-    """The trainer's float32 numbers."""
     group_R: NDArray[np.int64]
     solved_R: NDArray[np.bool_]
     terms: tuple[Mapping[str, float], ...]
@@ -160,10 +169,13 @@ def shuffled(batch: StoredBatch, seed: int) -> Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """Inner products of the policy gradients of a batch's rollouts."""
+    """Inner products of the policy gradients of a batch's rollouts.
+
+    Attributes:
+        gram: [2R, 2R]: g_i(+1) of all rollouts, then g_i(−1).
+    """
 
     gram: NDArray[np.float64]
-    """[2R, 2R]: g_i(+1) of all rollouts, then g_i(−1)."""
 
     def _along(self, advantage_R: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return [2R] the weight of each gradient in the batch's."""
@@ -257,17 +269,20 @@ def model_before(run: RunDir, step: int) -> Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RescoredBatch:
-    """A stored batch under another reward; groups are numbered from 0."""
+    """A stored batch under another reward; groups are numbered from 0.
+
+    Attributes:
+        cosine: Between the policy gradient under the stored advantages and under the new ones.
+        revived: Groups that were dead and teach something now.
+        silenced: Groups that taught something and are dead now.
+        flipped: Groups in which a rollout that was made likelier is made less likely, or the other way round.
+    """
 
     scores: Scores
     cosine: float
-    """Between the policy gradient under the stored advantages and under the new ones."""
     revived: list[int]
-    """Groups that were dead and teach something now."""
     silenced: list[int]
-    """Groups that taught something and are dead now."""
     flipped: list[int]
-    """Groups in which a rollout that was made likelier is made less likely, or the other way round."""
 
 
 def judge(lab: Lab, rewards: RewardSettings) -> RescoredBatch:
@@ -287,3 +302,29 @@ def verdict(lab: Lab, scores: Scores) -> RescoredBatch:
         silenced=np.flatnonzero(old.live_P & ~new.live_P).tolist(),
         flipped=np.unique(old.group_R[crossed_R]).tolist(),
     )
+
+
+def graded_again(attempts: Sequence[Attempt], sandboxes: Sandboxes) -> list[Grade]:
+    """Return the grades of what attempts left, each in a fresh sandbox. Raises SandboxUnavailable."""
+    return [
+        grade(done.task, done.rollout.files, sandboxes.functions)
+        if done.task.grader == "functions"
+        else grade(done.task, _bytes(done), sandboxes.backend)
+        for done in attempts
+    ]
+
+
+def _bytes(done: Attempt) -> dict[str, bytes]:
+    return {path: text.encode("utf-8", "surrogateescape") for path, text in done.rollout.files.items()}
+
+
+def visible_share(attempts: Sequence[Attempt], sandboxes: Sandboxes) -> list[float | None]:
+    """Return the share of the visible tests, as they were at the start, that what an attempt left passes; None where a task has
+    none of the grader `functions`. Raises SandboxFailure."""
+    shares: list[float | None] = []
+    for done in attempts:
+        visible = done.task.visible_tests if done.task.grader == "functions" else {}
+        tests = parse_test_files(visible) if visible else ()
+        [outcomes] = sandboxes.run([request_tests(done.rollout.files, tests)]) if tests else [()]
+        shares.append(sum(map(passes, tests, outcomes)) / len(tests) if tests else None)
+    return shares

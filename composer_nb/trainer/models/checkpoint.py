@@ -41,10 +41,17 @@ from composer_nb.trainer.models.shards import (
 )
 from composer_nb.trainer.models.transformer import Layer, Model, ModelConfig
 
-FOREIGN = (r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",)
+FOREIGN = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Names of tensors that the model does not need, which are ignored."""
-FOREIGN_VISION = (r"vision_tower\..+", r"mm_projector\..+")
+FOREIGN_VISION = re.compile(r"(vision_tower|mm_projector)\..+")
 """The same for the checkpoint of a model with vision."""
+LAYER_NAMES = {
+    "input_layernorm": "attention_norm", "post_attention_layernorm": "moe_norm", "self_attn.o_proj": "o",
+    "self_attn.kv_a_proj_with_mqa": "kv_a", "self_attn.kv_a_layernorm": "kv_a_norm", "self_attn.kv_b_proj": "kv_b",
+    "self_attn.q_a_proj": "q_a", "self_attn.q_a_layernorm": "q_a_norm", "self_attn.q_norm": "q_norm",
+    "self_attn.k_norm": "k_norm",
+}  # fmt: skip
+"""Hugging Face's names of weights that are stored as they are, and those of `Layer`."""
 ROUTER_BIAS = "mlp.gate.e_score_correction_bias"
 """Always float32: it moves in steps of a thousandth (arXiv 2412.19437, §4.2)."""
 
@@ -77,28 +84,14 @@ def hugging_face_views(model: Model) -> dict[str, Tensor]:
 def layer_views(layer: Layer, c: ModelConfig, prefix: str) -> dict[str, Tensor]:
     """Return the tensors of one layer as `hugging_face_views` does, without experts that are dealt over ranks."""
     views: dict[str, Tensor] = {
-        "input_layernorm.weight": layer.attention_norm,
-        "post_attention_layernorm.weight": layer.moe_norm,
-        "self_attn.o_proj.weight": layer.o,
+        f"{name}.weight": getattr(layer, attribute)
+        for name, attribute in LAYER_NAMES.items()
+        if hasattr(layer, attribute)
     }
     if c.latent:
-        views |= {
-            "self_attn.kv_a_proj_with_mqa.weight": layer.kv_a,
-            "self_attn.kv_a_layernorm.weight": layer.kv_a_norm,
-            "self_attn.kv_b_proj.weight": layer.kv_b,
-        }
-        if c.q_lora_rank:
-            views |= {
-                "self_attn.q_a_proj.weight": layer.q_a,
-                "self_attn.q_a_layernorm.weight": layer.q_a_norm,
-                "self_attn.q_b_proj.weight": layer.q_b,
-            }
-        else:
-            views["self_attn.q_proj.weight"] = layer.q_b
+        views[f"self_attn.{'q_b' if c.q_lora_rank else 'q'}_proj.weight"] = layer.q_b
     else:
         sizes = [c.num_attention_heads * c.head_dim, *[c.num_key_value_heads * c.head_dim] * 2]
-        if c.qk_norm:
-            views |= {"self_attn.q_norm.weight": layer.q_norm, "self_attn.k_norm.weight": layer.k_norm}
         for kind, joined in (("weight", layer.qkv), *([("bias", layer.qkv_bias)] if c.qkv_bias else [])):
             for name, part in zip("qkv", joined.split(sizes), strict=True):
                 views[f"self_attn.{name}_proj.{kind}"] = part
@@ -127,14 +120,6 @@ def expert_views(w_in: Tensor, w_out: Tensor, c: ModelConfig, prefix: str, exper
 def swiglu_views(w_in: Tensor, w_out: Tensor, prefix: str) -> dict[str, Tensor]:
     gate, up = w_in.chunk(2, dim=1)
     return {prefix + "gate_proj.weight": gate.T, prefix + "up_proj.weight": up.T, prefix + "down_proj.weight": w_out.T}
-
-
-def _is_foreign(name: str, prefix: str) -> bool:
-    """Return whether `name` matches `FOREIGN` after the language model's prefix, or `FOREIGN_VISION` if there is a prefix."""
-    own = name.removeprefix(prefix)
-    return any(re.fullmatch(pattern, own) for pattern in FOREIGN) or (
-        bool(prefix) and any(re.fullmatch(pattern, name) for pattern in FOREIGN_VISION)
-    )
 
 
 def _repeated(c: ModelConfig) -> dict[str, str]:
@@ -206,12 +191,15 @@ def empty_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Mode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightParts:
-    """The tensors from which one weight is read."""
+    """The tensors from which one weight is read.
+
+    Attributes:
+        format: Format of a weight that several tensors encode; None if it is one plain tensor.
+    """
 
     shape: Shape
     parts: tuple[TensorLocation, ...]
     format: Format | None = None
-    """Format of a weight that several tensors encode; None if it is one plain tensor."""
 
     def read(self) -> Tensor:
         """Return the weight, in float32 if it is quantised. Raises ValueError that names the file and the tensor."""
@@ -225,14 +213,17 @@ class WeightParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSource:
-    """A checkpoint in a folder whose headers fit its config.json."""
+    """A checkpoint in a folder whose headers fit its config.json.
+
+    Attributes:
+        weights: By the names of `hugging_face_views`, in file order, so that each file is read once.
+        repeats: Repeated tensors, and the weight that each repeats.
+    """
 
     path: Path
     config: ModelConfig
     weights: Mapping[str, WeightParts]
-    """By the names of `hugging_face_views`, in file order, so that each file is read once."""
     repeats: Mapping[TensorLocation, str]
-    """Repeated tensors, and the weight that each repeats."""
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -247,22 +238,23 @@ class CheckpointSource:
         check_counts(path, config, len(entries))
         shapes = {name: tuple(view.shape) for name, view in hugging_face_views(Model.planned(config)).items()}
         repeats = {prefix + again: name for again, name in _repeated(config).items() if prefix + again in entries}
-        forms = {name: _form(prefix + name, described.format, entries) for name in shapes}
-        wanted = {part for parts, _ in forms.values() for part in parts}
-        unknown = [name for name in entries.keys() - wanted - repeats.keys() if not _is_foreign(name, prefix)]
+        parts = {name: _parts(prefix + name, described.format, entries) for name in shapes}
+        needed = {part for names, _ in parts.values() for part in names}
+        unknown = [
+            name
+            for name in entries.keys() - needed - repeats.keys()
+            if not FOREIGN.fullmatch(name.removeprefix(prefix)) and not (prefix and FOREIGN_VISION.fullmatch(name))
+        ]
         try:
-            _check_names(wanted - entries.keys(), unknown)
-            weights = {name: _stored(parts, format, shapes[name], entries) for name, (parts, format) in forms.items()}
+            _check_names(needed - entries.keys(), unknown)
+            weights = {name: _stored(*parts[name], shapes[name], entries) for name in shapes}
             for again, name in repeats.items():
                 _stored((again,), None, shapes[name], entries)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-        return cls(
-            path=path,
-            config=config,
-            weights=dict(sorted(weights.items(), key=lambda one: (one[1].parts[0].file, one[1].parts[0].start))),
-            repeats={entries[again]: name for again, name in repeats.items()},
-        )
+        in_files = sorted(weights.items(), key=lambda pair: (pair[1].parts[0].file, pair[1].parts[0].start))
+        by_entry = {entries[again]: name for again, name in repeats.items()}
+        return cls(path=path, config=config, weights=dict(in_files), repeats=by_entry)
 
     def read(self, views: Mapping[str, Tensor]) -> None:
         """Fill `views`, by the names of `hugging_face_views`. Raises ValueError, which names the file and the tensor."""
@@ -287,7 +279,7 @@ def check_counts(where: object, c: ModelConfig, tensors: int) -> None:
         )
 
 
-def _form(name: str, format: Format | None, entries: Collection[str]) -> tuple[tuple[str, ...], Format | None]:
+def _parts(name: str, format: Format | None, entries: Collection[str]) -> tuple[tuple[str, ...], Format | None]:
     """Return the names of the tensors that encode a weight, which is quantised if any tensor is that only this format has."""
     if format is not None and any(part in entries for part in format.parts(name) if part != name):
         return format.parts(name), format
@@ -297,16 +289,16 @@ def _form(name: str, format: Format | None, entries: Collection[str]) -> tuple[t
 def _stored(
     parts: tuple[str, ...], format: Format | None, shape: Shape, entries: Mapping[str, TensorLocation]
 ) -> WeightParts:
-    found = tuple(entries[part] for part in parts)
     if format is not None and len(shape) != 2:
-        raise ValueError(f"{found[0].name} is quantised, but is no matrix")
+        raise ValueError(f"{parts[0]} is quantised, but is no matrix")
     try:
         forms = ((FLOATS, shape),) if format is None else format.forms(shape)
     except ValueError as error:
-        raise ValueError(f"{found[0].name}: {error}") from None
-    for entry, (dtypes, wanted) in zip(found, forms, strict=True):
-        _check_form(entry.name, entry.dtype, dtypes, entry.shape, wanted)
-    return WeightParts(shape=shape, parts=found, format=format)
+        raise ValueError(f"{parts[0]}: {error}") from None
+    locations = tuple(entries[part] for part in parts)
+    for entry, (dtypes, part_shape) in zip(locations, forms, strict=True):
+        _check_form(entry.name, entry.dtype, dtypes, entry.shape, part_shape)
+    return WeightParts(shape=shape, parts=locations, format=format)
 
 
 def _check_names(missing: Collection[str], unknown: Collection[str]) -> None:
@@ -317,13 +309,13 @@ def _check_names(missing: Collection[str], unknown: Collection[str]) -> None:
             raise ValueError(f"the checkpoint does not fit its config.json: {count} {what}, first {min(names)}")
 
 
-def _check_form(name: str, dtype: str, dtypes: str, shape: Shape, wanted: Shape) -> None:
-    """Raise ValueError unless the dtype is among `dtypes` (separated by |) and the shape is the one wanted."""
+def _check_form(name: str, dtype: str, dtypes: str, shape: Shape, expected: Shape) -> None:
+    """Raise ValueError unless the dtype is among `dtypes` (separated by |) and the shape is the one expected."""
     if dtype not in dtypes.split("|"):
         hint = "; a quantised weight needs its scale and config.json a quantization_config" if dtypes == FLOATS else ""
         raise ValueError(f"{name} is of dtype {dtype}, it must be {dtypes.replace('|', ' or ')}{hint}")
-    if tuple(shape) != wanted:
-        raise ValueError(f"{name} is {tuple(shape)}, config.json says {wanted}")
+    if tuple(shape) != expected:
+        raise ValueError(f"{name} is {tuple(shape)}, config.json says {expected}")
 
 
 @torch.no_grad()

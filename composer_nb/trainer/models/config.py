@@ -14,6 +14,11 @@ DENSE: tuple[Family, ...] = ("qwen3", "qwen2", "llama")
 """Families without experts."""
 
 
+def _require(fits: bool, message: str) -> None:
+    if not fits:
+        raise ValueError(message)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Yarn:
     """YaRN (arXiv 2309.00071) extends the positions of pretraining. Slowly rotating frequencies are stretched the most."""
@@ -27,10 +32,10 @@ class Yarn:
     mscale_all_dim: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.factor < math.inf or self.original_max_position_embeddings < 1:
-            raise ValueError("model.yarn.factor and original_max_position_embeddings must be numbers of at least 1")
-        if not 0 < self.beta_slow <= self.beta_fast:  # Kimi K2 sets both to 1: a step instead of a blend
-            raise ValueError("model.yarn.beta_slow must be above 0 and at most model.yarn.beta_fast")
+        stretch = 1 <= self.factor < math.inf and self.original_max_position_embeddings >= 1
+        _require(stretch, "model.yarn.factor and original_max_position_embeddings must be numbers of at least 1")
+        blend = 0 < self.beta_slow <= self.beta_fast  # Kimi K2 sets both to 1: a step instead of a blend
+        _require(blend, "model.yarn.beta_slow must be above 0 and at most model.yarn.beta_fast")
 
     def temper(self, mscale: float) -> float:
         """Return 0.1 · mscale · ln(factor) + 1: the paper's temperature, to the power of -1/2."""
@@ -108,61 +113,57 @@ class ModelConfig:
     def __post_init__(self) -> None:
         """Raises ValueError that names the sizes that do not fit together, or that no model has."""
         for name, most in _MOST.items():
-            if getattr(self, name) > most:
-                raise ValueError(f"model.{name}={getattr(self, name)} must be at most {most}")
+            _require(getattr(self, name) <= most, f"model.{name}={getattr(self, name)} must be at most {most}")
         self._require_at_least(1, "vocab_size", "num_hidden_layers", "num_key_value_heads")
         self._require_at_least(1, "max_position_embeddings", "decoder_sparse_step")
         dense = ["intermediate_size"] if self.moe_layers < self.num_hidden_layers else []
         # Grouped GEMM needs rows of whole 16 bytes, in bf16 too.
         sparse = [] if self.family in DENSE else ["moe_intermediate_size"]
         for name in ("hidden_size", *sparse, *dense):
-            if getattr(self, name) < 8 or getattr(self, name) % 8:
-                raise ValueError(f"model.{name}={getattr(self, name)} must be a multiple of 8")
+            size = getattr(self, name)
+            _require(size >= 8 and size % 8 == 0, f"model.{name}={size} must be a multiple of 8")
         queries, keys = self.num_attention_heads, self.num_key_value_heads
-        if queries < 1 or queries % keys:
-            raise ValueError(f"model.num_attention_heads={queries}: no multiple of model.num_key_value_heads={keys}")
+        no_multiple = f"model.num_attention_heads={queries}: no multiple of model.num_key_value_heads={keys}"
+        _require(queries >= 1 and queries % keys == 0, no_multiple)
         k, experts = self.num_experts_per_tok, self.num_experts
-        if not 1 <= k <= experts:
-            raise ValueError(f"model.num_experts_per_tok={k} must lie in 1..model.num_experts={experts}")
-        if not 0 < self.rope_theta < math.inf:
-            raise ValueError(f"model.rope_theta={self.rope_theta} must be above 0")
-        if not 0 <= self.rms_norm_eps < math.inf:
-            raise ValueError(f"model.rms_norm_eps={self.rms_norm_eps} must be at least 0")
-        if self.rope_width < 2 or self.rope_width % 2:
-            name = "qk_rope_head_dim" if self.latent else "head_dim"
-            raise ValueError(f"model.{name}={self.rope_width} must be even")
+        _require(1 <= k <= experts, f"model.num_experts_per_tok={k} must lie in 1..model.num_experts={experts}")
+        _require(0 < self.rope_theta < math.inf, f"model.rope_theta={self.rope_theta} must be above 0")
+        _require(0 <= self.rms_norm_eps < math.inf, f"model.rms_norm_eps={self.rms_norm_eps} must be at least 0")
+        name = "qk_rope_head_dim" if self.latent else "head_dim"
+        even = self.rope_width >= 2 and self.rope_width % 2 == 0
+        _require(even, f"model.{name}={self.rope_width} must be even")
         for name in FOREIGN[self.family]:
-            if getattr(self, name) != _DEFAULTS[name]:
-                raise ValueError(f"model.{name} does not apply to {self.family}: change model.family, or leave it")
+            applies = f"model.{name} does not apply to {self.family}: change model.family, or leave it"
+            _require(getattr(self, name) == _DEFAULTS[name], applies)
         if self.latent:
             self._check_deepseek()
-        elif self.yarn.factor != 1 and (self.yarn.mscale, self.yarn.mscale_all_dim) != (1.0, 0.0):
-            raise ValueError(f"model.yarn: {self.family} has mscale=1 and mscale_all_dim=0")
+        else:
+            plain = self.yarn.factor == 1 or (self.yarn.mscale, self.yarn.mscale_all_dim) == (1.0, 0.0)
+            _require(plain, f"model.yarn: {self.family} has mscale=1 and mscale_all_dim=0")
 
     def _require_at_least(self, least: int, *names: str) -> None:
         for name in names:
-            if getattr(self, name) < least:
-                raise ValueError(f"model.{name}={getattr(self, name)} must be at least {least}")
+            _require(getattr(self, name) >= least, f"model.{name}={getattr(self, name)} must be at least {least}")
 
     def _check_deepseek(self) -> None:
         self._require_at_least(1, "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
         self._require_at_least(0, "q_lora_rank", "n_shared_experts", "num_nextn_predict_layers")
-        if not 0 < self.routed_scaling_factor < math.inf:
-            raise ValueError(f"model.routed_scaling_factor={self.routed_scaling_factor} must be above 0")
-        if self.num_key_value_heads != self.num_attention_heads:
-            raise ValueError("model.num_key_value_heads must be model.num_attention_heads (model.family=deepseek_v3)")
-        width = self.qk_nope_head_dim + self.qk_rope_head_dim
-        if self.head_dim != width:
-            raise ValueError(f"model.head_dim={self.head_dim} must be qk_nope_head_dim + qk_rope_head_dim = {width}")
-        if not 0 <= self.first_k_dense_replace <= self.num_hidden_layers:
-            raise ValueError("model.first_k_dense_replace must lie in 0..model.num_hidden_layers")
-        if self.n_group < 1 or self.num_experts % self.n_group or not 1 <= self.topk_group <= self.n_group:
-            raise ValueError(
-                f"model.n_group={self.n_group} must divide model.num_experts={self.num_experts}, and "
-                f"model.topk_group={self.topk_group} lie in 1..model.n_group"
-            )
-        if self.num_experts_per_tok > self.topk_group * (self.num_experts // self.n_group):
-            raise ValueError("model.num_experts_per_tok is more than the experts of model.topk_group groups")
+        scale, width = self.routed_scaling_factor, self.qk_nope_head_dim + self.qk_rope_head_dim
+        _require(0 < scale < math.inf, f"model.routed_scaling_factor={scale} must be above 0")
+        equal = "model.num_key_value_heads must be model.num_attention_heads (model.family=deepseek_v3)"
+        _require(self.num_key_value_heads == self.num_attention_heads, equal)
+        sum_of_widths = f"model.head_dim={self.head_dim} must be qk_nope_head_dim + qk_rope_head_dim = {width}"
+        _require(self.head_dim == width, sum_of_widths)
+        within = 0 <= self.first_k_dense_replace <= self.num_hidden_layers
+        _require(within, "model.first_k_dense_replace must lie in 0..model.num_hidden_layers")
+        groups = self.n_group >= 1 and self.num_experts % self.n_group == 0 and 1 <= self.topk_group <= self.n_group
+        _require(
+            groups,
+            f"model.n_group={self.n_group} must divide model.num_experts={self.num_experts}, and "
+            f"model.topk_group={self.topk_group} lie in 1..model.n_group",
+        )
+        enough = self.num_experts_per_tok <= self.topk_group * (self.num_experts // self.n_group)
+        _require(enough, "model.num_experts_per_tok is more than the experts of model.topk_group groups")
 
     @property
     def latent(self) -> bool:

@@ -82,11 +82,11 @@ def read_gguf(file: Path) -> Model:
 
 
 class _Tensor(NamedTuple):
+    """A tensor of a `GGMLQuantizationType`; `data` is [rows, bytes of a row]."""
+
     shape: tuple[int, ...]
     kind: Any
-    """Its `GGMLQuantizationType`."""
     data: NDArray[np.uint8]
-    """[rows, bytes of a row]"""
 
 
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))

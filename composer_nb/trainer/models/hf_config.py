@@ -78,48 +78,50 @@ class PackedIntegers:
 
 Format = FloatBlocks | PackedIntegers
 
-_WEIGHTS: dict[str, tuple[Any, ...]] = {
-    "num_bits": (4, 8), "type": ("int",), "symmetric": (True,), "strategy": ("group",),
-    "actorder": (None, "weight", "static", False), "dynamic": (False, None),
+_SUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "fp8": {"fmt": ("e4m3", None)},
+    "compressed-tensors": {"format": ("pack-quantized",)},
+    "group": {"input_activations": (None,), "format": (None, "pack-quantized")},
+    "weights": {
+        "num_bits": (4, 8), "type": ("int",), "symmetric": (True,), "strategy": ("group",),
+        "actorder": (None, "weight", "static", False), "dynamic": (False, None),
+    },
 }  # fmt: skip
-"""Supported values of compressed-tensors' description of weights."""
-_NAMES: dict[str, frozenset[str]] = {
-    "fp8": frozenset("quant_method fmt weight_block_size activation_scheme modules_to_not_convert scale_fmt".split()),
-    "compressed-tensors": frozenset(
-        "quant_method format config_groups ignore quantization_status global_compression_ratio version".split()
-    ),
-    "group": frozenset(("targets", "weights", "format", "input_activations")),
-    "weights": frozenset((*_WEIGHTS, *"group_size observer observer_kwargs scale_dtype zp_dtype".split())),
+"""Supported values of keys of a quantization_config and of its parts."""
+_OTHER_KEYS: dict[str, str] = {
+    "fp8": "quant_method weight_block_size activation_scheme modules_to_not_convert scale_fmt",
+    "compressed-tensors": "quant_method config_groups ignore quantization_status global_compression_ratio version",
+    "group": "targets weights",
+    "weights": "group_size observer observer_kwargs scale_dtype zp_dtype",
 }
-"""Keys of a quantization_config and of its parts."""
+"""Their keys of any value."""
+
+
+def _check_part(part: object, kind: str) -> dict[str, Any]:
+    """Return a part of a quantization_config. Raises ValueError that names a key or a value that is not supported."""
+    if not isinstance(part, dict):
+        raise ValueError(f"{kind}={part!r:.80} is no JSON object")
+    for name, values in _SUPPORTED[kind].items():
+        _require(part, name, values)
+    _refuse_unknown(part, {*_SUPPORTED[kind], *_OTHER_KEYS[kind].split()})
+    return part
 
 
 def _read_format(quantization: Mapping[str, Any]) -> Format:
     """Return the format that a `quantization_config` describes. Raises ValueError that names the key if it is unsupported."""
     method = quantization.get("quant_method")
+    if method not in ("fp8", "compressed-tensors"):
+        raise ValueError(f"quant_method={method!r} is not supported, only 'fp8' and 'compressed-tensors'")
+    _check_part(quantization, method)
     if method == "fp8":
-        _require(quantization, "fmt", ("e4m3", None))
-        _refuse_unknown(quantization, _NAMES["fp8"])
         block = quantization.get("weight_block_size")
         if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
             raise ValueError(f"weight_block_size={block!r} is not supported, only two sizes, as [128, 128]")
         return FloatBlocks(rows=block[0], columns=block[1])
-    if method != "compressed-tensors":
-        raise ValueError(f"quant_method={method!r} is not supported, only 'fp8' and 'compressed-tensors'")
-    _require(quantization, "format", ("pack-quantized",))
-    _refuse_unknown(quantization, _NAMES["compressed-tensors"])
     groups = quantization.get("config_groups")
-    if not isinstance(groups, dict) or len(groups) != 1 or not isinstance(scheme := next(iter(groups.values())), dict):
+    if not isinstance(groups, dict) or len(groups) != 1:
         raise ValueError("config_groups of more or less than one group is not supported")
-    _require(scheme, "input_activations", (None,))
-    _require(scheme, "format", (None, "pack-quantized"))
-    _refuse_unknown(scheme, _NAMES["group"])
-    weights = scheme.get("weights")
-    if not isinstance(weights, dict):
-        raise ValueError("config_groups without weights is not supported")
-    for name, values in _WEIGHTS.items():
-        _require(weights, name, values)
-    _refuse_unknown(weights, _NAMES["weights"])
+    weights = _check_part(_check_part(next(iter(groups.values())), "group").get("weights"), "weights")
     if type(group := weights.get("group_size")) is not int or group < 1:
         raise ValueError(f"group_size={group!r} is not supported, only a number of weights")
     return PackedIntegers(bits=weights["num_bits"], group=group)
@@ -149,14 +151,10 @@ _FIXED: dict[str, dict[str, Any]] = {
     "qwen2": {"hidden_act": "silu", "use_sliding_window": False},
     "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     "deepseek_v3": {
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "moe_layer_freq": 1,
-        "rope_interleave": True,
-        "scoring_func": "sigmoid",
+        "hidden_act": "silu", "attention_bias": False, "moe_layer_freq": 1, "rope_interleave": True, "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
     },
-}
+}  # fmt: skip
 """Settings that `Model` computes with. A config.json that states another value is refused."""
 _ABSENT: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": False, "intermediate_size": 6144},
@@ -233,13 +231,16 @@ _STATED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """Contents of a config.json."""
+    """Contents of a config.json.
+
+    Attributes:
+        prefix: Prefix of the names of the language model's tensors.
+        format: Format of quantised weights; None if there are none.
+    """
 
     model: ModelConfig
     prefix: str = ""
-    """Prefix of the names of the language model's tensors."""
     format: Format | None = None
-    """Format of quantised weights; None if there are none."""
 
 
 def read_config(file: Path) -> Described:
@@ -274,14 +275,12 @@ def _described(raw: object) -> Described:
             raise ValueError("lacks text_config.rope_scaling")
         _check_architecture(inner)
         quantization = inner.get("quantization_config") or quantization
-    format = None
-    if quantization is not None:
-        if not isinstance(quantization, dict):
-            raise ValueError("quantization_config is no JSON object")
-        try:
-            format = _read_format(quantization)
-        except ValueError as error:
-            raise ValueError(f"quantization_config: {error}") from None
+    if quantization is not None and not isinstance(quantization, dict):
+        raise ValueError("quantization_config is no JSON object")
+    try:
+        format = None if quantization is None else _read_format(quantization)
+    except ValueError as error:
+        raise ValueError(f"quantization_config: {error}") from None
     return Described(model=_model_config(inner, strict=bool(prefix)), prefix=prefix, format=format)
 
 
@@ -305,9 +304,9 @@ def _model_config(stated: Mapping[str, Any], *, strict: bool) -> ModelConfig:
         raise ValueError(f"text_config.model_type={raw.get('model_type')!r} is not supported")
     config: dict[str, Any] = {**_FIXED[family], **({} if strict else _ABSENT.get(family, {})), **raw}
     for name, value in _FIXED[family].items():
-        given = None if value is True and stated.get(name, value) is None else config[name]  # null is not true
-        if given != value:
-            raise ValueError(f"{name}={given!r} is not supported, only {value!r}")
+        setting = None if value is True and stated.get(name, value) is None else config[name]  # null is not true
+        if setting != value:
+            raise ValueError(f"{name}={setting!r} is not supported, only {value!r}")
     _check_keys(raw, family)
     rope = _rope(raw)
     defaults = {name: field.default for name, field in ModelConfig.__dataclass_fields__.items()}
@@ -366,13 +365,13 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"rope_parameters or rope_scaling is {rope!r}, no JSON object")
     if len(both) == 2 and both[0] != both[1]:
         raise ValueError(f"rope_parameters={both[0]!r}, and rope_scaling={both[1]!r}: which of them?")
-    thetas = [given["rope_theta"] for given in (raw, rope) if given.get("rope_theta") is not None]
+    thetas = [keys["rope_theta"] for keys in (raw, rope) if keys.get("rope_theta") is not None]
     if len(thetas) == 2 and thetas[0] != thetas[1]:  # releases of `transformers` differ in which one they use
         raise ValueError(
             f"rope_theta={thetas[0]}, and rope_theta={thetas[1]} in rope_parameters or rope_scaling: which of them?"
         )
-    for given in (raw, rope):
-        if (part := given.get("partial_rotary_factor", 1)) not in (1, None):
+    for keys in (raw, rope):
+        if (part := keys.get("partial_rotary_factor", 1)) not in (1, None):
             raise ValueError(f"partial_rotary_factor={part!r} is not supported, only 1")
     return rope
 
@@ -414,10 +413,10 @@ def _yarn(rope: Mapping[str, Any], family: Family) -> Yarn:
     if missing := [name for name in ("factor", "original_max_position_embeddings") if rope.get(name) is None]:
         raise ValueError(f"rope_parameters or rope_scaling of type 'yarn' lacks {', '.join(missing)}")
     _refuse_unknown(rope, {*general, *Yarn.__dataclass_fields__, "attention_factor", "truncate"})
-    known = {name: rope[name] for name in Yarn.__dataclass_fields__ if rope.get(name) is not None}
-    for name, value in known.items():
+    stated = {name: rope[name] for name in Yarn.__dataclass_fields__ if rope.get(name) is not None}
+    for name, value in stated.items():
         _check_type(name, value, str(Yarn.__dataclass_fields__[name].type))
-    return Yarn(**known if both else {**known, "mscale": 1.0, "mscale_all_dim": 0.0})
+    return Yarn(**stated if both else {**stated, "mscale": 1.0, "mscale_all_dim": 0.0})
 
 
 def config_json(c: ModelConfig, dtype: torch.dtype, token_ids: Mapping[str, Any] | None = None) -> str:

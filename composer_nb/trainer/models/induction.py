@@ -65,14 +65,14 @@ def plant_induction(model: Model, seed: int) -> None:
     v[0], o[:, 0] = token, before.T
 
     q, k, v, o = _parts(model.layers[1], c)
-    places = [place for pair in _slow(c) for place in (pair, half + pair)]
-    groups = range(min(2, heads // per, width // len(places)))
+    dimensions = [dimension for pair in _slow(c) for dimension in (pair, half + pair)]
+    groups = range(min(2, heads // per, width // len(dimensions)))
     for group in groups:
-        part = slice(group * len(places), (group + 1) * len(places))
+        part = slice(group * len(dimensions), (group + 1) * len(dimensions))
         head, added = group * per, (rest[:width], token)[group]
         q[head], k[group] = q[head] * REST, k[group] * REST
-        q[head, places] += token[part]
-        k[group, places] += before[part]
+        q[head, dimensions] += token[part]
+        k[group, dimensions] += before[part]
         v[group], o[:, head] = added, OUT * added.T
 
 

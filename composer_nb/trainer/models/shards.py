@@ -23,30 +23,21 @@ from composer_nb.harness.untrusted import json_of, single
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 50 * 10**9
 """Largest file that `transformers` writes."""
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
-"""By the format's own names: what weights are kept as."""
 FORMATS: dict[str, torch.dtype] = {
-    **DTYPES,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
     **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""All that a file of ours may hold: also scales, and weights that are packed into integers."""
+"""All that a file of ours may hold, by the format's own names: also scales, and weights that are packed into integers."""
 _NAMES = {dtype: name for name, dtype in FORMATS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorLocation:
     """A tensor's place in a file, its first byte and number of bytes, and its form. `dtype` is the format's own name of it, as in
-    `DTYPES`; also of those that are not there."""
+    `FORMATS`; also of those that are not there."""
 
     name: str
     file: Path
@@ -116,8 +107,8 @@ def read_shard(file: Path) -> Shard:
     entries = []
     for name, form in table.items():
         (first, last), shape = form["data_offsets"], tuple(form["shape"])
-        place = {"start": begin + first, "size": last - first}
-        entries.append(TensorLocation(name=name, file=file, dtype=form["dtype"], shape=shape, **place))
+        span = {"start": begin + first, "size": last - first}
+        entries.append(TensorLocation(name=name, file=file, dtype=form["dtype"], shape=shape, **span))
     return Shard(file=file, entries=tuple(sorted(entries, key=lambda entry: (entry.start, entry.size))))
 
 

@@ -78,7 +78,13 @@ class Layer(nn.Module):
         scale = (2 * c.num_hidden_layers) ** -0.5
         self.attention_norm = nn.Parameter(torch.ones(c.hidden_size))
         if c.latent:
-            self._latent(c)
+            if c.q_lora_rank:
+                self.q_a = _normal(c.q_lora_rank, c.hidden_size)
+                self.q_a_norm = nn.Parameter(torch.ones(c.q_lora_rank))
+            self.q_b = _normal(c.num_attention_heads * c.head_dim, c.q_lora_rank or c.hidden_size)
+            self.kv_a = _normal(c.kv_lora_rank + c.qk_rope_head_dim, c.hidden_size)
+            self.kv_a_norm = nn.Parameter(torch.ones(c.kv_lora_rank))
+            self.kv_b = _normal(c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)
         else:
             kv_width = c.num_key_value_heads * c.head_dim
             self.qkv = _normal(c.num_attention_heads * c.head_dim + 2 * kv_width, c.hidden_size)
@@ -106,16 +112,6 @@ class Layer(nn.Module):
     def forward(self, compute: Callable[..., T], *values: Any) -> T:
         """Return `compute(self, *values)`. FSDP gathers sharded weights around a call of their module."""
         return compute(self, *values)
-
-    def _latent(self, c: ModelConfig) -> None:
-        heads = c.num_attention_heads
-        if c.q_lora_rank:
-            self.q_a = _normal(c.q_lora_rank, c.hidden_size)
-            self.q_a_norm = nn.Parameter(torch.ones(c.q_lora_rank))
-        self.q_b = _normal(heads * c.head_dim, c.q_lora_rank or c.hidden_size)
-        self.kv_a = _normal(c.kv_lora_rank + c.qk_rope_head_dim, c.hidden_size)
-        self.kv_a_norm = nn.Parameter(torch.ones(c.kv_lora_rank))
-        self.kv_b = _normal(heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)
 
 
 def _normal(*shape: int, along: int = -1, scale: float = 1.0) -> nn.Parameter:
@@ -202,17 +198,17 @@ class Model(nn.Module):
         rope_N = self.rope_table(x_ND)[position_N].to(x_ND.dtype)
         routings: list[Routing] = []
         for index, layer in enumerate(self.layers):
-            given = None if replay is None or layer.dense else replay.layer(len(routings))
+            layer_replay = None if replay is None or layer.dense else replay.layer(len(routings))
             compute = self._recomputed if self.recompute and torch.is_grad_enabled() else self._layer
-            x_ND, routing = layer(compute, index, x_ND, rope_N, attend, given, gather)
+            x_ND, routing = layer(compute, index, x_ND, rope_N, attend, layer_replay, gather)
             if self.watch is not None:
                 self.watch(index, "experts", x_ND)
             routings += [] if routing is None else [routing]
         return rms_norm(x_ND, self.final_norm, c.rms_norm_eps), routings
 
     def _recomputed(self, layer: Layer, *values: Any) -> tuple[Tensor, Routing | None]:
-        found: tuple[Tensor, Routing | None] = checkpoint(self._layer, layer, *values, use_reentrant=False)
-        return found
+        output: tuple[Tensor, Routing | None] = checkpoint(self._layer, layer, *values, use_reentrant=False)
+        return output
 
     def _layer(
         self,
@@ -294,9 +290,9 @@ class Model(nn.Module):
 
     def on_positions(self, config: ModelConfig) -> Model:
         """Return a copy of the model, on its device, with the positions of `config`."""
-        made = copy.deepcopy(self)
-        made.config, made._rope = config, None
-        return made
+        model = copy.deepcopy(self)
+        model.config, model._rope = config, None
+        return model
 
     @property
     def attention_scale(self) -> float:
@@ -325,8 +321,8 @@ class Model(nn.Module):
         if replay is not None:
             _require_range("replay", replay, c.num_experts, "experts")
         batch = PackedRows.of_lengths([T] * B, self.config, token_ids.device)
-        given = None if replay is None else Replay(experts=replay.flatten(0, 1))
-        hidden_ND, routings = self.trunk(token_ids.reshape(-1), batch.position_N, batch.attend, given)
+        routes_of_layers = None if replay is None else Replay(experts=replay.flatten(0, 1))
+        hidden_ND, routings = self.trunk(token_ids.reshape(-1), batch.position_N, batch.attend, routes_of_layers)
         logits = linear(hidden_ND, self.output_weight)
         routes = stacked([routing.experts_NK for routing in routings], B * T, c.num_experts_per_tok)
         return logits.view(B, T, -1), routes.view(B, T, *routes.shape[1:])

@@ -33,18 +33,21 @@ from composer_nb.trainer.models.transformer import Model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """The arithmetic of one side."""
+    """The arithmetic of one side.
+
+    Attributes:
+        dtype: Dtype of weights and activations.
+        expert_bits: Experts go through integers of so many bits, groups of 32; 0: as published.
+        router_bits: Routers likewise, groups of 64.
+        matrices: All matrices go through int8 with a power of two as the scale of each output.
+        router_dtype: Dtype of the router's product; None: that of the model's family.
+    """
 
     dtype: torch.dtype = torch.float32
-    """Dtype of weights and activations."""
     expert_bits: int = 0
-    """Experts go through integers of so many bits, groups of 32; 0: as published."""
     router_bits: int = 0
-    """Routers likewise, groups of 64."""
     matrices: bool = False
-    """All matrices go through int8 with a power of two as the scale of each output."""
     router_dtype: torch.dtype | None = None
-    """Dtype of the router's product; None: that of the model's family."""
 
 
 class VariantPair(NamedTuple):
@@ -87,20 +90,20 @@ TOUR = "int4-experts"
 @torch.no_grad()
 def variant(model: Model, numerics: Numerics) -> Model:
     """A copy of a float32 model that computes as `numerics` say; it is for looking, not for training."""
-    made = copy.deepcopy(model).requires_grad_(False)
-    for layer in made.layers:
+    changed = copy.deepcopy(model).requires_grad_(False)
+    for layer in changed.layers:
         if numerics.expert_bits and not layer.dense:
             for weight in (layer.w_in, layer.w_out):  # [E, in, out]
                 weight.copy_(rounded(weight, bits=numerics.expert_bits, group=32, dim=1))
         if numerics.router_bits and not layer.dense:
             layer.router.copy_(rounded(layer.router, bits=numerics.router_bits, group=64))
-    for name, weight in made.named_parameters() if numerics.matrices else ():
-        if weight.ndim > 1 and (weight is not made.embed or weight is made.output_weight):
+    for name, weight in changed.named_parameters() if numerics.matrices else ():
+        if weight.ndim > 1 and (weight is not changed.embed or weight is changed.output_weight):
             inputs = 0 if name.endswith(("dense_in", "dense_out")) else 1
             scale = torch.from_numpy(column_scale(weight.abs().amax(inputs, keepdim=True).cpu().numpy()))
             weight.copy_((weight / scale.to(weight.device)).round() * scale.to(weight.device))
-    made.router_dtype = numerics.router_dtype or made.router_dtype
-    return made.to(numerics.dtype)
+    changed.router_dtype = numerics.router_dtype or changed.router_dtype
+    return changed.to(numerics.dtype)
 
 
 def as_engine(model: Model, name: EngineName) -> Model:

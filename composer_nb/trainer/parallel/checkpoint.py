@@ -109,15 +109,15 @@ def published_share(model: Model, team: Team) -> dict[str, Tensor]:
     assert isinstance(model, FSDPModule)
     model.reshard()
     weights = {name: weight for name, weight in model.named_parameters() if ".experts." not in name}
-    own = set(deal({name: weight.numel() for name, weight in weights.items()}, team.world)[team.rank])
+    own_names = set(deal({name: weight.numel() for name, weight in weights.items()}, team.world)[team.rank])
     part = Model.planned(model.config)
     for name, weight in weights.items():
         whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-        if name in own:
+        if name in own_names:
             _put(part, name, whole)
-    for place, layer in model.named_modules():
-        if isinstance(layer, Layer) and f"{place}.router" in own and layer.router_bias is not None:
-            part.get_submodule(place).router_bias = layer.router_bias
+    for module_name, layer in model.named_modules():
+        if isinstance(layer, Layer) and f"{module_name}.router" in own_names and layer.router_bias is not None:
+            part.get_submodule(module_name).router_bias = layer.router_bias
     views = {name: view for name, view in checkpoint.hugging_face_views(part).items() if not view.is_meta}
     for index, layer in enumerate(model.layers):
         if isinstance(layer.experts, DealtExperts) and team.place["expert_replicate"] == 0:

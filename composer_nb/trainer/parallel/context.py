@@ -26,35 +26,41 @@ from composer_nb.trainer.models.transformer import Gather
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of a bucket in which this rank has queries."""
+    """Rows of a bucket in which this rank has queries.
+
+    Attributes:
+        key_M: [B · T]: token of the batch at each position.
+        query_M: [B · t]: index of the query among this rank's tokens.
+        mask: bool [B, 1, t, T]: attention mask, False for masked positions.
+        own_M: Places in [B · t] of queries, without padding.
+    """
 
     rows: int
     key_M: Tensor
-    """[B · T]: token of the batch at each position."""
     query_M: Tensor
-    """[B · t]: index of the query among this rank's tokens."""
-    seen: Tensor
-    """bool [B, 1, t, T]: attention mask, False for masked positions."""
+    mask: Tensor
     own_M: Tensor
-    """Places in [B · t] of queries, without padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContextShard(FlatBatch):
     """The part of a batch that one rank computes. Fields of tokens are of this rank; fields of sampled tokens, which enter the
-    loss, are of all ranks. Each rank computes the same loss, and the gradient of its own tokens."""
+    loss, are of all ranks. Each rank computes the same loss, and the gradient of its own tokens.
+
+    Attributes:
+        whole: N.
+        longest: Maximum number of tokens of a rank.
+        place_N: Place of each token of the batch in the concatenated tokens of the ranks, each padded to `longest`.
+        from_each: Number of sampled tokens that each rank predicts.
+        place_S: Place of each sampled token of the batch in their concatenation over ranks.
+    """
 
     whole: int
-    """N."""
-    each: int
-    """Maximum number of tokens of a rank."""
+    longest: int
     place_N: Tensor
-    """Place of each token of the batch in the concatenated tokens of the ranks, each padded to `each`."""
     mine: list[_Rows]
     from_each: list[int]
-    """Number of sampled tokens that each rank predicts."""
     place_S: Tensor
-    """Place of each sampled token of the batch in their concatenation over ranks."""
     rank: int
     group: dist.ProcessGroup
 
@@ -63,7 +69,7 @@ class ContextShard(FlatBatch):
         for m in self.mine:
             k_B, v_B = (x.index_select(0, m.key_M).unflatten(0, (m.rows, -1)).transpose(1, 2) for x in (k, v))
             q_B = q.index_select(0, m.query_M).unflatten(0, (m.rows, -1)).transpose(1, 2)
-            out = F.scaled_dot_product_attention(q_B, k_B, v_B, m.seen, scale=scale, enable_gqa=True)
+            out = F.scaled_dot_product_attention(q_B, k_B, v_B, m.mask, scale=scale, enable_gqa=True)
             parts.append(out.transpose(1, 2).flatten(0, 1).index_select(0, m.own_M))
         return torch.cat(parts).index_select(0, self.order_N) if parts else attend_none(q, k, v)
 
@@ -75,9 +81,9 @@ class ContextShard(FlatBatch):
         """Gather [n, …] of each rank as [N, …]. Gradients are summed over the ranks."""
         if not self.whole:
             return x
-        padded = torch.cat([x, x.new_zeros(self.each - len(x), *x.shape[1:])])
-        found: Tensor = all_gather_tensor_autograd(padded, 0, self.group)
-        return found.index_select(0, self.place_N)
+        padded = torch.cat([x, x.new_zeros(self.longest - len(x), *x.shape[1:])])
+        gathered: Tensor = all_gather_tensor_autograd(padded, 0, self.group)
+        return gathered.index_select(0, self.place_N)
 
     def collect(self, x_s: Tensor) -> Tensor:
         collected: Tensor = _Collect.apply(x_s, self)
@@ -96,8 +102,8 @@ class _Collect(torch.autograd.Function):
         everyone = x_s.new_empty(len(part.from_each) * most)
         if most:
             dist.all_gather_into_tensor(everyone, padded, group=part.group)
-        given = [everyone[r * most :][:count] for r, count in enumerate(part.from_each)]
-        return torch.cat(given).index_select(0, part.place_S)
+        parts = [everyone[r * most :][:count] for r, count in enumerate(part.from_each)]
+        return torch.cat(parts).index_select(0, part.place_S)
 
     @staticmethod
     @once_differentiable
@@ -107,16 +113,12 @@ class _Collect(torch.autograd.Function):
         return ordered.split(part.from_each)[part.rank], None
 
 
-def zigzag(tokens: int, ranks: int) -> list[Tensor]:
-    """Return the tokens that each rank computes."""
-    chunks = torch.arange(tokens).tensor_split(2 * ranks)
-    return [torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]]) for rank in range(ranks)]
-
-
 def split(batch: FlatBatch, rank: int, ranks: int, group: dist.ProcessGroup) -> ContextShard:
     """Return the part of `batch` for rank `rank` of the context."""
-    shares, whole = zigzag(len(batch.inputs_N), ranks), len(batch.inputs_N)
-    each = max(map(len, shares))
+    whole = len(batch.inputs_N)
+    chunks = torch.arange(whole).tensor_split(2 * ranks)
+    shares = [torch.cat([chunks[r], chunks[2 * ranks - 1 - r]]) for r in range(ranks)]
+    longest = max(map(len, shares))
     owner_N, local_N = torch.empty(whole, dtype=torch.int64), torch.empty(whole, dtype=torch.int64)
     for number, share in enumerate(shares):
         owner_N[share], local_N[share] = number, torch.arange(len(share))
@@ -127,7 +129,7 @@ def split(batch: FlatBatch, rank: int, ranks: int, group: dist.ProcessGroup) -> 
     mine, computed = _rows(batch.buckets, owner_N == rank, local_N)
     order_N = torch.empty_like(computed)
     order_N[computed] = torch.arange(len(computed))
-    kept = {entry.name: getattr(batch, entry.name) for entry in fields(FlatBatch)} | {
+    batch_fields = {entry.name: getattr(batch, entry.name) for entry in fields(FlatBatch)} | {
         "inputs_N": batch.inputs_N[own_N],
         "position_N": batch.position_N[own_N],
         "recorded": None if batch.recorded is None else batch.recorded.take(own_N),
@@ -139,10 +141,10 @@ def split(batch: FlatBatch, rank: int, ranks: int, group: dist.ProcessGroup) -> 
         "token_S": batch.token_S[own_S],
     }
     return ContextShard(
-        **kept,
+        **batch_fields,
         whole=whole,
-        each=each,
-        place_N=owner_N * each + local_N,
+        longest=longest,
+        place_N=owner_N * longest + local_N,
         mine=mine,
         from_each=torch.bincount(owner_S, minlength=ranks).tolist(),
         place_S=owner_S.argsort(stable=True).argsort(),
@@ -153,7 +155,7 @@ def split(batch: FlatBatch, rank: int, ranks: int, group: dist.ProcessGroup) -> 
 
 def _rows(buckets: list[Bucket], own_N: Tensor, local_N: Tensor) -> tuple[list[_Rows], Tensor]:
     """Return the rows with queries of this rank, and the tokens that they compute, in order."""
-    found, computed = [], [torch.zeros(0, dtype=torch.int64)]
+    rows_of_rank, computed = [], [torch.zeros(0, dtype=torch.int64)]
     for bucket in buckets:
         longest = len(bucket.token_M) // bucket.rows
         at_M = bucket.own_M[own_N[bucket.token_M[bucket.own_M]]]
@@ -165,8 +167,8 @@ def _rows(buckets: list[Bucket], own_N: Tensor, local_N: Tensor) -> tuple[list[_
         query_M, position_M = torch.zeros(2, len(rows) * most, dtype=torch.int64)
         query_M[place_M] = local_N[bucket.token_M[at_M]]
         position_M[place_M] = at_M % longest
-        seen = torch.arange(longest) <= position_M.view(len(rows), 1, most, 1)
+        mask = torch.arange(longest) <= position_M.view(len(rows), 1, most, 1)
         keys = bucket.token_M.view(bucket.rows, longest)[rows].reshape(-1)
-        found.append(_Rows(len(rows), keys, query_M, seen, place_M))
+        rows_of_rank.append(_Rows(len(rows), keys, query_M, mask, place_M))
         computed.append(query_M[place_M])
-    return found, torch.cat(computed)
+    return rows_of_rank, torch.cat(computed)

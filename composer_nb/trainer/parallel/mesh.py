@@ -127,9 +127,9 @@ class Mesh:
 
     def experts(self, rank: int, experts: int) -> range:
         """Return which of `experts` experts a rank computes."""
-        each = experts // self.ep
-        first = self.place(rank)["ep"] * each
-        return range(first, first + each)
+        count = experts // self.ep
+        first = self.place(rank)["ep"] * count
+        return range(first, first + count)
 
     def require_experts(self, experts: int) -> None:
         """Raise ValueError unless every rank of an expert group gets equally many of the model's experts, at least one."""

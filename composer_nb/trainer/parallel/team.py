@@ -25,10 +25,10 @@ def meeting_place(host: str) -> dist.TCPStore:
     return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
 
 
-def join(rank: int, world: int, place: dist.Store, device: str = "cpu", patience: timedelta = PATIENCE) -> None:
-    """Make this process rank `rank` of the `world` ranks that meet at `place`."""
+def join(rank: int, world: int, store: dist.Store, device: str = "cpu", patience: timedelta = PATIENCE) -> None:
+    """Make this process rank `rank` of the `world` ranks that meet at `store`."""
     backend = "gloo" if device == "cpu" else "cuda:nccl,cpu:gloo"
-    dist.init_process_group(backend, store=place, rank=rank, world_size=world, timeout=patience)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
 
 
 class Team(Ranks):

@@ -54,11 +54,11 @@ def follow(run_dir: Path, say: Callable[[str], None] = print, *, lines: int = 20
     An interrupt (Ctrl-C) does not affect the run.
     """
     run = open_run(run_dir)
-    said, last = run.path / SAID, ""
+    log_file, last = run.path / SAID, ""
     at, first = 0, True
     while True:
         live = holder(run.path / LOCK) is not None
-        text = said.read_bytes()[at:] if said.is_file() else b""
+        text = log_file.read_bytes()[at:] if log_file.is_file() else b""
         whole = text[: text.rfind(b"\n") + 1]
         at += len(whole)
         new = whole.decode("utf-8", "replace").splitlines()

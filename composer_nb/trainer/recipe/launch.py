@@ -12,11 +12,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
+
+import psutil
 
 from composer_nb.harness.files import write_json
 from composer_nb.harness.sandbox.reap import FOLDER, ResourceJournal, reap
@@ -142,16 +144,15 @@ def _only_launcher(run: RunDir) -> Iterator[None]:
 
 def absolute(settings: Settings) -> Settings:
     """Return the settings with absolute paths, so that they mean the same from any folder. What names no file stays."""
-    named = {"data.code": settings.data.code, "model.start": settings.model.start, "env.tasks": settings.env.tasks}
-    named["services.address"], store = settings.services.address, settings.services.store
-    paths = {name: str(Path(value).expanduser().resolve()) for name, value in named.items() if _is_path(value)}
-    if store and "://" not in store:  # it may not be there yet
-        paths["services.store"] = str(Path(store).expanduser().resolve())
-    return override(settings, paths)
-
-
-def _is_path(value: str) -> bool:
-    return value not in ("", "stdlib", "generated") and Path(value).expanduser().exists()
+    names = ("data.code", "model.start", "env.tasks", "services.address", "services.store")
+    paths = {name: Path(value).expanduser() for name, value in to_flat(settings).items() if name in names and value}
+    files = {
+        name: str(path.resolve())
+        for name, path in paths.items()
+        if (path.exists() and str(path) not in ("stdlib", "generated"))
+        or (name == "services.store" and "://" not in settings.services.store)  # it may not be there yet
+    }
+    return override(settings, files)
 
 
 def same(saved: Settings, settings: Settings) -> bool:
@@ -187,13 +188,17 @@ def _launch(run: RunDir, settings: Settings, say: Callable[[str], None]) -> None
     start = time.perf_counter()
     _reap(run, say)
     run.clean()
-    _require_room(run, settings)
+    if run.finished("sft") is None or settings.mesh.gpus:
+        require_room(settings, this_machine())
+    rl_comes = settings.until == "rl" and not settings.control_steps and run.finished("rl") is None
+    if rl_comes and not settings.services.address:  # the nodes of a cluster are checked once the run is attached to it
+        require_room_for_rl(settings, [this_machine()])
     last = settings.until if settings.until != "rl" else "eval_control" if settings.control_steps else "numerics"
     if run.finished(last) is None:
         _run_ranks(run, settings.ranks, say)
     if last == "numerics" and settings.rl.gate and (reason := refusal(run)):
         raise ValueError(reason)
-    if settings.services.on and settings.until == "rl" and not settings.control_steps and run.finished("rl") is None:
+    if settings.services.on and rl_comes and run.finished("rl") is None:
         with held(settings.services.address):
             _run_services(run, say)
         _run_ranks(run, settings.ranks, say)
@@ -201,18 +206,7 @@ def _launch(run: RunDir, settings: Settings, say: Callable[[str], None]) -> None
         raise RunFailed(
             f"its processes ended with 0 before the run was complete: code of its tasks or rewards exits ({run.path / SAID})"
         )
-    seconds = time.perf_counter() - start
-    say(f"{COMPLETE} after {seconds:.0f} s: {run.path}")
-
-
-def _require_room(run: RunDir, settings: Settings) -> None:
-    """Require room on this machine for the remaining stages. The nodes of a cluster are checked before RL, once the run is
-    attached to it."""
-    if run.finished("sft") is None or settings.mesh.gpus:
-        require_room(settings, this_machine())
-    comes = settings.until == "rl" and not settings.control_steps and run.finished("rl") is None
-    if comes and not settings.services.address:
-        require_room_for_rl(settings, [this_machine()])
+    say(f"{COMPLETE} after {time.perf_counter() - start:.0f} s: {run.path}")
 
 
 def _reap(run: RunDir, say: Callable[[str], None]) -> None:
@@ -266,11 +260,11 @@ def _run_ranks(run: RunDir, world: int, say: Callable[[str], None]) -> None:
         raise ValueError(f"ranks={world}: at least 1 is needed")
     journal = ResourceJournal(run.path / FOLDER, run.path.name)
     with tempfile.TemporaryDirectory(prefix="composer_nb-") as folder:
-        noted = journal.made("directory", folder)
+        resource = journal.made("directory", folder)
         common = (str(run.path), str(world), f"{folder}/rendezvous")
         programs = {f"rank{rank}": ("composer_nb.trainer.recipe.worker", *common, str(rank)) for rank in range(world)}
         _run_processes(run, programs, say)
-    journal.gone(noted)
+    journal.gone(resource)
 
 
 RESTARTS = 3
@@ -298,65 +292,47 @@ def _run_processes(run: RunDir, programs: Mapping[str, tuple[str, ...]], say: Ca
     """Run named modules side by side until all have ended, and show the output of the first. If one fails, end the others and
     raise RunFailed."""
     journal = ResourceJournal(run.path / FOLDER, run.path.name)
+    child = [sys.executable, "-P", "-m", "composer_nb.trainer.recipe.child", str(os.getpid())]
     with ExitStack() as stack:
         logs = [stack.enter_context((run.path / f"{name}.log").open("ab")) for name in programs]
         begins = [log.tell() for log in logs]
-        pairs = zip(programs.values(), logs, strict=True)
-        processes = [_start(words, log, piped=log is logs[0]) for words, log in pairs]
-        noted = [journal.made("process", process.pid) for process in processes]
-        listener = threading.Thread(target=_relay, args=(processes[0], say), daemon=True)
+        processes = [
+            psutil.Popen(
+                [*child, *words],
+                stdout=subprocess.PIPE if log is logs[0] else log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | PROCESS,
+                text=True,
+            )
+            for words, log in zip(programs.values(), logs, strict=True)
+        ]
+        resources = [journal.made("process", process.pid) for process in processes]
+        listener = threading.Thread(target=_relay, args=(processes[0].stdout, say), daemon=True)
         try:
             listener.start()
-            failed = _wait(processes)
+            codes = [process.poll() for process in processes]
+            while None in codes and not any(codes):
+                time.sleep(0.02)
+                codes = [process.poll() for process in processes]
         finally:
-            _end(processes)
-            for resource in noted:
+            for process in processes:
+                process.terminate()
+            for process in psutil.wait_procs(processes, timeout=5)[1]:
+                process.kill()
+                process.wait()
+            for resource in resources:
                 journal.gone(resource)
             _reap(run, say)  # a container outlives the process that made it
             listener.join(timeout=10)
-    if failed is not None:
-        name, code = list(programs)[failed], processes[failed].returncode
-        last = last_words(run.path / f"{name}.log", begins[failed])
-        if refused := re.fullmatch(r"(?:\[rank\d+\]: )?ValueError: (.*)", last):  # the rank goes without saying
-            raise RunFailed(refused[1], code)
-        raise RunFailed(f"{name.replace('rank', 'rank ')} ended with {code}: {last}", code)
+    for (name, code), begin in zip(zip(programs, codes, strict=True), begins, strict=True):
+        if code:
+            last = last_words(run.path / f"{name}.log", begin)
+            if refused := re.fullmatch(r"(?:\[rank\d+\]: )?ValueError: (.*)", last):  # the rank goes without saying
+                raise RunFailed(refused[1], code)
+            raise RunFailed(f"{name.replace('rank', 'rank ')} ended with {code}: {last}", code)
 
 
-def _start(words: Sequence[str], log: IO[bytes], *, piped: bool) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "composer_nb.trainer.recipe.child", str(os.getpid()), *words],
-        stdout=subprocess.PIPE if piped else log,
-        stderr=log,
-        stdin=subprocess.DEVNULL,
-        env=os.environ | PROCESS,
-        text=True,
-    )
-
-
-def _relay(process: subprocess.Popen[str], say: Callable[[str], None]) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
+def _relay(lines: IO[str], say: Callable[[str], None]) -> None:
+    for line in lines:
         say(line.rstrip())
-
-
-def _wait(ranks: list[subprocess.Popen[str]]) -> int | None:
-    """Return the first rank seen to fail, or None once all have succeeded."""
-    while True:
-        codes = [process.poll() for process in ranks]
-        if bad := [rank for rank, code in enumerate(codes) if code]:
-            return bad[0]
-        if None not in codes:
-            return None
-        time.sleep(0.02)
-
-
-def _end(ranks: list[subprocess.Popen[str]]) -> None:
-    for process in ranks:
-        process.terminate()
-    deadline = time.monotonic() + 5
-    for process in ranks:
-        try:
-            process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()

@@ -33,24 +33,27 @@ Gap = NDArray[np.float64]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Engine and trainer on the same S sampled tokens, and their routers on the N tokens forwarded for them. Tokens of a shared
-    prefix count once."""
+    prefix count once.
+
+    Attributes:
+        off_S: log p of the trainer − log p of the engine, with the trainer's own routes
+        on_S: the same, with the engine's routes replayed
+        flipped_S: mask of sampled tokens predicted where the set of experts differs in some layer
+        flips_NL: mask of the pairs where the trainer's own set of experts differs from the engine's
+        margins_NL: the trainer's router: probability of the last expert chosen minus that of the next
+    """
 
     off_S: Gap
-    """log p of the trainer − log p of the engine, with the trainer's own routes."""
     on_S: Gap
-    """The same, with the engine's routes replayed."""
     flipped_S: NDArray[np.bool_]
-    """Mask of sampled tokens predicted where the set of experts differs in some layer."""
     flips_NL: NDArray[np.bool_]
-    """Mask of the pairs where the trainer's own set of experts differs from the engine's."""
     margins_NL: NDArray[np.float32]
-    """The trainer's router: probability of the last expert chosen minus that of the next."""
 
 
 def compare(model: Model, attempts: Sequence[Attempt], replay: ReplaySettings = FULL, budget: int = 4096) -> Comparison:
     """Score attempts twice: with the trainer's own routes, and with the engine's, replayed according to `replay`. Raises
     ValueError for routes that cannot be replayed."""
-    blank = (Scored(attempt=done, reward=Reward(total=0.0), advantage=0.0) for done in attempts)
+    blank = (Scored(attempt=attempt, reward=Reward(total=0.0), advantage=0.0) for attempt in attempts)
     return compare_streams(model, [stream for scored in blank for stream in to_streams(scored)], budget, replay)
 
 
@@ -64,18 +67,18 @@ def compare_streams(
     for chunk in microbatches(streams, budget):
         batch: FlatBatch = moved(flatten(chunk, replay), model.embed.device)
         assert batch.recorded is not None, "`replay` is of routes on record"
-        seen: list[Routing] = []
-        off_S, _ = score(model, batch, seen=seen)
+        routings: list[Routing] = []
+        off_S, _ = score(model, batch, seen=routings)
         on_S, _ = score(model, batch, batch.recorded)
-        differ_NL = routes_differ(seen, batch.recorded.experts)
-        found = {
+        differ_NL = routes_differ(routings, batch.recorded.experts)
+        tensors = {
             "off_S": (off_S - batch.sampled_S).double(),
             "on_S": (on_S - batch.sampled_S).double(),
             "flipped_S": differ_NL.any(1)[batch.place_U][batch.from_S],
             "flips_NL": differ_NL,
-            "margins_NL": stacked([routing.margin_N for routing in seen], len(differ_NL)).float(),
+            "margins_NL": stacked([routing.margin_N for routing in routings], len(differ_NL)).float(),
         }
-        for name, tensor in found.items():
+        for name, tensor in tensors.items():
             parts[name].append(tensor.cpu().numpy())
     return Comparison(**{name: np.concatenate(pieces) for name, pieces in parts.items()})
 
@@ -91,15 +94,15 @@ def measure_mismatch(model: Model, attempts: Sequence[Attempt], budget: int = 40
     return figures(compare(model, attempts, budget=budget))
 
 
-def figures(found: Comparison) -> dict[str, Any]:
+def figures(comparison: Comparison) -> dict[str, Any]:
     """Return the figures of a comparison, as described in `measure_mismatch`."""
     return {
-        "off": gap_figures(found.off_S),
-        "on": gap_figures(found.on_S),
-        "floor": None if found.flipped_S.all() else gap_figures(found.on_S[~found.flipped_S]),
-        "tokens": len(found.off_S),
-        "routes_differ": float(found.flips_NL.mean()) if found.flips_NL.size else 0.0,
-        "tokens_differ": float(found.flipped_S.mean()),
+        "off": gap_figures(comparison.off_S),
+        "on": gap_figures(comparison.on_S),
+        "floor": None if comparison.flipped_S.all() else gap_figures(comparison.on_S[~comparison.flipped_S]),
+        "tokens": len(comparison.off_S),
+        "routes_differ": float(comparison.flips_NL.mean()) if comparison.flips_NL.size else 0.0,
+        "tokens_differ": float(comparison.flipped_S.mean()),
     }
 
 

@@ -94,13 +94,13 @@ def make_tokenizer(s: Stages) -> None:
         if info is None or not s.ranks.first:
             return
         if s.settings.model.start:
-            shutil.copyfile(s.settings.model.folder / "tokenizer.json", s.tokenizer_file)
+            shutil.copyfile(s.settings.model.folder / "tokenizer.json", s.run.path / "data" / "tokenizer.json")
             return
         corpus = read_corpus(s.settings.data.code)
         texts = _conversations(s) * OFTEN
         more = GAP_TOKENS[0] if s.settings.midtrain.infill.share else ()
-        made = train_tokenizer([*corpus.train[::2], *texts], s.settings.tokenizer.vocab_size, more)
-        made.save(str(s.tokenizer_file))
+        tokenizer = train_tokenizer([*corpus.train[::2], *texts], s.settings.tokenizer.vocab_size, more)
+        tokenizer.save(str(s.run.path / "data" / "tokenizer.json"))
         write_json(s.run.path / "data" / "corpus.json", {"digest": corpus.digest, "files": corpus.names})
         info |= {"files": len(corpus.names), "corpus_digest": corpus.digest}
 
@@ -115,15 +115,17 @@ def _conversations(s: Stages) -> list[str]:
     limits = replace(settings.limits, tokens=16 * settings.limits.tokens, turn_tokens=16 * settings.limits.turn_tokens)
     agent = make_agent(settings.env, letters, limits, s.sandboxes)
     tasks = list(_generated(s, f"{settings.seed} tokenizer", Chunk("mistaken", 0, count)))
-    done = demonstrate(tasks, agent, s.sandboxes, settings.seed, settings.data.mistake_rate)
-    ids = (segment.token_ids.tolist() for d in done for segment in d.rollout.segments)
-    whole = (letters.decode(each, skip_special_tokens=False) for each in ids)
-    return [text for each in whole for text in re.split("|".join(map(re.escape, SPECIALS)), each) if text]
+    demonstrations = demonstrate(tasks, agent, s.sandboxes, settings.seed, settings.data.mistake_rate)
+    segments = (segment for d in demonstrations for segment in d.rollout.segments)
+    texts = (letters.decode(segment.token_ids.tolist(), skip_special_tokens=False) for segment in segments)
+    special = re.compile("|".join(map(re.escape, SPECIALS)))
+    return [part for text in texts for part in special.split(text) if part]
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of the data: `count` tasks of a kind, with its own seed."""
+    """A piece of the data: `count` tasks of a kind, with its own seed. `own` are custom tasks; without them, tasks are
+    generated."""
 
     kind: str
     number: int
@@ -131,7 +133,6 @@ class Chunk:
     heldout: bool = False
     mistake_rate: float | None = None
     own: tuple[Task, ...] = ()
-    """Custom tasks; without them, tasks are generated."""
 
     @property
     def name(self) -> str:
@@ -149,12 +150,14 @@ def chunks(settings: Settings, dealt: Mapping[str, Sequence[Task]] | None = None
         ("mistaken", d.mistaken_demonstrations, False, d.mistake_rate),
         ("clean", d.demonstrations, False, 0.0),
     ]
-    own = {kind: tuple((dealt or {}).get("tune" if kind == "tune" else "rl", ()))[:count] for kind, count, *_ in kinds}
+    tasks_by_kind = {
+        kind: tuple((dealt or {}).get("tune" if kind == "tune" else "rl", ()))[:count] for kind, count, *_ in kinds
+    }
     return [
-        Chunk(kind, number, min(CHUNK, count - at), heldout, rate, own[kind][at : at + CHUNK])
+        Chunk(kind, number, min(CHUNK, count - at), heldout, rate, tasks_by_kind[kind][at : at + CHUNK])
         for kind, count, heldout, rate in kinds
         if dealt is None or rate is not None
-        for number, at in enumerate(range(0, count if dealt is None else len(own[kind]), CHUNK))
+        for number, at in enumerate(range(0, count if dealt is None else len(tasks_by_kind[kind]), CHUNK))
     ]
 
 
@@ -166,18 +169,18 @@ def make_data(s: Stages) -> None:
         agent, folder = s.agent(), s.run.path / "data"
         dealt = deal_tasks(own_tasks(s.settings.env), s.settings.data) if s.settings.env.path else None
         work = chunks(s.settings, dealt)[s.ranks.rank :: s.ranks.world]
-        for place, chunk in enumerate(work):
+        for index, chunk in enumerate(work):
             if not (folder / f"{chunk.name}.prints.json").is_file():
                 _make_chunk(s, agent, chunk, folder)
-            if s.ranks.first and place % 4 == 3:
-                done = (place + 1) / len(work)
-                s.say(f"data: {done:.0%} of {s.settings.data.demonstrations} demonstrations and more")
+            if s.ranks.first and index % 4 == 3:
+                share = (index + 1) / len(work)
+                s.say(f"data: {share:.0%} of {s.settings.data.demonstrations} demonstrations and more")
         s.ranks.barrier()
         if s.ranks.first:
-            if found := unguarded((dealt or {}).get("rl", [])):
+            if ids := unguarded((dealt or {}).get("rl", [])):
                 s.say(
-                    f"data: env.tasks={s.settings.env.tasks}: code that only claims to be right can pass {len(found)} of RL's "
-                    f"tasks, so RL may teach it; take out: {', '.join(found[:5])}{', …' * (len(found) > 5)}"
+                    f"data: env.tasks={s.settings.env.tasks}: code that only claims to be right can pass {len(ids)} of RL's "
+                    f"tasks, so RL may teach it; take out: {', '.join(ids[:5])}{', …' * (len(ids) > 5)}"
                 )
             for kind, tasks in (dealt or {}).items():
                 save_tasks(tasks, folder / f"{kind}.jsonl")
@@ -192,9 +195,9 @@ def _make_chunk(s: Stages, agent: Agent, chunk: Chunk, folder: Path) -> None:
     tasks = list(chunk.own) or list(_generated(s, seed, chunk))
     if chunk.mistake_rate is not None:
         able = s.settings.env.toolset.needs_sandbox  # with these tools the expert does more than change lines
-        shown = [task for task in tasks if able or "function" in task.metadata or changes_lines(task)]
-        done = demonstrate(shown, agent, s.sandboxes, s.settings.seed, chunk.mistake_rate)
-        solved = [d.rollout for d in done if d.grade.passed or not (chunk.own or s.settings.searched)]
+        solvable = [task for task in tasks if able or "function" in task.metadata or changes_lines(task)]
+        demonstrations = demonstrate(solvable, agent, s.sandboxes, s.settings.seed, chunk.mistake_rate)
+        solved = [d.rollout for d in demonstrations if d.grade.passed or not (chunk.own or s.settings.searched)]
         if not solved:
             raise ValueError(
                 f"data: the expert solves none of {len(tasks)} tasks ({chunk.kind}) with env.tools={s.settings.env.tools} and "
@@ -214,43 +217,41 @@ def _generated(s: Stages, seed: str, chunk: Chunk) -> Iterator[Task]:
         return make_tasks(seed, chunk.count, heldout=chunk.heldout, executor=functions)
     families = DEMONSTRATED if chunk.kind == "mistaken" and chunk.number else frozenset[str]()
     options: dict[str, Any] = {"told": data.told, "families": families, "kinds": data.kinds}
-    made = make_miniatures(seed, chunk.count, heldout=chunk.heldout, executor=functions, **options)
+    tasks = make_miniatures(seed, chunk.count, heldout=chunk.heldout, executor=functions, **options)
     lowered = {LOWERED["turns"]: str(data.rl_turns)} if chunk.kind == "rl" and data.rl_turns else {}
-    return (task.model_copy(update={"metadata": task.metadata | lowered}) for task in made)
+    return (task.model_copy(update={"metadata": task.metadata | lowered}) for task in tasks)
 
 
 def _drop_leaks(s: Stages, folder: Path) -> dict[str, Any]:
     """Join the chunks of tasks. Drop held-out tasks that occur in training, tasks of new structures whose structure does, and
     repeated tasks. Raises ValueError if too few remain."""
-    training: set[str] = set()
-    for path in folder.glob("*.prints.json"):
-        if not path.name.startswith(SCORED):
-            training |= set(json.loads(path.read_text()))
-    kept: dict[str, list[Task]] = {}
-    seen: set[tuple[str, str]] = set()
+    files = [path for path in folder.glob("*.prints.json") if not path.name.startswith(SCORED)]
+    training = {print_ for path in files for print_ in json.loads(path.read_text())}
+    tasks_by_kind: dict[str, list[Task]] = {}
+    keys: set[tuple[str, str]] = set()
     dropped: Counter[str] = Counter()
     for kind in (*SCORED, "rl"):
-        kept[kind] = []
-        for path in sorted(folder.glob(f"{kind}-*.jsonl")):
-            for task in load_tasks(path):
-                key = (task.instruction, buggy(task))
-                shown = buggy_prints if kind == "heldout" else fingerprints
-                leaked = kind != "rl" and bool(shown([task]) & training)
-                dropped[kind] += leaked or key in seen
-                if not leaked and key not in seen:
-                    kept[kind].append(task)
-                seen.add(key)
-        if kept[kind]:
-            save_tasks(kept[kind], folder / f"{kind}.jsonl")
+        prints_of = buggy_prints if kind == "heldout" else fingerprints
+        candidates = [task for path in sorted(folder.glob(f"{kind}-*.jsonl")) for task in load_tasks(path)]
+        tasks_by_kind[kind] = []
+        for task in candidates:
+            key = (task.instruction, buggy(task))
+            leaked = key in keys or (kind != "rl" and bool(prints_of([task]) & training))
+            keys.add(key)
+            if not leaked:
+                tasks_by_kind[kind].append(task)
+        dropped[kind] = len(candidates) - len(tasks_by_kind[kind])
+        if tasks_by_kind[kind]:
+            save_tasks(tasks_by_kind[kind], folder / f"{kind}.jsonl")
         elif kind != "structures" or s.settings.data.structure_tasks:
             raise ValueError(f"no {kind} task is left; raise data.{kind.removesuffix('s')}_tasks")
     needed = s.settings.prompts_needed
-    if len(kept["rl"]) < needed:
+    if len(tasks_by_kind["rl"]) < needed:
         raise ValueError(
             f"rl.steps × rl.prompts × (1 + rl.refill) = {needed} tasks are needed, no task is trained on twice, and only "
-            f"{len(kept['rl'])} are there; raise data.rl_tasks or lower rl.steps"
+            f"{len(tasks_by_kind['rl'])} are there; raise data.rl_tasks or lower rl.steps"
         )
-    return {"tasks": {kind: len(tasks) for kind, tasks in kept.items()}, "dropped": dict(dropped)}
+    return {"tasks": {kind: len(tasks) for kind, tasks in tasks_by_kind.items()}, "dropped": dict(dropped)}
 
 
 # Custom tasks
@@ -261,15 +262,15 @@ def own_tasks(env: EnvSettings) -> list[Task]:
     tasks = tasks_of(env.tasks, env.own) if env.own else load_tasks(env.path or Path())
     for task in tasks:
         tools_of(task, env.toolset)
-        if task.grader == "script":
-            raise ValueError(f"env.tasks: task {task.id} has the grader `script`, which is for evaluation alone")
-        if task.grader == "pytest" and PLAN not in task.metadata:
-            raise ValueError(f"env.tasks: task {task.id} has no plan of its tests; composer-nb tasks make makes one")
-        if task.grader == "pytest":
-            try:
+        try:
+            if task.grader == "script":
+                raise ValueError("has the grader `script`, which is for evaluation alone")
+            if task.grader == "pytest" and PLAN not in task.metadata:
+                raise ValueError("has no plan of its tests; composer-nb tasks make makes one")
+            if task.grader == "pytest":
                 plan_of(task)
-            except ValueError as error:
-                raise ValueError(f"env.tasks: task {task.id}: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"env.tasks: task {task.id}: {error}") from None
     return tasks
 
 
@@ -351,7 +352,7 @@ def _marks(task: Task) -> Iterator[str]:
     structure = task.metadata.get("structure")
     yield f"structure {structure}" if structure else f"instruction {task.instruction}"
     places = re.findall(r'"([^"]+)"', task.metadata.get("places", ""))
-    yield from (f"place {task.metadata.get('repository')} {place}" for place in places)
+    yield from (f"place {task.metadata.get('repository')} {location}" for location in places)
     for path, text in () if places else task.solution.items():
         parts = [part.strip() for part in re.split(r"\n(?=[ \t]*(?:async )?def )", text)]
         yield from [part for part in parts if part not in task.files.get(path, "")] or [text]

@@ -1,4 +1,9 @@
-"""Readers of a run's database, logs and stored rollouts, which write nothing.
+"""The reader of runs, live or finished, which writes nothing: a run's state, its steps, its stored rollouts.
+
+    status = read_status(path)                                the state at this moment, wherever the run was started
+    status.state                                              live, complete or dead; a dead run can be resumed
+    wait_until(path, lambda status: len(status.steps) >= 5, 300)
+    prompts(path)                                             was any prompt skipped, or trained on twice?
 
 `run.db` is read in one transaction, and logs are read up to their last complete line, so a live run can be read.
 """
@@ -9,26 +14,36 @@ import re
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from composer_nb.harness.untrusted import beneath, json_of
-from composer_nb.trainer.recipe.launch import LOCK, SAID
+from composer_nb.trainer.prompts import Order, prompt_order
+from composer_nb.trainer.recipe.launch import COMPLETE, LOCK, SAID
 from composer_nb.trainer.records.rundir import RunDir, open_run, well_formed
 from composer_nb.trainer.services.head import holder
+from composer_nb.trainer.services.journal import REFUSED
+from composer_nb.trainer.settings import from_dict
 
 EXAMPLES = tuple(Path(__file__).parents[3] / "data" / name for name in ("example", "example_seed_1"))
 """Excerpts of full runs with seeds 0 and 1; the second holds only scores."""
+STAGES = (
+    *("tokenizer", "data", "midtrain", "sft", "eval_base", "eval_midtrained", "eval_start"),
+    *("rl", "eval_final", "numerics"),
+)
+"""Stages of a complete run, in the order of the recipe."""
 RL_FILE = re.compile(r"rl_(\d+)_\d+\.parquet")
 TAIL = 65_536
 """Number of bytes at the end of a run's log that are searched for its last line."""
+RECENT = 8
+"""Number of last steps whose median duration estimates the remaining time."""
 
 
 class ReadOnly(RunDir):
@@ -43,71 +58,154 @@ class ReadOnly(RunDir):
         """Open the database read-only. While a process may write, SQLite's readers leave a log beside the database, which the
         writer removes. Without a writer and a log, the database is opened as immutable, so that no file is left."""
         live = holder(self.path / LOCK) is not None
-        nobody = not live and not (self.path / "run.db-wal").exists()
-        return self._opened("?mode=ro&immutable=1" if nobody else "?mode=ro", trusted=live)
+        immutable = not live and not (self.path / "run.db-wal").exists()
+        return self._opened("?mode=ro&immutable=1" if immutable else "?mode=ro", trusted=live)
 
 
 def example_run(seed: int = 0) -> RunDir:
     """Return the excerpt of a full run that ships with the checkout (`make example` makes it). Raises FileNotFoundError without a
     checkout."""
-    path = EXAMPLES[seed]
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path}: the stored example comes with the repository; give a run directory instead")
-    return open_run(path)
+    if not EXAMPLES[seed].is_dir():
+        raise FileNotFoundError(f"{EXAMPLES[seed]}: the stored example comes with the repository; give a run directory")
+    return open_run(EXAMPLES[seed])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# The state
+
+
+@dataclass(frozen=True, slots=True)
 class PromptSlot:
-    """One prompt whose group of rollouts is in flight."""
+    """One prompt whose group of `size` rollouts is in flight: `done` are graded, and `running` were in flight at the last
+    transaction; a resumed run dispatches these again."""
 
     slot: int
     size: int
     done: int
-    """Number of finished, graded rollouts."""
     running: int
-    """Number of rollouts in flight at the last transaction; a resumed run dispatches them again."""
     training: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class EngineVersion:
-    """The version that an inference engine reported last."""
+    """The version that an inference engine reported last, with the seconds to fetch and verify it, and those of them in which no
+    tokens were decoded (`paused`)."""
 
     name: str
     version: int
     hash: str
     seconds: float
-    """Time to fetch and verify the version."""
     paused: float
-    """Part of that time in which no tokens were decoded."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SettingChange:
-    """A requested change of a live run's setting."""
+    """A requested change of a live run's setting. `step` counts the trained batches when the run applied it; None: not applied
+    yet; REFUSED: refused."""
 
     name: str
     value: Any
     step: int | None
-    """Trained batches when the run applied the change; None: not applied yet; REFUSED: refused."""
 
 
-def database(run: RunDir) -> dict[str, Any]:
-    """Return RL's steps, the stages, the checkpoints and the state of services, read in one transaction. Raises ValueError for a
-    malformed database."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """The state of a run at one moment.
+
+    Attributes:
+        pid: process that runs it; 0 if unknown
+        last_line: last line of its log; empty if there is none
+        quiet_s: seconds since the run last wrote a record
+        stages: seconds of each complete stage
+        scores: results of the evaluation of each policy so far
+        stage: first stage that is not complete; empty if all are
+        done, total: optimizer or RL steps of that stage, 0 if it has no steps; of a complete run, the RL steps
+        left_s: estimated seconds until that stage is complete; None without an estimate
+        steps: metrics of RL steps; of a live run, also those that its next checkpoint will make durable
+        trained: number of trained batches
+        ledger: sampled tokens of RL by their use; `held` tokens belong to rollouts that wait for training
+        sampled: tokens that RL sampled and reported, the sum of the ledger; None if they are only counted at the end
+        served: trained batches behind the oldest weights that an engine serves; None for the synchronous loop, which has no
+            `slots`, `engines`, `changes` and no weight `versions` either
+    """
+
+    path: Path
+    state: Literal["live", "complete", "dead"]
+    pid: int | None
+    last_line: str
+    quiet_s: float | None
+    settings: Mapping[str, Any]
+    stages: Mapping[str, float]
+    scores: Mapping[str, Mapping[str, Any]]
+    stage: str
+    done: int
+    total: int
+    left_s: float | None
+    steps: tuple[Mapping[str, Any], ...]
+    trained: int
+    ledger: Mapping[str, int]
+    sampled: int | None = None
+    served: int | None = None
+    slots: tuple[PromptSlot, ...] = ()
+    versions: int = 0
+    engines: tuple[EngineVersion, ...] = ()
+    changes: tuple[SettingChange, ...] = ()
+
+    @property
+    def bound(self) -> int:
+        """Highest staleness bound so far, in batches; 0 for the synchronous loop."""
+        services = self.settings.get("services", {"on": False})
+        applied = [int(c.value) for c in self.changes if c.name == "services.bound" and c.step not in (None, REFUSED)]
+        return max([services["bound"], *applied]) if services["on"] else 0
+
+
+def stages_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the stages of a complete run with these settings, which may end before RL or have a control instead of it."""
+    if (until := settings.get("until", "rl")) != "rl":
+        return STAGES[: STAGES.index(until) + 1]
+    return (*STAGES[: STAGES.index("rl")], "control", "eval_control") if settings.get("control_steps") else STAGES
+
+
+def read_status(path: Path) -> Status:
+    """Return the state of the run in `path` at this moment. Raises FileNotFoundError if there is no run, and ValueError for
+    malformed records."""
+    run = ReadOnly(path)
+    pid = holder(run.path / LOCK)  # first, so that the reads after the end of a run see its final state
     with closing(run.connect()) as db, well_formed(run.path / "run.db"):
         db.execute("BEGIN")
         rows = db.execute("SELECT step, metrics FROM step WHERE stage = 'rl' ORDER BY step")
-        stages = db.execute("SELECT name, seconds FROM stage ORDER BY rowid")
-        scored = db.execute("SELECT name, info FROM stage WHERE name LIKE 'eval\\_%' ESCAPE '\\' ORDER BY rowid")
-        checkpoints = db.execute("SELECT stage, step, seconds FROM checkpoint")
-        return {
-            "steps": [_step(step, json_of(metrics)) for step, metrics in rows],
-            "stages": {str(name): float(spent) for name, spent in stages},
-            "scores": {str(name).removeprefix("eval_"): json_of(info) for name, info in scored},
-            "checkpoints": {str(name): (int(step), float(spent)) for name, step, spent in checkpoints},
-            "services": _services(db),
-        }
+        steps = [_step(step, json_of(metrics)) for step, metrics in rows]
+        infos = [(str(name), float(s), info) for name, s, info in db.execute("SELECT * FROM stage ORDER BY rowid")]
+        scores = {name.removeprefix("eval_"): json_of(info) for name, _, info in infos if name.startswith("eval_")}
+        saved = db.execute("SELECT stage, step, seconds FROM checkpoint")
+        checkpoints = {str(name): (int(step), float(seconds)) for name, step, seconds in saved}
+        services = _services(db)
+    logged, last_line = _logged_steps(run.path / "metrics.jsonl"), _last_line(run.path / SAID)
+    settings = run.settings() if (run.path / "settings.json").is_file() else {}
+    stages = {name: seconds for name, seconds, _ in infos}
+    missing = [name for name in stages_of(settings) if name not in stages]
+    complete = last_line.startswith(COMPLETE) or not missing
+    live = pid is not None
+    if live:
+        steps += [point for at, point in sorted(logged.get("rl", {}).items()) if at > len(steps)]
+    stage = "" if complete and not live else next(iter(missing), "")
+    done, total, left_s = _progress(stage or "rl", settings, steps, checkpoints, logged)
+    return Status(
+        path=run.path,
+        state="live" if live else "complete" if complete else "dead",
+        pid=pid,
+        last_line=last_line,
+        quiet_s=_quiet_seconds(run.path),
+        settings=settings,
+        stages=stages,
+        scores=scores,
+        stage=stage,
+        done=done,
+        total=total,
+        left_s=left_s if live and stage else None,
+        steps=tuple(steps),
+        trained=len(steps),
+        **services,
+    )
 
 
 def _step(number: Any, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -116,33 +214,33 @@ def _step(number: Any, metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def _services(db: sqlite3.Connection) -> dict[str, Any]:
-    """Return the records that only services make during RL: the orchestrator's state, versions and changes."""
+    """Return the ledger of RL and what only services record: the orchestrator's state, versions and changes."""
     sums = db.execute("SELECT reason, SUM(tokens) FROM ledger GROUP BY reason")
-    ledger: Counter[str] = Counter({str(why): int(tokens) for why, tokens in sums})
-    snapshot = _snapshot(db)
-    if snapshot is None:
-        nothing: dict[str, Any] = {"slots": (), "versions": 0, "engines": (), "changes": ()}
-        return nothing | {"ledger": dict(ledger), "sampled": None, "served": None}
+    ledger: Counter[str] = Counter({str(reason): int(tokens) for reason, tokens in sums})
+    if (state := _snapshot(db)) is None:
+        return {"ledger": dict(ledger)}
     if not db.execute("SELECT 1 FROM ledger WHERE stage = 'rl' AND step = 0").fetchone():  # written at RL's very end
-        ledger.update({why: count for why, count in snapshot["ledger"].items() if why != "trained"})
-        ledger["held"] = snapshot["held_tokens"]
+        ledger.update({reason: count for reason, count in state["ledger"].items() if reason != "trained"})
+        ledger["held"] = state["held_tokens"]
     newest = "SELECT engine, version, hash, seconds, paused FROM served WHERE rowid IN (SELECT MAX(rowid) FROM served "
+    engines = db.execute(newest + "GROUP BY engine) ORDER BY rowid")
+    changes = db.execute("SELECT name, value, step FROM change ORDER BY number")
     [(versions,)] = db.execute("SELECT COUNT(*) FROM version")
+    groups, training = state["groups"], state["training"]
+    running = [sum(reason == "restored" for _, _, reason, _ in group["gone"]) for group in groups]  # as `Group.pack`
     return {
         "ledger": dict(ledger),
-        "sampled": snapshot["counts"].get("received_tokens", 0),
-        "served": snapshot["served"],
-        "slots": tuple(_slot(group, snapshot["training"]) for group in snapshot["groups"]),
-        "versions": versions,
-        "engines": tuple(
-            EngineVersion(
-                name=str(name), version=int(version), hash=str(hash), seconds=float(seconds), paused=float(paused)
-            )
-            for name, version, hash, seconds, paused in db.execute(newest + "GROUP BY engine) ORDER BY rowid")
+        "sampled": state["counts"].get("received_tokens", 0),
+        "served": state["served"],
+        "slots": tuple(
+            PromptSlot(group["slot"], group["size"], len(group["done"]), count, group["slot"] in training)
+            for group, count in zip(groups, running, strict=True)
         ),
+        "versions": versions,
+        "engines": tuple(EngineVersion(str(n), int(v), str(h), float(s), float(p)) for n, v, h, s, p in engines),
         "changes": tuple(
-            SettingChange(name=str(name), value=json_of(value), step=None if step is None else int(step))
-            for name, value, step in db.execute("SELECT name, value, step FROM change ORDER BY number")
+            SettingChange(str(name), json_of(value), None if step is None else int(step))
+            for name, value, step in changes
         ),
     }
 
@@ -151,18 +249,8 @@ def _snapshot(db: sqlite3.Connection) -> dict[str, Any] | None:
     """Return the orchestrator's state; None if the services never started."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'orchestrator'").fetchone():
         return None
-    found = db.execute("SELECT snapshot FROM orchestrator").fetchone()
-    return json_of(found[0]) if found else None
-
-
-def _slot(group: Mapping[str, Any], training: list[int]) -> PromptSlot:
-    return PromptSlot(
-        slot=group["slot"],
-        size=group["size"],
-        done=len(group["done"]),
-        running=sum(why == "restored" for _, _, why, _ in group["gone"]),  # rollouts in flight (`Group.pack`)
-        training=group["slot"] in training,
-    )
+    row = db.execute("SELECT snapshot FROM orchestrator").fetchone()
+    return json_of(row[0]) if row else None
 
 
 def _whole_lines(raw: bytes) -> list[str]:
@@ -170,49 +258,146 @@ def _whole_lines(raw: bytes) -> list[str]:
     return raw[: raw.rfind(b"\n") + 1].decode("utf-8", "replace").splitlines()
 
 
-def groups_of_batches(run: RunDir) -> tuple[set[int], Counter[int]] | None:
-    """Return, from the log of batches, the prompts in flight and how often each prompt was trained on; None without services."""
-    with closing(run.connect()) as db, well_formed(run.path / "run.db"):
-        db.execute("BEGIN")
-        if (state := _snapshot(db)) is None:
-            return None
-        batches = [json_of(text) for (text,) in db.execute("SELECT train FROM batch ORDER BY step")]
-        trained = Counter(slot for one in batches if one["step"] < state["version"] for slot in one["slots"])
-        return {group["slot"] for group in state["groups"]}, trained
+def _last_line(file: Path) -> str:
+    with suppress(FileNotFoundError), file.open("rb") as log:
+        log.seek(max(0, file.stat().st_size - TAIL))
+        return next((line for line in reversed(_whole_lines(log.read())) if line.strip()), "")
+    return ""
 
 
-def last_line(run: RunDir) -> str:
-    """Return the last line of a run's log; empty if there is none."""
-    file = run.path / SAID
-    try:
-        with file.open("rb") as said:
-            said.seek(max(0, file.stat().st_size - TAIL))
-            return next((line for line in reversed(_whole_lines(said.read())) if line.strip()), "")
-    except FileNotFoundError:
-        return ""
-
-
-def logged_steps(run: RunDir) -> dict[str, dict[int, dict[str, Any]]]:
+def _logged_steps(file: Path) -> dict[str, dict[int, dict[str, Any]]]:
     """Return the last entry of metrics.jsonl for each step, by stage and step."""
-    file = run.path / "metrics.jsonl"
-    found: dict[str, dict[int, dict[str, Any]]] = {}
-    with suppress(FileNotFoundError):
-        for number, line in enumerate(_whole_lines(file.read_bytes()), 1):
-            try:
-                point = json_of(line)
-                found.setdefault(point.pop("stage"), {})[point["step"]] = point
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{file}:{number}: no line of metrics ({error})") from None
-    return found
+    points: dict[str, dict[int, dict[str, Any]]] = {}
+    for number, line in enumerate(_whole_lines(file.read_bytes()) if file.is_file() else (), 1):
+        try:
+            point = json_of(line)
+            points.setdefault(point.pop("stage"), {})[point["step"]] = point
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file}:{number}: no line of metrics ({error})") from None
+    return points
 
 
-def quiet_seconds(run: RunDir) -> float | None:
+def _quiet_seconds(path: Path) -> float | None:
     """Return the seconds since a run last wrote a record; None if it never did."""
     times = []
     for name in ("run.db", "run.db-wal", "metrics.jsonl", SAID):
         with suppress(FileNotFoundError):
-            times.append((run.path / name).stat().st_mtime)
+            times.append((path / name).stat().st_mtime)
     return max(0.0, time.time() - max(times)) if times else None
+
+
+def _progress(
+    stage: str,
+    settings: Mapping[str, Any],
+    steps: Sequence[Mapping[str, Any]],
+    checkpoints: Mapping[str, tuple[int, float]],
+    logged: Mapping[str, Mapping[int, Any]],
+) -> tuple[int, int, float | None]:
+    """Return (steps done, total steps, seconds left) of a stage. RL goes on at the median pace of its last steps, up to its time
+    limit; supervised stages at their mean pace."""
+    total = settings.get(stage, {}).get("steps", 0)
+    if stage == "rl":
+        walls = [point["time"]["wall_s"] for point in steps]
+        left = float(np.median(walls[-RECENT:])) * max(0, total - len(steps)) if walls else None
+        if left is not None and (limit := settings.get("rl", {}).get("max_seconds", 0.0)):
+            left = min(left, max(0.0, limit - sum(walls)))
+        return len(steps), total, left
+    if stage not in ("midtrain", "extend", "sft"):
+        return 0, 0, None
+    saved, seconds = checkpoints.get(stage, (0, 0.0))
+    done = max([saved, *logged.get(stage, ())])
+    return done, total, seconds / saved * (total - done) if saved else None
+
+
+def wait_until(
+    path: Path,
+    done: Callable[[Status], bool],
+    seconds: float,
+    poll_s: float = 0.5,
+    say: Callable[[str], None] | None = None,
+) -> Status:
+    """Poll the run until `done` returns true or the run has ended, and return its status. Raises TimeoutError after `seconds`.
+
+    With `say`, say what the run does whenever that changes, and after `seconds` return the status as it is: ask again later."""
+    deadline, reported_stage = time.monotonic() + seconds, ""
+    while not done(status := read_status(path)) and status.state == "live":
+        steps = f" {status.done} of {status.total} steps" if status.total else ""
+        now = f"{path.name} is at {status.stage or 'its end'}{steps}"
+        if say and status.stage != reported_stage:
+            say(f"{now}; last log line: {status.last_line}")
+            reported_stage = status.stage
+        if time.monotonic() > deadline:
+            if say:
+                say(f"{now}; ask again later")
+                break
+            raise TimeoutError(f"{path.name}: not within {seconds:g} s; its last line: {status.last_line!r}")
+        time.sleep(poll_s)
+    return status
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The prompts of RL by their fate, as positions in the prompt order, in the surviving lineage: `in_flight` are dispatched but
+    not trained on yet, or left over at the end. `skipped` are neither, although a later prompt is one of the two; they and those
+    trained on `twice` must be empty."""
+
+    trained: tuple[int, ...]
+    in_flight: tuple[int, ...]
+    skipped: tuple[int, ...]
+    twice: tuple[int, ...]
+
+
+def prompts(path: Path) -> Prompts | None:
+    """Return the fate of RL's prompts, from the log of batches or, for the synchronous loop, from the stored rollouts of all
+    steps. None if neither is stored, as in an excerpt, or before RL's tasks are made. Raises ValueError for rollouts of other
+    tasks than the run's."""
+    run = ReadOnly(path)
+    with closing(run.connect()) as db, well_formed(run.path / "run.db"):
+        db.execute("BEGIN")
+        state = _snapshot(db)
+        batches = [json_of(text) for (text,) in db.execute("SELECT train FROM batch ORDER BY step")] if state else []
+    if state:
+        counts = Counter(slot for batch in batches if batch["step"] < state["version"] for slot in batch["slots"])
+        in_flight = {group["slot"] for group in state["groups"]}
+    elif (counts_of_files := _prompts_of_files(run)) is not None:
+        counts, in_flight = counts_of_files, set()
+    else:
+        return None
+    numbered = counts.keys() | in_flight
+    return Prompts(
+        trained=tuple(sorted(counts)),
+        in_flight=tuple(sorted(in_flight)),
+        skipped=tuple(slot for slot in range(max(numbered, default=-1) + 1) if slot not in numbered),
+        twice=tuple(sorted(slot for slot, count in counts.items() if count > 1)),
+    )
+
+
+def _prompts_of_files(run: RunDir) -> Counter[int] | None:
+    """Return the number of trained groups of each prompt, where a group is one task's rollouts in one file; None if the tasks, or
+    the rollouts of a step, are not stored."""
+    if not (run.path / "data" / "rl.jsonl").is_file():
+        return None
+    settings = from_dict(run.settings())
+    tables, steps = list(rl_tables(run, ("group", "task_id"))), len(run.steps("rl"))
+    files = 1 if settings.services.on else settings.ranks  # of a step
+    if Counter(step for step, _ in tables) != dict.fromkeys(range(steps), files):
+        return None
+    slots: dict[str, list[int]] = {}
+    for slot, name in prompt_order(run.path, Order.of(settings)).places(steps * settings.rl.prompts):
+        slots.setdefault(name, []).append(slot)
+    counts: Counter[int] = Counter()
+    counts_by_task: Counter[str] = Counter()
+    for _, table in tables:
+        groups = dict(zip(table["group"].to_pylist(), table["task_id"].to_pylist(), strict=True))
+        if strange := set(groups.values()) - slots.keys():
+            raise ValueError(f"{run.path}: rollouts of tasks that are not the run's: {sorted(strange)[:3]}")
+        for task in groups.values():
+            counts[slots[task][min(counts_by_task[task], len(slots[task]) - 1)]] += 1
+            counts_by_task[task] += 1
+    return counts
+
+
+# Stored rollouts and weights
 
 
 def stored_steps(run: RunDir) -> list[int]:
@@ -261,10 +446,10 @@ def telling_step(run: RunDir, weights: bool = False) -> int:
     """Return the last stored RL step, from 1, with a live group, or else the last stored one. With `weights`, consider only steps
     whose weights before the update are stored. Raises ValueError if there is none."""
     steps = {step["step"]: step for step in run.steps("rl")}
-    there = [number for number in stored_steps(run) if not weights or weights_before(run, number)]
-    if not there:
+    stored = [number for number in stored_steps(run) if not weights or weights_before(run, number)]
+    if not stored:
         raise ValueError(f"{run.path.name}: no RL step is stored{' with its weights' if weights else ''}")
-    return max((number for number in there if steps[number].get("live_groups")), default=there[-1])
+    return max((number for number in stored if steps[number].get("live_groups")), default=stored[-1])
 
 
 def weights_before(run: RunDir, step: int) -> Path | None:

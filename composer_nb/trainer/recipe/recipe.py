@@ -21,11 +21,20 @@ import numpy as np
 import torch
 
 from composer_nb.harness.agent.chat import User
-from composer_nb.harness.bench import bootstrap
-from composer_nb.harness.policy import Request
+from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.attempt import Agent, rewarded
+from composer_nb.harness.bench import bootstrap, run_eval, summarise
+from composer_nb.harness.grading.grade import Attempt
+from composer_nb.harness.policy import Policy, Request, Trace
+from composer_nb.harness.rewards import Term
+from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
+from composer_nb.harness.sandbox.requests import Executor
+from composer_nb.harness.store import save_attempts
+from composer_nb.harness.tasks.task import Task
+from composer_nb.production.fidelity import differences
 from composer_nb.trainer.drafts import FILE, Joint, add_draft
 from composer_nb.trainer.engine import Engine
-from composer_nb.trainer.headroom import refusal
+from composer_nb.trainer.headroom import headroom, refusal
 from composer_nb.trainer.learning.data import (
     CODE_ROW,
     TokenRow,
@@ -38,15 +47,22 @@ from composer_nb.trainer.learning.data import (
 )
 from composer_nb.trainer.learning.infill import with_gaps
 from composer_nb.trainer.learning.optimizer import trapezoid
+from composer_nb.trainer.learning.packing import Stream
+from composer_nb.trainer.learning.ranks import release_memory
 from composer_nb.trainer.learning.supervised import StagePlan, cross_entropy, supervise
 from composer_nb.trainer.models.companions import for_format
 from composer_nb.trainer.models.induction import can_plant, plant_induction
 from composer_nb.trainer.models.transformer import Model
-from composer_nb.trainer.recipe.evaluate import compare_numerics, evaluate, evaluate_model
+from composer_nb.trainer.models.variants import PAIRS, TOUR, as_engine, variant
+from composer_nb.trainer.prompts import Order, prompt_order
+from composer_nb.trainer.recipe.mismatch import measure_mismatch
 from composer_nb.trainer.recipe.prepare import make_data, make_tokenizer
-from composer_nb.trainer.recipe.reinforce import reinforcement
 from composer_nb.trainer.recipe.stages import Stages
+from composer_nb.trainer.records.batches import batch_file, save_batch
+from composer_nb.trainer.rl import Batch, Scored, reinforce, scores_line, time_is_up
+from composer_nb.trainer.services.services import hinter_of, learn_batch, make_learner
 from composer_nb.trainer.settings import ExtendSettings, MidtrainSettings
+from composer_nb.trainer.weights import delta_sizes
 
 
 def run_recipe(s: Stages) -> None:
@@ -85,8 +101,8 @@ def _train(s: Stages, model: Model, plan: StagePlan, batches: Iterator[list[Toke
     for step, point in supervise(model, optimizer, batches, plan, s.ranks, begin):
         if s.ranks.first:
             s.run.log(plan.stage, step, point)
-            shown = ", ".join(f"{k} {v:.3f}" for k, v in point.items() if v is not None and k != "tokens")
-            s.say(f"{plan.stage} {step}/{plan.steps}: {shown}")
+            figures = ", ".join(f"{k} {v:.3f}" for k, v in point.items() if v is not None and k != "tokens")
+            s.say(f"{plan.stage} {step}/{plan.steps}: {figures}")
         s.commit(plan, optimizer, step, point, before + time.perf_counter() - start)
     info["seconds_before"] = before
 
@@ -112,16 +128,16 @@ def midtrain(s: Stages) -> None:
         if not m.steps:
             s.publish_again("base", "midtrained")
             return
-        watch, own = _watched(s), _own_text(s)
-        if own:
-            watch["heldout_own_loss"] = own[:HELD]
-            info["own_loss_before"] = cross_entropy(model, own[:HELD], s.ranks)
+        watch, own_rows = _watched(s), _own_text(s)
+        if own_rows:
+            watch["heldout_own_loss"] = own_rows[:HELD]
+            info["own_loss_before"] = cross_entropy(model, own_rows[:HELD], s.ranks)
         plan, ids = midtrain_plan(m, watch), [row.token_ids.tolist() for row in _shown(s)]
         if m.draft_weight:
             how: dict[str, Any] = {"steps": m.draft_steps, "weight": m.draft_weight, "seed": s.settings.seed}
             begin = min(round(m.constant * m.steps), m.steps - 1)
             plan = replace(plan, beside=Joint(model, ids, s.ranks, begin=begin, **how))
-        _train(s, model, plan, _mixture(s, s.settings.seed, m, own=own[HELD:]), info)
+        _train(s, model, plan, _mixture(s, s.settings.seed, m, own_rows=own_rows[HELD:]), info)
         s.publish(model, "midtrained")
         if m.draft_steps and s.ranks.first:
             head = plan.beside.head if isinstance(plan.beside, Joint) else None
@@ -141,17 +157,18 @@ def _own_text(s: Stages) -> list[TokenRow]:
     if not m.rehearsal:
         return []
     if not path.is_file():
-        wanted = m.rehearsal * mixture_code(m.steps, m.tokens, m.code_first, m.code_share)
-        numbers = range(HELD + min(REHEARSED, math.ceil(wanted)))[s.ranks.rank :: s.ranks.world]
+        row_count = m.rehearsal * mixture_code(m.steps, m.tokens, m.code_first, m.code_share)
+        numbers = range(HELD + min(REHEARSED, math.ceil(row_count)))[s.ranks.rank :: s.ranks.world]
         begin = s.agent().renderer.read([User(text="")])[:1]
         slots = min(s.settings.engine.slots, len(numbers))
         engine = Engine(s.load("base"), stop=frozenset(), slots=slots, max_length=CODE_ROW, seed=s.settings.seed)
         rows = list[TokenRow]()
         for at in range(0, len(numbers), slots):
-            asked = [Request(rollout=n, token_ids=begin, max_tokens=CODE_ROW - 1) for n in numbers[at : at + slots]]
-            for one in engine.generate(asked):
-                rows.append(TokenRow(np.array([*begin, *one.token_ids], np.int32), np.ones(CODE_ROW, np.float32)))
-                engine.release(one.rollout)
+            requests = [Request(rollout=n, token_ids=begin, max_tokens=CODE_ROW - 1) for n in numbers[at : at + slots]]
+            for completion in engine.generate(requests):
+                ids = np.array([*begin, *completion.token_ids], np.int32)
+                rows.append(TokenRow(ids, np.ones(CODE_ROW, np.float32)))
+                engine.release(completion.rollout)
         save_rows(rows, path)
     s.ranks.barrier()
     return s.rows("own")
@@ -177,17 +194,21 @@ def _watched(s: Stages) -> dict[str, list[TokenRow]]:
 
 
 def _mixture(
-    s: Stages, seed: int, part: MidtrainSettings | ExtendSettings, length: int = CODE_ROW, own: Sequence[TokenRow] = ()
+    s: Stages,
+    seed: int,
+    part: MidtrainSettings | ExtendSettings,
+    length: int = CODE_ROW,
+    own_rows: Sequence[TokenRow] = (),
 ) -> Iterator[list[TokenRow]]:
     steps, tokens, code_share = part.steps, part.tokens, part.code_share
     code_first = part.code_first if isinstance(part, MidtrainSettings) else 0.0
     texts = list(read_corpus(s.settings.data.code).train)
     Random(f"code {seed}").shuffle(texts)
-    wanted = mixture_code(steps, tokens, code_first, code_share, length)
-    code = code_rows(texts, s.tokenizer(), s.settings.midtrain.code_weight, limit=wanted, length=length)
+    row_count = mixture_code(steps, tokens, code_first, code_share, length)
+    code = code_rows(texts, s.tokenizer(), s.settings.midtrain.code_weight, limit=row_count, length=length)
     code = with_gaps(code, s.tokenizer(), s.settings.midtrain.infill, seed)
-    for place in range(round(len(code) * s.settings.midtrain.rehearsal) if own else 0):
-        code[place] = replace(code[place], token_ids=own[place % len(own)].token_ids)
+    for index in range(round(len(code) * s.settings.midtrain.rehearsal) if own_rows else 0):
+        code[index] = replace(code[index], token_ids=own_rows[index % len(own_rows)].token_ids)
     Random(f"code rows {seed}").shuffle(code)  # neighbours come from one file; a long table would fill many batches
     return mixture(code, _shown(s), steps=steps, tokens=tokens, code_first=code_first, code_share=code_share, seed=seed)
 
@@ -246,7 +267,7 @@ def control(s: Stages) -> None:
             _supervise_agent(s, "control", rows, s.settings.control_steps, info, "control")
 
 
-TRIES = 2
+TUNING_TRIES = 2
 """Attempts per tuning task when a factor of the logits is judged."""
 
 
@@ -264,17 +285,17 @@ def calibrate(s: Stages, model: Model, info: dict[str, Any]) -> None:
     for factor in s.settings.sft.sharpness:
         with torch.no_grad():
             gain.copy_(before * factor)
-        passed = [one.grade.passed for one in evaluate_model(s, model, tasks, TRIES, 1.0)]
-        by_task = np.array(passed, float).reshape(len(tasks), TRIES).mean(1)
+        passed = [attempt.grade.passed for attempt in evaluate_model(s, model, tasks, TUNING_TRIES, 1.0)]
+        by_task = np.array(passed, float).reshape(len(tasks), TUNING_TRIES).mean(1)
         solved[factor], interval[str(factor)] = float(by_task.mean()), bootstrap(by_task, 0)
     best = max(solved, key=lambda factor: (solved[factor], -factor))
     with torch.no_grad():
         gain.copy_(before * best)
     info |= {"sharpness": best, "sharpness_solved": {str(factor): share for factor, share in solved.items()}}
     if s.ranks.first:
-        found = ((factor, share, *interval[str(factor)]) for factor, share in solved.items())
-        shown = [f"{factor:g} solves {share:.3f} ({low:.2f} to {high:.2f})" for factor, share, low, high in found]
-        s.say(f"sharpness {best:g}: " + ", ".join(shown))
+        results = ((factor, share, *interval[str(factor)]) for factor, share in solved.items())
+        lines = [f"{factor:g} solves {share:.3f} ({low:.2f} to {high:.2f})" for factor, share, low, high in results]
+        s.say(f"sharpness {best:g}: " + ", ".join(lines))
 
 
 def _taught(s: Stages) -> str:
@@ -301,3 +322,250 @@ def _supervise_agent(s: Stages, stage: str, rows: list[TokenRow], steps: int, in
         model = s.load(name)
     calibrate(s, model, info)
     s.publish(model, name)
+
+
+# Evaluation
+
+
+FEW = 100
+"""Number of tasks of each kind that score a policy from an early stage."""
+
+
+def evaluate(s: Stages, name: str) -> None:
+    """Score published weights on the held-out tasks and, separately (`structures`), on those of new structures. An untrained base
+    is scored on FEW of each, with one sample, and the mid-trained policy on FEW if fine-tuning follows. Weights that were scored
+    before under another name take over its figures and rollouts (`same_as`)."""
+    with s.stage(f"eval_{name}") as info:
+        if info is None:
+            return
+        if same := _scored(s, name):
+            if s.ranks.first:
+                for file in (s.run.path / "rollouts").glob(f"eval_{same}*"):
+                    shutil.copyfile(file, file.with_name(file.name.replace(f"eval_{same}", f"eval_{name}")))
+                info |= {**(s.run.finished(f"eval_{same}") or {}), "same_as": same}
+                del info["seconds"]
+            return
+        attempts_by_kind = {kind: _score(s, name, kind) for kind in ("heldout", "structures") if s.tasks(kind)}
+        if s.ranks.first:
+            sampled, greedy = attempts_by_kind["heldout"]
+            custom = s.settings.env.reward_function(s.settings.limits.seconds)
+            info |= summarise(sampled, greedy)
+            info["headroom"] = headroom(sampled, greedy, s.settings.reward, custom)
+            if "structures" in attempts_by_kind:
+                info["structures"] = summarise(*attempts_by_kind["structures"])
+            s.say(
+                f"eval {name}: pass@1 {info['pass_at_1']:.3f}, greedy {info['pass_greedy']:.3f}, "
+                f"best of {info['k']} {info['best_of_k']:.3f} on {info['n_tasks']} tasks"
+            )
+
+
+def _score(s: Stages, name: str, kind: str) -> tuple[list[Attempt], list[Attempt]]:
+    """Return attempts of published weights at tasks of a kind, sampled and greedy, and store them in the run."""
+    tasks, samples = s.tasks(kind), s.settings.eval.samples
+    if name == "base" and s.settings.midtrain.steps and not s.settings.model.start:
+        tasks, samples = tasks[:FEW], 1
+    if name == "midtrained" and s.settings.sft.steps:
+        tasks = tasks[:FEW]
+    model = s.policy(name)
+    sampled, greedy = evaluate_model(s, model, tasks, samples, 1.0), evaluate_model(s, model, tasks, 1, 0.0)
+    if s.ranks.first:
+        suffix = "" if kind == "heldout" else f"_{kind}"
+        save_attempts(s.run.path / "rollouts" / f"eval_{name}{suffix}.parquet", [*sampled, *greedy])
+    return sampled, greedy
+
+
+def _scored(s: Stages, name: str) -> str | None:
+    """Return the name under which the same weights were scored before, or None."""
+    folder, others = s.run.path / "weights", {"base", "midtrained"} - {name}
+    same = [other for other in sorted(others) if (folder / other).resolve() == (folder / name).resolve()]
+    return next((other for other in same if s.run.finished(f"eval_{other}") is not None), None)
+
+
+def evaluate_model(s: Stages, model: Model, tasks: Sequence[Task], samples: int, temperature: float) -> list[Attempt]:
+    """Return a model's attempts at tasks, in order of task. The ranks share the work, and all return the same list."""
+    engine = s.engine(model, seed=s.settings.seed + 17, temperature=temperature)
+    slots = range(len(tasks))[s.ranks.rank :: s.ranks.world]
+    mine = run_eval(engine, s.agent(), [tasks[slot] for slot in slots], s.sandboxes, samples, slots)
+    parts = s.ranks.gather([_light(attempt) for attempt in mine])
+    order = {task.id: index for index, task in enumerate(tasks)}
+    return sorted((attempt for part in parts for attempt in part), key=lambda attempt: order[attempt.task.id])
+
+
+def _light(attempt: Attempt) -> Attempt:
+    segments = tuple(replace(segment, trace=Trace()) for segment in attempt.rollout.segments)
+    return replace(attempt, rollout=replace(attempt.rollout, segments=segments))
+
+
+def compare_numerics(s: Stages) -> None:
+    """Measure on the final weights how engines with other numerics than the trainer's change log-probabilities, and how much of
+    this the replay of their routes removes. The pairs of `variants` are dealt over the ranks; the tour's own comes first in the
+    report. Also measure the size of a lossless delta between versions, and compare the sandboxes of training and product."""
+    with s.stage("numerics") as info:
+        if info is None:
+            return
+        sparse = s.load("final").config.moe_layers > 0
+        pairs = list(PAIRS) if sparse else ["bf16"]  # the others differ in experts and routers
+        mine = {name: compare_pair(s, name) for name in pairs[s.ranks.rank :: s.ranks.world]}
+        results = {name: result for part in s.ranks.gather(mine) for name, result in part.items()}
+        if s.ranks.first:
+            main_pair = TOUR if sparse else "bf16"
+            info["replay"] = {**results.pop(main_pair), "pair": main_pair, "others": results}
+            info["weights"] = delta_sizes(s.weights("before_final"), s.weights("final"))
+            info["fidelity"] = compare_places(s)
+
+
+def compare_places(s: Stages) -> dict[str, Any] | None:
+    """Compare an agent's prompts and tool results in training with those in the product, byte by byte, on the first held-out task
+    with its own sandbox; None if no task has one."""
+    agent, tasks = s.agent(), s.tasks("heldout")
+    task = next((task for task in tasks if task.grader != "functions" and not task.image), None)
+    if agent.backend is None or task is None:
+        return None
+    try:
+        calls, differing = differences(task, agent)
+    except (SandboxFailure, SandboxDied, OSError, ValueError) as error:
+        return {"task": task.id, "error": str(error)}
+    names = dict.fromkeys(difference.what for difference in differing)
+    s.say(f"training and product: differences in {calls} calls: {', '.join(names) or 'none'}")
+    return {"task": task.id, "calls": calls, "differences": [difference.excerpt() for difference in differing]}
+
+
+def compare_pair(s: Stages, name: str, weights: str = "final", tasks: int = 48, samples: int = 2) -> dict[str, Any]:
+    """Return the mismatch of one pair on published weights, over `samples` rollouts of each of the first `tasks` tuning tasks."""
+    pair, model = PAIRS[name], s.load(weights)
+    engine = s.engine(variant(model, pair.engine), seed=s.settings.seed + 29)
+    attempts = list(run_eval(engine, s.agent(), s.tasks("tune")[:tasks], s.sandboxes, samples))
+    return measure_mismatch(variant(model, pair.trainer), attempts)
+
+
+# RL without services: the loop of `rl.py` on the ranks, with each batch sampled from the newest weights
+
+
+def reinforcement(s: Stages) -> None:
+    """Run reinforcement learning from `start`. Publish `final` and the version before it."""
+    with s.stage("rl") as info:
+        if info is None:
+            return
+        work = InProcess(s)
+        reinforce(work)
+        work.save(work.step)
+        info |= {"seconds_before": work.before, "versions": work.version, "stopped_early": work.stopped_early}
+        s.publish(work.learner.model, "final")
+
+
+class InProcess:
+    """The `Services` of one process, or of ranks that each sample a share of the batch and learn together."""
+
+    def __init__(self, s: Stages) -> None:
+        self.stages, self.settings, self.ranks = s, s.settings, s.ranks
+        self.learner, self.step, self.before = make_learner(s.run, s.settings)
+        self.hinter = hinter_of(s.run, s.settings)
+        self.tasks = prompt_order(s.run.path, Order.of(s.settings))
+        self._points: list[tuple[int, dict[str, Any]]] = []
+        self._ledgers: list[tuple[int, dict[str, int]]] = []
+        self._start = self._begin = time.perf_counter()
+        self._lr = 0.0
+        self.stopped_early = False
+
+    @property
+    def version(self) -> int:
+        """Number of optimizer steps so far."""
+        return self.step * self.settings.rl.minibatches
+
+    @property
+    def seconds(self) -> float:
+        return self.before + time.perf_counter() - self._start
+
+    def past(self) -> list[dict[str, Any]]:
+        return self.stages.run.steps("rl")
+
+    def take(self) -> Batch | None:
+        """Sample this rank's share of the next batch. Every rank stops at the same step."""
+        s, rl = self.stages, self.settings.rl
+        seconds = max(self.ranks.gather(self.seconds))
+        if self.step < rl.steps and rl.max_seconds and seconds > rl.max_seconds:
+            self.stopped_early = True
+            self.say(time_is_up(rl.max_seconds, self.step, rl.steps))
+        if self.step >= rl.steps or self.stopped_early:
+            return None
+        self._begin, self._lr = time.perf_counter(), rl.rate(self.step, seconds)
+        release_memory()  # of the step before, which a large model has no room for beside an engine
+        slots = range(self.step * rl.prompts, (self.step + 1) * rl.prompts)[self.ranks.rank :: self.ranks.world]
+        sampler = as_engine(self.learner.model, self.settings.engine.numerics)
+        engine = s.engine(sampler, seed=self.settings.sampling_seed, version=self.version)
+        tasks = {slot: self.tasks[slot] for slot in slots}
+        reward_function = self.settings.env.reward_function(self.settings.limits.seconds)
+        groups, lost = sample_groups(engine, s.agent(), tasks, rl.group, s.sandboxes, reward_function)
+        return Batch(step=self.step, groups=groups, lost=lost)
+
+    def keep(self, batch: Batch, groups: list[list[Scored]]) -> None:
+        save_batch(batch_file(self.stages.run.path, batch.step, self.ranks.rank), groups)
+
+    def learn(self, batch: Batch, streams: list[Stream]) -> dict[str, Any]:
+        sampled = time.perf_counter()
+        streams = [stream for part in self.ranks.gather(streams) for stream in part]
+        waited = time.perf_counter()
+        release_memory()
+        if streams or not self.step:
+            self.stages.publish(self.learner.model, "before_final")
+        train_metrics = learn_batch(self.learner, streams, self.ranks, self.settings, self.step, self._lr)
+        self.step += 1
+        now = time.perf_counter()
+        clock = {"sample_s": sampled - self._begin, "wait_s": waited - sampled, "train_s": now - waited}
+        mean = {name: total / self.ranks.world for name, total in self.ranks.sums(clock).items()}
+        return {**train_metrics, "version": self.version, "time": {"wall_s": now - self._begin, **mean}}
+
+    def evaluate(self, batch: Batch, metrics: dict[str, Any]) -> dict[str, float]:
+        scores = {}
+        for name, temperature in (("tune_pass_at_1", 1.0), ("tune_greedy", 0.0)):
+            attempts = evaluate_model(self.stages, self.learner.model, self.stages.tasks("tune"), 1, temperature)
+            scores[name] = float(np.mean([attempt.grade.passed for attempt in attempts]))
+        self.say(scores_line(batch.step + 1, scores))
+        return scores
+
+    def record(self, batch: Batch, point: dict[str, Any], tokens: dict[str, int]) -> None:
+        """Log the metrics; they become durable with the next checkpoint."""
+        self._points.append((self.step, point))
+        self._ledgers.append((self.step, tokens))
+        if self.ranks.first:
+            self.stages.run.log("rl", self.step, point)
+
+    def save(self, step: int) -> None:
+        if self.ranks.first and self._points:
+            state = self.learner.optimizer.state()
+            self.stages.run.commit("rl", step, state, self._points, self._ledgers, self.seconds)
+        self._points, self._ledgers = [], []
+
+    def say(self, line: str) -> None:
+        if self.ranks.first:
+            self.stages.say(line)
+
+
+TRIES = 3
+"""How often an attempt is dispatched before its loss to infrastructure faults stops the run."""
+
+
+def sample_groups(
+    policy: Policy, agent: Agent, tasks: Mapping[int, Task], group: int, executor: Executor, custom: Term | None = None
+) -> tuple[Sequence[Sequence[Attempt]], int]:
+    """Return `group` attempts at each task, and the number of attempts lost to infrastructure faults.
+
+    `tasks` are keyed by their place in the order of the run's prompts, which numbers the rollouts and thus determines their
+    draws. A lost attempt is dispatched again, up to `TRIES` times in all. Raises SandboxFailure after that, because a batch
+    without the attempt would be biased.
+    """
+    order = [(slot * group + sample, task) for slot, task in tasks.items() for sample in range(group)]
+    attempts: dict[int, Attempt] = {}
+    lost = 0
+    for _ in range(TRIES):
+        missing = [number for number in range(len(order)) if number not in attempts]
+        runs = (rewarded(agent.attempt(order[number][1], order[number][0]), custom) for number in missing)
+        results = [(missing[index], result) for index, result in drive(runs, policy, executor)]
+        attempts |= {number: result for number, result in results if result.grade.known}
+        faults = [result.grade.output or result.grade.status for _, result in results if not result.grade.known]
+        lost += len(faults)
+        if len(attempts) == len(order):
+            return [[attempts[i] for i in range(at, at + group)] for at in range(0, len(order), group)], lost
+    raise SandboxFailure(
+        f"{len(order) - len(attempts)} attempts got no grade in {TRIES} tries, the last {faults[-1]!r}; run `composer-nb doctor`"
+    )

@@ -6,30 +6,39 @@ rewards. The hash of a version identifies the result. The trainer starts from th
 
 from __future__ import annotations
 
+import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from composer_nb.harness.files import write_json
+from composer_nb.harness.untrusted import json_of
 from composer_nb.trainer.prompts import tasks_by_id
+from composer_nb.trainer.recipe.launch import absolute, fork
 from composer_nb.trainer.records.batches import batch_file, load_batch
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import streams_of
 from composer_nb.trainer.services.journal import Journal
+from composer_nb.trainer.services.orchestrator import Orchestrator
 from composer_nb.trainer.services.services import TrainerService, hinter_of
-from composer_nb.trainer.settings import Settings
+from composer_nb.trainer.services.slots import Group
+from composer_nb.trainer.settings import Settings, changed, from_dict, override
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """One repeated step."""
+    """One repeated step, with the hash of the published version (`was`) and of this one (`now`)."""
 
     step: int
     version: int
     was: str
-    """Hash of the published version."""
     now: str
 
     @property
@@ -70,3 +79,86 @@ def replay(
             version = metrics["version"]
             yield Replayed(step=train.step + 1, version=version, was=hashes.get(version) or "", now=metrics["hash"])
         then(trainer)
+
+
+# Branches
+
+
+FIXED = ("rl_seed", "rl.prompts", "rl.minibatches", "curriculum", "mesh", "services.on", "ranks")
+"""Settings that number prompts and versions, or say what a checkpoint looks like."""
+
+
+def branch(source: RunDir, step: int, changes: Mapping[str, Any], runs: Path, name: str) -> RunDir:
+    """Return a new run `runs/name` that goes on after `step` RL steps of `source`, with other settings, ready to be resumed. Step
+    0 is the start of RL. Its provenance names the source and the step.
+
+    Raises ValueError for a step that the source has not trained, or whose trainer cannot be made again, and for settings that the
+    steps before depend on.
+    """
+    source_settings = settings_after(source, step)
+    settings = override(source_settings, changes)
+    if wrong := [setting for setting in changed(source_settings, settings) if setting.startswith(FIXED)]:
+        raise ValueError(f"{wrong[0]}: cannot change at a step, because steps, prompts and versions are numbered by it")
+    if not 0 <= step <= (trained_steps := len(source.steps("rl"))):
+        raise ValueError(f"--step {step}: {source.path.name} has trained {trained_steps} steps")
+    if step >= settings.rl.steps:
+        raise ValueError(f"rl.steps={settings.rl.steps}: nothing is left after step {step}; raise it")
+    state = trainer_state(source, source_settings, step) if step else None
+    run = fork(source, settings, runs=runs, name=name)
+    origin = json_of((run.path / "provenance.json").read_text()) | {"forked_at_step": step}
+    write_json(run.path / "provenance.json", origin)
+    if state is not None:
+        for at in range(step):
+            for file in source.path.glob(f"rollouts/*_{at:05d}*"):
+                shutil.copyfile(file, run.path / "rollouts" / file.name)
+        _take_over(source, run, settings, step)
+        run.commit("rl", step, state, [])
+    return run
+
+
+def settings_after(source: RunDir, step: int) -> Settings:
+    """Return the settings of a run after `step` steps, with what was changed while it was live."""
+    live = [values for at, values in source.changed_live().items() if int(at) <= step]
+    return absolute(reduce(override, live, from_dict(source.settings())))
+
+
+def trainer_state(source: RunDir, settings: Settings, step: int) -> Mapping[str, Tensor]:
+    """Return the state of the trainer after `step` steps. Raises ValueError if it is neither kept nor can be made again."""
+    if settings.meshed:
+        raise ValueError(f"--step {step}: the trainer of a mesh cannot be taken over; give --step 0, the start of RL")
+    if (checkpoint := source.checkpoint("rl")) is not None and checkpoint[0] == step:
+        return checkpoint[1]
+    if not settings.services.on:
+        steps = f"0 or {checkpoint[0]}" if checkpoint else "0"
+        raise ValueError(
+            f"--step {step}: of a plain loop (services.on=false) only its checkpoint is kept: --step {steps}"
+        )
+    states: list[Any] = []
+    for replayed in replay(source, settings, step, lambda trainer: states.append(trainer.state()[1])):
+        if not replayed.same:
+            raise ValueError(f"--step {step}: step {replayed.step} comes out differently here (composer-nb replay)")
+    state: Mapping[str, Tensor] = states[0]
+    return state
+
+
+def _take_over(source: RunDir, run: RunDir, settings: Settings, step: int) -> None:
+    """Copy the records of the first steps and, for services, make the orchestrator's state after them."""
+    run.take_steps("rl", source.steps("rl")[:step])
+    with closing(run.connect()) as db, db:
+        rows = source.query("SELECT * FROM ledger WHERE stage = 'rl' AND step BETWEEN 1 AND ?", step)
+        db.executemany("INSERT INTO ledger VALUES (?, ?, ?, ?)", rows)
+    if not settings.services.on:
+        return
+    with closing(Journal(run)) as journal:
+        with closing(run.connect()) as db, db:
+            for table, named, most in (("batch", 2, "step < ?"), ("version", 4, "step < ?")):
+                rows = source.query(f"SELECT * FROM {table} WHERE {most}", step)
+                db.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * named)})", rows)
+        batches = journal.batches(0, step)
+        trained = {slot for train in batches for slot in train.slots}
+        state = Orchestrator(settings.schedule())
+        state.version = state.slowest = step
+        state.next_slot = max(trained) + 1
+        state.groups = {slot: Group(slot, settings.rl.group) for slot in range(state.next_slot) if slot not in trained}
+        state.books.counts["received_tokens"] = sum(run.ledger().values())
+        journal.save(state.snapshot())

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,24 +21,12 @@ from numpy.typing import NDArray
 from composer_nb.harness.bench import bootstrap
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.untrusted import beneath, json_of
-from composer_nb.trainer.recipe.reader import rl_tables, solved_by_task
+from composer_nb.trainer.recipe.reader import STAGES, rl_tables, solved_by_task, stages_of
 from composer_nb.trainer.records.rundir import RunDir, well_formed
 from composer_nb.trainer.rl import FAILED
 from composer_nb.trainer.settings import from_dict, to_dict
 
 POLICIES = ("base", "midtrained", "start", "final")
-STAGES = (
-    *("tokenizer", "data", "midtrain", "sft", "eval_base", "eval_midtrained", "eval_start"),
-    *("rl", "eval_final", "numerics"),
-)
-"""Stages of a complete run, in the order of the recipe."""
-
-
-def stages_of(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the stages of a complete run with these settings, which may end before RL or have a control instead of it."""
-    if (until := settings.get("until", "rl")) != "rl":
-        return STAGES[: STAGES.index(until) + 1]
-    return (*STAGES[: STAGES.index("rl")], "control", "eval_control") if settings.get("control_steps") else STAGES
 
 
 def build_report(run: RunDir) -> dict[str, Any]:
@@ -70,53 +60,59 @@ def _built(run: RunDir) -> dict[str, Any]:
     if run.excerpt is not None:
         stored: dict[str, Any] = json.loads((run.path / "report.json").read_text())
         return stored
-    begun = (run.path / "settings.json").is_file()
-    settings = run.settings() if begun else {}
-    provenance = _read(run, "provenance.json")
-    finished = [name for (name,) in run.query("SELECT name FROM stage ORDER BY rowid")]
-    stages = {name: found for name in _in_order(finished, STAGES) if (found := run.finished(name)) is not None}
+    settings = run.settings() if (run.path / "settings.json").is_file() else {}
+    provenance_file = beneath(run.path, "provenance.json")
+    provenance = json_of(provenance_file.read_text()) if provenance_file.is_file() else {}
+    rows = run.query("SELECT name, seconds, info FROM stage ORDER BY rowid")
+    infos = {name: json_of(info) for name, _, info in rows}
+    infos = {name: infos[name] for name in _in_order(infos, STAGES)}
+    seconds = {name: float(spent) for name, spent, _ in rows}
+    wall_s = wall_seconds(run, seconds)
     report: dict[str, Any] = {
         "run": run.path.name,
-        "complete": all(name in stages for name in stages_of(settings)),
+        "complete": all(name in infos for name in stages_of(settings)),
         "seed": settings.get("seed"),
         "versions": provenance.get("versions"),
         "settings": settings,
         "provenance": provenance,
-        "stages": {name: found["seconds"] for name, found in stages.items()},
-        "wall_s": wall_seconds(run, stages),
+        "stages": {name: seconds[name] for name in infos},
+        "wall_s": wall_s,
+        **{name: infos[name] for name in ("tokenizer", "data") if name in infos},
     }
-    for stage in ("tokenizer", "data"):
-        if stage in stages:
-            report[stage] = _without_seconds(stages[stage])
     report |= {stage: curve for stage in ("midtrain", "extend", "sft") if (curve := supervised(run, stage))}
-    if sharpness := {name: found for name, found in stages.get("sft", {}).items() if name.startswith("sharpness")}:
+    if sharpness := {name: value for name, value in infos.get("sft", {}).items() if name.startswith("sharpness")}:
         report.setdefault("sft", {}).update(sharpness)
-    if "extend" in stages:
-        report["extend"]["before"] = {name: stages["extend"][name] for name in ("plain", "stretched")}
-    scores = {name[5:]: _without_seconds(found) for name, found in stages.items() if name.startswith("eval_")}
+    if "extend" in infos:
+        report["extend"]["before"] = {name: infos["extend"][name] for name in ("plain", "stretched")}
+    scores = {name.removeprefix("eval_"): info for name, info in infos.items() if name.startswith("eval_")}
+    rooms = {name: room for name, score in scores.items() if (room := score.pop("headroom", None))}
     if scores:
         report["eval"] = {name: scores[name] for name in _in_order(sorted(scores), POLICIES)}
-    rooms = {name: room for name, score in scores.items() if (room := score.pop("headroom", None))}
     if "start" in rooms:
         report["headroom"] = rooms["start"]
     if gain := gained(run, scores):
         report["gain"] = gain
     if live := run.changed_live():
         report["changed_live"] = live
-    if run.steps("rl"):
-        report |= {"train": training(run, stages), "rewards": rewards(run), "ledger": run.ledger()}
-    if "numerics" in stages:
-        report["replay"] = stages["numerics"]["replay"]
-        report["fidelity"] = stages["numerics"].get("fidelity")
-        published = {name: stages["rl"][name] for name in ("versions", "store") if name in stages.get("rl", {})}
-        report["weights"] = published | stages["numerics"]["weights"]
+    if steps := run.steps("rl"):
+        ledger, rl_info = run.ledger(), infos.get("rl", {})
+        report["train"] = training(steps, settings, rl_info, ledger, wall_s["rl"])
+        report |= {"rewards": rewards(run, steps), "ledger": ledger}
+    if numerics := infos.get("numerics"):
+        report["replay"], report["fidelity"] = numerics["replay"], numerics.get("fidelity")
+        published = {name: value for name, value in infos.get("rl", {}).items() if name in ("versions", "store")}
+        report["weights"] = published | numerics["weights"]
     return report
 
 
-def wall_seconds(run: RunDir, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+def _in_order(names: Iterable[str], order: Sequence[str]) -> list[str]:
+    """Return the names in `order` first, then the others."""
+    return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
+
+
+def wall_seconds(run: RunDir, stages: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of each part of the recipe. An unfinished stage counts up to its last checkpoint."""
-    seconds = {name: float(spent) for name, spent in run.query("SELECT stage, seconds FROM checkpoint")}
-    seconds |= {name: found["seconds"] for name, found in stages.items()}
+    seconds = {name: float(spent) for name, spent in run.query("SELECT stage, seconds FROM checkpoint")} | {**stages}
     parts = {name: seconds[name] for name in ("midtrain", "extend", "sft", "rl") if name in seconds}
     if scored := [spent for name, spent in seconds.items() if name.startswith("eval_")]:
         parts["eval"] = sum(scored)
@@ -126,17 +122,22 @@ def wall_seconds(run: RunDir, stages: Mapping[str, Mapping[str, Any]]) -> dict[s
 def supervised(run: RunDir, stage: str) -> dict[str, Any]:
     """Return the steps and the first and last losses of a supervised stage, in nats per token; {} before its first checkpoint."""
     steps = run.steps(stage)
-    if not steps:
-        return {}
     losses = ("loss", "agent_loss", *(f"heldout_{part}_loss" for part in ("agent", "code", "own", "long")))
+    ends = {
+        end: {name: steps[at][name] for name in losses if steps[at].get(name) is not None}
+        for end, at in (("first", 0), ("last", -1))
+        if steps
+    }
+    return {"steps": steps[-1]["step"], **ends} if steps else {}
 
-    def at(point: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: point[name] for name in losses if point.get(name) is not None}
 
-    return {"steps": steps[-1]["step"], "first": at(steps[0]), "last": at(steps[-1])}
-
-
-def training(run: RunDir, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def training(
+    steps: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    rl_info: Mapping[str, Any],
+    ledger: Mapping[str, int],
+    seconds: float,
+) -> dict[str, Any]:
     """Return the figures of RL; a figure without data is None.
 
     `samples` counts rollouts, `tokens` the tokens read and written, and `sampled` those written. `tokens_accounted` is the sum of
@@ -151,24 +152,30 @@ def training(run: RunDir, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     split the staleness of trained rollouts by its origin. `trend` says whether reward and solved rose (`reward_trend`).
     `last_live` is the last step that changed weights.
     """
-    steps = run.steps("rl")
-    settings = run.settings()
-    rl_stage = stages.get("rl", {})
-    sampled = rl_stage.get("sampled") or sum(step["sampled"] for step in steps)
-    seconds = wall_seconds(run, stages)["rl"]
+    sampled = rl_info.get("sampled") or sum(step["sampled"] for step in steps)
     busy = sum(step["time"]["train_s"] for step in steps)
     tail = steps[-min(10, len(steps)) :]
     services = settings.get("services", {"on": False})  # old runs have none
-    return {
+    figures: dict[str, Any] = {
         "steps": len(steps),
         "samples": int(sum(step["samples"] for step in steps)),
         "tokens": int(sum(step["tokens"] for step in steps)),
         "sampled": int(sampled),
-        "tokens_accounted": sum(run.ledger().values()) / sampled if sampled else None,
+        "tokens_accounted": sum(ledger.values()) / sampled if sampled else None,
         "staleness_bound": services["bound"] if services["on"] else 0,
         "staleness_max": max(known(steps, "staleness_max") or known(steps, "staleness"), default=None),
         "staleness_mean": mean(known(steps, "staleness")),
-        **_asynchronous(steps, rl_stage),
+    }
+    if "mixed_versions" in steps[-1]:
+        figures["mixed_versions"] = mean(known(steps, "mixed_versions"))
+    if waits := [step["time"]["engine_waits"] for step in steps if "engine_waits" in step["time"]]:
+        figures["engine_waits"] = {name: float(np.mean([wait[name] for wait in waits])) for name in waits[0]}
+        figures["engine_idle"] = sum(figures["engine_waits"].values())
+    for name in ("in_flight", "in_queue"):
+        if counts := rl_info.get("staleness", {}).get(name):
+            figures[name] = sum(age * count for age, count in counts) / sum(count for _, count in counts)
+    return {
+        **figures,
         "optimizer_steps_per_batch": settings["rl"]["minibatches"],
         "trainer_idle": 1.0 - busy / seconds if seconds else None,
         "solved_first": mean(known(steps[: len(tail)], "solved")),
@@ -177,44 +184,28 @@ def training(run: RunDir, stages: Mapping[str, Mapping[str, Any]]) -> dict[str, 
         "trend": reward_trend(steps),
         "last_live": last_live(steps),
         "seconds_per_step": float(np.mean([step["time"]["wall_s"] for step in steps])),
-        **({"stopped_early": rl_stage["stopped_early"]} if "stopped_early" in rl_stage else {}),
+        **({"stopped_early": rl_info["stopped_early"]} if "stopped_early" in rl_info else {}),
         **({"shuffled_rewards": True} if settings["rl"]["shuffle_rewards"] else {}),
     }
 
 
-def _asynchronous(steps: Sequence[Mapping[str, Any]], rl_stage: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures that only services provide."""
-    figures: dict[str, Any] = {}
-    if "mixed_versions" in steps[-1]:
-        figures["mixed_versions"] = mean(known(steps, "mixed_versions"))
-    if waits := [step["time"]["engine_waits"] for step in steps if "engine_waits" in step["time"]]:
-        figures["engine_waits"] = {name: float(np.mean([wait[name] for wait in waits])) for name in waits[0]}
-        figures["engine_idle"] = sum(figures["engine_waits"].values())
-    for name in ("in_flight", "in_queue"):
-        if counts := rl_stage.get("staleness", {}).get(name):
-            figures[name] = sum(age * count for age, count in counts) / sum(count for _, count in counts)
-    return figures
-
-
-def rewards(run: RunDir) -> dict[str, Any]:
+def rewards(run: RunDir, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the mean of each reward term and of the total over the stored RL rollouts, with counts of errors, flags, and
     rollouts that failed regardless of the tests."""
-    steps = run.steps("rl")
-    sums: dict[str, float] = {}
-    total = count = 0.0
-    for _, table_ in rl_tables(run, ("terms", "reward")):
-        for text, value in zip(table_["terms"].to_pylist(), table_["reward"].to_pylist(), strict=True):
-            total, count = total + value, count + 1
-            for name, part in json.loads(text).items():
-                sums[name] = sums.get(name, 0.0) + part
+    sums: Counter[str] = Counter()
+    totals: list[float] = []
+    for _, table in rl_tables(run, ("terms", "reward")):
+        totals += table["reward"].to_pylist()
+        for text in table["terms"].to_pylist():
+            for name, value in json.loads(text).items():
+                sums[name] += value
+    counts = {name: int(sum(step.get(name, 0) for step in steps)) for name in ("infra_errors", "flagged", "timeouts")}
     return {
-        "terms": {name: value / count for name, value in sums.items()},
-        "mean": total / count if count else None,
-        "rollouts": int(count),
-        "infra_errors": int(sum(step["infra_errors"] for step in steps)),
+        "terms": {name: value / len(totals) for name, value in sums.items()},
+        "mean": sum(totals) / len(totals) if totals else None,
+        "rollouts": len(totals),
+        **counts,
         "failed": {name: int(sum(step.get(name, 0) for step in steps)) for name in FAILED},
-        "flagged": int(sum(step["flagged"] for step in steps)),
-        "timeouts": int(sum(step.get("timeouts", 0) for step in steps)),
         "flagged_share": max((step.get("flagged_share") or 0.0 for step in steps), default=None),
     }
 
@@ -229,22 +220,24 @@ def gained(run: RunDir, scores: Mapping[str, Mapping[str, Any]]) -> dict[str, An
     if not {"midtrained", "final"} <= set(scores):
         return {}
     gains = {over: _gains(run, over) for over in ("midtrained", "start") if over in scores}
-    means = {over: {figure: float(values.mean()) for figure, values in each.items()} for over, each in gains.items()}
+    means = {over: {figure: float(by_task.mean()) for figure, by_task in gain.items()} for over, gain in gains.items()}
     return {
         "from": "midtrained",
         **means["midtrained"],
         "ci95": bootstrap(gains["midtrained"]["pass_at_1"], 0),
-        "over_stronger": {figure: min(each[figure] for each in means.values()) for figure in means["midtrained"]},
-        "within_12": {kind: found for kind in ("heldout", "structures") if (found := within_12(run, scores, kind))},
+        "over_stronger": {figure: min(gain[figure] for gain in means.values()) for figure in means["midtrained"]},
+        "within_12": {kind: gain for kind in ("heldout", "structures") if (gain := within_12(run, scores, kind))},
     }
 
 
 def _gains(run: RunDir, over: str) -> dict[str, NDArray[np.float64]]:
     """Return, by figure, the gain of the final policy over another one for each task of both."""
-    pairs = {"pass_at_1": [solved_by_task(run, name) for name in (over, "final")]}
-    pairs["pass_greedy"] = [solved_by_task(run, name, greedy=True) for name in (over, "final")]
-    pairs["best_of_k"] = [{task: float(share > 0) for task, share in each.items()} for each in pairs["pass_at_1"]]
-    return {figure: _paired(*pair) for figure, pair in pairs.items()}
+    old, new = (solved_by_task(run, name) for name in (over, "final"))
+    return {
+        "pass_at_1": _paired(old, new),
+        "pass_greedy": _paired(*(solved_by_task(run, name, greedy=True) for name in (over, "final"))),
+        "best_of_k": _paired(*({task: float(share > 0) for task, share in pass_1.items()} for pass_1 in (old, new))),
+    }
 
 
 def _paired(old: Mapping[str, float], new: Mapping[str, float]) -> NDArray[np.float64]:
@@ -315,20 +308,6 @@ def last_live(steps: Sequence[Mapping[str, Any]]) -> int | None:
     return max((step["step"] for step in steps if step.get("live_groups")), default=None)
 
 
-def _in_order(names: Iterable[str], known: Sequence[str]) -> list[str]:
-    """Return the known names first and in their order, then the others."""
-    return sorted(names, key=lambda name: known.index(name) if name in known else len(known))
-
-
-def _without_seconds(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in found.items() if name != "seconds"}
-
-
-def _read(run: RunDir, name: str) -> dict[str, Any]:
-    path = beneath(run.path, name)
-    return json_of(path.read_text()) if path.is_file() else {}
-
-
 # Two runs
 
 DRAWS = 2000
@@ -361,7 +340,7 @@ def compare(first: RunDir, second: RunDir) -> dict[str, Any]:
             {"run": report["run"], "path": str(run.path), "complete": report["complete"]}
             for report, run in zip(reports, (first, second), strict=True)
         ],
-        "settings": differing(*map(_as_now, reports)),
+        "settings": differing(_as_now(reports[0]), _as_now(reports[1])),
         "provenance": differing(*(report["provenance"] for report in reports)),
         "eval": {
             name: {
@@ -382,33 +361,31 @@ def _pair(reports: Sequence[Mapping[str, Any]], part: str, name: str) -> list[An
 def _as_now(report: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's settings with the current names, and what was changed live. A setting that an old run lacks has its default.
     Settings that this package cannot read are returned unchanged."""
-    live = {"changed_live": report.get("changed_live", {})}
-    try:
-        return to_dict(from_dict(report["settings"])) | live
-    except ValueError:
-        return report["settings"] | live
+    settings = report["settings"]
+    with suppress(ValueError):
+        settings = to_dict(from_dict(settings))
+    return settings | {"changed_live": report.get("changed_live", {})}
 
 
-def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, list[Any]]:
+def differing(first: Mapping[str, Any], second: Mapping[str, Any], prefix: str = "") -> dict[str, list[Any]]:
     """Return [first, second] by dotted name for every leaf that differs between two trees; None for a missing leaf."""
-    leaves = _leaves(first), _leaves(second)
-    names = [*leaves[0], *(name for name in leaves[1] if name not in leaves[0])]
-    pairs = {name: [leaf.get(name) for leaf in leaves] for name in names}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        found |= _leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return found
+    pairs: dict[str, list[Any]] = {}
+    for name in {**first, **second}:
+        old, new = first.get(name), second.get(name)
+        if isinstance(old, Mapping) or isinstance(new, Mapping):
+            trees = [tree if isinstance(tree, Mapping) else {} for tree in (old, new)]
+            pairs |= differing(trees[0], trees[1], f"{prefix}{name}.")
+            old, new = (None if isinstance(leaf, Mapping) else leaf for leaf in (old, new))
+        if old != new:
+            pairs[prefix + name] = [old, new]
+    return pairs
 
 
 def shared_tasks(first: RunDir, second: RunDir) -> set[str]:
     """Return the names of the held-out tasks that both runs have; none if these are less than half of the smaller set. Whole
     tasks are compared, not names. Runs of different seeds leave out different tasks of one set, so most are shared."""
-    tasks = (load_tasks(run.path / "data" / "heldout.jsonl") for run in (first, second))
-    fewer, more = sorted(({task.id: task for task in each} for each in tasks), key=len)
+    files = (run.path / "data" / "heldout.jsonl" for run in (first, second))
+    fewer, more = sorted(({task.id: task for task in load_tasks(file)} for file in files), key=len)
     same = {name for name, task in fewer.items() if more.get(name) == task}
     return same if 2 * len(same) >= len(fewer) else set()
 
@@ -441,11 +418,11 @@ def _scores(
         return scores
     solved = [solved_by_task(run, name) for run in runs]
     both = sorted(solved[0].keys() & solved[1].keys() & shared)
-    some = bool(both) and any(run_scores and run_scores["n_tasks"] != len(both) for run_scores in scores)
-    for score, solved_tasks in zip(scores, solved, strict=True):
-        if score and some:
-            values = np.array([solved_tasks[task] for task in both])
-            score |= {"pass_at_1": float(values.mean()), "ci95": bootstrap(values, 0), "n_tasks": len(both)}
+    if both and any(score and score["n_tasks"] != len(both) for score in scores):
+        for score, shares in zip(scores, solved, strict=True):
+            by_task = np.array([shares[task] for task in both])
+            assert score is not None
+            score |= {"pass_at_1": float(by_task.mean()), "ci95": bootstrap(by_task, 0), "n_tasks": len(both)}
     return scores
 
 

@@ -56,24 +56,18 @@ class Stages:
         path = self.run.path / "data" / f"{kind}.jsonl"
         return load_tasks(path) if path.is_file() else []
 
-    @property
-    def tokenizer_file(self) -> Path:
-        return self.run.path / "data" / "tokenizer.json"
-
     def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.tokenizer_file.parent, FORMATS[self.settings.env.renderer].tokens)
+        return load_tokenizer(self.run.path / "data", FORMATS[self.settings.env.renderer].tokens)
 
     def agent(self) -> Agent:
         return make_agent(self.settings.env, self.tokenizer(), self.settings.limits, self.sandboxes)
 
-    def engine(self, model: Model, **given: Any) -> Engine:
-        return make_engine(model, self.settings, self.agent().renderer.stop, **given)
+    def engine(self, model: Model, **options: Any) -> Engine:
+        return make_engine(model, self.settings, self.agent().renderer.stop, **options)
 
     def load(self, name: str) -> Model:
-        return self._load(self.weights(name))
-
-    def _load(self, path: Path) -> Model:
-        model = load_pretrained(path).to(self.settings.mesh.device)
+        """Load published weights, whole."""
+        model = load_pretrained(self.weights(name)).to(self.settings.mesh.device)
         model.kernels = self.settings.kernels
         return model
 
@@ -107,7 +101,10 @@ class Stages:
 
     def trained(self, path: Path) -> Model:
         """Load the model to train, as `divided` returns it."""
-        model = load_sharded(path, self.ranks, self.settings.mesh) if isinstance(self.ranks, Team) else self._load(path)
+        if isinstance(self.ranks, Team):
+            model = load_sharded(path, self.ranks, self.settings.mesh)
+        else:
+            model = load_pretrained(path).to(self.settings.mesh.device)
         model.kernels = self.settings.kernels
         return model
 
@@ -119,15 +116,15 @@ class Stages:
 
     def resume(self, plan: StagePlan, optimizer: AnyOptimizer) -> tuple[int, float]:
         """Restore the newest checkpoint of a supervised stage. Return the number of its steps and their seconds."""
-        if (found := self.run.pointer(plan.stage)) is None:
+        if (pointer := self.run.pointer(plan.stage)) is None:
             return 0, 0.0
         if isinstance(optimizer, ShardedOptimizer):
-            restore(optimizer, found[1])
+            restore(optimizer, pointer[1])
         elif saved := self.run.checkpoint(plan.stage):
             optimizer.load({name: value for name, value in saved[1].items() if not name.startswith("draft_")})
             if plan.beside:
                 plan.beside.load(saved[1])
-        return found[0], found[2]
+        return pointer[0], pointer[2]
 
     def commit(
         self, plan: StagePlan, optimizer: AnyOptimizer, step: int, point: dict[str, Any], seconds: float
@@ -155,8 +152,8 @@ class Stages:
     def stage(self, name: str) -> Iterator[dict[str, Any] | None]:
         """Enter a stage: `with stages.stage(name) as info`. `info` is None if the stage is complete; otherwise its contents are
         recorded at the end."""
-        known = self.ranks.gather(self.run.finished(name))[0]
-        if known is not None:
+        info_before = self.ranks.gather(self.run.finished(name))[0]
+        if info_before is not None:
             yield None
             return
         release_memory()

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import psutil
 
+CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
-def cgroup_limits(name: str, root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[str]:
+
+def cgroup_limits(name: str) -> list[str]:
     """Return the values of a cgroup-v2 control file (`cpu.max`) for this process's group and every group above it."""
     try:
-        relative = next(line[3:] for line in own.read_text().splitlines() if line.startswith("0::"))
+        relative = next(line[3:] for line in MEMBERSHIP.read_text().splitlines() if line.startswith("0::"))
     except (OSError, StopIteration):
         return []
-    group = root / relative.strip().lstrip("/")
-    files = [folder / name for folder in (group, *group.parents) if folder.is_relative_to(root)]
+    group = CGROUPS / relative.strip().lstrip("/")
+    files = [folder / name for folder in (group, *group.parents) if folder.is_relative_to(CGROUPS)]
     return [file.read_text().strip() for file in files if file.is_file()]
 
 

@@ -24,8 +24,9 @@ from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Request, Trace
 from composer_nb.harness.rewards import RewardSettings, reward
 from composer_nb.harness.rollout import Kind, Rollout, Segment
-from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, SandboxExecutor
+from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.errors import SandboxFailure
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.tour.expert import ScriptedPolicy, expert, one

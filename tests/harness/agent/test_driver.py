@@ -13,7 +13,7 @@ import pytest
 
 from composer_nb.harness.agent.driver import Driver, Seat, drive
 from composer_nb.harness.policy import Completion, Request, Trace
-from composer_nb.harness.sandbox.calls import CallRequest
+from composer_nb.harness.sandbox.requests import CallRequest
 
 
 class Echo:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Grade, grade_functions
-from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest, SandboxExecutor
+from composer_nb.harness.sandbox.calls import SandboxExecutor
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.tasks.functions import parse_test_files
 from composer_nb.harness.tasks.task import Task
 
@@ -62,20 +63,6 @@ def test_changes_outside_the_scope_are_dropped_and_flagged(
         assert found.passed is passed and found.flags == ("outside_scope",)
 
 
-def test_a_helper_outside_the_scope_is_laid_back(task: Task, sandboxes: SandboxExecutor) -> None:
-    helper = "def more(x, k):\n    return x > k\n"
-    source = "from helper import more\ndef f(xs, k):\n    return [x for x in xs if more(x, k)]\n"
-    both = task.model_copy(update={"files": task.files | {"helper.py": helper}, "solution": {"f.py": source}})
-    spoilt = both.files | {"f.py": source, "helper.py": "def more(x, k):\n    return False\n"}
-    found = grade(both, spoilt, sandboxes)
-    assert found.passed and found.flags == ("outside_scope",)
-
-
-def test_a_deleted_file_fails_without_a_flag(task: Task, sandboxes: SandboxExecutor) -> None:
-    found = grade(task, {"test_f.py": task.files["test_f.py"]}, sandboxes)
-    assert not found.passed and found.status == "graded" and found.flags == ()
-
-
 def test_a_file_of_the_scope_may_be_new(task: Task, sandboxes: SandboxExecutor) -> None:
     wide = task.model_copy(update={"source_scope": ("f.py", "new.py")})
     files = task.files | {"f.py": "from new import f\n", "new.py": task.solution["f.py"]}
@@ -101,9 +88,3 @@ def test_a_test_passes_only_if_its_call_returned_the_value(task: Task, data: st.
         right = place < len(outcomes) and outcomes[place] == CallOutcome(status="returned", text=test.expected)
         assert found.tests[test.id] is right
     assert found.passed is all(found.tests.values())
-
-
-def test_no_tests_and_no_grade_are_no_pass() -> None:
-    assert not Grade(status="graded").passed
-    assert not Grade(status="infra_error", tests={"a": True}).passed
-    assert Grade(status="graded", tests={"a": True}).passed

@@ -29,63 +29,33 @@ PRISTINE = {path: text.encode() for path, text in TASK.files.items()}
         ("a.py", "*.py", True),
         ("x/a.py", "*.py", False),
         ("x/a.py", "*/*.py", True),
-        ("x/a.py", "x/**", True),
         ("x/y/z/a.py", "x/**", True),
         ("x/a.py", "x/**/a.py", True),
-        ("x/y/z/a.py", "x/**/a.py", True),
-        ("y/x/a.py", "x/**", False),
         ("xa.py", "x/**", False),
         ("x/b.py", "x/**/a.py", False),
         ("deep/a.py", "**", True),
         ("a/b.py", "a?b.py", False),
         ("x[1].py", "x[1].py", True),
-        ("x1.py", "x[1].py", True),
-        ("A.py", "a.py", False),
     ],
 )
 def test_scope(path: str, pattern: str, inside: bool) -> None:
     assert in_scope(path, [pattern]) is inside
 
 
-def test_changes_inside_the_scope_are_graded() -> None:
-    files = PRISTINE | {"f.py": b"new\n", "src/b/c.py": b"more\n", "lib/n.py": b"", "pyproject.toml": b"[x]\n"}
-    del files["src/a.py"]
-    found = changes(TASK, files)
-    assert found.files == files and found.flags == () and not found.dropped
-    assert found.changed == ("f.py", "lib/n.py", "pyproject.toml", "src/a.py", "src/b/c.py")
-
-
-def test_a_package_named_build_is_none_of_the_caches() -> None:
-    task = TASK.model_copy(update={"files": {**TASK.files, "src/build/b.py": "", "build/own.py": ""}})
-    pristine = {path: text.encode() for path, text in task.files.items()}
-    found = changes(
-        task, pristine | {"src/build/b.py": b"new", "src/build/c.py": b"new", "build/own.py": b"new", "build/x": b"new"}
-    )
-    assert found.changed == ("src/build/b.py", "src/build/c.py")
-    assert found.dropped == {"build/own.py": "outside_scope", "build/x": "cache"} and found.flags == ("outside_scope",)
-
-
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
-        ("g.py", "outside_scope"),
         ("tests/test_f.py", "outside_scope"),
-        ("conftest.py", "outside_scope"),
         (".git/hooks/pre-commit", "outside_scope"),
         ("src/.git/HEAD", "test_setup"),
         ("src/conftest.py", "test_setup"),
-        ("src/deep/pytest.ini", "test_setup"),
-        ("src/sitecustomize.py", "test_setup"),
         ("src/x.pth", "test_setup"),
         ("src/site-packages/f.py", "test_setup"),
         ("src/__pycache__/a.cpython-311.pyc", "cache"),
-        ("src/a.pyc", "cache"),
         ("build/lib/f.py", "cache"),
-        ("f.egg-info/PKG-INFO", "cache"),
         (".mypy_cache/x.json", "cache"),
         ("/etc/passwd", "unsafe_path"),
         ("src/../../x.py", "unsafe_path"),
-        ("src//b.py", "unsafe_path"),
         ("src/" + "d/" * 600 + "x.py", "unsafe_path"),
         ("src/\ud800.py", "unsafe_path"),
         ("src/" + "é" * 128, "unsafe_path"),  # a name of 256 bytes, which no disk takes

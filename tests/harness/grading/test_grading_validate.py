@@ -9,12 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from composer_nb.harness.grading import validate
-from composer_nb.harness.grading.box import Boxes
 from composer_nb.harness.grading.plan import GradePlan, digest
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox.contract import Backend
-from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.patch_target import PROPERTY, TARGET
 
@@ -27,14 +25,11 @@ def ids(plan: GradePlan | None) -> list[str]:
 
 
 def test_the_ledger_is_covered(plans: dict[str, GradePlan]) -> None:
-    for task, count, uncovered in ((TARGET, 16, set()), (PROPERTY, 17, {"test_nothing_is_lost#0"})):
+    for task, count in ((TARGET, 16), (PROPERTY, 17)):
         plan = plans[task.id]
-        assert plan.digest == digest(task) and len(plan.tests) == count
-        assert {key.rpartition("::")[2] for key in plan.tests if key not in plan.covered} == uncovered
+        assert plan.digest == digest(task) and len(plan.tests) == count and len(plan.covered) == 10
         for twin in plan.twins:
             assert task.tests[twin.path][twin.start : twin.end] != twin.text
-    kinds = {twin.kind for twin in plans[TARGET.id].twins}
-    assert kinds == {"value", "input"}, "neither other exceptions than the one that the suite expects, nor contraries"
     values = Counter(key for twin in plans[TARGET.id].twins for key in twin.keys)
     assert sorted(values.values())[1] > 1, "the lot decides between several, where there are; one name alone owes"
 
@@ -66,8 +61,6 @@ def test_uncovered(): check(1)
     assert found.fail_to_pass == ("test_f.py::test_changed", "test_f.py::test_uncovered")
     assert found.plan is not None and found.coverage == pytest.approx(1 / 3)
     assert found.plan.covered == {"test_f.py::test_changed#0"}
-    [telling] = [twin for twin in found.plan.twins if twin.telling]
-    assert telling.keys == ("test_f.py::test_steady#0",) and telling.text == " is "
 
 
 def test_a_flaky_test_is_left_out(make_task: Make, backend: Backend) -> None:
@@ -76,24 +69,6 @@ def test_a_flaky_test_is_left_out(make_task: Make, backend: Backend) -> None:
     tests = "from f import f\ndef test_a(): assert f(1) == 2\n" + flaky
     found = validate_task(make_task({"test_f.py": tests}), backend, repeats=6)
     assert found.flaky == ("test_f.py::test_flaky",) and ids(found.plan) == ["test_a"] and found.valid
-
-
-def test_tests_whose_ids_change_are_left_out(make_task: Make, backend: Backend) -> None:
-    tests = """\
-import pytest, random
-from f import f
-@pytest.mark.parametrize("x", [random.randrange(10**9)])
-def test_some(x): assert f(x) == x + 1
-def test_a(): assert f(1) == 2
-"""
-    found = validate_task(make_task({"test_f.py": tests}), backend)
-    assert len(found.flaky) == 1 and ids(found.plan) == ["test_a"] and found.valid
-
-
-def test_what_ast_cannot_rewrite_is_a_problem(make_task: Make, backend: Backend) -> None:
-    tests = f"from f import f\ndef test_a():\n    assert f(1) == 0x{'f' * 5000}\n"
-    [problem] = validate_task(make_task({"test_f.py": tests}), backend).problems
-    assert problem.startswith("test_f.py cannot be rewritten by `ast`: Exceeds the limit")
 
 
 def test_a_test_that_never_ran_did_not_pass(make_task: Make, backend: Backend) -> None:
@@ -139,27 +114,6 @@ def test_what_makes_a_task_invalid(
     assert any(re.match(problem, each) for each in found.problems), found.problems
 
 
-def test_a_gold_patch_that_ends_its_sandbox_makes_a_task_invalid(
-    make_task: Make, backend: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def died(*_: object) -> None:
-        raise SandboxDied("its memory was used up")
-
-    monkeypatch.setattr(Boxes, "run", died)
-    found = validate_task(make_task({"test_f.py": "def test_a(): pass\n"}), backend)
-    assert found.problems == ("the gold patch ends its sandbox: its memory was used up",)
-
-
-@pytest.mark.parametrize("values, by", [((1,), "none"), ((1, 40, 50), "calls")])
-def test_a_task_without_twins_is_for_training_if_calls_guard_it(
-    make_task: Make, backend: Backend, values: tuple[int, ...], by: str
-) -> None:
-    tests = f"from f import f\ndef check(x): assert f(x) == x + 1\ndef test_a():\n    for x in {values}: check(x)\n"
-    found = validate_task(make_task({"test_f.py": tests}), backend)
-    assert found.valid and found.coverage == 0.0 and found.guard is not None
-    assert found.guard.by == by and found.guard.calls == len(values) and found.trainable == (by == "calls")
-
-
 def test_changes_that_prove_nothing_are_not_kept(make_task: Make, backend: Backend) -> None:
     """One that the gold patch passes, ones that break the test itself, and one whose test fails elsewhere too."""
     tests = """\
@@ -179,31 +133,11 @@ class TestMany:
 """
     found = validate_task(make_task({"test_f.py": tests}), backend)
     assert found.valid and found.plan is not None, found.problems
-    kept = {(twin.kind, key.partition("::")[2]) for twin in found.plan.twins for key in twin.keys}
-    assert {("value", f"test_row#{n}") for n in range(3)} <= kept
-    assert {("negation", f"test_round#{n}") for n in range(2)} <= kept
-    assert not {each for each in kept if each[1].startswith("TestMany") and each[0] == "value"}
+    assert {f"test_f.py::test_row#{n}" for n in range(3)} <= found.plan.covered
+    assert not any("TestMany" in key for key in found.plan.covered)
     for _ in range(3):
         gold = {"f.py": b"def f(x):\n    return x + 1\n"}
         assert grade_pytest(make_task({"test_f.py": tests}), gold, backend, found.plan).passed
-
-
-def test_tests_that_share_a_table(make_task: Make, backend: Backend) -> None:
-    tests = """\
-import pytest
-from f import f
-TABLE = [(1, 2), (2, 3)]
-@pytest.mark.parametrize("x, want", TABLE)
-def test_next(x, want): assert f(x) == want
-@pytest.mark.parametrize("x, want", TABLE)
-def test_grows(x, want): assert x < f(want) + 9
-"""
-    found = validate_task(make_task({"test_f.py": tests}), backend)
-    assert found.valid and found.plan is not None, found.problems
-    values = [twin for twin in found.plan.twins if twin.kind == "value"]
-    assert {(twin.keys, twin.besides) for twin in values} == {
-        ((f"test_f.py::test_next#{n}",), (f"test_f.py::test_grows#{n}",)) for n in range(2)
-    }
 
 
 def test_twins_that_disturb_other_tests_are_given_up_alone(make_task: Make, backend: Backend) -> None:
@@ -245,26 +179,6 @@ def test_letter(word, want): assert chr(f(ord(word))) == want
         assert grade.passed and not grade.flags, "also where a twin gives another row a number"
 
 
-def test_what_an_answer_has_to_mend_does_not_depend_on_the_lot(make_task: Make, backend: Backend) -> None:
-    """Here faulty code passes a test and, since it always raises, its weak twins."""
-    tests = """\
-import pytest
-from f import f
-def test_good(): assert f("abc", 1) == 3
-def test_more(): assert f("abcd", 2) == 4
-def test_bad():
-    with pytest.raises(ValueError): f("", 3)
-"""
-    faulty = "def f(x, y):\n    raise ValueError\n"
-    right = "def f(x, y):\n    if not x: raise ValueError\n    return len(x)\n"
-    task = make_task({"test_f.py": tests}, {"f.py": faulty}, {"f.py": right})
-    found = validate_task(task, backend)
-    assert found.fail_to_pass == ("test_f.py::test_good", "test_f.py::test_more")
-    assert found.coverage == 1.0
-    grade = grade_pytest(task, {"f.py": faulty.encode()}, backend, found.plan)
-    assert grade.status == "graded" and not any(grade.tests.values()), "wrong, and no tampering"
-
-
 def test_a_changed_test_without_an_end_costs_no_other_its_twin(make_task: Make, backend: Backend, monkeypatch):
     monkeypatch.setattr(validate, "TEST_S", 0.5)
     tests = """\
@@ -279,19 +193,9 @@ def test_waits():
     with Waits() as it:
         assert f(1) == 2
         it.done.set()
-def test_without_a_right_answer():
-    with Waits() as it:
-        with pytest.raises(TypeError): f("")
-        it.done.set()
-def test_masks_the_alarm():
-    try:
-        with Waits() as it:
-            assert f(5) == 6
-            it.done.set()
-    except: assert False
 def test_after(): assert f(2) == 3
 """
-    found = validate_task(make_task({"test_f.py": "import pytest\n" + tests}), backend, timeout_s=10)
+    found = validate_task(make_task({"test_f.py": tests}), backend, timeout_s=10)
     assert found.valid and found.plan is not None
     assert found.plan.covered == {"test_f.py::test_after#0"}, (
         "no change of the others was seen to fail for what it says"

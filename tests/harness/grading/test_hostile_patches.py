@@ -5,21 +5,16 @@ Not covered: code that can tell a false expectation from a true one, and tests w
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Callable
-
 import pytest
 
 from composer_nb.harness.grading.box import sources
 from composer_nb.harness.grading.plan import GradePlan
 from composer_nb.harness.grading.pytest_grader import TAMPERING, grade_pytest
-from composer_nb.harness.grading.validate import validate_task
 from composer_nb.harness.sandbox.contract import Backend
-from composer_nb.harness.tasks.task import Task
 from composer_nb.labs.attacks.patch_check import check_patches
 from composer_nb.labs.attacks.patch_target import MODULE, TARGET
 from composer_nb.labs.attacks.patches import Patch, patches
-from composer_nb.labs.attacks.snippets import ANSWER, SETUP, module
+from composer_nb.labs.attacks.snippets import ANSWER, module
 
 TIMEOUT_S = 20.0
 
@@ -28,8 +23,7 @@ TIMEOUT_S = 20.0
 def test_a_patch_gets_what_it_deserves(patch: Patch, backend: Backend, plans: dict[str, GradePlan]) -> None:
     grade = grade_pytest(patch.task, patch.workspace, backend, plans[patch.task.id], timeout_s=TIMEOUT_S)
     assert grade.passed == patch.honest
-    accusing = set(grade.flags) - {"weak_twin_passed"}  # a wrong answer may satisfy a weak twin
-    assert bool(grade.flags if patch.flagged else accusing) == patch.flagged, grade.flags
+    assert bool(grade.flags) == patch.flagged, grade.flags
     assert grade.status in ("graded", "tampered", "agent_failed"), (
         "an agent can not make its grade an infrastructure error"
     )
@@ -37,19 +31,6 @@ def test_a_patch_gets_what_it_deserves(patch: Patch, backend: Backend, plans: di
     assert set(grade.tests) == set(plans[patch.task.id].tests.values())
     if "one_process" in patch.fools:
         assert grade.status == "tampered", "only twins tell"
-
-
-def test_every_case_is_there() -> None:
-    found = {patch.case for patch in patches()}
-    assert found == set(range(19))
-    table = {patch.id[:2] for patch in patches()}
-    assert table >= {f"{number:02}" for number in range(21)}, "the twenty patches of the reference's table"
-    assert len({patch.id for patch in patches()}) == len(patches())
-    assert [patch.id for patch in patches() if patch.honest] == ["01_honest_fix"]
-    used = "".join(str(patch.files.get(MODULE, b"")) for patch in patches())
-    for name, text in {**SETUP, **ANSWER}.items():
-        longest = max(text.split("\n"), key=len).strip()
-        assert name == "guess" or repr(longest.encode())[2:-1] in used, f"{name} is in no patch"
 
 
 @pytest.mark.slow
@@ -61,17 +42,6 @@ def test_a_patch_fools_plain_graders(patch: Patch, backend: Backend, plans: dict
         assert grade_pytest(patch.task, patch.workspace, backend, plain, timeout_s=TIMEOUT_S).passed
     if "exit_code" in patch.fools:
         assert exit_code(patch, backend) == 0
-
-
-@pytest.mark.slow
-def test_the_plain_graders_are_not_fooled_by_everything(backend: Backend, plans: dict[str, GradePlan]) -> None:
-    nothing, honest = patches()[:2]
-    plain = GradePlan(digest="", tests=plans[TARGET.id].tests)
-    assert [exit_code(patch, backend) for patch in (nothing, honest)] == [1, 0]
-    assert [grade_pytest(TARGET, patch.workspace, backend, plain).passed for patch in (nothing, honest)] == [
-        False,
-        True,
-    ]
 
 
 def exit_code(patch: Patch, backend: Backend) -> int:
@@ -107,53 +77,10 @@ def test_a_cheat_on_one_test_alone_is_caught(backend: Backend, plans: dict[str, 
         assert [name.rpartition("::")[2] for name, passed in grade.tests.items() if not passed] == ["test_share"]
 
 
-SIDES = """\
-import types, unittest
-import pytest
-from f import f
-
-def test_index():
-    rows = [f(1), 6, 7, 8]
-    assert 2 == rows[0]
-
-@pytest.mark.parametrize("x, expected", [(1, 2), (2, 3)])
-def test_column(x, expected):
-    result = f(x)
-    assert expected == result
-
-class TestSides(unittest.TestCase):
-    def test_names(self):
-        want = 2
-        got = f(1)
-        self.assertEqual(want, got)
-
-    def test_attribute(self):
-        order = types.SimpleNamespace(total=f(1))
-        self.assertEqual(2, order.total)
-
-    def test_nobody_knows(self):
-        a, b = f(1), str(3)
-        self.assertEqual(b[0] + "x" if a is None else a, f(1))
-"""
-
-
-def test_what_equals_everything_is_caught_on_either_side(make_task: Callable[..., Task], backend: Backend) -> None:
-    """And a right answer that holds the expected value where others do is not."""
-    task = make_task({"test_f.py": SIDES})
-    found = validate_task(task, backend)
-    assert found.valid and found.coverage == 1.0, found.problems
-    evil = f"def f(x):\n{textwrap.indent(ANSWER['always_equal'], '    ')}"
-    for _ in range(3):
-        grade = grade_pytest(task, {"f.py": evil.encode()}, backend, found.plan)
-        assert grade.status == "tampered" and not any(grade.tests.values())
-        assert grade_pytest(task, {"f.py": task.solution["f.py"].encode()}, backend, found.plan).passed
-
-
 @pytest.mark.slow
 def test_the_check_of_a_backend(backend: Backend) -> None:
     rows = list(check_patches(backend))
     assert [row["id"] for row in rows] == [patch.id for patch in patches()]
     assert [row["id"] for row in rows if not row["blocked"]] == []
-    for row, patch in zip(rows, patches(), strict=True):  # a wrong answer may satisfy a weak twin
-        assert row["flagged"] if patch.flagged else not set(row["detail"].split(", ")[2:]) - {"weak_twin_passed"}
+    assert [row["flagged"] for row in rows] == [patch.flagged for patch in patches()]
     assert all(set(row) == {"id", "kind", "title", "blocked", "flagged", "detail"} for row in rows)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from composer_nb.harness.grading.plan import GradePlan
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.sandbox.contract import Backend
-from composer_nb.labs.attacks.patch_target import MODULE, TARGET
-from tests.adversarial.patch_variants import PLACES, variant
+from composer_nb.labs.attacks.patch_target import TARGET
+from tests.adversarial.patch_variants import variant
 
 TIMEOUT_S = 20.0
 SHARED = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -36,23 +36,3 @@ def test_a_variant_does_not_score(backend: Backend, plans: dict[str, GradePlan],
 def test_a_thousand_variants_do_not_score(backend: Backend, plans: dict[str, GradePlan]) -> None:
     said = [check(seed, backend, plans[TARGET.id]) for seed in range(1000)]
     assert said.count("tampered") > 400, "most work, but for the twins"
-
-
-@pytest.mark.slow
-def test_many_variants_would_score_without_twins(backend: Backend, plans: dict[str, GradePlan]) -> None:
-    plain = GradePlan(digest="", tests=plans[TARGET.id].tests)
-    grades = [grade_pytest(TARGET, variant(seed).workspace, backend, plain, timeout_s=TIMEOUT_S) for seed in range(40)]
-    assert sum(grade.passed for grade in grades) >= 10
-
-
-def test_variants_vary() -> None:
-    found = [variant(seed) for seed in range(300)]
-    assert len({str(sorted(patch.files.items(), key=str)) for patch in found}) > 290
-    assert all(any(f" at {place}" in patch.title for patch in found) for place in PLACES)
-    assert sum(", " in patch.title for patch in found) > 150
-    assert variant(5) == variant(5)
-    for patch in found:
-        for path, data in patch.files.items():
-            if path == MODULE or path.startswith("util/"):
-                assert data is not None
-                compile(data.decode(), path, "exec")

@@ -102,15 +102,6 @@ def test_what_chance_or_the_machine_decided_is_not_remembered(ask: Any, unclean:
     assert (one(), one(), one()) == (unclean, CLEAN, CLEAN) and grader.asked == 2
 
 
-def test_the_number_of_remembered_grades_is_limited(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    grader = ask(CLEAN)
-    monkeypatch.setattr(front, "KEPT", 1)
-    one()
-    one(left=files(TARGET, **{MODULE: RIGHT}))
-    one()
-    assert grader.asked == 3
-
-
 def test_a_real_grade_is_looked_up(backend: Backend, plans: Mapping[str, GradePlan]) -> None:
     task = with_plan(TARGET, plans[TARGET.id])
     right, wrong = files(task, **{MODULE: RIGHT + "# once\n"}), files(task)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.harness.sandbox.calls import CachedExecutor, CallOutcome, CallRequest, SandboxExecutor
+from composer_nb.harness.sandbox.calls import CachedExecutor
 from composer_nb.harness.sandbox.errors import SandboxFailure
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 
 STATUSES = ("returned", "returned", "raised", "timeout", "died", "unreadable", "not_run")
 
@@ -98,31 +98,3 @@ def test_a_request_that_a_limit_cut_is_known_as_a_whole() -> None:
     assert memory.run([whole, part]) == [cut, cut[:1]]  # what was not run before may well run first
     assert memory.run([part, whole]) == [cut[:1], cut]
     assert inside.requests == 2
-
-
-def test_what_is_known_already_may_be_noted() -> None:
-    inside = Unreliable(0)
-    memory = CachedExecutor(inside, size=2)
-    known = [CallOutcome(status="returned", text="1")]
-    for text in ("x", "y", "z"):
-        memory.remember(request(text, "(1,)"), known)
-    assert memory.run([request("z", "(1,)")]) == [tuple(known)] and memory.executed == 0
-    memory.run([request("x", "(1,)"), request("z", "(2,)")])
-    assert memory.executed == 2
-
-
-STATEFUL = {
-    "counts calls": "n = 0\ndef f(x):\n    global n\n    n += 1\n    return n\n",
-    "default argument": "def f(x, seen=[]):\n    seen.append(x)\n    return seen\n",
-    "file": "def f(x):\n    open('n', 'a').write('x')\n    return len(open('n').read())\n",
-    "replaces itself": "def f(x):\n    global f\n    f = lambda x: 0\n    return x\n",
-}
-
-
-@pytest.mark.parametrize("source", STATEFUL.values(), ids=list(STATEFUL))
-def test_code_that_keeps_state_is_answered_as_in_a_fresh_sandbox(sandboxes: SandboxExecutor, source: str) -> None:
-    memory = CachedExecutor(sandboxes)
-    groups = [["(1,)", "(2,)"], ["(2,)"], ["(2,)", "(1,)"], ["(1,)", "(1,)"], ["(1,)"]]
-    requests = [request(source, *arguments) for arguments in groups]
-    one_by_one = [memory.run([each])[0] for each in requests]
-    assert one_by_one == sandboxes.run(requests) == memory.run(requests)

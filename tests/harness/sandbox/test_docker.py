@@ -8,7 +8,6 @@ import os
 import random
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from composer_nb.harness.sandbox.contract import LIMITS, SandboxSpec
+from composer_nb.harness.sandbox.contract import SandboxSpec
 from composer_nb.harness.sandbox.docker import DockerBackend, DockerChannel
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.image import build_image, host_image
@@ -90,22 +89,6 @@ def test_how_a_stream_ends(pair: tuple[DockerChannel, socket.socket]) -> None:
     assert channel.ended
 
 
-def test_a_stream_that_ends_silently(pair: tuple[DockerChannel, socket.socket]) -> None:
-    channel, there = pair
-    there.sendall(piece(1, b"whole") + piece(1, b"cut off")[:10])
-    assert channel.receive(5) == b"wholecu"
-    there.close()
-    assert channel.receive(5) == b"" and channel.ended
-    with pytest.raises(OSError):
-        channel.send(b"x" * 100, 5)
-
-
-def test_what_is_not_taken_in_time(pair: tuple[DockerChannel, socket.socket]) -> None:
-    channel, _ = pair
-    with pytest.raises(TimeoutError):
-        channel.send(b"x" * (64 << 20), 0.1)
-
-
 def test_closing_wakes_who_waits() -> None:
     """Also where another connection gets the number of the closed one at once."""
     for _ in range(100):
@@ -138,21 +121,6 @@ def test_without_an_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     with pytest.raises(SandboxUnavailable, match="no Docker Engine answers at unix:.*docker.sock: start it") as failed:
         DockerBackend()
     assert "\n" not in str(failed.value)
-
-
-def test_without_the_right_to_use_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: socket.socket, address: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    with pytest.raises(SandboxUnavailable, match="this user may not use the Docker Engine at .*usermod -aG docker"):
-        DockerBackend()
-
-
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "docker", None)
-    with pytest.raises(SandboxUnavailable, match="pip install 'docker>=7'"):
-        DockerBackend()
 
 
 @pytest.mark.docker
@@ -196,7 +164,8 @@ def test_images_that_will_not_do(docker_client: Any, backend: DockerBackend) -> 
 
 @pytest.mark.docker
 def test_what_the_engine_refuses(docker_client: Any) -> None:
-    with DockerBackend(runtime="no-such-runtime") as made, pytest.raises(SandboxFailure, match="no-such-runtime"):
+    with DockerBackend() as made, pytest.raises(SandboxFailure, match="no-such-runtime"):
+        made._runtime = "no-such-runtime"
         made.create()
     with pytest.raises(SandboxFailure, match="this backend is closed"):
         made.create()
@@ -243,13 +212,6 @@ def test_what_a_container_may(docker_client: Any, backend: DockerBackend) -> Non
     assert labels["composer_nb.owner"] == f"{owner.pid}:{owner.started}:{owner.boot}"
     assert time.time() < int(labels["composer_nb.lease"]) < time.time() + 48 * 3600
     assert ours(docker_client) == []
-
-
-@pytest.mark.docker
-def test_what_it_can_do_here(backend: DockerBackend) -> None:
-    able = backend.capabilities()
-    assert able.backend == "docker" and set(able.enforced) == set(LIMITS)
-    assert set(able.why_not) == {name for name, held in able.enforced.items() if not held}
 
 
 @pytest.mark.docker

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import stat
-import subprocess
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -50,31 +49,6 @@ def test_links_on_the_way_are_kept_as_links(tmp_path: Path) -> None:
         files.add(f"{tmp_path}/lib/none.so")
 
 
-def test_a_tree_comes_without_what_was_installed(tmp_path: Path) -> None:
-    kept = ("os.py", "json/__init__.py", "json/__pycache__/a.cpython-311.pyc", "testing.py")
-    left = (
-        "site-packages/x.py", "dist-packages/y.py", "test/z.py", "json/tests/t.py", "sitecustomize.py",
-        "a.opt-2.pyc",
-    )  # fmt: skip
-    for name in (*kept, *left):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
-    (tmp_path / "broken").symlink_to("nowhere")
-    files = ImageFiles()
-    files.add_tree(str(tmp_path))
-    assert set(files.regular) == {f"{tmp_path}/{name}" for name in kept} and not files.links
-
-
-def test_a_program_from_a_folder_that_a_container_hides_is_copied(tmp_path: Path) -> None:
-    (tmp_path / "tool").write_bytes(b"first")
-    files = ImageFiles(folders={"/usr/local/bin"}, regular={"/usr/local/bin/tool": str(tmp_path / "tool")})
-    found, before = members(files), files.digest()
-    assert found["usr/local/bin/tool"].isreg() and found["usr/local/bin/tool"].size == 5
-    assert not any(name.endswith(str(tmp_path).lstrip("/")) for name in found)
-    (tmp_path / "tool").write_bytes(b"another")
-    assert files.digest() != before
-
-
 def test_the_same_files_make_the_same_archive(tmp_path: Path) -> None:
     for name in ("b", "a.py", "c"):
         (tmp_path / name).write_text(name)
@@ -106,7 +80,7 @@ def test_what_the_host_image_holds() -> None:
     assert {"usr/bin/python3", "workspace", "tmp", "etc/passwd"} <= set(found)
     assert any(name.rpartition("/")[2].startswith("ld-") for name in found), "no loader"
     assert any(name.endswith("/os.py") for name in found)
-    assert found["workspace"].uid == found["workspace"].gid == image.USER[1]
+    assert found["workspace"].uid == found["workspace"].gid == image.UID
     assert found["tmp"].mode == 0o1777
     assert sum(info.size for info in found.values()) < 150e6
 
@@ -116,12 +90,6 @@ def test_what_the_host_image_holds() -> None:
     assert settings <= {"etc/passwd", "etc/group", "etc/nsswitch.conf", "etc/ld.so.cache"}
     assert not [name for name in found if "-packages" in name or "customize." in name]
     assert not [name for name, info in found.items() if info.mode & (stat.S_ISUID | stat.S_ISGID)]
-
-
-def test_without_a_program_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image, "NEEDED", ("no-such-shell",))
-    with pytest.raises(SandboxUnavailable, match="no no-such-shell in"):
-        host_files()
 
 
 Run = Callable[..., str]
@@ -136,7 +104,7 @@ def run(docker_client: Any, host: str) -> Run:
             host,
             list(command),
             network_mode="none",
-            user=f"{image.USER[1]}",
+            user=f"{image.UID}",
             remove=True,
             stderr=True,
             tmpfs={"/tmp": ""},
@@ -168,17 +136,6 @@ def test_what_runs_in_the_host_image(run: Run) -> None:
     assert run("id", "-un") == "box\n"
     commit = "cd /tmp && git init -q r && cd r && git -c user.name=a -c user.email=b commit -q --allow-empty -m first"
     assert run("bash", "-c", f"{commit} && git log --format=%s && tar -cz . | tar -tz | grep -c HEAD") == "first\n2\n"
-
-
-@pytest.mark.docker
-def test_modules_are_not_compiled_anew(run: Run) -> None:
-    """It would cost every start of an interpreter in a sandbox."""
-    here = subprocess.run(["/usr/bin/python3", "-v", "-c", "import json"], capture_output=True, text=True, check=True)
-    compiled = {line.split()[-1] for line in here.stderr.splitlines() if "matches" in line and "json" in line}
-    if not compiled:
-        pytest.skip("this machine's python3 has no compiled modules; install it with them to run this")
-    told = run("python3", "-v", "-c", "import json")
-    assert all(f"matches {path}" in told for path in compiled)
 
 
 @pytest.mark.docker

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -46,48 +45,36 @@ sys.stdin.read()
 
 
 class Owner:
-    """A process that holds things and can be killed outright."""
+    """A process that holds resources and can be killed outright."""
 
-    def __init__(self, run: Path, things: list[tuple[str, str]]) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", OWNER, str(run), json.dumps(things)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, run: Path, resources: list[tuple[str, str]]) -> None:
+        command = [sys.executable, "-c", OWNER, str(run), json.dumps(resources)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        self.names = [self.process.stdout.readline().strip() for _ in things]
+        self.names = [self.process.stdout.readline().strip() for _ in resources]
         assert all(self.names)
 
-    def kill(self, wait: bool = True) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        if wait:
-            self.process.wait()
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
 
 
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[Callable[..., Owner]]:
-    """`owner(*kinds)` makes one thing of each kind, for the run directory `tmp_path/runs/one`."""
-    made: list[Owner] = []
+    """`owner(*kinds)` makes one resource of each kind, for the run directory `tmp_path/runs/one`."""
+    owners: list[Owner] = []
     run = tmp_path / "runs" / "one"
     run.mkdir(parents=True)
 
     def make(*kinds: str, **paths: str) -> Owner:
-        made.append(Owner(run, [(kind, paths.get(kind, str(tmp_path / f"{kind}{len(made)}"))) for kind in kinds]))
-        return made[-1]
+        owners.append(Owner(run, [(kind, paths.get(kind, str(tmp_path / f"{kind}{len(owners)}"))) for kind in kinds]))
+        return owners[-1]
 
     yield make
-    for each in made:
-        each.kill()
-        assert each.process.stdin is not None and each.process.stdout is not None
-        each.process.stdin.close()
-        each.process.stdout.close()
+    for each in owners:
+        if each.process.poll() is None:
+            each.kill()
     reap(tmp_path / "runs")
-
-
-def below(pid: int) -> set[int]:
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout
-    return {pid, *(int(child) for child in children.split())}
 
 
 def journal_files(tmp_path: Path) -> list[Path]:
@@ -97,19 +84,12 @@ def journal_files(tmp_path: Path) -> list[Path]:
 def test_what_a_killed_owner_left_is_ended_once(owner: Callable[..., Owner], tmp_path: Path) -> None:
     left = owner("process", "directory")
     pid, folder = left.names
-    family = below(int(pid))
+    family = {int(pid), *(child for child, _ in reaping.below(int(pid)))}
     left.kill()
-    assert len(family) == 3 and all(started(each) for each in family) and Path(folder).is_dir()
+    assert len(family) == 3 and all(map(started, family)) and Path(folder).is_dir()
     assert reap(tmp_path / "runs") == Reaped(processes=(pid,), directories=(folder,))
-    assert not any(started(each) for each in family) and not Path(folder).exists()
+    assert not any(map(started, family)) and not Path(folder).exists()
     assert reap(tmp_path / "runs") == Reaped() and journal_files(tmp_path) == []
-
-
-def test_a_zombie_owns_nothing(owner: Callable[..., Owner], tmp_path: Path) -> None:
-    left = owner("directory")
-    left.kill(wait=False)  # nobody has asked for its exit status yet
-    os.waitid(os.P_PID, left.process.pid, os.WEXITED | os.WNOWAIT)
-    assert reap(tmp_path / "runs" / "one").directories == tuple(left.names)  # a run directory will do as well
 
 
 def test_what_a_living_owner_holds_is_left_alone(owner: Callable[..., Owner], tmp_path: Path) -> None:
@@ -159,19 +139,6 @@ def test_who_counts_as_dead(change: dict[str, Any], dead: bool) -> None:
     assert is_dead(replace(this_process(), **change)) is dead
 
 
-def test_after_a_restart_only_directories_can_be_left(owner: Callable[..., Owner], tmp_path: Path) -> None:
-    left = owner("process", "directory")
-    pid, folder = left.names
-    left.kill()
-    [file] = journal_files(tmp_path)
-    kept = file.read_text()
-    rewrite(file, lambda entry: entry["owner"].update(boot="the boot before"))
-    assert reap(tmp_path / "runs") == Reaped(directories=(folder,))
-    assert started(int(pid))  # some process of today
-    file.write_text(kept)
-    assert reap(tmp_path / "runs").processes == (pid,)
-
-
 @pytest.mark.parametrize("what", ["a link to it", "a link", "a folder", "a file"])
 def test_what_stands_in_place_of_a_directory_is_spared(owner: Callable[..., Owner], tmp_path: Path, what: str) -> None:
     """Even with the same inode: file systems give those out again at once."""
@@ -210,15 +177,6 @@ def test_a_line_that_was_cut_off_and_rubbish(owner: Callable[..., Owner], tmp_pa
     assert not file.exists()
     with pytest.raises(FileNotFoundError, match="no such folder of runs"):
         reap(tmp_path / "nowhere")
-
-
-def test_rubbish_in_a_journal_hides_nothing_else_of_it(owner: Callable[..., Owner], tmp_path: Path) -> None:
-    left = owner("directory")
-    left.kill()
-    [file] = journal_files(tmp_path)
-    file.write_text('{"event": "made", "kind": "proc{"ev\n' + file.read_text())
-    found = reap(tmp_path / "runs")
-    assert found.directories == tuple(left.names) and len(found.failed) == 1 and file.exists()
 
 
 def can_mount() -> bool:
@@ -291,16 +249,6 @@ def test_a_journal_is_there_only_while_it_holds_something(tmp_path: Path) -> Non
     assert len(journal.file.read_text().splitlines()) == 1
 
 
-def test_the_start_of_a_process_is_read_past_its_name(tmp_path: Path) -> None:
-    odd = tmp_path / "a) R 1 2 3"
-    odd.symlink_to(shutil.which("sleep") or "/bin/sleep")
-    with subprocess.Popen([str(odd), "60"]) as process:
-        before, now = reaping.started(os.getpid()), reaping.started(process.pid)
-        assert before is not None and now is not None and now >= before
-        process.kill()
-    assert reaping.started(process.pid) is None
-
-
 def test_a_directory_that_can_not_be_removed_now_is_removed_the_next_time(
     owner: Callable[..., Owner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,21 +317,6 @@ def test_only_the_container_that_was_noted_is_removed(owner: Callable[..., Owner
     finally:
         for name in names:
             remove_container(docker_client, name)
-
-
-@pytest.mark.docker
-def test_a_container_outlives_a_boot(owner: Callable[..., Owner], tmp_path: Path, docker_client: Any) -> None:
-    name = f"composer_nb-test-{tmp_path.name}"
-    docker_client.containers.create(host_image(docker_client), ["true"], name=name, labels={MARK: "mark-1"})
-    try:
-        left = owner("container", container=name)
-        assert reap(tmp_path / "runs") == Reaped(kept=1)
-        [file] = journal_files(tmp_path)
-        rewrite(file, lambda entry: entry["owner"].update(boot="the boot before"))
-        assert reap(tmp_path / "runs") == Reaped(containers=(name,))
-        left.kill()
-    finally:
-        remove_container(docker_client, name)
 
 
 @pytest.mark.skipif(not can_mount(), reason="only root can mount")

@@ -43,24 +43,3 @@ def test_runs_of_one_grade_hear_no_locks(calls: bool, backend: Backend) -> None:
         assert [each.answers for each in ran] == 2 * [{0: '["returned", "silent", null]'}]
     else:
         assert all(each.result("test_signals.py::test_f#0").passed for each in ran)
-
-
-LOCKING = """\
-import fcntl, os, sqlite3
-def f(x):
-    with open("lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        fcntl.lockf(file, fcntl.LOCK_UN)
-    with sqlite3.connect("data.sqlite") as one, sqlite3.connect("data.sqlite") as two:
-        one.execute("create table t (x)")
-        one.execute("insert into t values (?)", (x,))
-        one.commit()
-        return two.execute("select x from t").fetchone()[0]
-"""
-
-
-def test_code_that_locks_files_is_graded(backend: Backend) -> None:
-    hidden = {"test_locking.py": "from locking import f\ndef test_f():\n    assert f(5) == 5\n"}
-    job = TestJob(files={"locking.py": LOCKING.encode()}, hidden=hidden, tests=tuple(hidden))
-    [ran] = Boxes(backend=backend).run([job])
-    assert ran.result("test_locking.py::test_f#0").passed, ran.output

@@ -111,13 +111,6 @@ def test_code_ends_as_in_a_new_interpreter(box: Sandbox) -> None:
     assert code(box, "import atexit; atexit.register(print, 'bye')").stdout == b"bye\n"
 
 
-def test_pytest_is_whole_in_a_copy(box: Sandbox) -> None:
-    done = code(
-        box, "import pytest, packaging.version, py, _pytest.pytester; pytest.importorskip('pytest', minversion='1')"
-    )
-    assert done.exit_code == 0, done.stderr
-
-
 def test_a_copy_is_ended_with_all_that_it_started(box: Sandbox) -> None:
     done = code(box, "import os, time\nfor _ in range(3): os.fork()\ntime.sleep(60)", timeout_s=0.5)
     assert done.timed_out and box.stats().processes == 0
@@ -139,12 +132,3 @@ print(names, held, sorted(os.listdir("/proc/self/fd"))[:-1])
 """
     done = code(box, text, stdin=b"secret-of-the-request")
     assert done.stdout == b"['<module>', 'run', 'main', '<module>', '<module>'] [] ['0', '1', '2']\n", done
-
-
-def test_a_sandbox_without_pytest_copies_code_alone(forks: Backend) -> None:
-    with forks.create(SandboxSpec(memory_bytes=256 << 20, disk_bytes=16 << 20)) as box:
-        box.write("test_where.py", b"def test():\n    import sys\n    assert sys.flags.no_site == 0\n")
-        assert not box.warm and ran(box).exit_code == 0
-        assert (
-            code(box, "import sys; print('socket' in sys.modules, 'pytest' in sys.modules)").stdout == b"True False\n"
-        )

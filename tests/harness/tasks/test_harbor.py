@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import tomlkit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,13 +71,15 @@ def test_a_change_of_the_task_shows_and_nothing_else_changes(name: str, tmp_path
     assert old == new
 
 
-def test_our_table_can_not_go_into_an_inline_one(tmp_path: Path) -> None:
+def test_our_table_may_go_into_an_inline_one(tmp_path: Path) -> None:
     path = lay("plain", tmp_path)
     (path / "task.toml").write_text("metadata = {a = 1}\n")
     task = Task.from_harbor(path)
     assert contents(task.to_harbor(tmp_path / "same")) == contents(path)
-    with pytest.raises(ValueError, match="write metadata as tables of their own"):
-        task.model_copy(update={"id": "other"}).to_harbor(tmp_path / "out")
+    other = task.model_copy(update={"id": "other"}).to_harbor(tmp_path / "out")
+    assert (
+        Task.from_harbor(other).id == "other" and tomllib.loads((other / "task.toml").read_text())["metadata"]["a"] == 1
+    )
 
 
 KEY = st.text(max_size=6)
@@ -87,15 +90,6 @@ VALUE = st.recursive(
 )
 PART = st.text("ab.é ", min_size=1, max_size=4).filter(lambda part: part.strip(".") != "")
 PATH = st.lists(PART, min_size=1, max_size=3).map(lambda parts: "/".join(["x", *parts]))
-
-
-def inline(value: object) -> str:
-    """A value in TOML."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{harbor._quote(key)} = {inline(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(inline, value)) + "]"
-    return str(value).lower() if isinstance(value, bool | int) else harbor._quote(str(value))
 
 
 @settings(max_examples=60)
@@ -112,7 +106,7 @@ def test_any_directory_comes_out_as_it_was(
     files = {path: data for path, data in files.items() if not any(other.startswith(path + "/") for other in files)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "one")
-        toml = "".join(f"{harbor._quote(key)} = {inline(value)}\n" for key, value in unknown.items())
+        toml = "".join(f"{tomlkit.item({key: value}).as_string()}\n" for key, value in unknown.items())
         held = {
             "task.toml": f"{toml}[verifier]\ntimeout_sec = {timeout!r}\n".encode(),
             "instruction.md": instruction.encode(),

@@ -87,12 +87,6 @@ def test_json_lines_hold_all_of_the_tasks(given_tasks: list[Task]) -> None:
         assert [entry.name for entry in path.parent.iterdir()] == ["tasks.jsonl"]
 
 
-def test_hidden_tests_and_solution_are_not_in_the_workspace(tmp_path: Path) -> None:
-    path = Task(**MINIMAL).to_harbor(tmp_path / "t")
-    assert sorted(entry.name for entry in (path / WORKSPACE).iterdir()) == ["f.py", "test_f.py"]
-    assert (path / "tests" / "hidden.py").is_file() and (path / "solution" / "f.py").is_file()
-
-
 ANY_MESSAGE = "is not a plain relative path"
 
 
@@ -108,20 +102,15 @@ ANY_MESSAGE = "is not a plain relative path"
         ({"source_scope": ()}, "source_scope is empty"),
         ({"source_scope": "f.py"}, "valid tuple"),
         ({"files": {"f.py": "", "f.py/g.py": ""}}, "'f.py' is a file"),
-        ({"files": {"a/b": "", "a": ""}}, "'a' is a file"),
         ({"source_scope": ("f.py", "f.py/g.py")}, "'f.py' is a file"),
         ({"files": {"f.py": "", "hidden.py": TESTS}}, r"hidden tests \['hidden.py'\] also lie in the workspace"),
         ({"solution": {"g.py": ""}}, r"the solution changes \['g.py'\], outside source_scope"),
         ({"tests": {}}, "no test function found"),
-        ({"tests": {"hidden.py": ""}}, "no test function found"),
         ({"tests": {"hidden.py": "import os\n"}}, r"hidden\.py:1: only imports"),
-        ({"files": {"f.py": "", "test_f.py": "x = 1\n"}}, r"test_f\.py:1: only imports"),
         ({"grader": "script"}, "grader"),
         ({"metadata": {"a": 1}}, "valid string"),
         ({"owner": "me"}, "Extra inputs are not permitted"),
         ({"instruction": "\ud800"}, "half a surrogate pair"),
-        ({"id": "\ud800"}, "half a surrogate pair"),
-        ({"files": {"f.py": "\udfff"}}, "half a surrogate pair"),
         ({"metadata": {"\ud800": ""}}, "half a surrogate pair"),
     ],
 )
@@ -148,25 +137,19 @@ def test_a_missing_file_is_named(harbor: Path, name: str) -> None:
         ("a = \n", r"task\.toml: Invalid value"),
         pytest.param("a = " + "[" * 100_000, r"task\.toml: TOML that is nested too deeply", id="deep"),
         pytest.param("a = " + "9" * 5000, r"task\.toml: .*digits", id="long"),
-        ("metadata = 1\n", "metadata: .*must have named fields"),
         ("[metadata]\ncomposer_nb = 1\n", r"metadata\.composer_nb: .*must have named fields"),
         ("[metadata.composer_nb]\ngrader = 'functions'\n", "must name source_scope"),
         ("[metadata.composer_nb]\nsource_scope = ['f.py']\ngrder = 'functions'\n", r"composer_nb\.grder: Extra inputs"),
-        ("[metadata.composer_nb]\nsource_scope = 'f.py'\n", "source_scope: .*valid list"),
         ("[metadata.composer_nb]\nsource_scope = ['../f.py']\n", "is not a plain relative path"),
         ("[metadata.composer_nb]\nsource_scope = ['f.py']\nruntime = 'docker'\n", "runtime: .*'host-python'"),
         (
             "[metadata.composer_nb]\nsource_scope = ['f.py']\ngrader = 'judge'\n",
             "grader: .*'functions', 'pytest' or 'script'",
         ),
-        ("[metadata.composer_nb]\nsource_scope = ['f.py']\nfacts = {a = 1}\n", r"facts\.a: "),
         ("verifier.timeout_sec = -1\n", r"verifier\.timeout_sec: .*greater than 0"),
         ("agent.timeout_sec = inf\n", r"agent\.timeout_sec: .*finite"),
-        ("environment.memory_mb = 0\n", r"environment\.memory_mb: "),
         ("environment.workdir = '/a/../b'\n", r"environment\.workdir: .*leads out"),
-        ("environment.env = {A = 1}\n", r"environment\.env\.A: "),
         ("artifacts = [{source = '/a/../../b'}]\n", r"artifacts\.0.*leads out"),
-        ("environment.network_mode = 'some'\n", r"environment\.network_mode: "),
         ("[[steps]]\nname = 'one'\n", "several steps are not supported"),
     ],
 )
@@ -200,15 +183,6 @@ def test_pipes_are_refused_without_being_opened(harbor: Path) -> None:
     os.mkfifo(harbor / WORKSPACE / "pipe")
     with pytest.raises(ValueError, match="links and devices"):
         Task.from_harbor(harbor)
-
-
-def test_a_folder_of_directories_is_read_in_order(tmp_path: Path) -> None:
-    for name in ("b", "a"):
-        Task(**MINIMAL | {"id": name}).to_harbor(tmp_path / name)
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "README.md").write_text("none")
-    assert [task.id for task in load_tasks(tmp_path)] == ["a", "b"]
-    assert [task.id for task in load_tasks(tmp_path / "b")] == ["b"]
 
 
 def test_where_there_is_no_task(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composer_nb.harness.agent.compact import CompactRenderer
-from composer_nb.harness.sandbox.calls import CallOutcome, SandboxExecutor
+from composer_nb.harness.sandbox.calls import SandboxExecutor
+from composer_nb.harness.sandbox.requests import CallOutcome
 from composer_nb.harness.tasks.functions import FunctionTest, parse_test_files, render_tests
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools import tiny as tools

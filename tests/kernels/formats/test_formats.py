@@ -50,9 +50,6 @@ def hard_numbers(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.
     return x.to(dtype)
 
 
-# -- numbers of one byte and less ----------------------------------------------------------------------------
-
-
 # -- MXFP8 ---------------------------------------------------------------------------------------------------
 
 

@@ -63,22 +63,6 @@ def test_the_grouped_layer_equals_the_definition_and_so_do_its_gradients(size: t
         torch.testing.assert_close(ours.double(), exactly, atol=1e-4, rtol=2e-3, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_routing_is_softmax_then_top_k_with_gates_that_sum_to_one():
-    x, router, *_ = layer(1, 50, 8, 5, 4)
-    routing = route(x, router, RoutingRule(chosen=2))
-    logits = (x.double() @ router.double().T).detach()
-    order = logits.argsort(-1, descending=True)
-    assert torch.equal(routing.experts_NK, order[:, :2])
-    probs = logits.softmax(-1)
-    torch.testing.assert_close(routing.probs_NE.double(), probs, atol=1e-6, rtol=1e-5)
-    top = probs.sort(-1, descending=True).values
-    torch.testing.assert_close(routing.gates_NK.double(), top[:, :2] / top[:, :2].sum(-1, keepdim=True))
-    torch.testing.assert_close(routing.margin_N.double(), top[:, 1] - top[:, 2], atol=1e-6, rtol=1e-4)
-    assert routing.gates_NK.dtype == torch.float32 and not routing.margin_N.requires_grad
-    every = route(x, router, RoutingRule(chosen=5))
-    torch.testing.assert_close(every.margin_N, every.probs_NE.min(-1).values), "with all experts, the last one's"
-
-
 def test_replay_takes_the_given_experts_in_their_order_and_the_router_still_learns():
     x, router, w_in, w_out = layer(2, 12, 8, 6, 4)
     own = route(x, router, RoutingRule(chosen=2))

@@ -15,9 +15,8 @@ from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.tasks.functions import render_tests
 from composer_nb.harness.tasks.task import Task, save_tasks
-from composer_nb.labs.audit.audit import _graded, audit, audit_task, limited
-from composer_nb.labs.audit.leaks import leaks, untold
-from composer_nb.labs.audit.probes import Probe, contradicted, probes, slips
+from composer_nb.labs.audit.audit import audit, audit_task, limited
+from composer_nb.labs.audit.probes import contradicted, leaks, probes, untold
 
 RIGHT = "def clip(values, most):\n    kept = [value for value in values if value < most]\n    return sorted(kept, reverse=True)\n"
 WRONG = RIGHT.replace("value < most", "value <= most")
@@ -131,20 +130,6 @@ def test_an_earlier_version_of_a_hidden_test_is_no_copy_of_it(passing: tuple[str
     assert found == ["the hidden tests of test_own.py lie in test_own.py"] * told
 
 
-def test_a_test_that_asserts_what_another_asserts_is_no_copy_of_it() -> None:
-    new = OWN.replace(
-        "def test_first():", "\n\ndef test_second():\n    setting = prepare(most=2)\n    clip = setting.clip"
-    )
-    task = sound().model_copy(update={"tests": {"test_own.py": OWN + new}})
-    start = {path: text.encode() for path, text in {**task.files, "test_own.py": OWN, "test_all.py": OWN}.items()}
-    failed = ["test_own.py::test_second"]
-    assert list(leaks(task, start, start | {"clip.py": RIGHT.encode()}, failed)) == []
-    quoted = start | {"notes.md": OWN.encode()}
-    assert list(leaks(task, quoted, quoted | {"clip.py": RIGHT.encode()}, failed)) == [
-        "the hidden tests of test_own.py lie in notes.md"
-    ]
-
-
 PAIR = "def test_one():\n    assert clip([1, 2], 2) == [1]\n\n\ndef test_two():\n    assert clip([3, 4], 4) == [3]\n"
 BEFORE = "def test_one():\n    assert clip([], 1) == []\n\n\ndef test_two():\n    assert clip([5], 1) == [5]\n"
 RENAMED = PAIR.replace("test_one", "test_any").replace("test_two", "test_another")
@@ -167,13 +152,6 @@ def test_a_copy_of_hidden_tests_is_found_whatever_it_is_called_and_where_it_lies
     assert found == [f"the hidden tests of test_pair.py lie in {place}"]
 
 
-def test_data_that_a_solution_adds_do_not_hide_that_its_code_is_told() -> None:
-    task = sound(**with_files(**{"notes.py": "".join(f"# {line}\n" for line in RIGHT.splitlines())}))
-    start = {path: text.encode() for path, text in task.files.items()}
-    added = {"clip.py": RIGHT.encode(), "table.txt": "".join(f"a row of data {n}\n" for n in range(40)).encode()}
-    assert list(leaks(task, start, start | added)) == ["the solution lies in notes.py"]
-
-
 def test_names_of_parameters_and_variables_must_be_told_too() -> None:
     tests = (
         "from clip import MOST, clip\n\n\ndef test_keyword():\n    assert clip([1], most=MOST, strict=True) == [1]\n"
@@ -182,37 +160,6 @@ def test_names_of_parameters_and_variables_must_be_told_too() -> None:
     start = {path: text.encode() for path, text in task.files.items()}
     gold = {**start, "clip.py": f"MOST = 9\n\n\n{RIGHT.replace('most)', 'most, strict=False)')}".encode()}
     assert untold(task, start, gold) == ["MOST", "strict"]
-
-
-def test_bugs_in_a_slow_solution_get_the_time_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[float] = []
-
-    def graded(*_: Any, timeout_s: float = 0.0, **__: Any) -> Grade:
-        given.append(timeout_s)
-        return Grade(status="graded", tests={"t": True}, cost={"wall_s": 100.0})
-
-    monkeypatch.setattr("composer_nb.labs.audit.audit.grade", graded)
-    monkeypatch.setattr("composer_nb.labs.audit.audit.grade_pytest", graded)
-    task = sound().model_copy(update={"grader": "pytest"})
-    each = [Probe(name="the solution", files={}, right=True), Probe(name="a planted bug", files={}, slip=True)]
-    assert len(list(_graded(task, None, each, {}))) == 2  # type: ignore[arg-type]
-    assert given[1] >= 100.0
-
-
-def test_data_that_resemble_other_data_are_no_copy_of_a_solution() -> None:
-    rows = "".join(f"grammar of the statement {number}\n" for number in range(40))
-    task = sound(**with_files(**{"grammar1.txt": rows}))
-    start = {path: text.encode() for path, text in task.files.items()}
-    assert list(leaks(task, start, start | {"clip.py": RIGHT.encode(), "grammar2.txt": rows.encode()})) == []
-    assert list(leaks(task, start, start | {"grammar2.txt": rows.encode()})) == ["the solution lies in grammar1.txt"]
-
-
-def test_bugs_are_planted_only_where_functions_change() -> None:
-    other = "def least(values):\n    first = sorted(values)\n    return first[0] if first else None\n"
-    code = {"clip.py": RIGHT, "least.py": f"# A remark.\n{other}"}
-    start, gold = {"clip.py": WRONG.encode(), "least.py": other.encode()}, {p: t.encode() for p, t in code.items()}
-    planted = [files for _, files in slips(code, start, gold)]
-    assert planted and all(files["least.py"] == gold["least.py"] for files in planted)
 
 
 def script(text: str, **changes: Any) -> dict[str, Any]:

@@ -17,12 +17,11 @@ from composer_nb.harness.attempt import Agent
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Request
 from composer_nb.harness.rewards import Reward
-from composer_nb.harness.sandbox.calls import CallOutcome, CallRequest
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.store import pack_attempt
 from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
-from composer_nb.labs.horizons import view
-from composer_nb.labs.horizons.fork import ablate, fork, head_before, summary_before, turns_of, verdict
+from composer_nb.labs.horizons.fork import ablate, fork, summary_before, turns_of
 from composer_nb.tour.expert import WithoutModel, one
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.rl import Scored, to_streams
@@ -107,14 +106,6 @@ def test_tools_that_answer_otherwise_are_noticed(stored, agent, engine, task: Ta
     assert not fork(moved, 1, agent, engine(), Boxes(), count=1).exact
 
 
-def test_a_turn_that_is_not_there_is_refused(stored, agent, engine) -> None:
-    with pytest.raises(ValueError, match="turn 8: the rollout of task t has turns 0 to 7"):
-        fork(stored, 8, agent, engine(), Boxes())
-    assert head_before(stored.rollout, 0) == [
-        stored.rollout.segments[0].token_ids[: turns_of(stored.rollout)[0][1]].tolist()
-    ]
-
-
 class Reader(WithoutModel):
     """Reads a file in every turn; its summary has a thought and three lines, one of them twice."""
 
@@ -143,15 +134,3 @@ def test_a_summary_is_rolled_out_again_without_each_of_its_lines(tokenizer, task
     assert all("I think" not in text for text in texts.values())
     with pytest.raises(ValueError, match="turn 0: the rollout of task t has no summary before it"):
         fork(done, 0, agent, Reader(agent.renderer), Boxes(), summary=ids)
-
-
-def test_worth_is_drawn_by_turns_from_1_with_intervals(stored: Attempt, agent, engine):
-    forks = [fork(stored, turn, agent, engine(), Boxes(), count=2) for turn in (0, 1)]
-    [ax] = view.worth({"as it was": forks}).axes
-    shares, *intervals = ax.lines
-    assert list(shares.get_xdata()) == [1, 2] and list(shares.get_ydata()) == [one.solved for one in forks]
-    assert [tuple(line.get_ydata()) for line in intervals] == [one.interval for one in forks]
-    assert all(one.interval[1] - one.interval[0] > 0.5 for one in forks), "two futures say little"
-    assert verdict(*forks) == "these futures do not distinguish the two"
-    low, high = forks[0].interval
-    assert str(forks[0]) == f"{forks[0].solved:.0%} ({low:.0%} to {high:.0%})"

@@ -6,14 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pytest
-
 from composer_nb.harness.agent.endpoint import Answer
 from composer_nb.harness.grading.grade import Attempt, Grade
-from composer_nb.harness.policy import ProviderFailure
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.horizons.nudge import ADVICE, written
+from composer_nb.labs.horizons.fork import ADVICE, written
 
 
 class Says:
@@ -42,11 +39,3 @@ def test_a_model_writes_a_hint_from_what_came_before_a_turn_and_of_it(task: Task
     assert model.asked == [{"task": task.instruction, "before": ["I look.\nA\n→ a", "B\n→ b"], "turn": ["C\n→ c"]}]
     assert len(written(Says("word " * 999), done(task), 0)) == ADVICE
     assert not any(text in json.dumps(model.asked) for text in task.tests.values())
-
-
-@pytest.mark.parametrize("content", [None, "", " \n", []])
-def test_an_answer_without_a_text_is_no_hint(task: Task, content: Any) -> None:
-    with pytest.raises(ProviderFailure, match="the hint: an answer without a text"):
-        written(Says(content), done(task), 0)
-    with pytest.raises(IndexError):
-        written(Says("x"), done(task), 3)

@@ -70,13 +70,3 @@ def test_as_a_policy_it_writes_a_summary_where_it_is_asked_for_one(tokenizer: To
     assert told(3, renderer.ask("summary")) == "fail 1/2: pick([3]) = 0 want 3\nleft: try another change<|end|>"
     policy.release(3)
     assert told(3, renderer.prompt("fix the tests")) == "test<|end|>"
-
-
-def test_changes_are_tried_in_the_order_that_is_given() -> None:
-    context = ASKED + FAILED + FOUND + SHOWN
-    seen: list[tuple[str, str]] = []
-    seek(context, lambda change: seen.append(change) or 0.0)  # type: ignore[func-returns-value]
-    for wanted in seen:
-        call = seek(context, lambda change, wanted=wanted: float(change != wanted)).calls[1].call
-        assert isinstance(call, ToolCall) and call.arguments["new"].strip() in wanted[1]
-    assert len(seen) > 2

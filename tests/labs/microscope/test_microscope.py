@@ -12,12 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composer_nb.kernels.formats.groupwise import rounded
-from composer_nb.labs.microscope.causes import CAUSES, engines, path
-from composer_nb.labs.microscope.evidence import UNEXPLAINED
-from composer_nb.labs.microscope.frozen import FrozenBatch
-from composer_nb.labs.microscope.microscope import Examination, examine, figures, kl_divergence
-from composer_nb.labs.microscope.numerics import ProgramChoices, observe, record
+from composer_nb.labs.microscope.microscope import UNEXPLAINED, examine, figures, kl_divergence
+from composer_nb.labs.microscope.numerics import CAUSES, FrozenBatch, ProgramChoices, engines, path, record
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.retrace import with_checks
 from composer_nb.trainer.models.transformer import Model
@@ -323,38 +319,3 @@ def test_bad_input_is_named(model, batch, make_model):
         examine(make_model(3, num_hidden_layers=4), batch)
     with pytest.raises(ValueError, match="max_position_embeddings"):
         examine(make_model(3, **SHAPES[model.config.family] | {"max_position_embeddings": 8}), batch)
-
-
-def test_a_record_that_is_not_finite_is_refused(model, batch):
-    made = record(engine_of(model), batch)
-    row, *others = made.rows
-    acted = int(np.flatnonzero(row.acted)[1])
-    logprob, gates = row.logprob.copy(), row.trace.gates.copy()
-    logprob[0] = np.nan  # of a token that was read: nobody asks
-    logprob[acted], gates[3, 1, 0] = np.nan, np.inf
-    for bad, said in (
-        (replace(row, logprob=logprob), f"row 0: logprob of token {acted} is not finite"),
-        (replace(row, trace=replace(row.trace, gates=gates)), "row 0: gates of token 3 is not finite"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            FrozenBatch(rows=(bad, *others))
-
-
-def test_rounding_of_experts_is_that_of_the_format(model, batch):
-    """An int4 engine computes with the rounded weights, written out here."""
-    plain = variant(model, Numerics())
-    with torch.no_grad():
-        for layer in plain.layers:
-            if not layer.dense:
-                for weight in (layer.w_in, layer.w_out):
-                    weight.copy_(rounded(weight, bits=4, group=32, dim=1))
-    seen = observe(ProgramChoices(model=model, numerics=Numerics(expert_bits=4)), batch)
-    assert torch.equal(seen.logprob_S, observe(ProgramChoices(model=plain), batch).logprob_S)
-
-
-def test_a_report_is_plain_data(model, batch):
-    import json
-
-    report: Examination = examine(model, batch, engines(model)["int4-experts"])
-    found = json.loads(json.dumps(report.to_dict()))
-    assert found["named"] == list(report.named) and len(found["steps"]) == len(CAUSES) and "streams" not in found

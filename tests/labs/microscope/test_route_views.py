@@ -37,14 +37,6 @@ def shows_something(picture) -> bool:  # type: ignore[no-untyped-def]
     return bool((image[..., :3] < 0.9).any(-1).mean() > 0.005)
 
 
-def test_flips_by_layer_are_the_shares_and_small_margins_flip():
-    picture = routes.flips(PAIRS)
-    layers, margins = picture.axes
-    heights = {bars.get_label(): [bar.get_height() for bar in bars] for bars in layers.containers}
-    assert {name: pytest.approx(found.flips_NL.mean(0).tolist()) for name, found in PAIRS.items()} == heights
-    assert [line.get_label() for line in margins.lines] == list(PAIRS) and shows_something(picture)
-
-
 def test_the_share_by_margin_counts_every_pair_once():
     found = PAIRS["one"]
     middle, share = routes.by_margin(found)
@@ -60,27 +52,6 @@ def test_the_share_by_margin_counts_every_pair_once():
     assert len(routes.by_margin(few)[0]) == 0, "too few to say anything"
 
 
-def test_gaps_are_survival_curves_of_both_and_the_floor():
-    picture = routes.gaps(PAIRS)
-    for ax, found in zip(picture.axes, PAIRS.values(), strict=True):
-        own, replayed, floor = ax.lines
-        for line, gap in ((own, found.off_S), (replayed, found.on_S), (floor, found.on_S[~found.flipped_S])):
-            at, beyond = line.get_data()
-            assert len(at) == len(gap)
-            middle = len(at) // 2
-            assert beyond[middle] == pytest.approx((np.abs(gap) >= at[middle]).mean(), abs=2 / len(gap))
-    assert shows_something(picture)
-
-
-def test_a_pair_in_which_everything_flips_has_no_floor():
-    found = PAIRS["one"]
-    all_flip = Comparison(
-        **{n: getattr(found, n) for n in ("off_S", "on_S", "flips_NL", "margins_NL")},
-        flipped_S=np.ones(len(found.off_S), np.bool_),
-    )
-    assert len(routes.gaps({"all": all_flip, "one": found}).axes[0].lines) == 2
-
-
 def test_ratios_outside_a_window_are_counted():
     gap = np.log([0.5, 0.79, 0.81, 1.0, 1.27, 1.29, 3.0])
     assert routes.outside(gap, 0.2, 0.28) == 4
@@ -93,18 +64,3 @@ def test_ratios_outside_a_window_are_counted():
     ]
     names = [label.get_text() for label in clip.get_xticklabels()]
     assert [name.replace("\n", "") for name in names] == list(PAIRS) and "\n" in names[1]
-
-
-def test_a_route_has_a_dot_for_each_expert_of_each_token_and_layer():
-    taken = np.random.default_rng(0).integers(0, 8, (5, 3, 2)).astype(np.uint8)
-    picture = routes.route(taken, ["a", "$b", "\n", "<|end|>", "d"], 8)
-    for layer, ax in enumerate(picture.axes):
-        assert [list(line.get_ydata()) for line in ax.lines] == [taken[:, layer, k].tolist() for k in (0, 1)]
-    assert shows_something(picture)
-
-
-def test_turns_of_the_gradient_are_drawn_as_they_are():
-    found = {"one": {"own routes": 0.9, "replayed": 0.999}, "two": {"own routes": 1.0, "replayed": 1.0}}
-    [ax] = routes.cosines(found).axes
-    heights = [[bar.get_height() for bar in bars] for bars in ax.containers]
-    assert heights[0] == pytest.approx([0.1, 1e-9]) and heights[1] == pytest.approx([1e-3, 1e-9])

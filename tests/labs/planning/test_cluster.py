@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from composer_nb.labs.planning.view import GIB, grids, needs
+from composer_nb.labs.planning import GIB, grids, needs
 from composer_nb.trainer.models.transformer import ModelConfig
 from composer_nb.trainer.parallel.memory import RankLoad, estimate
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings

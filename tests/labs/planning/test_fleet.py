@@ -8,9 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from composer_nb import cli
-from composer_nb.labs.planning.fleet import Fleet, RunSpeed, bars, sweep
-from composer_nb.labs.planning.simulate import Durations, SimulatedLoad, simulate
+from composer_nb.labs.planning import Durations, Fleet, RunSpeed, SimulatedLoad, simulate
 from composer_nb.trainer.schedule import Schedule
 
 TABLE = Path(__file__).resolve().parents[3] / "data" / "tour_durations.csv"
@@ -28,11 +26,6 @@ def test_a_table_comes_back_as_it_was(tmp_path: Path):
     run = RunSpeed.read(TABLE)
     run.write(tmp_path / "again.csv")
     assert (tmp_path / "again.csv").read_text() == TABLE.read_text()
-
-
-def test_a_table_is_kept_of_a_run_alone(capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["plan", "--write", "table.csv"]) != 0
-    assert "--write needs --run" in capsys.readouterr().err
 
 
 def test_a_fleet_that_its_trainer_limits():
@@ -55,12 +48,3 @@ def test_littles_number_keeps_the_trainer_busy_where_durations_are_even(sandboxe
     found = simulate(Schedule(prompts=10, group=10, ahead=4, bound=8, window=0.5, hang_s=1800.0, steps=60), load)
     assert found["trainer_busy"] == pytest.approx(busy, rel=0.07)
     assert found["samples_s"] <= replace(FLEET, sandboxes=sandboxes).rate
-
-
-def test_pictures_show_what_they_were_given():
-    series = {"one": [{"a": 1.0, "b": 3.0}, {"a": 2.0, "b": 4.0}], "two": [{"a": 5.0, "b": 6.0}] * 2}
-    panels = sweep([1, 2], "machines", series, {"a": "first", "b": "second"}).axes
-    drawn = [[list(line.get_ydata()) for line in ax.lines] for ax in panels]
-    assert drawn == [[[1.0, 2.0], [5.0, 5.0]], [[3.0, 4.0], [6.0, 6.0]]]
-    [ax] = bars({"bytes": {"x": 10.0, "y": 1000.0}}).axes
-    assert [bar.get_width() for bar in ax.patches] == [10.0, 1000.0]

@@ -10,20 +10,18 @@ import pytest
 import torch
 
 from composer_nb.harness.grading.grade import Attempt, Grade
-from composer_nb.harness.rewards import Reward, RewardSettings
+from composer_nb.harness.rewards import Reward
 from composer_nb.harness.rollout import Rollout
 from composer_nb.labs.rewards.rescore import (
     Gradients,
     Lab,
     Scores,
     StoredBatch,
-    judge,
     open_lab,
     policy_gradients,
     rescore,
     rescore_with,
     settings_at,
-    shuffled,
     stored_batch,
     stored_scores,
     verdict,
@@ -70,17 +68,6 @@ def test_the_gradient_has_the_length_that_the_trainer_logged(tiny_run: RunDir, s
     logged = tiny_run.steps("rl")[step - 1]
     # The trainer adds up the squares of all weights in float32, which is good for three digits.
     assert lab.gradients.norm(lab.stored.advantage_R) == pytest.approx(logged["grad_norm"], rel=1e-3)
-
-
-def test_a_step_that_is_not_there_is_refused(tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]):
-    with pytest.raises(ValueError, match=r"RL step 4: its rollouts are not in .* those of \[1, 2, 3\]"):
-        stored_batch(tiny_run, 4)
-    with pytest.raises(ValueError, match="weights that RL step 2 started from are not kept"):
-        open_lab(tiny_run, 2)
-    run = copy_of(tiny_run)
-    (run.path / "rollouts" / "rl_00001_0.parquet").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"rl_00001_0\.parquet: damaged"):
-        stored_batch(run, 2)
 
 
 def test_a_setting_that_was_changed_on_the_way_is_in_force_from_then_on(
@@ -164,29 +151,6 @@ def test_a_kl_weight_is_refused(lab: Lab, make_model: Callable[..., Model]):
     batch = replace(lab.batch, settings=override(lab.batch.settings, {"loss.beta": 0.1}))
     with pytest.raises(ValueError, match=r"loss\.beta is above 0"):
         policy_gradients(make_model(), batch)
-
-
-def test_a_negated_reward_turns_the_gradient_around(lab: Lab):
-    unchanged = judge(lab, lab.batch.settings.reward)
-    weights = lab.batch.settings.reward.weights
-    negated = judge(lab, RewardSettings(weights={name: -weight for name, weight in weights.items()}))
-    doubled = judge(lab, RewardSettings(weights={name: 2 * weight for name, weight in weights.items()}))
-    assert unchanged.cosine == pytest.approx(1.0, abs=1e-12)
-    assert negated.cosine == pytest.approx(-1.0, abs=1e-6)
-    assert doubled.cosine == pytest.approx(1.0, abs=1e-6)
-    assert (unchanged.revived, unchanged.silenced, unchanged.flipped) == ([], [], [])
-    assert negated.flipped == np.flatnonzero(lab.stored.live_P).tolist() == doubled.flipped + negated.flipped
-    nothing = judge(lab, RewardSettings(weights={}))
-    assert math.isnan(nothing.cosine) and nothing.silenced == negated.flipped and not nothing.scores.live_P.any()
-
-
-def test_shuffling_deals_out_the_same_rewards(lab: Lab):
-    dealt = shuffled(lab.batch, 5)
-    assert sorted(dealt.reward_R) == sorted(lab.stored.reward_R)
-    assert not np.array_equal(dealt.reward_R, lab.stored.reward_R)
-    assert np.array_equal(dealt.reward_R, shuffled(lab.batch, 5).reward_R)
-    sums = [dealt.advantage_R[dealt.group_R == group].sum() for group in range(4)]
-    assert np.allclose(sums, 0, atol=1e-6)
 
 
 # Groups

@@ -1,19 +1,17 @@
 """The reward lab: its figure shows the numbers, its sliders show its figure."""
 
 import html
-import io
 import json
 from dataclasses import replace
 from typing import Any
 
-import matplotlib.image
 import numpy as np
 import pytest
 import torch
 
 from composer_nb.harness.rewards import Effort, RewardSettings, effort_curve
 from composer_nb.labs.rewards import view as rewards
-from composer_nb.labs.rewards.rescore import Lab, judge, open_lab, shuffled, verdict
+from composer_nb.labs.rewards.rescore import Lab, judge, open_lab
 from composer_nb.trainer.recipe.reader import example_run
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.settings import Settings, override
@@ -60,12 +58,6 @@ def test_the_figure_shows_the_advantages(lab: Lab):
     assert f"cosine {found.cosine:+.3f}" in [text.get_text() for text in turn.texts]
 
 
-def test_a_reward_that_pays_for_nothing_still_has_a_figure(lab: Lab):
-    picture = rewards.look(lab, RewardSettings(weights={}))
-    assert "no gradient" in [text.get_text() for text in picture.axes[2].texts]
-    assert matplotlib.image.imread(io.BytesIO(picture.png())).size
-
-
 def parts(box: Any) -> tuple[dict[str, Any], Any, Any, Any]:
     grid, image, line = box.children
     *moved, again = grid.children
@@ -90,19 +82,6 @@ def test_sliders_begin_where_training_was_and_show_the_figure(lab: Lab):
     assert image.value == rewards.look(lab, trained).png()
 
 
-def test_sliders_fill_the_page(lab: Lab):
-    box = rewards.sliders(lab)
-    grid = box.children[0]
-    assert box.layout.width == grid.layout.width == "100%" and "1fr" in grid.layout.grid_template_columns
-    assert {slider.layout.width for slider in grid.children[:-1]} == {"auto"}
-
-
-def test_a_value_beyond_a_sliders_range_is_not_bent(lab: Lab):
-    far = rewards.with_values(lab.batch.settings.reward, {"weights.solved": 7.5, "effort.k": 0.01})
-    moved, *_ = parts(rewards.sliders(lab, far))
-    assert moved["weights.solved"].value == 7.5 and moved["effort.k"].value == 0.01
-
-
 def test_a_slider_runs_no_model(example: Lab, monkeypatch: pytest.MonkeyPatch):
     """Gradients are computed once, when the lab is opened: a slider only weighs them."""
 
@@ -113,39 +92,6 @@ def test_a_slider_runs_no_model(example: Lab, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.Tensor, "backward", refuse)
     found = judge(example, rewards.with_values(example.batch.settings.reward, {"effort.weight": 0.1}))
     assert rewards.drawn(example, found).png()
-
-
-def test_one_line_says_what_changed(lab: Lab):
-    weights = lab.batch.settings.reward.weights
-    negated = judge(lab, RewardSettings(weights={name: -weight for name, weight in weights.items()}))
-    live = np.flatnonzero(lab.stored.live_P) + 1
-    assert rewards.summary(negated) == (
-        f"cosine -1.0000; {len(live)} of 4 groups teach; flipped: {', '.join(map(str, live))}"
-    )
-    facts = rewards.facts(negated)
-    assert facts["flipped"] == facts["groups that teach"] == len(live) and facts["revived"] == 0
-
-
-def test_curves_are_the_formula(lab: Lab):
-    curve, price = rewards.effort_curves(lab.batch, Effort(k=2.0), qs=(0.0, 1.0)).axes
-    for q, line, slope in zip((0.0, 1.0), curve.lines, price.lines, strict=False):
-        x, cost = line.get_data()
-        assert cost == pytest.approx([effort_curve(value, 2.0, q) for value in x])
-        assert np.gradient(cost, x)[1:-1] == pytest.approx(slope.get_ydata()[1:-1], rel=0.02)
-    ticks = np.concatenate([line.get_xdata() for line in curve.lines if line.get_marker() == "|"])
-    assert sorted(ticks) == sorted(Effort(k=2.0).of(a.rollout) for a in lab.batch.attempts)
-
-
-def test_the_control_is_a_histogram(lab: Lab):
-    control = np.array([verdict(lab, shuffled(lab.batch, seed)).cosine for seed in range(40)])
-    [ax] = rewards.cosines({"negated": -1.0, "nothing": float("nan")}, control).axes
-    assert sum(bar.get_height() for bar in ax.patches) == 40
-    assert [text.get_text().strip() for text in ax.texts] == ["negated"]
-
-
-def test_against_weight_draws_a_panel_each():
-    left, right = rewards.against_weight([0.1, 1.0], {"a": [0, 1], "b": [1, 0]}).axes
-    assert list(left.lines[0].get_ydata()) == [0, 1] and right.get_xscale() == "log"
 
 
 def test_effort_makes_terms_of_the_stored_batch(lab: Lab):

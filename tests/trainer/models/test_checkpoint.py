@@ -16,38 +16,6 @@ from safetensors.torch import load_file, save_file
 from composer_nb.trainer.models import checkpoint
 from composer_nb.trainer.models.checkpoint import load_pretrained, save_pretrained
 
-IDS = torch.arange(40).view(2, 20)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("shard", ["1GB", "20KB"], ids=["whole", "sharded"])
-def test_a_checkpoint_that_transformers_saved_loads_to_the_same_logits(oracle, tmp_path: Path, tied: bool, shard: str):
-    theirs = oracle(tie_word_embeddings=tied)
-    theirs.save_pretrained(tmp_path / "m", max_shard_size=shard)
-    assert (tmp_path / "m" / "model.safetensors.index.json").exists() == (shard == "20KB")
-    ours = load_pretrained(tmp_path / "m")
-    assert ours.config.rope_theta == 300.0 and ours.config.num_experts == 6
-    assert ours.config.tie_word_embeddings == tied
-    with torch.no_grad():
-        torch.testing.assert_close(ours(IDS)[0], theirs(IDS).logits, atol=3e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_we_save_is_what_transformers_saves(make_model, tmp_path: Path, tied: bool, dtype: torch.dtype):
-    from transformers import Qwen3MoeForCausalLM
-
-    model = make_model(1, tie_word_embeddings=tied)
-    save_pretrained(model, tmp_path / "ours", dtype=dtype)
-    theirs = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
-    assert theirs.dtype == dtype
-    theirs.save_pretrained(tmp_path / "theirs")
-    a, b = (load_file(tmp_path / who / "model.safetensors") for who in ("ours", "theirs"))
-    assert a.keys() == b.keys()
-    for name in a:
-        assert a[name].dtype == b[name].dtype == dtype and torch.equal(a[name], b[name]), name
-    assert theirs.config.rope_parameters["rope_theta"] == 700.0 and theirs.config.norm_topk_prob
-
 
 def test_a_float32_round_trip_is_exact_and_bf16_rounds_once(make_model, tmp_path: Path):
     model = make_model(3)

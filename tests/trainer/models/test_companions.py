@@ -173,17 +173,6 @@ def test_a_converted_model_stops_at_the_end_of_a_turn(source: Path, tmp_path: Pa
     assert stopping(out, end) == [60, 60, end] and stopping(out, text) == [60, 60, text]
 
 
-def test_ids_that_only_config_json_states_are_kept(source: Path, tmp_path: Path) -> None:
-    (source / "generation_config.json").unlink()
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"bos_token_id": 3}))
-    save_pretrained(load_pretrained(source), tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {
-        "bos_token_id": 3,
-        "eos_token_id": config["eos_token_id"],
-    }
-
-
 @pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
 def test_a_damaged_file_is_named(source: Path, name: str) -> None:
     (source / name).write_text("[1]" if name != "config.json" else "[")

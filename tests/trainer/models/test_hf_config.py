@@ -106,24 +106,6 @@ def test_other_integers_are_refused(tmp_path: Path, changes: dict[str, Any], mes
         described(tmp_path, config)
 
 
-@pytest.mark.parametrize(
-    ("where", "name"),
-    [
-        ((), "kv_cache_scheme"),
-        (("group_0",), "output_activations"),
-        (("group_0", "weights"), "x"),
-    ],
-)
-def test_unknown_keys_of_integers_are_refused_by_name(tmp_path: Path, where: tuple[str, ...], name: str):
-    config = copy.deepcopy(KIMI)
-    inner = config["text_config"]["quantization_config"]
-    for key in ("config_groups", *where) if where else ():
-        inner = inner[key]
-    inner[name] = {"num_bits": 8}
-    with pytest.raises(ValueError, match=f"quantization_config: {name}=.*: this key is not known"):
-        described(tmp_path, config)
-
-
 def test_keys_without_effect_are_read(tmp_path: Path):
     harmless = {"use_cache": True, "sliding_window": 4096, "max_window_layers": 28, "some_feature": None}
     assert described(tmp_path, QWEN | harmless | {"layer_types": ["full_attention"] * 48}).model

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +22,6 @@ AHEAD: dict[str, Any] = {
     "num_nextn_predict_layers": 2, "tie_word_embeddings": False, "qk_norm_gain": 1.0,
 }  # fmt: skip
 """A DeepSeek-V3 with two heads that predict ahead."""
-
-
-@pytest.fixture
-def written(oracle, tmp_path: Path) -> Callable[..., Path]:
-    """A checkpoint as `transformers` writes it."""
-
-    def write(family: str, dtype: torch.dtype = torch.bfloat16, shard: str = "20KB", **sizes: Any) -> Path:
-        from transformers import AutoModelForCausalLM
-
-        oracle(family, **sizes).save_pretrained(tmp_path / "wide")
-        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "wide", dtype=dtype)
-        theirs.save_pretrained(tmp_path / "m", max_shard_size=shard)
-        return tmp_path / "m"
-
-    return write
-
-
-# Against transformers
 
 
 @pytest.mark.parametrize("shard_bytes", [None, 30_000])
@@ -111,11 +92,8 @@ def test_what_a_checkpoint_repeats_is_checked(make_model, tmp_path: Path):
         load_pretrained(source)
 
 
-# Memory
-
-
-def test_loading_maps_one_tensor_at_a_time(written, monkeypatch: pytest.MonkeyPatch):
-    source = written("deepseek_v3", vocab_size=509)
+def test_loading_maps_one_tensor_at_a_time(make_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_pretrained(make_model(3, **AHEAD), tmp_path / "m", dtype=torch.bfloat16, shard_bytes=20_000)
     live: set[int] = set()
     most = {"tensors": 0, "reads": 0}
 
@@ -127,6 +105,6 @@ def test_loading_maps_one_tensor_at_a_time(written, monkeypatch: pytest.MonkeyPa
         return tensor
 
     monkeypatch.setattr(checkpoint, "mapped", counted)
-    model = load_pretrained(source)
+    model = load_pretrained(tmp_path / "m")
     assert most["reads"] == len(hugging_face_views(model)), "each tensor is read once"
     assert most["tensors"] == 1 and not live

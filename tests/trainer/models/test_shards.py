@@ -12,15 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from composer_nb.trainer.models.shards import (
-    INDEX,
-    index_of,
-    mapped,
-    read_shard,
-    read_shards,
-    split,
-    write_shard,
-)
+from composer_nb.trainer.models.shards import INDEX, index_of, mapped, read_shard, read_shards, split, write_shard
 
 names = st.text("abcdefgh.0123456789_", min_size=1, max_size=12)
 forms = st.tuples(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from composer_nb.trainer.recipe import evaluate, report
+from composer_nb.trainer.recipe import recipe, report
 from composer_nb.trainer.settings import Settings, override
 
 
@@ -32,14 +32,14 @@ def test_weak_policies_are_scored_on_fewer_tasks(
         asked.append((len(tasks), samples, temperature))
         return []
 
-    monkeypatch.setattr(evaluate, "evaluate_model", attempts)
+    monkeypatch.setattr(recipe, "evaluate_model", attempts)
     s: Any = SimpleNamespace(
         settings=override(Settings(), changes),
         tasks={"heldout": list(range(300))}.get,
         policy=lambda name: None,
         ranks=SimpleNamespace(first=False),
     )
-    assert evaluate._score(s, name, "heldout") == ([], [])
+    assert recipe._score(s, name, "heldout") == ([], [])
     assert asked == [(*wanted, 1.0), (wanted[0], 1, 0.0)]
 
 

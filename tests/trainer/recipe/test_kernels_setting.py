@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 from composer_nb.harness.policy import Request
-from composer_nb.labs.rewards.rescore import model_before
 from composer_nb.trainer.engine import Engine, pack
 from composer_nb.trainer.learning.data import TokenRow
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
@@ -18,8 +14,7 @@ from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.learning.supervised import train_step
 from composer_nb.trainer.models.transformer import Kernels, Model, ModelConfig
 from composer_nb.trainer.models.variants import PAIRS, variant
-from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
-from tests.conftest import TINY
+from composer_nb.trainer.settings import Settings, override
 
 CONFIG = ModelConfig(
     vocab_size=31,
@@ -82,25 +77,3 @@ def test_engine_and_trainer_read_the_same_numbers(recipe: str):
 def test_other_forms_of_a_model_keep_its_kernels():
     net = model("mxfp8")
     assert variant(net, PAIRS["bf16"].engine).kernels == net.kernels == Kernels(recipe="mxfp8")
-
-
-def test_the_setting_is_checked_and_saved():
-    chosen = override(Settings(), {"kernels.recipe": "nvfp4", "kernels.backend": "torch"})
-    assert from_dict(to_dict(chosen)).kernels == Kernels(recipe="nvfp4", backend="torch")
-    with pytest.raises(ValueError, match=r"kernels\.recipe='fp4': must be 'bf16', 'mxfp8', 'fp8_block128' or 'nvfp4'"):
-        override(Settings(), {"kernels.recipe": "fp4"})
-    with pytest.raises(ValueError, match="kernels.recipe='fp8_block128': .* must be multiples of 128"):
-        override(Settings(), {"kernels.recipe": "fp8_block128", "model.hidden_size": 64})
-
-
-@pytest.mark.slow
-@pytest.mark.whole
-def test_a_whole_run_in_mxfp8(tmp_path: Path):
-    """Mid-training, fine-tuning, RL and scores, from settings alone."""
-    from composer_nb.trainer.recipe.launch import start_or_resume
-
-    chosen: dict[str, Any] = {**TINY, "kernels.recipe": "mxfp8", "midtrain.steps": 12, "rl.steps": 2, "ranks": 1}
-    run = start_or_resume(None, override(Settings(), chosen), runs=tmp_path, name="low", say=lambda line: None)
-    assert model_before(run, 1).kernels.recipe == "mxfp8"
-    assert run.finished("eval_final") is not None and len(run.steps("rl")) == 2
-    assert all(np.isfinite(step["loss"]) for step in run.steps("midtrain"))

@@ -54,4 +54,4 @@ def test_every_kind_is_trained_on_and_scored(tmp_path: Path, capsys: pytest.Capt
     assert cli.main(["tour", "--set", "data.kinds=[bug,poem]"]) == 2
     assert cli.main(["tour", "--set", "data.kinds=[lint]", "--set", "data.level=functions"]) == 2
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2 and "data.kinds" in said[0] and "have bugs alone" in said[1]
+    assert len(said) == 2 and "data.kinds" in said[0] and "are bugs" in said[1]

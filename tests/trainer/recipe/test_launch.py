@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from composer_nb.harness.files import write_json
 from composer_nb.trainer.recipe import launch
-from composer_nb.trainer.recipe.detached import start_detached
 from composer_nb.trainer.recipe.launch import BEFORE_RL, LOST, RunBusy, RunFailed, fork, start_or_resume
 from composer_nb.trainer.records.rundir import RunDir, create
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
 
 PYTHON = sys.executable
-LEAVER = """
-import os, sys, tempfile
-from pathlib import Path
-from composer_nb.harness.sandbox.reap import FOLDER, ResourceJournal as Journal
-run = Path(sys.argv[-4])
-Journal(run / FOLDER, run.name).made("directory", Path(tempfile.mkdtemp(dir=run)) )
-os._exit(3)
-"""
 HOLDER = """
 import sys, time
 from pathlib import Path
@@ -71,15 +59,6 @@ def go(run: Path) -> None:
     """Start a run whose ranks do nothing and end with 0: that is never a run that is complete."""
     with pytest.raises(RunFailed, match=r"ended with 0 before the run was complete: .*said\.log"):
         start_or_resume(run, say=quiet)
-
-
-def test_what_a_process_of_a_run_left_is_removed_when_it_has_ended(run: RunDir, worker: Path) -> None:
-    worker.write_text(f"#!{PYTHON}\n{LEAVER}")
-    before = {path.name for path in run.path.iterdir()}
-    with pytest.raises(RunFailed, match="ended with 3"):
-        start_or_resume(run.path, say=quiet)
-    left = {path for path in run.path.iterdir() if path.is_dir() and path.name not in before}
-    assert not [path for path in left if path.name.startswith("tmp")]
 
 
 def test_a_batch_that_is_called_again_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,31 +105,6 @@ def test_a_second_launcher_is_refused_until_the_first_is_dead(run: RunDir, no_ra
     go(run.path)
 
 
-def test_a_launcher_is_refused_in_its_own_process_too(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    started, done = threading.Event(), threading.Event()
-
-    def ranks(run: RunDir, world: int, say: object) -> None:
-        started.set()
-        done.wait(20)
-
-    monkeypatch.setattr(launch, "_run_ranks", ranks)
-    first = threading.Thread(target=go, args=(run.path,))
-    first.start()
-    try:
-        assert started.wait(120)
-        with pytest.raises(RunBusy, match=f"process {os.getpid()}"):
-            start_or_resume(run.path, say=quiet)
-    finally:
-        done.set()
-        first.join()
-
-
-def test_a_launcher_that_failed_frees_its_run(run: RunDir, no_ranks: None) -> None:
-    with pytest.raises(ValueError, match="other settings"):
-        start_or_resume(run.path, Settings(seed=99), say=quiet)
-    go(run.path)
-
-
 def test_the_ranks_do_not_hold_the_lock(run: RunDir, worker: Path, tmp_path: Path) -> None:
     """Otherwise a child that outlives its launcher would keep everybody out."""
     worker.write_text(f"#!/bin/sh\nls -l /proc/$$/fd > {tmp_path}/open-$9\n")
@@ -176,15 +130,6 @@ def test_last_words_are_of_this_launch(run: RunDir, worker: Path, program: str, 
     with pytest.raises(RunFailed, match=words):
         start_or_resume(run.path, say=quiet)
     assert (run.path / "rank0.log").read_text(errors="replace").startswith("ValueError: of the day before\n")
-
-
-def test_the_journal_names_ranks_and_folder_while_they_are_there(run: RunDir, worker: Path, tmp_path: Path) -> None:
-    worker.write_text(f"#!/bin/sh\nsleep 0.3\ncat {run.path}/journal/*.jsonl > {tmp_path}/seen-$9\n")
-    go(run.path)
-    seen = (tmp_path / "seen-0").read_text()
-    assert seen.count('"kind": "process"') == 2 and seen.count('"kind": "directory"') == 1
-    assert f'"run_id": "{run.path.name}"' in seen
-    assert not list((run.path / "journal").iterdir())
 
 
 def test_a_fork_takes_over_what_the_stages_before_rl_made_and_nothing_else(run: RunDir, tmp_path: Path) -> None:
@@ -235,12 +180,11 @@ def test_services_that_were_lost_are_started_again_and_those_that_said_why_are_n
         launch._run_services(run, said.append)
 
 
-@pytest.mark.parametrize("start", [start_or_resume, start_detached])
 @pytest.mark.parametrize(("code", "wrong"), [("nowhere", "neither 'stdlib' nor a folder"), (".", "only 0 usable")])
 def test_code_that_is_not_there_is_named_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[..., RunDir], code: str, wrong: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, wrong: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=f"data.code='{code}': {wrong}"):
-        start(None, override(Settings(), {"data.code": code}), runs=tmp_path / "runs")
+        start_or_resume(None, override(Settings(), {"data.code": code}), runs=tmp_path / "runs")
     assert not list(tmp_path.iterdir())

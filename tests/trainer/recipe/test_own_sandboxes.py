@@ -32,7 +32,7 @@ from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.coordinator import Coordinator
 from composer_nb.trainer.settings import Settings, override
-from composer_nb.views.report import fact_rows, fidelity_line
+from composer_nb.views.report import fact_rows
 from tests.trainer.services.test_coordinator import cut_off
 from tests.trainer.services.threads import Threads
 
@@ -128,17 +128,6 @@ def test_a_run_says_how_its_place_differs_from_the_product(loop: RunDir) -> None
     assert (
         dict(fact_rows(report))["training and the product"] == f"no difference in {found['calls']} calls, byte by byte"
     )
-
-
-def test_a_difference_is_named_in_one_line() -> None:
-    differences = [{"what": "grep"}, {"what": "grep"}, {"what": "system text"}]
-    assert fidelity_line({"calls": 30, "differences": differences}) == (
-        "3 differences (grep, system text) in 30 calls, byte by byte"
-    )
-    assert (
-        fidelity_line({"calls": 30, "differences": differences[:1]}) == "1 difference (grep) in 30 calls, byte by byte"
-    )
-    assert fidelity_line({"error": "no sandbox"}) == "could not be compared: no sandbox"
 
 
 def slow(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:

@@ -146,17 +146,3 @@ def test_at_level_weights_gates_on_record_part_beginnings(make_model, streams):
     for wrong in (replace(one, gates=one.gates * np.float32("nan")), replace(one, gates=one.gates * np.float32(0.5))):
         with pytest.raises(ValueError, match="do not add up to 1"):
             require_routes([wrong], make_model(3, **SHARP).config, weights)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"level": "all"}, "replay.level='all': must be 'none', 'ids'"),
-        ({"source": "both"}, "replay.source='both'"),
-        ({"plausible": 1.5}, "replay.plausible=1.5"),
-        ({"missing": -0.1}, "replay.missing=-0.1"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(wrong: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        ReplaySettings(**wrong)

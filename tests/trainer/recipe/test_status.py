@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from composer_nb.harness.files import write_json
-from composer_nb.trainer.recipe.reader import ReadOnly
-from composer_nb.trainer.recipe.status import Status, prompts, read_status, wait_until
+from composer_nb.trainer.recipe.reader import ReadOnly, Status, prompts, read_status, wait_until
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.schedule import Schedule
 from composer_nb.trainer.services.journal import Journal, request_change
@@ -230,20 +229,6 @@ def test_waiting_ends_with_what_was_waited_for_with_the_run_or_with_patience(run
         (run.path / "said.log").write_text("data …\n")
         with pytest.raises(TimeoutError, match=r"it: not within 0.1 s; its last line: 'data …'"):
             wait_until(run.path, lambda seen: False, 0.1, poll_s=0.02)
-
-
-def test_waiting_says_what_the_run_does_and_returns_when_patience_is_over(run: RunDir) -> None:
-    """As for a run of somebody else's, which may be hours from what is waited for."""
-    said: list[str] = []
-    with live(run):
-        (run.path / "said.log").write_text("data …\n")
-        run.finish("tokenizer", 1.0, {})
-        assert wait_until(run.path, lambda seen: False, 0.1, poll_s=0.02, say=said.append).stage == "data"
-        assert prompts(run.path) is None, "its tasks are not made yet"
-    assert said == [
-        f"{run.path.name} is at data; last log line: data …",
-        f"{run.path.name} is at data; ask again later",
-    ]
 
 
 def test_prompts_of_a_log_of_batches(run: RunDir) -> None:

@@ -21,15 +21,14 @@ from safetensors import SafetensorError
 
 from composer_nb.harness.files import write_json
 from composer_nb.harness.rewards import TERMS
-from composer_nb.labs.planning.simulate import measured, simulate
+from composer_nb.labs.planning import measured, simulate
 from composer_nb.labs.rewards.rescore import settings_at
 from composer_nb.trainer import rl
 from composer_nb.trainer.models.checkpoint import load_pretrained, published
 from composer_nb.trainer.prompts import Order, prompt_order
-from composer_nb.trainer.recipe.branch import branch
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
-from composer_nb.trainer.recipe.replay import replay
-from composer_nb.trainer.recipe.status import prompts
+from composer_nb.trainer.recipe.reader import prompts
+from composer_nb.trainer.recipe.replay import branch, replay
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services import run as process
 from composer_nb.trainer.services.actors import ActorDied

@@ -14,9 +14,12 @@ def test_limits_of_the_groups_above_count(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "fs/outer/inner").mkdir(parents=True)
     (tmp_path / "fs/outer/inner/cpu.max").write_text("max 100000\n")
     (tmp_path / "fs/outer/cpu.max").write_text("50000 100000\n")
-    limits = machine.cgroup_limits("cpu.max", tmp_path / "fs", own)
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path / "fs")
+    monkeypatch.setattr(machine, "MEMBERSHIP", own)
+    limits = machine.cgroup_limits("cpu.max")
     assert limits == ["max 100000", "50000 100000"]
-    assert machine.cgroup_limits("cpu.max", tmp_path / "fs", tmp_path / "absent") == []
+    monkeypatch.setattr(machine, "MEMBERSHIP", tmp_path / "absent")
+    assert machine.cgroup_limits("cpu.max") == []
 
     monkeypatch.setattr(machine, "cgroup_limits", lambda name: limits)
     assert machine.available_cores() == 0.5

@@ -1,10 +1,10 @@
 """The part of recorded calls that runs in a grading box: it notes calls while tests run, and answers calls.
 
 `recorded.py` says what both are for. A call comes in as module, qualified name and arguments, and the answer goes out as a value.
-What the answer should be is never in the box. Values travel as JSON (`encode`), which keeps their types apart.
+What the answer should be is never in the box. Values travel as JSON (`sandbox/guest/values.py`).
 
 Uses the standard library alone and runs on Python 3.9 and newer. Agent code runs in the same process, so an answer is worth what
-the host's comparison makes of it. `encode` serves the host too.
+the host's comparison makes of it.
 """
 
 from __future__ import annotations
@@ -23,60 +23,15 @@ import time
 import types
 import typing
 
-Json = typing.Any
+from composer_nb.harness.sandbox.guest.values import Json, NotPlain, decode, encode
+
 Say = typing.Callable[[Json], None]
 
-DEEPEST = 40
-ROOM = 8 << 10  # characters and values of one call's arguments, or of its result
 MOST_ITEMS = 1000  # of an iterator
 MOST_CALLS, MOST_OF_ONE = 1500, 200  # noted in one run, and of one function
 GENERATOR = inspect.CO_GENERATOR
 ASYNCHRONOUS = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 SLOW_S = 0.2  # CPU seconds of one call: sixteen of them stay far below a batch's limit on a busy machine, too
-
-
-class NotPlain(Exception):
-    """A value that is not built from builtin types alone, is too deep, or too large."""
-
-
-def encode(value: typing.Any) -> Json:
-    """Return `value` as JSON that tells types apart; sets are in the order of their texts.
-
-    Plain are None, bool, int, float, str, bytes, and list, tuple, set, frozenset and dict of plain values. Subclasses are not.
-    Raises NotPlain.
-    """
-    return _encode(value, [ROOM], DEEPEST)
-
-
-def _encode(value: typing.Any, room: list[int], depth: int) -> Json:
-    kind = type(value)
-    room[0] -= 1 + (len(value) if kind in (str, bytes) else 0)
-    if room[0] < 0 or depth < 0:
-        raise NotPlain
-    if value is None or kind in (bool, float, str) or (kind is int and value.bit_length() <= 13_000):
-        return value
-    if kind is bytes:
-        return {"bytes": value.hex()}
-    if kind in (list, tuple):
-        return {kind.__name__: [_encode(each, room, depth - 1) for each in value]}
-    if kind in (set, frozenset):
-        return {kind.__name__: sorted((_encode(each, room, depth - 1) for each in value), key=json.dumps)}
-    if kind is dict:
-        return {"dict": [[_encode(each, room, depth - 1) for each in pair] for pair in value.items()]}
-    raise NotPlain
-
-
-def decode(held: Json) -> typing.Any:
-    """Return the value that `encode` wrote."""
-    if not isinstance(held, dict):
-        return held
-    [(kind, inside)] = held.items()
-    if kind == "bytes":
-        return bytes.fromhex(inside)
-    if kind == "dict":
-        return {decode(key): decode(value) for key, value in inside}
-    made: typing.Any = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind]
-    return made(map(decode, inside))
 
 
 def encode_result(value: typing.Any) -> Json:
@@ -105,8 +60,8 @@ def run(prepared: typing.Any, say: Say) -> int:
         if pid == 0:
             try:
                 resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
-                for place, (module, name, given) in enumerate(batch, number):
-                    say(["answer", place, answer(module, name, json.loads(given), prepared.asked["watch"])])
+                for index, (module, name, arguments) in enumerate(batch, number):
+                    say(["answer", index, answer(module, name, json.loads(arguments), prepared.asked["watch"])])
             finally:
                 os._exit(0)
         os.waitpid(pid, 0)
@@ -114,7 +69,7 @@ def run(prepared: typing.Any, say: Say) -> int:
     return 0
 
 
-def answer(module: str, name: str, given: Json, watch: bool) -> Json:
+def answer(module: str, name: str, encoded: Json, watch: bool) -> Json:
     """Return `[kind, value, arguments afterwards]`; the last is None where the call leaves its arguments as they were.
 
     kind: returned, raised (the value is the type's name), other (no plain result), missing (no such function), unsteady (only
@@ -126,22 +81,22 @@ def answer(module: str, name: str, given: Json, watch: bool) -> Json:
             function = getattr(function, part)
     except BaseException:
         return ["missing", None, None]
-    arguments, named = decode(given[0]), decode(given[1])
+    arguments, named = decode(encoded[0]), decode(encoded[1])
     watcher = Watcher() if watch else contextlib.nullcontext()
     try:
         with watcher:
-            said = ["returned", encode_result(function(*arguments, **named))]
+            result = ["returned", encode_result(function(*arguments, **named))]
     except NotPlain:
-        said = ["other", None]
+        result = ["other", None]
     except BaseException as error:
-        said = ["raised", type(error).__name__]
+        result = ["raised", type(error).__name__]
     if isinstance(watcher, Watcher) and watcher.unsteady:
         return ["unsteady", None, None]
     try:
         after = [encode(arguments), encode(named)]
     except NotPlain:
         return ["other", None, None]
-    return [*said, None if json.dumps(after) == json.dumps(given) else after]
+    return [*result, None if json.dumps(after) == json.dumps(encoded) else after]
 
 
 class Watcher:
@@ -206,20 +161,20 @@ class Recorder:
         if frame.f_lasti != self.starts[code] or not self.crosses(frame, name):  # a generator that goes on is no call
             return None
         try:
-            given = json.dumps(arguments_of(frame, function, drop_first=name.endswith("()")))
+            arguments = json.dumps(arguments_of(frame, function, drop_first=name.endswith("()")))
         except NotPlain:
             return None
-        place = (str(frame.f_globals["__name__"]), name[:-2] if name.endswith("()") else name, given)
-        if place in self.seen:
+        call = (str(frame.f_globals["__name__"]), name[:-2] if name.endswith("()") else name, arguments)
+        if call in self.seen:
             return None
-        self.seen.add(place)
+        self.seen.add(call)
         self.counts[code] = self.counts.get(code, 0) + 1
         inside = code.co_filename in self.changed
         if code.co_flags & GENERATOR:
-            self.say(["call", *place, inside, [["iterator", None]]])
+            self.say(["call", *call, inside, [["iterator", None]]])
             return None
         frame.f_trace_lines = False
-        return Ending(place, inside, self.say).note
+        return Ending(call, inside, self.say).note
 
     def crosses(self, frame: types.FrameType, name: str) -> bool:
         at = frame.f_back
@@ -235,8 +190,8 @@ class Recorder:
 class Ending:
     """A tracer that reports one call's end."""
 
-    def __init__(self, place: tuple[str, str, str], inside: bool, say: Say) -> None:
-        self.place, self.inside, self.say = place, inside, say
+    def __init__(self, call: tuple[str, str, str], inside: bool, say: Say) -> None:
+        self.place, self.inside, self.say = call, inside, say
         self.raised = ""
 
     def note(self, frame: types.FrameType, event: str, value: typing.Any) -> typing.Any:
@@ -261,33 +216,35 @@ def qualified(code: types.CodeType, names: dict[str, typing.Any]) -> tuple[str, 
         return code.co_name, function
     for kind in list(names.values()):
         if isinstance(kind, type) and kind.__module__ == names.get("__name__") and "<" not in kind.__qualname__:
-            held = vars(kind).get(code.co_name)
-            if isinstance(held, (staticmethod, classmethod)) and (function := _behind(held.__func__, code)):
-                return kind.__qualname__ + "." + code.co_name + "()" * isinstance(held, classmethod), function
+            member = vars(kind).get(code.co_name)
+            if isinstance(member, (staticmethod, classmethod)) and (function := _behind(member.__func__, code)):
+                return kind.__qualname__ + "." + code.co_name + "()" * isinstance(member, classmethod), function
     return "", None
 
 
-def _behind(held: typing.Any, code: types.CodeType) -> types.FunctionType | None:
-    """Return the function of `code` that `held` is, or wraps."""
+def _behind(value: typing.Any, code: types.CodeType) -> types.FunctionType | None:
+    """Return the function of `code` that `value` is, or wraps."""
     for _ in range(10):
-        if isinstance(held, types.FunctionType) and held.__code__ is code:
-            return held
-        held = getattr(held, "__wrapped__", None)
+        if isinstance(value, types.FunctionType) and value.__code__ is code:
+            return value
+        value = getattr(value, "__wrapped__", None)
     return None
 
 
 def arguments_of(frame: types.FrameType, function: types.FunctionType, drop_first: bool) -> Json:
     """Return the arguments of a call that begins: positional ones, and those by name, without defaults. Raises NotPlain."""
-    code, held = frame.f_code, frame.f_locals
+    code, variables = frame.f_code, frame.f_locals
     count = code.co_argcount
     places = code.co_varnames[: count + code.co_kwonlyargcount]
-    positional = [held[name] for name in places[drop_first:count]]
+    positional = [variables[name] for name in places[drop_first:count]]
     defaults, by_name = function.__defaults__ or (), function.__kwdefaults__ or {}
-    named = {name: held[name] for name in places[count:] if not (name in by_name and held[name] is by_name[name])}
+    named = {
+        name: variables[name] for name in places[count:] if not (name in by_name and variables[name] is by_name[name])
+    }
     rest = list(code.co_varnames[len(places) :])
-    more = held[rest.pop(0)] if code.co_flags & inspect.CO_VARARGS else ()
+    more = variables[rest.pop(0)] if code.co_flags & inspect.CO_VARARGS else ()
     if code.co_flags & inspect.CO_VARKEYWORDS:
-        named.update(held[rest.pop(0)])
+        named.update(variables[rest.pop(0)])
     least = len(positional) if more else len(positional) - len(defaults)
     while len(positional) > least and positional[-1] is defaults[len(positional) - least - 1]:
         positional.pop()

@@ -110,8 +110,8 @@ class Plugin:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         if self.prepared.asked["keys"] is not None:
-            wanted = set(self.prepared.asked["keys"])
-            items[:] = [item for item in items if self.keys[item] in wanted]
+            keys = set(self.prepared.asked["keys"])
+            items[:] = [item for item in items if self.keys[item] in keys]
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> typing.Generator[None, object, object]:
@@ -167,13 +167,15 @@ class Plugin:
             self.compared = []
         if report.when == "teardown":
             complete = {"setup", "call", "teardown"} == {when for when, _, _ in phases}
-            bad = [(said, why) for _, said, why in phases if said != "passed"] or [("failed", "")] * (not complete)
-            said, why = min(bad, default=("passed", ""))  # "failed" before "skipped"
+            bad = [(verdict, why) for _, verdict, why in phases if verdict != "passed"] or [("failed", "")] * (
+                not complete
+            )
+            verdict, why = min(bad, default=("passed", ""))  # "failed" before "skipped"
             if self.late:  # whatever the test made of it
-                said, why, self.late = "failed", "Endless", False
-            if said == "failed" and self.prepared.asked["explain"]:
+                verdict, why, self.late = "failed", "Endless", False
+            if verdict == "failed" and self.prepared.asked["explain"]:
                 self.say(["at", self.keys[item], *self.failures.get(item, (0, "", {}, []))])
-            self.say([self.keys[item], said, why, item.nodeid])
+            self.say([self.keys[item], verdict, why, item.nodeid])
         return report
 
 
@@ -184,9 +186,9 @@ VALUES = 40  # of one test
 
 def plain(variables: typing.Mapping[str, object]) -> dict[str, str]:
     """Return the variables that can be written down, as `repr` writes them."""
-    held = {name: value for name, value in variables.items() if type(value) in PLAIN and not name.startswith("@")}
-    found = {name: shown(value) for name, value in list(held.items())[:VALUES]}
-    return {name: text for name, text in found.items() if len(text) < SHOWN}
+    values = {name: value for name, value in variables.items() if type(value) in PLAIN and not name.startswith("@")}
+    texts = {name: shown(value) for name, value in list(values.items())[:VALUES]}
+    return {name: text for name, text in texts.items() if len(text) < SHOWN}
 
 
 def shown(value: object) -> str:

@@ -67,12 +67,12 @@ class Memory:
     def find_spec(self, name: str, path: typing.Any = None, target: typing.Any = None) -> typing.Any:
         if name not in self.codes:
             return None
-        place, package, _ = self.codes[name]
-        spec = importlib.util.spec_from_loader(name, self, origin=place, is_package=package)  # type: ignore[arg-type]
+        path_of_code, package, _ = self.codes[name]
+        spec = importlib.util.spec_from_loader(name, self, origin=path_of_code, is_package=package)  # type: ignore[arg-type]
         if spec is not None:
             spec.has_location = True
             if package:
-                spec.submodule_search_locations = [os.path.dirname(place)]
+                spec.submodule_search_locations = [os.path.dirname(path_of_code)]
         return spec
 
     def create_module(self, spec: typing.Any) -> None:
@@ -139,7 +139,7 @@ def run() -> None:
     write(3, b"began\n")
     taken(3)
     sys.meta_path.insert(0, Memory(prepared.codes))
-    sys.path += [place for place in dict.fromkeys(prepared.search) if os.path.isdir(place)]
+    sys.path += [folder for folder in dict.fromkeys(prepared.search) if os.path.isdir(folder)]
     os.chdir(prepared.root)
     code = importlib.import_module(CALLS if prepared.asked["calls"] else PLUGIN).run(prepared, say)
     say(["done", code])
@@ -166,7 +166,7 @@ class Prepared:
         self.root = os.path.abspath(FOLDER)
         aside = tempfile.mkdtemp(prefix="pytest-")
         self.decoy, self.ini = os.path.abspath(DECOY_AT), os.path.join(aside, "trusted.ini")
-        hidden, files, packages = (job.pop(each) for each in ("hidden", "files", "packages"))
+        hidden, files, packages = (job.pop(name) for name in ("hidden", "files", "packages"))
         self.asked = {name: value for name, value in job.items() if name != "nonce"}
         put(self.decoy, DECOY)
         put(self.ini, b"[pytest]\n" + job["ini"].encode())
@@ -185,8 +185,8 @@ class Prepared:
         self.conftests = sorted((path for path in hidden if os.path.basename(path) == "conftest.py"), key=len)
 
     def _add(self, path: str, text: str, packages: set[str]) -> None:
-        place = os.path.join(self.root, path)
-        code = compile(explained(text) if self.asked["explain"] else text, place, "exec", dont_inherit=True)
+        file = os.path.join(self.root, path)
+        code = compile(explained(text) if self.asked["explain"] else text, file, "exec", dont_inherit=True)
         package = os.path.basename(path) == "__init__.py"
         full = path[: -len("/__init__.py")] if package else path[: -len(".py")]
         base = os.path.dirname(full) if package else os.path.dirname(path)
@@ -195,9 +195,9 @@ class Prepared:
         self.search.append(os.path.join(self.root, base) if base else self.root)
         short = os.path.relpath(full, base or ".").replace("/", ".")
         full = full.replace("/", ".")
-        self.codes.setdefault(short, (place, package, code))
-        self.codes.setdefault(full, (place, package, code))
-        self.names[path] = short if self.codes[short][0] == place else full
+        self.codes.setdefault(short, (file, package, code))
+        self.codes.setdefault(full, (file, package, code))
+        self.names[path] = short if self.codes[short][0] == file else full
 
     def bait(self) -> None:
         """Lay empty files, last read in 1970, where hidden modules would lie."""

@@ -32,6 +32,7 @@ import time
 import types
 import typing
 
+from composer_nb.harness.sandbox.guest.values import NotPlain, value_text
 from composer_nb.harness.sandbox.system.linux import (
     NAMESPACES,
     Maps,
@@ -53,8 +54,6 @@ from composer_nb.harness.sandbox.system.linux import (
 SETUP_S = 10.0  # seconds for a worker to get ready, more on a busy machine
 RESULT_FD, GO_FD = 3, 4
 MAX_FDS = 4096
-MAX_DEPTH = 50
-BRACKETS: dict[type, str] = {dict: "{}", set: "{}", list: "[]", tuple: "()"}
 TICK_S = 0.005
 SLEEP_CHECK_S = 0.05  # time between two checks whether a worker sleeps
 PATIENCE = 5  # a request that does not sleep may take this many times wall_s; longer means an overloaded machine
@@ -67,39 +66,6 @@ OWN_NAMESPACES = NAMESPACES["user"] | NAMESPACES["pid"] | NAMESPACES["mount"]
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 
 Settings = typing.Dict[str, typing.Any]  # noqa: UP006  (runs on Python 3.9 too)
-
-
-class Unreadable(Exception):
-    """A value that is not built from exact builtin types, or is too deep or too long."""
-
-
-def value_text(value: typing.Any, limit: int, depth: int = 0) -> str:
-    """Return `repr(value)` of exact builtin types, with the elements of sets ordered by their texts.
-
-    Raises Unreadable for anything else, for nesting deeper than MAX_DEPTH and for longer texts.
-    """
-    kind = type(value)
-    if value is None or kind in (bool, float, str, bytes, int):
-        if (kind is int and value.bit_length() > 13_000) or (kind in (str, bytes) and len(value) > limit):
-            raise Unreadable
-        text = repr(value)
-    elif depth >= MAX_DEPTH or kind not in BRACKETS:
-        raise Unreadable
-    else:
-        parts, left = [], limit
-        for item in value.items() if kind is dict else value:
-            if kind is dict:
-                parts.append(": ".join(value_text(each, left, depth + 1) for each in item))
-            else:
-                parts.append(value_text(item, left, depth + 1))
-            left -= len(parts[-1]) + 2
-        if kind is set:
-            parts.sort()
-        text = ", ".join(parts) + ("," if kind is tuple and len(parts) == 1 else "")
-        text = "set()" if kind is set and not parts else BRACKETS[kind][0] + text + BRACKETS[kind][1]
-    if len(text) > limit:
-        raise Unreadable
-    return text
 
 
 # The worker.
@@ -140,7 +106,7 @@ def call(function: typing.Callable[..., typing.Any], argument: str, limit: int) 
         # The host has checked that this is a literal; compiling is faster than ast.literal_eval.
         value = function(*eval(argument.strip(), {"__builtins__": {"set": set}}))
         return ["returned", value_text(value, limit)]
-    except Unreadable:
+    except NotPlain:
         return ["unreadable", ""]
     except BaseException as error:
         return ["raised", type_name(error)]

@@ -74,12 +74,12 @@ class Commands:
             if pid == self.awaited:
                 self.code = os.waitstatus_to_exitcode(status)
 
-    def start(self, asked: Header, streams: typing.Sequence[int]) -> int:
+    def start(self, request: Header, streams: typing.Sequence[int]) -> int:
         """Start a command with these three streams. Raises Unstartable, and OSError for a folder that is none."""
-        command, environment = asked["command"], {**self.environment, **asked["env"]}
-        copied = self.copies and asked.get("warm") and asked["cwd"] == "."
-        copied = copied and suits(command, asked["env"], self.environment)
-        folder = open_beneath(self.files.fd, self.files.inner(asked["cwd"]), os.O_RDONLY | os.O_DIRECTORY)
+        command, environment = request["command"], {**self.environment, **request["env"]}
+        copied = self.copies and request.get("warm") and request["cwd"] == "."
+        copied = copied and suits(command, request["env"], self.environment)
+        folder = open_beneath(self.files.fd, self.files.inner(request["cwd"]), os.O_RDONLY | os.O_DIRECTORY)
 
         try:
             for left in (1, 0):
@@ -109,7 +109,7 @@ class Commands:
 
         It inherits the niceness of the thread that starts it, and gets the usual SIGINT because here that has a handler. Raises
         BlockingIOError where no process is left."""
-        found: list[typing.Union[subprocess.Popen[bytes], BaseException]] = []  # noqa: UP007
+        outcomes: list[typing.Union[subprocess.Popen[bytes], BaseException]] = []  # noqa: UP007
 
         def begin() -> None:
             try:
@@ -118,9 +118,9 @@ class Commands:
                 process = subprocess.Popen(
                     command, stdin=stdin, stdout=stdout, stderr=stderr, env=environment, start_new_session=True
                 )
-                found.append(process)
+                outcomes.append(process)
             except BaseException as error:
-                found.append(error)
+                outcomes.append(error)
 
         thread = threading.Thread(target=begin)
         try:
@@ -128,21 +128,21 @@ class Commands:
         except RuntimeError:
             raise BlockingIOError(errno.EAGAIN, "no thread is left") from None
         thread.join()
-        [started] = found
+        [started] = outcomes
         if isinstance(started, BaseException):
             raise started
         started.returncode = 0  # it is not for `subprocess` to wait for it: `reap` does
         return started.pid
 
-    def run(self, asked: Header, stdin: memoryview) -> tuple[Header, bytes]:
+    def run(self, request: Header, stdin: memoryview) -> tuple[Header, bytes]:
         """Run a command to its end or its limit."""
         begin, since = time.monotonic(), self.now()
         out, err = os.pipe(), os.pipe()
         feed = os.pipe() if len(stdin) else (os.open("/dev/null", os.O_RDONLY), None)
-        kept = {fd: StreamEnds(asked["output_bytes"]) for fd in (out[0], err[0])}
+        outputs = {fd: StreamEnds(request["output_bytes"]) for fd in (out[0], err[0])}
         cut, pid = "", 0
         try:
-            pid = self.awaited = self.start(asked, (feed[0], out[1], err[1]))
+            pid = self.awaited = self.start(request, (feed[0], out[1], err[1]))
         except BaseException as error:
             for fd in (out[0], err[0], feed[1]):
                 if fd is not None:
@@ -150,20 +150,20 @@ class Commands:
             if not isinstance(error, Unstartable):
                 raise
             self.code = 127 if error.errno == errno.ENOENT else 126
-            kept[err[0]].add(((error.strerror or "") + "\n").encode("utf-8", "replace"))
+            outputs[err[0]].add(((error.strerror or "") + "\n").encode("utf-8", "replace"))
         finally:
             for fd in (feed[0], out[1], err[1]):
                 os.close(fd)
         if pid:
             self.code = -signal.SIGKILL  # until it is known to have ended otherwise
-            cut = self._follow(pid, kept, feed[1], stdin, begin + asked["timeout_s"])
+            cut = self._follow(pid, outputs, feed[1], stdin, begin + request["timeout_s"])
             if cut:
                 self.end(pid, since)
-        texts = [stream.text() for stream in kept.values()]
+        texts = [stream.text() for stream in outputs.values()]
         facts = {
             "exit_code": self.code if self.code >= 0 else 128 - self.code,
             "stdout_bytes": len(texts[0]),
-            "truncated": any(stream.truncated for stream in kept.values()),
+            "truncated": any(stream.truncated for stream in outputs.values()),
             "timed_out": cut == "timed_out",
             "stopped": cut == "stopped",
             "duration_s": time.monotonic() - begin,
@@ -171,12 +171,12 @@ class Commands:
         return facts, b"".join(texts)
 
     def _follow(
-        self, pid: int, kept: dict[int, StreamEnds], feed: int | None, data: memoryview, deadline: float
+        self, pid: int, outputs: dict[int, StreamEnds], feed: int | None, data: memoryview, deadline: float
     ) -> str:
         """Move a command's streams until it ends: "", or before that when its time was up ("timed_out") or when the host
-        asked for it ("stopped")."""
+        request for it ("stopped")."""
         poller = select.poll()
-        left = set(kept)
+        left = set(outputs)
         for fd in (*left, self.wake, HOST):
             os.set_blocking(fd, fd == HOST)
             poller.register(fd, select.POLLIN)
@@ -205,13 +205,13 @@ class Commands:
                             feed = None
                     elif fd in left:
                         chunk = os.read(fd, 1 << 16)
-                        kept[fd].add(chunk)
+                        outputs[fd].add(chunk)
                         if not chunk:
                             poller.unregister(fd)
                             left.discard(fd)
             if pid not in self.running and left:
                 deadline = min(deadline, time.monotonic() + DRAIN_S)
-        for fd in (*kept, *(() if feed is None else (feed,))):
+        for fd in (*outputs, *(() if feed is None else (feed,))):
             os.close(fd)
         return cut
 
@@ -255,16 +255,16 @@ class Commands:
     def members(self, root: int, since: int, killed: set[tuple[int, int]]) -> set[tuple[int, int]]:
         """Return (pid, tick of start) of living processes that belong to a command: below it, below an orphan that began since,
         or below what was killed already."""
-        me, found = os.getpid(), []
+        me, family = os.getpid(), []
         children: dict[int, list[tuple[int, int]]] = {}
         for pid, parent, start in processes():
             children.setdefault(parent, []).append((pid, start))
             orphan = parent == me and pid not in self.running and start >= since
             if pid == root or orphan or (pid, start) in killed:
-                found.append((pid, start))
-        for pid, _ in found:
-            found += [child for child in children.get(pid, []) if child not in found]
-        return set(found)
+                family.append((pid, start))
+        for pid, _ in family:
+            family += [child for child in children.get(pid, []) if child not in family]
+        return set(family)
 
     def end_all(self) -> None:
         """Kill everything. Raises OSError when something is left after KILL_S."""

@@ -25,8 +25,8 @@ RESOLVE_BENEATH, RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, OPENAT2 = 0x08, 0x0
 Header = typing.Dict[str, typing.Any]  # noqa: UP006  (runs on Python 3.9 too)
 
 
+# Bytes of an archive, besides the contents, for names and permissions. Less than what the other side spares for it.
 HEADERS = 32 << 20
-"""Bytes of an archive, besides the contents, for names and permissions. Less than what the other side spares for it."""
 
 
 class OpenHow(ctypes.Structure):
@@ -80,31 +80,31 @@ class WorkspaceFiles:
 
     def folder(self, path: str) -> int:
         """Return a descriptor of a folder, made with those above it where it is missing."""
-        parts, done = [p for p in path.split("/") if p not in ("", ".")], ""
+        parts, parent = [p for p in path.split("/") if p not in ("", ".")], ""
         if ".." in parts:
             raise OSError(errno.EXDEV, path + ": leads upwards")
         with contextlib.suppress(FileNotFoundError):
             return open_beneath(self.fd, "/".join(parts) or ".", os.O_RDONLY | os.O_DIRECTORY)
         fd = os.dup(self.fd)
         for part in parts:
-            done += part + "/"
+            parent += part + "/"
             with held(fd):
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(part, 0o755, dir_fd=fd)
-                fd = open_beneath(self.fd, done, os.O_RDONLY | os.O_DIRECTORY)
+                fd = open_beneath(self.fd, parent, os.O_RDONLY | os.O_DIRECTORY)
         return fd
 
     def entries(self, path: str) -> list[Header]:
         """Return what is in a folder, by name."""
-        found = []
+        entries = []
         with held(open_beneath(self.fd, self.inner(path), os.O_RDONLY | os.O_DIRECTORY)) as folder:
             for name in sorted(os.listdir(folder)):
                 with contextlib.suppress(FileNotFoundError):  # gone meanwhile
                     status = os.stat(name, dir_fd=folder, follow_symlinks=False)
                     kind = KINDS.get(stat.S_IFMT(status.st_mode), "other")
                     mode = stat.S_IMODE(status.st_mode)
-                    found.append({"name": name, "kind": kind, "size": status.st_size, "mode": mode})
-        return found
+                    entries.append({"name": name, "kind": kind, "size": status.st_size, "mode": mode})
+        return entries
 
     def split(self, path: str) -> tuple[str, str]:
         """Return the folder and the name of a file. Raises OSError for a path that names none."""
@@ -227,13 +227,8 @@ class WorkspaceFiles:
 
     def count(self) -> tuple[int, int]:
         """Return the bytes and inodes in use."""
-        if os.stat(self.root).st_dev != os.stat(os.path.dirname(self.root)).st_dev:
-            usage = os.statvfs(self.root)
-            size, inodes = (usage.f_blocks - usage.f_bfree) * usage.f_frsize, usage.f_files - usage.f_ffree
-        else:
-            found = [status for _, status, _, _ in self.walk()]
-            size, inodes = sum(status.st_blocks * 512 for status in found), len(found) + 1
-        return size, inodes
+        usage = os.statvfs(self.root)
+        return (usage.f_blocks - usage.f_bfree) * usage.f_frsize, usage.f_files - usage.f_ffree
 
 
 def clock(ns: int) -> int:

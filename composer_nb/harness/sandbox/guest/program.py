@@ -1,7 +1,8 @@
 """The resident program of a sandbox: carries out what is asked over a pipe, as the first process of the sandbox.
 
-`bundle.py` hands the text of this file, of `files.py`, `commands.py`, `calls.py`, `warm.py` and `linux.py` to a bare interpreter
-inside the sandbox; they use the standard library alone and never import the rest of the project. Two ways to run it:
+`backend.resident_program` hands the text of this file, of `files.py`, `commands.py`, `calls.py`, `warm.py` and `linux.py` to a
+bare interpreter inside the sandbox; they use the standard library alone and never import the rest of the project. Two ways to
+run it:
 
 * *resident*: serves one sandbox until its input ends. Everything in the sandbox is its descendant, and as the first process of
   its pid namespace it reaps orphans and can be neither killed nor traced from inside.
@@ -79,18 +80,18 @@ class Resident:
         files = self.files = WorkspaceFiles(settings["workspace"], settings["disk_bytes"])
         commands = self.commands = Commands(files, self.wake, settings)
         self.warm = bool(settings["warm"])
-        # What can be asked, and what answers: the facts of an answer, or a pair of facts and data.
+        # Requests with their data, and what answers: the facts of an answer, or a pair of facts and data.
         self.requests: dict[str, typing.Callable[[Header, memoryview], typing.Any]] = {
             "exec": commands.run,
-            "background": lambda asked, _: self.start(asked),
-            "end_all": lambda asked, _: commands.end_all(),
-            "read": lambda asked, _: files.read(asked["path"], asked["offset"], asked["max_bytes"]),
-            "write": lambda asked, data: files.write(asked["path"], data, asked["mode"]),
-            "entries": lambda asked, _: files.entries(asked["path"]),
-            "remove": lambda asked, _: files.remove(asked["path"]),
-            "pack": lambda asked, _: files.pack(asked["max_bytes"], asked["links"]),
-            "unpack": lambda asked, data: files.unpack(data),
-            "stats": lambda asked, _: [len(commands.all()), *files.count()],
+            "background": lambda request, _: self.start(request),
+            "end_all": lambda *_: commands.end_all(),
+            "read": lambda request, _: files.read(request["path"], request["offset"], request["max_bytes"]),
+            "write": lambda request, data: files.write(request["path"], data, request["mode"]),
+            "entries": lambda request, _: files.entries(request["path"]),
+            "remove": lambda request, _: files.remove(request["path"]),
+            "pack": lambda request, _: files.pack(request["max_bytes"], request["links"]),
+            "unpack": lambda _, data: files.unpack(data),
+            "stats": lambda *_: [len(commands.all()), *files.count()],
         }
 
     def serve(self) -> None:
@@ -110,14 +111,14 @@ class Resident:
                     self.commands.end_all()
                     return
                 cut = bytes(body).index(b"\n")
-                asked = json.loads(bytes(body[:cut]))
-                if asked["do"] != "stop":  # of a command that has ended meanwhile: it was answered
-                    self.answer(asked, body[cut + 1 :])
+                request = json.loads(bytes(body[:cut]))
+                if request["do"] != "stop":  # of a command that has ended meanwhile: it was answered
+                    self.answer(request, body[cut + 1 :])
 
-    def answer(self, asked: Header, payload: memoryview) -> None:
+    def answer(self, request: Header, payload: memoryview) -> None:
         data = b""
         try:
-            answer = self.requests[asked["do"]](asked, payload)
+            answer = self.requests[request["do"]](request, payload)
             if isinstance(answer, tuple):
                 answer, data = answer
             facts = {"answer": answer}
@@ -127,22 +128,21 @@ class Resident:
             facts = {"error": [errno.EIO, type(error).__name__ + ": " + str(error)[:300]]}
         send_frame(1, facts, data)
 
-    def start(self, asked: Header) -> int:
+    def start(self, request: Header) -> int:
         """Start a command in the background and return its pid."""
-        self.files.write(asked["log"], b"", 0o644)
+        self.files.write(request["log"], b"", 0o644)
         flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOFOLLOW
-        with held(open_beneath(self.files.fd, self.files.inner(asked["log"]), flags)) as log:
+        with held(open_beneath(self.files.fd, self.files.inner(request["log"]), flags)) as log:
             if not stat.S_ISREG(os.fstat(log).st_mode):
-                raise OSError(errno.EINVAL, asked["log"] + ": not a regular file")
+                raise OSError(errno.EINVAL, request["log"] + ": not a regular file")
             with open("/dev/null", "rb") as nothing:
-                return self.commands.start(asked, (nothing.fileno(), log, log))
+                return self.commands.start(request, (nothing.fileno(), log, log))
 
 
 def confine(settings: Header) -> None:
     """Give up everything that what runs here must not have."""
-    one, zero = ctypes.c_ulong(1), ctypes.c_ulong(0)
     hide_memory()
-    check(libc.prctl(PR_SET_CHILD_SUBREAPER, one, zero, zero, zero), "subreaper")
+    check(libc.prctl(PR_SET_CHILD_SUBREAPER, *map(ctypes.c_ulong, (1, 0, 0, 0))), "subreaper")
     drop_capabilities(machine())
     for name, value in settings["rlimits"].items():
         kind = getattr(resource, name)
@@ -204,15 +204,15 @@ def furnish(settings: Header, layout: Header) -> None:
             fcntl.ioctl(loopback, flags, struct.pack("16sh22x", interface, up))
 
 
-def hide_counters(new: str, known: str, layout: Header) -> None:
+def hide_counters(new: str, stand_ins: str, layout: Header) -> None:
     """Cover the files of /proc that describe the whole machine."""
     bind = 4096
     for name in os.listdir(new + "/proc"):
-        place = new + "/proc/" + name
-        open_to_us = os.access(place, os.R_OK) and not os.path.islink(place)
+        path = new + "/proc/" + name
+        open_to_us = os.access(path, os.R_OK) and not os.path.islink(path)
         if open_to_us and not name.isdigit() and name not in layout["shown"]:
-            file = known + "/" + (name if name in layout["stands_in"] else "empty")
-            mount(new + layout["nothing"] if os.path.isdir(place) else file, place, "", bind)
+            file = stand_ins + "/" + (name if name in layout["stands_in"] else "empty")
+            mount(new + layout["nothing"] if os.path.isdir(path) else file, path, "", bind)
 
 
 def resident(settings: Header, layout: typing.Optional[Header] = None) -> None:  # noqa: UP045
@@ -295,7 +295,7 @@ def _hatch(settings: Header, layouts: Header, channel: int, maps: typing.Any, mo
 
 
 def main(text: str) -> None:
-    """Run with settings as JSON (`bundle.resident_settings`, or {"role": "zygote", "layouts": …})."""
+    """Run with settings as JSON (`ResidentBackend.settings`, or {"role": "zygote", "layouts": …})."""
     settings = json.loads(text)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -305,5 +305,5 @@ def main(text: str) -> None:
             resident(settings)
         return
     except Become as copy:
-        asked = copy.args
-    run(*asked)
+        words = copy.args
+    run(*words)

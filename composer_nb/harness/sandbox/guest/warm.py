@@ -72,21 +72,21 @@ def load(archive: str, trial: str) -> bool:
     return ready
 
 
-def make_ahead(config: typing.Any) -> None:
+def make_ahead(module: typing.Any) -> None:
     """Make the configuration of the first session that each copy starts. Plugins that its options leave out leave it later."""
-    ahead, make = [config.get_config()], config.get_config
+    ahead, make = [module.get_config()], module.get_config
 
     def get_config(args: typing.Any = (), plugins: typing.Any = None, **more: typing.Any) -> typing.Any:
-        made = ahead.pop() if ahead else make(args, plugins, **more)
-        made.invocation_params = made.InvocationParams(args=args or (), plugins=plugins, dir=pathlib.Path.cwd())
-        return made
+        config = ahead.pop() if ahead else make(args, plugins, **more)
+        config.invocation_params = config.InvocationParams(args=args or (), plugins=plugins, dir=pathlib.Path.cwd())
+        return config
 
-    config.get_config = get_config
+    module.get_config = get_config
 
 
-def suits(command: Words, own: typing.Mapping[str, str], usual: typing.Mapping[str, str]) -> bool:
-    """Return whether a copy runs a command as a new interpreter would. `own`: its variables. `usual`: those of all commands."""
-    environment = {**usual, **own}
+def suits(command: Words, variables: typing.Mapping[str, str], usual: typing.Mapping[str, str]) -> bool:
+    """Return whether a copy runs a command as a new interpreter would. `variables`: its own. `usual`: those of all commands."""
+    environment = {**usual, **variables}
     changed = {name for name, value in environment.items() if value != usual.get(name)} - HARMLESS
     if "-c" in command:
         return environment.get(SEED) == "0" and not any(name.startswith(STARTING) for name in changed - {SEED})
@@ -116,13 +116,13 @@ def run(command: Words, environment: typing.Mapping[str, str], streams: typing.S
     code: object = 0
     try:
         if "-c" in command:
-            place = command.index("-c") + 1
-            sys.argv = ["-c", *command[place + 1 :]]
+            index = command.index("-c") + 1
+            sys.argv = ["-c", *command[index + 1 :]]
             sys.modules["__main__"] = main = types.ModuleType("__main__")
-            exec(compile(command[place], "<string>", "exec"), main.__dict__)
+            exec(compile(command[index], "<string>", "exec"), main.__dict__)
         else:
-            place = command.index("pytest")
-            sys.argv = ["pytest", *command[place + 1 :]]
+            index = command.index("pytest")
+            sys.argv = ["pytest", *command[index + 1 :]]
             sys.path[:0] = [os.getcwd(), *filter(None, environment.get("PYTHONPATH", "").split(":"))]
             importlib.import_module("site").main()
             runpy.run_module("pytest", run_name="__main__", alter_sys=True)

@@ -15,8 +15,7 @@ from pathlib import Path
 CONTROLLERS = ("memory", "pids", "cpu")
 PERIOD_US = 100_000
 REMOVE_S = 2.0
-SWAP = ("memory.swap.max", "memory.memsw.limit_in_bytes")
-"""Limits that kernels without swap accounting do not have."""
+SWAP = ("memory.swap.max", "memory.memsw.limit_in_bytes")  # Limits that kernels without swap accounting do not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,38 +92,47 @@ class Cgroups:
     @classmethod
     def find(cls, proc: Path = Path("/proc/self")) -> Cgroups | str:
         """Return the places, or why there are none."""
-        mounts, own = _mounts(proc), _own(proc)
-        places = {}
-        for controller in (*CONTROLLERS, "cpuacct"):
-            if controller in own and (place := _place(mounts.get(controller), own[controller])):
-                places[controller] = place
+        mounts: dict[str, tuple[str, Path]] = {}  # controller -> root of what is mounted, mount point; "" for version 2
+        for line in (proc / "mountinfo").read_text().splitlines():
+            before, _, after = line.partition(" - ")
+            fields, (kind, *rest) = before.split(), after.split()
+            for controller in {"cgroup2": [""], "cgroup": rest[-1].split(",")}.get(kind, []):
+                mounts.setdefault(controller, (fields[3], Path(fields[4])))
+        lines = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
+        groups = {"": "/"} | {controller: path for _, names, path in lines for controller in names.split(",")}
+        folders = {name: _folder(mounts[name], groups[name]) for name in mounts if name in groups}
+        places = {name: folders[name] for name in (*CONTROLLERS, "cpuacct") if name in folders}
         if len(places) == 4:
-            closed = [str(place) for place in places.values() if not os.access(place, os.W_OK)]
+            closed = [str(folder) for folder in places.values() if not os.access(folder, os.W_OK)]
             return f"this user may not make groups in {closed[0]}" if closed else cls(places, 1)
-        place = _place(mounts.get(""), own.get("", "/"))
-        if place is None:
-            return "no cgroup hierarchy is mounted here"
-        return cls._unified(place)
+        return cls._unified(folders[""]) if "" in folders else "no cgroup hierarchy is mounted here"
 
     @classmethod
-    def _unified(cls, place: Path) -> Cgroups | str:
+    def _unified(cls, folder: Path) -> Cgroups | str:
         try:
-            there = (place / "cgroup.controllers").read_text().split()
-            if missing := [name for name in CONTROLLERS if name not in there]:
-                return f"this process's cgroup {place} has no controller {', '.join(missing)}"
-            if set(CONTROLLERS) - set((place / "cgroup.subtree_control").read_text().split()):
-                _make_room(place)
-                (place / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in CONTROLLERS))
+            available = (folder / "cgroup.controllers").read_text().split()
+            if missing := [name for name in CONTROLLERS if name not in available]:
+                return f"this process's cgroup {folder} has no controller {', '.join(missing)}"
+            if set(CONTROLLERS) - set((folder / "cgroup.subtree_control").read_text().split()):
+                # No group may have both processes and groups with limits: this process moves one down, if it is alone.
+                inside = (folder / "cgroup.procs").read_text().split()
+                if inside and folder.parent != folder and (folder / "cgroup.type").exists():
+                    if inside != [str(os.getpid())]:
+                        raise OSError(16, "other processes are in it")
+                    leaf = folder / "composer_nb-self"
+                    leaf.mkdir(exist_ok=True)
+                    (leaf / "cgroup.procs").write_text(inside[0])
+                (folder / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in CONTROLLERS))
         except OSError as error:
             return (
-                f"no groups can be made below {place} ({error.strerror}); start the program in a group of its own, as by "
+                f"no groups can be made below {folder} ({error.strerror}); start the program in a group of its own, as by "
                 "`systemd-run --user --scope -p Delegate=yes …`"
             )
-        return cls({"": place}, 2)
+        return cls({"": folder}, 2)
 
     def folders(self, name: str) -> tuple[Path, ...]:
         """Return the folders of a group of this name."""
-        return tuple(place / name for place in dict.fromkeys(self.places.values()))
+        return tuple(folder / name for folder in dict.fromkeys(self.places.values()))
 
     def make(self, folders: tuple[Path, ...], memory_bytes: int, processes: int, cpus: float) -> Cgroup:
         """Make a group with these limits. Raises OSError."""
@@ -154,47 +162,10 @@ class Cgroups:
         return limits | {"cpu.cfs_period_us": str(PERIOD_US), "cpu.cfs_quota_us": str(share)}
 
 
-def _make_room(place: Path) -> None:
-    """Version 2 lets no group have both processes and groups with limits, so this process moves one down, if it is alone."""
-    inside = (place / "cgroup.procs").read_text().split()
-    if inside and place.parent != place and (place / "cgroup.type").exists():
-        if inside != [str(os.getpid())]:
-            raise OSError(16, "other processes are in it")
-        leaf = place / "composer_nb-self"
-        leaf.mkdir(exist_ok=True)
-        (leaf / "cgroup.procs").write_text(inside[0])
-
-
-def _mounts(proc: Path) -> dict[str, tuple[str, Path]]:
-    """Return controller -> (root of what is mounted, mount point); "" for version 2."""
-    found: dict[str, tuple[str, Path]] = {}
-    for line in (proc / "mountinfo").read_text().splitlines():
-        before, _, after = line.partition(" - ")
-        fields, (kind, *rest) = before.split(), after.split()
-        if kind == "cgroup2":
-            found.setdefault("", (fields[3], Path(fields[4])))
-        elif kind == "cgroup":
-            for controller in rest[-1].split(","):
-                found.setdefault(controller, (fields[3], Path(fields[4])))
-    return found
-
-
-def _own(proc: Path) -> dict[str, str]:
-    """Return controller -> this process's group."""
-    found = {}
-    for line in (proc / "cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        for controller in controllers.split(","):
-            found[controller] = path
-    return found
-
-
-def _place(mount: tuple[str, Path] | None, own: str) -> Path | None:
+def _folder(mount: tuple[str, Path], group: str) -> Path:
     """Return the folder of a group in what is mounted; in a container the root of that is the container's own group."""
-    if mount is None:
-        return None
     root, point = mount
     with contextlib.suppress(ValueError):
-        own = "/" + str(Path(own).relative_to(root))
-    place = point / own.lstrip("/")
-    return place if place.is_dir() else point
+        group = "/" + str(Path(group).relative_to(root))
+    folder = point / group.lstrip("/")
+    return folder if folder.is_dir() else point

@@ -1,6 +1,6 @@
 """System calls that Python has no function for, by way of ctypes: namespaces, capabilities, system call filters.
 
-Part of the programs inside the sandboxes (`bundle.py` puts it there), so it uses the standard library alone.
+Part of the programs inside the sandboxes (`backend.resident_program` puts it there), so it uses the standard library alone.
 
 Covers Linux on x86_64 and aarch64, Python 3.9 and newer.
 """
@@ -16,11 +16,11 @@ import signal
 import struct
 import typing
 
+# Flags of clone(2).
 NAMESPACES = {
     "user": 0x10000000, "pid": 0x20000000, "mount": 0x00020000, "network": 0x40000000, "ipc": 0x08000000,
     "uts": 0x04000000, "cgroup": 0x02000000,
 }  # fmt: skip
-"""Flags of clone(2)."""
 MACHINES = {
     "x86_64": {"arch": 0xC000003E, "column": 0, "clone": 56, "clone3": 435, "capset": 126},
     "aarch64": {"arch": 0xC00000B7, "column": 1, "clone": 220, "clone3": 435, "capset": 91},
@@ -28,8 +28,7 @@ MACHINES = {
 PR_CAPBSET_DROP, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_SET_DUMPABLE = 24, 22, 38, 47, 4
 
 LOAD = "/proc/loadavg"
-BUFFERS = "4096 16384 65536"
-"""Bytes of a connection's buffer: minimum, initial, maximum."""
+BUFFERS = "4096 16384 65536"  # Bytes of a connection's buffer: minimum, initial, maximum
 
 # PyDLL: calls keep the interpreter's lock, which a raw clone needs.
 libc = ctypes.PyDLL(None, use_errno=True)
@@ -112,8 +111,8 @@ def patience(seconds: float) -> float:
             average, _, _, running = file.read().split()[:4]
     except OSError:
         return seconds
-    wanted = max(float(average), float(running.partition("/")[0]))  # the average follows a minute later
-    return seconds * max(1.0, wanted / len(os.sched_getaffinity(0)))
+    programs = max(float(average), float(running.partition("/")[0]))  # the average follows a minute later
+    return seconds * max(1.0, programs / len(os.sched_getaffinity(0)))
 
 
 def network_settings() -> dict[str, str]:

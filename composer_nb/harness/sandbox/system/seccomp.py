@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from composer_nb.harness.sandbox.system.linux import NAMESPACES
 
 # name: (x86_64, aarch64); None where the machine has no such call.
+# Always refused.
 KERNEL = {
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
     "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429),
@@ -40,7 +41,7 @@ KERNEL = {
     # The page cache belongs to files that sandboxes share; memory and load of the machine to all.
     "mincore": (27, 232), "cachestat": (451, 451), "readahead": (187, 213), "sysinfo": (99, 179),
 }  # fmt: skip
-"""Always refused."""
+# Refused to function calls too.
 PROCESS = {
     "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
@@ -54,12 +55,12 @@ PROCESS = {
     # Locks and watches belong to files of the library, which function calls share.
     "flock": (73, 32), "inotify_init": (253, None), "inotify_init1": (294, 26),
 }  # fmt: skip
-"""Refused to function calls too."""
+# Answered ENOSYS, as by a kernel without them, so that programs do without.
 ABSENT = {
     "io_setup": (206, 0),  # takes of a small number of contexts that the whole machine has
     "pidfd_open": (434, 434),  # its inode's number counts all processes of the machine
 }
-"""Answered ENOSYS, as by a kernel without them, so that programs do without."""
+# Allowed in part.
 RULED = {
     "socket": (41, 198), "socketpair": (53, 199), "ioctl": (16, 29), "prlimit64": (302, 261),
     "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
@@ -67,7 +68,6 @@ RULED = {
     "setrlimit": (160, 164), "fadvise64": (221, 223), "madvise": (28, 233), "preadv2": (327, 286), "getsockopt": (55, 209),
     "setsockopt": (54, 208), "prctl": (157, 167), "mmap": (9, 222), "memfd_create": (319, 279), "shmget": (29, 194),
 }  # fmt: skip
-"""Allowed in part."""
 # For network, ipc, uts, cgroup and time too: nobody may ask for any of them.
 ANY_NAMESPACE = sum(NAMESPACES.values()) | 0x00000080
 CLONE_THREAD, CLONE_VFORK = 0x00010000, 0x00004000
@@ -97,12 +97,12 @@ COUNTING = (57, 71, 76, 77)
 # counts, of which the whole machine has a fixed size.
 FILTERS = (26, 50, 51, 52, 73)
 BUFFER_SIZES = (7, 8)  # SO_SNDBUF, SO_RCVBUF: a megabyte and more for each socket
+# Options that are refused, by level.
 OF_THE_MACHINE = {
     0: (51,),  # IP_LOCAL_PORT_RANGE: with equal bounds, ports count the connections of all sandboxes
     SOCKET_LEVEL: COUNTING + FILTERS,
     41: (32,),  # IPV6_FLOWLABEL_MGR: of 4,096 labels, which the whole machine has
 }
-"""Options that are refused, by level."""
 CLONE_PIDFD = 0x1000
 # Offsets; of arguments, the low word.
 NUMBER, ARCHITECTURE, FIRST, SECOND, THIRD, FOURTH, SIXTH = 0, 4, 16, 24, 32, 40, 56
@@ -177,7 +177,7 @@ def system_call_filter(table: Mapping[str, int], *, calls: bool = False, locks: 
 
 def _only(argument: int, values: tuple[int, ...]) -> list[bytes]:
     """Refuse calls with any other value of this argument."""
-    checks = [_op(EQUAL, value, len(values) - place, 0) for place, value in enumerate(values)]
+    checks = [_op(EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)]
     return [_op(LOAD, argument), *checks, _op(RET, DENY), _op(RET, ALLOW)]
 
 

@@ -25,56 +25,57 @@ from composer_nb.harness.tasks.runtime import packages_of
 from composer_nb.harness.tasks.task import Task
 
 KEPT_SHARE = 0.8
-FEWEST = 8
-"""Tests that pass within the time of a suite that takes longer; the others are left out."""
-REPEATS = 4
-"""More runs of the tests that passed once and are quick enough."""
+FEWEST = 8  # Tests that pass within the time of a suite that takes longer; the others are left out.
+REPEATS = 4  # More runs of the tests that passed once and are quick enough.
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """The measured suite of one state of a repository."""
+    """The measured suite of one state of a repository.
+
+    Attributes:
+        plan: The tests that count, with their twins.
+        reach: By the keys of the tests that count.
+        left_out: Node id -> why a test does not count: failing, skipped, flaky, slow, reads its source.
+        suite_s: Seconds of one run of the tests that count.
+    """
 
     plan: GradePlan
-    """The tests that count, with their twins."""
     reach: Mapping[str, Reach]
-    """By the keys of the tests that count."""
     left_out: Mapping[str, str]
-    """Node id -> why a test does not count: failing, skipped, flaky, slow, reads its source."""
     suite_s: float
-    """Seconds of one run of the tests that count."""
 
     def nearest(self, places: Iterable[Place]) -> list[str]:
         """Return the keys of the tests that reach one of these functions, the most direct callers first."""
-        wanted = set(places)
+        functions = set(places)
         depths = {
-            key: min(depth for place, depth in reach.depths.items() if place in wanted)
+            key: min(depth for function, depth in reach.depths.items() if function in functions)
             for key, reach in self.reach.items()
-            if not wanted.isdisjoint(reach.depths)
+            if not functions.isdisjoint(reach.depths)
         }
         return sorted(depths, key=lambda key: (depths[key], len(self.reach[key].depths), key))
 
     def to_json(self) -> str:
-        places = sorted({place for reach in self.reach.values() for place in reach.depths})
-        numbers = {place: number for number, place in enumerate(places)}
+        places = sorted({function for reach in self.reach.values() for function in reach.depths})
+        numbers = {function: number for number, function in enumerate(places)}
         reach = {
-            key: [each.seconds, [[numbers[place], depth] for place, depth in each.depths.items()]]
-            for key, each in self.reach.items()
+            key: [test_reach.seconds, [[numbers[function], depth] for function, depth in test_reach.depths.items()]]
+            for key, test_reach in self.reach.items()
         }
-        held = {"plan": self.plan.to_json(), "places": places, "reach": reach, "left_out": dict(self.left_out)}
-        return json.dumps(held | {"suite_s": self.suite_s})
+        table = {"plan": self.plan.to_json(), "places": places, "reach": reach, "left_out": dict(self.left_out)}
+        return json.dumps(table | {"suite_s": self.suite_s})
 
     @classmethod
     def from_json(cls, text: str) -> Baseline:
-        held = json.loads(text)
-        places = [(path, line) for path, line in held["places"]]
+        table = json.loads(text)
+        places = [(path, line) for path, line in table["places"]]
         reach = {
             key: Reach(seconds=seconds, depths={places[number]: depth for number, depth in depths})
-            for key, (seconds, depths) in held["reach"].items()
+            for key, (seconds, depths) in table["reach"].items()
         }
         return cls(
-            plan=GradePlan.from_json(held["plan"]), reach=reach, left_out=held["left_out"], suite_s=held["suite_s"]
+            plan=GradePlan.from_json(table["plan"]), reach=reach, left_out=table["left_out"], suite_s=table["suite_s"]
         )
 
 
@@ -152,7 +153,7 @@ def measure(
         )
     say(f"looking for twins of {len(reach)} tests")
     plan = GradePlan(digest=digest(task), tests={key: names[key] for key in sorted(reach)})
-    plan, problems, _ = with_twins(task, plan, boxes)
+    plan, problems = with_twins(task, plan, boxes)
     if problems:
         raise ValueError(f"{repository.name}: its suite cannot be graded: {problems[0][:300]}")
     return Baseline(plan=plan, reach=reach, left_out=left_out, suite_s=min(ran.seconds for ran in again))
@@ -219,6 +220,6 @@ def _refuse_copies(repository: Repository, backend: Backend, spec: SandboxSpec) 
     if both := sorted(named & {*tops, *(top.removesuffix(".py") for top in tops)}):
         raise ValueError(f"{repository.name}: a copy of it is among the packages: {both[0]}, where an agent could look")
     with backend.create(spec) as box:
-        done = box.exec(["python3", *([] if spec.image else ["-S"]), "-c", _LOOK, *tops])
-    if found := done.stdout.decode("utf-8", "replace").strip():
-        raise ValueError(f"{repository.name}: a copy of it lies in the sandbox, at {found}, for an agent to look up")
+        result = box.exec(["python3", *([] if spec.image else ["-S"]), "-c", _LOOK, *tops])
+    if copy := result.stdout.decode("utf-8", "replace").strip():
+        raise ValueError(f"{repository.name}: a copy of it lies in the sandbox, at {copy}, for an agent to look up")

@@ -23,25 +23,25 @@ from composer_nb.harness.grading.source import Function
 from composer_nb.harness.tasks.making.mutations import KINDS
 from composer_nb.harness.untrusted import MAX_DIFF_LINES, opcodes
 
-MIN_LINES, MAX_LINES = 3, 160
-"""Lines of a function in which a bug may be planted."""
-MAX_TOKENS = 8000
-"""Tokens of such a function: lines can be long."""
-MAX_CHANGED = 24
-"""Maximum lines that one bug adds and removes, together."""
+MIN_LINES, MAX_LINES = 3, 160  # Lines of a function in which a bug may be planted.
+MAX_TOKENS = 8000  # Tokens of such a function: lines can be long.
+MAX_CHANGED = 24  # Maximum lines that one bug adds and removes, together.
 FEATURE_LINES = (6, 120)
 ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Whole lines of a file that hold a function or method that is in no other."""
+    """Whole lines of a file that hold a function or method that is in no other.
+
+    Attributes:
+        name: Qualified, `Class.method`.
+        start: First line, decorators included, from 1.
+    """
 
     path: str
     name: str
-    """Qualified, `Class.method`."""
     start: int
-    """First line, decorators included, from 1."""
     end: int
 
     @property
@@ -59,13 +59,16 @@ class Edit(Unit):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change that turns the repository into a task's workspace."""
+    """A change that turns the repository into a task's workspace.
+
+    Attributes:
+        parts: Keys of the component bugs, for a combined bug.
+    """
 
     kind: str
     edits: tuple[Edit, ...]
     places: tuple[Place, ...]
     parts: tuple[str, ...] = ()
-    """Keys of the component bugs, for a combined bug."""
 
     def apply(self, files: Mapping[str, str]) -> dict[str, str]:
         """Return the changed files."""
@@ -115,7 +118,7 @@ def _units(path: str, body: Iterable[ast.AST], base: str) -> Iterator[Unit]:
         if isinstance(node, ast.ClassDef):
             yield from _units(path, node.body, f"{base}{node.name}.")
         elif isinstance(node, Function):
-            start = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+            start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             assert node.end_lineno is not None
             yield Unit(path=path, name=base + node.name, start=start, end=node.end_lineno)
         elif isinstance(node, ast.If | ast.Try):
@@ -131,15 +134,15 @@ def text_of(unit: Unit, files: Mapping[str, str]) -> str:
 def bugs(files: Mapping[str, str], where: Sequence[Unit], seed: str) -> Iterator[Change]:
     """Yield distinct bugs in these units, for ROUNDS rounds. The same seed gives the same bugs."""
     used: Counter[str] = Counter()
-    seen: set[str] = set()
+    keys: set[str] = set()
     order = list(where)
     Random(f"bugs {seed}").shuffle(order)
     for number in range(ROUNDS):
         for unit in order:
             rng = Random(f"bugs {seed} {number} {unit.path} {unit.name}")
             for change in _drawn(unit, text_of(unit, files), rng, used):
-                if change.key not in seen:
-                    seen.add(change.key)
+                if change.key not in keys:
+                    keys.add(change.key)
                     used[change.kind] += 1
                     yield change
                     break
@@ -194,10 +197,12 @@ def _sites(tree: cst.Module, nested: bool, rng: Random) -> list[tuple[str, cst.C
     if nested:
         assert isinstance(root, cst.If)
         root = root.body.body[0]
-    seen = _NodeCollector()
-    root.visit(seen)
-    names = sorted(seen.names)
-    pairs = [(kind, mutate, node) for node in seen.nodes for kind, (mutate, t) in KINDS.items() if isinstance(node, t)]
+    collector = _NodeCollector()
+    root.visit(collector)
+    names = sorted(collector.names)
+    pairs = [
+        (kind, mutate, node) for node in collector.nodes for kind, (mutate, t) in KINDS.items() if isinstance(node, t)
+    ]
     return [(kind, node, new) for kind, mutate, node in pairs for new in mutate(node, rng, names)]
 
 
@@ -224,10 +229,13 @@ def features(files: Mapping[str, str], where: Sequence[Unit], seed: str) -> Iter
     for unit in order:
         text = text_of(unit, files)
         gone = _without_body(text) if FEATURE_LINES[0] <= text.count("\n") + 1 <= FEATURE_LINES[1] else ""
-        helpers = [each for each in where if each.path == unit.path and _only_helps(each, text, files)]
-        if gone and not any(each.start <= unit.end and unit.start <= each.end for each in helpers):
+        helpers = [helper for helper in where if helper.path == unit.path and _only_helps(helper, text, files)]
+        if gone and not any(helper.start <= unit.end and unit.start <= helper.end for helper in helpers):
             edits = [Edit(path=unit.path, name=unit.name, start=unit.start, end=unit.end, text=gone)]
-            edits += [Edit(path=each.path, name=each.name, start=each.start, end=each.end, text="") for each in helpers]
+            edits += [
+                Edit(path=helper.path, name=helper.name, start=helper.start, end=helper.end, text="")
+                for helper in helpers
+            ]
             yield Change(kind="feature", edits=tuple(edits), places=(unit.place,))
 
 
@@ -244,9 +252,9 @@ def _without_body(text: str) -> str:
         return ""
     if node is None or not ast.get_docstring(node):
         return ""
-    head = [node.lineno, *(each.end_lineno for each in ast.walk(node.args) if isinstance(each, ast.expr | ast.arg))]
+    head = [node.lineno, *(part.end_lineno for part in ast.walk(node.args) if isinstance(part, ast.expr | ast.arg))]
     head += [node.returns.end_lineno] if node.returns else []
-    if node.body[0].lineno <= max(each or 0 for each in head):
+    if node.body[0].lineno <= max(part or 0 for part in head):
         return ""
     lines = text.split("\n")
     first = node.body[0].lineno - 1 - header_of(text).count("\n")
@@ -259,7 +267,7 @@ def _only_helps(unit: Unit, text: str, files: Mapping[str, str]) -> bool:
         return False
     word = re.compile(rf"\b{re.escape(unit.name)}\b")
     inside = len(word.findall(text))
-    everywhere = sum(len(word.findall(each)) for each in files.values() if unit.name in each)
+    everywhere = sum(len(word.findall(source)) for source in files.values() if unit.name in source)
     return inside > 0 and everywhere == inside + len(word.findall(text_of(unit, files)))
 
 
@@ -272,19 +280,19 @@ def combined(changes: Sequence[Change], seed: str) -> Iterator[Change]:
         first = left.pop(0)
         size = rng.choice((2, 2, 3))
         chosen = [first]
-        left.sort(key=lambda each: each.edits[0].path != first.edits[0].path)  # stable
-        for each in list(left):
-            if len(chosen) < size and not any(_overlap(each, other) for other in chosen):
-                chosen.append(each)
-                left.remove(each)
+        left.sort(key=lambda change: change.edits[0].path != first.edits[0].path)  # stable
+        for change in list(left):
+            if len(chosen) < size and not any(_overlap(change, other) for other in chosen):
+                chosen.append(change)
+                left.remove(change)
         if len(chosen) > 1:
             yield Change(
                 kind="combined",
-                edits=tuple(edit for each in chosen for edit in each.edits),
-                places=tuple(dict.fromkeys(place for each in chosen for place in each.places)),
-                parts=tuple(each.key for each in chosen),
+                edits=tuple(edit for change in chosen for edit in change.edits),
+                places=tuple(dict.fromkeys(function for change in chosen for function in change.places)),
+                parts=tuple(change.key for change in chosen),
             )
 
 
-def _overlap(one: Change, other: Change) -> bool:
-    return any(a.path == b.path and a.start <= b.end and b.start <= a.end for a in one.edits for b in other.edits)
+def _overlap(first: Change, other: Change) -> bool:
+    return any(a.path == b.path and a.start <= b.end and b.start <= a.end for a in first.edits for b in other.edits)

@@ -14,9 +14,9 @@ from composer_nb.harness import syntax
 from composer_nb.harness.tasks.making.changes import function_of
 from composer_nb.harness.tasks.making.symptoms import MAX_QUOTE, Symptom, find
 
-SAYS = 5
-"""Words that a docstring must have to say what a function is for."""
+SAYS = 5  # Words that a docstring must have to say what a function is for.
 # {c}: call, {w}: wanted, {o}: observed, {e}: exception, {m}: message, {x}: what should come instead
+# Kind of symptom -> wordings of a call that says everything, and what follows lines that reproduce it.
 WORDINGS: dict[str, tuple[tuple[str, ...], str]] = {
     "value": (
         (
@@ -44,7 +44,6 @@ WORDINGS: dict[str, tuple[tuple[str, ...], str]] = {
         "It should raise {e}, but nothing is raised.",
     ),
 }
-"""Kind of symptom -> wordings of a call that says everything, and what follows lines that reproduce it."""
 LEADS = ("This used to work:", "Can you look into this?", "There is a regression. To reproduce:", "please fix this:")
 EXTRAS = ("", "", "{n} of our tests fail because of it.", "Don't touch the tests.", "Keep the change small.")
 HEADS = ("Several things broke:", "please fix these:", "A few reports came in, likely not related:")
@@ -56,16 +55,16 @@ def write(symptoms: Sequence[Symptom], failing: int, seed: str) -> str:
     if len(symptoms) == 1:
         extra = rng.choice(EXTRAS) if failing > 1 else ""
         return "\n\n".join(filter(None, (_said(symptoms[0], rng), extra.format(n=failing))))
-    said = ["\n  ".join(_said(each, rng).split("\n")) for each in symptoms]
-    return "\n\n".join([rng.choice(HEADS), *(f"{number}. {text}" for number, text in enumerate(said, 1))])
+    items = ["\n  ".join(_said(item, rng).split("\n")) for item in symptoms]
+    return "\n\n".join([rng.choice(HEADS), *(f"{number}. {text}" for number, text in enumerate(items, 1))])
 
 
 def _said(symptom: Symptom, rng: Random) -> str:
     one_line, after_code = WORDINGS[symptom.kind]
     words = {
         "c": symptom.call,
-        "w": _quoted(symptom.wanted),
-        "o": _quoted(symptom.seen),
+        "w": _quoted(symptom.expected),
+        "o": _quoted(symptom.actual),
         "e": symptom.exception or symptom.missing,
         "m": f": {symptom.message}" if symptom.message else "",
         "x": _instead(symptom),
@@ -74,8 +73,10 @@ def _said(symptom: Symptom, rng: Random) -> str:
     if not symptom.code:
         return rng.choice(one_line).format(**words)
     setup = " and ".join(f"`{name}`" for name in symptom.setup)
-    known = f" ({setup} {'come' if len(symptom.setup) > 1 else 'comes'} from the setup of our tests.)" if setup else ""
-    return f"{rng.choice(LEADS)}\n\n```python\n{symptom.code}\n```\n\n{after_code.format(**words)}{known}"
+    setup_note = (
+        f" ({setup} {'come' if len(symptom.setup) > 1 else 'comes'} from the setup of our tests.)" if setup else ""
+    )
+    return f"{rng.choice(LEADS)}\n\n```python\n{symptom.code}\n```\n\n{after_code.format(**words)}{setup_note}"
 
 
 def _instead(symptom: Symptom) -> str:
@@ -84,9 +85,9 @@ def _instead(symptom: Symptom) -> str:
         return f"It should raise {symptom.missing}."
     if symptom.code:
         return "It should not."
-    if not symptom.wanted:
+    if not symptom.expected:
         return "It worked before."
-    return f"It should give {_quoted(symptom.wanted)}."
+    return f"It should give {_quoted(symptom.expected)}."
 
 
 def _quoted(value: str) -> str:
@@ -106,12 +107,16 @@ def write_feature(path: str, name: str, text: str, seed: str, examples: Sequence
     arguments = ast.unparse(node.args)
     call = f"{name}({arguments})" if len(arguments) <= MAX_QUOTE else f"{name}(…)"
     longer = documented if len(documented) <= 900 else "\n\n".join(paragraphs[:2])[:900].rstrip()
-    plain = [each for each in examples if each.alone and each.call and each.wanted and not each.code]
-    own = name.rpartition(".")[2]
-    plain = sorted({each.call: each for each in plain}.values(), key=lambda each: own not in each.call)[:2]
-    shown = " and ".join(f"`{each.call}` should give `{each.wanted}`" for each in plain)
-    shown = f"\n\nFor example, {shown}." if shown else ""
-    if len(documented.split()) < SAYS and not shown:
+    plain = [
+        example for example in examples if example.alone and example.call and example.expected and not example.code
+    ]
+    short_name = name.rpartition(".")[2]
+    plain = sorted(
+        {example.call: example for example in plain}.values(), key=lambda example: short_name not in example.call
+    )[:2]
+    example_text = " and ".join(f"`{example.call}` should give `{example.expected}`" for example in plain)
+    example_text = f"\n\nFor example, {example_text}." if example_text else ""
+    if len(documented.split()) < SAYS and not example_text:
         return ""
     brief = brief if len(brief.split()) >= SAYS else longer
     styles = (
@@ -120,7 +125,7 @@ def write_feature(path: str, name: str, text: str, seed: str, examples: Sequence
         f"We need `{call}` ({path}):\n\n{longer}",
         f"`{name}` in {path} is missing its implementation. {brief} The signature stays as it is.",
     )
-    return rng.choice(styles) + shown
+    return rng.choice(styles) + example_text
 
 
 def without_tests(text: str, keys: Iterable[str]) -> str:

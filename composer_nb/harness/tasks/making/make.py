@@ -1,7 +1,7 @@
 """Make tasks from a repository with a pytest suite: `composer-nb tasks make`.
 
 The same repository, seed and limit give the same tasks: candidates are drawn in a fixed order, tried some at a time, and kept in
-that order, whichever finishes first. Outcomes are stored (`store.py`), so the same command continues where it was interrupted,
+that order, whichever finishes first. Outcomes are stored (`TaskStore`), so the same command continues where it was interrupted,
 and a larger limit reuses what is known.
 """
 
@@ -26,34 +26,31 @@ from composer_nb.harness.tasks.making.baseline import Baseline, measure
 from composer_nb.harness.tasks.making.changes import Change, bugs, combined, features
 from composer_nb.harness.tasks.making.options import INI, Options, RunOptions, given_packages, plugins_in, read_options
 from composer_nb.harness.tasks.making.repository import Repository, read_repository
-from composer_nb.harness.tasks.making.store import TaskStore
-from composer_nb.harness.tasks.making.trial import Subject, TrialOutcome, settle
+from composer_nb.harness.tasks.making.trial import Subject, TaskStore, TrialOutcome, settle
 from composer_nb.harness.tasks.runtime import PACKAGES, PACKAGES_DIGEST, allow_packages, packages_digest
 from composer_nb.harness.tasks.task import Task, save_tasks
 
 TASKS, RECORD, SUMMARY = "tasks.jsonl", "made.db", "summary.json"
-SIDE_BY_SIDE = 2
-"""Sandboxes at a time."""
-AHEAD = 12
-"""Candidates drawn at a time."""
-SHARE = 6
-"""One task in SHARE is a missing feature, and one combines several bugs."""
-BELOW = 24
-"""Tasks below the required guard, without one that reaches it, after which a run ends."""
-FORMAT = "7"
-"""Version of the record. A new number makes earlier outcomes invalid."""
+SIDE_BY_SIDE = 2  # Sandboxes at a time.
+AHEAD = 12  # Candidates drawn at a time.
+SHARE = 6  # One task in SHARE is a missing feature, and one combines several bugs.
+BELOW = 24  # Tasks below the required guard, without one that reaches it, after which a run ends.
+FORMAT = "8"  # Version of the record. A new number makes earlier outcomes invalid.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MakeProgress:
-    """The progress of one run."""
+    """The progress of one run.
+
+    Attributes:
+        below: Tasks that were left out because of their guard.
+    """
 
     doing: str
-    kept: int = 0
-    wanted: int = 0
+    tasks: int = 0
+    limit: int = 0
     tried: int = 0
     below: str = ""
-    """Tasks that were left out because of their guard."""
 
 
 Told = Callable[[MakeProgress], None]
@@ -118,9 +115,9 @@ def prepared(repository: Repository, running: RunOptions) -> tuple[Repository, O
     settings: dict[str, str] = {"image": running.image} if running.image else {}
     plugins: list[str] = []
     if running.packages is not None:
-        folder, held = running.packages.resolve(), given_packages(running.packages)
+        folder, packages = running.packages.resolve(), given_packages(running.packages)
         allow_packages(folder)
-        settings |= {PACKAGES: str(folder), PACKAGES_DIGEST: packages_digest(held)}
+        settings |= {PACKAGES: str(folder), PACKAGES_DIGEST: packages_digest(packages)}
         plugins = plugins_in(folder)
     options = read_options(repository.files, running.pytest_args, plugins)
     settings |= {INI: options.ini} if options.ini else {}
@@ -129,13 +126,13 @@ def prepared(repository: Repository, running: RunOptions) -> tuple[Repository, O
 
 def _claim(store: TaskStore, repository: Repository, seed: str, out: Path, ways: list[Any]) -> None:
     """Note whose tasks `out` holds. Raises ValueError if they belong to another repository or setting."""
-    held = [FORMAT, seed, sorted(repository.files.items()), sorted(repository.settings.items()), ways]
-    own = hashlib.sha256(json.dumps(held).encode()).hexdigest()
-    if "baseline" in store.facts and store.facts.get("made of") != own:  # without one, nothing was made yet
+    origin = [FORMAT, seed, sorted(repository.files.items()), sorted(repository.settings.items()), ways]
+    fingerprint = hashlib.sha256(json.dumps(origin).encode()).hexdigest()
+    if "baseline" in store.facts and store.facts.get("made of") != fingerprint:  # without one, nothing was made yet
         raise ValueError(
             f"--out {out}: holds tasks of another repository, state of it, seed, or way to run its tests; choose another folder"
         )
-    store.keep_fact("made of", own)
+    store.keep_fact("made of", fingerprint)
 
 
 class Maker:
@@ -203,7 +200,7 @@ class Maker:
 
     def _tell(self, doing: str) -> None:
         below = f"below --require {self.require}: {guards_line(self.below)}" if self.below else ""
-        self.report(MakeProgress(doing=doing, kept=len(self.found), wanted=self.limit, tried=self.tried, below=below))
+        self.report(MakeProgress(doing=doing, tasks=len(self.found), limit=self.limit, tried=self.tried, below=below))
 
 
 def _summary(maker: Maker, tasks: Sequence[Task], wall_s: float) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Tasks from what developers did: the commits of a checkout, or consecutive releases of a library.
 
 The workspace is the state before. The request is the commit's message, or what the release adds to the changelog; for a commit
-that holds an agent's accepted change, it is what the user had asked (`logs.py`). The hidden tests are the test modules that the
-change touches, as they are afterwards. Visible tests of these modules that pass before and fail afterwards are removed. A task
-is kept if some hidden tests fail before, all that count pass afterwards, and repeats agree. dulwich reads the history and runs
-nothing, so a hostile checkout cannot name programs.
+that holds an agent's accepted change, it is what the user had asked (`production/requests.py`). The hidden tests are the test
+modules that the change touches, as they are afterwards. Visible tests of these modules that pass before and fail afterwards are
+removed. A task is kept if some hidden tests fail before, all that count pass afterwards, and repeats agree. dulwich reads the
+history and runs nothing, so a hostile checkout cannot name programs.
 
 What a request does not name, but its tests need, is added as a list of names, as in SWE-bench Pro (arXiv 2509.16941).
 """
@@ -19,7 +19,7 @@ import stat
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -39,27 +39,20 @@ from composer_nb.harness.tasks.making.instructions import without_tests
 from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, MakeProgress, Told, prepared
 from composer_nb.harness.tasks.making.options import RunOptions, read_options
 from composer_nb.harness.tasks.making.repository import Repository, of_files, read_repository, supports_tests, unwanted
-from composer_nb.harness.tasks.making.store import TaskStore
-from composer_nb.harness.tasks.making.trial import TrialOutcome, needed
+from composer_nb.harness.tasks.making.trial import TaskStore, TrialOutcome, needed
 from composer_nb.harness.tasks.runtime import limits_spec, workspace
 from composer_nb.harness.tasks.scope import in_scope, is_test_module
 from composer_nb.harness.tasks.task import Task, save_tasks
 from composer_nb.harness.untrusted import opcodes
-from composer_nb.production.requests import AcceptedRequest, asked, request_behind
 
 if TYPE_CHECKING:
     from dulwich.repo import Repo
 
-MIN_WORDS = 4
-"""Words of a message that asks for something."""
-MAX_REQUEST = 4000
-"""Characters of a request."""
-MAX_MESSAGE = 4 * MAX_REQUEST
-"""Characters of a message or a changelog that are read for one."""
-UNFETCHED = "not fetched"
-"""Verdict on commits of which a shallow or partial clone lacks a part."""
-SLOW = 6
-"""A test may take one part in six of the time limit of a run."""
+MIN_WORDS = 4  # Words of a message that asks for something.
+MAX_REQUEST = 4000  # Characters of a request.
+MAX_MESSAGE = 4 * MAX_REQUEST  # Characters of a message or a changelog that are read for one.
+UNFETCHED = "not fetched"  # Verdict on commits of which a shallow or partial clone lacks a part.
+SLOW = 6  # A test may take one part in six of the time limit of a run.
 TRAILER = re.compile(
     r"^([\w-]+-by|Change-Id|Refs?|See|Link|BREAKING CHANGE|PiperOrigin-RevId)\b.*:|^https?://\S+$", re.I
 )
@@ -73,9 +66,17 @@ CHANGELOG = re.compile(
 )
 
 
+# Returns the request behind the change from one state of a repository's files to another; empty if none is known.
+RequestBehind = Callable[[dict[str, str], dict[str, str]], str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Two states of a repository, and what was asked between them. `unfit`: why there are no such states."""
+    """Two states of a repository, and what was asked between them. `unfit`: why there are no such states.
+
+    Attributes:
+        logged: Whether the request is from an agent's log.
+    """
 
     id: str
     before: Repository | None = None
@@ -83,7 +84,6 @@ class Candidate:
     request: str = ""
     unfit: str = ""
     logged: bool = False
-    """Whether the request is from an agent's log."""
 
     @property
     def key(self) -> str:
@@ -99,7 +99,7 @@ def mine(
     limit: int = 30,
     commits: int = 200,
     most_lines: int = 400,
-    requests: Sequence[Path] = (),
+    request_behind: RequestBehind | None = None,
     running: RunOptions | None = None,
     report: Told = lambda state: None,
 ) -> dict[str, Any]:
@@ -112,14 +112,12 @@ def mine(
         paths: a checkout, or folders of releases, the oldest first.
         commits: looks at this many, the newest first.
         most_lines: leaves out changes of more source lines, added and removed.
-        requests: results of `composer-nb agent` on this repository, or folders of such.
+        request_behind: what a user asked for in the conversations that a commit holds; empty if there is none.
 
-    Raises FileNotFoundError and ValueError for paths that hold no repository or no result, and SandboxFailure.
+    Raises FileNotFoundError and ValueError for paths that hold no repository, and SandboxFailure.
     """
     began, running, left_out = time.monotonic(), running or RunOptions(), dict[str, str]()
-    if requests and len(paths) > 1:
-        raise ValueError("--requests: only commits hold the changes of agents, so give one checkout and no releases")
-    candidates = releases(paths) if len(paths) > 1 else history(paths[0], commits, asked(requests))
+    candidates = releases(paths) if len(paths) > 1 else history(paths[0], commits, request_behind)
     tasks: list[Task] = []
     with TaskStore(out / RECORD) as store:
         origin = repr([[str(path.resolve()) for path in paths], most_lines, running])
@@ -132,7 +130,7 @@ def mine(
         for candidate in candidates:
             if len(tasks) == limit:
                 break
-            report(MakeProgress(doing=candidate.id, kept=len(tasks), wanted=limit, tried=len(rows)))
+            report(MakeProgress(doing=candidate.id, tasks=len(tasks), limit=limit, tried=len(rows)))
             left_out |= candidate.after.left_out if candidate.after else {}
             store.keep_fact("mined from", fingerprint)  # once its history could be read
             if (earlier := store.outcomes.get(candidate.key)) is None or earlier.verdict == UNFETCHED:
@@ -160,7 +158,7 @@ def mine(
     return summary
 
 
-def history(path: Path, commits: int, log: Sequence[AcceptedRequest] = ()) -> Iterator[Candidate]:
+def history(path: Path, commits: int, request_behind: RequestBehind | None = None) -> Iterator[Candidate]:
     """Yield the commits of a checkout, the newest first. Raises ValueError if it is none that can be read."""
     from dulwich import errors
     from dulwich.object_store import iter_tree_contents
@@ -193,7 +191,7 @@ def history(path: Path, commits: int, log: Sequence[AcceptedRequest] = ()) -> It
                 message = request_of(commit.message.decode("utf-8", "replace"))
                 if len(commit.parents) != 1:
                     yield Candidate(id=name, unfit="merge" if commit.parents else "first")
-                elif not (message or log):
+                elif not (message or request_behind):
                     yield Candidate(id=name)
                 else:
                     try:
@@ -207,9 +205,9 @@ def history(path: Path, commits: int, log: Sequence[AcceptedRequest] = ()) -> It
                             raise
                         yield Candidate(id=name, unfit=f"{UNFETCHED}: {_short(error)}; `{fetch}` brings it")
                     else:
-                        logged_request = request_behind(log, before.files, after.files)[:MAX_REQUEST]
-                        asks = logged_request or message
-                        yield Candidate(id=name, before=before, after=after, request=asks, logged=bool(logged_request))
+                        logged = request_behind(before.files, after.files)[:MAX_REQUEST] if request_behind else ""
+                        request = logged or message
+                        yield Candidate(id=name, before=before, after=after, request=request, logged=bool(logged))
         except (KeyError, OSError, ValueError, zlib.error, errors.MissingCommitError, errors.ObjectMissing) as error:
             raise ValueError(f"{path}: its history cannot be read: {error!r}") from None
 
@@ -268,7 +266,7 @@ def draft(candidate: Candidate, most_lines: int, running: RunOptions) -> Task | 
     if before is None or after is None or not candidate.request:
         return candidate.unfit or "no request"
     try:
-        held, options = prepared(after, running)
+        with_packages, options = prepared(after, running)
     except ValueError as error:
         return f"unfit: {str(error)[:200]}"
     changed = {path for path, text in after.files.items() if before.files.get(path) != text}
@@ -276,8 +274,8 @@ def draft(candidate: Candidate, most_lines: int, running: RunOptions) -> Task | 
     support = {path for path in changed if supports_tests(path) and not is_test_module(path)}
     hidden = {path: after.files[path] for path in {*needed(after.hidden, modules), *support}} if modules else {}
     scope = tuple(sorted({*before.scope, *after.scope}))
-    own = [path for path in changed - hidden.keys() if in_scope(path, scope)]
-    solution = {path: after.files[path] for path in own if not supports_tests(path)}
+    paths = [path for path in changed - hidden.keys() if in_scope(path, scope)]
+    solution = {path: after.files[path] for path in paths if not supports_tests(path)}
     if not any(path in after.sources for path in solution):
         return "no source"
     if not modules:
@@ -297,7 +295,7 @@ def draft(candidate: Candidate, most_lines: int, running: RunOptions) -> Task | 
             solution=solution,
             source_scope=scope,
             grader="pytest",
-            metadata=held.settings | facts,
+            metadata=with_packages.settings | facts,
         )
     except ValueError as error:
         return f"unfit: {str(error)[:200]}"
@@ -342,8 +340,8 @@ def first_look(task: Task, boxes: Boxes, running: RunOptions) -> tuple[dict[str,
         [before] = boxes.run([job(task, workspace(task), keys=frozenset(counted))])
     except (SandboxDied, RunnerEnded):
         return counted, slow, ""
-    seen = [key for key in counted if not before.result(key).passed]
-    return counted, slow, "" if seen else "unseen: all tests pass without a change"
+    failing = [key for key in counted if not before.result(key).passed]
+    return counted, slow, "" if failing else "unseen: all tests pass without a change"
 
 
 def current(task: Task, candidate: Candidate, boxes: Boxes) -> dict[str, str]:
@@ -351,33 +349,33 @@ def current(task: Task, candidate: Candidate, boxes: Boxes) -> dict[str, str]:
 
     Such tests hold what the request changes, so they would mislead an agent. Raises SandboxFailure.
     """
-    known = candidate.after.files if candidate.after else {}
-    shown = {path: text for path, text in task.files.items() if is_test_module(path) and known.get(path) != text}
-    if not shown:
+    later = candidate.after.files if candidate.after else {}
+    touched = {path: text for path, text in task.files.items() if is_test_module(path) and later.get(path) != text}
+    if not touched:
         return {}
-    twin = task.model_copy(update={"tests": shown})
+    twin = task.model_copy(update={"tests": touched})
     jobs = [replace(job(twin, files), test_s=boxes.timeout_s / SLOW) for files in (workspace(task), gold_files(task))]
     try:
         before, after = boxes.run(jobs)
     except (SandboxDied, RunnerEnded):
         return {}
     gone = [key for key, result in before.results.items() if result.passed and not after.result(key).passed]
-    texts = {path: [key for key in gone if key.startswith(f"{path}::")] for path in shown}
-    return {path: without_tests(shown[path], keys) for path, keys in texts.items() if keys}
+    texts = {path: [key for key in gone if key.startswith(f"{path}::")] for path in touched}
+    return {path: without_tests(touched[path], keys) for path, keys in texts.items() if keys}
 
 
 def unnamed(before: Repository, after: Repository, tests: dict[str, str], request: str) -> list[str]:
     """Return the names of new modules, functions, classes, attributes, parameters and variables that tests use and the request
     does not mention."""
     changed = {p: before.files.get(p, "") for p in after.sources if before.files.get(p) != after.files[p]}
-    made, more = (
+    definitions, more = (
         set[str]().union(*(names(path, after.files[path]) - names(path, text) for path, text in changed.items()))
         for names in (defined, declared)
     )
-    wanted = [name for name in (made | more) & used(tests) if not re.search(rf"\b{re.escape(name)}\b", request)]
-    known = "\n".join(before.files[path] for path in before.sources) if wanted else ""
-    signs = {name: r"(\b(def|class) |\.)" if name in made else r"\b" for name in wanted}
-    return sorted(name for name, sign in signs.items() if not re.search(rf"{sign}{re.escape(name)}\b", known))
+    missing = [name for name in (definitions | more) & used(tests) if not re.search(rf"\b{re.escape(name)}\b", request)]
+    sources = "\n".join(before.files[path] for path in before.sources) if missing else ""
+    signs = {name: r"(\b(def|class) |\.)" if name in definitions else r"\b" for name in missing}
+    return sorted(name for name, sign in signs.items() if not re.search(rf"{sign}{re.escape(name)}\b", sources))
 
 
 def used(tests: Mapping[str, str]) -> set[str]:
@@ -395,14 +393,19 @@ def defined(path: str, text: str) -> set[str]:
     cannot be parsed."""
     nodes = nodes_of(text)
     set_here = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    own = {path.rpartition("/")[2].removesuffix(".py")} if text and nodes else set()
-    return own | set_here | {node.name for node in nodes if isinstance(node, Function | ast.ClassDef)}
+    module_name = {path.rpartition("/")[2].removesuffix(".py")} if text and nodes else set()
+    return module_name | set_here | {node.name for node in nodes if isinstance(node, Function | ast.ClassDef)}
 
 
 def declared(path: str, text: str) -> set[str]:
     """Return the names of the parameters of a module's functions, and of the variables of the module and its classes."""
     nodes = nodes_of(text)
-    bodies = [each for node in nodes if isinstance(node, ast.Module | ast.ClassDef) for each in node.body]
-    places = [node for each in bodies if isinstance(each, ast.Assign | ast.AnnAssign) for node in ast.walk(each)]
+    bodies = [statement for node in nodes if isinstance(node, ast.Module | ast.ClassDef) for statement in node.body]
+    places = [
+        node
+        for statement in bodies
+        if isinstance(statement, ast.Assign | ast.AnnAssign)
+        for node in ast.walk(statement)
+    ]
     names = {node.id for node in places if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     return names | {node.arg for node in nodes if isinstance(node, ast.arg)}

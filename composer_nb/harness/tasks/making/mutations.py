@@ -17,8 +17,8 @@ from typing import Any
 import libcst as cst
 
 Mutate = Callable[[Any, Random, Sequence[str]], Iterator[cst.CSTNode]]
+# Kind -> its generator, and the node types that it applies to.
 Kinds = dict[str, tuple[Mutate, tuple[type[cst.CSTNode], ...]]]
-"""Kind -> its generator, and the node types that it applies to."""
 Block = cst.IndentedBlock
 
 PAIRS: list[tuple[type[cst.CSTNode], type[cst.CSTNode]]] = [
@@ -26,7 +26,7 @@ PAIRS: list[tuple[type[cst.CSTNode], type[cst.CSTNode]]] = [
     (cst.Is, cst.IsNot), (cst.And, cst.Or), (cst.Add, cst.Subtract), (cst.Divide, cst.FloorDivide), (cst.BitAnd, cst.BitOr),
     (cst.LeftShift, cst.RightShift), (cst.AddAssign, cst.SubtractAssign),
 ]  # fmt: skip
-OTHER_OPERATOR = {one: other for pair in PAIRS for one, other in (pair, pair[::-1])} | {
+OTHER_OPERATOR = {first: second for pair in PAIRS for first, second in (pair, pair[::-1])} | {
     cst.Multiply: cst.FloorDivide, cst.Modulo: cst.FloorDivide, cst.Power: cst.Multiply, cst.BitXor: cst.BitOr,
     cst.MultiplyAssign: cst.AddAssign, cst.BitOrAssign: cst.BitAndAssign,
 }  # fmt: skip
@@ -64,7 +64,7 @@ def negate(node: Any, rng: Random, names: Sequence[str]) -> Iterator[cst.CSTNode
     else:
         contrary = cst.UnaryOperation(operator=cst.Not(), expression=_enclosed(node.test))
     # `if(x)` needs a space once the parentheses are not first any more.
-    spaces = [each for each in ("whitespace_before_test", "whitespace_after_while") if hasattr(node, each)]
+    spaces = [field for field in ("whitespace_before_test", "whitespace_after_while") if hasattr(node, field)]
     yield node.with_changes(test=contrary, **dict.fromkeys(spaces, cst.SimpleWhitespace(" ")))
 
 
@@ -108,11 +108,11 @@ def chain(node: Any, rng: Random, names: Sequence[str]) -> Iterator[cst.CSTNode]
 
 def arguments(node: cst.Call, rng: Random, names: Sequence[str]) -> Iterator[cst.CSTNode]:
     """Two neighbouring arguments change places."""
-    for place, (one, other) in enumerate(pairwise(node.args)):
-        plain = all(each.keyword is None and not each.star for each in (one, other))
-        if plain and not one.value.deep_equals(other.value):
-            swapped = [one.with_changes(value=other.value), other.with_changes(value=one.value)]
-            yield node.with_changes(args=[*node.args[:place], *swapped, *node.args[place + 2 :]])
+    for index, (first, other) in enumerate(pairwise(node.args)):
+        plain = all(argument.keyword is None and not argument.star for argument in (first, other))
+        if plain and not first.value.deep_equals(other.value):
+            swapped = [first.with_changes(value=other.value), other.with_changes(value=first.value)]
+            yield node.with_changes(args=[*node.args[:index], *swapped, *node.args[index + 2 :]])
 
 
 def default(node: cst.Param, rng: Random, names: Sequence[str]) -> Iterator[cst.CSTNode]:
@@ -154,11 +154,11 @@ def callee(node: cst.Call, rng: Random, names: Sequence[str]) -> Iterator[cst.CS
 def exception(node: Any, rng: Random, names: Sequence[str]) -> Iterator[cst.CSTNode]:
     """Another exception is raised, or waited for."""
     field = "exc" if isinstance(node, cst.Raise) else "type"
-    wanted = getattr(node, field)
-    name = wanted.func if isinstance(wanted, cst.Call) else wanted
+    raised = getattr(node, field)
+    name = raised.func if isinstance(raised, cst.Call) else raised
     if isinstance(name, cst.Name) and name.value in EXCEPTIONS:
         new = cst.Name(rng.choice([other for other in EXCEPTIONS if other != name.value]))
-        yield node.with_changes(**{field: wanted.with_changes(func=new) if isinstance(wanted, cst.Call) else new})
+        yield node.with_changes(**{field: raised.with_changes(func=new) if isinstance(raised, cst.Call) else new})
 
 
 # Statements.
@@ -184,9 +184,9 @@ def once(node: Any, rng: Random, names: Sequence[str]) -> Iterator[cst.CSTNode]:
 
 def order(node: Block, rng: Random, names: Sequence[str]) -> Iterator[cst.CSTNode]:
     """Two neighbouring lines change places."""
-    for place, (one, other) in enumerate(pairwise(node.body)):
-        if all(_is(each, cst.Assign, cst.AugAssign, cst.Expr) and not _is_docstring(each) for each in (one, other)):
-            yield node.with_changes(body=[*node.body[:place], other, one, *node.body[place + 2 :]])
+    for index, (first, other) in enumerate(pairwise(node.body)):
+        if all(_is(line, cst.Assign, cst.AugAssign, cst.Expr) and not _is_docstring(line) for line in (first, other)):
+            yield node.with_changes(body=[*node.body[:index], other, first, *node.body[index + 2 :]])
 
 
 def _lost(field: str, fits: Callable[[Any], bool]) -> Mutate:
@@ -194,8 +194,8 @@ def _lost(field: str, fits: Callable[[Any], bool]) -> Mutate:
 
     def without(node: Any, rng: Random, names: Sequence[str]) -> Iterator[cst.CSTNode]:
         items = getattr(node, field)
-        for place, item in enumerate(items):
-            left = [*items[:place], *items[place + 1 :]]
+        for index, item in enumerate(items):
+            left = [*items[:index], *items[index + 1 :]]
             if field == "body":
                 left = left or [cst.SimpleStatementLine(body=[cst.Pass()])]
             elif left and hasattr(left[-1], "comma"):
@@ -210,9 +210,9 @@ def _unwrapped(*kinds: type[cst.CSTNode]) -> Mutate:
     """Return the kind that leaves the body of a compound statement without the statement around it."""
 
     def inside(node: Block, rng: Random, names: Sequence[str]) -> Iterator[cst.CSTNode]:
-        for place, statement in enumerate(node.body):
+        for index, statement in enumerate(node.body):
             if isinstance(statement, kinds) and isinstance(body := getattr(statement, "body", None), Block):
-                yield node.with_changes(body=[*node.body[:place], *body.body, *node.body[place + 1 :]])
+                yield node.with_changes(body=[*node.body[:index], *body.body, *node.body[index + 1 :]])
 
     return inside
 
@@ -235,7 +235,7 @@ KINDS: Kinds = {
     "swap": (swap, (cst.BinaryOperation, cst.Comparison)),
     "chain": (chain, (cst.BinaryOperation, cst.BooleanOperation)),
     "arguments": (arguments, (cst.Call,)),
-    "keyword": (_lost("args", lambda each: each.keyword is not None), (cst.Call,)),
+    "keyword": (_lost("args", lambda item: item.keyword is not None), (cst.Call,)),
     "default": (default, (cst.Param,)),
     "conversion": (conversion, (cst.Call,)),
     "bounds": (bounds, (cst.Slice,)),
@@ -244,16 +244,16 @@ KINDS: Kinds = {
     "exception": (exception, (cst.Raise, cst.ExceptHandler)),
     "flow": (flow, (cst.Break, cst.Continue)),
     "branches": (branches, (cst.If,)),
-    "condition": (_lost("body", lambda each: isinstance(each, cst.If) and each.orelse is None), (Block,)),
+    "condition": (_lost("body", lambda item: isinstance(item, cst.If) and item.orelse is None), (Block,)),
     "always": (_unwrapped(cst.If), (Block,)),
-    "assignment": (_lost("body", lambda each: _is(each, cst.Assign, cst.AugAssign, cst.AnnAssign)), (Block,)),
-    "call": (_lost("body", lambda each: _is(each, cst.Expr) and isinstance(each.body[0].value, cst.Call)), (Block,)),
-    "loop": (_lost("body", lambda each: isinstance(each, cst.For | cst.While)), (Block,)),
+    "assignment": (_lost("body", lambda item: _is(item, cst.Assign, cst.AugAssign, cst.AnnAssign)), (Block,)),
+    "call": (_lost("body", lambda item: _is(item, cst.Expr) and isinstance(item.body[0].value, cst.Call)), (Block,)),
+    "loop": (_lost("body", lambda item: isinstance(item, cst.For | cst.While)), (Block,)),
     "once": (once, (cst.For, cst.While)),
     "wrapper": (_unwrapped(cst.With, cst.Try), (Block,)),
     "order": (order, (Block,)),
     "decorator": (
-        _lost("decorators", lambda each: getattr(each.decorator, "value", "") not in KEPT_DECORATORS),
+        _lost("decorators", lambda item: getattr(item.decorator, "value", "") not in KEPT_DECORATORS),
         (cst.FunctionDef,),
     ),
 }

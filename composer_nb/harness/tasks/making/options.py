@@ -22,34 +22,34 @@ from typing import Any
 from composer_nb.harness.tasks.runtime import read_packages
 from composer_nb.harness.untrusted import toml_of, visible
 
-INI = "pytest.ini"
-"""Metadata key of the settings of every run."""
+INI = "pytest.ini"  # Metadata key of the settings of every run.
 SELECTS = "-m, -k, --deselect, --ignore, --ignore-glob, -p PLUGIN, and paths"
 NOT_KEPT = (
     "addopts", "testpaths", "minversion", "required_plugins", "cache_dir", "norecursedirs", "collect_imported_tests",
 )  # fmt: skip
 DROPPED = ("filterwarnings", "pythonpath", "python_files", "confcutdir")
-_KEY = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
-"""A key whose line cannot be taken for another one."""
-_MODULE = re.compile(r"[\w.]+(\s*:\s*[\w.]+)?(\s*\[[\w, .-]*\])?")
-"""An entry point's value (`importlib.metadata`)."""
+_KEY = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)  # A key whose line cannot be taken for another one.
+_MODULE = re.compile(r"[\w.]+(\s*:\s*[\w.]+)?(\s*\[[\w, .-]*\])?")  # An entry point's value (`importlib.metadata`).
 OUTPUT = ("junit_", "log_", "console_", "tmp_path_", "faulthandler_", "doctest_", "cov", "verbosity_", "truncation_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """The caller's settings."""
+    """The caller's settings.
+
+    Attributes:
+        pytest_args: More pytest options; `-m` and `-k` replace the project's own.
+        suite_s: Time limit of one run of the whole suite, in seconds.
+        test_s: Time limit of a test that counts, in seconds, while calls are traced. A grade runs it three times.
+        packages: Folder of installed packages that the suite needs, from `pip install --target`.
+        image: A Docker image in which the suite runs.
+    """
 
     pytest_args: str = ""
-    """More pytest options; `-m` and `-k` replace the project's own."""
     suite_s: float = 400.0
-    """Time limit of one run of the whole suite, in seconds."""
     test_s: float = 1.0
-    """Time limit of a test that counts, in seconds, while calls are traced. A grade runs it three times."""
     packages: Path | None = None
-    """Folder of installed packages that the suite needs, from `pip install --target`."""
     image: str = ""
-    """A Docker image in which the suite runs."""
 
     def __post_init__(self) -> None:
         for name, value in (("--suite-seconds", self.suite_s), ("--test-seconds", self.test_s)):
@@ -61,128 +61,133 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The pytest options of a suite."""
+    """The pytest options of a suite.
+
+    Attributes:
+        ini: Lines of the section `[pytest]` of every run.
+        select: Arguments that choose tests, for the first run only.
+        paths: Folders or files with tests; empty means everywhere.
+        ignored: Globs of files without tests.
+        dropped: Settings of the project that these runs do not follow.
+    """
 
     ini: str = ""
-    """Lines of the section `[pytest]` of every run."""
     select: tuple[str, ...] = ()
-    """Arguments that choose tests, for the first run only."""
     paths: tuple[str, ...] = ()
-    """Folders or files with tests; empty means everywhere."""
     ignored: tuple[str, ...] = ()
-    """Globs of files without tests."""
     dropped: tuple[str, ...] = ()
-    """Settings of the project that these runs do not follow."""
 
     def chosen(self, modules: Iterable[str]) -> tuple[str, ...]:
         """Return the test modules that run."""
         return tuple(m for m in modules if _any_below(m, self.paths or [""]) and not _any_below(m, self.ignored))
 
 
-def read_options(files: Mapping[str, str], given: str = "", plugins: Sequence[str] = ()) -> Options:
+def read_options(files: Mapping[str, str], pytest_args: str = "", plugins: Sequence[str] = ()) -> Options:
     """Return the options for a repository of these files. `plugins` are modules of the pytest plugins installed for it.
 
-    Raises ValueError for a configuration that cannot be read, and for an option in `given` that cannot be followed.
+    Raises ValueError for a configuration that cannot be read, and for an option in `pytest_args` that cannot be followed.
     """
-    where, held = _configuration(files)
-    own, others = _parsed(_words(held.get("addopts", ""), f"{where}: addopts"))
-    asked, unknown = _parsed(_words(given, "--pytest-args"))
+    where, config = _configuration(files)
+    project, others = _parsed(_words(config.get("addopts", ""), f"{where}: addopts"))
+    caller, unknown = _parsed(_words(pytest_args, "--pytest-args"))
     paths = [word for word in unknown if not word.startswith("-")]
     if refused := [word for word in unknown if word.startswith("-")]:
         raise ValueError(f"--pytest-args: {refused[0]} cannot be followed; these can: {SELECTS}")
     if missing := [path for path in paths if not any(_any_below(file, [path]) for file in files)]:
         raise ValueError(f"--pytest-args: {missing[0]!r} is no file or folder of the repository")
     installed = {plugin.partition(".")[0] for plugin in plugins}
-    wanted = [name for name in own.p if name.partition(".")[0] in installed]
-    loaded = dict.fromkeys([*plugins, *wanted, *(name for name in asked.p if not name.startswith("no:"))])
+    enabled = [name for name in project.p if name.partition(".")[0] in installed]
+    loaded = dict.fromkeys([*plugins, *enabled, *(name for name in caller.p if not name.startswith("no:"))])
     # A project may name folders in `testpaths` that its source distribution does not ship: pytest looks everywhere then.
-    tested = [path for path in _words(held.get("testpaths", ""), where) if any(_any_below(f, [path]) for f in files)]
+    tested = [path for path in _words(config.get("testpaths", ""), where) if any(_any_below(f, [path]) for f in files)]
     left_out = {*NOT_KEPT, *DROPPED}
-    kept = {key: value for key, value in held.items() if key not in left_out and not key.startswith(OUTPUT)}
-    odd = [key for key in kept if not _KEY.fullmatch(key)]
-    lines = [_line(key, value) for key, value in sorted(kept.items()) if key not in odd]
+    ini_settings = {key: value for key, value in config.items() if key not in left_out and not key.startswith(OUTPUT)}
+    odd = [key for key in ini_settings if not _KEY.fullmatch(key)]
+    lines = []
+    for key, value in sorted(ini_settings.items()):
+        if key not in odd:
+            items = value if isinstance(value, list) else [value]
+            parts = [line.strip() for item in items for line in str(item).splitlines() if line.strip()]
+            lines.append("\n    ".join([f"{key} =", *parts]) + "\n")
     lines += [f"addopts = {shlex.join(word for name in loaded for word in ('-p', name))}\n"] if loaded else []
-    mark, names = asked.m or own.m, asked.k or own.k
+    mark, names = caller.m or project.m, caller.k or project.k
     select = [*(["-m", mark] if mark else []), *(["-k", names] if names else [])]
-    select += [f"--deselect={each}" for each in (*own.deselect, *asked.deselect)]
-    dropped = [word for word in others if word.startswith("-")] + [key for key in DROPPED if key in held]
+    select += [f"--deselect={test}" for test in (*project.deselect, *caller.deselect)]
+    dropped = [word for word in others if word.startswith("-")] + [key for key in DROPPED if key in config]
     return Options(
         ini="".join(lines),
         select=tuple(select),
         paths=tuple(paths or tested),
-        ignored=(*own.ignore, *own.ignore_glob, *asked.ignore, *asked.ignore_glob),
+        ignored=(*project.ignore, *project.ignore_glob, *caller.ignore, *caller.ignore_glob),
         dropped=(*dropped, *(visible(key[:60]) for key in odd)),
     )
 
 
 def given_packages(folder: Path | None) -> Mapping[str, bytes]:
     """Return the packages in a folder that a user named; none for None. Raises ValueError for a folder without any."""
-    held = {} if folder is None else read_packages(folder.resolve())
-    if folder is not None and not held:
+    packages = {} if folder is None else read_packages(folder.resolve())
+    if folder is not None and not packages:
         raise ValueError(f"--packages {folder}: holds no file; fill it by pip install --target")
-    return held
+    return packages
 
 
 def plugins_in(folder: Path) -> list[str]:
     """Return the modules of the pytest plugins among installed packages. Raises ValueError for what is no module."""
     try:
-        entries = [each for held in distributions(path=[str(folder)]) for each in held.entry_points]
+        entries = [entry for distribution in distributions(path=[str(folder)]) for entry in distribution.entry_points]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder}: entry points that cannot be read: {visible(str(error)[:200])}") from None
-    found = sorted(each.value for each in entries if each.group == "pytest11")
-    if odd := [value for value in found if not _MODULE.fullmatch(value)]:
+    modules = sorted(entry.value for entry in entries if entry.group == "pytest11")
+    if odd := [value for value in modules if not _MODULE.fullmatch(value)]:
         raise ValueError(f"{folder}: announces {visible(odd[0][:60])!r} as a pytest plugin, which is no module")
-    return found
+    return modules
 
 
 def _configuration(files: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
     """Return the file that pytest would choose, and its settings. Raises ValueError."""
     for name in ("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg"):
-        if name not in files:
-            continue
+        text = files.get(name, "").removeprefix("\ufeff")
         try:
-            settings = _toml(files[name], name) if name.endswith(".toml") else _ini(files[name], name)
+            settings = _toml(text, name) if name.endswith(".toml") else _ini(text, name)
         except ValueError as error:
             raise ValueError(f"{name} cannot be read for pytest's options: {error}") from None
-        if settings is not None:
+        if name in files and settings is not None:
             return name, settings
     return "", {}
 
 
 def _toml(text: str, name: str) -> dict[str, Any] | None:
-    document = toml_of(text.removeprefix("\ufeff"))
+    document = toml_of(text)
     if name.endswith("pytest.toml"):  # its settings stand in [pytest], and it counts even without
         settings = document.get("pytest", {})
-        misplaced = "pytest" not in document and not all(isinstance(value, dict) for value in document.values())
-        if misplaced or not isinstance(settings, dict):
-            raise ValueError("pytest's settings must stand in a table [pytest]")
-        return settings
-    tool = document.get("tool", {})
-    table = tool.get("pytest") if isinstance(tool, dict) else None
-    if not isinstance(table, dict):
-        return None
-    ini_options = table.get("ini_options", {key: value for key, value in table.items() if not isinstance(value, dict)})
-    if not isinstance(ini_options, dict):
-        raise ValueError("tool.pytest.ini_options is no table")
-    return ini_options
+        if "pytest" not in document and not all(isinstance(value, dict) for value in document.values()):
+            settings = None
+    else:
+        tool = document.get("tool", {})
+        table = tool.get("pytest") if isinstance(tool, dict) else None
+        if not isinstance(table, dict):
+            return None
+        plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
+        settings = table.get("ini_options", plain)
+    if not isinstance(settings, dict):
+        raise ValueError("pytest's settings must stand in a table [pytest] or [tool.pytest.ini_options]")
+    return settings
 
 
 def _ini(text: str, name: str) -> dict[str, Any] | None:
     from iniconfig import IniConfig, ParseError
 
     try:
-        config = IniConfig(name, data=text.removeprefix("\ufeff"))
+        config = IniConfig(name, data=text)
     except ParseError as error:
         raise ValueError(str(error)) from None
     section = "tool:pytest" if name == "setup.cfg" else "pytest"
-    if section in config:
-        return dict(config[section].items())
-    return {} if name.endswith("pytest.ini") else None
+    return dict(config[section].items()) if section in config else {} if name.endswith("pytest.ini") else None
 
 
 def _words(value: object, where: str) -> list[str]:
     if isinstance(value, list):
-        return [str(each) for each in value]
+        return [str(word) for word in value]
     try:
         return shlex.split(str(value))
     except ValueError as error:
@@ -206,8 +211,3 @@ def _any_below(file: str, paths: Iterable[str]) -> bool:
     """Return whether a file is one of these paths, or below one of them, which may be globs."""
     places = [path.strip("/").removeprefix("./") for path in paths]
     return any(at in ("", ".", file) or file.startswith(f"{at}/") or fnmatch(file, f"{at}/*") for at in places)
-
-
-def _line(key: str, value: object) -> str:
-    said = [line for each in (value if isinstance(value, list) else [value]) for line in str(each).splitlines()]
-    return f"{key} =" + "".join(f"\n    {each.strip()}" for each in said if each.strip()) + "\n"

@@ -38,15 +38,18 @@ NO_SOURCE_FOLDERS = {"doc", "docs", "example", "examples", "benchmark", "benchma
 
 @dataclass(frozen=True, kw_only=True)
 class Repository:
-    """A repository's text files, without history, caches and copies."""
+    """A repository's text files, without history, caches and copies.
+
+    Attributes:
+        files: Relative POSIX path -> text, tests included.
+        settings: Metadata that each of its tasks has: how its tests run.
+        left_out: Files and folders that are no part of its tasks -> why.
+    """
 
     name: str
     files: dict[str, str]
-    """Relative POSIX path -> text, tests included."""
     settings: dict[str, str] = field(default_factory=dict)
-    """Metadata that each of its tasks has: how its tests run."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Files and folders that are no part of its tasks -> why."""
 
     @cached_property
     def tests(self) -> tuple[str, ...]:
@@ -68,8 +71,8 @@ class Repository:
     def hidden(self) -> dict[str, str]:
         """Hidden files of a grade: test modules, and their support if an answer could change it."""
         support = {path for path in self.files if supports_tests(path) and in_scope(path, self.scope)}
-        kept = support | set(self.tests)
-        return {path: text for path, text in self.files.items() if path in kept}
+        paths = support | set(self.tests)
+        return {path: text for path, text in self.files.items() if path in paths}
 
 
 def _is_source(path: str) -> bool:

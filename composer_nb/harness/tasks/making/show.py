@@ -16,8 +16,7 @@ from composer_nb.harness.grading.recorded import guards_line
 from composer_nb.harness.tasks.making.make import MakeProgress
 from composer_nb.harness.untrusted import visible
 
-LINE_S = 30.0
-"""Seconds between lines where there is no terminal."""
+LINE_S = 30.0  # Seconds between lines where there is no terminal.
 
 
 @contextmanager
@@ -28,7 +27,7 @@ def progress(console: Console) -> Iterator[Callable[[MakeProgress], None]]:
 
         def show(state: MakeProgress) -> None:
             nonlocal last, when
-            counts = f": {state.kept} of {state.wanted} tasks, {state.tried} tried" if state.wanted else ""
+            counts = f": {state.tasks} of {state.limit} tasks, {state.tried} tried" if state.limit else ""
             counts += f"; {state.below}" if state.below else ""
             if status is not None:
                 status.update(escape(state.doing + counts))

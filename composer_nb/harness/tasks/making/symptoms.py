@@ -22,15 +22,12 @@ from composer_nb.harness import syntax
 from composer_nb.harness.grading.box import Failure, TestResult
 from composer_nb.harness.grading.source import Function, last_name
 
-MAX_QUOTE = 160
-"""Characters of a value, a message or a call in a line."""
-MAX_LINES, MAX_CODE = 20, 1000
-"""Lines that reproduce a bug, and their characters."""
-FIXTURES = 2
-"""Fixtures that these lines may use without showing them."""
-CONTEXT = 24
-"""Characters shown before the first difference of two long values."""
+MAX_QUOTE = 160  # Characters of a value, a message or a call in a line.
+MAX_LINES, MAX_CODE = 20, 1000  # Lines that reproduce a bug, and their characters.
+FIXTURES = 2  # Fixtures that these lines may use without showing them.
+CONTEXT = 24  # Characters shown before the first difference of two long values.
 RAISES = ("raises", "assertRaises", "assertRaisesRegex", "deprecated_call", "warns", "assertWarns")
+# unittest's assertions without their prefix `assert`, as statements of the language.
 UNITTEST = {
     **dict.fromkeys(("Equal", "Equals", "ListEqual", "DictEqual"), "assert ({0}) == ({1})"),
     "NotEqual": "assert ({0}) != ({1})",
@@ -43,34 +40,36 @@ UNITTEST = {
     "IsNone": "assert ({0}) is None",
     "IsNotNone": "assert ({0}) is not None",
 }
-"""unittest's assertions without their prefix `assert`, as statements of the language."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Symptom:
-    """A failing test, as a report of a bug would tell it."""
+    """A failing test, as a report of a bug would tell it.
+
+    Attributes:
+        call: The expression that goes wrong; empty if it is no short line.
+        alone: True if the call, or `code` where there is some, says everything that is needed to reproduce it.
+        code: Lines that lead to the call and end in it, if the call alone does not say everything.
+        setup: Names in `code` that come from fixtures.
+        message: Message of an exception that the code raised. An assertion's is not kept.
+        missing: The exception that should have been raised.
+    """
 
     call: str = ""
-    """The expression that goes wrong; empty if it is no short line."""
     alone: bool = False
-    """True if the call, or `code` where there is some, says everything that is needed to reproduce it."""
     code: str = ""
-    """Lines that lead to the call and end in it, if the call alone does not say everything."""
     setup: tuple[str, ...] = ()
-    """Names in `code` that come from fixtures."""
-    wanted: str = ""
-    seen: str = ""
+    expected: str = ""
+    actual: str = ""
     exception: str = ""
     message: str = ""
-    """Message of an exception that the code raised. An assertion's is not kept."""
     missing: str = ""
-    """The exception that should have been raised."""
 
     @property
     def rank(self) -> int:
         """Return how well it tells: 0 by a call, 1 by lines, 2 not at all."""
-        known = bool(self.exception or self.missing or (self.wanted and self.seen))
-        if known and self.alone and (self.call or self.code):
+        explained = bool(self.exception or self.missing or (self.expected and self.actual))
+        if explained and self.alone and (self.call or self.code):
             return 1 if self.code else 0
         return 2
 
@@ -97,22 +96,22 @@ def symptom(key: str, test: str, result: TestResult, failure: Failure | None) ->
         facts = {"missing": gone}
     elif result.why not in ("AssertionError", "Failed", "failureException"):
         facts = {"exception": result.why, "message": short(failure.message)}
-        expected = _expected(function, statement) if function and statement else ""
-        facts |= {"missing": expected} if expected else {}
+        raised_instead = _expected(function, statement) if function and statement else ""
+        facts |= {"missing": raised_instead} if raised_instead else {}
     if function is None or statement is None or isinstance(statement, ast.Raise):
         return Symptom(**facts)  # a test that raises by itself shows no call
-    given = _given(function, failure.values)
-    filled = _as_assert(_Fill(given).visit(copy.deepcopy(statement)))
-    call, wanted, seen = _sides(filled, failure)
-    if not (call or wanted):
+    values = _given(function, failure.values)
+    filled = _as_assert(_Fill(values).visit(copy.deepcopy(statement)))
+    call, expected, actual = _sides(filled, failure)
+    if not (call or expected):
         call = _done(filled)
     if not facts:
-        wanted, seen = differing(wanted, seen)
-    elif len(wanted) > MAX_QUOTE:
-        wanted = ""
-    facts |= {"wanted": wanted, "seen": "" if "exception" in facts else seen}
+        expected, actual = differing(expected, actual)
+    elif len(expected) > MAX_QUOTE:
+        expected = ""
+    facts |= {"expected": expected, "actual": "" if "exception" in facts else actual}
     plain = "\n" not in call and len(call) <= MAX_QUOTE
-    code, setup, alone = _reproduced(tree, function, statement, filled, given)
+    code, setup, alone = _reproduced(tree, function, statement, filled, values)
     facts |= {"call": call if plain else "", "code": code or (ast.unparse(filled) if alone and not plain else "")}
     for name, text in facts.items():
         facts[name] = re.sub(rf"\b{re.escape(where[-1])}\b(\.<locals>\.)?", "", text)
@@ -137,7 +136,7 @@ def find(tree: ast.Module, where: list[str]) -> Function | None:
     body: list[ast.stmt] = tree.body
     for name in where[:-1]:
         body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == name), [])
-    others = [each for node in tree.body if isinstance(node, ast.ClassDef) for each in node.body if len(where) > 1]
+    others = [member for node in tree.body if isinstance(node, ast.ClassDef) for member in node.body if len(where) > 1]
     for node in [*body, *others]:
         if isinstance(node, Function) and node.name == where[-1]:
             return node
@@ -158,7 +157,7 @@ def _sides(statement: ast.stmt, failure: Failure) -> tuple[str, str, str]:
     """Return the expression that a failing assertion is about, what it should be and what it is."""
     match statement:
         case ast.Assert(test=ast.Compare(left=left, ops=[op], comparators=[right])):
-            return _compared(op, left, right, failure.compared or _unequal(failure.message))
+            return _compared(op, left, right, failure)
         case ast.Assert(test=ast.UnaryOp(op=ast.Not(), operand=inner)):
             return ast.unparse(inner), "false", "true"
         case ast.Assert(test=test):
@@ -166,25 +165,24 @@ def _sides(statement: ast.stmt, failure: Failure) -> tuple[str, str, str]:
     return "", "", ""
 
 
-def _unequal(message: str) -> tuple[str, ...]:
-    """Return both sides of unittest's message about values that differ."""
-    left, sign, right = message.removeprefix("AssertionError: ").partition(" != ")
-    return ("==", left, right) if sign and " : " not in right and not left.endswith("differ: ") else ()
-
-
-def _compared(op: ast.cmpop, left: ast.expr, right: ast.expr, noted: Sequence[str]) -> tuple[str, str, str]:
+def _compared(op: ast.cmpop, left: ast.expr, right: ast.expr, failure: Failure) -> tuple[str, str, str]:
+    values = failure.compared
+    if not values:  # unittest's message about values that differ
+        first, sign, second = failure.message.removeprefix("AssertionError: ").partition(" != ")
+        values = (
+            ("==", first, second) if sign and " : " not in second and not first.endswith("differ: ") else ("", "", "")
+        )
     signs = {ast.Eq: "==", ast.Is: "is", ast.In: "in", ast.NotIn: "not in", ast.NotEq: "!=", ast.IsNot: "is not"}
-    one, other = (noted[1], noted[2]) if noted and noted[0] == signs.get(type(op), "") else ("", "")
+    left_value, right_value = values[1:] if values[0] == signs.get(type(op)) else ("", "")
+    left_text, right_text = ast.unparse(left), ast.unparse(right)
     if isinstance(op, ast.Eq | ast.Is):
-        if _plain(ast.unparse(left)) and not _plain(ast.unparse(right)):
-            left, right, one, other = right, left, other, one
-        wanted = ast.unparse(right)
-        return ast.unparse(left), wanted if _plain(wanted) or not _plain(other) else other, one
-    if isinstance(op, ast.In) and _plain(ast.unparse(right)):
-        return ast.unparse(left), f"one of {ast.unparse(right)}", one
+        if _plain(left_text) and not _plain(right_text):
+            left_text, right_text, left_value, right_value = right_text, left_text, right_value, left_value
+        return left_text, right_text if _plain(right_text) or not _plain(right_value) else right_value, left_value
+    if isinstance(op, ast.In) and _plain(right_text):
+        return left_text, f"one of {right_text}", left_value
     if isinstance(op, ast.In | ast.NotIn):
-        word = "something with" if isinstance(op, ast.In) else "something without"
-        return ast.unparse(right), f"{word} {ast.unparse(left)}", other
+        return right_text, f"something {'with' if isinstance(op, ast.In) else 'without'} {left_text}", right_value
     return ast.unparse(ast.Compare(left, [op], [right])), "true", "false"
 
 
@@ -200,51 +198,48 @@ def _plain(text: str) -> bool:
 def _done(statement: ast.stmt) -> str:
     """Return what a statement does that is no assertion."""
     match statement:
-        case ast.With(items=items, body=body) if _expects(items):
-            return "\n".join(ast.unparse(each) for each in body)
+        case ast.With(items=items, body=body) if any(map(_raises, items)):
+            return "\n".join(map(ast.unparse, body))
         case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name), args=[_, target, *rest], keywords=keywords)) if (
             name in RAISES
         ):
             return ast.unparse(ast.Call(target, rest, keywords))
-        case ast.Assign(value=value) | ast.Expr(value=value) | ast.Return(value=ast.expr() as value):
-            return ast.unparse(value)
-        case ast.For(iter=value):
+        case (
+            ast.Assign(value=value)
+            | ast.Expr(value=value)
+            | ast.Return(value=ast.expr() as value)
+            | ast.For(iter=value)
+        ):
             return ast.unparse(value)
     return ast.unparse(statement).split("\n")[0].rstrip(":")
 
 
 def _expected(function: Function, statement: ast.stmt) -> str:
     """Return the exception that a test expects of a statement."""
-    for node in ast.walk(function):
-        if isinstance(node, ast.With) and node is not statement and _holds([node], statement):
-            for item in node.items:
-                if _expects([item]) and isinstance(item.context_expr, ast.Call) and item.context_expr.args:
-                    return ast.unparse(item.context_expr.args[0]).rpartition(".")[2].strip("()")
+    around = [node for node in ast.walk(function) if isinstance(node, ast.With) and node is not statement]
+    for item in (item for node in around if statement in ast.walk(node) for item in node.items):
+        if _raises(item) and isinstance(item.context_expr, ast.Call) and item.context_expr.args:
+            return ast.unparse(item.context_expr.args[0]).rpartition(".")[2].strip("()")
     return ""
 
 
-def _expects(items: Sequence[ast.withitem]) -> bool:
-    calls = [each.context_expr for each in items if isinstance(each.context_expr, ast.Call)]
-    return any(last_name(each.func) in RAISES for each in calls)
+def _raises(item: ast.withitem) -> bool:
+    return isinstance(item.context_expr, ast.Call) and last_name(item.context_expr.func) in RAISES
 
 
-def _holds(block: Sequence[ast.AST], statement: ast.stmt) -> bool:
-    return any(node is statement for each in block for node in ast.walk(each))
-
-
-def differing(wanted: str, seen: str) -> tuple[str, str]:
+def differing(expected: str, actual: str) -> tuple[str, str]:
     """Return two values, cut to where they differ if one of them is long."""
-    if max(len(wanted), len(seen)) <= MAX_QUOTE or not seen:
-        return short(wanted), short(seen)
-    least = min(len(wanted), len(seen))
-    first = next((at for at in range(least) if wanted[at] != seen[at]), least)
+    if max(len(expected), len(actual)) <= MAX_QUOTE or not actual:
+        return short(expected), short(actual)
+    least = min(len(expected), len(actual))
+    first = next((at for at in range(least) if expected[at] != actual[at]), least)
     start = max(0, first - CONTEXT)
 
     def cut(text: str) -> str:
         part = text[start : start + MAX_QUOTE // 2]
         return f"{'…' * bool(start)}{part}{'…' * (len(text) > start + len(part))}"
 
-    return short(cut(wanted)), short(cut(seen))
+    return short(cut(expected)), short(cut(actual))
 
 
 def short(text: str) -> str:
@@ -273,80 +268,85 @@ def _as_assert(statement: ast.stmt) -> ast.stmt:
         case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name), args=args)) if name.startswith("assert"):
             text = UNITTEST.get(name.removeprefix("assert"), "")
             if text and len(args) >= text.count("({"):
-                operands = (ast.unparse(ast.Tuple([each], ast.Load()))[1:-2] for each in args)
+                operands = (ast.unparse(ast.Tuple([operand], ast.Load()))[1:-2] for operand in args)
                 return ast.copy_location(syntax.parse(text.format(*operands)).body[0], statement)
     return statement
 
 
 def _given(function: Function, values: Mapping[str, str]) -> dict[str, ast.expr]:
     """Return the plain values of a test's parameters and of its loops' variables."""
-    given = {arg.arg for arg in [*function.args.args, *function.args.kwonlyargs]}
-    given |= {name for node in ast.walk(function) if isinstance(node, ast.For) for name in _stored(node.target)}
+    variables = {arg.arg for arg in [*function.args.args, *function.args.kwonlyargs]}
+    variables |= {name for node in ast.walk(function) if isinstance(node, ast.For) for name in _stored(node.target)}
     assigned = {n for node in ast.walk(function) if isinstance(node, ast.Assign | ast.AugAssign) for n in _stored(node)}
-    known = {name: text for name, text in values.items() if name in given - assigned and len(text) <= MAX_QUOTE}
-    return {name: ast.parse(text, mode="eval").body for name, text in known.items() if _plain(text)}
+    texts = {name: text for name, text in values.items() if name in variables - assigned and len(text) <= MAX_QUOTE}
+    return {name: ast.parse(text, mode="eval").body for name, text in texts.items() if _plain(text)}
 
 
 def _reproduced(
-    tree: ast.Module, function: Function, statement: ast.stmt, filled: ast.stmt, given: Mapping[str, ast.expr]
+    tree: ast.Module, function: Function, statement: ast.stmt, filled: ast.stmt, values: Mapping[str, ast.expr]
 ) -> tuple[str, tuple[str, ...], bool]:
     """Return the test's lines that end in a statement, empty if it says everything itself; the fixtures that they use; and
     whether they say everything: what they use is imported, built in, a fixture, or defined in them."""
     imported: dict[str, str] = {}
-    for node in tree.body:
-        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
-            one = ast.ImportFrom(node.module, [alias], node.level) if isinstance(node, ast.ImportFrom) else None
-            name = (alias.asname or alias.name).partition(".")[0]
-            imported.setdefault(name, ast.unparse(one or ast.Import([alias])))
-    known = set(imported) | set(dir(builtins))
-    if not _free([filled]) - known:
+    for node in (node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)):
+        for alias in node.names:
+            single = copy.copy(node)
+            single.names = [alias]
+            imported.setdefault((alias.asname or alias.name).partition(".")[0], ast.unparse(single))
+    available = set(imported) | set(dir(builtins))
+    if not _free([filled]) - available:
         return "", (), True
-    at = next(at for at, each in enumerate(function.body) if _holds([each], statement))
+    at = next(at for at, line in enumerate(function.body) if statement in ast.walk(line))
     last = function.body[at]
-    lines = [filled if last is statement else _Fill(given).visit(copy.deepcopy(last))]
-    for each in reversed(function.body[:at]):
-        said = isinstance(each, ast.Assert) or (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
-        if not said and (_free(lines) - known) & _mentioned(each):
-            lines.insert(0, _Fill(given).visit(copy.deepcopy(each)))
+    lines = [filled if last is statement else _Fill(values).visit(copy.deepcopy(last))]
+    for line in reversed(function.body[:at]):
+        asserts = isinstance(line, ast.Assert) or (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+        if not asserts and (_free(lines) - available) & (_names(line) | _stored(line)):
+            lines.insert(0, _Fill(values).visit(copy.deepcopy(line)))
     arguments = {arg.arg for arg in function.args.args} - {"self"}
-    tables = {word for each in function.decorator_list for word in re.findall(r"\w+", ast.unparse(each))}
+    tables = {word for line in function.decorator_list for word in re.findall(r"\w+", ast.unparse(line))}
     if _free(lines) & arguments & tables:  # a parameter whose value cannot be written down
         return "", (), False
     # Definitions of the module that these lines use, fixtures among them.
-    own = {id(node): {node.name} if isinstance(node, Function | ast.ClassDef) else _stored(node) for node in tree.body}
+    names_of = {
+        id(node): {node.name} if isinstance(node, Function | ast.ClassDef) else _stored(node) for node in tree.body
+    }
     shared: list[ast.stmt] = []
-    while more := [n for n in tree.body if own[id(n)] & (_free(shared + lines) - known) and n not in shared]:
+    while more := [n for n in tree.body if names_of[id(n)] & (_free(shared + lines) - available) and n not in shared]:
         shared = [node for node in tree.body if node in shared or node in more]
     lines = shared + lines
     free = _free(lines)
     setup = tuple(sorted(free & arguments))
-    if free - known - set(setup) or len(setup) > FIXTURES:
+    if free - available - set(setup) or len(setup) > FIXTURES:
         return "", (), False
     imports = dict.fromkeys(imported[name] for name in sorted(free & set(imported)) if name != "pytest")
     code = "\n".join([*imports, *map(ast.unparse, lines)])
     return (code, setup, True) if code.count("\n") < MAX_LINES and len(code) <= MAX_CODE else ("", (), False)
 
 
-def _mentioned(node: ast.AST) -> set[str]:
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} | _stored(node)
-
-
 def _free(lines: Sequence[ast.stmt]) -> set[str]:
     """Return the names that lines take from outside."""
     free, bound = set[str](), set[str]()
     for line in lines:
-        loaded = {each.id for each in ast.walk(line) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
         targets = _stored(ast.Tuple(line.targets)) if isinstance(line, ast.Assign) else set()
-        free |= loaded - bound - (_stored(line) - targets)
+        free |= _names(line, ast.Load) - bound - (_stored(line) - targets)
         bound |= _stored(line)
     return free
 
 
+def _names(node: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> set[str]:
+    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, context)}
+
+
 def _stored(node: ast.AST) -> set[str]:
     """Return the names that a statement binds, inner scopes included."""
-    nodes = list(ast.walk(node))
-    found = {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
-    found |= {each.arg for each in nodes if isinstance(each, ast.arg)}
-    found |= {(each.asname or each.name).partition(".")[0] for each in nodes if isinstance(each, ast.alias)}
-    named = (each.name for each in nodes if isinstance(each, Function | ast.ClassDef | ast.ExceptHandler))
-    return found | set(filter(None, named))
+    names = _names(node, ast.Store)
+    for child in ast.walk(node):
+        match child:
+            case ast.arg(arg=name) | ast.alias(asname=str(name)) | ast.ExceptHandler(name=str(name)):
+                names.add(name)
+            case ast.alias(name=name):
+                names.add(name.partition(".")[0])
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+    return names

@@ -1,4 +1,4 @@
-"""Validate candidate tasks by execution, cheapest checks first.
+"""Validate candidate tasks by execution, cheapest checks first, and store the outcomes, so that nothing is tried twice.
 
 1. `look`: do the tests that reach the changed function notice it?
 2. The whole suite runs once, which finds every failing test. Then the task's solution and its start run five times each
@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Literal, Self
 
 from composer_nb.harness.grading.box import Boxes, JobResult, RunnerEnded, TestJob
 from composer_nb.harness.grading.plan import GradePlan, digest, gold_files, job, modules_of, normal, plan_of, with_plan
@@ -31,23 +33,19 @@ from composer_nb.harness.tasks.making.symptoms import Symptom, symptom
 from composer_nb.harness.tasks.runtime import workspace
 from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.untrusted import check_database
 
+# unseen: no test fails. endless, ends early: the tests do not end, or their process does. too much: more tests fail than one
+# bug should break. flaky: no failing test fails every time. copied: the original lines occur elsewhere in the workspace.
+# ungraded: the grader does not score the solution 1 and the start 0 without a flag. silent: no failing test has a symptom for
+# the instruction, or one of several bugs has no symptom of its own.
 Verdict = Literal["kept", "unseen", "endless", "ends early", "too much", "flaky", "copied", "ungraded", "silent"]
-"""unseen: no test fails. endless, ends early: the tests do not end, or their process does. too much: more tests fail than one bug
-should break. flaky: no failing test fails every time. copied: the original lines occur elsewhere in the workspace. ungraded: the
-grader does not score the solution 1 and the start 0 without a flag. silent: no failing test has a symptom for the instruction, or
-one of several bugs has no symptom of its own."""
-LOOK_AT = 24
-"""Tests that a change is first tried with."""
-MOST_BROKEN = 0.3
-"""Largest share of the suite that may fail; eight tests always may."""
-BESIDES = 80
-"""Maximum tests of a task that pass before and after; the nearest to the change are chosen."""
+LOOK_AT = 24  # Tests that a change is first tried with.
+MOST_BROKEN = 0.3  # Largest share of the suite that may fail; eight tests always may.
+BESIDES = 80  # Maximum tests of a task that pass before and after; the nearest to the change are chosen.
 REPEATS = 5
-LISTENED = 8
-"""Failing tests, nearest to the change first, among which the best symptom is chosen."""
-SHORT_CODE = 300
-"""Characters of code that are quickly read."""
+LISTENED = 8  # Failing tests, nearest to the change first, among which the best symptom is chosen.
+SHORT_CODE = 300  # Characters of code that are quickly read.
 
 
 class Subject:
@@ -72,32 +70,83 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialOutcome:
-    """The result of trying a change."""
+    """The result of trying a change.
+
+    Attributes:
+        verdict: A `Verdict`, or one of `mine.py`.
+    """
 
     key: str
     kind: str
     verdict: str
-    """A `Verdict`, or one of `mine.py`."""
     seconds: float
     task: Task | None = None
+
+
+_TABLES = """
+create table if not exists facts (name text primary key, value text not null);
+create table if not exists outcomes (
+    key text primary key, kind text not null, verdict text not null, seconds real not null, task text
+);
+"""
+
+
+class TaskStore:
+    """The record of a repository's tasks. For one thread."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the record. Raises ValueError for a file that is not one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._db = sqlite3.connect(path)
+        try:
+            check_database(self._db, path)
+            self._db.executescript(_TABLES)
+            self.facts: dict[str, str] = dict(self._db.execute("select name, value from facts"))
+            rows = self._db.execute("select key, kind, verdict, seconds, task from outcomes order by rowid").fetchall()
+        except (sqlite3.DatabaseError, ValueError) as error:
+            self._db.close()
+            raise ValueError(f"{path}: not a record of tasks made: {error}") from None
+        self.outcomes: dict[str, TrialOutcome] = {}
+        """By key, in the order in which they were stored."""
+        for key, kind, verdict, seconds, text in rows:
+            task = None if text is None else Task.model_validate_json(text)
+            self.outcomes[key] = TrialOutcome(key=key, kind=kind, verdict=verdict, seconds=seconds, task=task)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._db.close()
+
+    def keep_fact(self, name: str, value: str) -> None:
+        self.facts[name] = value
+        with self._db:
+            self._db.execute("insert or replace into facts values (?, ?)", (name, value))
+
+    def keep(self, outcome: TrialOutcome) -> None:
+        self.outcomes[outcome.key] = outcome
+        text = outcome.task.model_dump_json() if outcome.task is not None and outcome.verdict == "kept" else None
+        row = (outcome.key, outcome.kind, outcome.verdict, outcome.seconds, text)
+        with self._db:
+            self._db.execute("insert or replace into outcomes values (?, ?, ?, ?, ?)", row)
 
 
 def _job(subject: Subject, changed: Mapping[str, str], keys: Iterable[str], explain: bool = False) -> TestJob:
     """Return a run of the tests of these keys on a changed repository, without the test modules that they do not need."""
     files = {path: text.encode() for path, text in {**subject.repository.files, **changed}.items()}
     whole_job = job(whole(subject.repository), files, (), frozenset(keys), explain=explain)
-    kept = needed(whole_job.hidden, whole_job.tests)
-    return replace(whole_job, hidden={path: whole_job.hidden[path] for path in kept})
+    paths = needed(whole_job.hidden, whole_job.tests)
+    return replace(whole_job, hidden={path: whole_job.hidden[path] for path in paths})
 
 
 def needed(hidden: Mapping[str, str], modules: Iterable[str]) -> list[str]:
     """Return these test modules, those that they import, and everything that is no test module."""
-    kept = list(modules)
-    for path in kept:  # grows
+    paths = list(modules)
+    for path in paths:  # grows
         imports = " ".join(re.findall(r"^\s*(?:from|import)\b.*", hidden[path], re.M))
         named = [other for other in hidden if re.search(rf"\b{re.escape(other.rpartition('/')[2][:-3])}\b", imports)]
-        kept += [other for other in named if other not in kept]
-    return sorted({*kept, *(path for path in hidden if not is_test_module(path))})
+        paths += [other for other in named if other not in paths]
+    return sorted({*paths, *(path for path in hidden if not is_test_module(path))})
 
 
 def _tried(subject: Subject, jobs: Sequence[TestJob], timeout_s: float) -> list[JobResult | Verdict]:
@@ -107,16 +156,15 @@ def _tried(subject: Subject, jobs: Sequence[TestJob], timeout_s: float) -> list[
     except (SandboxDied, RunnerEnded):
         if len(jobs) == 1:
             return ["ends early"]
-        return [each for one in jobs for each in _tried(subject, [one], timeout_s)]
-    return ["endless" if "timeout" in each.flags else "ends early" if each.flags else each for each in ran]
+        return [result for alone in jobs for result in _tried(subject, [alone], timeout_s)]
+    return ["endless" if "timeout" in run.flags else "ends early" if run.flags else run for run in ran]
 
 
 def _failing(ran: JobResult, keys: Iterable[str]) -> set[str]:
     return {key for key in keys if not ran.result(key).passed}
 
 
-Part = tuple[Change, Task]
-"""A component bug of a combined change, and its task."""
+Part = tuple[Change, Task]  # A component bug of a combined change, and its task.
 
 
 def settle(subject: Subject, change: Change, parts: Sequence[Part] = ()) -> TrialOutcome:
@@ -194,14 +242,10 @@ def _draft(subject: Subject, change: Change, changed: Mapping[str, str], keys: S
 
 def restricted(plan: GradePlan, keys: Iterable[str], made_for: str) -> GradePlan:
     """Return a plan of fewer tests."""
-    kept = set(keys)
-    left = [twin for twin in plan.twins if not kept.isdisjoint(twin.keys)]
-    twins = [replace(each, keys=_common(kept, each.keys), besides=_common(kept, each.besides)) for each in left]
-    return GradePlan(digest=made_for, tests={key: plan.tests[key] for key in sorted(kept)}, twins=tuple(twins))
-
-
-def _common(some: set[str], others: Iterable[str]) -> tuple[str, ...]:
-    return tuple(sorted(some.intersection(others)))
+    wanted_keys = set(keys)
+    twins = [replace(twin, keys=tuple(sorted(wanted_keys.intersection(twin.keys)))) for twin in plan.twins]
+    twins = [twin for twin in twins if twin.keys]
+    return GradePlan(digest=made_for, tests={key: plan.tests[key] for key in sorted(wanted_keys)}, twins=tuple(twins))
 
 
 def repeated(subject: Subject, task: Task, failing: Iterable[str]) -> Task | Verdict:
@@ -211,15 +255,15 @@ def repeated(subject: Subject, task: Task, failing: Iterable[str]) -> Task | Ver
     jobs = [job(task, files, (), keys) for files in (gold_files(task), workspace(task))]
     reach = subject.baseline.reach
     timeout_s = 10.0 + 4 * sum(reach[key].seconds for key in keys)
-    seen: list[set[str]] = []
+    failures: list[set[str]] = []
     for seed in range(REPEATS):
-        right, wrong = _tried(subject, [replace(each, hash_seed=seed) for each in jobs], timeout_s)
+        right, wrong = _tried(subject, [replace(run, hash_seed=seed) for run in jobs], timeout_s)
         if isinstance(wrong, str):
             return wrong
         if isinstance(right, str) or _failing(right, keys):
             return "ungraded"
-        seen.append(_failing(wrong, keys))
-    steady, ever = set.intersection(*seen) & set(failing), set.union(*seen) | set(failing)
+        failures.append(_failing(wrong, keys))
+    steady, ever = set.intersection(*failures) & set(failing), set.union(*failures) | set(failing)
     if not steady:
         return "flaky"
     counted = [key for key in sorted(keys) if key in steady or key not in ever]
@@ -254,7 +298,7 @@ def _copied(repository: Repository, change: Change) -> bool:
     for edit in change.edits:
         lines = repository.files[edit.path].split("\n")[edit.start - 1 : edit.end]
         text = "\n".join(lines)
-        if len(lines) >= 3 and sum(each.count(text) for each in repository.files.values()) > 1:
+        if len(lines) >= 3 and sum(content.count(text) for content in repository.files.values()) > 1:
             return True
     return False
 
@@ -269,26 +313,32 @@ def _symptoms(
     if change.kind == "feature":
         return [_symptom(subject, ran, key) for key in order[:LISTENED]]
     if not parts:
-        found = _best(subject, ran, order)
-        return [found] if found else []
+        best = _best(subject, ran, order)
+        return [best] if best else []
     plan = subject.baseline.plan
     broken = [set(json.loads(part.metadata["fail_to_pass"])) for _, part in parts]
     symptoms: list[Symptom] = []
-    for number, (own, (kind, _)) in enumerate(zip(broken, parts, strict=True)):
+    for number, (failed, (kind, _)) in enumerate(zip(broken, parts, strict=True)):
         others = set().union(*broken[:number], *broken[number + 1 :])
-        near = [key for key in subject.baseline.nearest(kind.places) if key in order and plan.tests[key] in own]
+        near = [key for key in subject.baseline.nearest(kind.places) if key in order and plan.tests[key] in failed]
         mixed = sorted(near, key=lambda key: plan.tests[key] in others)  # stable
-        found = _best(subject, ran, mixed)
-        if found is None or found in symptoms:
+        best = _best(subject, ran, mixed)
+        if best is None or best in symptoms:
             return []
-        symptoms.append(found)
+        symptoms.append(best)
     return symptoms
 
 
 def _best(subject: Subject, ran: JobResult, keys: Sequence[str]) -> Symptom | None:
     """Return the first of the symptoms that tell most."""
-    found = [each for each in (_symptom(subject, ran, key) for key in keys[:LISTENED]) if each.tells]
-    return min(found, key=lambda each: (each.rank, bool(each.setup), len(each.code) > SHORT_CODE), default=None)
+    candidates = [
+        candidate for candidate in (_symptom(subject, ran, key) for key in keys[:LISTENED]) if candidate.tells
+    ]
+    return min(
+        candidates,
+        key=lambda candidate: (candidate.rank, bool(candidate.setup), len(candidate.code) > SHORT_CODE),
+        default=None,
+    )
 
 
 def _symptom(subject: Subject, ran: JobResult, key: str) -> Symptom:

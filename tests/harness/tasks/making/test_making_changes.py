@@ -16,16 +16,7 @@ import pytest
 
 from composer_nb.harness.grading import plan, twins
 from composer_nb.harness.tasks.making import changes as making
-from composer_nb.harness.tasks.making.changes import (
-    MAX_CHANGED,
-    Change,
-    Edit,
-    bugs,
-    combined,
-    features,
-    normalised,
-    units,
-)
+from composer_nb.harness.tasks.making.changes import MAX_CHANGED, Change, bugs, combined, features, units
 from composer_nb.harness.tasks.making.mutations import KINDS
 
 SOURCES = {f"{each.__name__}.py": inspect.getsource(each) for each in (plan, twins, textwrap, shlex)}
@@ -43,21 +34,15 @@ def changed_by(kind: str, text: str) -> set[str]:
     ("kind", "before", "after"),
     [
         ("compare", "return a < b", "return a <= b"),
-        ("compare", "return a not in b", "return a in b"),
         ("operator", "return a + b", "return a - b"),
-        ("operator", "a += b", "a -= b"),
         ("logic", "return a and b", "return a or b"),
-        ("negate", "return b if not a else c", "return b if a else c"),
         ("negate", "return b if a and c else a", "return b if not (a and c) else a"),
         ("constant", "return a[0]", "return a[1]"),
-        ("constant", "return True", "return False"),
         ("swap", "return a - (b or c)", "return (b or c) - a"),
-        ("swap", "return a < b", "return b < a"),
         ("chain", "return a + b + c", "return a + b"),
         ("arguments", "return g(a, b, c)", "return g(b, a, c)"),
         ("keyword", "return g(a, b=1)", "return g(a)"),
         ("conversion", "return list(a)", "return a"),
-        ("conversion", "return sorted(a, key=b)", "return a"),
         ("bounds", "return a[1:b]", "return a[:b]"),
         ("callee", "return a.lstrip(b)", "return a.rstrip(b)"),
         ("assignment", "a = 1\n    return a", "return a"),
@@ -69,7 +54,6 @@ def changed_by(kind: str, text: str) -> set[str]:
         ("loop", "for b in a:\n        c = b\n    return c", "return c"),
         ("once", "for b in a:\n        c += b", "for b in a:\n        c += b\n        break"),
         ("wrapper", "with a:\n        b = 1\n    return b", "b = 1\n    return b"),
-        ("wrapper", "try:\n        b = a\n    except c:\n        b = 1\n    return b", "b = a\n    return b"),
         ("flow", "while a:\n        break", "while a:\n        continue"),
     ],
 )  # fmt: skip
@@ -125,15 +109,6 @@ def test_units_are_functions_and_methods_with_their_decorators() -> None:
     }
     assert code["f"] == found[0].start  # the tracer names functions so
     assert units("m.py", text.replace("\n", "\r\n")) == found
-
-
-def test_layout_and_comments_do_not_make_another_change() -> None:
-    def change(text: str) -> Change:
-        return Change(kind="a", edits=(Edit(path="a.py", name="f", start=1, end=2, text=text),), places=())
-
-    assert change("def f():\n    # why\n    return  1").key == change('def f():\n    "doc"\n    return 1').key
-    assert change("def f():\n    return 1").key != change("def f():\n    return 2").key
-    assert normalised("    def f(self):\n        return (1)") == normalised("    def f(self): return 1")
 
 
 def test_a_feature_takes_the_private_functions_along_that_only_it_uses(files: dict[str, str]) -> None:

@@ -6,16 +6,10 @@ import ast
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.making.changes import bugs, features, units
-from composer_nb.harness.tasks.making.instructions import without_tests
-from composer_nb.harness.tasks.making.make import TASKS, make
 from composer_nb.harness.tasks.making.options import read_options
 from composer_nb.harness.tasks.making.repository import of_files, read_repository
-from composer_nb.harness.tasks.making.show import table
-from composer_nb.harness.tasks.task import load_tasks
 
 MARK = "\ufeff"
 SHARES = '''def split(amount, people):
@@ -91,14 +85,6 @@ def test_sources_without_bugs_are_named_with_their_reason() -> None:
             units("m.py", text)
 
 
-def test_a_test_goes_without_changing_the_rest_of_its_file() -> None:
-    text = MARK + TESTS.replace("\n", "\r\n")
-    left = without_tests(text, ["tests/test_m.py::test_largest#0"])
-    assert left == MARK + "".join(part for part in TESTS.split("def test_largest")[0]).replace("\n", "\r\n") + (
-        "\r\n\r\ndef test_split_nobody" + text.split("def test_split_nobody")[1]
-    )
-
-
 def test_whatever_is_left_out_is_listed_with_its_reason(tmp_path: Path) -> None:
     for path, data in {
         "money/shares.py": (MARK + SHARES).encode(),
@@ -130,28 +116,6 @@ def test_whatever_is_left_out_is_listed_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no Python source besides tests; left out: money/latin.py: in iso-8859-1"):
         entries = [("money/latin.py", b"# coding: latin-1\n\xe9"), ("test_a.py", b"")]
         of_files("r", entries, tmp_path)
-
-
-@pytest.mark.parametrize("marked", ["tests", "one module"])
-def test_tasks_are_made_of_files_with_a_mark(marked: str, tmp_path: Path, backend: Backend) -> None:
-    root = tmp_path / "money"
-    (root / "money").mkdir(parents=True)
-    (root / "money" / "__init__.py").write_text("")
-    (root / "money" / "shares.py").write_text(MARK * (marked == "one module") + SHARES, newline="\r\n")
-    (root / "money" / "latin.py").write_bytes("# coding: latin-1\nX = 'é'\n".encode("latin-1"))
-    (root / "test_shares.py").write_text(MARK * (marked == "tests") + TESTS)
-    made = make(root, tmp_path / "out", backend, limit=3)
-    assert made["tests"] == 5 and made["tasks"] >= 2
-    assert made["files_left_out"] == {"money/latin.py": "in iso-8859-1, not in UTF-8"} and made["no_bugs_in"] == {}
-    console = Console(width=200, record=True)
-    console.print(table(made))
-    assert "money/latin.py: in iso-8859-1, not in UTF-8, so no task is made of it" in " ".join(
-        console.export_text().split()
-    )
-    for task in load_tasks(tmp_path / "out" / TASKS):
-        text = task.files["money/shares.py"]
-        assert text.startswith(MARK) == (marked == "one module") and text.count("\r\n") == text.count("\n")
-        assert task.solution["money/shares.py"] == (root / "money" / "shares.py").read_bytes().decode()
 
 
 PYTEST = '[pytest]\naddopts = ["-m", "not network"]\ntestpaths = ["tests"]\npython_functions = ["check_*"]\nxfail_strict = true\n'

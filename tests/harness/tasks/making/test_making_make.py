@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sqlite3
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
 
 import pytest
 
-from composer_nb.harness.grading.plan import GradePlan, digest, plan_of, with_plan
+from composer_nb.harness.grading.plan import plan_of
 from composer_nb.harness.grading.pytest_grader import grade_pytest
-from composer_nb.harness.grading.recorded import Guarding, guard_of
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.tasks.making import make as making
-from composer_nb.harness.tasks.making.baseline import Baseline, measure, whole
-from composer_nb.harness.tasks.making.changes import Change, Edit
-from composer_nb.harness.tasks.making.make import RECORD, SUMMARY, TASKS, MakeProgress, make
+from composer_nb.harness.tasks.making.baseline import Baseline, measure
+from composer_nb.harness.tasks.making.make import RECORD, TASKS, MakeProgress, make
 from composer_nb.harness.tasks.making.repository import read_repository
 from composer_nb.harness.tasks.making.show import table
-from composer_nb.harness.tasks.making.trial import Subject, TrialOutcome
 from composer_nb.harness.tasks.task import Task, load_tasks
 
 LIMIT = 7
@@ -63,16 +57,6 @@ def tasks(made: Path) -> list[Task]:
 @pytest.fixture(scope="module")
 def baseline(checkout: Path, backend: Backend) -> Iterator[Baseline]:
     yield measure(read_repository(checkout), backend, SandboxSpec(), lambda doing: None)
-
-
-def test_a_folder_in_which_nothing_was_made_serves_for_another_try(tmp_path: Path, backend: Backend) -> None:
-    """The advice to bring packages, for instance, can be followed with the same command."""
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "f.py").write_text(TOTAL)
-    (tmp_path / "lib" / "test_f.py").write_text("import gone\n\ndef test_0():\n    pass\n")
-    for seed in ("0", "1"):
-        with pytest.raises(ValueError, match="only 0 of .* tests pass"):
-            make(tmp_path / "lib", tmp_path / "out", backend, seed=seed)
 
 
 def test_answers_do_not_get_into_the_repository(checkout: Path) -> None:
@@ -156,76 +140,6 @@ def test_what_a_task_holds(tasks: list[Task], files: dict[str, str], leaks: dict
         assert "_largest" not in task.instruction and 10 < len(task.instruction) < 1200
 
 
-def test_progress_counts_the_tasks_that_are_taken(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More candidates hold than are wanted, as they are tried some at a time."""
-    repository = read_repository(checkout)
-    empty = Baseline(plan=GradePlan(digest="", tests={}), reach={}, left_out={}, suite_s=0.0)
-    told: list[MakeProgress] = []
-    task = whole(repository).model_copy(update={"metadata": {}})
-    edits = [Edit(path="a.py", name="f", start=1, end=1, text=f"x = {n}") for n in range(6)]
-    changes = [Change(kind="k", edits=(edit,), places=()) for edit in edits]
-    with making.Store(tmp_path / RECORD) as store:
-        subject = Subject(repository, empty, cast(Backend, None), SandboxSpec(), "0")
-        maker = making.Maker(subject, store, told.append, 3, "none")
-        kept = TrialOutcome(key="", kind="k", verdict="kept", seconds=0.0, task=task)
-        monkeypatch.setattr(making, "settle", lambda subject, change, parts: replace(kept, key=change.key))
-        with ThreadPoolExecutor() as pool:
-            found = list(maker._kept(pool, "-", changes, 3))
-    assert len(found) == 3 == told[-1].kept
-    assert all(state.kept <= state.wanted for state in told)
-
-
-@pytest.mark.parametrize("require, ends", [("calls", True), ("twins", True), ("none", False)])
-def test_a_guard_that_nothing_reaches_ends_the_run_at_once(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, require: Guarding, ends: bool
-) -> None:
-    repository = read_repository(checkout)
-    empty = Baseline(plan=GradePlan(digest="", tests={}), reach={}, left_out={}, suite_s=0.0)
-    states: list[MakeProgress] = []
-    bare = whole(repository)
-    task = with_plan(
-        bare.model_copy(update={"metadata": {"fail_to_pass": "[]"}}), GradePlan(digest=digest(bare), tests={})
-    )
-    edits = [Edit(path="a.py", name="f", start=1, end=1, text=f"x = {n}") for n in range(200)]
-    with making.Store(tmp_path / RECORD) as store:
-        subject = Subject(repository, empty, cast(Backend, None), SandboxSpec(), "0")
-        maker = making.Maker(subject, store, states.append, 8, require)
-        kept = TrialOutcome(key="", kind="k", verdict="kept", seconds=0.0, task=task)
-        monkeypatch.setattr(making, "settle", lambda subject, change, parts: replace(kept, key=change.key))
-        with ThreadPoolExecutor() as pool:
-            changes = [Change(kind="k", edits=(edit,), places=()) for edit in edits]
-            if ends:
-                with pytest.raises(
-                    ValueError, match=f"none of .* reaches --require {require} .*by neither: {making.BELOW}"
-                ):
-                    list(maker._kept(pool, "-", changes, 8))
-                assert maker.tried <= making.BELOW + making.AHEAD and len(store.outcomes) == maker.tried
-                assert "by neither: " in states[-1].below
-            else:
-                assert len(list(maker._kept(pool, "-", changes, 8))) == 8
-
-
-@pytest.mark.slow
-def test_several_bugs_are_all_told(tasks: list[Task]) -> None:
-    several = [task for task in tasks if task.metadata["kind"] == "combined"]
-    assert several
-    for task in several:
-        assert len(set(re.findall(r"^(\d)\. \S", task.instruction, re.M))) == len(json.loads(task.metadata["places"]))
-
-
-@pytest.mark.slow
-def test_a_summary_says_what_guards_each_task(made: Path, tasks: list[Task]) -> None:
-    guards = json.loads((made / SUMMARY).read_text())["guards"]
-    assert guards == {task.id: asdict(guard_of(task)) for task in tasks}
-    for task in tasks:
-        found = guards[task.id]
-        assert found["strong"] + found["weak"] + found["none"] == len(json.loads(task.metadata["fail_to_pass"]))
-        assert found["calls"] == len(plan_of(task).calls) and (found["telling"] > 0) == (found["calls"] > 0)
-    assert any(found["telling"] for found in guards.values()), "the suite calls plain functions"
-
-
 @pytest.mark.slow
 def test_a_guard_can_be_required(tmp_path: Path, backend: Backend) -> None:
     """Of two functions one is tested with plain values. Both yield tasks (each has three lines, the fewest that get a bug), but
@@ -254,7 +168,7 @@ def test_an_interrupted_run_goes_on_to_the_same_tasks(checkout, made, tmp_path, 
     """What an earlier run found out is not found out again, and tasks are written whatever ends a run."""
 
     def interrupt(state: MakeProgress) -> None:
-        if state.kept == 3:
+        if state.tasks == 3:
             raise KeyboardInterrupt
 
     wanted = [task.id for task in load_tasks(made / TASKS)]

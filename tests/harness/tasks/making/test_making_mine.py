@@ -6,10 +6,8 @@ import json
 import shutil
 import subprocess
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 from dulwich import porcelain
@@ -18,7 +16,7 @@ from composer_nb.cli import main
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.plan import gold_files, plan_of
 from composer_nb.harness.grading.pytest_grader import limit_of
-from composer_nb.harness.sandbox.contract import Backend, Sandbox, SandboxSpec
+from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.tasks.making.mine import draft, history, mine, releases, request_of, unnamed
 from composer_nb.harness.tasks.making.options import RunOptions
 from composer_nb.harness.tasks.making.repository import of_files
@@ -92,30 +90,9 @@ def test_commits_become_tasks(checkout: Path, tmp_path: Path, backend: Backend) 
     assert not (checkout.parent / "ran").exists()
 
 
-def test_what_is_known_is_not_tried_again(
-    checkout: Path, tmp_path: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    first = mine([checkout], out, backend, limit=1)
-    again = mine([checkout], out, None, limit=1)  # type: ignore[arg-type]
-    assert first["tasks"] == 1 and {**first, "wall_s": 0} == {**again, "wall_s": 0}
-    with pytest.raises(ValueError, match="another history"):
-        mine([checkout], out, backend, most_lines=1)
-
-
 def test_changes_that_are_too_large_or_have_no_suite(checkout: Path) -> None:
     found = [draft(candidate, 0, RunOptions()) for candidate in history(checkout, 3)]
     assert found == ["too much", "no source", "too much"]
-
-
-def test_paths_choose_among_the_tests_that_a_change_touches(checkout: Path) -> None:
-    def tried(args: str) -> list[str]:
-        found = [draft(candidate, 400, RunOptions(pytest_args=args)) for candidate in history(checkout, 3)]
-        return [each if isinstance(each, str) else "task" for each in found]
-
-    assert tried("tests") == ["task", "no source", "task"]
-    assert tried("sums.py") == ["no tests", "no source", "no tests"]
-    assert tried("elsewhere") == ["unfit: --pytest-args: 'elsewhere' is no file or folder of the repository"] * 3
 
 
 @pytest.mark.parametrize(
@@ -191,30 +168,6 @@ def test_that_its_project_leaves_out():
     ]
 
 
-def test_a_request_names_what_its_tests_need_and_the_old_code_lacks(tmp_path: Path) -> None:
-    old = "class Job:\n    def __init__(self):\n        self.tag = ''\n"
-    new = f"{old}        self.until = None\n        self.hidden = 0\n"
-    test = "def test_job():\n    import jobs\n\n    assert jobs.Job().until is None and jobs.Job().tag == ''\n"
-    before, after = (
-        of_files("jobs", [("jobs.py", code.encode()), ("test_jobs.py", b"import jobs\n")], tmp_path)
-        for code in (old, new)
-    )
-    assert unnamed(before, after, {"test_jobs.py": test}, "Let jobs end") == ["until"]
-    assert unnamed(before, after, {"test_jobs.py": test}, "Let jobs end: until says when") == []
-
-
-def test_a_change_whose_test_files_cannot_be_parsed_is_left_out(tmp_path: Path, backend: Backend) -> None:
-    states = [(SUMS, TESTS, "", ""), (MEAN, TESTS + EMPTY, "- The mean of nothing is 0.0\n", "print 'old Python'\n")]
-    for number, (code, tests, log, data) in enumerate(states):
-        (tmp_path / f"sums-{number}" / "tests" / "data").mkdir(parents=True)
-        files = {"sums.py": code, "tests/test_sums.py": tests, "NEWS.md": log, "tests/data/old.py": data}
-        for path, text in files.items():
-            (tmp_path / f"sums-{number}" / path).write_text(text)
-    made = mine([tmp_path / "sums-0", tmp_path / "sums-1"], tmp_path / "out", backend)
-    [row] = made["candidates"]
-    assert row["verdict"] == "unfit" and "tests/data/old.py:1: not Python" in row["why"]
-
-
 def test_a_request_names_new_modules_parameters_and_variables_too(tmp_path: Path) -> None:
     old = "def run(job, first=0):\n    found = job\n    return found\n"
     new = "LIMIT = 3\n\n\nclass Mode:\n    SAFE = 1\n\n\n" + old.replace("first=0", "first=0, found=1, until=LIMIT")
@@ -242,23 +195,6 @@ def test_visible_tests_that_a_change_contradicts_are_removed(tmp_path: Path, bac
     assert task.files["test_sums.py"].rstrip() == TESTS.rstrip() and grade(task, gold_files(task), backend).passed
 
 
-def test_tests_run_in_the_image_that_has_their_packages(tmp_path: Path, checkout: Path, backend: Backend) -> None:
-    asked: list[SandboxSpec] = []
-
-    class Engine:
-        """A backend that notes which image is asked for, and has none."""
-
-        name = backend.name
-
-        def create(self, spec: SandboxSpec | None = None) -> Sandbox:
-            asked.append(spec or SandboxSpec())
-            return backend.create(replace(spec or SandboxSpec(), image=""))
-
-    made = mine([checkout], tmp_path, cast(Backend, Engine()), running=RunOptions(image="own"), limit=1)
-    assert made["tasks"] == 1 and {spec.image for spec in asked} == {"own"}
-    assert {spec.memory_bytes for spec in asked} == {2 << 30}
-
-
 def test_what_holds_no_history(tmp_path: Path, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def said(path: Path) -> str:
         assert main(["tasks", "mine", str(path), "--out", str(tmp_path / "out")]) == 2
@@ -271,16 +207,6 @@ def test_what_holds_no_history(tmp_path: Path, checkout: Path, capsys: pytest.Ca
     (broken / ".git/HEAD").write_text("ref: refs/heads/master\n")
     (broken / ".git/refs/heads/master").write_text("0" * 39 + "1\n")
     assert "its history cannot be read" in said(broken)
-
-
-def test_files_that_are_no_text_are_left_out(tmp_path: Path) -> None:
-    entries: list[tuple[str, Any]] = [
-        ("a.py", b"x = 1\n"),
-        ("test_a.py", b"import a\n"),
-        ("b.bin", b"\0"),
-        ("c.txt", b"\xff"),
-    ]
-    assert list(of_files("r", entries, tmp_path).files) == ["a.py", "test_a.py"]
 
 
 @pytest.mark.parametrize(

@@ -151,20 +151,6 @@ def test_a_suite_that_needs_packages_and_leaves_tests_out(tmp_path: Path, backen
         )
 
 
-def test_of_a_suite_that_takes_too_long_the_tests_that_ran_count(tmp_path: Path, backend: Backend) -> None:
-    tests = "".join(f"def test_{n}(): assert double({n}) == {2 * n}\n" for n in range(10))
-    files = {
-        "f.py": "def double(x):\n    return 2 * x\n",
-        "test_f.py": f"import time\nfrom f import double\n{tests}def test_z(): time.sleep(60)\n",
-    }
-    said: list[str] = []
-    running = RunOptions(suite_s=12.0)
-    found = measure(
-        Repository(name="f", files=files), backend, SandboxSpec(), said.append, running, read_options(files)
-    )
-    assert len(found.plan.tests) == 10 and any("the 10 tests that ran by then count" in line for line in said)
-
-
 def test_a_copy_among_the_packages_is_an_answer(tmp_path: Path, backend: Backend) -> None:
     source = laid(tmp_path / "source", {"shapes.py": SOURCE, "test_shapes.py": "def test_f(): pass\n"})
     folder = laid(tmp_path / "packages", {"shapes.py": SOURCE})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -23,12 +22,6 @@ def test_a_checkout_without_what_gives_answers_away(checkout: Path, files: dict[
     assert found.files == files and found.name == "shapes"
     assert found.sources == ("shapes/__init__.py", "shapes/core.py")
     assert set(found.tests) == {"tests/test_core.py", "tests/test_odd.py"} and found.scope == ("shapes/**",)
-
-
-def test_support_of_tests_in_the_package_comes_with_the_grade(tmp_path: Path) -> None:
-    files = {"pkg/a.py": b"x = 1\n", "pkg/tests/test_a.py": b"", "pkg/tests/helper.py": b"", "pkg/tests/data.txt": b"1"}
-    found = read_repository(laid(tmp_path, files))
-    assert found.sources == ("pkg/a.py",) and set(found.hidden) == {path for path in files if "tests" in path}
 
 
 @pytest.mark.parametrize(
@@ -56,11 +49,3 @@ def test_what_is_too_large_is_left_out_or_refused(tmp_path: Path, files: dict[st
     monkeypatch.setattr(reading, "MAX_BYTES", 2000)
     with pytest.raises(ValueError, match="name the package's own folder"):
         read_repository(path)
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-def test_a_pipe_does_not_stop_the_reading(tmp_path: Path) -> None:
-    (tmp_path / "test_a.py").write_text("")
-    (tmp_path / "a.py").write_text("")
-    os.mkfifo(tmp_path / "pipe.py")
-    assert set(read_repository(tmp_path).files) == {"test_a.py", "a.py"}

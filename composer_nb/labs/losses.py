@@ -31,6 +31,8 @@ from composer_nb.labs.gradient import flat_gradient, inner_products
 from composer_nb.trainer.learning.loss import LossSettings, kl_penalty, policy_loss
 from composer_nb.trainer.learning.packing import NO_REPLAY, Stream, flatten, score
 from composer_nb.trainer.models.transformer import Model
+from composer_nb.views import style
+from composer_nb.views.style import Picture, title
 
 Array = NDArray[np.float64]
 BETA = 0.04
@@ -62,28 +64,35 @@ NO_SIGNAL = 1e-6
 
 
 class SampledTokens(NamedTuple):
-    """The S sampled tokens of a group as losses see them."""
+    """The S sampled tokens of a group as losses see them.
+
+    Attributes:
+        sampled_S: The sampler's log-probability.
+        advantage_S: R − mean(R).
+        std_S: An advantage of 1 after division by the group's standard deviation.
+    """
 
     logprob_S: Tensor
     sampled_S: Tensor
-    """The sampler's log-probability."""
     advantage_S: Tensor
-    """R − mean(R)."""
     std_S: Tensor
-    """An advantage of 1 after division by the group's standard deviation."""
     rollout_S: Tensor
     reference_S: Tensor | None
 
 
 class Slope(NamedTuple):
-    """A loss on a group's tokens."""
+    """A loss on a group's tokens.
+
+    Attributes:
+        slope_S: ∂L/∂ℓ.
+        weight_S: Weight of a token's A ∇ℓ, A as R − mean(R) less the KL's part: r for PPO within its clip. NaN where A
+            is 0.
+        reason_S: Indices into REASONS.
+    """
 
     slope_S: Tensor
-    """∂L/∂ℓ."""
     weight_S: Tensor
-    """Weight of a token's A ∇ℓ, A as R − mean(R) less the KL's part: r for PPO within its clip. NaN where A is 0."""
     reason_S: Tensor
-    """Indices into REASONS."""
 
 
 def slope(tokens: SampledTokens, settings: LossSettings, denominator: float) -> Slope:
@@ -171,28 +180,34 @@ def _advantage(stream: Stream) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRow:
-    """A loss on a batch."""
+    """A loss on a batch.
+
+    Attributes:
+        masked: Share of *all* sampled tokens that have an advantage and no gradient: what is rejected stays in the
+            denominator, so that rejecting more cannot make it look better.
+        reasons: Shares of tokens by REASONS; they add up to 1.
+        ess: Effective sample size of the weights, as a share of the tokens that have an advantage (`effective_share`).
+        norm: Length of the gradient; the denominator is the batch's tokens, or rollouts with a length norm.
+    """
 
     loss: str
     masked: float
-    """Share of *all* sampled tokens that have an advantage and no gradient: what is rejected stays in the denominator, so that
-    rejecting more cannot make it look better."""
     reasons: dict[str, float]
-    """Shares of tokens by REASONS; they add up to 1."""
     ess: float
-    """Effective sample size of the weights, as a share of the tokens that have an advantage (`effective_share`)."""
     norm: float
-    """Length of the gradient; the denominator is the batch's tokens, or rollouts with a length norm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """The losses on a batch."""
+    """The losses on a batch.
+
+    Attributes:
+        cosines: [L, L], in the order of `rows`; NaN for a loss without a gradient.
+    """
 
     rows: tuple[LossRow, ...]
     gradients_LW: Tensor
     cosines: Array
-    """[L, L], in the order of `rows`; NaN for a loss without a gradient."""
 
     def row(self, name: str) -> LossRow:
         return next(row for row in self.rows if row.loss == name)
@@ -259,3 +274,20 @@ def _row(name: str, slopes: Sequence[Slope], norm: float) -> LossRow:
         ess=effective_share(live) if len(live) else math.nan,
         norm=norm,
     )
+
+
+def cosines(found: Bench, heading: str = "cosine between gradients") -> Picture:
+    """Draw the cosines between the gradients of all losses and the exact on-policy one; “–” where one of them is 0."""
+    names = [row.loss for row in found.rows]
+    picture, ax = style.one_panel(1.8 + 0.58 * len(names), 1.0 + 0.44 * len(names))
+    low = float(np.nanmin(found.cosines, initial=0.0))
+    ax.imshow(np.ma.masked_invalid(found.cosines), cmap="cividis", vmin=low, vmax=1.0, aspect="auto")
+    ax.grid(visible=False)
+    ax.set_yticks(range(len(names)), names)
+    ax.set_xticks(range(len(names)), names, fontsize=8, rotation=45)
+    for (row, column), value in np.ndenumerate(found.cosines):
+        ink = style.DARK if value > (low + 1) / 2 else "white"  # cividis ends in a light yellow
+        text, color = ("–", style.INK) if math.isnan(value) else (f"{value:.2f}", ink)
+        style.note(ax, column, row, text, ha="center", fontsize=7.5, color=color)
+    title(ax, heading)
+    return picture

@@ -1,9 +1,10 @@
-"""Optimiser steps on a stored batch: which published bits change, in which tensors, at which learning rate."""
+"""Optimiser steps on a stored batch: which published bits change, in which tensors, at which learning rate; and their figures."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,15 +18,20 @@ from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.models.checkpoint import load_pretrained, published
 from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.views import style
+from composer_nb.views.style import Picture, key, title
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped:
-    """One optimiser step."""
+    """One optimiser step.
+
+    Attributes:
+        after: Published weights, bfloat16, under Hugging Face's names.
+    """
 
     before: Mapping[str, Tensor]
     after: Mapping[str, Tensor]
-    """Published weights, bfloat16, under Hugging Face's names."""
 
     @property
     def changed(self) -> float:
@@ -77,3 +83,29 @@ def by_group(stepped: Stepped, group: Callable[[str], str]) -> dict[str, float]:
         changed[group(name)] += int((before != stepped.after[name]).sum())
         sizes[group(name)] += before.numel()
     return {key: changed[key] / max(1, sizes[key]) for key in sorted(sizes)}
+
+
+_COLORS = (style.BLUE, style.ORANGE, style.GREEN, style.PURPLE, style.VERMILION, style.SKY)
+
+
+def shares(found: Mapping[str, float], heading: str) -> Picture:
+    """Draw the share of weights that changed, one bar per group of tensors."""
+    picture, ax = style.one_panel(8.0, 0.9 + 0.26 * len(found))
+    style.bars(ax, found, style.SKY, ".2%").set_xlim(0, 1.15 * max([*found.values(), 1e-9]))
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:.2%}")
+    title(ax, heading, "share of weights whose bits changed")
+    return picture
+
+
+def sizes(found: Mapping[str, Sequence[float]], columns: Sequence[str]) -> Picture:
+    """Draw the bits per changed weight of each codec, one group of bars per column."""
+    picture, ax = style.one_panel(8.5, 3.2)
+    sides = [
+        style.BarSeries(name, color, values)
+        for (name, values), color in zip(found.items(), itertools.cycle(_COLORS), strict=False)
+    ]
+    ax.set_yscale("log")
+    style.grouped(ax, columns, sides, ".1f", size=7)
+    title(ax, "bits per changed weight", "", "bits")
+    key(ax, loc="upper right")
+    return picture

@@ -1,1 +1,0 @@
-"""The loss bench: published policy-gradient losses on a stored batch."""

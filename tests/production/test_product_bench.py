@@ -1,0 +1,222 @@
+"""The bench: rows computed by hand, the arm `planned`, and one score of a policy from its folder and behind `serve`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from composer_nb.cli import main
+from composer_nb.harness.agent.chat import Said, Written
+from composer_nb.harness.agent.scripts import read_script
+from composer_nb.harness.agent.turns import Spoken, TokenlessTurnPolicy
+from composer_nb.harness.grading.grade import Attempt, Grade
+from composer_nb.harness.rollout import Rollout
+from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
+from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.production.bench import bench_settings, detectable, evaluate, figures
+from composer_nb.production.conversations import Conversations
+from composer_nb.production.planner import TaskPlan, make_plans, with_plans
+from composer_nb.production.policies import open_engine
+from composer_nb.production.serve import ChatServer, ScriptServer
+
+
+def attempt(task: str, passed: bool, **grade: Any) -> Attempt:
+    rollout = Rollout(task_id=task, segments=(), turns=(), files={}, stop="finished", counted=(9000, 1000), seconds=2.0)
+    known = {"status": "graded", "tests": {"t": passed}} | grade
+    made = Task.model_construct(id=task, grader="pytest", metadata={}, files={}, solution={})
+    return Attempt(task=made, rollout=rollout, grade=Grade(**known))
+
+
+def test_a_row_by_hand() -> None:
+    rows = [attempt("a", True), attempt("a", True), attempt("b", True), attempt("b", False), attempt("c", False)]
+    rows += [attempt("c", False, status="tampered", flags=("twin_passed",))]
+    found = figures(rows, price=(0.5, 2.5))
+    assert (found["pass_at_1"], found["best_of_k"], found["all_of_k"]) == pytest.approx((1 / 2, 2 / 3, 1 / 3))
+    assert found["flagged"] == pytest.approx(1 / 6) and found["disqualified"] == ["c"]
+    assert found["dollars_per_task"] == pytest.approx((9000 * 0.5 + 1000 * 2.5) / 1e6)
+    assert figures(rows)["dollars_per_task"] is None
+
+
+@pytest.mark.parametrize(("tasks", "samples", "spread"), [(50, 4, 0.0), (200, 2, 0.0), (100, 16, 0.2)])
+def test_the_difference_that_shows_does_so_four_times_in_five(tasks: int, samples: int, spread: float) -> None:
+    """The test is over tasks, as the bench's interval is; attempts are coins, whose differences vary most at a half, and gains
+    differ from task to task."""
+    rng, gain = np.random.default_rng(0), detectable(tasks, samples, spread)
+    gains = gain + spread * rng.choice([-1, 1], (4000, tasks))
+    one, other = (rng.binomial(samples, 0.5 + side * gains / 2) / samples for side in (1, -1))
+    gains = one - other
+    seen = np.abs(gains.mean(1)) > 1.96 * gains.std(1, ddof=1) / np.sqrt(tasks)
+    assert seen.mean() == pytest.approx(0.8, abs=0.03)
+
+
+def test_a_price_is_two_numbers(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for price in ("1", "a,b", "1,-2"):
+        words = [
+            "eval",
+            "--policy",
+            "scripted:lazy",
+            "--tasks",
+            "data/example/data/heldout.jsonl",
+            "--out",
+            str(tmp_path),
+        ]
+        assert main([*words, "--price", price]) == 2
+        assert "--price" in capsys.readouterr().err
+
+
+HELDOUT = Path(__file__).resolve().parents[2] / "data" / "example" / "data" / "heldout.jsonl"
+
+
+@pytest.fixture
+def tasks() -> list[Task]:
+    return load_tasks(HELDOUT)[:2]
+
+
+class Thinker(TokenlessTurnPolicy):
+    def __init__(self, heard: list[str]) -> None:
+        self.heard = heard
+
+    def say(self, news: Any, until: float) -> Spoken:
+        self.heard.append(news[0].text)
+        call = Written(id="c", call=ToolCall(name="grep", arguments={"pattern": "x"}))
+        return Spoken(said=Said(text=f" plan {len(self.heard)} ", calls=(call,)), read=90, written=10)
+
+
+def test_a_planner_reads_the_task_and_its_files_once_and_never_its_answer(tasks: list[Task], tmp_path: Path) -> None:
+    heard: list[str] = []
+    plans = [make_plans(tasks, lambda task, number: Thinker(heard), tmp_path, 1, 9.0) for _ in range(2)]
+    assert plans[0] == plans[1] == [TaskPlan(text=f"plan {n}", read=90, written=10) for n in (1, 2)], (
+        "kept, not asked again"
+    )
+    for task, text, plan in zip(tasks, heard, plans[0], strict=True):
+        assert all(part in text for part in (task.instruction, *task.files, *task.files.values()))
+        assert not any(part in text for part in (*task.tests.values(), *task.solution.values()))
+        given = plan.given(task)
+        assert given.instruction == f"{task.instruction}\n\nplan:\n{plan.text}"
+        assert given == task.model_copy(update={"instruction": given.instruction})
+
+
+@pytest.mark.parametrize(
+    ("own", "price", "tokens", "cost"),
+    [
+        (2.0, (1.0, 10.0), 100.0, 2.00019),
+        (2.0, None, 100.0, None),
+        (None, (1.0, 10.0), 100.0, None),
+        (2.0, None, 0.0, 2.0),
+    ],
+)
+def test_who_plans_is_paid(own: float | None, price: Any, tokens: float, cost: float | None) -> None:
+    plans = (
+        [TaskPlan(text="a", read=90, written=10), TaskPlan(text="", read=90, written=10)]
+        if tokens
+        else [TaskPlan(text="a", read=0, written=0)]
+    )
+    row = with_plans({"n_tasks": 1, "tokens_per_task": 50.0, "dollars_per_task": own}, plans, "p", price)
+    assert row["tokens_per_task"] == 50 + tokens and row["planner"]["empty"] == bool(tokens)
+    assert row["dollars_per_task"] == (None if cost is None else pytest.approx(cost))
+
+
+def test_an_endpoint_plans_and_a_policy_executes(
+    tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planned arm has the same tasks and its own rollouts, resumes, and belongs to its planner."""
+    script = tmp_path / "plan.json"
+    script.write_text(json.dumps([{"text": "1. read it"}]))
+    with ScriptServer(read_script(script)) as server:
+        policy = f"openai:{server.url}"
+        monkeypatch.setenv("OPENAI_API_KEY", server.key or "none")
+        given: dict[str, Any] = {"samples": 1, "planner": policy}
+        report = evaluate("scripted:searcher", tasks, tmp_path / "out", **given)
+        assert list(report["arms"]) == ["all", "planned"] and 0 < report["detectable"] < 2
+        planned = report["arms"]["planned"]
+        assert planned["planner"] | {"read": 0, "written": 0} == {"policy": policy, "read": 0, "written": 0, "empty": 0}
+        assert planned["n_tasks"] == 2 and len(planned["gain"]) == 3
+    assert evaluate("scripted:searcher", tasks, tmp_path / "out", samples=1)["arms"]
+    with pytest.raises(ValueError, match="holds rollouts of another"):
+        evaluate("scripted:searcher", tasks, tmp_path / "out", **given | {"planner": "scripted:planner"})
+
+
+EXAMPLE = Path(__file__).parents[2] / "data/example"
+POLICY = EXAMPLE / "weights" / "final"
+HELD_OUT = load_tasks(EXAMPLE / "data" / "heldout.jsonl")
+
+
+@contextmanager
+def served(tokens: int = 32_768) -> Iterator[str]:
+    with open_engine(POLICY, slots=4, tokens=tokens) as engine:
+        answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens)
+        with ChatServer(answer, model="final", trained=engine.training, context=engine.tokens) as server:
+            yield f"openai:{server.url}"
+
+
+def attempts(out: Path) -> list[dict[str, Any]]:
+    """Return all that an evaluation stored of its attempts but tokens and times."""
+    files = sorted(out.glob("*/*.parquet"))
+    names = ["task_id", "stop", "status", "passed", "tests", "turns", "files"]
+    rows = [row for file in files for row in pq.read_table(file, columns=names).to_pylist()]
+    for row in rows:
+        row["turns"] = [{**turn, "seconds": 0.0} for turn in json.loads(row["turns"])]
+    return rows
+
+
+def both(tasks: list[Task], out: Path, arms: str) -> None:
+    rows, reports = [], []
+    with served() as address:
+        for name, policy in (("folder", str(POLICY)), ("served", address)):
+            settings = bench_settings(policy, tasks, {})
+            report = evaluate(policy, tasks, out / name, samples=2, greedy=True, arms=arms, settings=settings)
+            rows.append(attempts(out / name))
+            reports.append(report["arms"])
+    assert rows[0] == rows[1]
+    for arm, scores in reports[0].items():
+        counted = ("tokens_per_task", "sampled_per_task", "seconds_p50", "seconds_p95")
+        assert {n: v for n, v in scores.items() if n not in counted} == {
+            n: v for n, v in reports[1][arm].items() if n not in counted
+        }
+        assert scores["infra_errors"] == 0 and (arm == "all" or scores["invalid_call_rate"] > 0.3)
+
+
+def test_a_policy_has_the_score_of_its_folder_behind_serve(tmp_path: Path) -> None:
+    """Greedy and sampled, turn for turn: attempts that fill the context, and calls of a tool that was not offered."""
+    both(HELD_OUT[4:6], tmp_path, "all,no-search")
+    assert {"finished", "tokens"} <= {row["stop"] for row in attempts(tmp_path / "served")}
+
+
+def test_too_many_lost_attempts_are_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("composer_nb.harness.agent.endpoint.LONGEST_WAIT_S", 0)
+    save_tasks(HELD_OUT[:1], tmp_path / "tasks.jsonl")
+    for where in (["--tasks", str(tmp_path / "tasks.jsonl")], ["--suite", "impossible:1"]):
+        call = ["eval", "--policy", "openai:http://127.0.0.1:9/v1#m", *where, "--samples", "2", "--json"]
+        assert main([*call, "--out", str(tmp_path / where[0])]) == 1
+        out, err = capsys.readouterr()
+        assert json.loads(out)["lost_share"] == 1.0 and "2 of 2 attempts were lost" in err and "127.0.0.1:9" in err
+    call = ["headroom", str(tmp_path / "tasks.jsonl"), "--policy", "openai:http://127.0.0.1:9/v1#m", "--samples", "2"]
+    assert main(call) == 1 and "attempts were lost" in capsys.readouterr().err
+
+
+def test_the_words_of_a_conversation_that_is_too_long_are_those_that_clients_look_for() -> None:
+    """litellm begins its fallbacks at these texts alone (`is_error_str_context_window_exceeded`)."""
+    long = {"model": "final", "max_tokens": 4, "messages": [{"role": "user", "content": "word " * 300}]}
+    with served(tokens=256) as address:
+        url = address.removeprefix("openai:")
+        plain = httpx.post(f"{url}/chat/completions", json=long, timeout=60)
+        other = httpx.post(f"{url}/messages", json=long, timeout=60)
+        huge = httpx.post(f"{url}/messages", json=long | {"messages": [{"role": "user", "content": "x" * 10**6}]})
+        listed = httpx.get(f"{url}/models").json()["data"][0]
+    assert [plain.status_code, other.status_code, huge.status_code, listed["max_model_len"]] == [400, 400, 400, 256]
+    error = plain.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "this model's maximum context length is 256 tokens" in error["message"].lower()
+    for answer in (other, huge):
+        said = answer.json()["error"]["message"]
+        assert said.startswith("prompt is too long: ") and said.endswith(" tokens > 256 maximum")
