@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -317,7 +317,8 @@ def _run_processes(run: RunDir, programs: Mapping[str, tuple[str, ...]], say: Ca
                 codes = [process.poll() for process in processes]
         finally:
             for process in processes:
-                process.terminate()
+                with suppress(psutil.NoSuchProcess):  # it has ended
+                    process.terminate()
             for process in psutil.wait_procs(processes, timeout=5)[1]:
                 process.kill()
                 process.wait()
