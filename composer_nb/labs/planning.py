@@ -34,7 +34,8 @@ from composer_nb.trainer.parallel.memory import Need
 from composer_nb.trainer.parallel.mesh import Axis, Mesh
 from composer_nb.trainer.recipe.reader import rl_tables
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.schedule import (
+from composer_nb.trainer.schedule import Schedule
+from composer_nb.trainer.services.orchestrator import (
     WORK_S,
     Cancel,
     Command,
@@ -44,13 +45,12 @@ from composer_nb.trainer.schedule import (
     Faulted,
     Finished,
     Joined,
-    Schedule,
+    Orchestrator,
     Served,
     Stop,
     Train,
     Trained,
 )
-from composer_nb.trainer.services.orchestrator import Orchestrator
 from composer_nb.trainer.settings import from_dict
 from composer_nb.trainer.versions.store import log
 from composer_nb.views import style

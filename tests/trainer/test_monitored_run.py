@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from composer_nb.harness.grading.grade import Attempt, Grade
-from composer_nb.harness.monitors import GamedError, MonitorSettings, Watch
+from composer_nb.harness.monitors import GamedError, MonitorSettings
 from composer_nb.harness.rewards import RewardSettings
 from composer_nb.harness.rollout import Kind, Rollout, Segment
 from composer_nb.harness.tasks.task import Task
@@ -132,9 +131,3 @@ def test_what_was_flagged_is_known_after_a_resume(back: int, monkeypatch: pytest
     run_on(killed, 0, 6)
     killed.points = json.loads(json.dumps(killed.points))[: 6 - back]
     assert run_on(killed, 6 - back, 12) == shares and len(set(shares.values())) > 2
-
-
-def test_steps_that_are_done_again_count_once() -> None:
-    settings, watch = MonitorSettings(window=64, stop=1.0), Watch()
-    first = watch.add(0, Counter(samples=32, sampled=32, suspects=8), settings)[0]
-    assert watch.add(0, Counter(samples=32, sampled=32, suspects=8), settings)[0] == first == 8 / 64

@@ -28,11 +28,10 @@ from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.packing import FULL, Stream, families, flatten, microbatches, score
+from composer_nb.trainer.learning.packing import FULL, Stream, flatten, microbatches, score
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model
-from composer_nb.trainer.rl import Batch as RlBatch
-from composer_nb.trainer.rl import Scored, ledger, measured, streams_of, to_streams
+from composer_nb.trainer.rl import Scored, streams_of, to_streams
 from tests.tiny_models import chained
 
 
@@ -74,13 +73,6 @@ def _segments(scored: Scored):
     return scored.attempt.rollout.segments
 
 
-def test_the_segments_of_a_group_are_one_family_and_share_a_step(group: list[Scored]) -> None:
-    rollout = group[1].attempt.rollout
-    twin = replace(group[1].attempt, rollout=replace(rollout, segments=(_segments(group[0])[0], *rollout.segments[1:])))
-    streams = streams_of([[group[0], replace(group[1], attempt=twin)]], LossSettings())
-    assert families(streams) == [[0, 1, 2, 3, 4, 5]]
-
-
 def test_the_gradient_of_a_chain_is_the_sum_over_its_segments_by_one_denominator(
     model: Model, group: list[Scored]
 ) -> None:
@@ -94,14 +86,6 @@ def test_the_gradient_of_a_chain_is_the_sum_over_its_segments_by_one_denominator
     assert whole.norm() > 1e-3
     torch.testing.assert_close(whole, sum(gradient([stream]) for stream in streams), atol=2e-5, rtol=1e-3)
     assert len(flatten(streams, FULL).sampled_S) == sum(s.attempt.rollout.sampled for s in group)
-
-
-def test_metrics_count_rollouts_and_the_ledger_every_token(group: list[Scored]) -> None:
-    point = measured([group], RlBatch(step=0), 1, Ranks())
-    assert (point["samples"], point["staleness"], point["mixed_versions"]) == (2.0, 0.0, 0.0)
-    assert ledger([group], LossSettings()) == {
-        "trained": sum(len(s.versions) for s in (g.attempt.rollout for g in group))
-    }
 
 
 def test_it_is_stored_and_read_bit_for_bit(chains: list[Attempt], task: Task, tmp_path: Path) -> None:

@@ -30,7 +30,11 @@ from composer_nb.trainer.prompts import Order, prompt_order, tasks_by_id
 from composer_nb.trainer.records.batches import batch_file, load_batch, save_batch
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Batch, Scored, reinforce, reward_of, scores_line, time_is_up
-from composer_nb.trainer.schedule import (
+from composer_nb.trainer.services.actors import ActorDied, RayActors, RemoteService
+from composer_nb.trainer.services.environments import EnginePair, EnvironmentService, RolloutOutcome
+from composer_nb.trainer.services.inference import RunningVersion
+from composer_nb.trainer.services.journal import Journal, change_live
+from composer_nb.trainer.services.orchestrator import (
     WORK_S,
     Alive,
     Cancel,
@@ -43,6 +47,7 @@ from composer_nb.trainer.schedule import (
     Finished,
     Joined,
     Left,
+    Orchestrator,
     Served,
     Stop,
     Tick,
@@ -50,11 +55,6 @@ from composer_nb.trainer.schedule import (
     Trained,
     TrainerLost,
 )
-from composer_nb.trainer.services.actors import ActorDied, RayActors, RemoteService
-from composer_nb.trainer.services.environments import EnginePair, EnvironmentService, RolloutOutcome
-from composer_nb.trainer.services.inference import RunningVersion
-from composer_nb.trainer.services.journal import Journal, change_live
-from composer_nb.trainer.services.orchestrator import Orchestrator
 from composer_nb.trainer.services.services import EngineService, EvaluationService, TrainerService, hinter_of, store_url
 from composer_nb.trainer.services.trainer_ranks import TrainerGroup
 from composer_nb.trainer.settings import Settings, override

@@ -24,8 +24,8 @@ from composer_nb.harness.sandbox.reap import FOLDER
 from composer_nb.harness.store import pack_attempt
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.prompts import Order, prompt_order
-from composer_nb.trainer.schedule import Dispatch
 from composer_nb.trainer.services.actors import RemoteService, require_seen
+from composer_nb.trainer.services.orchestrator import Dispatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,9 @@ from composer_nb.harness.plain import to_json
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.untrusted import json_of
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.schedule import Changes, Train, require_live
+from composer_nb.trainer.schedule import Changes, require_live
 from composer_nb.trainer.services.environments import RolloutOutcome
+from composer_nb.trainer.services.orchestrator import Train
 from composer_nb.trainer.settings import Settings, override
 
 _SCHEMA = """

@@ -24,33 +24,175 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from composer_nb.trainer.schedule import (
-    Alive,
-    Cancel,
-    Changed,
-    Command,
-    Dispatch,
-    Drained,
-    Event,
-    Faulted,
-    Finished,
-    Joined,
-    Left,
-    Schedule,
-    Served,
-    Stop,
-    Tick,
-    Train,
-    Trained,
-    TrainerLost,
-    whole,
-)
+from composer_nb.trainer.schedule import Schedule
 from composer_nb.trainer.services.slots import Books, DispatchLease, Done, Group, Worker, choose, pick
 
+WORK_S = 0.25
+"""Seconds between two reports of an environment worker."""
 ATTEMPTS_A_LIFE = 1_000_000
 """Numbers of attempts in different lives never collide: attempt = life · this + number in the slot."""
+
+
+# Events and commands
+
+
+def whole(value: Any, least: int = 0) -> bool:
+    """Return whether a value is an integer of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """An event, `at` seconds on the caller's clock."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined(Event):
+    """A worker that can run `capacity` rollouts at a time joined. `Left` must come before a worker of this name joins again."""
+
+    worker: str
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left(Event):
+    """A worker died, left or is lost."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished(Event):
+    """One rollout is graded and stored. `oldest_version` is that of its oldest token, and `sampled` counts its tokens."""
+
+    slot: int
+    attempt: int
+    place: int
+    oldest_version: int
+    sampled: int
+    reward: float | None = None
+    """Its reward, if groups without a signal are replaced."""
+
+    def sound(self, version: int) -> bool:
+        """Return whether the numbers are possible while `version` is the newest."""
+        known = whole(self.oldest_version) and self.oldest_version <= version
+        return known and _named(self) and whole(self.place) and whole(self.sampled)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faulted(Event):
+    """One rollout was lost to an infrastructure fault, or given up after `Cancel`, after `sampled` tokens."""
+
+    slot: int
+    attempt: int
+    place: int
+    reason: str
+    sampled: int = 0
+
+    def sound(self, version: int) -> bool:
+        """Return whether the numbers are possible."""
+        return _named(self) and whole(self.place) and whole(self.sampled)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive(Event):
+    """A dispatch makes progress, for instance because a turn ended."""
+
+    slot: int
+    attempt: int
+
+    def sound(self, version: int) -> bool:
+        """Return whether the numbers are possible."""
+        return _named(self)
+
+
+def _named(event: Finished | Faulted | Alive) -> bool:
+    return whole(event.slot) and whole(event.attempt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained(Event):
+    """A batch is trained and durable."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerLost(Event):
+    """The trainer died and returned to a checkpoint. `redo` are the logged batches since then."""
+
+    redo: tuple[Train, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served(Event):
+    """Every engine now serves `version` or a newer one. A caller that sends this event sends `Served(version=0)` first."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick(Event):
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed(Event):
+    """Settings changed during the run. Groups under way keep their size; groups too old for a new bound are dropped."""
+
+    schedule: Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A command for the caller to execute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatch(Command):
+    """Run these rollouts of a group. The number of the attempt is new for the slot and identifies this dispatch."""
+
+    worker: str
+    slot: int
+    attempt: int
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel(Command):
+    """Give up the remaining rollouts of a dispatch, and report them with `Faulted`, so that their tokens are accounted for."""
+
+    worker: str
+    slot: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Train(Command):
+    """Train on these groups in this order. `rollouts` are the (slot, attempt, place) of the accepted rollouts, in order."""
+
+    step: int
+    slots: tuple[int, ...]
+    rollouts: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained(Command):
+    """Sampling and training have ended. `left` are ready groups that are too few for a batch, kept in the snapshot."""
+
+    left: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop(Command):
+    """The run cannot continue."""
+
+    error: str
 
 
 class Orchestrator:

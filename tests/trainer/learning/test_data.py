@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -20,9 +19,7 @@ from composer_nb.trainer.learning.data import (
     TokenRow,
     code_rows,
     demonstration_rows,
-    load_rows,
     read_corpus,
-    save_rows,
 )
 
 
@@ -49,19 +46,6 @@ def test_a_corpus_is_split_by_name_and_known_by_its_digest(tmp_path: Path):
     assert read_corpus(str(tmp_path / "b")).digest != corpus.digest
     (tmp_path / "a" / "pack0" / "module_0.py").rename(tmp_path / "a" / "pack0" / "other.py")
     assert read_corpus(str(tmp_path / "a")).digest != corpus.digest
-
-
-def test_tests_installed_packages_and_unreadable_files_are_left_out(tmp_path: Path):
-    plain = read_corpus(str(make_corpus(tmp_path)))
-    for folder in ("test", "pack0/tests", "lib2to3/deep", "encodings", "site-packages/x", "__pycache__", "idlelib"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "skipped.py").write_text("x = 'no'\n")
-    (tmp_path / "latin.py").write_bytes(b"x = '\xe9'\n")
-    (tmp_path / "notes.txt").write_text("not Python")
-    (tmp_path / "folder.py").mkdir()
-    assert read_corpus(str(tmp_path)) == plain
-    (tmp_path / "test.py").write_text("x = 1\n")
-    assert "test.py" in read_corpus(str(tmp_path)).names, "a file may be called test"
 
 
 # Rows of code
@@ -127,18 +111,3 @@ rows_of_any_kind = st.lists(
     min_size=1,
     max_size=9,
 )
-
-
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(table=rows_of_any_kind)
-def test_rows_come_back_as_they_were(tmp_path: Path, table: list[list[tuple[int, float]]]):
-    rows = [
-        TokenRow(np.array([i for i, _ in row], np.int32), np.array([w for _, w in row], np.float32)) for row in table
-    ]
-    save_rows(rows, tmp_path / "r.npz")
-    again = load_rows(tmp_path / "r.npz")
-    assert len(again) == len(rows)
-    for a, b in zip(rows, again, strict=True):
-        assert a.token_ids.dtype == b.token_ids.dtype and a.weight.dtype == b.weight.dtype
-        assert np.array_equal(a.token_ids, b.token_ids) and np.array_equal(a.weight, b.weight)
-    assert [path.name for path in tmp_path.iterdir()] == ["r.npz"]

@@ -65,16 +65,6 @@ def test_teacher_and_student_are_plain_forwards_with_and_without_the_hint(make_m
     )
 
 
-def test_a_hint_without_room_is_left_out(make_model, stream: Stream) -> None:
-    model, [hint] = make_model(4), stream.hints
-    room = model.config.max_position_embeddings - hint.stop
-    fits, long = (hint._replace(token_ids=(5,) * size) for size in (room, room + 1))
-    assert len(feedback_kl(model, model, [replace(stream, hints=(fits,))])) == hint.stop - hint.start
-    assert len(feedback_kl(model, model, [replace(stream, hints=(long,))])) == 0
-    found = learn(learner_of(model, 1.0), [replace(stream, hints=(long,))])
-    assert found["hinted"] == 0
-
-
 def learner_of(model, feedback: float) -> Learner:
     reference = copy.deepcopy(model).requires_grad_(False) if feedback else None
     return Learner(model, FlatOptimizer(model), LossSettings(feedback=feedback), reference)

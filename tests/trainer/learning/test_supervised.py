@@ -141,15 +141,6 @@ BALANCE = [0.0, 0.0, 0.3]
 # Schedule
 
 
-def test_the_learning_rate_rises_stays_and_falls():
-    factors = [trapezoid(step, 100, 0.1, 0.5) for step in range(100)]
-    assert factors[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
-    assert factors[9:50] == [1.0] * 41
-    assert factors[-1] == pytest.approx(0.03)
-    drops = np.diff(factors[49:])
-    assert drops == pytest.approx(np.full(50, -0.97 / 50))
-
-
 # Dealing
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=25)
@@ -172,17 +163,6 @@ def test_every_row_is_dealt_once_before_any_a_second_time(sizes: list[int], budg
         cost = sum(sizes[number] for number in batch)
         assert batch and (cost <= budget or len(batch) == 1)
         assert cost + sizes[following[0]] > budget, "no batch ends before it is full"
-
-
-@settings(deadline=None, max_examples=60)
-@given(lengths, st.integers(1, 4), st.data())
-def test_ranks_share_a_batch_without_gap_or_overlap_and_about_evenly(sizes: list[int], world: int, data: st.DataObject):
-    everyone = of_lengths(sizes)
-    numbers = data.draw(st.lists(st.sampled_from(range(len(sizes))), unique=True))
-    parts = [share([everyone[number] for number in numbers], as_rank(rank, world)) for rank in range(world)]
-    assert sorted(map(id, sum(parts, []))) == sorted(id(everyone[n]) for n in numbers)
-    loads = [sum(len(row.token_ids) for row in part) for part in parts]
-    assert max(loads) - min(loads) <= max((sizes[n] for n in numbers), default=0)
 
 
 # The mixture of mid-training, and its loop

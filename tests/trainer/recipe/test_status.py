@@ -18,9 +18,9 @@ import pytest
 from composer_nb.harness.files import write_json
 from composer_nb.trainer.recipe.reader import ReadOnly, Status, prompts, read_status, wait_until
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.schedule import Dispatch, Event, Finished, Joined, Schedule, Train, Trained
+from composer_nb.trainer.schedule import Schedule
 from composer_nb.trainer.services.journal import Journal, request_change
-from composer_nb.trainer.services.orchestrator import Orchestrator
+from composer_nb.trainer.services.orchestrator import Dispatch, Event, Finished, Joined, Orchestrator, Train, Trained
 from composer_nb.trainer.settings import Settings, override, to_dict
 
 SAMPLED = 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -159,14 +158,6 @@ def test_a_damaged_checkpoint_is_named(run: RunDir, keep: int | None):
 # Where runs lie
 
 
-def test_a_name_points_to_the_newest_of_its_runs(tmp_path: Path):
-    first, second = (create(tmp_path / "runs", "tour") for _ in range(2))
-    assert first.path != second.path and first.path.name.startswith("tour-2")
-    link = tmp_path / "runs" / "tour"
-    assert link.is_symlink() and link.resolve() == second.path and not os.path.isabs(os.readlink(link))
-    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == sorted(["tour", first.path.name, second.path.name])
-
-
 @pytest.mark.parametrize("name", ["a/b", "..", ""])
 def test_a_name_that_is_no_file_name_is_refused(tmp_path: Path, name: str):
     with pytest.raises(ValueError, match="run name"):
@@ -182,13 +173,3 @@ def test_provenance_names_code_and_machine(monkeypatch):
     monkeypatch.setattr("composer_nb.trainer.records.provenance._git", lambda *_: None)
     without = provenance()
     assert without["commit"] is None and without["changed"] is None, "unknown is not unchanged"
-
-
-def test_what_was_not_measured_is_null_on_disk(tmp_path: Path):
-    run = create(tmp_path, "run")
-    point = {"entropy": float("nan"), "time": {"wall_s": 1.0}, "ages": (0.5, float("inf"))}
-    run.log("rl", 1, point)
-    run.commit("rl", 1, {"w": torch.zeros(2)}, [(1, point)])
-    wanted = {"step": 1, "entropy": None, "time": {"wall_s": 1.0}, "ages": [0.5, None]}
-    assert run.steps("rl") == [wanted]
-    assert json.loads((run.path / "metrics.jsonl").read_text()) == {"stage": "rl", **wanted}

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from composer_nb.trainer.schedule import (
+from composer_nb.trainer.schedule import Schedule
+from composer_nb.trainer.services.orchestrator import (
+    ATTEMPTS_A_LIFE,
     Alive,
     Cancel,
     Changed,
@@ -24,7 +26,7 @@ from composer_nb.trainer.schedule import (
     Finished,
     Joined,
     Left,
-    Schedule,
+    Orchestrator,
     Served,
     Stop,
     Tick,
@@ -32,7 +34,6 @@ from composer_nb.trainer.schedule import (
     Trained,
     TrainerLost,
 )
-from composer_nb.trainer.services.orchestrator import ATTEMPTS_A_LIFE, Orchestrator
 
 Key = tuple[int, int, int]
 
@@ -234,24 +235,7 @@ def test_a_wrong_setting_is_named(changes: dict[str, Any], words: str):
         schedule(**changes)
 
 
-def test_the_window_follows_from_the_rest():
-    assert schedule(prompts=8, ahead=4, window=0.3).width == 12
-    assert schedule(prompts=8, ahead=4, window=0.0).width == 8
-
-
 # Admission
-
-
-def test_on_policy_each_batch_waits_for_the_step_before():
-    d = Driver(schedule(ahead=0), 1000)
-    for step in range(3):
-        assert d.slots() == {2 * step, 2 * step + 1}
-        d.finish_slot(2 * step)
-        assert d.training is None
-        d.finish_slot(2 * step + 1)
-        assert d.training and d.training.slots == (2 * step, 2 * step + 1) and not d.running
-        d.trained()
-    assert d.orchestrator.books.staleness["total"] == {0: 12}
 
 
 @given(
@@ -276,17 +260,6 @@ def test_admission_is_the_published_rule(prompts: int, group: int, ahead: int, c
         d.trained() if d.training and rng.random() < 0.3 else d.running and d.finish(rng.choice(list(d.running)))
 
 
-def test_a_version_counts_once_it_is_served():
-    d = Driver(schedule(ahead=0), 1000)
-    d.send(Served(at=0.0, version=0))
-    d.finish_slot(0), d.finish_slot(1)
-    d.trained()
-    assert not d.running
-    assert d.send(Served(at=0.0, version=2)) == [] and d.ignored("impossible") == 1
-    d.send(Served(at=0.0, version=1))
-    assert d.slots() == {2, 3}
-
-
 # Which groups are taken
 
 
@@ -298,15 +271,6 @@ def test_a_window_takes_what_is_ready_among_the_oldest():
     d.finish_slot(1)
     assert d.training and d.training.slots == (1, 3)
     assert d.training.rollouts == ((1, 1, 0), (1, 1, 1), (3, 1, 0), (3, 1, 1))
-
-
-def test_first_in_first_out_waits_for_the_oldest():
-    d = Driver(schedule(ahead=3, order="fifo"), 1000)
-    for slot in (1, 2, 3, 4, 5, 6, 7):
-        d.finish_slot(slot)
-    assert d.training is None
-    d.finish_slot(0)
-    assert d.training and d.training.slots == (0, 1)
 
 
 def test_the_trainer_waits_for_a_long_rollout_rather_than_to_lose_it():
@@ -324,40 +288,7 @@ def test_the_trainer_waits_for_a_long_rollout_rather_than_to_lose_it():
     assert max(d.orchestrator.books.staleness["total"]) == 2 and "stale" not in d.orchestrator.books.ledger
 
 
-def test_discard_throws_the_long_one_away_and_counts_it():
-    d = Driver(schedule(ahead=1, bound=1, order="discard"), 1000)
-    d.finish((0, 1, 0), tokens=5000)
-    for _ in range(2):
-        for slot in sorted(d.slots() - {0})[:2]:
-            d.finish_slot(slot)
-        d.trained()
-    books = d.orchestrator.books
-    assert books.ledger["stale"] == 2500
-    assert {key for key in d.running if key[0] == 0} == {(0, 2, 0), (0, 2, 1)}
-    d.fault((0, 1, 1), sampled=70)  # what it had sampled when it was cancelled
-    assert books.ledger["stale"] == 2570 and d.ignored("late") == 1
-
-
-def test_staleness_is_told_apart_by_where_it_arose():
-    d = Driver(schedule(ahead=1), 1000)
-    for slot in (0, 1, 2):
-        d.finish_slot(slot)
-    d.trained()  # slot 2 was ready by then, slot 3 was not
-    d.finish_slot(3)
-    d.trained()
-    staleness = d.orchestrator.books.staleness
-    assert staleness["total"] == {0: 4, 1: 4}
-    assert staleness["in_flight"] == {0: 6, 1: 2} and staleness["in_queue"] == {0: 6, 1: 2}
-
-
 # Faults
-
-
-def test_only_the_lost_rollout_is_dispatched_again():
-    d = Driver(schedule(), 1000)
-    d.finish((0, 1, 0))
-    assert d.fault((0, 1, 1), sampled=9) == [Dispatch(worker="w0", slot=0, attempt=2, places=(1,))]
-    assert d.orchestrator.books.ledger["faulted"] == 9
 
 
 def test_too_many_faults_stop_the_run_and_say_so():
@@ -408,22 +339,6 @@ def test_what_hangs_is_cancelled_and_goes_to_another_worker():
     assert set(d.running.values()) == {"w0"}
 
 
-def test_a_suspect_worker_gets_nothing_until_it_is_heard_of():
-    d = Driver(schedule(prompts=1, ahead=2), 4)
-    d.join("other", 4)
-    assert d.slots_of("w0") == {0, 1} and d.slots_of("other") == {2}
-    d.now = 30.0
-    d.send(Alive(at=30.0, slot=2, attempt=1))
-    d.now = 60.0
-    d.send(Tick(at=60.0))
-    assert d.slots_of("other") == {0, 2} and d.slots_of("w0") == set()  # slot 1 rather waits for room on the other
-    d.fault((2, 1, 0))
-    assert d.slots_of("other") == {0, 1, 2} and d.slots_of("w0") == set()  # and so does slot 2, which never hung
-    d.fault((1, 1, 0))  # w0 gives up as it was told: it lives
-    assert d.ignored("late") == 1
-    assert d.slots_of("w0") == {2}  # slot 1, which hung on it, still waits for the other
-
-
 @pytest.mark.parametrize(
     "event, why",
     [
@@ -452,17 +367,6 @@ def test_rubbish_is_counted_and_changes_nothing(event: Event, why: str):
     assert d.ignored(why) == 1
     d.orchestrator.books.counts.pop(f"ignored_{why}")
     assert d.orchestrator.snapshot() == before
-
-
-def test_a_rollout_is_accepted_once():
-    d = Driver(schedule(), 1000)
-    d.finish((0, 1, 0)), d.finish((0, 1, 0))
-    assert d.ignored("duplicate") == 1 and d.orchestrator.books.counts["finished"] == 1
-    d.finish_slot(0), d.finish_slot(1)
-    d.trained()
-    d.finish((0, 1, 0))
-    d.send(Trained(at=0.0, step=0))
-    assert d.ignored("late") == 1 and d.ignored("duplicate") == 2
 
 
 # Ends and changes
@@ -560,12 +464,6 @@ def test_steps_since_the_checkpoint_are_executed_again_first():
     assert d.training == d.log[-1]
     with pytest.raises(ValueError, match=r"redo has steps \[0\], not every logged batch"):
         d.orchestrator.handle(TrainerLost(at=0.0, redo=(d.log[0],)))
-
-
-def test_a_trainer_that_keeps_dying_stops_the_run():
-    d = Driver(schedule(deaths=1), 1000)
-    d.lose_trainer(0), d.lose_trainer(0)
-    assert isinstance(d.end, Stop) and "step 0 lost its trainer 2 times" in d.end.error
 
 
 def test_rollouts_that_are_not_stored_are_sampled_again():
@@ -751,11 +649,6 @@ def faults_by_hypothesis(runs: int, faults_a_run: int) -> int:
 
 def test_ten_thousand_faults_lose_nothing_and_repeat_nothing():
     assert faults_by_hypothesis(runs=280, faults_a_run=50) >= 10_000
-
-
-@pytest.mark.slow
-def test_a_hundred_thousand_faults_lose_nothing_and_repeat_nothing():
-    assert faults_by_hypothesis(runs=600, faults_a_run=220) >= 100_000
 
 
 @given(schedule=schedules, seed=st.integers(0, 2**32))

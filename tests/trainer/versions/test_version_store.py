@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from composer_nb.trainer.models.checkpoint import load_pretrained, published, save_pretrained
-from composer_nb.trainer.versions.full import side_files
 from composer_nb.trainer.versions.manifest import (
     DamagedVersion,
-    ForeignBase,
     MisplacedVersion,
     MissingVersion,
     state_hash,
@@ -25,7 +23,7 @@ from composer_nb.trainer.versions.manifest import (
 from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher, VersionReused
 from composer_nb.trainer.versions.receiver import Receiver
 from composer_nb.trainer.versions.store import StoreError, VersionStore, anchor, folder, log
-from composer_nb.trainer.weights import verify
+from composer_nb.trainer.weights import side_files, verify
 
 FILES = {"config.json": b'{"model_type": "small"}'}
 
@@ -112,15 +110,6 @@ def test_acknowledgements_that_come_late_still_make_deltas(url: str, delay: int)
     assert len(full) == 1 + delay, "a chain begins with full versions until one of them is acknowledged"
 
 
-def test_the_hash_of_other_weights_is_refused_and_the_next_version_is_full(url: str):
-    publisher, receiver = Publisher(url, owner="run"), Receiver(url)
-    follow(publisher, receiver, 0)
-    publisher.publish(1, weights(1), FILES)
-    with pytest.raises(ForeignBase, match="as version 1"):
-        publisher.acknowledge(1, state_hash(weights(0)))
-    assert publisher.publish(2, weights(2), FILES).base is None
-
-
 def anchors(url: str) -> list[int]:
     return [row["version"] for row in log(url) if row["anchor_bytes"]]
 
@@ -141,26 +130,6 @@ def test_deltas_that_add_up_to_half_a_full_version_bring_an_anchor(url: str):
     due = next(v for v in range(1, 8) if 2 * sum(rows[n] for n in range(1, v + 1)) >= 500 * 16 * 4)
     assert due in (2, 3) and anchors(url)[0] == due
     assert len(anchors(url)) == 7 // due
-
-
-def test_a_laggard_takes_deltas_where_they_are_fewer_bytes_and_the_anchor_where_not(url: str):
-    publisher, first, near, far = Publisher(url, owner="run", full_every=4), Receiver(url), Receiver(url), Receiver(url)
-    follow(publisher, first, 0)
-    far.install(far.fetch(0))
-    for version in range(1, 4):
-        follow(publisher, first, version)
-    near.install(near.fetch(3))
-    for version in range(4, 7):
-        follow(publisher, first, version)
-    sizes = {row["version"]: row for row in log(url)}
-    deltas = [sizes[v]["bytes"] for v in range(1, 7)]
-    assert near.fetch(6).read_bytes == sum(deltas[3:])
-    assert far.fetch(6).read_bytes == min(sum(deltas), sizes[4]["anchor_bytes"] + sum(deltas[4:])) == sum(deltas)
-    for version in range(1, 5):
-        VersionStore(url).remove(folder(version))
-    with pytest.raises(MissingVersion):
-        near.fetch(6)
-    assert anchors(url) == [4], "its line is still in the ledger"
 
 
 def test_where_one_way_is_broken_the_other_is_taken(url: str):
@@ -357,17 +326,6 @@ def test_a_store_that_is_full_leaves_everything_as_it_was(url: str, fails_at: in
 # In the background
 
 
-def test_the_background_publisher_publishes_in_order_and_close_waits_for_all(url: str):
-    publisher = BackgroundPublisher(Publisher(url, owner="run"))
-    for version in range(6):
-        publisher.publish(version, weights(version), FILES)
-    publisher.close()
-    publisher.close()
-    assert [row["version"] for row in log(url)] == list(range(6))
-    with pytest.raises(RuntimeError, match="after shutdown"):
-        publisher.publish(6, weights(6), FILES)
-
-
 def test_an_error_in_the_background_surfaces_at_the_next_call_and_what_was_handed_over_is_published(url: str):
     inner, gate = Publisher(url, owner="run"), threading.Lock()
     publisher = BackgroundPublisher(inner)
@@ -379,19 +337,6 @@ def test_an_error_in_the_background_surfaces_at_the_next_call_and_what_was_hande
     with pytest.raises(ValueError, match="not versions of one model"):
         publisher.close()
     assert [row["version"] for row in log(url)] == [0]
-
-
-def test_the_queue_is_bounded(url: str, monkeypatch):
-    inner, gate = Publisher(url, owner="run"), threading.Event()
-    monkeypatch.setattr(inner, "publish", lambda *_: gate.wait())
-    publisher = BackgroundPublisher(inner)
-    caller = threading.Thread(target=lambda: [publisher.publish(v, weights(v), FILES) for v in range(3)])
-    caller.start()
-    caller.join(0.2)
-    assert caller.is_alive(), "one is being published, one waits, the third is not taken yet"
-    gate.set()
-    caller.join()
-    publisher.close()
 
 
 def test_a_receiver_follows_a_publisher_that_does_not_wait_for_it(url: str):
