@@ -87,7 +87,7 @@ class Cluster:
         self.lose(self.nodes[1])
 
     def lose(self, *nodes: subprocess.Popen[str]) -> None:
-        for node in nodes:
+        for node in (node for node in nodes if node.poll() is None):
             for process in psutil.Process(node.pid).children(recursive=True):
                 process.kill()
             node.kill()
