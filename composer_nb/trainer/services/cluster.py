@@ -6,9 +6,11 @@ live for another half minute, and the folder would stay. A new cluster listens o
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -164,7 +166,9 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
     log, environment = folder / "start.log", {"RAY_AUTH_MODE": "token"} | os.environ | LOOPBACK
     for _ in range(STARTS):
         with log.open("wb") as out:
-            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+            process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, preexec_fn=_end_with_parent
+            )
         while process.poll() is None:
             if (folder / ADDRESS).is_file():
                 return process
@@ -175,6 +179,12 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
                         file.write_text(str(ports[option]))
             time.sleep(0.05)
     raise ConnectionError(f"Ray did not start: {' '.join(log.read_text(errors='replace').split())[-500:]}")
+
+
+def _end_with_parent() -> None:
+    """Let the kernel end this process when its parent dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _token() -> Path:
