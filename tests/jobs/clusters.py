@@ -42,6 +42,13 @@ class Cluster:
         self.bench, self.words = bench, bench.folder / "cluster.txt"
         self.folder = Path(tempfile.mkdtemp(prefix="cnb-"))  # short, because it contains the paths of sockets
         self.nodes: list[subprocess.Popen[str]] = []
+        try:
+            self.start(first, second, hidden)
+        except BaseException:
+            self.lose(*self.nodes)
+            raise
+
+    def start(self, first: dict[str, Any], second: dict[str, Any], hidden: Path | None) -> None:
         self.start_node([], "--head", "--port=0", f"--temp-dir={self.folder}", "--include-dashboard=false", **first)
         address = self.folder / "ray_current_cluster"
         while not address.is_file():
@@ -77,9 +84,13 @@ class Cluster:
         return self.read()
 
     def lose_a_node(self) -> None:
-        node = psutil.Process(self.nodes[1].pid)
-        for process in (node, *node.children(recursive=True)):
-            process.kill()
+        self.lose(self.nodes[1])
+
+    def lose(self, *nodes: subprocess.Popen[str]) -> None:
+        for node in (node for node in nodes if node.poll() is None):
+            for process in psutil.Process(node.pid).children(recursive=True):
+                process.kill()
+            node.kill()
 
     def actors(self) -> set[tuple[str, str, str]]:
         """(id, class, id of its node) of every actor that has been made."""

@@ -6,9 +6,11 @@ live for another half minute, and the folder would stay. A new cluster listens o
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -166,7 +168,13 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
         with log.open("wb") as out:
             # A group of its own: Ctrl-C, or a supervisor's signal to all, ends this process, which drains and then closes Ray.
             process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, process_group=0
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                process_group=0,
+                preexec_fn=_end_with_parent,
             )
         while process.poll() is None:
             if (folder / ADDRESS).is_file():
@@ -178,6 +186,12 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
                         file.write_text(str(ports[option]))
             time.sleep(0.05)
     raise ConnectionError(f"Ray did not start: {' '.join(log.read_text(errors='replace').split())[-500:]}")
+
+
+def _end_with_parent() -> None:
+    """Let the kernel end this process when its parent dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _token() -> Path:
