@@ -222,7 +222,8 @@ REVIEWED = {
     "the name of a chat format, one of a fixed few": "trainer/models/companions.py",
     "resolved, and refused unless it lies in the folder": "operations/mcp.py",
     "the user's own words on the command line or in a job file, or a name that `JobFile` holds to letters and digits": ""
-    "production/agents.py jobs/directory.py jobs/file.py jobs/runner.py trainer/recipe/launch.py trainer/records/rundir.py",
+    "production/agents.py production/bench.py jobs/directory.py jobs/file.py jobs/runner.py trainer/recipe/launch.py "
+    "trainer/records/rundir.py",
     "the name of a served rollout, which requests hold to letters, digits and a few signs": "production/record.py",
     "names that the package makes itself": "doctor.py harness/grading/box.py trainer/models/checkpoint.py operations/runs.py "
     "operations/track.py trainer/recipe/prepare.py trainer/recipe/stages.py "

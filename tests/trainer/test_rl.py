@@ -28,7 +28,7 @@ from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.packing import FULL, NO_REPLAY, Stream, flatten, score
 from composer_nb.trainer.learning.ranks import Ranks
-from composer_nb.trainer.models.transformer import Model
+from composer_nb.trainer.models.transformer import Model, PackedRows
 from composer_nb.trainer.recipe.recipe import sample_groups
 from composer_nb.trainer.rl import Scored, ledger, score_groups, shuffle_rewards, to_streams
 
@@ -112,6 +112,40 @@ def test_the_gradient_is_the_sum_over_all_tokens_however_they_are_cut(make_model
     assert all(part.norm() > 1e-4 for part in parts), "each rank has its share"
 
 
+@pytest.mark.parametrize("changes", [{"length_norm": True}, {"ratio": "gspo"}, {"ratio": "cispo", "length_norm": True}])
+def test_no_choice_of_loss_depends_on_microbatches(make_model, sampled, changes: dict[str, Any]):
+    model, other = make_model(3), make_model(3)
+    streams = sampled(other)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.02)
+    found = [gradient(model, streams, settings=LossSettings(**changes), budget=budget)[0] for budget in (1, 10_000)]
+    torch.testing.assert_close(*found, atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_k1_weighs_in_each_token_s_advantage_and_the_others_in_the_loss(make_model, sampled, kind: Any):
+    model, reference = make_model(3), make_model(5)
+    streams = sampled(model)
+    loss = torch.zeros(())
+    for stream in streams:
+        logprob, _ = by_hand(model, stream)
+        with torch.no_grad():
+            frozen = by_hand(reference, stream)[0]
+        gap = frozen - logprob
+        advantage = torch.from_numpy(stream.advantage[1:][stream.acted[1:]])
+        if kind == "k1":
+            advantage = advantage + 0.2 * gap.detach()
+        loss = loss - (advantage * logprob).sum()
+        if kind != "k1":
+            loss = loss + 0.2 * {"k2": gap**2 / 2, "k3": gap.exp() - 1 - gap}[kind].sum()
+    slopes = torch.autograd.grad(loss / 50.0, list(model.parameters()))
+    wanted = torch.cat([slope.flatten() for slope in slopes])
+    found, _ = gradient(model, streams, settings=LossSettings(beta=0.2, kl=kind), reference=reference)
+    torch.testing.assert_close(found, wanted, atol=2e-5 * float(wanted.abs().max() + 1), rtol=1e-3)
+    assert all(p.grad is None for p in reference.parameters())
+
+
 def test_the_gradient_with_replay_is_that_of_the_recorded_experts_with_live_gates(make_model, sampled):
     model = make_model(4)
     streams = sampled(make_model(3))  # by a model whose routers think otherwise
@@ -129,6 +163,29 @@ def test_the_gradient_with_replay_is_that_of_the_recorded_experts_with_live_gate
     own, _ = gradient(model, streams, settings=LossSettings(ratio="none"))
     assert not torch.allclose(own, wanted, atol=1e-3), "and it is another gradient than that of the own experts"
     assert 0.1 < metrics["replay_overlap"] < 0.9
+
+
+def test_overlap_is_the_share_of_replayed_experts_that_the_router_would_choose(make_model, sampled):
+    model = make_model(4)
+    streams = sampled(make_model(3))
+    agreed, chosen = 0, 0
+    for stream in streams:  # six prompts that differ in their first token: nothing is shared
+        ids, given = torch.from_numpy(stream.token_ids[:-1]).long()[None], torch.from_numpy(stream.routes[:-1]).long()
+        places = torch.arange(ids.shape[1])
+        rows = PackedRows.of_lengths([ids.shape[1]], model.config)
+        with torch.no_grad():
+            _, routings = model.trunk(ids[0], places, rows.attend, Replay(experts=given))
+        for layer, routing in enumerate(routings):
+            for token, experts in enumerate(routing.probs_NE.topk(2, -1).indices.tolist()):
+                agreed += len(set(experts) & set(given[token, layer].tolist()))
+                chosen += 2
+    assert len({int(stream.token_ids[0]) for stream in streams}) == len(streams)
+    for budget in (1, 10_000):
+        metrics = gradient(model, streams, replay=FULL, budget=budget)[1]
+        assert metrics["replay_overlap"] == pytest.approx(agreed / chosen, abs=2e-3)
+    alike = sampled(model)
+    assert gradient(model, alike, replay=FULL)[1]["replay_overlap"] == pytest.approx(1.0, abs=2e-3)
+    assert "replay_overlap" not in gradient(model, alike)[1]
 
 
 @pytest.mark.parametrize("budget", [1, 64, 10_000])
@@ -160,6 +217,14 @@ def test_every_row_of_routes_is_used_once_in_a_pass(make_model, sampled, monkeyp
     assert sorted(forwarded) == sorted(recorded), "six prompts that share nothing: each row is forwarded once"
 
 
+def test_a_pass_that_loses_a_stream_is_noticed(make_model, sampled, monkeypatch):
+    model = make_model(3)
+    chunks = learning.microbatches
+    monkeypatch.setattr(learning, "microbatches", lambda *args: chunks(*args)[1:])
+    with pytest.raises(AssertionError, match="each row of routes is used exactly once"):
+        gradient(model, sampled(model), replay=FULL, budget=1)
+
+
 def test_every_stream_is_learnt_from_once_and_steps_raise_what_was_good(make_model, sampled):
     model = make_model(3)
     streams = sampled(model)
@@ -172,6 +237,15 @@ def test_every_stream_is_learnt_from_once_and_steps_raise_what_was_good(make_mod
     moved = np.array(after) - np.array(before)
     assert np.dot(moved, advantage) > 0
     assert 0 < metrics["entropy"] < np.log(61) and metrics["k3"] > 0 and metrics["grad_norm"] > 0
+
+
+def test_a_minibatch_weighs_as_much_as_the_whole_batch(make_model, sampled):
+    model = make_model(3)
+    streams = sampled(model, 6)
+    assert len({int(stream.token_ids[0]) for stream in streams}) == 6, "six prompts"
+    alone = [gradient(model, [stream])[1]["grad_norm"] for stream in streams]
+    together = gradient(model, streams, minibatches=6)[1]["grad_norm"]
+    assert together == pytest.approx(6 * np.mean(alone), rel=1e-4) and together > 1e-3
 
 
 def test_learning_twice_with_one_seed_gives_the_same_bits(make_model, sampled):
@@ -270,3 +344,12 @@ def test_the_control_deals_the_same_rewards_out_anew(agent, policy, task: Task):
         assert [s.attempt for s in before] == [s.attempt for s in after]
         mean = np.mean([s.reward.total for s in after])
         assert [s.advantage for s in after] == pytest.approx([s.reward.total - mean for s in after])
+
+
+def test_a_batch_without_a_signal_has_no_figures_a_token_and_moves_nothing(make_model):
+    model = make_model()
+    before = [weight.detach().clone() for weight in model.parameters()]
+    found = Learner(model, FlatOptimizer(model), LossSettings(), replay=FULL).learn([], Ranks(), Random(0), **LEARN)
+    for name in ("entropy", "k3", "masked", "ratio_off_20", "ratio_cut", "grad_norm", "replay_overlap"):
+        assert np.isnan(found[name]), name
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

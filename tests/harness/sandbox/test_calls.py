@@ -236,6 +236,29 @@ def test_close_leaves_no_process() -> None:
         executor.run([request(IDENTITY, "(1,)")])
 
 
+def test_a_killed_host_leaves_no_process(tmp_path: Path) -> None:
+    program = """
+import sys
+from composer_nb.harness.sandbox.calls import SandboxExecutor
+from composer_nb.harness.sandbox.requests import CallRequest
+from tests.harness.sandbox.test_calls import tree
+executor = SandboxExecutor()
+source = "import time\\ndef f():\\n    time.sleep(9)\\n"
+print(*tree(executor), flush=True)
+executor.run([CallRequest(files={"f.py": source}, module="f", function="f", arguments=("()",))] * 5)
+"""
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=Path.cwd())
+    assert owner.stdout is not None
+    with owner.stdout as lines:
+        pids = [int(word) for word in lines.readline().split()]
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    deadline = time.monotonic() + patience(3)
+    while any(map(started, pids)):
+        assert len(pids) == 4 and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_a_killed_sandbox_is_made_again() -> None:
     with SandboxExecutor() as executor:
         for victim in (1, 2, 3):  # the zygote, the resident, the worker made ahead

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -165,6 +166,15 @@ def test_on_policy_every_choice_is_the_plain_policy_gradient(ratio: Any):
     assert metrics == {"masked": 0.0, "ratio_off_20": 0.0, "k3": 0.0, "ratio_cut": 0.0, "tokens": 12.0}
 
 
+@pytest.mark.parametrize("cap", [1.5, 5.0])
+def test_tis_is_cispo_without_a_lower_bound(cap: float):
+    sampled, logprob = -torch.rand(200) * 3, (-torch.rand(200) * 3).requires_grad_()
+    rest = (sampled, torch.randn(200), torch.arange(200) // 9)
+    one, _ = policy_loss(logprob, *rest, LossSettings(ratio="tis", tis_cap=cap), 5.0)
+    other, _ = policy_loss(logprob, *rest, LossSettings(ratio="cispo", clip_low=1.0, clip_high=cap - 1), 5.0)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logprob)[0] for loss in (one, other)), atol=0, rtol=0)
+
+
 def test_a_probability_that_has_all_but_vanished_gives_finite_numbers():
     for ratio in RATIOS:
         logprob = torch.tensor([-200.0, -0.1], requires_grad=True)
@@ -188,6 +198,12 @@ def test_advantages_sum_to_zero(values: list[float], std_norm: bool):
     if not std_norm:
         mean = math.fsum(values) / len(values)
         assert found.tolist() == pytest.approx([value - mean for value in values], abs=1e-5)
+
+
+@settings(deadline=None)
+@given(st.floats(-10, 10, width=32), st.integers(1, 16), st.booleans())
+def test_a_group_of_equal_rewards_teaches_nothing_at_all(value: float, size: int, std_norm: bool):
+    assert advantages(torch.full((size,), value), std_norm).tolist() == [0.0] * size
 
 
 def test_dividing_by_the_standard_deviation_is_what_it_says():
@@ -265,4 +281,57 @@ def test_the_penalty_is_where_its_papers_have_it(case: dict[str, Tensor], gap: f
         torch.testing.assert_close(penalised(case, reference, s, 7.0), slope, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_on_policy_k1_and_k2_pull_alike_and_to_the_reference_and_k3_to_first_order(seed: int):
+    """By enumeration: the expectation over the policy of each penalty's slope, in the space of logits."""
+    policy_logits, direction = pair(seed)
+    found: dict[tuple[str, float], Tensor] = {}
+    for step in (1.0, 1e-3):
+        reference = (policy_logits + step * direction).log_softmax(-1)
+        for kind in ("k1", "k2", "k3"):
+            logits = policy_logits.clone().requires_grad_()
+            policy = logits.log_softmax(-1)
+            probability, s = policy.detach().exp(), LossSettings(ratio="none", beta=1.0, kl=kind)  # type: ignore[arg-type]
+            leaf = policy.detach().clone().requires_grad_()
+            taken, penalty = kl_penalty(leaf, reference, torch.arange(9), s, 1.0)
+            loss, _ = policy_loss(leaf, leaf.detach(), -taken, torch.arange(9), s, 1.0)
+            (slope,) = torch.autograd.grad(loss + penalty, leaf)
+            (found[kind, step],) = torch.autograd.grad(policy, logits, probability * slope)
+        logits = policy_logits.clone().requires_grad_()
+        policy = logits.log_softmax(-1)
+        (exact,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits)
+        torch.testing.assert_close(found["k1", step], exact)
+        torch.testing.assert_close(found["k2", step], exact)
+    assert float((found["k3", 1.0] - found["k1", 1.0]).norm()) > 0.05 * float(found["k1", 1.0].norm())
+    torch.testing.assert_close(found["k3", 1e-3], found["k1", 1e-3], rtol=1e-2, atol=1e-8)
+
+
 # Settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"beta": -0.1}, "loss.beta"),
+        ({"clip_low": 0.0}, "loss.clip_low"),
+        ({"clip_low": 1.01}, "loss.clip_low"),
+        ({"clip_high": 0.0}, "loss.clip_high"),
+        ({"tis_cap": 0.0}, "loss.tis_cap"),
+        ({"icepop": 1.0}, "loss.icepop"),
+        ({"icepop_low": 0.0}, "loss.icepop_low"),
+        ({"icepop_low": 1.0}, "loss.icepop_low"),
+        ({"dppo": 0.0}, "loss.dppo"),
+        ({"dppo": math.nan}, "loss.dppo"),
+        ({"tis_cap": math.nan}, "loss.tis_cap"),
+        ({"clip_high": math.nan}, "loss.clip_high"),
+        ({"beta": math.nan}, "loss.beta"),
+        ({"beta": math.inf}, "loss.beta"),
+        ({"ratio": "pop"}, "loss.ratio='pop'"),
+        ({"kl": "k4"}, "loss.kl='k4'"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_by_name(changes: dict[str, Any], name: str):
+    with pytest.raises(ValueError, match=name):
+        LossSettings(**changes)
+    with pytest.raises(ValueError, match=name):
+        replace(LossSettings(), **changes)

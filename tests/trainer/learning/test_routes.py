@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from composer_nb.harness.policy import route_checks
+from composer_nb.harness.policy import Trace, route_checks
 from composer_nb.harness.rewards import Reward
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.learner import Learner
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.optimizer import FlatOptimizer
-from composer_nb.trainer.learning.packing import FULL, Stream
+from composer_nb.trainer.learning.packing import FULL, Stream, flatten
 from composer_nb.trainer.learning.ranks import Ranks
+from composer_nb.trainer.models.config import FOREIGN, ModelConfig
+from composer_nb.trainer.recipe.mismatch import measure_mismatch
 from composer_nb.trainer.rl import Scored, to_streams
 
 LEARN: dict[str, Any] = {"minibatches": 2, "denominator": 50.0, "lr": 1e-3, "clip": 1.0, "budget": 64}
@@ -117,6 +119,22 @@ def test_damaged_routes_are_refused_before_a_step(make_model, streams, name: str
     assert not torch.equal(learner.optimizer.weights, before), "the streams as they are do train"
 
 
+def test_every_shift_of_every_part_is_refused(streams):
+    """Any rows from any place on, moved by any distance: what a lost or doubled message would do."""
+    for stream in streams:
+        count = len(stream.token_ids) - 1
+        for start in range(count - 1):
+            for by in (1, 2, 5, count // 2):
+                order = np.arange(count)
+                order[start:] = np.minimum(order[start:] + by, count - 1)  # `by` rows lost at `start`
+                shifted = moved(stream, order)
+                assert "were recorded at another" in shifted.route_fault()
+                alone = replace(shifted, checks=stream.checks)
+                alike = np.array_equal(alone.routes, stream.routes)
+                assert alike or "were recorded at another" in alone.route_fault()
+        assert not stream.route_fault()
+
+
 def test_checks_are_apart_wherever_token_place_or_routes_are():
     random = np.random.default_rng(0)
     place, token = (grid.ravel() for grid in np.meshgrid(np.arange(64), np.arange(64)))
@@ -141,3 +159,33 @@ def test_without_replay_routes_do_not_matter(make_model, streams, name: str):
         learner.learn(batch, Ranks(), Random(0), **LEARN)
         weights.append(learner.optimizer.weights)
     assert torch.equal(*weights)
+
+
+def test_packing_and_measuring_refuse_them_too(make_model, attempts, streams):
+    with pytest.raises(ValueError, match=r"stream 1 of 2 cannot be replayed: token 0"):
+        flatten([streams[0], rows(streams[1], lambda x: np.roll(x, 1, 0))], FULL)
+    [segment] = attempts[2].rollout.segments
+    bare = replace(attempts[2].rollout, segments=(replace(segment, trace=Trace()),))
+    with pytest.raises(ValueError, match=r"stream 2 of 4 cannot be replayed"):
+        measure_mismatch(make_model(3), [*attempts[:2], replace(attempts[2], rollout=bare), attempts[3]])
+
+
+@pytest.mark.parametrize("source", ["engine", "trainer"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mixtral"])
+def test_families_with_and_without_experts_learn_from_their_own_rollouts(
+    make_model, converse, family: str, source: Any
+):
+    sizes = {name: getattr(ModelConfig(), name) for name in FOREIGN[family]}  # type: ignore[index]
+    inner = {} if family == "mixtral" else {"intermediate_size": 48}
+    model = make_model(3, family=family, **sizes, **inner)
+    attempts = converse(Engine(model, stop=frozenset({7, 8, 9}), slots=4, max_length=96), 4)
+    scored = [Scored(attempt=done, reward=Reward(total=0.0), advantage=1.0) for done in attempts]
+    streams = [stream for each in scored for stream in to_streams(each)]
+    found = measure_mismatch(model, attempts)
+    assert found["on"]["logprob_gap_p99"] < 1e-4 and found["routes_differ"] == 0.0
+    before = [weight.clone() for weight in model.parameters()]
+    learner = Learner(model, FlatOptimizer(model), LossSettings(), replay=replace(FULL, source=source))
+    figures = learner.learn(streams, Ranks(), Random(0), **LEARN)
+    assert figures["grad_norm"] > 0
+    assert np.isnan(figures["replay_overlap"]) == (family != "mixtral"), "nothing is replayed where nothing is routed"
+    assert not any(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
