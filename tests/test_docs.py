@@ -6,6 +6,8 @@ import argparse
 import base64
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -110,6 +112,53 @@ def test_the_readme_says_what_the_examples_hold() -> None:
     assert " and ".join(f"from {before} to {after}" for before, after in fell) in text
     before, after = (f"{score['pass_within']['12']:.3f}"[1:] for score in kinds[0])
     assert f"{before} → {after} in 12 calls" in text
+
+
+def scores_of(row: str) -> list[list[float]]:
+    """The numbers of a row of the README's table, seed by seed."""
+    [cells] = re.findall(rf"^\| {re.escape(row)} \| (.*) \|$", PAGES[0].read_text(encoding="utf-8"), re.M)
+    return [[float(n) for n in re.findall(r"[+−]?\d*\.\d+", cell.replace("−", "-"))] for cell in cells.split(" | ")]
+
+
+def test_the_readme_says_what_its_table_and_the_examples_hold() -> None:
+    text = " ".join(PAGES[0].read_text(encoding="utf-8").replace("−", "-").split())
+    start = scores_of("start of RL, sharpness calibrated")
+    runs = [scores_of(row) for row in ("**after RL**", "after RL with another seed of RL")]
+    gains = [
+        [round(100 * (after[n] - before[n]), 1) for run in runs for before, after in zip(start, run, strict=True)]
+        for n in range(4)
+    ]
+    first, new = scores_of("gain in 12 calls over the start"), scores_of("the same on new structures")
+    both = scores_of("both gains with another seed of RL")
+    within = [row[0] for row in first] + [row[0] for row in both]
+    assert max(abs(a - b) for a, b in zip(within, gains[0], strict=True)) <= 0.3, "paired gains, of the same runs"
+    structures = [row[0] for row in new] + [row[1] for row in both]
+    assert f"add {min(within):.1f} to {max(within):.1f} points in 12 calls" in text
+    assert f"they add {min(structures):.1f} to {max(structures):.1f}." in text
+    assert f"pass@1 gains {min(gains[1]):.1f} to {max(gains[1]):.1f} points" in text
+    assert f"greedy decoding {min(gains[2]):.1f} to {max(gains[2]):.1f}." in text
+    assert f"Best of 4 changes by {min(gains[3]):.1f} to {max(gains[3]):+.1f}" in text
+
+    reports = [build_report(ReadOnly(path)) for path in EXAMPLES[:2]]
+    gain = reports[0]["gain"]["within_12"]["structures"]
+    low, high = (100 * end for end in gain["ci95"])
+    assert low < 0 < high and f"example gains {100 * gain['gain']:.1f} ({low:.1f} to {high:+.1f})" in text
+    kinds = [[report["eval"][name] for name in ("start", "final")] for report in reports]
+    fell = [[f"{score['structures']['recovery']:.2f}"[1:] for score in both] for both in kinds]
+    assert " and ".join(f"from {before} to {after}" for before, after in fell) in text
+    before, after = (f"{score['pass_within']['12']:.3f}"[1:] for score in kinds[0])
+    assert f"{before} → {after} in 12 calls" in text
+
+
+def test_an_environment_of_ones_own_runs_in_this_process_as_its_page_says(tmp_path: Path) -> None:
+    """In a folder with `mine.py` and the example."""
+    page = (ROOT / "docs" / "rl.md").read_text(encoding="utf-8").split("### An environment of your own")[1]
+    mine, attempt = re.findall(r"```python\n(.*?)```", page, re.S)[:2]
+    (tmp_path / "mine.py").write_text(mine)
+    (tmp_path / "attempt.py").write_text(attempt)
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    done = subprocess.run([sys.executable, "attempt.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and -1 < float(done.stdout) <= 1, done.stderr
 
 
 def test_every_link_leads_somewhere() -> None:
