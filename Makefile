@@ -46,10 +46,11 @@ test-slow: .venv/.ready ## the slow tests
 test-browser: .venv/.browser ## the notebooks in JupyterLab, in a headless Chromium; brings both; screenshots in build/
 	@$(BIN)/python -m pytest -q -rs -m browser tests/browser $(ARGS)
 
-check: .venv/.ready ## format, lint and types
+check: .venv/.ready ## format, lint, types, and what nobody reaches
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python -m mypy
+	@$(BIN)/python scripts/check_reach.py
 
 check-kernels: .venv/.ready ## compile every GPU kernel for Hopper and Blackwell, and read the machine code; needs no GPU
 	@$(BIN)/python scripts/bench/check_kernels.py

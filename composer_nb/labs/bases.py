@@ -181,17 +181,20 @@ def distance(char: str, other: str) -> int:
     return int(bounded(char, other, max(len(char), len(other), 1)))
 
 
-def rebuilt(base: BaseCandidate, histories: Sequence[History], slots: int = 16) -> list[str]:
+SLOTS = 16  # histories that are continued at a time
+
+
+def rebuilt(base: BaseCandidate, histories: Sequence[History]) -> list[str]:
     """Return what the model writes for the last version of each file, greedily, up to the line that ends it."""
     requests = [[base.first, *base.ids(history.prompt)] for history in histories]
     most = [len(base.ids(history.end + END)) + 16 for history in histories]
     needed = max(len(ids) + room for ids, room in zip(requests, most, strict=True))
     if needed > base.model.config.max_position_embeddings:
         raise ValueError(f"lines, edits: a history needs {needed} positions, more than {base.name} has; lower them")
-    engine = Engine(base.model, stop=frozenset(), slots=slots, max_length=needed, temperature=0.0)
+    engine = Engine(base.model, stop=frozenset(), slots=SLOTS, max_length=needed, temperature=0.0)
     texts = []
-    for at in range(0, len(requests), slots):
-        part = range(at, min(len(requests), at + slots))
+    for at in range(0, len(requests), SLOTS):
+        part = range(at, min(len(requests), at + SLOTS))
         for request in engine.generate([Request(rollout=n, token_ids=requests[n], max_tokens=most[n]) for n in part]):
             texts.append(base.tokenizer.decode(request.token_ids).partition(END)[0])
             engine.release(request.rollout)

@@ -59,13 +59,13 @@ LAYOUT = {"bf16": (1, 8, 7), "e4m3": (1, 4, 3), "e2m1": (1, 2, 1), "E8M0": (0, 8
 """Bits of sign, exponent, mantissa."""
 
 
-def bits_of(x_K: Tensor, mx: MXTensor, four: NVFP4Tensor, values: int = 4) -> dict[str, list[int]]:
-    """Return the first numbers of a token as they are stored, by the name of their format, scales after codes."""
+def bits_of(x_K: Tensor, mx: MXTensor, four: NVFP4Tensor) -> dict[str, list[int]]:
+    """Return the first four numbers of a token as they are stored, by the name of their format, scales after codes."""
     return {
-        "bf16": x_K.bfloat16().view(torch.int16)[:values].int().bitwise_and(0xFFFF).tolist(),
-        "e4m3": mx.qdata.view(torch.uint8).flatten()[:values].tolist(),
+        "bf16": x_K.bfloat16().view(torch.int16)[:4].int().bitwise_and(0xFFFF).tolist(),
+        "e4m3": mx.qdata.view(torch.uint8).flatten()[:4].tolist(),
         "E8M0": mx.scale.flatten()[:1].tolist(),
-        "e2m1": unpack_e2m1(four.qdata).flatten()[:values].tolist(),
+        "e2m1": unpack_e2m1(four.qdata).flatten()[:4].tolist(),
         "e4m3 scale": four.scale.view(torch.uint8).flatten()[:1].tolist(),
     }
 

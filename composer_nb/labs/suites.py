@@ -8,7 +8,7 @@
 | interruption | breaks off a rewrite and asks for something else | goes on with the rewrite, or does not solve the task |
 | impossible | cannot be met: two tests contradict each other | passes, changes tests, answers by heart, or claims success |
 
-All are made from miniature repositories of held-out structures; one seed gives the same tasks. Cursor's side suites: TR §5.
+All are made from miniature repositories of held-out structures. Cursor's side suites: TR §5.
 """
 
 from __future__ import annotations
@@ -158,15 +158,15 @@ SUITES: Mapping[str, tuple[Draw, Callable[[Attempt], str]]] = {
 """How a task of a suite is made, and what became of an attempt at it: `passed`, or its fault."""
 
 
-def make_suite(named: str, executor: Executor, seed: int = 0) -> list[Task]:
+def make_suite(named: str, executor: Executor) -> list[Task]:
     """Return the tasks of `NAME` or `NAME:COUNT`. Raises ValueError for another name, or for a count below 1."""
     name, _, count = named.partition(":")
     if name not in SUITES or not (count or "1").isdecimal() or not (most := int(count or COUNT)):
         raise ValueError(
             f"--suite {named}: there are {', '.join(SUITES)}, also with a number of tasks, as impossible:48"
         )
-    random = Random(f"suite {name} {seed}")
-    miniatures = make_miniatures(f"suite {name} {seed}", 4 * most, heldout=True, executor=executor)
+    random = Random(f"suite {name} 0")
+    miniatures = make_miniatures(f"suite {name} 0", 4 * most, heldout=True, executor=executor)
     return list(islice((task for miniature in miniatures if (task := SUITES[name][0](miniature, random))), most))
 
 

@@ -283,13 +283,13 @@ def _episode(env: Any, action: Any, turn_policy: TurnPolicy, seed: int, seconds:
             env.close()
 
 
-def audit_verifiers(name: str, count: int = 32) -> dict[str, Any]:
+def audit_verifiers(name: str) -> dict[str, Any]:
     """Score answers whose worth is known with an environment's own rubric.
 
     Return for each kind of answer at how many examples it was tried, and judged wrongly: a lazy one that earns as much as the
     example's answer (or more than 0, where it has none), and an answer, word for word, that earns no more than an empty one."""
     env, types = load_verifiers(name), _library("verifiers.types")
-    rows = [dict(row) for row in env.get_eval_dataset(n=count)]
+    rows = [dict(row) for row in env.get_eval_dataset(n=32)]
 
     async def score(row: Mapping[str, Any], text: str) -> float:
         example = {"answer": "", "info": {}, **row}

@@ -112,13 +112,13 @@ def grouped(
     return ax
 
 
-def log_bars(ax: Axes, names: Sequence[str], sides: Sequence[BarSeries], least: float, form: str = ".1e") -> Axes:
+def log_bars(ax: Axes, names: Sequence[str], sides: Sequence[BarSeries], least: float) -> Axes:
     """Draw grouped bars on a logarithmic axis. Less than `least` is nothing."""
     finite = [value for side in sides for value in side.values if value is not None and math.isfinite(value)]
     high = max([least * 10, *finite])
     low = min([high / 10, *(value for value in finite if value > least)])
     ax.set(yscale="log", ylim=(low / 3, high * 6))
-    return grouped(ax, names, sides, form, low / 3)
+    return grouped(ax, names, sides, ".1e", low / 3)
 
 
 def log_axis(axis: Axis) -> None:

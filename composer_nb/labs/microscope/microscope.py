@@ -167,11 +167,6 @@ class Examination:
         """Causes that differ by themselves, in the order of `CAUSES`."""
         return tuple(sorted({finding.cause for finding in self.findings}, key=ORDER.index))
 
-    def contributions(self, figure: str) -> dict[str, float]:
-        """Return what each cause takes off `figure` (a field of `Figures`)."""
-        values = [getattr(self.start, figure), *(getattr(step.figures, figure) for step in self.steps)]
-        return {step.cause: values[at] - values[at + 1] for at, step in enumerate(self.steps)}
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain data without the residual streams."""
         plain = asdict(self)

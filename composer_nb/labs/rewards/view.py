@@ -135,8 +135,8 @@ def _arrow(ax: Axes, cosine: float, color: str) -> None:
     ax.annotate("", xy=tip, xytext=(0, 0), arrowprops={"arrowstyle": "-|>", "color": color, "linewidth": 2})
 
 
-def sliders(lab: Lab, rewards: RewardSettings | None = None) -> ipywidgets.VBox:
-    """Return sliders over `ranges()`, beginning at `rewards` (default: as trained), above the figure of `look`.
+def sliders(lab: Lab) -> ipywidgets.VBox:
+    """Return sliders over `ranges()`, beginning at the rewards of the run, above the figure of `look`.
 
     The figure follows when a slider is released. It belongs to the widget, so nothing else in a notebook depends on the sliders.
     Below it stand the `overrides` with which a run trains on the chosen reward.
@@ -144,7 +144,7 @@ def sliders(lab: Lab, rewards: RewardSettings | None = None) -> ipywidgets.VBox:
     """
     import ipywidgets as w
 
-    base = lab.batch.settings.reward if rewards is None else rewards
+    base = lab.batch.settings.reward
     wide = w.Layout(width="auto")
     start = {name: value_of(base, name) for name in ranges()}
     moved = {
@@ -211,7 +211,7 @@ def summary(rescored: RescoredBatch) -> str:
     return "; ".join(parts)
 
 
-def effort_curves(batch: StoredBatch, effort: Effort, qs: Sequence[float] = (0.0, 0.5, 1.0, 2.0)) -> Picture:
+def effort_curves(batch: StoredBatch, effort: Effort) -> Picture:
     """Draw the effort penalty C_{k,q}(x) for several q, and the price of one more unit of effort. Ticks below: the efforts of the
     stored rollouts, by outcome."""
     efforts_R = np.array([effort.of(attempt.rollout) for attempt in batch.attempts])
@@ -219,7 +219,7 @@ def effort_curves(batch: StoredBatch, effort: Effort, qs: Sequence[float] = (0.0
     x = np.linspace(0, max(1.0, 1.15 * float(efforts_R.max())), 200)
     picture = Picture(9.5, 3.3)
     curve, price = picture.panels(1, 2)
-    for q, color in zip(qs, (style.GREY, style.BLUE, style.GREEN, style.PURPLE), strict=False):
+    for q, color in zip((0.0, 0.5, 1.0, 2.0), (style.GREY, style.BLUE, style.GREEN, style.PURPLE), strict=False):
         cost = [effort_curve(float(value), effort.k, q) for value in x]
         curve.plot(x, cost, color=color, linewidth=2, label=f"q = {q:g}")
         price.plot(x, (1 + effort.k * x) ** -q, color=color, linewidth=2)

@@ -302,11 +302,13 @@ def _progress(
     return done, total, seconds / saved * (total - done) if saved else None
 
 
+POLL_S = 0.5
+
+
 def wait_until(
     path: Path,
     done: Callable[[Status], bool],
     seconds: float,
-    poll_s: float = 0.5,
     say: Callable[[str], None] | None = None,
 ) -> Status:
     """Poll the run until `done` returns true or the run has ended, and return its status. Raises TimeoutError after `seconds`.
@@ -324,7 +326,7 @@ def wait_until(
                 say(f"{now}; ask again later")
                 break
             raise TimeoutError(f"{path.name}: not within {seconds:g} s; its last line: {status.last_line!r}")
-        time.sleep(poll_s)
+        time.sleep(POLL_S)
     return status
 
 

@@ -430,11 +430,11 @@ def compare_places(s: Stages) -> dict[str, Any] | None:
     return {"task": task.id, "calls": calls, "differences": [difference.excerpt() for difference in differing]}
 
 
-def compare_pair(s: Stages, name: str, weights: str = "final", tasks: int = 48, samples: int = 2) -> dict[str, Any]:
-    """Return the mismatch of one pair on published weights, over `samples` rollouts of each of the first `tasks` tuning tasks."""
-    pair, model = PAIRS[name], s.load(weights)
+def compare_pair(s: Stages, name: str) -> dict[str, Any]:
+    """Return the mismatch of one pair on the final weights, over two rollouts of each of the first 48 tuning tasks."""
+    pair, model = PAIRS[name], s.load("final")
     engine = s.engine(variant(model, pair.engine), seed=s.settings.seed + 29)
-    attempts = list(run_eval(engine, s.agent(), s.tasks("tune")[:tasks], s.sandboxes, samples))
+    attempts = list(run_eval(engine, s.agent(), s.tasks("tune")[:48], s.sandboxes, 2))
     return measure_mismatch(variant(model, pair.trainer), attempts)
 
 

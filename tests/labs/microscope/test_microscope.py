@@ -203,9 +203,6 @@ def test_everything_at_once_is_named_and_explained(model, batch):
     report = examine(model, made, engine)
     assert report.named == tuple(cause.name for cause in CAUSES)
     assert report.left.most == 0 and report.start.most > 0.1
-    for figure in ("p50", "p99", "k1", "k3"):
-        total = sum(report.contributions(figure).values())
-        assert total == pytest.approx(getattr(report.start, figure) - getattr(report.left, figure))
 
 
 @settings(max_examples=20)

@@ -228,7 +228,7 @@ def test_waiting_ends_with_what_was_waited_for_with_the_run_or_with_patience(run
         assert wait_until(run.path, lambda seen: seen.state == "live", 60.0).pid == os.getpid()
         (run.path / "said.log").write_text("data …\n")
         with pytest.raises(TimeoutError, match=r"it: not within 0.1 s; its last line: 'data …'"):
-            wait_until(run.path, lambda seen: False, 0.1, poll_s=0.02)
+            wait_until(run.path, lambda seen: False, 0.1)
 
 
 def test_prompts_of_a_log_of_batches(run: RunDir) -> None:
