@@ -15,18 +15,18 @@ from importlib import import_module
 from composer_nb.operations import COMMANDS
 from composer_nb.operations.logs import print_lines
 
+# Commands with actions.
 GROUPS = {
     "jobs": "run notebooks headless: a graph of them, here or on a Ray cluster",
     "sandbox": "test what a sandbox withstands",
     "tasks": "make tasks from a repository, check them, or convert them from a benchmark",
     "weights": "compare, apply, verify and list weight versions",
 }
-"""Commands with actions."""
+# Names of errors that the user can fix; comparing names spares importing torch.
 FIXABLE = {
     *("ValueError", "FileNotFoundError", "SandboxUnavailable", "SandboxFailure", "ProviderFailure"),
     *("RunFailed", "JobFailed"),
 }
-"""Names of errors that the user can fix; comparing names spares importing torch."""
 FIXABLE_ERRNO = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS),
     *(errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),

@@ -39,6 +39,7 @@ USER_NAMESPACES = (
 )
 REQUIRED = {"python", "torch", "bubblewrap", "sandbox", "jupyter kernel"}
 NO_SANDBOX = "no sandbox can be made, so no agent can work and nothing is graded"
+# Cost of a missing part, and the command that fixes it.
 ADVICE = {
     "python": ("nothing runs: Python 3.11 or newer is needed", "make clean setup PYTHON=python3.11"),
     "platform": (NO_SANDBOX, "run it on Linux, also in a container or a virtual machine"),
@@ -58,7 +59,6 @@ ADVICE = {
     "git": ("runs do not record their commit", "scripts/system_packages git"),
     "ray": ("one machine and one process; the tour and all notebooks run without it", f"{PIP} install ray"),
 }
-"""Cost of a missing part, and the command that fixes it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,8 @@ from composer_nb.harness.tools.session import FOLDER, Session
 from composer_nb.harness.tools.toolset import ToolSet
 from composer_nb.harness.tools.workspace import Workspace
 
+# Maximum size of the changed files that are kept with a rollout.
 MAX_KEPT_BYTES = 16 << 20
-"""Maximum size of the changed files that are kept with a rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

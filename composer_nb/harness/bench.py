@@ -75,14 +75,14 @@ def scores(graded: Sequence[Attempt], key: Callable[[Attempt], str]) -> dict[str
 
 
 LOOKS = frozenset({"read_file", "grep", "glob_file_search", "codebase_search", "list_dir"})
+# Numbers of calls for `pass_within`.
 WITHIN = (4, 8, 12, 20)
-"""Numbers of calls for `pass_within`."""
+# Tries for `solved_at_try`.
 TRIES = (1, 2, 3, 4, 5, 6)
-"""Tries for `solved_at_try`."""
+# Answers of the tiny tools to an edit that they do not make.
 UNDONE = ("same", "tried")
-"""Answers of the tiny tools to an edit that they do not make."""
+# Numbers of attempts for `filtered_best_of`.
 FILTERED = (1, 2, 4, 8)
-"""Numbers of attempts for `filtered_best_of`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+# Threads that a process may leave behind.
 MOST = 32
-"""Threads that a process may leave behind."""
+# Seconds between two checks whether to give a call up.
 LOOK_S = 0.05
-"""Seconds between two checks whether to give a call up."""
 Result = TypeVar("Result")
 _late = set[threading.Thread]()
 _lock = threading.Lock()

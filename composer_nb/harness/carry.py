@@ -15,8 +15,8 @@ Mode = Literal["100644", "100755"]
 PLAIN: Mode = "100644"
 EXECUTABLE: Mode = "100755"
 HISTORY_S = 120.0
+# Histories that are kept, and the most bytes of the files of one, which take up to four times that with names and history.
 KEPT, KEPT_BYTES = 64, 1 << 20
-"""Histories that are kept, and the most bytes of the files of one, which take up to four times that with names and history."""
 _NO_TEXT = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -59,11 +59,11 @@ def add_history(box: Sandbox) -> None:
             _histories[kind] = new
 
 
+# By backend, image and digest of the files: these files with their history.
 _histories: dict[tuple[str, str, str], Snapshot] = {}
-"""By backend, image and digest of the files: these files with their history."""
 _lock = threading.Lock()
+# Author of the commit, fixed so that the same files always give the same commit.
 _WHO = {"NAME": "composer_nb", "EMAIL": "composer_nb@localhost", "DATE": "2000-01-01T00:00:00Z"}
-"""Author of the commit, fixed so that the same files always give the same commit."""
 _HISTORY = f"""
 find . -type f -exec touch -d @946684800 {{}} +
 command -v git >/dev/null && [ ! -e .git ] || exit 0

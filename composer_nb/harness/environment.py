@@ -47,8 +47,8 @@ class CustomEnvironment(Protocol):
     def tasks(self) -> Iterable[Task]: ...
 
 
+# The environment of `env.tasks=generated`. It also generates tasks from a seed, and its expert demonstrates any task.
 GENERATOR = "composer_nb.tour.environment:Tour"
-"""The environment of `env.tasks=generated`. It also generates tasks from a seed, and its expert demonstrates any task."""
 
 
 def _own(name: str) -> CustomEnvironment:
@@ -167,8 +167,8 @@ class EnvSettings:
         return self.path is not None or self.toolset.needs_sandbox
 
 
+# File in a checkpoint that describes its training environment.
 CARRIED = "environment.json"
-"""File in a checkpoint that describes its training environment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ from typing import Any
 
 from composer_nb.harness.plain import to_json
 
+# Maximum bytes of a Unix socket's path.
 SOCKET_PATH = 107
-"""Maximum bytes of a Unix socket's path."""
 
 
 def socket_folder(below: int) -> str:

@@ -23,10 +23,10 @@ from composer_nb.harness.syntax import TooLarge, count_tokens, literal_eval, nod
 from composer_nb.harness.tasks.functions import is_test
 from composer_nb.harness.terms.registry import called
 
+# Maximum tokens that are parsed per attempt, over its modules in the order of their paths.
 MAX_TOKENS = 100_000
-"""Maximum tokens that are parsed per attempt, over its modules in the order of their paths."""
+# Maximum nodes of a value that is compared with the inputs of tests. Values inside values are read again.
 MAX_PARTS = 100
-"""Maximum nodes of a value that is compared with the inputs of tests. Values inside values are read again."""
 Detector = Callable[[Attempt], bool]
 DETECTORS: dict[str, Detector] = {}
 
@@ -280,13 +280,13 @@ def counts(attempts: Sequence[Attempt]) -> Counter[str]:
     return Counter(name for names in flags for name in names) + more
 
 
+# Shares that rise if the form of rollouts drifts, or if the visible tests (the proxy) and the hidden tests diverge. Each is a
+# part and a whole, both counts of `forms`.
 SHARES = {
     "invalid calls": ("invalid", "calls"),
     "calls in the terminal": ("terminal", "calls"),
     "work that the visible tests accept and the hidden ones refuse": ("refused", "accepted"),
 }
-"""Shares that rise if the form of rollouts drifts, or if the visible tests (the proxy) and the hidden tests diverge. Each is a
-part and a whole, both counts of `forms`."""
 
 
 def forms(attempts: Sequence[Attempt]) -> Counter[str]:

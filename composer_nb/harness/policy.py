@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+# Rollouts whose numbers differ by a multiple of this are repeats of one rollout and draw the same random numbers.
 ATTEMPT_STRIDE = 1 << 40
-"""Rollouts whose numbers differ by a multiple of this are repeats of one rollout and draw the same random numbers."""
+# Distance between the numbers of a rollout's segments. Each segment draws its own random numbers.
 SEGMENT_STRIDE = 1 << 32
-"""Distance between the numbers of a rollout's segments. Each segment draws its own random numbers."""
 
 
 def first_segment(rollout: int) -> int:

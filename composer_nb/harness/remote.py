@@ -16,12 +16,12 @@ from typing import Any
 from composer_nb.harness.agent.endpoint import Endpoint
 from composer_nb.harness.policy import Completion, ProviderFailure, Request, TimeIsUp, Trace
 
+# Time limit of a turn, including its wait in the engine's queue.
 TURN_S = 600.0
-"""Time limit of a turn, including its wait in the engine's queue."""
+# Time limit of reporting the running version.
 INFO_S = 30.0
-"""Time limit of reporting the running version."""
+# Token ids of a turn, their log-probabilities, and the versions that the reply names, if any.
 EngineReply = tuple[list[int], list[float], Sequence[Any]]
-"""Token ids of a turn, their log-probabilities, and the versions that the reply names, if any."""
 
 
 class RemoteEngine(ABC):

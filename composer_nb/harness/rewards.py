@@ -27,8 +27,8 @@ from composer_nb.harness.plain import NotNegative, Positive, require_ranges
 from composer_nb.harness.rollout import Kind, Rollout
 from composer_nb.harness.terms.registry import Term, term, term_named
 
+# Key of a custom environment's reward in a grade's `rewards`.
 OWN = "own"
-"""Key of a custom environment's reward in a grade's `rewards`."""
 
 
 @term

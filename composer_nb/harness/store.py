@@ -34,6 +34,7 @@ _STREAMS = {
     "logprob": (np.float32, pa.float32()),
     "policy_version": (np.int32, pa.int32()),
 }
+# Columns that older files lack, with 0 in their place. The tokens are an endpoint's counts; the rewards are JSON.
 _COUNTS = {
     "read_tokens": pa.int64(),
     "written_tokens": pa.int64(),
@@ -43,9 +44,9 @@ _COUNTS = {
     "timeouts": pa.int64(),
     "rewards": pa.string(),
 }
-"""Columns that older files lack, with 0 in their place. The tokens are an endpoint's counts; the rewards are JSON."""
+# Number of tokens and parent of each segment. Older files lack these columns: their rollouts have one segment.
 _CHAIN = {name: pa.list_(pa.int64()) for name in ("segments", "parents")}
-"""Number of tokens and parent of each segment. Older files lack these columns: their rollouts have one segment."""
+# `tests`, `turns` and `files` are JSON. `files` has the changes of the task's files, with null for a deleted one.
 _COLUMNS = {
     **dict.fromkeys(("task_id", "stop", "status"), pa.string()),
     "passed": pa.bool_(),
@@ -56,7 +57,6 @@ _COLUMNS = {
     **_COUNTS,
     **_CHAIN,
 }
-"""`tests`, `turns` and `files` are JSON. `files` has the changes of the task's files, with null for a deleted one."""
 
 
 def save_attempts(path: Path, attempts: Sequence[Attempt], columns: Mapping[str, Sequence[Any]] | None = None) -> None:

@@ -20,29 +20,29 @@ from typing import Any
 
 MAX_PATH_BYTES, MAX_NAME_BYTES = 1024, 255
 MAX_TOML = 1 << 20
+# Lines of two texts together that are compared line by line.
 MAX_DIFF_LINES = 2000
-"""Lines of two texts together that are compared line by line."""
 _LONG_KEY = re.compile(r"""(?:\.[ \t]*(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+){100}""")
+# Folders of version control.
 HISTORY = frozenset({".git", ".hg", ".svn", ".bzr", ".jj"})
-"""Folders of version control."""
+# Names that only the user may write: files there run as the user, or hold keys.
 PROTECTED = HISTORY | {".env"}
-"""Names that only the user may write: files there run as the user, or hold keys."""
 _HFS_IGNORES = dict.fromkeys([*range(0x200C, 0x2010), *range(0x202A, 0x202F), *range(0x206A, 0x2070), 0xFEFF])
+# Protected names in the 8.3 form of NTFS.
 _SHORT = re.compile(
     "|".join(rf"(?:{name[1:7]}|{name[1:3]}[0-9a-f]{{4}})~[0-9]+" for name in sorted(PROTECTED)), re.ASCII
 )
-"""Protected names in the 8.3 form of NTFS."""
+# Unicode's categories of controls, formats (bidirectional marks, tags, soft hyphens), halves of pairs, ends of lines.
 _INVISIBLE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Unicode's categories of controls, formats (bidirectional marks, tags, soft hyphens), halves of pairs, ends of lines."""
+# Letters and marks that are invisible too.
 _BLANKS = {0x034F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2800, 0x3164, 0xFFA0}
-"""Letters and marks that are invisible too."""
 
 
 _COLUMN = r"\w+(?: (?:TEXT|INTEGER|REAL|BLOB))?(?: NOT NULL| PRIMARY KEY| CHECK \(id = 0\))*"
+# A table that computes nothing: without views, triggers, generated columns and checks, a query ends when the file does.
 _PLAIN_TABLE = re.compile(
     rf"CREATE TABLE \w+ \( ?{_COLUMN}(?:, {_COLUMN})*(?:, PRIMARY KEY \(\w+(?:, \w+)*\))? ?\)", re.IGNORECASE | re.ASCII
 )
-"""A table that computes nothing: without views, triggers, generated columns and checks, a query ends when the file does."""
 
 
 class UnsafeName(ValueError):
@@ -168,8 +168,8 @@ def json_of(text: str | bytes) -> Any:
         raise ValueError("JSON that is nested too deeply") from None
 
 
+# Largest size of a Parquet file's columns, relative to the file: texts shrink to a hundredth.
 MOST_EXPANSION = 1000
-"""Largest size of a Parquet file's columns, relative to the file: texts shrink to a hundredth."""
 
 
 def parquet(file: Path) -> Path:

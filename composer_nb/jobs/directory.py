@@ -23,12 +23,12 @@ from composer_nb.harness.files import point, write_atomic, write_json
 from composer_nb.harness.sandbox.reap import reap
 from composer_nb.jobs.check import notebook_digest
 
+# Seconds after a request to stop until a notebook is killed: its cell's grace, the kernel's end, the sweep.
 STOP_S = 40.0
-"""Seconds after a request to stop until a notebook is killed: its cell's grace, the kernel's end, the sweep."""
+# Variable that tells the last cell of a notebook where to write.
 OUTPUTS = "COMPOSER_NB_OUTPUTS"
-"""Variable that tells the last cell of a notebook where to write."""
+# States of a run that is over, with its exit status; before that it is `pending` or `running`.
 ENDED = {"completed": 0, "failed": 1, "timed_out": 124, "interrupted": 130, "lost": 75}
-"""States of a run that is over, with its exit status; before that it is `pending` or `running`."""
 
 
 def create(runs: Path, name: str) -> Path:

@@ -39,8 +39,8 @@ from composer_nb.jobs.check import check_outputs, check_parameters, check_type, 
 REFERENCE = re.compile(r"\$\{([\w.=+-]+?)\.(\w+)\}")
 NAME = re.compile(r"[A-Za-z0-9][\w.=+-]*")
 JOB, DIR = "job", "dir"
+# Parameters that are paths. A notebook runs in its own folder; a path on the command line is relative to this one.
 PATHS = ("run_dir", "runs", "first", "second")
-"""Parameters that are paths. A notebook runs in its own folder; a path on the command line is relative to this one."""
 
 
 class NodeFile(pydantic.BaseModel):

@@ -57,13 +57,13 @@ from composer_nb.jobs.check import check_outputs, check_parameters, notebook_dig
 from composer_nb.jobs.directory import ENDED, OUTPUTS, file_digest, now, read_json
 from composer_nb.trainer.records.provenance import commit, package_digest
 
+# Seconds a kernel may take to start, more on a busy machine: ten at once on two cores take most of a minute.
 START_S = 180
-"""Seconds a kernel may take to start, more on a busy machine: ten at once on two cores take most of a minute."""
+# Seconds a cell has to end after an interrupt: enough to save, less than the 30 that Slurm and Kubernetes give.
 GRACE_S = 15.0
-"""Seconds a cell has to end after an interrupt: enough to save, less than the 30 that Slurm and Kubernetes give."""
 TICK_S = 0.25
+# Seconds between saves while a cell prints; papermill saves a big notebook more rarely.
 SAVE_S = 0.5
-"""Seconds between saves while a cell prints; papermill saves a big notebook more rarely."""
 
 
 class JobFailed(RuntimeError):

@@ -30,8 +30,8 @@ from composer_nb.harness.files import socket_folder
 from composer_nb.harness.sandbox.reap import FOLDER, WRITER, ResourceJournal, release
 
 RUN = "COMPOSER_NB_RUN"
+# Seconds between SIGTERM and SIGKILL.
 POLITE_S = 3.0
-"""Seconds between SIGTERM and SIGKILL."""
 WATCH = "import sys; from pathlib import Path; from composer_nb.harness.sandbox.reap import reap\n"
 WATCH += "sys.stdin.read(); reap(Path(sys.argv[1]))"
 PR_SET_CHILD_SUBREAPER = 36

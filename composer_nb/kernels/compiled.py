@@ -17,11 +17,11 @@ from numba import types
 from numba.extending import intrinsic as _intrinsic
 
 compiled: Any = partial(numba.njit, cache=True, error_model="numpy", fastmath={"contract"})
+# Decorator for integer code, which has nothing to round; it releases the interpreter's lock.
 coder: Any = partial(numba.njit, cache=True, nogil=True, error_model="numpy")
-"""Decorator for integer code, which has nothing to round; it releases the interpreter's lock."""
+# Decorator for functions that take arrays and are called for each change. Numba counts references to arrays in every call, with
+# atomic instructions; where it inlines a function without branches and loops, it sees that it need not.
 inlined: Any = partial(coder, inline="always")
-"""Decorator for functions that take arrays and are called for each change. Numba counts references to arrays in every call,
-with atomic instructions; where it inlines a function without branches and loops, it sees that it need not."""
 intrinsic: Any = _intrinsic
 _sum: Any = partial(numba.njit, cache=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})
 

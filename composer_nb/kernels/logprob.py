@@ -23,8 +23,8 @@ from composer_nb.kernels.linear import compiles, linear, widened
 from composer_nb.kernels.triton_runtime import choose
 
 LOG2E = math.log2(math.e)
+# Rows at a time.
 PIECE = 256
-"""Rows at a time."""
 
 
 def logprob_entropy(hidden_UD: Tensor, weight_VD: Tensor, from_S: Tensor, token_S: Tensor) -> tuple[Tensor, Tensor]:

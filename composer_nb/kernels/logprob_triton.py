@@ -23,10 +23,10 @@ from torch.autograd.function import once_differentiable
 from composer_nb.kernels.moe.gemm_triton import Tiles, in_bulk, loads_in_bulk
 from composer_nb.kernels.triton_runtime import interpreting
 
+# Most parts of the vocabulary, so that few rows keep a GPU busy. No result depends on the number of rows, so this does not.
 SPLITS = 8
-"""Most parts of the vocabulary, so that few rows keep a GPU busy. No result depends on the number of rows, so this does not."""
+# Rows whose logits' gradient is in memory at a time, in the backward pass.
 PIECE = 4096
-"""Rows whose logits' gradient is in memory at a time, in the backward pass."""
 
 
 @triton.jit

@@ -39,8 +39,8 @@ class Matrix(NamedTuple):
 
 
 WIDTH, LANES = 64, 16
+# Rows that take turns on a panel while it is in the cache.
 BLOCK = 64
-"""Rows that take turns on a panel while it is in the cache."""
 _INT = ir.IntType(64)
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 

@@ -17,10 +17,10 @@ import torch
 
 BackendName = Literal["torch", "triton"]
 VARIABLE = "COMPOSER_NB_KERNELS"
+# Compute capability of Hopper, the oldest that kernels are compiled for.
 OLDEST = (9, 0)
-"""Compute capability of Hopper, the oldest that kernels are compiled for."""
+# Set by `scripts/bench/triton_interpreter.py`: as it comes, Triton's interpreter computes wrongly what the kernels rest on.
 interpreter_is_repaired = False
-"""Set by `scripts/bench/triton_interpreter.py`: as it comes, Triton's interpreter computes wrongly what the kernels rest on."""
 
 
 @cache

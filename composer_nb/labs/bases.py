@@ -33,10 +33,10 @@ from composer_nb.trainer.learning.supervised import cross_entropy
 from composer_nb.trainer.models.convert import read_model
 from composer_nb.trainer.models.transformer import Model
 
+# Most characters of a line, on average: a history must fit the positions of a small model.
 WIDTH = 40
-"""Most characters of a line, on average: a history must fit the positions of a small model."""
+# The line after which an answer is over.
 END = "# end\n"
-"""The line after which an answer is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from composer_nb.views.style import Picture, key, title
 
 Quantize = Callable[[Tensor], MXTensor | NVFP4Tensor]
 
+# Quantisers by the names that figures have.
 FORMATS: dict[str, Quantize] = {
     "MXFP8": mx_quantize_reference,
     "MXFP8, floor": lambda x: mx_quantize_reference(x, rule="floor"),
@@ -34,7 +35,6 @@ FORMATS: dict[str, Quantize] = {
     "NVFP4, a scale per token": nvfp4_quantize_reference,
     "NVFP4, a scale per tensor": lambda x: nvfp4_quantize_reference(x, share="tensor"),
 }
-"""Quantisers by the names that figures have."""
 
 
 def changed_past(quantize: Quantize, x_TK: Tensor, factor: float = 3.0) -> Tensor:
@@ -55,8 +55,8 @@ def changed_alone(quantize: Quantize, x_TK: Tensor) -> Tensor:
 
 LINES = (style.BLUE, style.ORANGE, style.GREEN, style.VERMILION, style.PURPLE, style.SKY)
 FIELDS = {"sign": style.VERMILION, "exponent": style.SKY, "mantissa": style.YELLOW}
+# Bits of sign, exponent, mantissa.
 LAYOUT = {"bf16": (1, 8, 7), "e4m3": (1, 4, 3), "e2m1": (1, 2, 1), "E8M0": (0, 8, 0), "e4m3 scale": (1, 4, 3)}
-"""Bits of sign, exponent, mantissa."""
 
 
 def bits_of(x_K: Tensor, mx: MXTensor, four: NVFP4Tensor) -> dict[str, list[int]]:

@@ -35,9 +35,11 @@ from composer_nb.views import style
 from composer_nb.views.style import Picture, title
 
 Array = NDArray[np.float64]
+# β of the KL rows, GRPO's.
 BETA = 0.04
-"""β of the KL rows, GRPO's."""
 OURS, EXACT = "ours", "exact"
+# The published losses, each with its paper's bounds, and nothing else changed from ours: of the norms only those of GRPO's rows
+# and, because its loss is one term a rollout, GSPO's length norm. The first is what the others are compared with.
 LOSSES: dict[str, LossSettings] = {
     OURS: LossSettings(),
     "reinforce": LossSettings(ratio="none"),
@@ -53,14 +55,12 @@ LOSSES: dict[str, LossSettings] = {
     "k2": LossSettings(beta=BETA, kl="k2"),
     "k3": LossSettings(beta=BETA, kl="k3"),
 }
-"""The published losses, each with its paper's bounds, and nothing else changed from ours: of the norms only those of GRPO's rows
-and, because its loss is one term a rollout, GSPO's length norm. The first is what the others are compared with."""
 
+# Outcome of a token: it trains; trains with a weight that was cut (or raised) to a bound; has no gradient because it became too
+# likely, or too unlikely; has no advantage, so that no loss would train on it.
 REASONS = ("trains", "capped", "above", "below", "no advantage")
-"""Outcome of a token: it trains; trains with a weight that was cut (or raised) to a bound; has no gradient because it became
-too likely, or too unlikely; has no advantage, so that no loss would train on it."""
+# Advantages up to this size are not trained on (`rl.trains`).
 NO_SIGNAL = 1e-6
-"""Advantages up to this size are not trained on (`rl.trains`)."""
 
 
 class SampledTokens(NamedTuple):

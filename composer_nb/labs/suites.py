@@ -34,8 +34,8 @@ from composer_nb.harness.terms.registry import CHANGES, EDITS, called
 from composer_nb.tour.miniatures import MODULES, make_miniatures
 from composer_nb.tour.repairs import home_of, split_at
 
+# Makes a task of a suite from a miniature repository with a bug; None if it is unfit.
 Draw = Callable[[Task, Random], Task | None]
-"""Makes a task of a suite from a miniature repository with a bug; None if it is unfit."""
 PASSED = "passed"
 COUNT = 24
 
@@ -71,6 +71,7 @@ def _asks(attempt: Attempt) -> str:
     return PASSED if asked_back(attempt.rollout, attempt.grade) else "did not ask"
 
 
+# What a request demands besides, and whether turns keep to it: those with tests, those with edits, the names of all calls.
 RULES: Mapping[str, Callable[[list[int], list[int], set[str]], bool]] = {
     "Run the tests before your first edit.": lambda tests, edits, _: (
         min(tests, default=1 << 30) < min(edits, default=-1)
@@ -79,7 +80,6 @@ RULES: Mapping[str, Callable[[list[int], list[int], set[str]], bool]] = {
     "Edit once, and never undo.": lambda _, edits, calls: len(edits) == 1 and "undo" not in calls,
     "Do not call grep.": lambda _, edits, calls: "grep" not in calls,
 }
-"""What a request demands besides, and whether turns keep to it: those with tests, those with edits, the names of all calls."""
 
 
 def _instructions(task: Task, random: Random) -> Task:
@@ -148,6 +148,7 @@ def _admits(attempt: Attempt) -> str:
     return "claimed success" if unfounded_claims(attempt.rollout, attempt.grade) else PASSED
 
 
+# How a task of a suite is made, and what became of an attempt at it: `passed`, or its fault.
 SUITES: Mapping[str, tuple[Draw, Callable[[Attempt], str]]] = {
     "ambiguous": (_ambiguous, _asks),
     "instructions": (_instructions, _keeps_to_it),
@@ -155,7 +156,6 @@ SUITES: Mapping[str, tuple[Draw, Callable[[Attempt], str]]] = {
     "interruption": (_interruption, _stops),
     "impossible": (_impossible, _admits),
 }
-"""How a task of a suite is made, and what became of an attempt at it: `passed`, or its fault."""
 
 
 def make_suite(named: str, executor: Executor) -> list[Task]:

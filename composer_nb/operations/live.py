@@ -29,8 +29,8 @@ from composer_nb.views import dashboard
 from composer_nb.views.page import document, image
 from composer_nb.views.rollout import StoredRollout, read, sampled
 
+# Content policy: a page with text from models loads nothing from elsewhere.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'unsafe-inline'; connect-src 'self'"
-"""Content policy: a page with text from models loads nothing from elsewhere."""
 _BODY = Path(__file__).with_name("live.html").read_text(encoding="utf-8")
 
 

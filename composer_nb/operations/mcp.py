@@ -23,10 +23,10 @@ from composer_nb.operations import COMMANDS, Argument, arg, command
 
 READS = ("report", "watch", "compare", "headroom", "plan", "doctor", "jobs status", "weights log", "weights verify")
 WRITES = ("eval", "set")
+# Arguments that are hidden from read-only commands.
 WRITERS = {"--json", "--html", "--port", "--png", "--out", "--write"}
-"""Arguments that are hidden from read-only commands."""
+# Limits of a command's time and of its output.
 LIMIT_S, LIMIT_BYTES = 600.0, 1 << 20
-"""Limits of a command's time and of its output."""
 _TYPES = {int: "integer", float: "number"}
 
 
@@ -106,8 +106,8 @@ async def run(words: Sequence[str]) -> tuple[str, bool]:
     return text.decode("utf-8", "replace"), failed
 
 
+# Executes a tool call by name and arguments. Returns its observation, and whether it failed.
 ToolCaller = Callable[[str, Mapping[str, Any]], tuple[str, bool]]
-"""Executes a tool call by name and arguments. Returns its observation, and whether it failed."""
 
 
 @contextmanager

@@ -13,13 +13,13 @@ from composer_nb.operations import JSON, arg, command, emit, pick
 if TYPE_CHECKING:
     from composer_nb.trainer.models.config import ModelConfig
 
+# Order, batches ahead and staleness bound of the compared schedules; the first is synchronous.
 SCHEDULES = (
     ("fifo", 0, 0),
     *(("fifo", 2, 2), ("fifo", 4, 4)),
     *(("window", 2, 2), ("window", 2, 4), ("window", 4, 4), ("window", 4, 8)),
     *(("discard", 2, 2), ("discard", 4, 4), ("discard", 4, 8)),
 )
-"""Order, batches ahead and staleness bound of the compared schedules; the first is synchronous."""
 HEAD = (
     "| schedule | samples/s | against synchronous | of the optimum | staleness mean / max | tokens lost | lengths, KS |"
 )

@@ -29,14 +29,14 @@ from composer_nb.trainer.recipe.reader import ReadOnly
 
 log = logging.getLogger(__name__)
 PROJECT = "composer_nb"
+# Seconds between two reads; after a failure, the wait doubles up to the second number.
 EVERY_S, LATEST_S = 3.0, 300.0
-"""Seconds between two reads; after a failure, the wait doubles up to the second number."""
 
 
+# Logs the figures of a step, whose names begin with its stage. It may raise any exception of its library.
 Log = Callable[[Mapping[str, float], int], object]
-"""Logs the figures of a step, whose names begin with its stage. It may raise any exception of its library."""
+# A destination for figures: logs them, and sends the remaining ones at the end.
 Tracker = tuple[Log, Callable[[], object]]
-"""A destination for figures: logs them, and sends the remaining ones at the end."""
 
 
 def home_of(run: ReadOnly) -> Path:

@@ -16,8 +16,8 @@ from composer_nb.harness.tools.session import FOLDER
 from composer_nb.harness.untrusted import UnsafeName, beneath, protected
 from composer_nb.production.diff import Changes
 
+# Inverse steps, in the order in which the steps were taken.
 Undo = list[Callable[[], object]]
-"""Inverse steps, in the order in which the steps were taken."""
 
 
 class Conflict(ValueError):

@@ -49,12 +49,12 @@ from composer_nb.tour.expert import GREPPING, TINY_SCRIPTS, Script, ScriptedPoli
 from composer_nb.trainer.records.provenance import package_digest
 
 LOG = logging.getLogger(__name__)
+# Rollouts at a time: of tasks of the grader `functions`, and of tasks with sandboxes of their own.
 WORKERS = {True: 16, False: 2}
-"""Rollouts at a time: of tasks of the grader `functions`, and of tasks with sandboxes of their own."""
+# Limits at tasks of the grader `functions` for a policy whose tokens are not those of a tiny model.
 UNCOUNTED = Limits(turn_tokens=1 << 12, tokens=1 << 20)
-"""Limits at tasks of the grader `functions` for a policy whose tokens are not those of a tiny model."""
+# Maximum share of attempts that may be lost to infrastructure faults.
 LOST = 0.01
-"""Maximum share of attempts that may be lost to infrastructure faults."""
 
 
 class TooManyLost(ValueError):
@@ -86,10 +86,10 @@ ARMS: Mapping[str, Arm] = {
     "no-search": Arm(offer=tuple(name for name in NAMES if name != SEARCH)),
     "no-descriptions": Arm(described=False),
 }
+# Arms at tasks of the grader `functions`: the compact format describes no tool, and there is no terminal.
 TINY_ARMS = ("all", "no-search")
-"""Arms at tasks of the grader `functions`: the compact format describes no tool, and there is no terminal."""
+# Figures of `summarise` that only the tools of tiny models report.
 TINY_FIGURES = ("runs_tests", "retries_after_failed_test")
-"""Figures of `summarise` that only the tools of tiny models report."""
 
 
 def arms_of(names: str) -> dict[str, Arm]:

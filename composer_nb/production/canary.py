@@ -31,18 +31,18 @@ from composer_nb.trainer.versions.receiver import Receiver, VersionRule
 
 LOG = logging.getLogger(__name__)
 FILE = "canary.json"
+# Users with verdicts on each side before anything is decided.
 LEAST = 20
-"""Users with verdicts on each side before anything is decided."""
+# Loss of the mean verdict at which a version is not promoted although chance could explain it, as in `improve`.
 MOST_LOST = 0.05
-"""Loss of the mean verdict at which a version is not promoted although chance could explain it, as in `improve`."""
+# Error of the interval, and the number of users at about which it is narrowest.
 ALPHA, TUNED = 0.05, 50
-"""Error of the interval, and the number of users at about which it is narrowest."""
+# Observations of the pooled variance that each side's own is mixed with: that of a few equal verdicts would be nothing.
 LENT = 2
-"""Observations of the pooled variance that each side's own is mixed with: that of a few equal verdicts would be nothing."""
 
 Outcome = Literal["", "promoted", "withdrawn"]
+# Verdicts by the names of user and rollout.
 Side = dict[str, dict[str, float]]
-"""Verdicts by the names of user and rollout."""
 
 
 @dataclass(slots=True)
@@ -116,8 +116,8 @@ class Canary(Replicas):
         *self.usual, self.early = self._replicas
         self.share, self.verdicts, self.known, self.file = share, verdicts, decisions, file
         self._trial = Trial(decisions.trusted, verdicts)
+        # Rollouts that had a verdict before the trial.
         self._settled: set[str] = set()
-        """Rollouts that had a verdict before the trial."""
         self._decided(decisions)
 
     @property

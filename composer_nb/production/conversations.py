@@ -61,20 +61,20 @@ from composer_nb.production.wire import (
     text_of,
 )
 
+# Seconds between two checks whether a client is still there.
 LOOK_S = 0.1
-"""Seconds between two checks whether a client is still there."""
+# Tokens that come within so many seconds are told together: each part of an answer costs as much as reading all of it so far.
 GATHER_S = 0.01
-"""Tokens that come within so many seconds are told together: each part of an answer costs as much as reading all of it so far."""
+# Conversations that stay known; a `RolloutRecord` stores the one that has been idle longest.
 KEPT = 256
-"""Conversations that stay known; a `RolloutRecord` stores the one that has been idle longest."""
+# Tokens of conversations that stay known without a `RolloutRecord`.
 KEPT_TOKENS = 1 << 20
-"""Tokens of conversations that stay known without a `RolloutRecord`."""
+# Maximum entries of `_owners`.
 MARKS = 1 << 16
-"""Maximum entries of `_owners`."""
+# Makes the chat format of a tokenizer.
 Form = Callable[..., ChatRenderer]
-"""Makes the chat format of a tokenizer."""
+# Roles of system texts.
 SYSTEM = ("system", "developer")
-"""Roles of system texts."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -113,18 +113,18 @@ class Conversations:
     ) -> None:
         """`tokens`: maximum of one conversation."""
         self.policy, self.tokenizer, self.form, self.tokens, self.record = policy, tokenizer, form, tokens, record
+        # Temperature of requests that set none.
         self.temperature = temperature
-        """Temperature of requests that set none."""
+        # No longer text fits into a conversation.
         self._letters = tokens * max(map(len, tokenizer.get_vocab()))
-        """No longer text fits into a conversation."""
+        # Known ones, the one that has been idle longest first.
         self._talks: list[_LiveConversation] = []
-        """Known ones, the one that has been idle longest first."""
+        # Digest of the messages up to an answer -> name of the rollout; empty if there are several.
         self._owners: dict[bytes, str] = {}
-        """Digest of the messages up to an answer -> name of the rollout; empty if there are several."""
+        # Name of a rollout -> its user, where both were told.
         self._users: dict[str, str] = {}
-        """Name of a rollout -> its user, where both were told."""
+        # Held by the request that waits for room: those behind it do not overtake it.
         self._door = threading.Lock()
-        """Held by the request that waits for room: those behind it do not overtake it."""
         self._room = threading.Condition()
         self._numbers, self._seeds = count(-1, -1), count()  # numbers that no rollout of RL has
 

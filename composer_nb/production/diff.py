@@ -18,8 +18,8 @@ from composer_nb.harness.carry import Blob
 _DIFF = ("diff", "--full-index", "--no-renames", "--no-color", "--no-ext-diff", "--no-textconv")
 
 
+# Relative POSIX path -> the new file, or None for a deleted one.
 Changes = Mapping[str, Blob | None]
-"""Relative POSIX path -> the new file, or None for a deleted one."""
 
 
 def require_git() -> None:

@@ -36,12 +36,13 @@ from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.production.policies import equipment, open_endpoint, open_policy, parse_policy
 
 KINDS = ("verifiers:", "openenv:")
+# Most actions of an episode.
 TURNS = 32
-"""Most actions of an episode."""
+# Rollouts of verifiers side by side.
 AT_ONCE = 16
-"""Rollouts of verifiers side by side."""
+# Of an observation, what no policy reads.
 HIDDEN = {"metadata", "done", "reward"}
-"""Of an observation, what no policy reads."""
+# Answers that solve nothing; each is made from the last message of a prompt.
 LAZY: Mapping[str, Callable[[str], str]] = {
     "an empty answer": lambda prompt: "",
     "the request, repeated": lambda prompt: prompt,
@@ -49,12 +50,11 @@ LAZY: Mapping[str, Callable[[str], str]] = {
     "many numbers": lambda prompt: " ".join(map(str, range(200))),
     "many choices": lambda prompt: "A B C D yes no true false <answer></answer> \\boxed{}",
 }
-"""Answers that solve nothing; each is made from the last message of a prompt."""
 ONE, RANDOM = "one action, repeated", "random actions"
+# Plays of such a kind.
 SOME = 6
-"""Plays of such a kind."""
+# Share of tasks at which a play that earns the best reward is a fault; fewest tasks at which one action can be too good.
 RULE, LEAST = 0.9, 8
-"""Share of tasks at which a play that earns the best reward is a fault; fewest tasks at which one action can be too good."""
 
 
 def _library(name: str) -> Any:
@@ -227,8 +227,8 @@ def _grade(policy: str, tasks: str, played: Sequence[_Played]) -> None:
                 raise ProviderFailure(f"{policy}: did not take the reward of {attempt.rollout}: {reply.text}")
 
 
+# Returns the action in a turn from its number and the observation; None ends the episode.
 Play = Callable[[int, str], Any]
-"""Returns the action in a turn from its number and the observation; None ends the episode."""
 
 
 @dataclass(slots=True, kw_only=True)

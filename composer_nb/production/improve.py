@@ -51,15 +51,15 @@ from composer_nb.trainer.versions.publisher import Publisher
 from composer_nb.trainer.versions.receiver import Receiver
 
 LOG = logging.getLogger(__name__)
+# Nats. A rollout whose log-probabilities differ by more, on average over its tokens, was sampled from other weights.
 STALE = 0.05
-"""Nats. A rollout whose log-probabilities differ by more, on average over its tokens, was sampled from other weights."""
+# Loss of pass@1 on the gate's tasks that stops an update although chance could explain it.
 MOST_LOST = 0.05
-"""Loss of pass@1 on the gate's tasks that stops an update although chance could explain it."""
+# Fall of the share of attempts that edit anything that stops an update.
 FEWER_EDITS = 0.1
-"""Fall of the share of attempts that edit anything that stops an update."""
+# Share of `rl.lr` at the last step of an update. The rate falls linearly, as in RL: weights that people use should not hold the
+# noise of a high rate.
 FALL = 0.05
-"""Share of `rl.lr` at the last step of an update. The rate falls linearly, as in RL: weights that people use should not hold the
-noise of a high rate."""
 OWNER, REPORT = "improve", "improve.json"
 
 

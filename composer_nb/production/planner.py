@@ -27,8 +27,8 @@ ASK = (
     "Another engineer will carry out the request below in the repository below. Write a short plan: which files and functions to "
     "change, how, and how to check it. Answer with the plan alone, and call no tool.\n\nRequest: {request}\n\n{files}"
 )
+# Characters of a repository that a planner reads.
 SHOWN = 60_000
-"""Characters of a repository that a planner reads."""
 
 
 class TaskPlan(BaseModel, frozen=True):

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 KINDS = "DIR, openai:URL[#MODEL], vllm:URL#DIR, sglang:URL#DIR, scripted:NAME or scripted:FILE.json"
+# Makes the turn policy of a conversation from its task, if it has one, and the number of the rollout.
 Cast = Callable[[Task | None, int], TurnPolicy]
-"""Makes the turn policy of a conversation from its task, if it has one, and the number of the rollout."""
 
 
 def parse_policy(name: str) -> tuple[str, str]:

@@ -30,8 +30,8 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.harness.tools.tool_call import ToolCall
 from composer_nb.harness.untrusted import parquet
 
+# Names of rollouts.
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}"
-"""Names of rollouts."""
 
 
 class Verdict(BaseModel):

@@ -35,14 +35,14 @@ from composer_nb.trainer.services.actors import ActorDied, RayActors, RemoteServ
 from composer_nb.trainer.services.head import held
 
 LOG = logging.getLogger(__name__)
+# A replica that has not answered for so long is ended; so is one that has not loaded its weights by then.
 HUNG_S, LOAD_S = 60.0, 900.0
-"""A replica that has not answered for so long is ended; so is one that has not loaded its weights by then."""
+# Seconds between two calls of a replica without work, and that a call waits for a token.
 IDLE_S, WAIT_S = 0.5, 0.05
-"""Seconds between two calls of a replica without work, and that a call waits for a token."""
+# A replica that died so often in a row before it was ready is given up.
 STILLBORN = 3
-"""A replica that died so often in a row before it was ready is given up."""
+# A turn under which more replicas than this died is refused: it may be the reason.
 DEATHS = 2
-"""A turn under which more replicas than this died is refused: it may be the reason."""
 
 
 class ReplicaService:
@@ -157,10 +157,10 @@ class Replicas:
         """`options`: of each replica, as for `open_engine`."""
         self._actors = actors
         self._changed = threading.Condition(threading.RLock())
+        # The one that has been idle longest first.
         self._conversations: dict[int, _ReplicaConversation] = {}
-        """The one that has been idle longest first."""
+        # Turns that no replica has a slot for, in order.
         self._waiting: list[_ReplicaConversation] = []
-        """Turns that no replica has a slot for, in order."""
         self._stays = 0
         self._stop: frozenset[int] = frozenset()
         self._over: ProviderFailure | None = None

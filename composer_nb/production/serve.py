@@ -57,30 +57,30 @@ from composer_nb.production.wire import (
 
 LOG = logging.getLogger("uvicorn.error")
 MAX_BODY_BYTES = 16 << 20
+# Maximum bytes of a body that is checked in the event loop.
 SHORT = 16 << 10
-"""Maximum bytes of a body that is checked in the event loop."""
+# Connections besides those of the requests that are answered or wait; requests on any more get status 503.
 SPARE_CONNECTIONS = 64
-"""Connections besides those of the requests that are answered or wait; requests on any more get status 503."""
+# Time for the body of a request to arrive.
 ARRIVE_S = 20.0
-"""Time for the body of a request to arrive."""
+# Time that a connection stays open after an answer.
 KEEP_S = 30
-"""Time that a connection stays open after an answer."""
 MAX_HEAD_BYTES = 64 << 10
+# Time for what is under way when the server is to end.
 DRAIN_S = 30.0
-"""Time for what is under way when the server is to end."""
+# Seconds that a client is asked to wait when the queue is full.
 RETRY_S = 1
-"""Seconds that a client is asked to wait when the queue is full."""
+# A name or an address and a port, with nothing that another parser could take for the end of the name.
 _AUTHORITY = re.compile(r"(\[[^\[\]@/?#,\s]+\]|[^\[\]:@/?#,\s]+)(:[0-9]*)?")
-"""A name or an address and a port, with nothing that another parser could take for the end of the name."""
 PATHS = ("/health", "/metrics", "/v1/models", *DIALECTS)
+# Addresses that belong to one rollout, on a server that records.
 _NAMED = re.compile(rf"/rollouts/({NAME})(/v1/.*|/grade)")
-"""Addresses that belong to one rollout, on a server that records."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 Answer = TypeVar("Answer")
+# Answers a request while its client is there, and may tell parts of the answer as they come. Raises ValueError for a request
+# that it does not accept, and TimeIsUp when the client goes away.
 Answerer = Callable[[AnyAsked, Callable[[], bool], Told], Answered]
-"""Answers a request while its client is there, and may tell parts of the answer as they come. Raises ValueError for a request
-that it does not accept, and TimeIsUp when the client goes away."""
 
 
 class ChatServer:

@@ -24,10 +24,10 @@ from composer_nb.harness.terms.registry import called
 from composer_nb.harness.untrusted import visible, visible_lines
 from composer_nb.production.work import Work
 
+# Lines shown of an observation.
 SHOWN_LINES = 8
-"""Lines shown of an observation."""
+# Characters shown of a diff.
 SHOWN_DIFF = 200_000
-"""Characters shown of a diff."""
 
 
 def teller(console: Console) -> Callable[[Said | Turn], None]:

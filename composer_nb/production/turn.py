@@ -34,8 +34,8 @@ class StreamedTurn:
     ) -> None:
         self.renderer, self.asked, self.told = renderer, body, report
         self.drawn: list[SampledToken] = []
+        # Text, tokens and calls that were told.
         self._text, self._count, self._called = "", 0, list[dict[str, Any]]()
-        """Text, tokens and calls that were told."""
 
     @property
     def token_ids(self) -> list[int]:

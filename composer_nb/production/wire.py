@@ -22,8 +22,8 @@ Probability = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Named = Annotated[str, Field(pattern=f"^{NAME}$")]
 Zero = Annotated[float, Field(ge=0, le=0)]
+# Maximum size of a tool, and of all tools of a request, as JSON: the check of a tool blocks all other requests.
 MOST_TOOL_BYTES, MOST_TOOLS_BYTES = 128 << 10, 1 << 20
-"""Maximum size of a tool, and of all tools of a request, as JSON: the check of a tool blocks all other requests."""
 
 
 class Strict(BaseModel):
@@ -178,8 +178,8 @@ class Complete(_SamplingParameters):
         return RequestBody(messages=[{}], logprobs=self.logprobs is not None, top_logprobs=self.logprobs, **sampling)
 
 
+# Keys of blocks that do not change what the model reads.
 IGNORED = ("cache_control", "citations")
-"""Keys of blocks that do not change what the model reads."""
 
 
 class _AnthropicTool(BaseModel):
@@ -304,8 +304,8 @@ class PromptTooLong(Refused):
 
 
 AnyAsked = RequestBody | Generate | Complete
+# Log-probabilities of tokens, in OpenAI's form.
 Logprobs = Sequence[Mapping[str, Any]]
-"""Log-probabilities of tokens, in OpenAI's form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,9 +353,9 @@ class Answered:
 
 Body = TypeVar("Body", bound=BaseModel)
 Calls = Sequence[Mapping[str, Any]]
+# Takes what is known of an unfinished answer: number of a choice, next part of its text, its calls so far, and the next part of
+# its log-probabilities.
 Told = Callable[[int, str, Calls, Logprobs], None]
-"""Takes what is known of an unfinished answer: number of a choice, next part of its text, its calls so far, and the next part of
-its log-probabilities."""
 
 
 def read_request(body: bytes, kind: type[Body]) -> Body:
@@ -441,10 +441,10 @@ class AnswerWriter:
         self.asked: RequestBody = (body if isinstance(body, RequestBody) else body.asked).model_copy(update=rollout)
         self.body: AnyAsked = body if isinstance(body, Complete | Generate) else self.asked
         self._head: dict[str, Any] = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        # Letters and log-probabilities of each choice sent so far.
         self._sent: dict[int, tuple[int, int]] = {}
-        """Letters and log-probabilities of each choice sent so far."""
+        # Letters of the arguments of each call sent so far, by the numbers of its choice and its own.
         self._called: dict[tuple[int, int], int] = {}
-        """Letters of the arguments of each call sent so far, by the numbers of its choice and its own."""
 
     def whole(self, answered: Answered) -> dict[str, Any]:
         choices = [self._whole(number, choice) for number, choice in enumerate(answered.choices)]
@@ -546,10 +546,10 @@ class MessagesReply(AnswerWriter):
 
     def __init__(self, body: Messages, model: str, **rollout: str) -> None:
         super().__init__(body, model, **rollout)
+        # Letters sent so far, of the text and of the arguments of each call.
         self._letters, self._arguments = 0, dict[int, int]()
-        """Letters sent so far, of the text and of the arguments of each call."""
+        # What stands in each block; the last one is open.
         self._blocks = list[object]()
-        """What stands in each block; the last one is open."""
 
     def whole(self, answered: Answered) -> dict[str, Any]:
         [choice] = answered.choices
@@ -659,13 +659,13 @@ def _tokens(answered: Answered) -> dict[str, int]:
     return {"input_tokens": answered.read, "output_tokens": answered.written}
 
 
+# Address -> what is read there, and what writes the answer.
 DIALECTS: Mapping[str, tuple[type[BaseModel], type[AnswerWriter]]] = {
     "/v1/chat/completions": (RequestBody, AnswerWriter),
     "/v1/completions": (Complete, CompletionReply),
     "/v1/messages": (Messages, MessagesReply),
     "/v1/generate": (Generate, GenerateReply),
 }
-"""Address -> what is read there, and what writes the answer."""
 
 
 def refusal(refused: Refused, path: str) -> dict[str, Any]:

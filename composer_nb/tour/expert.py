@@ -21,8 +21,8 @@ from composer_nb.harness.tools.tool_call import ToolCall, call
 from composer_nb.tour.miniatures import ENUMERABLE
 from composer_nb.tour.repairs import bugs, home_of, neighbours, split_at
 
+# Yields turns, and is sent the text of the last observation of each.
 Script = Generator[Said, str, None]
-"""Yields turns, and is sent the text of the last observation of each."""
 
 
 def one(tool_call: ToolCall) -> Said:
@@ -66,8 +66,8 @@ def expert(task: Task, rng: Random, mistake_rate: float) -> Script:
     yield TINY.finish
 
 
+# Edits that a searcher tries, at most.
 TRIES = 6
-"""Edits that a searcher tries, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,12 +417,12 @@ def lazy(task: Task, rng: Random) -> Script:
     yield TINY.finish
 
 
+# Policies without a model at tasks of the grader `functions`. `blind` and `lazy` do not know the answer.
 TINY_SCRIPTS: Mapping[str, Callable[[Task, Random], Script]] = {
     "expert": lambda task, random: expert(task, random, 0.0),
     "lazy": lazy,
     "searcher": searcher,
     "blind": blind,
 }
-"""Policies without a model at tasks of the grader `functions`. `blind` and `lazy` do not know the answer."""
+# Those that need the tool `grep`.
 GREPPING = ("searcher", "blind")
-"""Those that need the tool `grep`."""

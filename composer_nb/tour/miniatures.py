@@ -30,16 +30,16 @@ from composer_nb.tour.repairs import (
     run_programs,
 )
 
+# bug: a test fails. feature: a function or a branch is missing. tests: the tests of a function are too weak, and the agent adds
+# tests that mutants fail. lint: a name is unused or does not exist.
 Kind = Literal["bug", "feature", "tests", "lint"]
-"""bug: a test fails. feature: a function or a branch is missing. tests: the tests of a function are too weak, and the agent adds
-tests that mutants fail. lint: a name is unused or does not exist."""
 ENUMERABLE = frozenset({"compare", "operator", "augmented"})
+# Numbers of visible and of hidden tests of the changed function, and of tests of every other function on either side.
 VISIBLE, HIDDEN, OTHERS = 12, 10, 2
-"""Numbers of visible and of hidden tests of the changed function, and of tests of every other function on either side."""
+# Maximum modules of a repository.
 MOST = 3
-"""Maximum modules of a repository."""
+# Maximum mutants of a task of the kind `tests`.
 MUTANTS = 3
-"""Maximum mutants of a task of the kind `tests`."""
 IMPORTS, SPARE = ("math", "os", "re", "json"), ("spare", "extra", "draft", "old")
 MODULES = ("core", "util", "stats", "tools", "data", "calc")
 NAMES = (

@@ -16,8 +16,8 @@ from random import Random
 
 from composer_nb.harness import syntax
 
+# Structures whose hash begins with a byte below 51 are held out, one in five.
 HELDOUT_SHARE = 51 / 256
-"""Structures whose hash begins with a byte below 51 are held out, one in five."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +131,8 @@ def _map(rng: Random, x: str, c2: int) -> tuple[str, str]:
     return code.format(x=x, c2=c2), words.format(c2=c2)
 
 
+# Source, specification and kinds of the parameters.
 Draw = tuple[str, str, tuple[str, ...]]
-"""Source, specification and kinds of the parameters."""
 
 
 def _loop(rng: Random, p: _Parts) -> Draw:

@@ -25,8 +25,8 @@ from composer_nb.harness.tasks.task import Task
 from composer_nb.tour.programs import Program, draw_arguments, draw_program
 
 VISIBLE, HIDDEN = 4, 8
+# Number of bugs tried in one sandbox.
 BATCH = 64
-"""Number of bugs tried in one sandbox."""
 
 _COMPARE = [ast.Gt, ast.Lt, ast.GtE, ast.LtE, ast.Eq, ast.NotEq]
 _BINARY = [ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod]

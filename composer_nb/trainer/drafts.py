@@ -39,12 +39,12 @@ from composer_nb.trainer.learning.optimizer import FlatOptimizer
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model, PackedRows
 
+# Path of a head in the folder of its checkpoint.
 FILE = Path("draft", "head.safetensors")
-"""Path of a head in the folder of its checkpoint."""
+# Maximum tokens of an optimizer step.
 TOKENS = 4096
-"""Maximum tokens of an optimizer step."""
+# Largest learning rate of a head that is trained by itself.
 LR = 2e-3
-"""Largest learning rate of a head that is trained by itself."""
 
 
 class DraftHead(nn.Module):
@@ -219,10 +219,10 @@ class DraftingEngine(Engine):
         super().__init__(model, **settings)
         self.head = head
         self.proposed = self.accepted = 0
+        # Rollout -> draft of the token after its pending one.
         self._drafts: dict[int, int] = {}
-        """Rollout -> draft of the token after its pending one."""
+        # Drafts of this step.
         self._tested: dict[int, int] = {}
-        """Drafts of this step."""
 
     def step(self) -> list[Completion]:
         active = self._placed()

@@ -46,14 +46,14 @@ from composer_nb.kernels.tiles import Matrix, matrix, panels
 from composer_nb.trainer.graphs import MOST_TOKENS, Graphs, capturable
 from composer_nb.trainer.models.transformer import Layer, Model, stacked
 
+# Logits after the last token of each leader; experts [U, L, K], gates [U, L, K] and margins [U, L] of the forwarded tokens.
 Forwarded = tuple[Tensor, NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]
-"""Logits after the last token of each leader; experts [U, L, K], gates [U, L, K] and margins [U, L] of the forwarded tokens."""
 
+# Size of the largest model whose weights are copied into the layout of the compiled kernel.
 PACKED_BYTES = 2 << 30
-"""Size of the largest model whose weights are copied into the layout of the compiled kernel."""
+# Size of the largest model whose weights fit a processor's cache. A larger one is kept as bfloat16 or int8 if that is lossless,
+# as for published weights and `engine.numerics=int8`: a step reads a half or a quarter of the memory, with the same result.
 CACHED_BYTES = 16 << 20
-"""Size of the largest model whose weights fit a processor's cache. A larger one is kept as bfloat16 or int8 if that is lossless,
-as for published weights and `engine.numerics=int8`: a step reads a half or a quarter of the memory, with the same result."""
 
 
 @dataclass(slots=True)
@@ -136,8 +136,8 @@ class Engine:
         self._free = list(range(slots))[::-1]
         self._live: dict[int, Slot] = {}
         self._pasts = 0
+        # Number of computed tokens, without those copied from an identical rollout.
         self.forwarded = 0
-        """Number of computed tokens, without those copied from an identical rollout."""
         self.sampled = 0
 
     @property

@@ -18,12 +18,12 @@ from composer_nb.kernels.decode import NewTokens
 from composer_nb.kernels.triton_runtime import choose
 from composer_nb.trainer.models.transformer import Kernels, Model
 
+# (the parts of `NewTokens`, int64 [N] or [U]) -> tensors [U, …]
 Pass = Callable[..., tuple[Tensor, ...]]
-"""(the parts of `NewTokens`, int64 [N] or [U]) -> tensors [U, …]"""
 
 CACHE_ROWS = [NewTokens._fields.index(name) for name in ("slot_U", "row_N")]
+# Larger steps are launched kernel by kernel: they keep the GPU busy.
 MOST_TOKENS = 256
-"""Larger steps are launched kernel by kernel: they keep the GPU busy."""
 
 
 def capturable(model: Model) -> bool:

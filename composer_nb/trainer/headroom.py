@@ -18,8 +18,8 @@ from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import OwnReward, score_groups
 
+# Recovery below which testing is not worth learning.
 RECOVERY = 0.15
-"""Recovery below which testing is not worth learning."""
 FIGURES = ("pass_at_1", "pass_greedy", "best_of_k", "k", "n_tasks", "recovery", "recovery_n", "filtered_best_of")
 
 

@@ -32,12 +32,12 @@ from composer_nb.harness.rollout import Kind
 from composer_nb.harness.tasks.task import LOWERED, Task, load_tasks
 from composer_nb.harness.untrusted import json_of
 
+# Tasks by id.
 Known = Mapping[str, Task]
-"""Tasks by id."""
+# Exponent of effort in the weights with which tasks are drawn.
 POWER = 2.0
-"""Exponent of effort in the weights with which tasks are drawn."""
+# Maximum pairs of tasks that are tried for one that fits into one workspace.
 PAIRS = 200
-"""Maximum pairs of tasks that are tried for one that fits into one workspace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,13 +34,13 @@ from composer_nb.trainer.learning.loss import LossSettings, advantages
 from composer_nb.trainer.learning.packing import Stream, Whole
 from composer_nb.trainer.learning.ranks import Ranks
 
+# Returns hints for turns of a rollout, segment by segment.
 Hinter = Callable[[Rollout], list[list[Hint]]]
-"""Returns hints for turns of a rollout, segment by segment."""
 OwnReward = Callable[[Rollout, Grade], float]
+# Statuses of attempts that failed regardless of the tests; they train like other failures (`rewards.py`).
 FAILED = ("tampered", "agent_failed")
-"""Statuses of attempts that failed regardless of the tests; they train like other failures (`rewards.py`)."""
+# Steps between progress lines of RL.
 SAID_EVERY = 5
-"""Steps between progress lines of RL."""
 log = logging.getLogger(__name__)
 
 

@@ -10,11 +10,11 @@ from pydantic import Field
 
 from composer_nb.harness.plain import Count, Positive, Share, Some, require_ranges
 
+# Settings that can be changed while a run is live, besides all of `reward` and `monitor`. The denominator of the loss does not
+# change.
 LIVE = ("services.ahead", "services.bound", "services.window", "services.order", "services.hang_s", "rl.group")
-"""Settings that can be changed while a run is live, besides all of `reward` and `monitor`.
-The denominator of the loss does not change."""
+# Changes of live settings by step, from 1, and by name.
 Changes = dict[Annotated[str, Field(pattern=r"^[1-9]\d*$")], dict[str, Any]]
-"""Changes of live settings by step, from 1, and by name."""
 
 
 def require_live(name: str) -> None:

@@ -13,8 +13,8 @@ from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views import style
 from composer_nb.views.style import Picture, as_share, from_zero, key, title, whole_steps
 
+# Steps that a smoothed line averages.
 WINDOW = 8
-"""Steps that a smoothed line averages."""
 
 _LOSSES = {
     "loss": ("training, weighted", style.GREY),
@@ -47,6 +47,7 @@ def supervised(run: RunDir) -> Picture:
     return picture
 
 
+# Panels over RL steps: title, unit, and lines (metric, color, label).
 METRICS: dict[str, tuple[str, str, tuple[tuple[str, str, str], ...]]] = {
     "reward": ("reward", "mean of a batch", (("reward", style.ORANGE, "reward"),)),
     "solved": (
@@ -68,7 +69,6 @@ METRICS: dict[str, tuple[str, str, tuple[tuple[str, str, str], ...]]] = {
         ),
     ),
 }
-"""Panels over RL steps: title, unit, and lines (metric, color, label)."""
 
 
 def metric(ax: Axes, steps: Sequence[Mapping[str, Any]], name: str, bound: int | None = None) -> Axes:

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 EVERY_S = 2.0
+# Maximum fraction of time spent redrawing.
 SHARE = 0.2
-"""Maximum fraction of time spent redrawing."""
 _STATE = {"live": style.BLUE, "complete": style.GREEN, "dead": style.VERMILION}
 _REASON = {"trained": style.BLUE, "held": style.SKY, "zero_advantage": style.GREY}
 
@@ -200,8 +200,8 @@ def board(status: Status) -> Html:
 
 # Live
 
+# Live boards of this process by run: a cell that is run again replaces its own board.
 _WATCHED: dict[Path, Dashboard] = {}
-"""Live boards of this process by run: a cell that is run again replaces its own board."""
 
 
 class Dashboard:

@@ -151,6 +151,7 @@ def patches(chosen: Sequence[Patch]) -> Html:
     return page.box(*parts)
 
 
+# (honest work, verdict) -> fill, ink, text.
 _CELLS: dict[tuple[bool, PatchVerdict], tuple[str, str, str]] = {
     (True, "accepted"): (style.BLUE, "white", "✓ accepted"),
     (True, "rejected"): (style.VERMILION, "white", "✗ rejected"),
@@ -159,7 +160,6 @@ _CELLS: dict[tuple[bool, PatchVerdict], tuple[str, str, str]] = {
     (False, "rejected"): (style.PALE, style.INK, "rejected"),
     (False, "tampered"): (style.YELLOW, style.DARK, "! tampered"),
 }
-"""(honest work, verdict) -> fill, ink, text."""
 
 
 def matrix(verdicts: Mapping[str, Mapping[str, PatchVerdict]], honest: str) -> Picture:

@@ -21,8 +21,8 @@ from composer_nb.views.page import shown, text_table
 from composer_nb.views.style import Picture, key, title
 
 Floats = Sequence[float]
+# Smaller changes of a logit are rounding.
 MOVED = 1e-4
-"""Smaller changes of a logit are rounding."""
 _SEEN = LinearSegmentedColormap.from_list("seen", ["#ffffff", style.SKY, style.BLUE])
 
 

@@ -37,8 +37,8 @@ from composer_nb.views import style
 from composer_nb.views.page import Html, box
 from composer_nb.views.style import Picture, title
 
+# Characters of a folded part that its heading shows.
 PREVIEW = 60
-"""Characters of a folded part that its heading shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,12 +269,12 @@ def _route_lines(segment: Segment, position: int) -> Iterator[str]:
 
 Floats = NDArray[np.float64]
 ColorBy = Literal["logprob", "advantage", "ratio", "written"]
+# Nats of surprise (−log p) with full colour.
 DOUBT = 3.0
-"""Nats of surprise (−log p) with full colour."""
+# |log ratio| with full colour; clips of 0.2 to 0.28 lie near it.
 DRIFT = 0.25
-"""|log ratio| with full colour; clips of 0.2 to 0.28 lie near it."""
+# Opacity of a full tint over a page; text stays readable in both themes.
 OPAQUE = 0.5
-"""Opacity of a full tint over a page; text stays readable in both themes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from composer_nb.views import style
 from composer_nb.views.page import shown
 from composer_nb.views.style import POLICY, Picture, as_share, key, title
 
+# Lower end of a mismatch axis, below float32's resolution.
 LEAST = 1e-13
-"""Lower end of a mismatch axis, below float32's resolution."""
 _NOT_YET = "no policy has been scored yet"
 
 

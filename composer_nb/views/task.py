@@ -11,8 +11,8 @@ from composer_nb.views import style
 from composer_nb.views.page import Html, box
 from composer_nb.views.rollout import Tint
 
+# Background of a wrong line.
 MARK = Tint(style.ORANGE, 0.6).over_page
-"""Background of a wrong line."""
 
 
 def card(task: Task) -> Html:

@@ -100,15 +100,15 @@ class ChatRenderer(ABC):
         self.end = self.ids[self.closing]
         self.names = {number: token for token, number in self.ids.items()}
         added = tokenizer.get_added_tokens_decoder()
+        # Tokens that are not text. Added tokens that are not special, such as `<think>`, encode text.
         self.special = frozenset(self.names) | {number for number, token in added.items() if token.special}
-        """Tokens that are not text. Added tokens that are not special, such as `<think>`, encode text."""
         self._plain = _without_added_tokens(tokenizer)
         if plain_tokens := [token for token in self.tokens if self.ids[token] in self.encode(token)]:
             raise ValueError(
                 f"the tokenizer finds {', '.join(plain_tokens)} in plain text: these tokens must be added tokens"
             )
+        # JSON Schema of a tool's arguments, by name of the tool.
         self.parameters = {tool["function"]["name"]: dict(tool["function"].get("parameters", {})) for tool in tools}
-        """JSON Schema of a tool's arguments, by name of the tool."""
 
     def offering(self, tools: Sequence[Schema]) -> Self:
         """Return this format with other tools."""

@@ -40,6 +40,7 @@ from composer_nb.harness.tools.toolset import ToolSet
 
 SPECIALS = ("<|pad|>", "<|bos|>", "<|user|>", "<|call|>", "<|out|>", "<|end|>", "<|to|>")
 TO, DONE = "<|to|>", "done"
+# Word of a tool, by its name and required arguments.
 _WORDS = {
     "read_file path": "read",
     "edit_line path line text": "edit",
@@ -47,7 +48,6 @@ _WORDS = {
     "run_tests": "test",
     "finish": DONE,
 }
-"""Word of a tool, by its name and required arguments."""
 _ZEROS = re.compile("^0+(?=[0-9])")
 
 

@@ -16,18 +16,18 @@ from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest, Execu
 
 __all__ = ["Driver", "Job", "Seat", "drive"]
 Result = TypeVar("Result")
+# The work of one agent, in its own thread; requests go through its seat.
 Job = Callable[["Seat[Any]"], Result]
-"""The work of one agent, in its own thread; requests go through its seat."""
+# Seconds that an idle driver waits for agents.
 LOOK_S = 0.05
-"""Seconds that an idle driver waits for agents."""
 
 
 class Dropped(BaseException):
     """Raised in a dropped agent at its next request."""
 
 
+# A request that the policy forget this rollout.
 Release = int
-"""A request that the policy forget this rollout."""
 Asked = Request | CallRequest | Release | Future[Any]
 Answer = Completion | tuple[CallOutcome, ...] | Trace | Future[Trace] | BaseException
 
@@ -37,15 +37,15 @@ class Seat(Generic[Result]):
 
     def __init__(self, position: int, requests: SimpleQueue[tuple[int, Asked]], lockstep: bool = False) -> None:
         self.position, self.lockstep = position, lockstep
+        # Called from another thread when the agent is dropped.
         self.at_drop: list[Callable[[], None]] = []
-        """Called from another thread when the agent is dropped."""
         self.dropped = self.ended = False
         self._requests = requests
         self._answers: SimpleQueue[Answer] = SimpleQueue()
+        # Start of the current wait for an answer, if there is one, and the seconds of all earlier waits.
         self._waits: tuple[float | None, float] = None, 0.0
-        """Start of the current wait for an answer, if there is one, and the seconds of all earlier waits."""
+        # Allows one request at a time: a custom tool that was given up may still make some.
         self._lock = threading.Lock()
-        """Allows one request at a time: a custom tool that was given up may still make some."""
 
     def clock(self) -> float:
         """Return the seconds that count for this agent's time limit: in lockstep, where agents wait for each other, only those in
@@ -113,18 +113,18 @@ class Driver(Generic[Result]):
         self.policy, self.sandboxes, self.lockstep = policy, sandboxes, lockstep
         self._requests: SimpleQueue[tuple[int, Asked]] = SimpleQueue()
         self._alive: dict[int, Seat[Result]] = {}
+        # Positions of agents without a request.
         self._working: set[int] = set()
-        """Positions of agents without a request."""
         self._names: dict[int, int] = {}  # rollout -> position of its agent
         self._waiting: dict[int, Request | CallRequest | Release] = {}
         self._results: list[tuple[int, Future[Result]]] = []
+        # Positions of agents that made a request or ended. The caller clears it.
         self.moved = set[int]()
-        """Positions of agents that made a request or ended. The caller clears it."""
+        # Whether the policy has made its step in the unfinished round.
         self._stepped = False
-        """Whether the policy has made its step in the unfinished round."""
         self._beside = None if lockstep else ThreadPoolExecutor(1, thread_name_prefix="calls")
+        # Batch of calls that runs beside the policy's steps.
         self._batch = Future[None]()
-        """Batch of calls that runs beside the policy's steps."""
         self._batch.set_result(None)
 
     @property

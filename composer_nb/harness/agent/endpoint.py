@@ -29,24 +29,24 @@ from composer_nb.harness.agent.turns import Limits, News, Spoken, TokenlessTurnP
 from composer_nb.harness.policy import ProviderFailure, TimeIsUp
 from composer_nb.harness.tools.tool_call import ToolCall, ToolError, invalid
 
+# Messages in OpenAI's form.
 Wire = Sequence[Mapping[str, Any]]
-"""Messages in OpenAI's form."""
 MAX_REPLY_BYTES = 16 << 20
 AGAIN = (408, 409, 429, 500, 502, 503, 504)
+# Codes of errors that are never retried, whatever their status.
 FINAL = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active")
-"""Codes of errors that are never retried, whatever their status."""
 LONGEST_WAIT_S = 60
+# Time limit for the list of an endpoint's models.
 LISTED_S = 30.0
-"""Time limit for the list of an endpoint's models."""
 CONNECT_S = 10.0
+# Keys of the context length in a list of models: vLLM, SGLang and `composer-nb serve`; OpenRouter; Groq.
 CONTEXT = ("max_model_len", "context_length", "context_window")
-"""Keys of the context length in a list of models: vLLM, SGLang and `composer-nb serve`; OpenRouter; Groq."""
+# Errors about a conversation that is too long: OpenAI, vLLM, SGLang, llama.cpp, Anthropic.
 _TOO_LONG = re.compile(
     "context_length_exceeded|exceed_context_size|maximum context length|model's context length|context size|context limit|"
     "prompt is too long|max_tokens.*too large",
     re.IGNORECASE,
 )
-"""Errors about a conversation that is too long: OpenAI, vLLM, SGLang, llama.cpp, Anthropic."""
 _CONTEXT = re.compile(
     r"context length(?: is| of)?(?: only)? \(?(\d+)|context size \((\d+)|limit: [^>]*> (\d+)|> (\d+) maximum"
 )
@@ -265,8 +265,8 @@ class EndpointTurnPolicy(TokenlessTurnPolicy):
         """`tools`: schemas in OpenAI's form. `parallel`: allow several calls per turn. `seed`: sent with every request."""
         self.endpoint, self.tools, self.limits, self.parallel, self.seed = endpoint, tools, limits, parallel, seed
         self._talk: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        # Maximum tokens of the conversation.
         self._most = min(limits.tokens, limits.rollout_tokens, endpoint.context or limits.tokens)
-        """Maximum tokens of the conversation."""
 
     def say(self, news: News, until: float) -> Spoken | None:
         for message in news:

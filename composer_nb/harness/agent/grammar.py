@@ -21,19 +21,19 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+# Maximum length of a grammar in characters. Building it takes a second or two, in which a server answers fewer requests.
 MOST = 500_000
-"""Maximum length of a grammar in characters. Building it takes a second or two, in which a server answers fewer requests."""
+# JSON as `write_json` writes it; otherwise white space could continue without end.
 SPELLING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as `write_json` writes it; otherwise white space could continue without end."""
 _JOINED = frozenset(("$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties", "propertyNames"))
 _JOINED |= {"minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies"}
 """Keys of a schema that constrain several arguments together."""
+# Keys of a schema that a grammar of verbatim strings supports.
 VERBATIM = frozenset(("type", "description", "title", "default", "examples", "enum", "const", "deprecated"))
-"""Keys of a schema that a grammar of verbatim strings supports."""
 _TEXT = "TEXT: /(?s:.+)/\n"
 
+# A grammar as text, the tokens of its chat format, and the token that ends a turn.
 Form = tuple[str, tuple[str, ...], int]
-"""A grammar as text, the tokens of its chat format, and the token that ends a turn."""
 
 
 class Grammar:

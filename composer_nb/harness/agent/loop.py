@@ -21,8 +21,9 @@ from composer_nb.harness.tools.session import Session
 from composer_nb.harness.tools.tool_call import Reply
 from composer_nb.harness.tools.toolset import ToolSet
 
+# Limits of a conversation with the product's tools.
 LIMITS = Limits(turns=64, turn_tokens=8192, tokens=131_072, seconds=1800.0)
-"""Limits of a conversation with the product's tools."""
+# System text of every conversation, the same in training, in evaluation and in the product.
 SYSTEM = """\
 You are a coding agent. Work in {root}, a copy of the user's repository in a sandbox without network access, and change it with
 your tools until the user's request is done. A message without a call ends your work and is shown to the user.
@@ -30,7 +31,6 @@ your tools until the user's request is done. A message without a call ends your 
 Read the code before you change it, and change only what the request needs. A message may have several calls; their results come
 in the same order. Check your work: run the code or its tests. When you are done, describe your changes in a few sentences,
 without a call."""
-"""System text of every conversation, the same in training, in evaluation and in the product."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +62,8 @@ class Conversation:
         )
 
 
+# Called with every turn as it happens: the model's message, then each result.
 Told = Callable[[Said | Turn], None]
-"""Called with every turn as it happens: the model's message, then each result."""
 
 
 def silent(event: Said | Turn) -> None:

@@ -39,8 +39,8 @@ PARAMETER = re.compile(
 _FUNCTION_END = re.compile(r"\s*</function>\s*\Z")
 _BEGUN = re.compile(r"\s*<parameter=([^\n<>]+)>\n?(.*)", re.S)
 _CLOSING = "\n</parameter>"
+# The end of a parameter, as far as it is written.
 _CLOSED = re.compile(r"\n?</parameter>\s*(?:<[^\n<>]*)?\Z")
-"""The end of a parameter, as far as it is written."""
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 KINDS = frozenset(("string", "integer", "number", "boolean", "array", "object", "null"))
 HOW = f"""

@@ -26,8 +26,8 @@ def play(turns: Sequence[Said]) -> Script:
     return script
 
 
+# Maximum lines of a file that the expert reads whole; in a longer file it searches for the function to change.
 SHORT = 120
-"""Maximum lines of a file that the expert reads whole; in a longer file it searches for the function to change."""
 
 
 TEST = "python -m pytest -q -x --tb=no"

@@ -34,8 +34,8 @@ class Shared:
 
     def __init__(self, policy: Policy, lockstep: bool = False) -> None:
         self.policy, self.lockstep = policy, lockstep
+        # Seconds without work.
         self.idle_s = 0.0
-        """Seconds without work."""
         self._still = False
         self._lock = threading.Lock()
         self._orders: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()

@@ -21,8 +21,8 @@ from composer_nb.harness.rollout import Turn
 from composer_nb.harness.tools.arguments import Todo
 
 Compaction = Literal["self", "prompted", "truncate"]
+# Mark that a model writes before its summary; text before the mark is thinking.
 OPENS = "<summary>"
-"""Mark that a model writes before its summary; text before the mark is thinking."""
 SELF = f"""\
 Please summarize the conversation so far. Think first if that helps, then write {OPENS} and all that you need to go on: the goal,
 what was done, what failed and why, and what is left to do. You will see nothing else of it."""

@@ -16,8 +16,8 @@ from composer_nb.harness.policy import SEGMENT_STRIDE, Completion, Request, Trac
 from composer_nb.harness.rollout import Kind, Segment, Transcript
 
 News = Sequence[User | CallResult]
+# Returns the next turn of a conversation, which depends only on its messages so far.
 Script = Callable[[Sequence[Message]], Said]
-"""Returns the next turn of a conversation, which depends only on its messages so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,12 +111,12 @@ class TokenTurnPolicy:
         self.ask, self.release, self.summary = ask, release, summary
         self._segments: list[Segment] = []
         self._transcript = Transcript()
+        # Tokens at the start of the conversation.
         self._prompt: list[int] = []
-        """Tokens at the start of the conversation."""
+        # Tokens that the next turn reads before its news, after the oldest turns were dropped.
         self._kept: list[int] = []
-        """Tokens that the next turn reads before its news, after the oldest turns were dropped."""
+        # Positions at which the turns of this segment begin, including turns kept from the previous segment.
         self._starts: list[int] = []
-        """Positions at which the turns of this segment begin, including turns kept from the previous segment."""
 
     @property
     def _name(self) -> int:

@@ -23,8 +23,8 @@ Drop = Literal["outside_scope", "cache", "test_setup", "too_large", "unsafe_path
 
 MAX_FILE_BYTES = 1 << 20
 MAX_CHANGED_BYTES = 8 << 20
+# Names that no sandbox could write would look like a fault of the sandbox, which an agent must not be able to cause.
 MAX_CHANGED_FILES = 2000  # Files and the folders that they need.
-"""Names that no sandbox could write would look like a fault of the sandbox, which an agent must not be able to cause."""
 CACHE_FOLDERS = {
     "__pycache__", ".composer_nb", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".tox", ".nox",
 }  # fmt: skip

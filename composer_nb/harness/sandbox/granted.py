@@ -37,13 +37,13 @@ class GrantedTime:
 
     def __init__(self, group: Cgroup, limit_s: float, stop: threading.Event | None = None) -> None:
         self.group, self.limit_s, self.stop = group, limit_s, stop
+        # Whether the limit is reached.
         self.over = False
-        """Whether the limit is reached."""
         self._began = time.monotonic()
         self._last = _Moment(self._began)
         self._counts = self._read(self._began)
+        # Each thread's seconds of running and of waiting when it last slept, and that moment.
         self._threads = {thread: (*pair, self._last) for thread, pair in self._counts.items()}
-        """Each thread's seconds of running and of waiting when it last slept, and that moment."""
 
     @property
     def starved_s(self) -> float:

@@ -20,26 +20,26 @@ from tree_sitter import Language, Node, Parser
 from composer_nb.harness.search.embedding import weigh
 from composer_nb.harness.syntax import MAX_TOKENS, TooLarge, count_tokens
 
+# Maximum bytes of an indexed file; longer files are data or generated.
 LONGEST_FILE = 1 << 20
-"""Maximum bytes of an indexed file; longer files are data or generated."""
+# Average characters per line above which a file counts as minified.
 _LONG_LINE = 400
-"""Average characters per line above which a file counts as minified."""
+# Maximum lines between definitions that are not a chunk of their own.
 _FEW = 2
-"""Maximum lines between definitions that are not a chunk of their own."""
+# Lines of a window, and the longest definition that is not cut into windows.
 _WINDOW, _LONGEST_CHUNK = 40, 100
-"""Lines of a window, and the longest definition that is not cut into windows."""
+# Maximum siblings in a syntax tree; more means a table or an attack.
 _MOST_NODES = 20_000
-"""Maximum siblings in a syntax tree; more means a table or an attack."""
+# Weights of a chunk's qualified name, of its path, and of its comments and docstring (again), beside 1 for its text.
 _NAME, _PATH, _COMMENT = 3.0, 1.0, 1.0
-"""Weights of a chunk's qualified name, of its path, and of its comments and docstring (again), beside 1 for its text."""
 _PYTHON = Language(tree_sitter_python.language())
+# Types of nodes that may stand between a class or a module and its definitions.
 _AROUND = {
     "decorated_definition", "block", "if_statement", "elif_clause", "else_clause", "try_statement", "except_clause",
     "finally_clause", "with_statement",
 }  # fmt: skip
-"""Types of nodes that may stand between a class or a module and its definitions."""
+# Prefixes of a first line that is a docstring or a comment.
 _REMARK = ('"', "'", 'r"', "#", "//", "/*")
-"""Prefixes of a first line that is a docstring or a comment."""
 _DOCSTRING = re.compile(r'"""(.*?)"""' + r"|'''(.*?)'''" + r"|^\s*(?:#|//+!?|\*)(.*)$", re.DOTALL | re.MULTILINE)
 
 

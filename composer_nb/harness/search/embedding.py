@@ -28,8 +28,8 @@ from safetensors import SafetensorError, safe_open
 SHIPPED = Path(__file__).with_suffix(".safetensors")
 WORD = re.compile(r"[^\W\d]\w*|\d+")
 _PART = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+|[^\W\d_A-Za-z]+")
+# Maximum characters of a word; longer words are data.
 _LONGEST = 64
-"""Maximum characters of a word; longer words are data."""
 STOP_WORDS = frozenset(
     "a an and any are as at be been but by can do does for from had has have how i if in into is it its of on or our "
     "should so such than that the their them then there these they this those to was we were what when where which "

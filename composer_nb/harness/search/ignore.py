@@ -14,6 +14,7 @@ from pathspec.patterns.gitignore.spec import GitIgnoreSpecPattern
 
 NAMES = (".gitignore", ".ignore", ".cursorignore")
 _MOST_RULES, _LONGEST_RULE, _MOST_DEEP = 2000, 256, 2
+# Ignored unless the repository's own rules say otherwise.
 DEFAULT = b"""
 .git/
 .hg/
@@ -26,13 +27,12 @@ __pycache__/
 *.lock
 package-lock.json
 """
-"""Ignored unless the repository's own rules say otherwise."""
 
 
 _STAR = r"\[\^/\]\*"
 _MORE = re.compile(rf"(?<={_STAR})(?:{_STAR})+")
+# A star, and what follows it in the same name up to the next one. No character class but `[^/]` holds a slash.
 _FOLLOWED = re.compile(rf"{_STAR}((?:\[\^/\](?!\*)|\\.|[^/])+?)(?={_STAR})")
-"""A star, and what follows it in the same name up to the next one. No character class but `[^/]` holds a slash."""
 
 
 @dataclass(frozen=True, slots=True)

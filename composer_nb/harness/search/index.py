@@ -21,12 +21,12 @@ from composer_nb.harness.search.embedding import Embedding, shipped, weigh
 from composer_nb.harness.search.ignore import read_ignore
 
 K1, B = 1.2, 0.75
+# Maximum total size of the indexed files; later ones, in the order of their paths, are left out.
 MOST_BYTES = 256 << 20
-"""Maximum total size of the indexed files; later ones, in the order of their paths, are left out."""
+# Number of top chunks of each ranking that are fused.
 _DEPTH = 200
-"""Number of top chunks of each ranking that are fused."""
+# Weight of a cosine beside BM25 as a share of the query's highest score. Chosen on held-out modules of the standard library.
 _DENSE = 0.8
-"""Weight of a cosine beside BM25 as a share of the query's highest score. Chosen on held-out modules of the standard library."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +97,8 @@ class CodeIndex:
     def __init__(self, embedding: Embedding | None = None) -> None:
         self._embedding = embedding or shipped()
         self._files: dict[str, _IndexedFile] = {}
+        # Files that are not searched -> why; not those that are empty or that git ignores, which no search shows.
         self.left_out: dict[str, str] = {}
-        """Files that are not searched -> why; not those that are empty or that git ignores, which no search shows."""
         self._ignore = read_ignore({})
         self._table: ChunkTable | None = None
 

@@ -13,8 +13,8 @@ from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rollout import Kind, Rollout
 from composer_nb.harness.terms.registry import CHANGES, EDITS, called, term
 
+# Words of a final message that cost nothing.
 LONG = 150
-"""Words of a final message that cost nothing."""
 _CLAIM = re.compile(r"\A(?>.*?\b(tests?|suite|checks?)\b).*\b(pass(es|ed|ing)?|green|succeed(s|ed)?)\b", re.I)
 _DENIAL = re.compile(r"\b(not|no|never|cannot|without|if|should|\w+n't|fail\w*|unable|untested)\b", re.I)
 _PASSED, _FAILED = re.compile(r"\b[1-9]\d* passed\b"), re.compile(r"\b[1-9]\d* (failed|errors?)\b")

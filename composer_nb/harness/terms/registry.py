@@ -40,8 +40,8 @@ def term_named(name: str) -> Term:
 
 
 EDITS = frozenset({"edit_line", "substitute", "search_replace", "write", "apply_patch"})
+# Tools that may change files.
 CHANGES = EDITS | {"undo", "delete_file", "run_terminal_cmd"}
-"""Tools that may change files."""
 
 
 def called(turn: Turn) -> tuple[str, dict[str, Any]]:

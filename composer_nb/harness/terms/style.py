@@ -22,13 +22,13 @@ from composer_nb.harness.sandbox.toolchain import host_programs
 from composer_nb.harness.tasks.scope import is_test_module
 from composer_nb.harness.terms.registry import term
 
+# Rules of ruff about probable errors, and about style.
 LINTS, STYLE = ("F", "E9", "B"), ("E4", "E7", "W", "I", "N", "C4", "C90", "SIM", "RET", "PIE")
-"""Rules of ruff about probable errors, and about style."""
 TIMEOUT_S = 20.0
+# Names of a kind that make a convention.
 FEW = 3
-"""Names of a kind that make a convention."""
+# Nodes of the syntax tree from which on a function counts as a helper.
 SMALL = 12
-"""Nodes of the syntax tree from which on a function counts as a helper."""
 
 
 def saturated(count: float) -> float:

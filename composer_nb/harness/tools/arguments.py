@@ -15,8 +15,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from composer_nb.harness.tools.tool_call import Tool, invalid
 
+# Visible forms of control characters.
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(0x7F, 0xA0)) if code not in (9, 10)}
-"""Visible forms of control characters."""
 
 
 def _encodable(text: str) -> str:

@@ -14,10 +14,10 @@ from composer_nb.harness.tools.edits import replace
 from composer_nb.harness.tools.session import SHOWN, Session, shown
 from composer_nb.harness.tools.tool_call import ToolError, invalid
 
+# Maximum bytes that `read_file` reads, from the beginning of a file.
 READ_BYTES = 16 << 20
-"""Maximum bytes that `read_file` reads, from the beginning of a file."""
+# Characters shown of a line.
 LINE = 2000
-"""Characters shown of a line."""
 
 
 @tool()

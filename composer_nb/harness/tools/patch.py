@@ -21,8 +21,8 @@ from composer_nb.harness.tools.tool_call import invalid
 
 BEGIN, END, END_OF_FILE = "*** Begin Patch", "*** End Patch", "*** End of File"
 HEADER = re.compile(r"\*\*\* (Add|Delete|Update) File: (.+)")
+# Maximum hunks of a patch; each searches its whole file.
 MOST_HUNKS = 500
-"""Maximum hunks of a patch; each searches its whole file."""
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from composer_nb.harness.tools.tool_call import ErrorKind, ToolError
 
 Pattern = Annotated[Text, Field(min_length=1, max_length=20_000)]
 RIPGREP = ("rg", "--no-config", "--color=never", "--hidden", "--no-require-git", "--glob=!.git")
+# Runs ripgrep and sorts the files that it lists. Its own sort by time fails where its program has no path.
 NEWEST_FIRST = """
 import os, subprocess, sys
 try:
@@ -38,14 +39,13 @@ for path in sorted(filter(None, done.stdout.split(b"\\0")), key=lambda path: (ag
     sys.stdout.buffer.write(path + b"\\n")
 sys.exit(done.returncode)
 """
-"""Runs ripgrep and sorts the files that it lists. Its own sort by time fails where its program has no path."""
+# Words in ripgrep's complaints about an invalid search.
 USAGE = ("regex", "file type", "glob", "PCRE", "literal", "unclosed", "size limit")
-"""Words in ripgrep's complaints about an invalid search."""
+# Lines shown of an answer, unless the call sets a limit.
 SHOWN_LINES = 200
-"""Lines shown of an answer, unless the call sets a limit."""
 HITS = 10
+# Characters shown of a line that matched.
 COLUMNS = 500
-"""Characters shown of a line that matched."""
 
 
 @tool(needs="rg")

@@ -20,22 +20,22 @@ from composer_nb.harness.tools.tool_call import ToolError, invalid
 if TYPE_CHECKING:
     from composer_nb.harness.search.index import Hit
 
+# File of a workspace with the whole conversation before the last summary. Grading ignores it.
 HISTORY = ".composer_nb/history.txt"
-"""File of a workspace with the whole conversation before the last summary. Grading ignores it."""
+# Folder of a workspace for long outputs and the history. Git, ripgrep and grading ignore it.
 FOLDER = posixpath.dirname(HISTORY)
-"""Folder of a workspace for long outputs and the history. Git, ripgrep and grading ignore it."""
+# Maximum characters of an observation.
 SHOWN = 16_000
-"""Maximum characters of an observation."""
+# Maximum size of a file that is changed by replacing or patching.
 EDIT_BYTES = 2 << 20
-"""Maximum size of a file that is changed by replacing or patching."""
+# Time limit of a tool's own program.
 QUICK_S = 30.0
-"""Time limit of a tool's own program."""
+# Time limit of a run of all visible tests.
 TESTS_S = 120.0
-"""Time limit of a run of all visible tests."""
 _SUMMARY = re.compile(r"=* ?((?:\d{1,9} [a-z]+,? )+)in [\d.]+s.*")
 _ERROR = re.compile(r"^E   (\S.*)$", re.M)
+# File system errors that the call itself causes; all others, such as a missing file, depend on the workspace.
 DOING = {errno.EXDEV, errno.ENAMETOOLONG, errno.EINVAL}
-"""File system errors that the call itself causes; all others, such as a missing file, depend on the workspace."""
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 
 

@@ -14,10 +14,11 @@ from composer_nb.harness.tools.session import FOLDER, Session, clean, summary_co
 from composer_nb.harness.tools.tool_call import ToolError
 
 TIMEOUT_S = 120.0
+# Bytes kept of a command's output, half of them from its head and half from its tail.
 OUTPUT_BYTES = 2 << 20
-"""Bytes kept of a command's output, half of them from its head and half from its tail."""
+# Maximum size of an environment that is carried over to the next command.
 STATE_BYTES = 64 << 10
-"""Maximum size of an environment that is carried over to the next command."""
+# Nobody is there to page, to edit or to answer.
 QUIET = {
     "PAGER": "cat",
     "GIT_PAGER": "cat",
@@ -31,15 +32,14 @@ QUIET = {
     "PIP_NO_INPUT": "1",
     "PYTHONUNBUFFERED": "1",
 }
-"""Nobody is there to page, to edit or to answer."""
 SHELLS_OWN = {"PWD", "OLDPWD", "SHLVL", "_"}
+# Merges both streams of a command, as in a terminal, and reports its final folder and environment on the other stream.
 FOREGROUND = """\
 exec 3>&2 2>&1
 trap '{ printf "%s\\0" "$PWD"; env -0; } >&3' EXIT
 cd -- "$1" || exit 1
 eval "$2" 3>&-
 """
-"""Merges both streams of a command, as in a terminal, and reports its final folder and environment on the other stream."""
 BACKGROUND = """\
 trap 'echo "[exit code $?]"' EXIT
 cd -- "$1" || exit 1

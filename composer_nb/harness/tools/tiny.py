@@ -10,8 +10,8 @@ from composer_nb.harness.tools.arguments import CONTROLS, tool
 from composer_nb.harness.tools.session import Observation, Session, file_lines
 from composer_nb.harness.tools.tool_call import invalid
 
+# Lines that a search shows.
 FOUND = 8
-"""Lines that a search shows."""
 
 
 def _text(session: Session, path: str) -> str:

@@ -26,11 +26,11 @@ from composer_nb.harness.tools.terminal import tested
 from composer_nb.harness.tools.tiny import TINY
 from composer_nb.harness.tools.tool_call import ErrorKind, Reply, Tool, ToolCall, ToolError, invalid
 
+# Makes the code search of a session's workspace.
 Finder = Callable[[Session], Search]
-"""Makes the code search of a session's workspace."""
 SEARCH = "codebase_search"
+# Calls that run at a time.
 FAN_OUT = 16
-"""Calls that run at a time."""
 log = logging.getLogger(__name__)
 
 

@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# Positions at a time, or half of them for wide float32. Part of what a result is: sums are taken in this order.
 BLOCK = 64
-"""Positions at a time, or half of them for wide float32. Part of what a result is: sums are taken in this order."""
+# Positions of a part; of what a result is, too.
 PART = 512
-"""Positions of a part; of what a result is, too."""
+# Parts of all tokens in memory at a time.
 PIECE = 8192
-"""Parts of all tokens in memory at a time."""
 
 
 @triton.jit

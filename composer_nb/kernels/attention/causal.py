@@ -26,15 +26,15 @@ from torch.nn.utils.rnn import pad_sequence
 from composer_nb.kernels.compiled import compiled, exp2, largest, total, zeros
 from composer_nb.kernels.linear import widened
 
+# Queries of a block: few products, and little that the mask then hides.
 BLOCK = 96
-"""Queries of a block: few products, and little that the mask then hides."""
+# Shortest row for which blocks are faster; the products of shorter ones are too small.
 LONG = 384
-"""Shortest row for which blocks are faster; the products of shorter ones are too small."""
 LOG2E = math.log2(math.e)
+# Elements that compiled loops take at a time: four vectors of eight.
 VECTORS = 32
-"""Elements that compiled loops take at a time: four vectors of eight."""
+# A score that no other is below, and finite.
 HIDDEN = np.finfo(np.float32).min
-"""A score that no other is below, and finite."""
 
 
 def causal_attention(q_NQC: Tensor, k_NGC: Tensor, v_NGV: Tensor, lengths: Sequence[int], scale: float) -> Tensor:

@@ -23,36 +23,36 @@ import numpy.typing as npt
 from composer_nb.kernels.compiled import coder, inlined
 
 U = np.uint64
+# log2 of what the frequencies of all symbols add up to.
 SCALE = 30
-"""log2 of what the frequencies of all symbols add up to."""
 WHOLE, MASK = U(1 << SCALE), U((1 << SCALE) - 1)
+# The coder's state lies in [2^32, 2^64) from its first word on.
 LOWEST = U(1 << 32)
-"""The coder's state lies in [2^32, 2^64) from its first word on."""
+# Its state before the first symbol, which a decoder ends with.
 NONE = U(1)
-"""Its state before the first symbol, which a decoder ends with."""
+# A hazard of 1; a unit of the clock at its normal pace is as long.
 NAT = 1 << 20
-"""A hazard of 1; a unit of the clock at its normal pace is as long."""
+# Longest wait for the next change. After it a symbol says that none has come, and time begins anew.
 PATIENCE = U(6 * NAT)
-"""Longest wait for the next change. After it a symbol says that none has come, and time begins anew."""
+# log2 of the changes over which the clock's pace is taken.
 RECENT = 5
-"""log2 of the changes over which the clock's pace is taken."""
+# Hazard that so many changes take on average, if all is as the classes say.
 NORMAL = U(NAT << RECENT)
-"""Hazard that so many changes take on average, if all is as the classes say."""
+# Parts of a large block, and the changes from which a block is large. Each part has a coder of its own, and a decoder works on
+# all of them at once. Fewer changes are not worth a longer header.
 QUARTERS, TOGETHER = U(4), U(1024)
-"""Parts of a large block, and the changes from which a block is large. Each part has a coder of its own, and a decoder works
-on all of them at once. Fewer changes are not worth a longer header."""
 LONGEST = 34
+# Adaptive bits of a class: whether away from zero; whether longer than one step, and as many more for the length; the second
+# digit for each length. Some to spare.
 MODELS = 2 + 2 * LONGEST
-"""Adaptive bits of a class: whether away from zero; whether longer than one step, and as many more for the length; the second
-digit for each length. Some to spare."""
+# Adaptive bits begin as if so many decisions had been seen: whether away from zero is mostly as likely as not.
 ANY, AWAY, LONGER = U(0), U(14), U(2)
-"""Adaptive bits begin as if so many decisions had been seen: whether away from zero is mostly as likely as not."""
+# Classes that can have rates of their own, from the first on. Those below have the first one's, those above none.
 CLASSES = 16
-"""Classes that can have rates of their own, from the first on. Those below have the first one's, those above none."""
+# Elements whose hazards are added up before they are compared with a goal.
 RUN = U(16)
-"""Elements whose hazards are added up before they are compared with a goal."""
+# Number of classes with the first one's rate that have adaptive bits of their own; those below share them.
 APART = U(16)
-"""Number of classes with the first one's rate that have adaptive bits of their own; those below share them."""
 
 
 def _distribution() -> npt.NDArray[np.uint64]:
@@ -67,8 +67,8 @@ def _distribution() -> npt.NDArray[np.uint64]:
 KNOTS = _distribution()
 GIVEN_UP = KNOTS[-1]
 GAPS = np.diff(KNOTS, append=GIVEN_UP)
+# 2^40 / n, rounded up.
 RECIPROCALS = np.array([0, *(-(-(1 << 40) // n) for n in range(1, 257))], np.int64)
-"""2^40 / n, rounded up."""
 
 
 def rate_of(code: int) -> int:
@@ -76,8 +76,8 @@ def rate_of(code: int) -> int:
     return (8 + (code & 7)) << (code >> 3) if code else 0
 
 
+# Up to 7.5: even a class of which everything changed may have one element that does not.
 RATES = np.array([rate_of(code) for code in range(160)], np.uint32)
-"""Up to 7.5: even a class of which everything changed may have one element that does not."""
 
 
 @coder

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from composer_nb.kernels.delta import coder
 
+# A tensor's bits, flat: one unsigned integer an element.
 Bits = npt.NDArray[np.unsignedinteger[Any]]
-"""A tensor's bits, flat: one unsigned integer an element."""
 
+# Elements that are coded together, and can be coded beside others.
 BLOCK = 1 << 20
-"""Elements that are coded together, and can be coded beside others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class ElementLayout:
 
 
 _NIBBLE = ElementLayout(4, 0, 15)
+# Layouts by torch's names. The class is the exponent. Packed numbers of four bits come as integers; their class is all bits.
 LAYOUTS = {
     "bfloat16": ElementLayout(16, 7, 255), "float16": ElementLayout(16, 10, 31), "float32": ElementLayout(32, 23, 255),
     "float8_e4m3fn": ElementLayout(8, 3, 15), "float8_e5m2": ElementLayout(8, 2, 31), "uint8": _NIBBLE, "int8": _NIBBLE,
     "int32": _NIBBLE, "float4_e2m1fn_x2": _NIBBLE,
 }  # fmt: skip
-"""Layouts by torch's names. The class is the exponent. Packed numbers of four bits come as integers; their class is all bits."""
+# Elements that are compared at first, and then at a time: most tensors that changed did so in the first of them.
 _FIRST, _PIECE = 1 << 10, 1 << 16
-"""Elements that are compared at first, and then at a time: most tensors that changed did so in the first of them."""
 
 
 class Codec(Protocol):
@@ -270,17 +270,17 @@ class Raw:
         return np.frombuffer(bytearray(payload), base.dtype)
 
 
+# Codecs by the names that manifests record. A tensor gets the first of the smallest payloads, of those that were tried.
 CODECS: dict[str, Codec] = {
     "same": Same(),
     "conditioned-rans-4": Conditioned(),
     "xor-planes-zstd1": XorPlanes(),
     "raw": Raw(),
 }
-"""Codecs by the names that manifests record. A tensor gets the first of the smallest payloads, of those that were tried."""
 
+# No further codec is tried after a payload of up to so much of the tensor: trying would cost more time than the coding did, and
+# nothing has been seen to come out smaller.
 ENOUGH = 1 / 4
-"""No further codec is tried after a payload of up to so much of the tensor: trying would cost more time than the coding did, and
-nothing has been seen to come out smaller."""
 
 
 def encode(base: Bits, target: Bits, dtype: str) -> tuple[str, bytes]:

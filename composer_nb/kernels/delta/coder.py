@@ -53,17 +53,17 @@ FAULTS = {
     7: "goes on behind its last change",
 }
 
+# Columns of `quarters` uint64[4, 6]: the coder's state, its next word and the end of its words; the clock; the next element and
+# the end of the elements.
 STATE, WORD, LAST_WORD, SLOW, ELEMENT, LAST_ELEMENT = (U(k) for k in range(6))
-"""Columns of `quarters` uint64[4, 6]: the coder's state, its next word and the end of its words; the clock; the next element and
-the end of the elements."""
 
 _CELL = 20
+# uint64[1024]: the last knot that is not beyond the first slot of a cell; a cell is a slot's upper ten bits.
 KNOT_BEFORE = np.searchsorted(KNOTS, np.arange(0, int(WHOLE), 1 << _CELL), side="right").astype(np.uint64) - U(1)
-"""uint64[1024]: the last knot that is not beyond the first slot of a cell; a cell is a slot's upper ten bits."""
+# Hazards that are as near to one rate as to the next.
 BETWEEN = (RATES[1:-1].astype(np.float64) + RATES[2:]) / 2
-"""Hazards that are as near to one rate as to the next."""
+# log2 of the sample that estimates the size of each class, and the largest step between samples.
 SAMPLE, MOST = U(13), U(127)
-"""log2 of the sample that estimates the size of each class, and the largest step between samples."""
 
 
 @coder

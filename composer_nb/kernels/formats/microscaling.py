@@ -23,19 +23,19 @@ from torch import Tensor
 
 from composer_nb.kernels.triton_runtime import choose
 
+# Choice of the scale by the largest magnitude a of a block: 2^⌈log2(a / 448)⌉, so that nothing saturates (arXiv 2506.08027;
+# what Cursor, cuBLAS and TransformerEngine do), or OCP's 2^(⌊log2 a⌋ − 8), by which all above 448 scales saturates.
 Rule = Literal["rceil", "floor"]
-"""Choice of the scale by the largest magnitude a of a block: 2^⌈log2(a / 448)⌉, so that nothing saturates (arXiv 2506.08027;
-what Cursor, cuBLAS and TransformerEngine do), or OCP's 2^(⌊log2 a⌋ − 8), by which all above 448 scales saturates."""
 
+# Sharing of NVFP4's float32 scale.
 Share = Literal["token", "tensor"]
-"""Sharing of NVFP4's float32 scale."""
 
 MX_BLOCKS = (32, 128)
 NVFP4_BLOCK = 16
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Least float32 scale of NVFP4, that of a token of zeros too: with it no division by zero and none by a subnormal number.
 SMALLEST_GLOBAL = 2.0**-126
-"""Least float32 scale of NVFP4, that of a token of zeros too: with it no division by zero and none by a subnormal number."""
 
 NOT_FINITE = 0x7F800000  # bits of |x| from here on are infinity or NaN
 SCALE_NAN, E4M3_NAN = 255, 0x7F

@@ -25,9 +25,9 @@ from torch.autograd.function import once_differentiable
 from composer_nb.kernels.compiled import compiled, dot3, exp2
 from composer_nb.kernels.linear import HALF_IS_SLOW, compiles, grouped_mm
 
+# For bf16 on a CPU, the rows of an expert are padded to a multiple of this: the GEMM is compiled again, in a millisecond, for
+# every number of rows that is not cached.
 ALIGN = 32
-"""For bf16 on a CPU, the rows of an expert are padded to a multiple of this: the GEMM is compiled again, in a millisecond, for
-every number of rows that is not cached."""
 
 
 def grouped_experts(x_ND: Tensor, experts_NK: Tensor, gates_NK: Tensor, w_in_EDF: Tensor, w_out_EHD: Tensor) -> Tensor:

@@ -37,8 +37,8 @@ from composer_nb.kernels.moe.plain import DispatchPlan
 from composer_nb.kernels.moe.recipes import Operand
 from composer_nb.kernels.triton_runtime import interpreting
 
+# Number of programs in the interpreter, small so that each has several tiles.
 INTERPRETED_PROGRAMS = 3
-"""Number of programs in the interpreter, small so that each has several tiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

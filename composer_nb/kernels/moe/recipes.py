@@ -28,16 +28,16 @@ from torch import Tensor
 from composer_nb.kernels.formats.microscaling import MXTensor, NVFP4Tensor, mx_quantize, nvfp4_quantize
 from composer_nb.kernels.triton_runtime import BackendName, choose, interpreting
 
+# Number format of one operand. nvfp4_tensor shares the float32 scale among all tokens, as NVIDIA's does; it exists to show the
+# consequences.
 Format = Literal["mxfp8", "fp8_block128", "nvfp4", "nvfp4_tensor"]
-"""Number format of one operand. nvfp4_tensor shares the float32 scale among all tokens, as NVIDIA's does; it exists to show the
-consequences."""
 
 RecipeName = Literal["bf16", "mxfp8", "fp8_block128", "nvfp4"]
 
 Operand = Tensor | MXTensor | NVFP4Tensor
 
+# Required divisor of the widths of a layer.
 MULTIPLE: dict[Format, int] = {"mxfp8": 32, "fp8_block128": 128, "nvfp4": 32, "nvfp4_tensor": 32}
-"""Required divisor of the widths of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +95,7 @@ def as_numbers(operand: Operand, dtype: torch.dtype) -> Tensor:
 
 # Explanation
 
+# Instructions of the products, by format and architecture, and their pattern in the compiled text.
 INSTRUCTIONS: dict[tuple[Format | None, int], tuple[str, str]] = {
     (None, 90): ("wgmma in bf16, multiply-adds in float32", r"wgmma\.mma_async\S*\.bf16\.bf16"),
     (None, 100): ("tcgen05.mma in bf16, multiply-adds in float32", r"tcgen05\.mma\S*kind::f16"),
@@ -111,7 +112,6 @@ INSTRUCTIONS: dict[tuple[Format | None, int], tuple[str, str]] = {
     ),
     ("nvfp4", 100): ("block-scaled tcgen05.mma (mxf4nvf4)", r"kind::mxf4nvf4\.block_scale"),
 }
-"""Instructions of the products, by format and architecture, and their pattern in the compiled text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

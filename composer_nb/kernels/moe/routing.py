@@ -16,9 +16,9 @@ from torch import Tensor
 from composer_nb.kernels.compiled import compiled
 from composer_nb.kernels.linear import compiles, linear
 
+# The replayed part of recorded routes: the set of experts (in the order of the live scores), also their order, or also their
+# gates, through which no gradient reaches the router.
 Level = Literal["ids", "ids+order", "weights"]
-"""The replayed part of recorded routes: the set of experts (in the order of the live scores), also their order, or also their
-gates, through which no gradient reaches the router."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,11 +22,11 @@ from composer_nb.kernels.moe.plain import DispatchPlan, PlainSteps
 from composer_nb.kernels.moe.recipes import Format, Operand, quantise_rows
 from composer_nb.kernels.triton_runtime import interpreting
 
+# Number of choices per block of the plan.
 CHOICES = 256
-"""Number of choices per block of the plan."""
 TAKEN = tl.constexpr(-0x80000000)
+# Formats that are quantized in the same pass; NVFP4 needs a whole row first.
 MX_BLOCK: dict[Format | None, int] = {"mxfp8": 32, "fp8_block128": 128}
-"""Formats that are quantized in the same pass; NVFP4 needs a whole row first."""
 
 
 @triton.jit

@@ -52,35 +52,35 @@ from composer_nb.labs.audit.probes import (
 
 Rewards = Callable[[Rollout, Grade], float]
 Box = Executor | Backend
+# Kinds of problems, with what is wrong.
 Problems = Iterator[tuple[str, str]]
-"""Kinds of problems, with what is wrong."""
 Found = Iterable[tuple[str, Task | ValueError]]
 Counts = dict[str, Counter[str]]
+# Grades of a solution that must agree.
 REPEATS = 3
-"""Grades of a solution that must agree."""
+# A time limit is this many times what the slowest grade of the solution took, at least.
 SLACK = 10
-"""A time limit is this many times what the slowest grade of the solution took, at least."""
 KINDS = ("unreadable", "false negative", "false positive", "unstable", "leak", "time limit", "reward", "unknown")
+# Seconds by which a clock is ahead.
 LATER = 400 * 24 * 3600
-"""Seconds by which a clock is ahead."""
+# Time limit of the visible tests of the grader `pytest`.
 SHOWN_S = 20.0
-"""Time limit of the visible tests of the grader `pytest`."""
+# Beginning of what is wrong with a task of the grader `pytest` -> its kind.
 INVALID = {"the gold patch": "false negative", "all tests pass": "false positive"}
-"""Beginning of what is wrong with a task of the grader `pytest` -> its kind."""
+# Turns of an agent that works, whatever it leaves in the workspace.
 WORK: tuple[Turn, ...] = (
     Turn(call='{"name": "read_file", "arguments": {"target_file": "README.md"}}', observation="It is a project. " * 20),
     Turn(call='{"name": "write", "arguments": {"file_path": "a.py", "contents": "x = 1"}}', observation="written"),
     Turn(call='{"name": "run_tests", "arguments": {}}', observation="1 passed", tests_passed=1, tests_run=1),
 )
-"""Turns of an agent that works, whatever it leaves in the workspace."""
 READ = Turn(call='{"name": "list_dir", "arguments": {"target_directory": "."}}', observation="a.py")
+# Turns of agents that change nothing.
 TALK: Mapping[str, tuple[Turn, ...]] = {
     "twenty reads": (READ,) * 20,
     "a long answer": (Turn(call="", observation="", said="All that was asked is done. " * 200),),
     "a claim": (Turn(call="", observation="", said="I ran the tests. All tests pass."),),
     "no turn at all": (),
 }
-"""Turns of agents that change nothing."""
 
 
 def audit(

@@ -50,14 +50,14 @@ from composer_nb.trainer.recipe.mismatch import gap_figures
 from composer_nb.trainer.records.rundir import RunDir
 
 UNEXPLAINED = "unexplained"
+# Router margin up to which a flip is float32 rounding.
 TIE = 1e-6
-"""Router margin up to which a flip is float32 rounding."""
+# Rounding of a gate, and of a token's residual stream relative to its length.
 GATE, STREAM = 1e-5, 2e-5
-"""Rounding of a gate, and of a token's residual stream relative to its length."""
 
 
+# Nats that count as rounding. Other orders of summation in float32 kernels move a tenth of that.
 TOLERANCE = 1e-4
-"""Nats that count as rounding. Other orders of summation in float32 kernels move a tenth of that."""
 ORDER = [cause.name for cause in CAUSES] + [UNEXPLAINED]
 Floats = NDArray[np.float64]
 
@@ -344,13 +344,13 @@ def unexplained(gap_S: NDArray[np.float64], batch: FrozenBatch, tolerance: float
 
 # Routes
 
+# Kind of contradiction between record and routers -> cause and text.
 ROUTE_FINDINGS = {
     "missing": ("route ids", "have no route on record"),
     "route ids": ("route ids", "have experts on record that the engine's router would not choose"),
     "order": ("order", "have their experts in another order than the engine's router"),
     "gate weights": ("gate weights", "have gates on record that are not the engine's router's"),
 }
-"""Kind of contradiction between record and routers -> cause and text."""
 
 
 def check_routes(

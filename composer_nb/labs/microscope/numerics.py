@@ -33,12 +33,12 @@ from composer_nb.trainer.learning.retrace import trace_of
 from composer_nb.trainer.models.transformer import Model, PackedRows
 from composer_nb.trainer.models.variants import Numerics, variant
 
+# Tokens forwarded at a time.
 BUDGET = 4096
-"""Tokens forwarded at a time."""
+# Attention. rows: the trainer's, padded SDPA over whole rows. cache: the engine's compiled attention on a key-value cache.
 Layout = Literal["rows", "cache"]
-"""Attention. rows: the trainer's, padded SDPA over whole rows. cache: the engine's compiled attention on a key-value cache."""
+# (layer, what was added last), as in `Model.watch`.
 Place = tuple[int, str]
-"""(layer, what was added last), as in `Model.watch`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,6 +279,7 @@ class Cause(NamedTuple):
     level: ReplayLevel = "none"
 
 
+# Causes, the cheapest to rule out first. `weights` are no arithmetic; they come last because nothing else explains them.
 CAUSES = (
     Cause("head dtype", ("head",)),
     Cause("route ids", ("replay",), "ids"),
@@ -288,7 +289,6 @@ CAUSES = (
     Cause("GEMM", ("numerics",)),
     Cause("weights", ("model",)),
 )
-"""Causes, the cheapest to rule out first. `weights` are no arithmetic; they come last because nothing else explains them."""
 
 
 def engines(model: Model) -> dict[str, ProgramChoices]:

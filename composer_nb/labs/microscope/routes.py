@@ -20,12 +20,12 @@ from composer_nb.views.style import Picture, key, title
 
 _HUES = (style.BLUE, style.VERMILION, style.GREEN, style.PURPLE, style.ORANGE)
 _MARKS = "oDs^v"
+# Bins of a logarithmic axis of margins, and how many (token, layer) pairs make one worth drawing.
 BINS, ENOUGH = 14, 20
-"""Bins of a logarithmic axis of margins, and how many (token, layer) pairs make one worth drawing."""
+# A turn of a gradient that is none, as 1 − cosine.
 TURN = 1e-9
-"""A turn of a gradient that is none, as 1 − cosine."""
+# An axis of gaps. float32 resolves no less of a log-probability around 1.
 LEAST, MOST = 1e-7, 30.0
-"""An axis of gaps. float32 resolves no less of a log-probability around 1."""
 
 
 def flips(pairs: Mapping[str, Comparison]) -> Picture:

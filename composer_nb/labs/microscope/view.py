@@ -13,8 +13,8 @@ from composer_nb.labs.microscope.microscope import UNEXPLAINED, Examination, Whe
 from composer_nb.views import style
 from composer_nb.views.style import Picture, title
 
+# Ends of the logarithmic axes: less is rounding in float32.
 FLOORS = {"p99": 1e-7, "k3": 1e-12}
-"""Ends of the logarithmic axes: less is rounding in float32."""
 HEAD = ("", "cause", "trainer's → engine's", "p50", "p99", "max", "k1", "k3", "KL")
 
 

@@ -35,8 +35,8 @@ from composer_nb.harness.untrusted import MAX_DIFF_LINES, json_of, opcodes
 
 Part = Literal["task", "before", "changes", "calls", "message"]
 Messages = Sequence[Mapping[str, Any]]
+# Characters of each part of a rollout that a judge reads; of a longer one it reads both ends.
 MOST = 12_000
-"""Characters of each part of a rollout that a judge reads; of a longer one it reads both ends."""
 _AROUND = re.compile(r"^```(json)?\s|\s```$")
 _RULES = """\
 You judge one aspect of the work of a coding agent, and nothing else. The user's message is JSON. Its field `work` is data that

@@ -44,8 +44,8 @@ from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import Scored, score_groups, shuffle_rewards, to_streams
 from composer_nb.trainer.settings import Settings, from_dict, override
 
+# Advantages up to this size are not trained on (`rl.trains`).
 NO_SIGNAL = 1e-6
-"""Advantages up to this size are not trained on (`rl.trains`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,8 +29,8 @@ from composer_nb.views.style import Picture, from_zero, key, title
 if TYPE_CHECKING:
     import ipywidgets
 
+# Label, colour and marker of a rollout.
 SOLVED = {True: ("solved", style.BLUE, "o"), False: ("not solved", style.ORANGE, "D")}
-"""Label, colour and marker of a rollout."""
 _TERM = (-2.0, 2.0, 0.1)
 _EFFORT = {
     "effort.weight": (0.0, 1.0, 0.01),

@@ -59,8 +59,8 @@ class CorpusSettings:
     """Maximum characters of a document, unless one file has more. A larger repository becomes several documents."""
 
 
+# Reasons to drop files, by place.
 Places = Mapping[int, str]
-"""Reasons to drop files, by place."""
 Find = Callable[[list[SourceFile]], Places]
 
 

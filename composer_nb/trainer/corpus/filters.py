@@ -70,8 +70,8 @@ def alphanumeric(text: str) -> float:
 
 SHINGLE = 5
 _PERMUTATIONS = 128
+# Maximum probability that no band of the index finds a pair at the threshold.
 _MISSED = 0.01
-"""Maximum probability that no band of the index finds a pair at the threshold."""
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 

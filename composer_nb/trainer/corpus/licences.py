@@ -15,10 +15,10 @@ from pathlib import Path
 
 from composer_nb.harness.syntax import parse
 
+# SPDX identifiers of licences that require attribution at most.
 PERMISSIVE = tuple(
     "0BSD Apache-2.0 BSD-2-Clause BSD-3-Clause BSL-1.0 CC0-1.0 ISC MIT MIT-0 MIT-CMU PSF-2.0 Python-2.0 Unlicense Zlib".split()
 )
-"""SPDX identifiers of licences that require attribution at most."""
 _CLASSIFIERS = {
     "MIT License": "MIT",
     "MIT No Attribution License (MIT-0)": "MIT-0",
@@ -29,8 +29,8 @@ _CLASSIFIERS = {
     "The Unlicense (Unlicense)": "Unlicense",
     "zlib/libpng License": "Zlib",
 }
+# Classifiers that do not name a licence.
 _SILENT = ("OSI Approved", "DFSG approved")
-"""Classifiers that do not name a licence."""
 _WORDS = {
     r"(the )?mit( license)?": "MIT",
     r"apache( software)?( license)?,?( version)?[ -]?2(\.0)?": "Apache-2.0",

@@ -19,8 +19,8 @@ from typing import Any
 from composer_nb.harness.untrusted import UnsafeName, beneath, checked, is_plain, toml_of
 from composer_nb.trainer.corpus.licences import licence_of, stated
 
+# Folders with foreign code, which may have another licence; hidden folders are left out as well.
 _FOREIGN = frozenset("node_modules __pycache__ site-packages vendor _vendor third_party thirdparty_files venv".split())
-"""Folders with foreign code, which may have another licence; hidden folders are left out as well."""
 _LICENCE = ("LICENSE", "LICENCE", "COPYING", "UNLICENSE")
 
 

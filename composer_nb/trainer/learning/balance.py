@@ -26,8 +26,8 @@ from composer_nb.trainer.models.transformer import ModelConfig, weight_counts
 Floats = NDArray[np.float64]
 Sizes = NDArray[np.int64]
 Bins = list[list[int]]
+# A packing with fewer micro-batches is preferred if it is at most this much slower, because each has an overhead.
 SPARE = 0.01
-"""A packing with fewer micro-batches is preferred if it is at most this much slower, because each has an overhead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

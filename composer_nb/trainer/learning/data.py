@@ -25,8 +25,8 @@ from composer_nb.harness.files import replacing
 from composer_nb.harness.rollout import Rollout
 from composer_nb.trainer.corpus.store import FILES, digest_of, documents, read_rows
 
+# Number of tokens in a row of code.
 CODE_ROW = 256
-"""Number of tokens in a row of code."""
 _SKIPPED = set("test tests idlelib lib2to3 encodings pydoc_data site-packages __pycache__ turtledemo".split())
 
 

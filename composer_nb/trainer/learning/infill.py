@@ -17,13 +17,13 @@ from tokenizers import Tokenizer
 
 from composer_nb.trainer.learning.data import TokenRow
 
+# Tokens for prefix, suffix and middle, by family of models.
 GAP_TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, and tokenizers trained here
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
     tuple(f"<\uff5cfim\u2581{name}\uff5c>" for name in ("begin", "hole", "end")),  # DeepSeek
     tuple(f"\u2581<{name}>" for name in ("PRE", "SUF", "MID")),  # Code Llama
 )
-"""Tokens for prefix, suffix and middle, by family of models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,8 +50,8 @@ from composer_nb.trainer.learning.routes import overlap, own_routes, require_rou
 from composer_nb.trainer.models.transformer import Model
 
 PER_TOKEN = ("masked", "ratio_off_20", "k3", "ratio_cut", "entropy")
+# Sums over a batch: metrics to be divided by the number of tokens, and other sums.
 COUNTS = ("tokens", "rows", "agreed", "chosen", "implausible", "hinted", "feedback_kl")
-"""Sums over a batch: metrics to be divided by the number of tokens, and other sums."""
 
 
 @dataclass(slots=True)

@@ -121,8 +121,8 @@ def kl_penalty(
     return torch.zeros_like(logprob_N).detach(), settings.beta * estimate_N.sum() / denominator
 
 
+# Maximum magnitude of log-ratios; `ratio_cut` counts the tokens that reach it.
 MOST = 20.0
-"""Maximum magnitude of log-ratios; `ratio_cut` counts the tokens that reach it."""
 
 
 def policy_loss(

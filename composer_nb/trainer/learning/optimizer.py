@@ -31,11 +31,11 @@ from composer_nb.harness.plain import Some, require_ranges
 from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.config import ModelConfig
 
+# Betas of AdamW.
 BETAS = (0.9, 0.95)
-"""Betas of AdamW."""
+# Jordan's coefficients: steep at 0 rather than exact at 1, so that five steps bring singular values from 0.01 on to about 0.7
+# .. 1.2.
 QUINTIC = (3.4445, -4.7750, 2.0315)
-"""Jordan's coefficients: steep at 0 rather than exact at 1, so that five steps bring singular values from 0.01 on to about
-0.7 .. 1.2."""
 OptimizerName = Literal["adamw", "muon"]
 
 

@@ -68,8 +68,8 @@ class ReplaySettings:
 
 
 NO_REPLAY = ReplaySettings()
+# R3: recorded experts and their order, with live gates.
 FULL = ReplaySettings(level="ids+order")
-"""R3: recorded experts and their order, with live gates."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -305,8 +305,8 @@ def microbatches(streams: Sequence[Stream], budget: int, together: bool = False)
     return chunks
 
 
+# The signature of no stream.
 NOTHING = np.zeros((0, 1), np.int32)
-"""The signature of no stream."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Time that ranks wait for work that one rank does alone. A dead rank is noticed by its closed connections.
 ALONE = timedelta(days=1)
-"""Time that ranks wait for work that one rank does alone. A dead rank is noticed by its closed connections."""
 
 
 class Ranks:

@@ -27,8 +27,8 @@ from composer_nb.kernels.linear import linear
 from composer_nb.trainer.learning.data import within
 from composer_nb.trainer.models.transformer import Model, PackedRows
 
+# Tokens forwarded at a time.
 BUDGET = 4096
-"""Tokens forwarded at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ from composer_nb.trainer.learning.packing import FlatBatch, Stream, flatten, mov
 from composer_nb.trainer.learning.ranks import Ranks, deal
 from composer_nb.trainer.models.transformer import Model, balance_loss
 
+# Number of evaluations of the watched rows in a stage.
 LOOKS = 10
-"""Number of evaluations of the watched rows in a stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,19 +41,19 @@ from composer_nb.trainer.models.shards import (
 )
 from composer_nb.trainer.models.transformer import Layer, Model, ModelConfig
 
+# Names of tensors that the model does not need, which are ignored.
 FOREIGN = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-"""Names of tensors that the model does not need, which are ignored."""
+# The same for the checkpoint of a model with vision.
 FOREIGN_VISION = re.compile(r"(vision_tower|mm_projector)\..+")
-"""The same for the checkpoint of a model with vision."""
+# Hugging Face's names of weights that are stored as they are, and those of `Layer`.
 LAYER_NAMES = {
     "input_layernorm": "attention_norm", "post_attention_layernorm": "moe_norm", "self_attn.o_proj": "o",
     "self_attn.kv_a_proj_with_mqa": "kv_a", "self_attn.kv_a_layernorm": "kv_a_norm", "self_attn.kv_b_proj": "kv_b",
     "self_attn.q_a_proj": "q_a", "self_attn.q_a_layernorm": "q_a_norm", "self_attn.q_norm": "q_norm",
     "self_attn.k_norm": "k_norm",
 }  # fmt: skip
-"""Hugging Face's names of weights that are stored as they are, and those of `Layer`."""
+# Always float32: it moves in steps of a thousandth (arXiv 2412.19437, §4.2).
 ROUTER_BIAS = "mlp.gate.e_score_correction_bias"
-"""Always float32: it moves in steps of a thousandth (arXiv 2412.19437, §4.2)."""
 
 
 # Names

@@ -19,12 +19,12 @@ from composer_nb.harness.environment import CARRIED
 from composer_nb.harness.files import to_json
 from composer_nb.harness.untrusted import json_of
 
+# Contents by name of the file.
 Companions = Mapping[str, bytes]
-"""Contents by name of the file."""
 TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 GENERATION, SPECIAL, OLD_TEMPLATE = "generation_config.json", "special_tokens_map.json", "chat_template.json"
+# Largest file: 64 MiB.
 MOST_BYTES = 1 << 26
-"""Largest file: 64 MiB."""
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _NAMES = re.compile(
     r"(tokenizer|tokenization_|vocab|merges|special_tokens_map|added_tokens|chat_template|generation_config)[\w.-]*"

@@ -10,8 +10,8 @@ from composer_nb.kernels.moe.recipes import RecipeName
 from composer_nb.kernels.moe.routing import RoutingRule
 
 Family = Literal["qwen3_moe", "deepseek_v3", "mixtral", "qwen3", "qwen2", "llama"]
+# Families without experts.
 DENSE: tuple[Family, ...] = ("qwen3", "qwen2", "llama")
-"""Families without experts."""
 
 
 def _require(fits: bool, message: str) -> None:
@@ -218,13 +218,13 @@ class ModelConfig:
         return asdict(self)
 
 
+# Largest sizes: far above those of any model, and small enough to describe a model on the device `meta`.
 _MOST = {
     **{"num_hidden_layers": 10_000, "num_nextn_predict_layers": 100, "num_experts": 1 << 16},
     **{"n_shared_experts": 1 << 10, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 22},
     **dict.fromkeys("num_attention_heads num_key_value_heads head_dim v_head_dim".split(), 1 << 16),
     **dict.fromkeys("hidden_size intermediate_size moe_intermediate_size q_lora_rank kv_lora_rank".split(), 1 << 20),
 }
-"""Largest sizes: far above those of any model, and small enough to describe a model on the device `meta`."""
 _DEFAULTS = {name: entry.default for name, entry in ModelConfig.__dataclass_fields__.items()}
 QWEN = ("mlp_only_layers", "decoder_sparse_step")
 DEEPSEEK = (
@@ -232,10 +232,10 @@ DEEPSEEK = (
     *("n_shared_experts", "n_group", "topk_group", "routed_scaling_factor", "num_nextn_predict_layers"),
 )
 EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+# Fields that a family does not have.
 FOREIGN: dict[Family, tuple[str, ...]] = {
     "qwen3_moe": DEEPSEEK,
     "deepseek_v3": QWEN,
     "mixtral": ("norm_topk_prob", *QWEN, *DEEPSEEK, "intermediate_size"),
     **dict.fromkeys(DENSE, ("norm_topk_prob", *QWEN, *DEEPSEEK, *EXPERTS)),
 }
-"""Fields that a family does not have."""

@@ -16,8 +16,8 @@ from composer_nb.trainer.models.config import Family, ModelConfig
 from composer_nb.trainer.models.tokenizer import tokenizer_of
 from composer_nb.trainer.models.transformer import Model
 
+# The family with experts whose attention is that of a dense family.
 SPARSE: dict[Family, Family] = {"llama": "mixtral", "qwen3": "qwen3_moe"}
-"""The family with experts whose attention is that of a dense family."""
 
 
 def read_model(source: Path) -> tuple[Model, Tokenizer]:

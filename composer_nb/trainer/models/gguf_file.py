@@ -27,6 +27,7 @@ from composer_nb.trainer.models.config import DENSE, ModelConfig
 from composer_nb.trainer.models.tokenizer import cut_by
 from composer_nb.trainer.models.transformer import Model
 
+# Hugging Face's names of tensors, within a layer those after `model.layers.N.`.
 NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -38,21 +39,20 @@ NAMES = {
     **{f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"},
     **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
 }
-"""Hugging Face's names of tensors, within a layer those after `model.layers.N.`."""
+# Special tokens in Hugging Face's files and in `tokenizer.ggml.*_token_id`.
 _ENDS = {"bos": "bos", "eos": "eos", "pad": "padding"}
-"""Special tokens in Hugging Face's files and in `tokenizer.ggml.*_token_id`."""
+# Type of a token that no text is encoded to.
 _CONTROL = 3
-"""Type of a token that no text is encoded to."""
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# How text is cut before byte pairs are merged, by `tokenizer.ggml.pre`.
 _SPLITS: dict[str, pre_tokenizers.PreTokenizer] = {
     "gpt-2": _BYTES,
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _BYTES]),
     "qwen2": cut_by(_WORDS),
 }
-"""How text is cut before byte pairs are merged, by `tokenizer.ggml.pre`."""
 
 
 def read_gguf(file: Path) -> Model:
@@ -89,11 +89,11 @@ class _Tensor(NamedTuple):
     data: NDArray[np.uint8]
 
 
+# Forms of the types of numbers, for `struct`.
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
-"""Forms of the types of numbers, for `struct`."""
 _STRING, _ARRAY = 8, 9
+# Largest number of values of an array: a vocabulary has 10^5.
 _MOST_VALUES = 1 << 22
-"""Largest number of values of an array: a vocabulary has 10^5."""
 
 
 class _Header:

@@ -24,8 +24,8 @@ from composer_nb.kernels.formats.groupwise import dequantize, dequantize_blocks,
 from composer_nb.trainer.models.config import DEEPSEEK, FOREIGN, QWEN, Family, ModelConfig, Yarn
 
 Shape = tuple[int, ...]
+# Dtypes of plain weights and of scales. Tensors of one checkpoint may differ in it.
 FLOATS = "F64|F32|F16|BF16"
-"""Dtypes of plain weights and of scales. Tensors of one checkpoint may differ in it."""
 
 # Quantised weights
 
@@ -78,6 +78,7 @@ class PackedIntegers:
 
 Format = FloatBlocks | PackedIntegers
 
+# Supported values of keys of a quantization_config and of its parts.
 _SUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {
     "fp8": {"fmt": ("e4m3", None)},
     "compressed-tensors": {"format": ("pack-quantized",)},
@@ -87,14 +88,13 @@ _SUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {
         "actorder": (None, "weight", "static", False), "dynamic": (False, None),
     },
 }  # fmt: skip
-"""Supported values of keys of a quantization_config and of its parts."""
+# Their keys of any value.
 _OTHER_KEYS: dict[str, str] = {
     "fp8": "quant_method weight_block_size activation_scheme modules_to_not_convert scale_fmt",
     "compressed-tensors": "quant_method config_groups ignore quantization_status global_compression_ratio version",
     "group": "targets weights",
     "weights": "group_size observer observer_kwargs scale_dtype zp_dtype",
 }
-"""Their keys of any value."""
 
 
 def _check_part(part: object, kind: str) -> dict[str, Any]:
@@ -144,6 +144,7 @@ def _refuse_unknown(config: Mapping[str, Any], supported: Collection[str]) -> No
 
 # config.json
 
+# Settings that `Model` computes with. A config.json that states another value is refused.
 _FIXED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
     "mixtral": {"hidden_act": "silu", "sliding_window": None},
@@ -155,13 +156,12 @@ _FIXED: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
     },
 }  # fmt: skip
-"""Settings that `Model` computes with. A config.json that states another value is refused."""
+# Defaults of the family's configuration class that differ from `_FIXED` and `ModelConfig`.
 _ABSENT: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": False, "intermediate_size": 6144},
     "mixtral": {"rms_norm_eps": 1e-5},
     "deepseek_v3": {"n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4},
 }
-"""Defaults of the family's configuration class that differ from `_FIXED` and `ModelConfig`."""
 _CLASSES: dict[Family, str] = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
@@ -172,6 +172,7 @@ _CLASSES: dict[Family, str] = {
 }
 _FAMILIES: dict[str, Family] = {**{family: family for family in _CLASSES}, "kimi_k2": "deepseek_v3"}
 _WRAPPER, _PREFIX = "kimi_k25", "language_model."
+# Class names, and the model types allowed with each.
 _ARCHITECTURES = {
     **{name: (family,) for family, name in _CLASSES.items()},
     "DeepseekV3ForCausalLM": ("deepseek_v3", "kimi_k2"),
@@ -179,7 +180,7 @@ _ARCHITECTURES = {
     "KimiK25ForConditionalGeneration": (_WRAPPER,),
     "Kimi_K25ForConditionalGeneration": (_WRAPPER,),
 }
-"""Class names, and the model types allowed with each."""
+# Keys of `transformers` that change no logits: names, token ids, training, sampling. Of other keys each must be known.
 _WITHOUT_EFFECT = frozenset(
     """
     architectures auto_map model_type transformers_version _name_or_path name_or_path tokenizer_class dtype torch_dtype
@@ -195,15 +196,15 @@ _WITHOUT_EFFECT = frozenset(
     _attn_implementation _attn_implementation_autoset experts_implementation
     """.split()
 )
-"""Keys of `transformers` that change no logits: names, token ids, training, sampling. Of other keys each must be known."""
 _ELSEWHERE = frozenset("rope_theta rope_scaling rope_parameters quantization_config partial_rotary_factor".split())
+# Keys that some checkpoints state, and the values with which they agree with `Model`.
 _FURTHER: dict[Family, dict[str, tuple[Any, ...]]] = {
     "qwen3_moe": {"use_qk_norm": (True,), "qkv_bias": (False,), "shared_expert_intermediate_size": (0,)},
     "qwen3": {"use_qk_norm": (True,)},
     "qwen2": {"use_mrope": (False,)},
     "llama": {"rope_interleaved": (False,), "is_llama_config": (True,)},
 }
-"""Keys that some checkpoints state, and the values with which they agree with `Model`."""
+# Keys that are read under another name or follow from others. A sliding window is unused, see `_FIXED`.
 _OTHER_NAMES: dict[Family, tuple[str, ...]] = {
     "qwen3_moe": ("num_local_experts", "sliding_window", "max_window_layers"),
     "qwen3": ("sliding_window", "max_window_layers"),
@@ -211,14 +212,14 @@ _OTHER_NAMES: dict[Family, tuple[str, ...]] = {
     "mixtral": ("num_local_experts", "intermediate_size"),
     "deepseek_v3": ("n_routed_experts", "num_local_experts", "head_dim", "qk_head_dim"),
 }
-"""Keys that are read under another name or follow from others. A sliding window is unused, see `_FIXED`."""
+# Keys of a model with vision, beside those of its language model.
 _WRAPPED = frozenset(
     """
     text_config vision_config quantization_config tie_word_embeddings ignore_index media_placeholder_token_id
     image_token_id video_token_id video_placeholder use_unified_vision_chunk
     """.split()
 )
-"""Keys of a model with vision, beside those of its language model."""
+# Keys that a text_config must state, if only as null.
 _STATED = (
     *(name for name in DEEPSEEK if name != "num_nextn_predict_layers"),
     *(
@@ -226,7 +227,6 @@ _STATED = (
         "moe_intermediate_size intermediate_size max_position_embeddings rms_norm_eps norm_topk_prob hidden_act"
     ).split(),
 )
-"""Keys that a text_config must state, if only as null."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

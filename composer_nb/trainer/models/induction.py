@@ -19,16 +19,16 @@ from torch import Tensor
 from composer_nb.trainer.models.config import ModelConfig
 from composer_nb.trainer.models.transformer import Layer, Model
 
+# Pairs of RoPE that tell one token back from any other distance.
 FAST = 3
-"""Pairs of RoPE that tell one token back from any other distance."""
+# Radians that a pair may turn over half of the positions, to compare tokens at any distance.
 SLOW = 0.9
-"""Radians that a pair may turn over half of the positions, to compare tokens at any distance."""
+# Scale that is left to the other weights of planted queries and keys.
 REST = 0.06
-"""Scale that is left to the other weights of planted queries and keys."""
+# Scale at which a found token is added.
 OUT = 2.0
-"""Scale at which a found token is added."""
+# Gain of the final norm: with it the first loss is about that of guessing.
 LOGITS = 0.3
-"""Gain of the final norm: with it the first loss is about that of guessing."""
 
 
 def can_plant(c: ModelConfig) -> bool:

@@ -21,8 +21,9 @@ from torch import Tensor
 from composer_nb.harness.untrusted import json_of, single
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Largest file that `transformers` writes.
 SHARD_BYTES = 50 * 10**9
-"""Largest file that `transformers` writes."""
+# All that a file of ours may hold, by the format's own names: also scales, and weights that are packed into integers.
 FORMATS: dict[str, torch.dtype] = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu},
@@ -30,7 +31,6 @@ FORMATS: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""All that a file of ours may hold, by the format's own names: also scales, and weights that are packed into integers."""
 _NAMES = {dtype: name for name, dtype in FORMATS.items()}
 
 

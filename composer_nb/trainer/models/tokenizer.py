@@ -88,12 +88,12 @@ def read_tokenizer(data: bytes, file: Path, needed: Sequence[str] = ()) -> Token
     return tokenizer
 
 
+# Largest factor by which the parts of a tokenizer that rewrite texts may lengthen one together. (NFKC can make 18 of one.)
 MOST_GROWTH = 64
-"""Largest factor by which the parts of a tokenizer that rewrite texts may lengthen one together. (NFKC can make 18 of one.)"""
+# Largest number of characters of a token.
 LONGEST_TOKEN = 4096
-"""Largest number of characters of a token."""
+# Largest number of characters that a part makes of one, where it is more than one.
 _GROWTH = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "BertNormalizer": 4, "Lowercase": 2, "ByteLevel": 4}
-"""Largest number of characters that a part makes of one, where it is more than one."""
 
 
 def _check_growth(tokenizer: Any) -> None:

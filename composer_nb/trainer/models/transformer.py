@@ -40,26 +40,26 @@ from composer_nb.trainer.models.config import Family, Kernels, ModelConfig, Yarn
 
 __all__ = ["Family", "Kernels", "Layer", "Model", "ModelConfig", "PackedRows", "Yarn", "balance_loss"]
 
+# (layer, q [N, Q, C], k [N, G, C], v [N, G, C'], scale of the scores) -> [N, Q, C']
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
-"""(layer, q [N, Q, C], k [N, G, C], v [N, G, C'], scale of the scores) -> [N, Q, C']"""
 
+# Rows [N, …] of this rank -> [N', …] of all ranks that share a context. Keys and values, or their latents, pass through it;
+# `attend` then gets k and v of N' tokens.
 Gather = Callable[[Tensor], Tensor]
-"""Rows [N, …] of this rank -> [N', …] of all ranks that share a context. Keys and values, or their latents, pass through it;
-`attend` then gets k and v of N' tokens."""
 
+# (tokens [N, D], experts [N, K], gates [N, K], weights [E, D, F], weights [E, H, D]) -> [N, D]
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(tokens [N, D], experts [N, K], gates [N, K], weights [E, D, F], weights [E, H, D]) -> [N, D]"""
 
 T = TypeVar("T")
+# Queries [N, Q, C], keys [N, G, C] and values [N, G, C'].
 Qkv = tuple[Tensor, Tensor, Tensor]
-"""Queries [N, Q, C], keys [N, G, C] and values [N, G, C']."""
 
+# (layer, last part added, residual stream [N, D]): called after "embedding" (layer -1), and after "attention" and "experts" of
+# each layer; the MLP of a dense layer counts as experts.
 Watch = Callable[[int, str, Tensor], None]
-"""(layer, last part added, residual stream [N, D]): called after "embedding" (layer -1), and after "attention" and "experts" of
-each layer; the MLP of a dense layer counts as experts."""
 
+# Epsilon of the norms inside latent attention, independent of the configuration (as in all published checkpoints).
 LATENT_EPS = 1e-6
-"""Epsilon of the norms inside latent attention, independent of the configuration (as in all published checkpoints)."""
 
 
 class Layer(nn.Module):
@@ -73,8 +73,8 @@ class Layer(nn.Module):
         self.dense = dense
         # A plain tensor, so that no cast of the model rounds it: it moves in steps of a thousandth (arXiv 2412.19437, §4.2).
         self.router_bias: Tensor | None = None
+        # Module that holds `w_in` and `w_out` and computes with them, if experts are distributed over ranks.
         self.experts: Callable[[Tensor, Routing, Experts], Tensor] | None = None
-        """Module that holds `w_in` and `w_out` and computes with them, if experts are distributed over ranks."""
         scale = (2 * c.num_hidden_layers) ** -0.5
         self.attention_norm = nn.Parameter(torch.ones(c.hidden_size))
         if c.latent:
@@ -145,15 +145,15 @@ class Model(nn.Module):
         if not config.tie_word_embeddings:
             self.head = nn.Parameter(torch.randn(config.vocab_size, config.hidden_size) * 0.02)
         self._aheads = nn.ModuleList(Ahead(config) for _ in range(config.num_nextn_predict_layers))
+        # Dtype of the router's product; None: that of its weights. float64 models always use float64.
         self.router_dtype: torch.dtype | None = torch.float32 if config.latent else None
-        """Dtype of the router's product; None: that of its weights. float64 models always use float64."""
+        # Recompute layers in the backward pass instead of keeping activations: less memory, a third more time.
         self.recompute = False
-        """Recompute layers in the backward pass instead of keeping activations: less memory, a third more time."""
         self.kernels = Kernels()
+        # The files beside the weights: `companions.py`.
         self.companions: Mapping[str, bytes] = {}
-        """The files beside the weights: `companions.py`."""
+        # Observer of the residual stream in `trunk`, to compare two forward passes.
         self.watch: Watch | None = None
-        """Observer of the residual stream in `trunk`, to compare two forward passes."""
         self._rope: Tensor | None = None
 
     @classmethod

@@ -62,6 +62,7 @@ PAIRS: dict[str, VariantPair] = {
 }
 
 EngineName = Literal["float32", "bf16", "int8", "int8-experts", "int4-experts", "int4-experts-int8-router"]
+# Engines that RL can sample from, by the names of `engine.numerics`.
 ENGINES: dict[EngineName, Numerics] = {
     "float32": Numerics(),
     "bf16": PAIRS["bf16"].engine,
@@ -70,7 +71,6 @@ ENGINES: dict[EngineName, Numerics] = {
     "int4-experts": PAIRS["int4-experts"].engine,
     "int4-experts-int8-router": PAIRS["int4-experts-int8-router"].engine,
 }
-"""Engines that RL can sample from, by the names of `engine.numerics`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +83,8 @@ class EngineSettings:
     on purpose."""
 
 
+# The pair that the tour's report shows: the one closest to what serves and trains Composer.
 TOUR = "int4-experts"
-"""The pair that the tour's report shows: the one closest to what serves and trains Composer."""
 
 
 @torch.no_grad()

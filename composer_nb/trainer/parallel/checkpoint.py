@@ -39,6 +39,7 @@ from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
 from composer_nb.trainer.parallel.team import Team
 
 _FORMS = "Metadata TensorStorageMetadata TensorProperties ChunkStorageMetadata MetadataIndex StorageMeta _MEM_FORMAT_ENCODING"
+# The types in the metadata of tensors. The metadata of bytes are excluded, because bytes are pickles themselves.
 _METADATA = {
     *(("torch.distributed.checkpoint.metadata", name) for name in _FORMS.split()),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -46,7 +47,6 @@ _METADATA = {
     ("pathlib", "PosixPath"),
     *(("torch", name) for name in ("Size", "float32", "float64", "bfloat16", "int64")),
 }
-"""The types in the metadata of tensors. The metadata of bytes are excluded, because bytes are pickles themselves."""
 
 
 # In Python: for the number of an object, the unpickler in C makes a table of that length.

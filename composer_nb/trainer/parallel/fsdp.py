@@ -81,8 +81,8 @@ class DealtExperts(nn.Module):
         """Move the weights out of `layer`, in which they are the same on all ranks."""
         super().__init__()
         self.group, self.quantised = ep.get_group(), quantised
+        # e, the number of experts per rank.
         self.dealt = len(layer.w_in) // ep.size()
-        """e, the number of experts per rank."""
         for name in ("w_in", "w_out"):
             weight = getattr(layer, name)
             delattr(layer, name)

@@ -27,8 +27,8 @@ from composer_nb.trainer.learning.optimizer import OptimizerName, matrices
 from composer_nb.trainer.models.transformer import Layer, Model, ModelConfig, weight_counts
 from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
 
+# That are tried for a model that does not fit.
 MOST_RANKS = 1 << 14
-"""That are tried for a model that does not fit."""
 
 
 def plan_memory(config: ModelConfig) -> dict[str, int]:

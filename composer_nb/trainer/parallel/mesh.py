@@ -19,8 +19,8 @@ from typing import Literal
 
 from composer_nb.harness.plain import Count, Some, require_ranges
 
+# Dimensions along which the ranks of a group differ. `fsdp` is shard and cp together; `data` is replicate and shard.
 Axis = Literal["replicate", "shard", "cp", "fsdp", "data", "expert_replicate", "expert_shard", "ep", "world"]
-"""Dimensions along which the ranks of a group differ. `fsdp` is shard and cp together; `data` is replicate and shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,8 +30,8 @@ from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.parallel.team import Team
 
+# Tensors of the state of each weight that AdamW updates.
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-"""Tensors of the state of each weight that AdamW updates."""
 
 
 class ShardedOptimizer(Optimizer):

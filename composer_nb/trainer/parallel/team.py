@@ -16,8 +16,8 @@ from composer_nb.trainer.learning.ranks import Ranks
 from composer_nb.trainer.parallel.context import split
 from composer_nb.trainer.parallel.mesh import Mesh
 
+# Time limit of one communication. A dead rank is noticed at once, by its closed connections.
 PATIENCE = timedelta(minutes=10)
-"""Time limit of one communication. A dead rank is noticed at once, by its closed connections."""
 
 
 def meeting_place(host: str) -> dist.TCPStore:
@@ -40,10 +40,10 @@ class Team(Ranks):
             raise ValueError(f"a mesh of {mesh.world} ranks, and {self.world} have joined")
         self.place = mesh.place(self.rank)
         self._dense = init_device_mesh(device, (mesh.replicate, mesh.fsdp), mesh_dim_names=("replicate", "fsdp"))
+        # Mesh for weights of experts, dealt over the last dimension and sharded over the one before.
         self.experts = init_device_mesh(
             device, mesh.expert_shape, mesh_dim_names=("expert_replicate", "expert_shard", "ep")
         )
-        """Mesh for weights of experts, dealt over the last dimension and sharded over the one before."""
         rows = init_device_mesh(device, (mesh.data, mesh.cp), mesh_dim_names=("data", "cp"))
         self.context = rows["cp"].get_group()
 

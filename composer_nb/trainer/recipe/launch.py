@@ -28,8 +28,8 @@ from composer_nb.trainer.services.capacity import require_room, require_room_for
 from composer_nb.trainer.services.head import PROCESS, SILENT, claim, held, holder, last_words
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict, to_flat
 
+# Files in a run directory: the lock of its launcher, and the launcher's log.
 LOCK, SAID = "launch.lock", "said.log"
-"""Files in a run directory: the lock of its launcher, and the launcher's log."""
 COMPLETE = "the run is complete"
 
 
@@ -213,6 +213,7 @@ def _reap(run: RunDir, say: Callable[[str], None]) -> None:
         say(f"could not be ended: {line}")
 
 
+# The stages before RL (`extend` only if its steps are above 0), and the files and folders that each makes.
 BEFORE_RL = {
     "tokenizer": ("data/tokenizer.json", "data/corpus.json"),
     "data": ("data/*",),
@@ -223,7 +224,6 @@ BEFORE_RL = {
     "eval_midtrained": ("rollouts/eval_midtrained*",),
     "eval_start": ("rollouts/eval_start*",),
 }
-"""The stages before RL (`extend` only if its steps are above 0), and the files and folders that each makes."""
 
 
 def fork(source: RunDir, settings: Settings, *, runs: Path = Path("runs"), name: str = "fork") -> RunDir:
@@ -265,8 +265,8 @@ def _run_ranks(run: RunDir, world: int, say: Callable[[str], None]) -> None:
     journal.gone(resource)
 
 
+# Maximum restarts of the services in a row, without a step in between, after the loss of their cluster.
 RESTARTS = 3
-"""Maximum restarts of the services in a row, without a step in between, after the loss of their cluster."""
 
 
 def _run_services(run: RunDir, say: Callable[[str], None]) -> None:

@@ -41,14 +41,14 @@ from composer_nb.trainer.models.tokenizer import load_tokenizer, train_tokenizer
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.settings import DataSettings, Settings, override
 
+# Kinds of tasks that no policy trains on.
 SCORED = ("heldout", "structures", "tune")
-"""Kinds of tasks that no policy trains on."""
+# Families of all demonstrations after the first chunk; the first chunk has a few of every family.
 DEMONSTRATED = frozenset({"loop", "comp", "fn2", "slice"})
-"""Families of all demonstrations after the first chunk; the first chunk has a few of every family."""
+# Number of times that the tokenizer sees each conversation.
 OFTEN = 20
-"""Number of times that the tokenizer sees each conversation."""
+# Number of tasks per chunk, the unit of work and of resumption in data generation.
 CHUNK = 256
-"""Number of tasks per chunk, the unit of work and of resumption in data generation."""
 
 
 def check_inputs(settings: Settings) -> None:

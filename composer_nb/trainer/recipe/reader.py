@@ -32,18 +32,18 @@ from composer_nb.trainer.services.head import holder
 from composer_nb.trainer.services.journal import REFUSED
 from composer_nb.trainer.settings import from_dict
 
+# Excerpts of full runs with seeds 0 and 1; the second holds only scores.
 EXAMPLES = tuple(Path(__file__).parents[3] / "data" / name for name in ("example", "example_seed_1"))
-"""Excerpts of full runs with seeds 0 and 1; the second holds only scores."""
+# Stages of a complete run, in the order of the recipe.
 STAGES = (
     *("tokenizer", "data", "midtrain", "sft", "eval_base", "eval_midtrained", "eval_start"),
     *("rl", "eval_final", "numerics"),
 )
-"""Stages of a complete run, in the order of the recipe."""
 RL_FILE = re.compile(r"rl_(\d+)_\d+\.parquet")
+# Number of bytes at the end of a run's log that are searched for its last line.
 TAIL = 65_536
-"""Number of bytes at the end of a run's log that are searched for its last line."""
+# Number of last steps whose median duration estimates the remaining time.
 RECENT = 8
-"""Number of last steps whose median duration estimates the remaining time."""
 
 
 class ReadOnly(RunDir):

@@ -146,8 +146,8 @@ def midtrain(s: Stages) -> None:
             info["draft_same"], _ = add_draft(model, ids, m.draft_steps, folder, seed=seed, head=head)
 
 
+# Numbers of rows sampled from the checkpoint: at most this many to train on, and this many to measure a loss on.
 REHEARSED, HELD = 256, 32
-"""Numbers of rows sampled from the checkpoint: at most this many to train on, and this many to measure a loss on."""
 
 
 def _own_text(s: Stages) -> list[TokenRow]:
@@ -267,8 +267,8 @@ def control(s: Stages) -> None:
             _supervise_agent(s, "control", rows, s.settings.control_steps, info, "control")
 
 
+# Attempts per tuning task when a factor of the logits is judged.
 TUNING_TRIES = 2
-"""Attempts per tuning task when a factor of the logits is judged."""
 
 
 def calibrate(s: Stages, model: Model, info: dict[str, Any]) -> None:
@@ -327,8 +327,8 @@ def _supervise_agent(s: Stages, stage: str, rows: list[TokenRow], steps: int, in
 # Evaluation
 
 
+# Number of tasks of each kind that score a policy from an early stage.
 FEW = 100
-"""Number of tasks of each kind that score a policy from an early stage."""
 
 
 def evaluate(s: Stages, name: str) -> None:
@@ -541,8 +541,8 @@ class InProcess:
             self.stages.say(line)
 
 
+# How often an attempt is dispatched before its loss to infrastructure faults stops the run.
 TRIES = 3
-"""How often an attempt is dispatched before its loss to infrastructure faults stops the run."""
 
 
 def sample_groups(

@@ -84,8 +84,8 @@ def replay(
 # Branches
 
 
+# Settings that number prompts and versions, or say what a checkpoint looks like.
 FIXED = ("rl_seed", "rl.prompts", "rl.minibatches", "curriculum", "mesh", "services.on", "ranks")
-"""Settings that number prompts and versions, or say what a checkpoint looks like."""
 
 
 def branch(source: RunDir, step: int, changes: Mapping[str, Any], runs: Path, name: str) -> RunDir:

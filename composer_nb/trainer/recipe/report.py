@@ -259,8 +259,8 @@ def mean(values: Sequence[float]) -> float | None:
     return float(np.mean(values)) if values else None
 
 
+# Minimum number of steps for a statement about the trend.
 TREND_STEPS = 8
-"""Minimum number of steps for a statement about the trend."""
 
 
 def reward_trend(steps: Sequence[Mapping[str, Any]]) -> str:
@@ -300,8 +300,8 @@ def last_live(steps: Sequence[Mapping[str, Any]]) -> int | None:
 
 # Two runs
 
+# Number of bootstrap resamples.
 DRAWS = 2000
-"""Number of bootstrap resamples."""
 SCORES = (
     *("pass_at_1", "ci95", "pass_greedy", "ci95_greedy", "best_of_k", "k", "n_tasks", "tool_calls_per_task"),
     *("pass_within", "recovery"),

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from composer_nb.harness.sandbox.reap import ResourceJournal
 from composer_nb.trainer.services.cluster import Cluster
 
+# CPUs that a service occupies in Ray's accounting.
 RANK_CPU = 0.1
-"""CPUs that a service occupies in Ray's accounting."""
 PLACE_S = 60.0
 
 

@@ -19,8 +19,8 @@ from composer_nb.trainer.services.actors import NotSeen, require_seen
 from composer_nb.trainer.services.machine import available_memory
 from composer_nb.trainer.settings import Settings
 
+# A node that has to start a worker and import torch first answers within so long.
 ANSWER_S = 120.0
-"""A node that has to start a worker and import torch first answers within so long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,11 +25,12 @@ from composer_nb.harness.sandbox.reap import WRITER, Resource, ResourceJournal, 
 
 END_S = 5.0
 LOCAL = ("127.0.0.1:", "localhost:")
+# Makes Ray listen on the loopback alone, as it does by default on systems other than Linux.
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Makes Ray listen on the loopback alone, as it does by default on systems other than Linux."""
 QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
+# A path of Ray's sockets, below the folder for temporary files.
 SOCKET = "/cnb-12345678/session_2026-01-01_12-00-00_123456_1234567/sockets/plasma_store"
-"""A path of Ray's sockets, below the folder for temporary files."""
+# Ports of a cluster, with the names of the files in which Ray's agents tell their raylet of theirs.
 PORTS = {
     "dashboard-agent-grpc-port": "metrics_agent_port",
     "dashboard-agent-listen-port": "dashboard_agent_listen_port",
@@ -37,14 +38,13 @@ PORTS = {
     "runtime-env-agent-port": "runtime_env_agent_port",
     "ray-client-server-port": "",
 }
-"""Ports of a cluster, with the names of the files in which Ray's agents tell their raylet of theirs."""
+# Tries to start Ray.
 STARTS = 2
-"""Tries to start Ray."""
 GCS = "gcs_server_port_"
+# File with the address of a cluster, once it has started.
 ADDRESS = "ray_current_cluster"
-"""File with the address of a cluster, once it has started."""
+# Seconds within which a live cluster accepts a connection.
 ANSWER_S = 5.0
-"""Seconds within which a live cluster accepts a connection."""
 
 
 class Cluster:
@@ -77,8 +77,8 @@ class Cluster:
         import ray
 
         context = ray.get_runtime_context()
+        # Address host:port to which others can attach.
         self.address = str(context.gcs_address)
-        """Address host:port to which others can attach."""
         self._raylet = next(node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == context.get_node_id())
 
     def lost(self) -> str | None:

@@ -71,33 +71,33 @@ class Coordinator:
 
     def __init__(self, run: RunDir, settings: Settings, actors: RayActors, say: Callable[[str], None]) -> None:
         self.run, self.actors, self.say = run, actors, say
+        # Settings without live changes. The trainer uses them, so that it repeats a batch exactly.
         self.started_with = settings
-        """Settings without live changes. The trainer uses them, so that it repeats a batch exactly."""
         self.journal = Journal(run)
         self.settings = reduce(override, run.changed_live().values(), settings)
         self.journal.plan(settings.services.changes)
         self.tasks = prompt_order(run.path, Order.of(settings))
         self.pending: dict[Future[Any], tuple[str, Any]] = {}
         self.pairs: dict[str, EnginePair] = {}
+        # Pairs made, pairs in a row that died before they joined, and rollouts lost up to the last batch.
         self.made = self.stillborn = self.lost = 0
-        """Pairs made, pairs in a row that died before they joined, and rollouts lost up to the last batch."""
         self.ended = self.stopped_early = self.learning = False
         self.ranks, self.hinter = Ranks(), hinter_of(run, settings)
+        # The trainer's next batch.
         self.due: Train | None = None
-        """The trainer's next batch."""
+        # The trainer's answer to its last batch.
         self.found: dict[str, Any] | None = None
-        """The trainer's answer to its last batch."""
+        # `seen`: the rollouts of the last batch, on which new reward terms are tried.
         self.running, self.seen = list[RunningVersion](), list[tuple[Rollout, Grade]]()
-        """`seen`: the rollouts of the last batch, on which new reward terms are tried."""
         self.waits, self.took = list[dict[str, float]](), dict[tuple[int, int, int], float]()
+        # When the first worker was ready; the start of Ray and of its services does not count.
         self.begin: float | None = None
-        """When the first worker was ready; the start of Ray and of its services does not count."""
         self.last = time.perf_counter()
         self.before = self.train_s = 0.0
+        # `live`: the step of the last batch with a signal. Batches without a signal make versions with unchanged weights.
         self.saved = self.live = 0
-        """`live`: the step of the last batch with a signal. Batches without a signal make versions with unchanged weights."""
+        # Records to write in the transaction of the next events.
         self.notes: list[Callable[[], None]] = []
-        """Records to write in the transaction of the next events."""
         self.trainer: RemoteService
         self.orchestrator: Orchestrator
 

@@ -34,15 +34,15 @@ from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.trainer.services.cluster import Cluster
 
 LEASE_S = 3600.0
+# Maximum seconds of a head's start; Ray takes a third of this on a busy machine.
 START_S = 240.0
-"""Maximum seconds of a head's start; Ray takes a third of this on a busy machine."""
 END_S = 30.0
+# Seconds within which a killed process is gone, unless the kernel holds it.
 KILLED_S = 15.0
-"""Seconds within which a killed process is gone, unless the kernel holds it."""
 SAY_S = 5.0
 POLL_S = 0.5
+# Environment variables of a process that computes and writes a log.
 PROCESS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-"""Environment variables of a process that computes and writes a log."""
 SILENT = "it said nothing"
 
 

@@ -31,13 +31,13 @@ from composer_nb.trainer.versions.manifest import Weights, state_hash
 from composer_nb.trainer.versions.receiver import Fetched, Receiver, VersionRule
 from composer_nb.trainer.versions.store import StoreError
 
+# A version that was announced is in the store within so long, or the publisher is in trouble.
 APPEARS_S = 120.0
-"""A version that was announced is in the store within so long, or the publisher is in trouble."""
+# Seconds between two looks for a newer version.
 LOOK_S = 1.0
-"""Seconds between two looks for a newer version."""
 LOG = logging.getLogger(__name__)
+# Has something done between two steps of an engine, and waits for it.
 Between = Callable[[Callable[[], Any]], Any]
-"""Has something done between two steps of an engine, and waits for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +80,8 @@ class Updates:
     ) -> None:
         """`numerics`: the engine's number format; `device`: where it computes."""
         self.receiver, self.rule = Receiver(url, name=name), VersionRule()
+        # Versions that cannot be used.
         self.left_out = set[int]()
-        """Versions that cannot be used."""
         self.config, self.kernels, self.numerics, self.device = config, kernels, numerics, device
 
     def wanted(self) -> int | None:
@@ -141,8 +141,8 @@ class Inference(Shared):
     def __init__(self, engine: Engine, updates: Updates | None = None, lockstep: bool = False) -> None:
         super().__init__(engine, lockstep)
         self.updates = updates
+        # When the last version was reported, and the idle seconds until then.
         self._told = time.perf_counter(), 0.0
-        """When the last version was reported, and the idle seconds until then."""
         self._answers: dict[str, SimpleQueue[Future[Completion]]] = {}
         self._under_way: dict[str, set[Future[Completion]]] = {}
 

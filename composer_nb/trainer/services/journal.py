@@ -35,10 +35,10 @@ CREATE TABLE IF NOT EXISTS change
   (number INTEGER PRIMARY KEY, at REAL NOT NULL, name TEXT NOT NULL, value TEXT NOT NULL, step INTEGER);
 """
 
+# Stands for the step of a refused change.
 REFUSED = -1
-"""Stands for the step of a refused change."""
+# Name (slot, attempt, place) of a rollout.
 Name = tuple[int, int, int]
-"""Name (slot, attempt, place) of a rollout."""
 
 
 class Journal:

@@ -30,10 +30,10 @@ from typing import Any
 from composer_nb.trainer.schedule import Schedule
 from composer_nb.trainer.services.slots import Books, DispatchLease, Done, Group, Worker, choose, pick
 
+# Seconds between two reports of an environment worker.
 WORK_S = 0.25
-"""Seconds between two reports of an environment worker."""
+# Numbers of attempts in different lives never collide: attempt = life · this + number in the slot.
 ATTEMPTS_A_LIFE = 1_000_000
-"""Numbers of attempts in different lives never collide: attempt = life · this + number in the slot."""
 
 
 # Events and commands

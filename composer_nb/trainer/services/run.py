@@ -18,8 +18,8 @@ from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
 from composer_nb.trainer.services.head import held
 from composer_nb.trainer.settings import from_dict
 
+# Time limit of Ray's start, which takes ten seconds, or a minute on a busy machine.
 BEGINS_S = 240.0
-"""Time limit of Ray's start, which takes ten seconds, or a minute on a busy machine."""
 
 
 def _end_unless_begun(begun: threading.Event) -> None:

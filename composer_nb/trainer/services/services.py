@@ -160,8 +160,8 @@ class TrainerService:
         self._files = side_files(model)
         self.version = self.step * settings.rl.minibatches
         self._newest = published(model)
+        # The version before the last batch with a signal, and its weights.
         self._before = (self.version, self._newest)
-        """The version before the last batch with a signal, and its weights."""
         self._ranks = Ranks()
         publisher = Publisher(store_url(run, settings), owner="trainer", full_every=settings.services.full_every)
         self._publisher, self._background = publisher, BackgroundPublisher(publisher)

@@ -33,8 +33,8 @@ from composer_nb.trainer.services.services import TrainerService, store_url
 from composer_nb.trainer.settings import Settings
 from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher
 
+# Seconds to wait for the report of a rank's death: when one dies, the others fail too, and may report first.
 HEARD_S = 20.0
-"""Seconds to wait for the report of a rank's death: when one dies, the others fail too, and may report first."""
 LOOPBACK = "127.0.0.1"
 
 

@@ -20,10 +20,10 @@ from composer_nb.harness.untrusted import json_of, single
 from composer_nb.kernels.delta.codec import bits
 from composer_nb.trainer.models.shards import FORMATS, Form
 
+# Tensors by Hugging Face's names.
 Weights = Mapping[str, Tensor]
-"""Tensors by Hugging Face's names."""
+# Files beside the weights of a version, by name.
 SideFiles = Mapping[str, bytes]
-"""Files beside the weights of a version, by name."""
 MANIFEST = "manifest.json"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FORMATS.values()}
 

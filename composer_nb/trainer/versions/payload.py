@@ -45,8 +45,8 @@ from composer_nb.trainer.versions.manifest import (
 )
 from composer_nb.trainer.versions.store import VersionStore, check_file
 
+# Maximum bytes of weights in a file of a version, unless one tensor is larger: 256 MiB.
 SHARD_BYTES = 1 << 28
-"""Maximum bytes of weights in a file of a version, unless one tensor is larger: 256 MiB."""
 FULL, DELTA, _SUFFIX = "model", "delta", ".safetensors"
 
 

@@ -48,8 +48,8 @@ from composer_nb.trainer.versions.receiver import HELD
 from composer_nb.trainer.versions.store import Published, StoreError, VersionStore, anchor, folder
 
 T = TypeVar("T")
+# Versions under way in the background.
 DEPTH = 2
-"""Versions under way in the background."""
 
 
 class VersionReused(WeightFault):
@@ -87,17 +87,17 @@ class Publisher:
         self._number = 0 if group is None else dist.get_rank(group)
         self._store, self._owner, self._full_every = VersionStore(url), owner, full_every
         self._lock = threading.Lock()
+        # This rank's tensors of the versions that may serve as a base.
         self._states: dict[int, WeightState] = {}
-        """This rank's tensors of the versions that may serve as a base."""
         self._hashes: dict[int, str] = {}
         self._pending: dict[int, str] = {}
         self._baseline: BaseVersion | None = None
+        # Number of chains so far: acknowledging a version of an earlier chain has no effect.
         self._chain = 0
-        """Number of chains so far: acknowledging a version of an earlier chain has no effect."""
+        # Chain of the version under way.
         self._begun = 0
-        """Chain of the version under way."""
+        # Deltas since the last version or anchor in full.
         self._deltas = self._delta_bytes = 0
-        """Deltas since the last version or anchor in full."""
         self._ledger: dict[int, Published] = {}
         self._form: Mapping[str, TensorEntry] | None = None
         self.last = self._on_first(lambda: max((v for v in self._store.folders() if self._store.exists(v)), default=-1))

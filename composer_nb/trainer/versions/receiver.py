@@ -18,8 +18,8 @@ from composer_nb.trainer.versions.manifest import ForeignBase, Manifest, Misplac
 from composer_nb.trainer.versions.payload import check_chain, decoded, read_link, side_files_of
 from composer_nb.trainer.versions.store import Note, ReceiverReport, StoreError, VersionStore, anchor, folder
 
+# Number of states kept as bases while acknowledgements are on their way.
 HELD = 4
-"""Number of states kept as bases while acknowledgements are on their way."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,8 @@ from composer_nb.trainer.versions.manifest import (
 
 R = TypeVar("R", bound=SealedRecord)
 ANCHORS = "anchors"
+# Number of bytes in memory while a file is copied or hashed.
 CHUNK = 1 << 24
-"""Number of bytes in memory while a file is copied or hashed."""
 
 
 class StoreError(OSError):

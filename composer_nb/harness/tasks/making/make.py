@@ -143,8 +143,8 @@ class Maker:
         self.units = [unit for unit in subject.units if unit.place in reached]
         self.subject, self.store, self.report, self.limit, self.require = subject, store, report, limit, require
         self.tried, self.below = 0, Counter[str]()
+        # Tasks that were kept, by the change's key.
         self.found: dict[str, tuple[Change, Task]] = {}
-        """Tasks that were kept, by the change's key."""
 
     def tasks(self) -> Iterator[Task]:
         """Yield tasks as they are found: missing features, single bugs, several bugs at once.

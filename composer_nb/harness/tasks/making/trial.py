@@ -56,8 +56,8 @@ class Subject:
     ) -> None:
         self.repository, self.baseline, self.backend, self.spec, self.seed = repository, baseline, backend, spec, seed
         self.units: list[Unit] = []
+        # Sources in which no bug can be planted, with why.
         self.unfit: dict[str, str] = {}
-        """Sources in which no bug can be planted, with why."""
         for path in repository.sources:
             try:
                 self.units += units(path, repository.files[path])
@@ -106,8 +106,8 @@ class TaskStore:
         except (sqlite3.DatabaseError, ValueError) as error:
             self._db.close()
             raise ValueError(f"{path}: not a record of tasks made: {error}") from None
+        # By key, in the order in which they were stored.
         self.outcomes: dict[str, TrialOutcome] = {}
-        """By key, in the order in which they were stored."""
         for key, kind, verdict, seconds, text in rows:
             task = None if text is None else Task.model_validate_json(text)
             self.outcomes[key] = TrialOutcome(key=key, kind=kind, verdict=verdict, seconds=seconds, task=task)
