@@ -34,7 +34,7 @@ def policies(report: Mapping[str, Any]) -> Picture:
         sides.append(style.BarSeries(name, POLICY.get(name, style.PURPLE), values, spans))
     k, tasks = (max(score[name] for score in scores.values()) for name in ("k", "n_tasks"))
     groups = ["pass@1", "greedy", f"best of {k}", "in 12 calls", *(["new structures,\nin 12 calls"] if new else [])]
-    for at, part in enumerate(("heldout", "structures"), 3):
+    for at, part in zip(range(3, len(groups)), ("heldout", "structures"), strict=False):
         if gain := report.get("gain", {}).get("within_12", {}).get(part):
             low, high = gain["ci95"]
             groups[at] += f"\nfinal − {gain['over']}: {100 * gain['gain']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,7 @@ class Cluster:
 
     def __init__(self, bench: Bench, first: dict[str, Any], second: dict[str, Any], hidden: Path | None = None) -> None:
         self.bench, self.words = bench, bench.folder / "cluster.txt"
+        bench.environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self.folder = Path(tempfile.mkdtemp(prefix="cnb-"))  # short, because it contains the paths of sockets
         self.nodes: list[subprocess.Popen[str]] = []
         try:

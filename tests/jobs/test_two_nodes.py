@@ -64,7 +64,7 @@ def test_a_node_that_does_not_see_the_notebooks_says_so(tmp_path: Path):
     with pytest.raises(
         FileNotFoundError, match="does not see .*/elsewhere: keep the notebooks on a shared file system"
     ):
-        run_attempt(str(attempt), "run", "")
+        run_attempt(str(attempt), "")
 
 
 def begun(source: RunDir, runs: Path, name: str, cluster: Cluster) -> RunDir:

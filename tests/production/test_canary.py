@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,51 +145,51 @@ def test_a_bad_version_leaves_its_users_and_a_good_one_reaches_all_of_them(path:
     early, usual = (
         [f"u{n}" for n in range(200) if is_early(f"u{n}", SHARE) == first][:LEAST] for first in (True, False)
     )
-    with closing(Publisher(store, owner="test")) as publisher:
-        publisher.publish(3, turned(weights, 0.0), FILES)
-        with site(path, store, run) as here:
-            assert here.health["canary"] == {"share": SHARE, "early": 3, "trusted": 3, "withdrawn": -1}
+    publisher = Publisher(store, owner="test")
+    publisher.publish(3, turned(weights, 0.0), FILES)
+    with site(path, store, run) as here:
+        assert here.health["canary"] == {"share": SHARE, "early": 3, "trusted": 3, "withdrawn": -1}
 
-            publisher.publish(4, turned(weights, 0.5), FILES)
-            wait_until(lambda: here.canary.early.version == 4)
-            first = here.ask(early[0], "open")
-            for user in usual:
-                here.ask(user, f"{user}-4")
-                here.judge(f"{user}-4", 1.0)
-            for user in early:
-                here.ask(user, f"{user}-4")
-                here.judge(f"{user}-4", 1.0)  # a second verdict takes the place of the first
-                here.judge(f"{user}-4", 0.0)
-            assert here.canary.known.withdrawn == 4
-            assert (versions(run, f"{early[0]}-4"), versions(run, f"{usual[0]}-4")) == ({4}, {3})
-            wait_until(lambda: here.canary.early.version == 3)
-            # The conversation goes on, in the old version from its next token on.
-            here.ask(early[0], "open", [*ASKED, {"role": "assistant", "content": first}, ASKED[0]])
-            here.judge("open", 1.0)
-            assert versions(run, "open") == {3, 4}
-            assert here.health["canary"] == {"share": SHARE, "early": 3, "trusted": 3, "withdrawn": 4}
+        publisher.publish(4, turned(weights, 0.5), FILES)
+        wait_until(lambda: here.canary.early.version == 4)
+        first = here.ask(early[0], "open")
+        for user in usual:
+            here.ask(user, f"{user}-4")
+            here.judge(f"{user}-4", 1.0)
+        for user in early:
+            here.ask(user, f"{user}-4")
+            here.judge(f"{user}-4", 1.0)  # a second verdict takes the place of the first
+            here.judge(f"{user}-4", 0.0)
+        assert here.canary.known.withdrawn == 4
+        assert (versions(run, f"{early[0]}-4"), versions(run, f"{usual[0]}-4")) == ({4}, {3})
+        wait_until(lambda: here.canary.early.version == 3)
+        # The conversation goes on, in the old version from its next token on.
+        here.ask(early[0], "open", [*ASKED, {"role": "assistant", "content": first}, ASKED[0]])
+        here.judge("open", 1.0)
+        assert versions(run, "open") == {3, 4}
+        assert here.health["canary"] == {"share": SHARE, "early": 3, "trusted": 3, "withdrawn": 4}
 
-            publisher.publish(6, turned(weights, 0.25), FILES)
-            wait_until(lambda: here.canary.early.version == 6)
-            assert here.canary.version == 3
-            for number, (new, old) in enumerate(zip(early, usual, strict=True)):
-                for user in (new, old):
-                    here.ask(user, f"{user}-6")
-                    here.judge(f"{user}-6", float(number % 2))
-                if number == 0:
-                    trial = here.health["canary"]
-                    assert (trial["trying"], trial["verdicts"]) == (6, {"early": 1, "usual": 1})
-                    here.judge(f"{old}-4", 0.0)  # of before the trial
-                    assert here.health["canary"]["verdicts"] == {"early": 1, "usual": 1}
-            assert here.health["canary"] == {"share": SHARE, "early": 6, "trusted": 6, "withdrawn": 4}
-            assert "composer_nb_canary_trusted 6" in httpx.get(here.server.url.replace("/v1", "/metrics")).text
-            wait_until(lambda: here.canary.version == 6)
+        publisher.publish(6, turned(weights, 0.25), FILES)
+        wait_until(lambda: here.canary.early.version == 6)
+        assert here.canary.version == 3
+        for number, (new, old) in enumerate(zip(early, usual, strict=True)):
+            for user in (new, old):
+                here.ask(user, f"{user}-6")
+                here.judge(f"{user}-6", float(number % 2))
+            if number == 0:
+                trial = here.health["canary"]
+                assert (trial["trying"], trial["verdicts"]) == (6, {"early": 1, "usual": 1})
+                here.judge(f"{old}-4", 0.0)  # of before the trial
+                assert here.health["canary"]["verdicts"] == {"early": 1, "usual": 1}
+        assert here.health["canary"] == {"share": SHARE, "early": 6, "trusted": 6, "withdrawn": 4}
+        assert "composer_nb_canary_trusted 6" in httpx.get(here.server.url.replace("/v1", "/metrics")).text
+        wait_until(lambda: here.canary.version == 6)
 
-        publisher.publish(7, turned(weights, 0.1), FILES)
-        with site(path, store, run) as here:
-            wait_until(lambda: here.canary.early.version == 7)
-            assert here.canary.version == 6
-            assert here.health["canary"]["trying"] == 7
+    publisher.publish(7, turned(weights, 0.1), FILES)
+    with site(path, store, run) as here:
+        wait_until(lambda: here.canary.early.version == 7)
+        assert here.canary.version == 6
+        assert here.health["canary"]["trying"] == 7
     for text, why in (
         ("{", "damaged"),
         (json.dumps({"store": "elsewhere", "trusted": 6}), "is of elsewhere"),

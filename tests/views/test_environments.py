@@ -157,7 +157,7 @@ def test_a_twin_stands_beside_its_test_with_the_change_marked(old: str, shown: s
     task = Task(
         id="t", instruction="i", files={"a.py": ""}, tests={"test_a.py": text}, source_scope=("a.py",), grader="pytest"
     )
-    one = Twin(path="test_a.py", start=start, end=start + len(old), text="<new>", kind="value", keys=())
+    one = Twin(path="test_a.py", start=start, end=start + len(old), text="<new>", keys=())
     page = environments.twin(task, one).text
     before, after = page.split("its twin")
     assert f">{old.replace('<', '&lt;')}</b>" in before and ">&lt;new&gt;</b>" in after
