@@ -40,7 +40,8 @@ class Bench:
                 ROOT / "composer_nb", self.package / "composer_nb", ignore=shutil.ignore_patterns("__pycache__")
             )
         self.runs = folder / "runs"
-        self.environment = os.environ | {"PYTHONPATH": str(self.package), "BENCH": self.tag, "OMP_NUM_THREADS": "1"}
+        inherited = like.environment if like else os.environ
+        self.environment = inherited | {"PYTHONPATH": str(self.package), "BENCH": self.tag, "OMP_NUM_THREADS": "1"}
 
     def job(self, nodes: dict[str, Any], *, parallel: int = 1) -> Path:
         path = self.folder / "job.yml"
