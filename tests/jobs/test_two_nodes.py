@@ -25,6 +25,7 @@ from composer_nb.trainer.settings import Settings, override
 from tests.conftest import TINY
 
 pytest.importorskip("ray", reason="Ray is an extra")
+pytestmark = pytest.mark.whole
 
 HERE, THERE = {"cpus": 2}, {"gpus": 1}
 """What only the first node has, and only the second."""
