@@ -34,6 +34,7 @@ def execute(out: Path, parameters: dict[str, Any]) -> nbformat.NotebookNode:
     return done
 
 
+@pytest.mark.slow
 def test_a_run_that_is_over_is_looked_at_and_left_as_it_is(tiny_run: RunDir, tmp_path: Path) -> None:
     before = {str(f): f.stat().st_mtime_ns for f in tiny_run.path.rglob("*")}
     execute(tmp_path / "06.ipynb", {"run_dir": str(tiny_run.path), "runs": str(tmp_path / "runs")})

@@ -179,6 +179,7 @@ def test_letter(word, want): assert chr(f(ord(word))) == want
         assert grade.passed and not grade.flags, "also where a twin gives another row a number"
 
 
+@pytest.mark.slow
 def test_a_changed_test_without_an_end_costs_no_other_its_twin(make_task: Make, backend: Backend, monkeypatch):
     monkeypatch.setattr(validate, "TEST_S", 0.5)
     tests = """\

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -45,7 +47,8 @@ def test_bars_are_the_contributions():
     for ax, name in zip(picture.axes, ("p99", "k3"), strict=True):
         bars = [each[0] for each in ax.containers]
         assert len(bars) == len(CAUSES) + 2
-        contributions = list(seen.contributions(name).values())
+        values = [getattr(figures, name) for figures in (seen.start, *(step.figures for step in seen.steps))]
+        contributions = [before - after for before, after in itertools.pairwise(values)]
         for bar, contribution in zip(bars[1:-1], contributions, strict=True):
             assert bar.get_width() == pytest.approx(abs(contribution), abs=2 * view.FLOORS[name])
         grown = [bar.get_facecolor() != bars[1].get_facecolor() for bar in bars[1:-1]]

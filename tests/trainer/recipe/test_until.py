@@ -27,6 +27,7 @@ from tests.conftest import ROOT, TINY
 
 @pytest.mark.whole
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_mid_training_alone_on_a_corpus_with_gaps(tmp_path: Path):
     """The tokenizer has tokens for gaps, the codebase is what the corpus holds out, and nothing follows mid-training."""
     (tmp_path / "repositories").mkdir()
