@@ -101,19 +101,6 @@ def anchors_of(text: str) -> set[str]:
     return own | set(re.findall(r'^<a id="([^"]+)"></a>$', text, re.M))
 
 
-def test_the_readme_says_what_the_examples_hold() -> None:
-    text = " ".join(PAGES[0].read_text(encoding="utf-8").replace("−", "-").split())
-    reports = [build_report(ReadOnly(path)) for path in EXAMPLES[:2]]
-    gain = reports[0]["gain"]["within_12"]["structures"]
-    low, high = (100 * end for end in gain["ci95"])
-    assert low < 0 < high and f"example gains {100 * gain['gain']:.1f} ({low:.1f} to {high:+.1f})" in text
-    kinds = [[report["eval"][name] for name in ("start", "final")] for report in reports]
-    fell = [[f"{score['structures']['recovery']:.2f}"[1:] for score in both] for both in kinds]
-    assert " and ".join(f"from {before} to {after}" for before, after in fell) in text
-    before, after = (f"{score['pass_within']['12']:.3f}"[1:] for score in kinds[0])
-    assert f"{before} → {after} in 12 calls" in text
-
-
 def scores_of(row: str) -> list[list[float]]:
     """The numbers of a row of the README's table, seed by seed."""
     [cells] = re.findall(rf"^\| {re.escape(row)} \| (.*) \|$", PAGES[0].read_text(encoding="utf-8"), re.M)
