@@ -415,6 +415,8 @@ def override(settings: Tree, values: Mapping[str, Any]) -> Tree:
                 value = yaml.safe_load(value)
         if isinstance(flat[name], tuple) and not isinstance(value, list | tuple):
             value = [value]
+        if isinstance(value, bool) and type(flat[name]) in (int, float):  # pydantic would take it for 0 or 1
+            problems.append(f"{name}={value!r}: must be a number")
         *groups, last = name.split(".")
         reduce(getitem, groups, tree)[last] = value
     return _validated(type(settings), tree, problems)

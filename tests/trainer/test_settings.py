@@ -77,6 +77,7 @@ def test_unknown_names_are_refused_with_the_nearest(name: str, near: str):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"rl.steps": True}, "rl.steps=True: must be a number"),
         ({"rl.steps": 2.5}, "rl.steps=2.5: must be a valid integer"),
         ({"rl.steps": "many"}, "rl.steps='many': must be a valid integer"),
         ({"rl.lr": math.nan}, "rl.lr=nan: must be a finite number"),
