@@ -23,8 +23,9 @@ from composer_nb.harness.sandbox.image import host_image
 from composer_nb.harness.sandbox.reap import Reaped, ResourceJournal, is_dead, reap, started, this_process
 
 OWNER = """
-import json, os, subprocess, sys
+import json, os, subprocess, sys, time
 from pathlib import Path
+import psutil
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.sandbox.reap import ResourceJournal
 journal = ResourceJournal(Path(sys.argv[1]) / "journal", "run-1")
@@ -32,6 +33,8 @@ for kind, name in json.loads(sys.argv[2]):
     if kind == "process":
         child = subprocess.Popen(["sh", "-c", "sleep 300 & sleep 300"], start_new_session=True, stdout=subprocess.DEVNULL)
         name = child.pid
+        while len(psutil.Process(child.pid).children()) < 2:
+            time.sleep(0.01)
     elif kind == "directory":
         os.makedirs(name + "/deep/er")
         Path(name, "deep", "file").write_text("x")
