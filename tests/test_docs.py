@@ -24,7 +24,7 @@ from composer_nb.trainer.settings import Settings, to_flat
 from scripts.docs import make_docs, notebook_pages
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "history").glob("*.md"))]
 WITH_OUTPUTS = sorted(notebook_pages.PAGES.glob("*.md"))
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 TERMS = re.findall(r"^### (.+)$", GLOSSARY, re.M)
@@ -38,7 +38,7 @@ OTHER_SENSE = {
 """Notebooks in which a term is an ordinary word."""
 HISTORY = {"log.md", "decisions.md"}
 """Pages that name what was there when they were written."""
-NOW = [path for path in PAGES if path.name not in HISTORY]
+NOW = [path for path in PAGES if path.name not in HISTORY and path.parent.name != "history"]
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
 SETTINGS = {key[: dot.start()] for key in to_flat(Settings()) for dot in re.finditer(r"\.|$", key)}
 REPORTED = {"sft.sharpness_ci95"}
