@@ -149,11 +149,8 @@ def attach(address: str, namespace: str) -> None:
 def start(folder: Path) -> subprocess.Popen[bytes]:
     """Start a cluster of one node by `ray start`, and return its process, with which it ends. Raises ConnectionError if it fails.
     The path of `folder` must be short, because it becomes part of paths of sockets."""
-    token = _token()
-    if "RAY_AUTH_TOKEN" not in os.environ and not token.is_file():
-        token.parent.mkdir(exist_ok=True)
-        token.touch(mode=0o600)
-        token.write_text(secrets.token_hex(32))
+    if "RAY_AUTH_TOKEN" not in os.environ:
+        make_token(_token())
     with ExitStack() as stack:
         listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in PORTS]
         ports = {name: listener.getsockname()[1] for name, listener in zip(PORTS, listeners, strict=True)}
@@ -186,6 +183,17 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
                         file.write_text(str(ports[option]))
             time.sleep(0.05)
     raise ConnectionError(f"Ray did not start: {' '.join(log.read_text(errors='replace').split())[-500:]}")
+
+
+def make_token(file: Path) -> None:
+    """Write a new token, which its owner alone may read, unless `file` exists. The file never holds a part of a token."""
+    if file.is_file():
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent) as draft, suppress(FileExistsError):
+        draft.write(secrets.token_hex(32))
+        draft.flush()
+        os.link(draft.name, file)
 
 
 def _end_with_parent() -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from composer_nb.harness.sandbox.reap import reap, started
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.trainer.services import head
+from composer_nb.trainer.services.cluster import make_token
 from composer_nb.trainer.services.head import HeadGone, down, find, held, holder, up
 
 STAND_IN = """
@@ -178,3 +180,17 @@ def test_a_number_that_was_left_in_a_lock_names_nobody(tmp_path: Path) -> None:
     other.wait()
     other.stdout.close()
     assert holder(lock) is None
+
+
+def test_a_token_is_never_read_in_part(tmp_path: Path) -> None:
+    """Several starters at once: each reads one and the same token of 64 characters, which its owner alone may read."""
+    file = tmp_path / "ray" / "auth_token"
+
+    def token(_: int) -> str:
+        make_token(file)
+        return file.read_text()
+
+    with ThreadPoolExecutor(8) as starters:
+        [value] = set(starters.map(token, range(64)))
+    assert len(value) == 64 and file.stat().st_mode & 0o777 == 0o600
+    assert list(file.parent.iterdir()) == [file]
