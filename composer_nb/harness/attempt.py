@@ -90,37 +90,39 @@ class Agent:
         return limits, renderer
 
     def attempt(
-        self, task: Task, rollout: int, speaks: Callable[..., TokenTurnPolicy] = TokenTurnPolicy
+        self,
+        task: Task,
+        rollout: int,
+        speaks: Callable[..., TokenTurnPolicy] = TokenTurnPolicy,
+        *,
+        graded: bool = True,
+        reward: Term | None = None,
     ) -> Job[Attempt]:
         """Return the job of an attempt by a policy that continues tokens. `rollout` is the attempt's number at the policy and
-        determines its random draws; `speaks` makes the turn policy. The job raises ValueError if the task cannot run here, or if
-        its prompt leaves no room to answer."""
+        determines its random draws; `speaks` makes the turn policy; `reward` as for `rewarded`. Without `graded`, the job ends
+        with the conversation (`play`). The job raises ValueError if the task cannot run here, or if its prompt leaves no room to
+        answer."""
 
         def job(seat: Seat[Any]) -> Attempt:
             limits, renderer = self.begin(task)
             turn_policy = speaks(renderer, rollout, limits, seat.ask, seat.release, self.system, self.summary)
             env = self.environment(seat)
             env = replace(env, clock=seat.clock, opened=lambda opened: seat.at_drop.append(opened.abort))
-            return attempt(task, env, turn_policy)
+            return rewarded(attempt(task, env, turn_policy), reward) if graded else play(task, env, turn_policy)
 
         return job
 
 
-def rewarded(job: Job[Attempt], term: Term | None) -> Job[Attempt]:
-    """Return a job that also stores the reward of the user's own environment, if it has one, in the grade. If the reward blocks,
-    nothing is known of the attempt: its status is `infra_error`. Raises like `own_reward`."""
-
-    def with_reward(seat: Seat[Any]) -> Attempt:
-        result = job(seat)
-        if term is None or not result.grade.known:
-            return result
-        try:
-            rewards = {**result.grade.rewards, OWN: own_reward(term, result)}
-        except CallTimeout as late:
-            return replace(result, grade=Grade(status="infra_error", output=str(late)))
-        return replace(result, grade=replace(result.grade, rewards=rewards))
-
-    return with_reward
+def rewarded(result: Attempt, term: Term | None) -> Attempt:
+    """Return an attempt with the reward of the user's own environment, if it has one, in its grade. If the reward blocks, nothing
+    is known of the attempt: its status is `infra_error`. Raises like `own_reward`."""
+    if term is None or not result.grade.known:
+        return result
+    try:
+        rewards = {**result.grade.rewards, OWN: own_reward(term, result)}
+    except CallTimeout as late:
+        return replace(result, grade=Grade(status="infra_error", output=str(late)))
+    return replace(result, grade=replace(result.grade, rewards=rewards))
 
 
 def limits_of(task: Task, limits: Limits) -> Limits:
@@ -142,11 +144,16 @@ def attempt(task: Task, env: Environment, turn_policy: TurnPolicy, report: Told 
 
     The status of the grade is `infra_error` after an infrastructure failure. It is `agent_failed` if the agent broke its sandbox
     or made its workspace too large to keep. Raises ValueError for a task that cannot run here."""
+    return graded(play(task, env, turn_policy, report), env)
+
+
+def play(task: Task, env: Environment, turn_policy: TurnPolicy, report: Told = silent) -> Attempt:
+    """Run one rollout. The status of the grade is `ungraded` if a grade is due, else as `attempt` says. Raises like `attempt`."""
     env = replace(env, limits=limits_of(task, env.limits), tools=tools_of(task, env.tools))
     if task.grader == "functions" and env.functions is None:
         raise ValueError(f"task {task.id}: its grader `functions` needs something that calls functions")
     if task.grader != "functions" or env.tools.needs_sandbox:
-        return _attempt_in_sandbox(task, env, turn_policy, report)
+        return _play_in_sandbox(task, env, turn_policy, report)
     assert env.functions is not None
     own_tests = frozenset(filter(is_test, task.source_scope))
     work = Workspace(
@@ -165,8 +172,19 @@ def attempt(task: Task, env: Environment, turn_policy: TurnPolicy, report: Told 
     files = dict(work.files)  # a custom tool that was given up may still write
     rollout = replace(outcome.rollout(task.id, segments, files, task.files), counted=counted, seconds=0.0)
     gradable = outcome.stop not in ("infrastructure", "interrupted")
-    grade_ = grade(task, files, env.functions) if gradable else Grade(status="infra_error")
-    return Attempt(task=task, rollout=rollout, grade=grade_)
+    return Attempt(task=task, rollout=rollout, grade=Grade(status="ungraded" if gradable else "infra_error"))
+
+
+def graded(ended: Attempt, env: Environment) -> Attempt:
+    """Return an attempt that has ended with its grade, if one is due."""
+    task, files = ended.task, ended.rollout.files
+    if ended.grade.status != "ungraded":
+        return ended
+    if task.grader == "functions" and not tools_of(task, env.tools).needs_sandbox:
+        return replace(ended, grade=grade(task, files, env.functions))
+    contents = {path: text.encode("utf-8", "surrogateescape") for path, text in files.items()}
+    runner = env.functions if task.grader == "functions" else env.backend
+    return replace(ended, grade=grade(task, contents, runner))
 
 
 @contextmanager
@@ -180,7 +198,7 @@ def open_session(task: Task, env: Environment) -> Iterator[Session]:
         yield env.tools.open(box)
 
 
-def _attempt_in_sandbox(task: Task, env: Environment, turn_policy: TurnPolicy, report: Told) -> Attempt:
+def _play_in_sandbox(task: Task, env: Environment, turn_policy: TurnPolicy, report: Told) -> Attempt:
     outcome = Conversation(turns=(), stop="infrastructure")
     left: dict[str, bytes] | None = None
     grade_ = Grade(status="infra_error")
@@ -198,7 +216,7 @@ def _attempt_in_sandbox(task: Task, env: Environment, turn_policy: TurnPolicy, r
     finally:
         segments = turn_policy.close()
     if left is not None:
-        grade_ = grade(task, left, env.functions if task.grader == "functions" else env.backend)
+        grade_ = Grade(status="ungraded")
     files = {path: data.decode("utf-8", "surrogateescape") for path, data in (left or {}).items()}
     # Unchanged texts remain the same objects; bytes that are not UTF-8 become lone surrogates.
     files = {path: task.files[path] if task.files.get(path) == text else text for path, text in files.items()}

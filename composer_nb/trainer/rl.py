@@ -1,6 +1,6 @@
 """The loop of reinforcement learning, independent of what samples and where it runs.
 
-    batch   = services.take()            the groups that are due: graded rollouts of one task each; the next ones are under way
+    batch   = services.next_batch()      the groups that are due: graded rollouts of one task each; the next ones are under way
     groups  = score_groups(batch)        rewards, and advantages A = R − mean of the group
     streams = streams_of(groups)         tokens with one advantage each: all that the learner sees
     metrics = services.learn(streams)    optimizer steps; each makes a weight version, published for later sampling
@@ -55,27 +55,33 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Groups to train on."""
+    """Groups to train on.
+
+    Attributes:
+        step: Number of batches trained before this one.
+        scored: The groups with their rewards from before a restart; None: the groups are new.
+        lost: Rollouts lost to infrastructure faults since the last batch.
+        more: Additional metrics.
+    """
 
     step: int
-    """Number of batches trained before this one."""
     groups: Sequence[Sequence[Attempt]] = ()
     scored: list[list[Scored]] | None = None
-    """The groups with their rewards from before a restart; None: the groups are new."""
     lost: float = 0
-    """Rollouts lost to infrastructure faults since the last batch."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """Additional metrics."""
 
 
 class Services(Protocol):
-    """The services behind the loop: they sample, grade, learn, evaluate and keep records."""
+    """The services behind the loop: they sample, grade, learn, evaluate and keep records.
+
+    Attributes:
+        settings: The tree of settings (`settings.py`). The loop reads them anew for every batch: some may change during a run.
+        hinter: Returns hints if `loss.feedback` is above 0.
+    """
 
     ranks: Ranks
     settings: Any
-    """The tree of settings (`settings.py`). The loop reads them anew for every batch: some may change during a run."""
     hinter: Hinter | None
-    """Returns hints if `loss.feedback` is above 0."""
 
     @property
     def seconds(self) -> float:
@@ -84,10 +90,10 @@ class Services(Protocol):
     def past(self) -> Sequence[Mapping[str, Any]]:
         """Return the metrics of the recorded steps; `step` is the number of each, from 1."""
 
-    def take(self) -> Batch | None:
+    def next_batch(self) -> Batch | None:
         """Wait for the next batch and return it, or None after the last one."""
 
-    def keep(self, batch: Batch, groups: list[list[Scored]]) -> None:
+    def store_batch(self, batch: Batch, groups: list[list[Scored]]) -> None:
         """Store the rollouts of a new batch."""
 
     def learn(self, batch: Batch, streams: list[Stream]) -> dict[str, Any] | None:
@@ -110,14 +116,14 @@ class Services(Protocol):
 def reinforce(services: Services) -> None:
     """Train until no batch is left. Raises GamedError, before the batch is learned, if the monitors stop the run."""
     watch, total_steps = Watch.of(services.past()), services.settings.rl.steps
-    while (batch := services.take()) is not None:
+    while (batch := services.next_batch()) is not None:
         s = services.settings
         groups = batch.scored
         if groups is None:
             groups = score_groups(batch.groups, s.reward, s.loss, s.env.reward_function(s.limits.seconds))
             if s.rl.shuffle_rewards:
                 groups = shuffle_rewards(groups, s.loss, Random(f"shuffle {batch.step} {services.ranks.rank}"))
-            services.keep(batch, groups)
+            services.store_batch(batch, groups)
         suspect_counts = sum(services.ranks.gather(suspects(groups)), Counter[str]())
         flagged_share, warning = watch.add(batch.step, suspect_counts, s.monitor)
         if warning:
@@ -150,6 +156,15 @@ def time_is_up(limit: float, steps: int, total: int) -> str:
 def scores_line(step: int, scores: Mapping[str, float]) -> str:
     """Return the log line with the scores on the tuning tasks after `step` steps."""
     return f"rl {step}: on tuning tasks {scores['tune_pass_at_1']:.3f}, greedy {scores['tune_greedy']:.3f}"
+
+
+def tuning_scores(play: Callable[[float], Sequence[Attempt]]) -> dict[str, float]:
+    """Return the scores on the tuning tasks. `play` returns attempts at them at a temperature."""
+    temperatures = {"tune_pass_at_1": 1.0, "tune_greedy": 0.0}
+    return {
+        name: float(np.mean([attempt.grade.passed for attempt in play(temperature)]))
+        for name, temperature in temperatures.items()
+    }
 
 
 # Rewards and advantages

@@ -19,7 +19,7 @@ from composer_nb.trainer.recipe.launch import fork
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.actors import NotSeen
 from composer_nb.trainer.services.environments import EnvironmentService
-from composer_nb.trainer.services.services import EngineService, EvaluationService, TrainerService
+from composer_nb.trainer.services.services import EngineService, EvaluationService
 from composer_nb.trainer.services.trainer_ranks import TrainerRank
 from composer_nb.trainer.settings import Settings, override
 from tests.conftest import TINY
@@ -92,7 +92,7 @@ def test_rl_over_two_nodes_accounts_for_every_rollout(tiny_run: RunDir, bench: B
     info = run.finished("rl")
     assert code == 0 and info is not None and "died" not in said
     places = {kind: node for _, kind, node in cluster.actors() - before}
-    assert places.keys() == {"TrainerService", "EngineService", "EnvironmentService"}
+    assert places.keys() == {"TrainerRank", "EngineService", "EnvironmentService"}
     assert set(places.values()) == {cluster.head, cluster.other}
     files = sorted((run.path / "rollouts").glob("rl_*.parquet"))
     tasks = [task for file in files for task in pq.read_table(file, columns=["task_id"])["task_id"].to_pylist()]
@@ -115,7 +115,7 @@ def test_rl_where_a_node_does_not_see_the_run_ends_with_one_line(
     assert "made again" not in said and len(said.splitlines()) == 2
 
 
-@pytest.mark.parametrize("kind", [EngineService, EnvironmentService, TrainerService, TrainerRank, EvaluationService])
+@pytest.mark.parametrize("kind", [EngineService, EnvironmentService, TrainerRank, EvaluationService])
 def test_a_service_makes_nothing_where_it_does_not_see_the_run(tmp_path: Path, kind: Any):
     run, s = tmp_path / "gone", Settings()
     more = {

@@ -22,7 +22,7 @@ import torch
 
 from composer_nb.harness.agent.chat import User
 from composer_nb.harness.agent.driver import drive
-from composer_nb.harness.attempt import Agent, rewarded
+from composer_nb.harness.attempt import Agent
 from composer_nb.harness.bench import bootstrap, run_eval, summarise
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import Policy, Request, Trace
@@ -59,7 +59,7 @@ from composer_nb.trainer.recipe.mismatch import measure_mismatch
 from composer_nb.trainer.recipe.prepare import make_data, make_tokenizer
 from composer_nb.trainer.recipe.stages import Stages
 from composer_nb.trainer.records.batches import batch_file, save_batch
-from composer_nb.trainer.rl import Batch, Scored, reinforce, scores_line, time_is_up
+from composer_nb.trainer.rl import Batch, Scored, reinforce, scores_line, time_is_up, tuning_scores
 from composer_nb.trainer.services.services import hinter_of, learn_batch, make_learner
 from composer_nb.trainer.settings import ExtendSettings, MidtrainSettings
 from composer_nb.trainer.weights import delta_sizes
@@ -479,7 +479,7 @@ class InProcess:
     def past(self) -> list[dict[str, Any]]:
         return self.stages.run.steps("rl")
 
-    def take(self) -> Batch | None:
+    def next_batch(self) -> Batch | None:
         """Sample this rank's share of the next batch. Every rank stops at the same step."""
         s, rl = self.stages, self.settings.rl
         seconds = max(self.ranks.gather(self.seconds))
@@ -498,7 +498,7 @@ class InProcess:
         groups, lost = sample_groups(engine, s.agent(), tasks, rl.group, s.sandboxes, reward_function)
         return Batch(step=self.step, groups=groups, lost=lost)
 
-    def keep(self, batch: Batch, groups: list[list[Scored]]) -> None:
+    def store_batch(self, batch: Batch, groups: list[list[Scored]]) -> None:
         save_batch(batch_file(self.stages.run.path, batch.step, self.ranks.rank), groups)
 
     def learn(self, batch: Batch, streams: list[Stream]) -> dict[str, Any]:
@@ -516,10 +516,8 @@ class InProcess:
         return {**train_metrics, "version": self.version, "time": {"wall_s": now - self._begin, **mean}}
 
     def evaluate(self, batch: Batch, metrics: dict[str, Any]) -> dict[str, float]:
-        scores = {}
-        for name, temperature in (("tune_pass_at_1", 1.0), ("tune_greedy", 0.0)):
-            attempts = evaluate_model(self.stages, self.learner.model, self.stages.tasks("tune"), 1, temperature)
-            scores[name] = float(np.mean([attempt.grade.passed for attempt in attempts]))
+        tasks = self.stages.tasks("tune")
+        scores = tuning_scores(lambda t: evaluate_model(self.stages, self.learner.model, tasks, 1, t))
         self.say(scores_line(batch.step + 1, scores))
         return scores
 
@@ -559,7 +557,7 @@ def sample_groups(
     lost = 0
     for _ in range(TRIES):
         missing = [number for number in range(len(order)) if number not in attempts]
-        runs = (rewarded(agent.attempt(order[number][1], order[number][0]), custom) for number in missing)
+        runs = (agent.attempt(order[number][1], order[number][0], reward=custom) for number in missing)
         results = [(missing[index], result) for index, result in drive(runs, policy, executor)]
         attempts |= {number: result for number, result in results if result.grade.known}
         faults = [result.grade.output or result.grade.status for _, result in results if not result.grade.known]

@@ -27,8 +27,9 @@ from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.rl import streams_of
 from composer_nb.trainer.services.journal import Journal
 from composer_nb.trainer.services.orchestrator import Orchestrator
-from composer_nb.trainer.services.services import TrainerService, hinter_of
+from composer_nb.trainer.services.services import hinter_of
 from composer_nb.trainer.services.slots import Group
+from composer_nb.trainer.services.trainer_ranks import TrainerRank
 from composer_nb.trainer.settings import Settings, changed, from_dict, override
 
 
@@ -47,7 +48,7 @@ class Replayed:
 
 
 def replay(
-    run: RunDir, settings: Settings, until: int, then: Callable[[TrainerService], None] = lambda trainer: None
+    run: RunDir, settings: Settings, until: int, then: Callable[[TrainerRank], None] = lambda trainer: None
 ) -> Iterator[Replayed]:
     """Repeat steps 1 … `until` of the RL stage and yield each. The run is only read. `then`: called with the trainer at the end.
 
@@ -71,7 +72,8 @@ def replay(
         store = stack.enter_context(tempfile.TemporaryDirectory(prefix="composer_nb-replay-"))
         # From the start, because the stored checkpoint is of the last steps. Elsewhere, because the store belongs to the run.
         elsewhere = replace(settings, services=replace(settings.services, store=store))
-        trainer = stack.enter_context(closing(TrainerService(run.path, elsewhere, from_start=True)))
+        trainer = stack.enter_context(closing(TrainerRank(0, run.path, elsewhere)))
+        trainer.begin(from_start=True)
         hinter = hinter_of(run, settings)
         for train, lr in zip(batches, rates, strict=True):
             groups = load_batch(batch_file(run.path, train.step), by_id)

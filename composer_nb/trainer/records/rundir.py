@@ -44,21 +44,6 @@ CREATE TABLE IF NOT EXISTS checkpoint (stage TEXT PRIMARY KEY, step INTEGER NOT 
 EXCERPT = "excerpt.json"
 
 
-def opened(run: Path, options: str = "", *, whole: bool = True) -> sqlite3.Connection:
-    """Open the database of a run; with `whole` every page is checked. Raises ValueError that names the file if it is damaged or
-    holds anything but plain tables."""
-    db = sqlite3.connect((run / "run.db").as_uri() + options, uri=True, timeout=30.0)
-    try:
-        check_database(db, run / "run.db", whole=whole)
-    except sqlite3.OperationalError:  # locked, or no such file
-        db.close()
-        raise
-    except (sqlite3.DatabaseError, ValueError) as error:
-        db.close()
-        raise ValueError(f"{run / 'run.db'}: {error}; bring it back from a copy, or start a new run") from None
-    return db
-
-
 @contextmanager
 def well_formed(file: Path) -> Iterator[None]:
     """Turn any error from strange content of a file into a ValueError that names it."""
@@ -106,8 +91,18 @@ class RunDir:
         return db
 
     def _opened(self, options: str = "", *, trusted: bool = False) -> sqlite3.Connection:
-        """Open the database; its pages are checked the first time."""
-        db = opened(self.path, options, whole=not (trusted or self._checked))
+        """Open the database; its pages are checked the first time, unless they are `trusted`. Raises ValueError that names the
+        file if it is damaged or holds anything but plain tables."""
+        file = self.path / "run.db"
+        db = sqlite3.connect(file.as_uri() + options, uri=True, timeout=30.0)
+        try:
+            check_database(db, file, whole=not (trusted or self._checked))
+        except sqlite3.OperationalError:  # locked, or no such file
+            db.close()
+            raise
+        except (sqlite3.DatabaseError, ValueError) as error:
+            db.close()
+            raise ValueError(f"{file}: {error}; bring it back from a copy, or start a new run") from None
         self._checked = True
         return db
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,9 +39,6 @@ class RemoteService(Protocol):
     def call(self, method: str, *values: Any) -> Future[Any]:
         """Start a call. The future raises the method's exception, or ActorDied."""
 
-    def wait(self, method: str, *values: Any) -> Any:
-        """Call a method and return its result."""
-
     def kill(self) -> None:
         """End the service at once."""
 
@@ -53,30 +50,21 @@ class RayRemote:
         self._handle, self._name = handle, name
 
     def call(self, method: str, *values: Any) -> Future[Any]:
-        outer: Future[Any] = Future()
-        inner: Future[Any] = getattr(self._handle, method).remote(*values).future()
-        inner.add_done_callback(lambda reply: _settle(outer, reply, self._name))
-        return outer
+        reply: Future[Any] = Future()
 
-    def wait(self, method: str, *values: Any) -> Any:
-        import ray
+        def settle(ended: Future[Any]) -> None:
+            if (error := ended.exception()) is None:
+                reply.set_result(ended.result())
+            else:
+                reply.set_exception(_meaning(error, self._name))
 
-        try:
-            return ray.get(getattr(self._handle, method).remote(*values))
-        except ray.exceptions.RayError as error:
-            raise _meaning(error, self._name) from None
+        getattr(self._handle, method).remote(*values).future().add_done_callback(settle)
+        return reply
 
     def kill(self) -> None:
         import ray
 
         ray.kill(self._handle)
-
-
-def _settle(outer: Future[Any], reply: Future[Any], name: str) -> None:
-    if (error := reply.exception()) is None:
-        outer.set_result(reply.result())
-    else:
-        outer.set_exception(_meaning(error, name))
 
 
 def _meaning(error: BaseException, name: str) -> BaseException:
@@ -103,14 +91,17 @@ class RayActors:
         self._made: list[RayRemote] = []
         self._places: dict[str, Any] = {}
 
-    def make(self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1, gpus: int = 0) -> RayRemote:
-        """Return a new service `kind(*values)` with so many GPUs, on the next of the cluster's nodes. Up to `threads` calls run
-        at a time; others wait."""
-        return self._make(kind, values, name, threads, gpus, "SPREAD")
-
-    def _make(
-        self, kind: Callable[..., Any], values: Sequence[Any], name: str, threads: int, gpus: int, where: Any
+    def make(
+        self,
+        kind: Callable[..., Any],
+        *values: Any,
+        name: str,
+        threads: int = 1,
+        gpus: int = 0,
+        where: Any = "SPREAD",
     ) -> RayRemote:
+        """Return a new service `kind(*values)` with so many GPUs, by default on the next of the cluster's nodes. Up to `threads`
+        calls run at a time; others wait."""
         import ray
 
         needs = {"num_cpus": RANK_CPU, "num_gpus": gpus, "scheduling_strategy": where}
@@ -118,6 +109,12 @@ class RayActors:
         remote = RayRemote(actor.remote(*values), name)
         self._made.append(remote)
         return remote
+
+    def share(self, value: Any) -> Any:
+        """Return a reference to a value, which any number of calls may take in its place."""
+        import ray
+
+        return ray.put(value)
 
     def make_ranks(
         self, kind: Callable[..., Any], count: int, *values: Any, name: str, threads: int, gpus: int = 0
@@ -136,7 +133,8 @@ class RayActors:
         remotes = []
         for rank in range(count):
             where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
-            remotes.append(self._make(kind, (rank, *values), f"{name}-{rank}", threads, gpus, where))
+            args: dict[str, Any] = {"name": f"{name}-{rank}", "threads": threads, "gpus": gpus, "where": where}
+            remotes.append(self.make(kind, rank, *values, **args))
         return remotes
 
     def _release(self, name: str) -> None:

@@ -1,78 +1,74 @@
 """The environment service: agents and their sandboxes in their own process, with a policy in another.
 
-An environment worker gets dispatches and returns graded, packed attempts. It drives its agents exactly as the plain loop does;
-only the policy is a proxy. It does not import torch, so that many workers fit on a machine.
+    dispatches ──▶ conversations, one thread each ──▶ graders ──▶ rollouts/finished ──▶ reports
+                       ▲ turns of the engine             beside the conversations, so that slow tests hold up nobody
+
+An environment worker drives its agents exactly as the plain loop does; only the policy is a proxy. It stores each graded rollout
+before it reports its end. It does not import torch, so that many workers fit on a machine.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from composer_nb.harness.agent.driver import Driver
 from composer_nb.harness.agent.turns import Limits
-from composer_nb.harness.attempt import rewarded
+from composer_nb.harness.attempt import Environment, graded, rewarded
 from composer_nb.harness.environment import EnvSettings, Sandboxes, make_agent
 from composer_nb.harness.grading.grade import Attempt
 from composer_nb.harness.policy import ATTEMPT_STRIDE, Completion, Request, Trace
 from composer_nb.harness.sandbox.reap import FOLDER
-from composer_nb.harness.store import pack_attempt
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.prompts import Order, prompt_order
+from composer_nb.trainer.records.finished import FinishedRollouts, RolloutName
 from composer_nb.trainer.services.actors import RemoteService, require_seen
-from composer_nb.trainer.services.orchestrator import Dispatch
+from composer_nb.trainer.services.orchestrator import Alive, Dispatch, Faulted, Finished
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutOutcome:
-    """The end of one rollout of a dispatch. `packed` is None after an infrastructure fault or a cancellation."""
-
-    slot: int
-    attempt: int
-    place: int
-    packed: bytes | None
-    oldest_version: int = 0
-    sampled: int = 0
-    seconds: float = 0.0
-    """Time from the start of the agent to its grade."""
-    reason: str = ""
+# What a worker reports; the coordinator, which has the clock, stamps it.
+Report = Finished | Faulted | Alive
 
 
 @dataclass(slots=True)
 class EnginePair:
-    """An engine and the environment worker that samples from it; they live and die together."""
+    """An engine and the environment worker that samples from it; they live and die together.
+
+    Attributes:
+        version: Version that the engine serves.
+        work: The worker's next reports, asked for at the time `since`.
+        update: The engine's next version.
+    """
 
     name: str
     engine: RemoteService
     worker: RemoteService
     version: int
-    """Version that the engine serves."""
     joined: bool = False
-    updating: bool = False
-    working: bool = False
+    work: Future[Any] | None = None
     since: float = 0.0
+    update: Future[Any] | None = None
     start: list[Dispatch] = field(default_factory=list)
     cancel: list[tuple[int, int]] = field(default_factory=list)
-    assigned: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     _noted: float = field(default_factory=time.perf_counter)
     _told: float = field(default_factory=time.perf_counter)
     _admitted: bool = False
     _without_s: float = 0.0
 
-    def note(self) -> None:
-        """Record whether any rollout is admitted from now on."""
+    def update_waits(self, admitted: bool) -> None:
+        """Count the time without rollouts, and record whether any is `admitted` from now on."""
         now = time.perf_counter()
         self._without_s += 0.0 if self._admitted else now - self._noted
-        self._noted, self._admitted = now, bool(self.assigned)
+        self._noted, self._admitted = now, admitted
 
     def waits(self, idle: float) -> dict[str, float]:
         """Split the engine's idle share of the time since its last report: without rollouts, and with some."""
-        self.note()
+        self.update_waits(self._admitted)
         without = min(idle, self._without_s / (self._noted - self._told))
         self._told, self._without_s = self._noted, 0.0
         return {"trainer": without, "environments": idle - without}
@@ -98,7 +94,7 @@ class RemotePolicy:
         requests = list(self._requests.values())
         self._sent |= self._requests.keys()
         self._requests.clear()
-        completions: list[Completion] = self._engine.wait("exchange", self._name, requests)
+        completions: list[Completion] = self._engine.call("exchange", self._name, requests).result()
         completions = [completion for completion in completions if completion.rollout in self._under_way]
         self._under_way -= {completion.rollout for completion in completions}
         return sorted(completions, key=lambda completion: completion.rollout)
@@ -120,7 +116,7 @@ def _extended(trace: Trace, count: int) -> Trace:
 
 
 class EnvironmentService:
-    """Agents with their sandboxes and a connection to one engine. `work` starts agents and returns those that have ended."""
+    """Agents with their sandboxes and a connection to one engine. `work` starts agents and reports those that have ended."""
 
     def __init__(
         self,
@@ -132,72 +128,84 @@ class EnvironmentService:
         policy: tuple[RemoteService, str, int],
         lockstep: bool,
     ) -> None:
-        """`policy`: see `RemotePolicy`. `lockstep`: `work` reports each ended rollout at once, so that the number of ended ones
-        does not depend on a clock, and one seed gives one result."""
+        """`policy`: see `RemotePolicy`. `lockstep`: `work` grades and reports each ended rollout at once, so that the number of
+        ended ones does not depend on a clock, and one seed gives one result."""
         require_seen(run)
-        self._own = env.reward_function(limits.seconds)
-        self._sandboxes = Sandboxes(env.backend, run.name, run / FOLDER)
-        self._agent = agent = make_agent(env, load_tokenizer(run / "data", needed=()), limits, self._sandboxes)
+        self._reward = env.reward_function(limits.seconds)
+        sandboxes = Sandboxes(env.backend, run.name, run / FOLDER)
+        # Their own, because those that call functions serve one batch at a time.
+        self._grading_sandboxes = sandboxes if lockstep else Sandboxes(env.backend, run.name, run / FOLDER)
+        self._agent = agent = make_agent(env, load_tokenizer(run / "data", needed=()), limits, sandboxes)
         self._tasks, self._group, self._lockstep = prompt_order(run, order), group, lockstep
-        functions = self._sandboxes.functions if agent.backend is None else self._sandboxes
-        self._driver: Driver[Attempt] = Driver(RemotePolicy(*policy), functions, lockstep)
-        self._doing: dict[int, tuple[int, int, int]] = {}
-        self._since: dict[int, float] = {}
-        self._waiting: list[tuple[int, tuple[int, int, int]]] = []
+        self._driver: Driver[Attempt] = Driver(
+            RemotePolicy(*policy), sandboxes.functions if agent.backend is None else sandboxes, lockstep
+        )
+        self._finished, self._graders = FinishedRollouts(run), ThreadPoolExecutor(policy[2], "grader")
+        # Rollouts that wait for a seat, are in conversation since a time, and are graded.
+        self._waiting: list[tuple[int, RolloutName]] = []
+        self._conversations: dict[int, tuple[RolloutName, float]] = {}
+        self._grading: dict[RolloutName, Future[Finished | Faulted]] = {}
 
-    def work(
-        self, start: Sequence[Dispatch], cancel: Sequence[tuple[int, int]], seconds: float
-    ) -> tuple[list[RolloutOutcome], set[tuple[int, int]]]:
-        """Start dispatches, give up cancelled ones (slot, attempt), and work for about `seconds`. Return the rollouts that ended,
+    def work(self, start: Sequence[Dispatch], cancel: Sequence[tuple[int, int]], seconds: float) -> list[Report]:
+        """Start dispatches, give up cancelled ones (slot, attempt), and work for about `seconds`. Report the rollouts that ended,
         and the dispatches that made progress or wait for room. Return at once without work. Raises TooManyBlocked."""
         until = time.monotonic() + seconds
         for a in start:
             base = (a.attempt - 1) * ATTEMPT_STRIDE + a.slot * self._group  # as in the plain loop at the first attempt
             self._waiting += [(base + place, (a.slot, a.attempt, place)) for place in a.places]
-        outcomes = self._give_up(set(cancel))
-        while (self._doing or self._waiting) and (time.monotonic() < until or not self._doing):
-            if self._lockstep and outcomes:
+        reports: list[Report] = [*self._give_up(set(cancel))]
+        while self._waiting or self._conversations or self._grading:
+            time_is_up = time.monotonic() >= until and (self._conversations or self._grading)
+            if time_is_up or (self._lockstep and reports):
                 break
-            while self._waiting and self._driver.room:
-                rollout, names = self._waiting.pop(0)
-                self._doing[rollout], self._since[rollout] = names, time.monotonic()
-                self._driver.add(rollout, rewarded(self._agent.attempt(self._tasks[names[0]], rollout), self._own))
-            for rollout, attempt in self._driver.round(seconds):
-                seconds_taken = time.monotonic() - self._since.pop(rollout)
-                outcomes.append(_outcome(self._doing.pop(rollout), attempt, seconds_taken))
-        alive = {self._doing[rollout][:2] for rollout in self._driver.moved & self._doing.keys()}
+            if not (self._lockstep and self._grading):
+                self._converse(seconds)
+            if self._lockstep or not self._conversations:
+                left = max(0.0, until - time.monotonic())
+                wait(self._grading.values(), left, ALL_COMPLETED if self._lockstep else FIRST_COMPLETED)
+            done = [name for name, report in self._grading.items() if report.done()]
+            if not self._lockstep or len(done) == len(self._grading):
+                reports += [self._grading.pop(name).result() for name in done]
+        alive = {name[:2] for _, name in self._waiting}
+        alive |= {name[:2] for rollout, (name, _) in self._conversations.items() if rollout in self._driver.moved}
         self._driver.moved.clear()
-        return outcomes, alive | {names[:2] for _, names in self._waiting}
+        return reports + [Alive(slot=slot, attempt=attempt) for slot, attempt in sorted(alive)]
 
-    def _give_up(self, cancelled: set[tuple[int, int]]) -> list[RolloutOutcome]:
+    def _converse(self, seconds: float) -> None:
+        """Give free seats to those that wait, let each conversation make a step, and have those that ended graded."""
+        while self._waiting and self._driver.room:
+            rollout, name = self._waiting.pop(0)
+            self._conversations[rollout] = name, time.monotonic()
+            self._driver.add(rollout, self._agent.attempt(self._tasks[name[0]], rollout, graded=False))
+        for rollout, ended in self._driver.round(seconds) if self._conversations else ():
+            name, since = self._conversations.pop(rollout)
+            functions = self._grading_sandboxes.functions if ended.task.grader == "functions" else None
+            env = self._agent.environment(functions)
+            self._grading[name] = self._graders.submit(self._report, name, ended, env, since)
+
+    def _report(self, name: RolloutName, ended: Attempt, env: Environment, since: float) -> Finished | Faulted:
+        """Grade a rollout, store it, and return the report of its end."""
+        attempt = rewarded(graded(ended, env), self._reward)
+        key = dict(zip(("slot", "attempt", "place"), name, strict=True))
+        rollout, grade = attempt.rollout, attempt.grade
+        if not grade.known:
+            return Faulted(**key, reason=grade.output or grade.status, sampled=rollout.sampled)
+        self._finished.save(name, attempt)
+        oldest = int(rollout.versions.min()) if len(rollout.versions) else 0
+        seconds = time.monotonic() - since
+        return Finished(**key, oldest_version=oldest, sampled=rollout.sampled, seconds=seconds)
+
+    def _give_up(self, cancelled: set[tuple[int, int]]) -> list[Faulted]:
         if not cancelled:
             return []
-        gone = [names for _, names in self._waiting if names[:2] in cancelled]
-        self._waiting = [(rollout, names) for rollout, names in self._waiting if names[:2] not in cancelled]
-        for rollout, names in list(self._doing.items()):
-            if names[:2] in cancelled:
+        names = [name for _, name in self._waiting if name[:2] in cancelled]
+        self._waiting = [(rollout, name) for rollout, name in self._waiting if name[:2] not in cancelled]
+        for rollout, (name, _) in list(self._conversations.items()):
+            if name[:2] in cancelled:
                 self._driver.drop(rollout)
-                gone.append(self._doing.pop(rollout))
-                self._since.pop(rollout)
-        return [RolloutOutcome(slot=s, attempt=a, place=p, packed=None, reason="cancelled") for s, a, p in gone]
-
-    def close(self) -> None:
-        """End the sandboxes."""
-        self._sandboxes.__exit__(None, None, None)
-
-
-def _outcome(rollout_key: tuple[int, int, int], attempt: Attempt, seconds: float) -> RolloutOutcome:
-    slot, number, place = rollout_key
-    rollout = attempt.rollout
-    written = rollout.versions
-    is_graded = attempt.grade.known
-    return RolloutOutcome(
-        slot=slot,
-        attempt=number,
-        place=place,
-        packed=pack_attempt(attempt) if is_graded else None,
-        oldest_version=int(written.min()) if len(written) else 0,
-        sampled=rollout.sampled,
-        seconds=seconds,
-        reason="" if is_graded else attempt.grade.output or attempt.grade.status,
-    )
+                del self._conversations[rollout]
+                names.append(name)
+        for name in [name for name in self._grading if name[:2] in cancelled]:
+            self._grading.pop(name).cancel()  # one that has begun is graded in vain
+            names.append(name)
+        return [Faulted(slot=s, attempt=a, place=p, reason="cancelled") for s, a, p in names]

@@ -48,17 +48,20 @@ SILENT = "it said nothing"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """A live head."""
+    """A live head.
+
+    Attributes:
+        folder: Absolute path, the value of `services.address`.
+        address: host:port of its control service.
+        started: Time of its start, in seconds since the epoch.
+        until: End of its lease, in seconds since the epoch.
+    """
 
     folder: str
-    """Absolute path, the value of `services.address`."""
     address: str
-    """host:port of its control service."""
     pid: int
     started: float
-    """Time of its start, in seconds since the epoch."""
     until: float
-    """End of its lease, in seconds since the epoch."""
 
 
 class HeadGone(ConnectionError, ValueError):

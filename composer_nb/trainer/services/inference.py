@@ -42,17 +42,20 @@ Between = Callable[[Callable[[], Any]], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningVersion:
-    """The version that an engine runs, by its own account."""
+    """The version that an engine runs, by its own account.
+
+    Attributes:
+        seconds: From the order to the swap.
+        paused: Part of these seconds without decoding.
+        idle: Share of the time since the last version in which the engine had no turn to decode.
+    """
 
     version: int
     hash: str
     read_bytes: int
     seconds: float
-    """From the order to the swap."""
     paused: float
-    """Part of these seconds without decoding."""
     idle: float = 0.0
-    """Share of the time since the last version in which the engine had no turn to decode."""
 
 
 def fetch(receiver: Receiver, version: int) -> Fetched:

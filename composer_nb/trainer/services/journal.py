@@ -1,7 +1,8 @@
-"""The records of asynchronous RL in `run.db`: finished rollouts, the orchestrator's state, the log of batches and of versions.
+"""The records of asynchronous RL in `run.db`: the orchestrator's state, the log of batches and of versions, live settings.
 
-They give three levels of checkpoint. A finished rollout is not sampled again. A complete group stays complete. A batch that was
-trained after the last checkpoint of the weights is trained again, on the same rollouts in the same order.
+With the stored rollouts (`records/finished.py`, `records/batches.py`), they give three levels of checkpoint. A finished rollout
+is not sampled again. A complete group stays complete. A batch that was trained after the last checkpoint of the weights is
+trained again, on the same rollouts in the same order.
 """
 
 from __future__ import annotations
@@ -19,13 +20,10 @@ from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.untrusted import json_of
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.schedule import Changes, require_live
-from composer_nb.trainer.services.environments import RolloutOutcome
 from composer_nb.trainer.services.orchestrator import Train
 from composer_nb.trainer.settings import Settings, override
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS rollout
-  (slot INTEGER, attempt INTEGER, place INTEGER, packed BLOB NOT NULL, PRIMARY KEY (slot, attempt, place));
 CREATE TABLE IF NOT EXISTS batch (step INTEGER PRIMARY KEY, train TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS version (version INTEGER PRIMARY KEY, step INTEGER NOT NULL, hash TEXT NOT NULL, at REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS served
@@ -37,8 +35,6 @@ CREATE TABLE IF NOT EXISTS change
 
 # Stands for the step of a refused change.
 REFUSED = -1
-# Name (slot, attempt, place) of a rollout.
-Name = tuple[int, int, int]
 
 
 class Journal:
@@ -69,30 +65,6 @@ class Journal:
 
     def save(self, snapshot: Mapping[str, Any]) -> None:
         self._db.execute("INSERT OR REPLACE INTO orchestrator VALUES (0, ?)", (json.dumps(snapshot),))
-
-    # Rollouts that are not trained yet
-
-    def keep(self, outcome: RolloutOutcome) -> None:
-        name = (outcome.slot, outcome.attempt, outcome.place)
-        self._db.execute("INSERT OR IGNORE INTO rollout VALUES (?, ?, ?, ?)", (*name, outcome.packed))
-
-    def stored(self) -> set[Name]:
-        return set(self._db.execute("SELECT slot, attempt, place FROM rollout"))
-
-    def packed(self, names: Iterable[Name]) -> list[bytes]:
-        """Return packed rollouts. Raises KeyError for a missing one."""
-        packed_rollouts = []
-        for name in names:
-            row = self._db.execute("SELECT packed FROM rollout WHERE slot=? AND attempt=? AND place=?", name).fetchone()
-            if row is None:
-                raise KeyError(f"rollout {name} is not in run.db")
-            packed_rollouts.append(row[0])
-        return packed_rollouts
-
-    def keep_only(self, slots: Iterable[int]) -> None:
-        """Remove the rollouts of all other groups, which are trained, and in the file of their step, or replaced."""
-        slots_json = json.dumps([*slots])
-        self._db.execute("DELETE FROM rollout WHERE slot NOT IN (SELECT value FROM json_each(?))", (slots_json,))
 
     # The log
 

@@ -39,16 +39,11 @@ ATTEMPTS_A_LIFE = 1_000_000
 # Events and commands
 
 
-def whole(value: Any, least: int = 0) -> bool:
-    """Return whether a value is an integer of at least `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """An event, `at` seconds on the caller's clock."""
 
-    at: float
+    at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +63,12 @@ class Left(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(Event):
-    """One rollout is graded and stored. `oldest_version` is that of its oldest token, and `sampled` counts its tokens."""
+    """One rollout is graded and stored. `oldest_version` is that of its oldest token, and `sampled` counts its tokens.
+
+    Attributes:
+        reward: Its reward, if groups without a signal are replaced.
+        seconds: Time from the start of the agent to its grade.
+    """
 
     slot: int
     attempt: int
@@ -76,12 +76,7 @@ class Finished(Event):
     oldest_version: int
     sampled: int
     reward: float | None = None
-    """Its reward, if groups without a signal are replaced."""
-
-    def sound(self, version: int) -> bool:
-        """Return whether the numbers are possible while `version` is the newest."""
-        known = whole(self.oldest_version) and self.oldest_version <= version
-        return known and _named(self) and whole(self.place) and whole(self.sampled)
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +89,6 @@ class Faulted(Event):
     reason: str
     sampled: int = 0
 
-    def sound(self, version: int) -> bool:
-        """Return whether the numbers are possible."""
-        return _named(self) and whole(self.place) and whole(self.sampled)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alive(Event):
@@ -105,14 +96,6 @@ class Alive(Event):
 
     slot: int
     attempt: int
-
-    def sound(self, version: int) -> bool:
-        """Return whether the numbers are possible."""
-        return _named(self)
-
-
-def _named(event: Finished | Faulted | Alive) -> bool:
-    return whole(event.slot) and whole(event.attempt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,9 +195,10 @@ class Orchestrator:
         self._commands: list[Command] = []
 
     def handle(self, event: Event) -> list[Command]:
-        """Process an event and return the commands to execute, in order. Invalid events are ignored and counted."""
-        if self.ended or not isinstance(event.at, int | float) or not math.isfinite(event.at):
-            self.books.counts["ignored_ended" if self.ended else "ignored_impossible"] += 1
+        """Process an event and return the commands to execute, in order. Late, repeated and unknown events are ignored
+        and counted."""
+        if self.ended:
+            self.books.counts["ignored_ended"] += 1
             return []
         self.now = max(self.now, event.at)
         self._commands = []
@@ -249,8 +233,8 @@ class Orchestrator:
             case Finished() | Faulted() | Alive():
                 return self._rollout(event)
             case Joined():
-                if event.worker in self.workers or not whole(event.capacity, 1):
-                    return "duplicate" if event.worker in self.workers else "impossible"
+                if event.worker in self.workers:
+                    return "duplicate"
                 self.workers[event.worker] = Worker(event.capacity)
             case Left():
                 return self._left(event.worker)
@@ -259,7 +243,7 @@ class Orchestrator:
             case TrainerLost():
                 self._trainer_lost(event.redo)
             case Served():
-                if not whole(event.version) or not (self.slowest or 0) <= event.version <= self.version:
+                if not (self.slowest or 0) <= event.version <= self.version:
                     return "impossible"
                 self.slowest = event.version
             case Changed():
@@ -272,8 +256,6 @@ class Orchestrator:
         return None
 
     def _rollout(self, event: Finished | Faulted | Alive) -> str | None:
-        if not event.sound(self.version):
-            return "impossible"
         group = self.groups.get(event.slot)
         if group is None:
             return "late" if event.slot < self.next_slot else "unknown"
@@ -338,7 +320,7 @@ class Orchestrator:
     def _trained(self, step: int) -> str | None:
         todo = self.redo[0] if self.redo else self.training
         if todo is None or not self.issued or step != todo.step:
-            return "duplicate" if whole(step) and step < self.version else "unknown"
+            return "duplicate" if step < self.version else "unknown"
         self.issued, self.trainer_deaths = False, 0
         if self.redo:
             del self.redo[0]

@@ -1,4 +1,5 @@
-"""The services of asynchronous RL that hold a model: inference, training, evaluation. They are plain classes, run as Ray actors.
+"""The services of asynchronous RL that hold a model: inference and evaluation, with what they share with the trainer
+(`trainer_ranks.py`). They are plain classes, run as Ray actors.
 
 They share only the version store. The trainer publishes every optimizer step there, in the background. An engine fetches a
 version while it decodes, and swaps it in between two steps. It hashes the loaded weights and reports the hash.
@@ -7,23 +8,20 @@ version while it decodes, and swaps it in between two steps. It hashes the loade
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from composer_nb.harness.agent.chat import ChatRenderer
 from composer_nb.harness.agent.hints import hints_of
 from composer_nb.harness.attempt import Agent
 from composer_nb.harness.bench import run_eval
-from composer_nb.harness.environment import Sandboxes, carry, make_agent, trained_in
+from composer_nb.harness.environment import Sandboxes, make_agent, trained_in
 from composer_nb.harness.sandbox.reap import FOLDER
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.trainer.engine import Engine
@@ -35,19 +33,14 @@ from composer_nb.trainer.models.checkpoint import (
     empty_model,
     from_hugging_face,
     load_pretrained,
-    published,
-    save_pretrained,
-    side_files,
 )
 from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.models.transformer import Kernels, Model
 from composer_nb.trainer.records.rundir import RunDir
-from composer_nb.trainer.rl import Hinter
+from composer_nb.trainer.rl import Hinter, tuning_scores
 from composer_nb.trainer.services.actors import require_seen
-from composer_nb.trainer.services.inference import Inference, RunningVersion, Updates, fetch
+from composer_nb.trainer.services.inference import Inference, Updates, fetch
 from composer_nb.trainer.settings import Settings
-from composer_nb.trainer.versions.manifest import state_hash
-from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher
 from composer_nb.trainer.versions.receiver import Receiver
 
 
@@ -146,103 +139,6 @@ def make_engine(
     return Engine(model, stop=stop, temperature=temperature, seed=seed, version=version, **size)
 
 
-class TrainerService:
-    """The service of the learner, which turns batches of streams into versions. It has no notion of tasks, rewards or groups. It
-    handles one call at a time: calls during a batch wait for its end."""
-
-    def __init__(self, run: Path, settings: Settings, from_start: bool = False) -> None:
-        """Load the newest checkpoint of `run`, or its start, and publish these weights."""
-        require_seen(run)
-        set_up_process(settings.seed, settings.matmul)
-        self._run, self._settings = RunDir(run), settings
-        self._learner, self.step, _ = make_learner(self._run, settings, from_start)
-        model = self._learner.model
-        self._files = side_files(model)
-        self.version = self.step * settings.rl.minibatches
-        self._newest = published(model)
-        # The version before the last batch with a signal, and its weights.
-        self._before = (self.version, self._newest)
-        self._ranks = Ranks()
-        publisher = Publisher(store_url(run, settings), owner="trainer", full_every=settings.services.full_every)
-        self._publisher, self._background = publisher, BackgroundPublisher(publisher)
-        publisher.publish(self.version, self._newest, self._files)
-
-    def at(self) -> int:
-        """Return the number of batches learned."""
-        return self.step
-
-    def learn(
-        self, step: int, lr: float, streams: Sequence[Stream], running: Sequence[RunningVersion], saved: int = 0
-    ) -> dict[str, Any]:
-        """Learn from a batch in optimizer steps that are published one by one. Return metrics with the final version and its
-        hash. `running` are the engines' reports since the last call. Versions since step `saved` stay in the store, because a
-        trainer that dies returns there.
-
-        Raises ValueError for a batch out of order, or the error of publishing an earlier version.
-        """
-        if step != self.step:
-            raise ValueError(f"the trainer stands at step {self.step} and was given the batch of step {step}")
-        for report in running:
-            self._publisher.acknowledge(report.version, report.hash)
-        every, minibatches = self._settings.services.full_every, self._settings.rl.minibatches
-        if step % every == 0:
-            self._background.prune(2 * every, since=saved * minibatches)
-        start = time.perf_counter()
-        if streams:
-            self._before = (self.version, self._newest)
-        metrics = learn_batch(self._learner, streams, self._ranks, self._settings, step, lr, self._publish)
-        self.step += 1
-        while self.version < self.step * minibatches:  # a batch has its fixed number of versions, even without a signal
-            self._publish()
-        train_s = time.perf_counter() - start
-        return {**metrics, "version": self.version, "hash": self._hash(), "train_s": train_s}
-
-    def _publish(self) -> None:
-        self.version += 1
-        self._hand_over()
-
-    def _hand_over(self) -> None:
-        """Publish the current weights in the background."""
-        self._newest = published(self._learner.model)
-        self._background.publish(self.version, self._newest, self._files)
-
-    def _hash(self) -> str:
-        return state_hash(self._newest)
-
-    def tensors(self) -> tuple[int, dict[str, Tensor]]:
-        """Return the newest version, for an engine that cannot use the store's."""
-        return self.version, self._newest
-
-    def state(self) -> tuple[int, dict[str, Any] | str]:
-        """Return the number of steps, and a copy of the state that a resumed trainer needs, or the name of the folder where ranks
-        have written it."""
-        return self.step, {name: tensor.clone() for name, tensor in self._learner.optimizer.state().items()}
-
-    def close(self) -> None:
-        """Stop publishing once all versions are published."""
-        self._background.close()
-
-    def finish(self, versions: Mapping[str, int]) -> None:
-        """Stop publishing, and save each of these versions under its name."""
-        self.close()
-        if not self._ranks.first:
-            return
-        for name, version in versions.items():
-            model, path = empty_model(self._learner.model.config), self._run.path / "weights" / name
-            from_hugging_face(model, self._weights(version))
-            model.companions = self._learner.model.companions
-            save_pretrained(model, path, dtype=torch.bfloat16)
-            carry(path, self._settings.env, self._settings.limits)
-
-    def _weights(self, version: int) -> Mapping[str, Tensor]:
-        """Return the weights of a version from memory, or from the store if another process made them."""
-        weights = dict([self._before, (self.version, self._newest)])
-        return weights[version] if version in weights else self._stored(version)
-
-    def _stored(self, version: int) -> Mapping[str, Tensor]:
-        return Receiver(store_url(self._run.path, self._settings), name="trainer").fetch(version).tensors
-
-
 class EvaluationService:
     """Scores a published version on the run's tuning tasks, with its own engine and sandboxes."""
 
@@ -261,15 +157,10 @@ class EvaluationService:
         from_hugging_face(model, fetch(receiver, version).tensors)
         tokenizer = load_tokenizer(self._run / "data", needed=())
         tasks = load_tasks(self._run / "data" / "tune.jsonl")
-        scores = {}
         with Sandboxes(s.env.backend, self._run.name, self._run / FOLDER) as sandboxes:
             agent = make_agent(s.env, tokenizer, s.limits, sandboxes)
             make = partial(make_engine, model, s, agent.renderer.stop, seed=s.seed + 17, version=version)
-            for name, temperature in (("tune_pass_at_1", 1.0), ("tune_greedy", 0.0)):
-                engine = make(temperature=temperature)
-                attempts = list(run_eval(engine, agent, tasks, sandboxes, 1))
-                scores[name] = float(np.mean([attempt.grade.passed for attempt in attempts]))
-        return scores
+            return tuning_scores(lambda t: list(run_eval(make(temperature=t), agent, tasks, sandboxes, 1)))
 
 
 def store_url(run: Path, settings: Settings) -> str:

@@ -24,44 +24,53 @@ class Worker:
 
 @dataclass(slots=True)
 class DispatchLease:
-    """A dispatch under way."""
+    """A dispatch under way.
+
+    Attributes:
+        version: Version served at the dispatch. No token of it is older, unless an engine lags behind its report.
+    """
 
     worker: str
     places: list[int]
     version: int
-    """Version served at the dispatch. No token of it is older, unless an engine lags behind its report."""
     heard: float
 
 
 @dataclass(slots=True)
 class Done:
-    """A finished rollout that is not trained yet."""
+    """A finished rollout that is not trained yet.
+
+    Attributes:
+        finished: Version at its end.
+    """
 
     attempt: int
     oldest: int
     finished: int
-    """Version at its end."""
     sampled: int
     reward: float | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The rollouts of one prompt. Groups are compared by identity."""
+    """The rollouts of one prompt. Groups are compared by identity.
+
+    Attributes:
+        ready: Count of finished rollouts of the run when the group became ready.
+        avoid: Workers on which the group hung.
+        gone: Reason and worker, by (attempt, place), of rollouts that were given up and have not reported since.
+    """
 
     slot: int
     size: int
     attempts: int = 0
     deaths: int = 0
     ready: int = 0
-    """Count of finished rollouts of the run when the group became ready."""
     done: dict[int, Done] = field(default_factory=dict)
     leases: dict[int, DispatchLease] = field(default_factory=dict)
     faults: Counter[int] = field(default_factory=Counter)
     avoid: set[str] = field(default_factory=set)
-    """Workers on which the group hung."""
     gone: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict)
-    """Reason and worker, by (attempt, place), of rollouts that were given up and have not reported since."""
 
     @property
     def complete(self) -> bool:
@@ -110,13 +119,17 @@ class Group:
 
 @dataclass(slots=True)
 class Books:
-    """Counters since the start of the surviving lineage."""
+    """Counters since the start of the surviving lineage.
+
+    Attributes:
+        ledger: Sampled tokens by their use.
+        staleness: Trained rollouts by the number of versions that passed while they were sampled, while they waited, and in
+            total.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     ledger: Counter[str] = field(default_factory=Counter)
-    """Sampled tokens by their use."""
     staleness: dict[str, Counter[int]] = field(default_factory=dict)
-    """Trained rollouts by the number of versions that passed while they were sampled, while they waited, and in total."""
 
     def receive(self, sampled: int, what: str | None = None) -> None:
         """Book reported tokens. Without `what`, they are held until the rollout is trained or dropped."""

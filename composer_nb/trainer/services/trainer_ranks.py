@@ -1,27 +1,26 @@
-"""The trainer service as several processes: `TrainerRank`, the same service on a model that is sharded over ranks, and
-`TrainerGroup`, their facade. Every call goes to all ranks, and they live and die together.
-
-Ranks must do the same work in the same order, while calls to their actors may overtake each other. So collective calls are
-numbered, and each rank follows the numbers (`turn`).
-"""
+"""The trainer service: a group of ranks. A single rank has the whole model; several share it, do the same work in the same order,
+and live and die together."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from itertools import count
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from composer_nb.harness.environment import carry
 from composer_nb.trainer.learning.learner import Learner
-from composer_nb.trainer.learning.ranks import set_up_process
-from composer_nb.trainer.models.checkpoint import side_files
+from composer_nb.trainer.learning.packing import Stream
+from composer_nb.trainer.learning.ranks import Ranks, set_up_process
+from composer_nb.trainer.models.checkpoint import empty_model, from_hugging_face, published, save_pretrained, side_files
 from composer_nb.trainer.models.transformer import Model
 from composer_nb.trainer.parallel.checkpoint import load_sharded, published_share, restore, save
 from composer_nb.trainer.parallel.mesh import Mesh
@@ -29,104 +28,161 @@ from composer_nb.trainer.parallel.optimizer import ShardedOptimizer
 from composer_nb.trainer.parallel.team import PATIENCE, Team, join, meeting_place
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.actors import ActorDied, RayActors, require_seen
-from composer_nb.trainer.services.services import TrainerService, store_url
+from composer_nb.trainer.services.inference import RunningVersion
+from composer_nb.trainer.services.services import learn_batch, make_learner, store_url
 from composer_nb.trainer.settings import Settings
 from composer_nb.trainer.versions.publisher import BackgroundPublisher, Publisher
+from composer_nb.trainer.versions.receiver import Receiver
 
 # Seconds to wait for the report of a rank's death: when one dies, the others fail too, and may report first.
 HEARD_S = 20.0
 LOOPBACK = "127.0.0.1"
 
 
-class TrainerRank(TrainerService):
-    """A rank of the trainer. It is uninitialized until `meet` (on the first rank) and `begin` are called."""
+class TrainerRank:
+    """A rank of the learner, which turns batches of streams into versions. It has no notion of tasks, rewards or groups. It is
+    uninitialized until `begin` is called."""
 
     def __init__(self, rank: int, run: Path, settings: Settings) -> None:
         require_seen(run)
         self._rank, self._run, self._settings = rank, RunDir(run), settings
-        self._order, self._next = threading.Condition(), 0
-        self._place: dist.Store | None = None
+        self._meeting: dist.Store | None = None
+        self._team: Team | None = None
+        self._saving: Future[Any] | None = None
 
     def meet(self) -> str:
         """Return the "host:port" at which the other ranks find this one."""
         local = self._settings.services.address.startswith(LOOPBACK) or not self._settings.services.address
         host = LOOPBACK if local else _own_address()
-        self._place = store = meeting_place(host)
+        self._meeting = store = meeting_place(host)
         return f"{host}:{store.port}"
 
-    def turn(self, number: int, method: str, *values: Any) -> Any:
-        """Execute a call of all ranks with this number, from 0, after all calls with lower numbers."""
-        with self._order:
-            self._order.wait_for(lambda: self._next == number)
-        try:
-            return getattr(self, method)(*values)
-        finally:
-            with self._order:
-                self._next += 1
-                self._order.notify_all()
-
-    def begin(self, address: str) -> None:
-        """Join the others, load the newest checkpoint or the start, and publish these weights."""
-        s, run = self._settings, self._run.path
+    def begin(self, address: str = "", from_start: bool = False) -> None:
+        """Load the newest checkpoint or the start, and publish these weights. `address`: where ranks that share a model meet."""
+        s = self._settings
         set_up_process(s.seed, s.matmul)
+        group: dist.ProcessGroup | None = None
+        if address:
+            group = self._join(address)
+        else:
+            self._ranks = Ranks()
+            self._learner, self.step, _ = make_learner(self._run, s, from_start)
+        self._files = side_files(self._learner.model)
+        self.version = self.step * s.rl.minibatches
+        self._newest = self._weights()
+        # The version before the last batch with a signal, and its weights.
+        self._before = (self.version, self._newest)
+        url, every = store_url(self._run.path, s), s.services.full_every
+        self._publisher = Publisher(url, owner="trainer", full_every=every, group=group)
+        self._background = BackgroundPublisher(self._publisher)
+        self._publisher.publish(self.version, self._newest, self._files)
+
+    def _join(self, address: str) -> dist.ProcessGroup:
+        """Join the other ranks, and load this one's share of the model. Return the group of their publishers."""
+        s = self._settings
         host, _, port = address.rpartition(":")
         if host == LOOPBACK:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = self._place or dist.TCPStore(host, int(port), is_master=False, timeout=PATIENCE)
+        store = self._meeting or dist.TCPStore(host, int(port), is_master=False, timeout=PATIENCE)
         if s.mesh.device == "cuda":
             torch.cuda.set_device(0)  # the only one that Ray shows to this process
         join(self._rank, s.trainers, store, s.mesh.device)
-        self._ranks = team = Team(Mesh.of(s.mesh, s.trainers), s.mesh.device)
-        model = self._load(team)
-        self._optimizer = ShardedOptimizer(model, team, s.optimizer, published=torch.bfloat16)
-        self._learner = Learner(model, self._optimizer, s.loss, self._load(team) if s.loss.beta else None, s.replay)
-        self._aside = [dist.new_group(backend="gloo") for _ in range(2)]
-        self.step, self._kept = 0, -1
+        self._ranks = self._team = Team(Mesh.of(s.mesh, s.trainers), s.mesh.device)
+        model = self._load(self._team)
+        self._sharded = ShardedOptimizer(model, self._team, s.optimizer, published=torch.bfloat16)
+        reference = self._load(self._team) if s.loss.beta else None
+        self._learner = Learner(model, self._sharded, s.loss, reference, s.replay)
+        self._aside = dist.new_group(backend="gloo")
+        self.step, self._saved_step = 0, -1
         if (checkpoint := self._run.pointer("rl")) is not None:
             self.step, folder, _ = checkpoint
-            restore(self._optimizer, folder, self._aside[0])
-            self._kept = self.step
-        self._saving: Future[Any] | None = None
-        self._files = side_files(model)
-        self.version = self.step * s.rl.minibatches
-        url, group = store_url(run, s), self._aside[1]
-        self._publisher = Publisher(url, owner="trainer", full_every=s.services.full_every, group=group)
-        self._background = BackgroundPublisher(self._publisher)
-        self._hand_over()
+            restore(self._sharded, folder, self._aside)
+            self._saved_step = self.step
+        return dist.new_group(backend="gloo")
 
     def _load(self, team: Team) -> Model:
         model = load_sharded(self._run.path / "weights" / "start", team, self._settings.mesh)
         model.recompute, model.kernels = self._settings.rl.recompute, self._settings.kernels
         return model
 
-    def _hand_over(self) -> None:
-        self._newest = published_share(self._learner.model, self._team)
-        self._hashed = self._background.publish(self.version, self._newest, self._files)
+    def _weights(self) -> Mapping[str, Tensor]:
+        model = self._learner.model
+        return published_share(model, self._team) if self._team else published(model)
 
-    @property
-    def _team(self) -> Team:
-        assert isinstance(self._ranks, Team)
-        return self._ranks
+    def at(self) -> int:
+        """Return the number of batches learned."""
+        return self.step
 
-    def _hash(self) -> str:
-        return self._hashed.result()
+    def learn(
+        self, step: int, lr: float, streams: Sequence[Stream], running: Sequence[RunningVersion], saved: int = 0
+    ) -> dict[str, Any]:
+        """Learn from a batch in optimizer steps that are published one by one. Return metrics with the final version and its
+        hash. `running` are the engines' reports since the last call. Versions since step `saved` stay in the store, because a
+        trainer that dies returns there.
 
-    def state(self) -> tuple[int, str]:
-        """Begin a checkpoint. Return the number of steps and its folder, which is complete once `saved` returns."""
+        Raises ValueError for a batch out of order, or the error of publishing an earlier version.
+        """
+        if step != self.step:
+            raise ValueError(f"the trainer stands at step {self.step} and was given the batch of step {step}")
+        for report in running:
+            self._publisher.acknowledge(report.version, report.hash)
+        every, minibatches = self._settings.services.full_every, self._settings.rl.minibatches
+        if step % every == 0:
+            self._background.prune(2 * every, since=saved * minibatches)
+        start = time.perf_counter()
+        if streams:
+            self._before = (self.version, self._newest)
+        metrics = learn_batch(self._learner, streams, self._ranks, self._settings, step, lr, self._publish)
+        self.step += 1
+        while self.version < self.step * minibatches:  # a batch has its fixed number of versions, even without a signal
+            self._publish()
+        train_s = time.perf_counter() - start
+        return {**metrics, "version": self.version, "hash": self._hash.result(), "train_s": train_s}
+
+    def _publish(self) -> None:
+        """Publish the current weights in the background."""
+        self.version += 1
+        self._newest = self._weights()
+        self._hash = self._background.publish(self.version, self._newest, self._files)
+
+    def tensors(self) -> tuple[int, Mapping[str, Tensor]]:
+        """Return the newest version, or this rank's part of it, for an engine that cannot use the store's."""
+        return self.version, self._newest
+
+    def state(self) -> tuple[int, dict[str, Any] | str]:
+        """Return the number of steps, and a copy of the state that a resumed trainer needs. If ranks share it, begin to write it,
+        and return the name of its folder, which is complete once `saved` returns."""
+        if self._team is None:
+            return self.step, {name: tensor.clone() for name, tensor in self._learner.optimizer.state().items()}
         self.saved()
         name = f"rl-{self.step:06d}.ranks"
-        if self._kept != self.step:  # otherwise it exists, and a resumed run may have started from it
-            self._kept = self.step
-            self._saving = save(self._optimizer, self._run.path / "checkpoints" / name, self._aside[0])
+        if self._saved_step != self.step:  # otherwise it exists, and a resumed run may have started from it
+            self._saved_step = self.step
+            self._saving = save(self._sharded, self._run.path / "checkpoints" / name, self._aside)
         return self.step, name
 
     def saved(self) -> None:
-        """Wait until the checkpoint is written. This call is not numbered, because the next batch is learned meanwhile."""
+        """Wait until the checkpoint is written, while the next batch is learned."""
         if self._saving is not None:
             self._saving.result()
 
-    def _weights(self, version: int) -> Mapping[str, Tensor]:
-        return self._stored(version)  # a rank has only its part
+    def close(self) -> None:
+        """Stop publishing once all versions are published."""
+        self._background.close()
+
+    def finish(self, versions: Mapping[str, int]) -> None:
+        """Stop publishing, and save each of these versions under its name."""
+        self.close()
+        s, run = self._settings, self._run.path
+        weights = {} if self._team else dict([self._before, (self.version, self._newest)])
+        for name, version in versions.items() if self._ranks.first else ():
+            model, path = empty_model(self._learner.model.config), run / "weights" / name
+            # A rank has only its part, and another process may have made the version.
+            stored = weights.get(version) or Receiver(store_url(run, s), name="trainer").fetch(version).tensors
+            from_hugging_face(model, stored)
+            model.companions = self._learner.model.companions
+            save_pretrained(model, path, dtype=torch.bfloat16)
+            carry(path, s.env, s.limits)
 
 
 def _own_address() -> str:
@@ -137,105 +193,78 @@ def _own_address() -> str:
 
 
 class TrainerGroup:
-    """A `Remote` whose calls are executed by all ranks, in the order of the calls."""
+    """A `RemoteService` whose calls are executed by all ranks, one after another in the order of the calls."""
 
     def __init__(self, actors: RayActors, run: Path, settings: Settings) -> None:
-        ranks, gpus = settings.trainers, settings.mesh.gpus
-        self._members = actors.make_ranks(TrainerRank, ranks, run, settings, name="trainer", threads=8, gpus=gpus)
-        self._numbers = count(1)  # "begin" is the first, whenever it comes
-        self._begun: Future[Any] = Future()
-        self._members[0].call("meet").add_done_callback(self._met)
-
-    def _met(self, meeting: Future[str]) -> None:
-        if (error := meeting.exception()) is not None:
-            self._begun.set_exception(error)
-        else:
-            begun = together([member.call("turn", 0, "begin", meeting.result()) for member in self._members])
-            _chain(begun, self._begun.set_result, self._begun)
+        args: dict[str, Any] = {
+            "threads": 3 if settings.meshed else 1,
+            "gpus": settings.mesh.gpus,
+        }  # `saved` beside others
+        self._members = actors.make_ranks(TrainerRank, settings.trainers, run, settings, name="trainer", **args)
+        self._calls: SimpleQueue[tuple[str, tuple[Any, ...], Future[Any]] | None] = SimpleQueue()
+        threading.Thread(target=self._work, args=(settings.meshed,), name="trainer", daemon=True).start()
 
     def call(self, method: str, *values: Any) -> Future[Any]:
         """Return the first rank's result once all ranks have returned. Raises ActorDied if a rank is gone. `state` returns once
         the checkpoint is written; `tensors` returns those of all ranks."""
-        if self._begun.done():
-            self._begun.result()
-        outer: Future[Any] = Future()
-        inner = self._turn(method, *values)
-        if method == "state":
-            _chain(inner, lambda begun: self._when_saved(begun[0], outer), outer)
-        elif method == "tensors":
-            _chain(inner, lambda results: outer.set_result(_joined(results)), outer)
-        else:
-            _chain(inner, lambda results: outer.set_result(results[0]), outer)
-        return outer
-
-    def wait(self, method: str, *values: Any) -> Any:
-        """Call a method and return its result."""
-        self._begun.result()
-        return self.call(method, *values).result()
+        reply: Future[Any] = Future()
+        self._calls.put((method, values, reply))
+        return reply
 
     def kill(self) -> None:
         """End all ranks at once."""
         for member in self._members:
             member.kill()
+        self._calls.put(None)
 
-    def _turn(self, method: str, *values: Any) -> Future[list[Any]]:
-        number = next(self._numbers)
-        return together([member.call("turn", number, method, *values) for member in self._members])
-
-    def _when_saved(self, begun: Any, outer: Future[Any]) -> None:
-        saved = together([member.call("saved") for member in self._members])
-        _chain(saved, lambda _: outer.set_result(begun), outer)
-
-
-def together(futures: Sequence[Future[Any]]) -> Future[list[Any]]:
-    """Return a future of all results. It raises as soon as a rank is known to be dead. Another failure may be the first sign of a
-    death, so it raises once all have ended or after `HEARD_S`."""
-    outer: Future[list[Any]] = Future()
-    lock, left, failed = threading.Lock(), len(futures), list[BaseException]()
-
-    def settle(error: BaseException | None) -> None:
-        with lock:
-            if outer.done():
-                return
-            if error is None:
-                outer.set_result([future.result() for future in futures])
+    def _work(self, meshed: bool) -> None:
+        failed: Exception | None = None
+        try:
+            self._everywhere("begin", self._members[0].call("meet").result() if meshed else "")
+        except Exception as error:  # all calls raise it
+            failed = error
+        while (call := self._calls.get()) is not None:
+            method, values, reply = call
+            try:
+                if failed is not None:
+                    raise failed
+                first, *others = self._everywhere(method, *values)
+            except Exception as error:
+                reply.set_exception(error)
+                continue
+            if method == "state" and meshed:  # the next batch is learned meanwhile
+                threading.Thread(target=self._save, args=(first, reply), daemon=True).start()
+            elif method == "tensors":
+                version, tensors = first
+                reply.set_result((version, {**tensors, **{n: t for _, part in others for n, t in part.items()}}))
             else:
-                outer.set_exception(error)
+                reply.set_result(first)
 
-    def ended(future: Future[Any]) -> None:
-        nonlocal left
-        error = future.exception()
-        with lock:
-            left -= 1
-            last, first = left == 0, error is not None and not failed
-            if error is not None:
-                failed.append(error)
-        if isinstance(error, ActorDied) or (last and failed):
-            settle(error if isinstance(error, ActorDied) else failed[0])
-        elif last:
-            settle(None)
-        elif first:
-            timer = threading.Timer(HEARD_S, settle, (error,))
-            timer.daemon = True
-            timer.start()
+    def _save(self, state: Any, reply: Future[Any]) -> None:
+        try:
+            self._everywhere("saved")
+            reply.set_result(state)
+        except Exception as error:
+            reply.set_exception(error)
 
-    for future in futures:
-        future.add_done_callback(ended)
-    return outer
+    def _everywhere(self, method: str, *values: Any) -> list[Any]:
+        return together([member.call(method, *values) for member in self._members])
 
 
-def _chain(inner: Future[Any], then: Callable[[Any], None], outer: Future[Any]) -> None:
-    """Call `then` with the result of `inner`, or pass its exception to `outer`."""
-
-    def done(future: Future[Any]) -> None:
-        if (error := future.exception()) is not None:
-            outer.set_exception(error)
-        else:
-            then(future.result())
-
-    inner.add_done_callback(done)
-
-
-def _joined(parts: list[tuple[int, dict[str, Any]]]) -> tuple[int, dict[str, Any]]:
-    """Return the common version of all ranks, and its parts from each."""
-    return parts[0][0], {name: tensor for _, tensors in parts for name, tensor in tensors.items()}
+def together(replies: Sequence[Future[Any]]) -> list[Any]:
+    """Wait for all replies and return them. Raises as soon as a rank is known to be dead. Another failure may be the first sign
+    of a death, so it is raised once all have ended or after `HEARD_S`."""
+    waiting, failures = {*replies}, list[BaseException]()
+    until: float | None = None
+    while waiting:
+        left = None if until is None else max(0.0, until - time.monotonic())
+        ended, waiting = wait(waiting, left, FIRST_EXCEPTION)
+        failures += [error for reply in ended if (error := reply.exception()) is not None]
+        if died := [error for error in failures if isinstance(error, ActorDied)]:
+            raise died[0]
+        if until is not None and time.monotonic() >= until:
+            break
+        until = time.monotonic() + HEARD_S if until is None else until
+    if failures:
+        raise failures[0]
+    return [reply.result() for reply in replies]

@@ -154,40 +154,23 @@ def test_the_services_end_although_a_tool_and_a_reward_block(folder: Path, begun
     assert info is not None and sum(run.ledger().values()) == info["sampled"] and run.ledger()["faulted"] > 0
 
 
-# One call
-
-
-def forever() -> None:
-    threading.Event().wait()
-
-
-def seconds(count: float) -> Callable[[], float]:
-    """How much is left of so many seconds."""
-    until = time.monotonic() + count
-    return lambda: until - time.monotonic()
-
-
-def test_a_call_has_its_time_and_its_exceptions_are_passed_on() -> None:
+def test_a_call_has_its_time_and_a_process_in_which_too_many_block_makes_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(blocking, "_late", set())
+    monkeypatch.setattr(blocking, "MOST", 2)
+    free, stop, calls = threading.Event(), threading.Event(), list[int]()
     assert within(lambda: 60.0, "it", lambda: 7) == 7
     with pytest.raises(KeyError, match="gone"):
         within(lambda: 60.0, "it", lambda: {}["gone"])
+    until = time.monotonic() + 0.1
     with pytest.raises(CallTimeout, match=r"it did not return within 0 s \(limits.seconds\)"):
-        within(seconds(0.1), "it", forever)
-    stop = threading.Event()
+        within(lambda: until - time.monotonic(), "it", free.wait)
     threading.Timer(0.1, stop.set).start()
     with pytest.raises(GivenUp):
-        within(lambda: 600.0, "it", forever, stop)
-
-
-def test_a_process_in_which_too_many_calls_block_makes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocking, "_late", set())
-    monkeypatch.setattr(blocking, "MOST", 2)
-    free, calls = threading.Event(), list[Callable[[], Any]]()
-    for _ in range(2):
-        with pytest.raises(CallTimeout):
-            within(seconds(0.05), "it", free.wait)
+        within(lambda: 600.0, "it", free.wait, stop)
     with pytest.raises(TooManyBlocked, match="it: 2 earlier calls"):
-        within(lambda: 60.0, "it", lambda: calls.append(forever))
+        within(lambda: 60.0, "it", lambda: calls.append(1))
     assert not calls
     free.set()
     for thread in blocking._late:

@@ -9,6 +9,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -19,21 +20,31 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors import SafetensorError
 
+from composer_nb.harness.attempt import Environment
+from composer_nb.harness.environment import make_agent
 from composer_nb.harness.files import write_json
+from composer_nb.harness.grading.grade import Attempt
+from composer_nb.harness.policy import Completion, Trace
+from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.terms.registry import TERMS
 from composer_nb.labs.planning import measured, simulate
 from composer_nb.labs.rewards.rescore import settings_at
 from composer_nb.trainer import rl
 from composer_nb.trainer.models.checkpoint import load_pretrained, published
+from composer_nb.trainer.models.tokenizer import load_tokenizer
 from composer_nb.trainer.prompts import Order, prompt_order
 from composer_nb.trainer.recipe.launch import fork, start_or_resume
 from composer_nb.trainer.recipe.reader import prompts
 from composer_nb.trainer.recipe.replay import branch, replay
+from composer_nb.trainer.records.finished import FinishedRollouts, RolloutName
 from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.services import environments
 from composer_nb.trainer.services import run as process
 from composer_nb.trainer.services.actors import ActorDied
 from composer_nb.trainer.services.coordinator import Coordinator, RunStopped
+from composer_nb.trainer.services.environments import EnvironmentService
 from composer_nb.trainer.services.journal import REFUSED, request_change
+from composer_nb.trainer.services.orchestrator import Dispatch, Finished
 from composer_nb.trainer.settings import Settings, from_dict, override, to_dict
 from composer_nb.trainer.versions.manifest import state_hash
 from tests.trainer.services.threads import ThreadRemote, Threads
@@ -184,15 +195,10 @@ def test_a_curriculum_is_the_same_after_a_kill_and_in_the_plain_loop(begun):
     assert {name for _, tasks in trained(run) for name in tasks} == set(names)
 
 
-@pytest.fixture(scope="module")
-def ahead(begun) -> tuple[RunDir, Settings, dict[str, Any]]:
-    """A finished asynchronous run."""
+def test_asynchronous_every_prompt_is_trained_once_and_every_token_accounted_for(begun):
+    """And the log of batches replays to the same versions."""
     run, settings = begun("async", {"services.ahead": 2, "services.bound": 2, "rl.steps": 8})
-    return run, settings, go(run, settings)
-
-
-def test_asynchronous_every_prompt_is_trained_once_and_every_token_accounted_for(ahead):
-    run, settings, info = ahead
+    info = go(run, settings)
     batches = trained(run)
     ids = [task for _, tasks in batches for task in tasks]
     assert [step for step, _ in batches] == list(range(8))
@@ -202,24 +208,16 @@ def test_asynchronous_every_prompt_is_trained_once_and_every_token_accounted_for
     assert max(step["staleness_max"] for step in steps) <= settings.services.bound
     assert any(step["staleness"] > 0 for step in steps), "it did run ahead"
     assert sum(run.ledger().values()) == info["sampled"] > 0
-    assert run.query("SELECT COUNT(*) FROM rollout WHERE slot < 16") == [(0,)], "trained rollouts are in their files"
-
-
-def test_engines_run_what_was_published_at_every_version(ahead):
-    run, _, _ = ahead
-    made = versions(run)
+    assert not [name for name in FinishedRollouts(run.path).names() if name[0] < 16], (
+        "trained rollouts are in their files"
+    )
+    made, served = versions(run), run.query("SELECT version, hash FROM served")
     assert sorted(made) == [2 * (step + 1) for step in range(8)]
-    served = run.query("SELECT version, hash FROM served")
-    assert served and all(made[version] == hash for version, hash in served)
-
-
-def test_the_log_of_batches_replays_to_the_same_versions(ahead):
-    """The trainer alone, on the stored batches in logged order, makes the same weights at every step."""
-    run, settings, _ = ahead
+    assert served and all(made[version] == hash for version, hash in served), "engines run what was published"
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if "run.db" not in path.name}
-    found = list(replay(run, settings, 8))
-    assert [r.step for r in found] == list(range(1, 9)) and all(r.same for r in found)
-    assert {r.version: r.now for r in found} == versions(run) and len(set(versions(run).values())) > 1
+    replayed = list(replay(run, settings, 8))
+    assert [r.step for r in replayed] == list(range(1, 9)) and all(r.same for r in replayed)
+    assert {r.version: r.now for r in replayed} == made and len(set(made.values())) > 1
     assert before == {path: path.stat().st_mtime_ns for path in run.path.rglob("*") if "run.db" not in path.name}
     with pytest.raises(ValueError, match="--step 9 is not there yet"):
         list(replay(run, settings, 9))
@@ -330,29 +328,7 @@ def test_groups_without_a_signal_are_replaced_and_a_resumed_run_replaces_the_sam
     ids = [task for _, tasks in trained(whole) for task in tasks]
     assert len(set(ids)) == 8 and all(ids.count(task) == 4 for task in set(ids))
     assert sum(whole.ledger().values()) == infos[0]["sampled"]
-    assert whole.query("SELECT COUNT(*) FROM rollout") == [(0,)]
-
-
-def test_settings_change_while_a_run_is_live_and_are_noted(begun):
-    run, settings = begun("live", {"services.ahead": 1, "services.bound": 2, "rl.steps": 5})
-    request_change(run, "services.bound", 4)
-    request_change(run, "model.hidden_size", 8)
-    request_change(run, "reward.weights", {"solved": 3.0})
-    said: list[str] = []
-    actors = Threads()
-    try:
-        coordinator = Coordinator(run, settings, actors, said.append)
-        coordinator.go()
-    finally:
-        actors.close()
-    assert coordinator.settings.services.bound == 4 and coordinator.settings.reward.weights == {"solved": 3.0}
-    assert coordinator.settings.model == settings.model
-    assert any("model.hidden_size cannot be changed" in line for line in said)
-    assert run.query("SELECT name, step FROM change ORDER BY number") == [
-        ("services.bound", 0),
-        ("model.hidden_size", REFUSED),
-        ("reward.weights", 0),
-    ]
+    assert not FinishedRollouts(whole.path).names()
 
 
 def test_a_term_that_fails_on_rollouts_is_refused_by_a_live_run_and_ends_one_that_has_seen_none(begun, monkeypatch):
@@ -361,8 +337,13 @@ def test_a_term_that_fails_on_rollouts_is_refused_by_a_live_run_and_ends_one_tha
     run, settings = begun("late", IN_STEP | {"rl.steps": 3})
     actors, said = Threads(), list[str]()
     coordinator = Coordinator(run, settings, actors, said.append)
-    keep = coordinator.keep
-    monkeypatch.setattr(coordinator, "keep", lambda *given: [keep(*given), request_change(run, "reward.weights", new)])
+    store = coordinator.store_batch
+
+    def store_and_change(*args: Any) -> None:
+        store(*args)
+        request_change(run, "reward.weights", new)
+
+    monkeypatch.setattr(coordinator, "store_batch", store_and_change)
     coordinator.go()
     actors.close()
     assert len(run.steps("rl")) == 3 and coordinator.settings.reward == settings.reward
@@ -383,8 +364,9 @@ def test_a_run_with_the_changes_of_a_live_one_in_its_settings_ends_with_the_same
     """Killed and resumed, it asks for no change twice."""
     terms = iter([{"unfinished": -0.25}, {"unfinished": -0.5, "invalid_calls": -1.0}])
     run, settings = begun("by_hand", IN_STEP | {"rl.steps": 4})
-    actors = Threads()
-    coordinator = Coordinator(run, settings, actors, lambda line: None)
+    request_change(run, "model.hidden_size", 8)
+    actors, said = Threads(), list[str]()
+    coordinator = Coordinator(run, settings, actors, said.append)
     learn = coordinator.learn
 
     def learn_and_ask(*given: Any) -> Any:
@@ -396,7 +378,8 @@ def test_a_run_with_the_changes_of_a_live_one_in_its_settings_ends_with_the_same
     coordinator.go()
     actors.close()
     live = run.changed_live()
-    assert list(live) == ["2", "4"]
+    assert list(live) == ["2", "4"] and any("model.hidden_size cannot be changed" in line for line in said)
+    assert run.query("SELECT step FROM change ORDER BY number") == [(REFUSED,), (1,), (3,)]
 
     again, planned = begun("planned", IN_STEP | {"rl.steps": 4, "services.changes": live})
     cut_off(again, planned, 2, "_on_train_step")
@@ -407,9 +390,6 @@ def test_a_run_with_the_changes_of_a_live_one_in_its_settings_ends_with_the_same
     plain, unchanged = begun("unchanged", IN_STEP | {"rl.steps": 4})
     go(plain, unchanged)
     assert weights(plain) != weights(run)
-
-
-WRONG: dict[str, Any] = {"services.bound": 0, "rl.prompts": 4, "reward.weights": {"nosuch": 1.0}, "rl.group": 0}
 
 
 def test_versions_that_a_resumed_trainer_makes_again_are_not_pruned(begun):
@@ -474,6 +454,55 @@ def test_engines_that_die_at_birth_end_the_run_in_the_end(begun):
 
     with pytest.raises(RunStopped, match="services.deaths"):
         go(run, settings, Stillborn())
+
+
+class MuteEngine:
+    """In place of an engine's actor: every turn is its stop token."""
+
+    def __init__(self, stop: int) -> None:
+        self.stop = stop
+
+    def call(self, method: str, *values: Any) -> Future[Any]:
+        reply: Future[Any] = Future()
+        if method == "exchange":
+            turn = {"token_ids": [self.stop], "logprobs": [0.0], "policy_versions": [0]}
+            reply.set_result([Completion(rollout=request.rollout, **turn) for request in values[1]])
+        else:
+            reply.set_result(Trace())
+        return reply
+
+
+def test_a_rollout_whose_grade_takes_long_holds_up_no_other_of_its_worker(begun, monkeypatch):
+    run, s = begun("grading", {})
+    stop = min(make_agent(s.env, load_tokenizer(run.path / "data", needed=()), s.limits).renderer.stop)
+    free, blocked, grade = threading.Event(), list[str](), environments.graded
+
+    def block_first(ended: Attempt, env: Environment) -> Attempt:
+        if not blocked:
+            blocked.append(ended.task.id)
+            assert free.wait(patience(60))
+        return grade(ended, env)
+
+    monkeypatch.setattr(environments, "graded", block_first)
+    engine = MuteEngine(stop), "engine", 2
+    worker = EnvironmentService(run.path, s.env, s.limits, Order.of(s), s.rl.group, engine, False)
+    reports = worker.work([Dispatch(worker="w", slot=0, attempt=1, places=(0, 1, 2))], [], 0.0)
+    reports += worker.work([Dispatch(worker="w", slot=1, attempt=1, places=(0,))], [], 0.0)
+    deadline = time.monotonic() + patience(60)
+
+    def finished() -> set[RolloutName]:
+        return {(r.slot, r.attempt, r.place) for r in reports if isinstance(r, Finished)}
+
+    while len(finished()) < 3:
+        assert time.monotonic() < deadline
+        reports += worker.work([], [], 0.1)
+    assert blocked and len(finished()) == 3 and (1, 1, 0) in finished()
+    free.set()
+    while len(finished()) < 4:
+        assert time.monotonic() < deadline
+        reports += worker.work([], [], 0.1)
+    assert finished() == FinishedRollouts(run.path).names() == {(0, 1, 0), (0, 1, 1), (0, 1, 2), (1, 1, 0)}
+    assert worker.work([], [], 0.1) == []
 
 
 def test_time_that_is_up_ends_rl_at_a_whole_step(begun):
@@ -549,13 +578,6 @@ def test_a_full_disk_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(process, "Coordinator", Full)
     with pytest.raises(SystemExit, match=r"the disk is full: free some space for .*full, then go on with --resume"):
         process.main([str(run.path)])
-
-
-def test_settings_that_do_not_fit_are_refused_before_anything_starts(begun):
-    run, settings = begun("unfit", {})
-    for changes, what in (({"services.bound": 0}, "services.bound"), ({"services.window": 2.0}, "services.window")):
-        with pytest.raises(ValueError, match=what):
-            go(run, override(settings, changes))
 
 
 @pytest.mark.parametrize("live", [0, 2])

@@ -6,6 +6,7 @@ import multiprocessing
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from composer_nb.trainer.models.checkpoint import save_pretrained
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services import trainer_ranks
 from composer_nb.trainer.services.actors import ActorDied
-from composer_nb.trainer.services.services import TrainerService, store_url
+from composer_nb.trainer.services.services import store_url
 from composer_nb.trainer.services.trainer_ranks import TrainerGroup, TrainerRank, together
 from composer_nb.trainer.settings import Settings, override
 from composer_nb.trainer.versions.receiver import Receiver
@@ -63,14 +64,13 @@ def _learns(folder: Path, results: Any) -> None:
         place.with_suffix(".part").rename(place)
     while not place.exists():
         time.sleep(0.01)
-    service.turn(0, "begin", place.read_text())
-    start = service.turn(1, "at")
-    metrics = service.turn(2, "learn", *batch(start))
-    step, name = service.turn(3, "state")
+    service.begin(place.read_text())
+    metrics = service.learn(*batch(service.at()))
+    step, name = service.state()
     service.saved()
     if rank == 0:
         RunDir(folder).commit("rl", step, name, [])
-        results.put((metrics, step, service.turn(4, "tensors")[0]))
+        results.put((metrics, step, service.tensors()[0]))
     service.close()
 
 
@@ -81,7 +81,8 @@ def test_ranks_publish_what_one_process_does_and_go_on_from_their_checkpoint(tmp
         (run.path / "address").unlink(missing_ok=True)
         assert not on_ranks(2, {"learns": _learns}, tmp_path / f"meet{step}", run.path, results)
         found.append(results.get(timeout=patience(10)))
-    alone = TrainerService(run_at(tmp_path / "one").path, SETTINGS)
+    alone = TrainerRank(0, run_at(tmp_path / "one").path, SETTINGS)
+    alone.begin()
     for step, (metrics, reached, version) in enumerate(found):
         expected = alone.learn(*batch(step))
         for name in ("grad_norm", "k3", "entropy", "version"):
@@ -99,66 +100,50 @@ def test_ranks_publish_what_one_process_does_and_go_on_from_their_checkpoint(tmp
 class Members:
     """Ranks that answer when they are told to."""
 
-    def __init__(self) -> None:
-        self.made: list[Members.Member] = []
-
     class Member:
         def __init__(self) -> None:
-            self.calls: list[tuple[Any, ...]] = []
-            self.futures: list[Future[Any]] = []
-            self.killed = False
+            self.calls: SimpleQueue[tuple[tuple[Any, ...], Future[Any]]] = SimpleQueue()
 
         def call(self, *values: Any) -> Future[Any]:
-            self.calls.append(values)
-            self.futures.append(Future())
-            return self.futures[-1]
+            reply: Future[Any] = Future()
+            self.calls.put((values, reply))
+            return reply
 
-        def wait(self, *values: Any) -> Any:
-            return self.call(*values).result()
+        def expect(self, *values: Any) -> Future[Any]:
+            """The reply to the next call, which has these values."""
+            call, reply = self.calls.get(timeout=patience(10))
+            assert call == values
+            return reply
 
-        def kill(self) -> None:
-            self.killed = True
-
-    def make_ranks(self, kind: Any, count: int, *values: Any, name: str, threads: int, gpus: int = 0) -> list[Member]:
+    def make_ranks(self, kind: Any, count: int, *values: Any, name: str, threads: int, gpus: int) -> list[Member]:
         self.made = [Members.Member() for _ in range(count)]
         return self.made
 
 
-def group(tmp_path: Path) -> tuple[TrainerGroup, list[Members.Member]]:
+def test_a_call_is_answered_when_all_ranks_have_and_the_next_begins_after_it(tmp_path: Path) -> None:
     members = Members()
-    made = TrainerGroup(members, tmp_path, CUT)  # type: ignore[arg-type]
-    members.made[0].futures[0].set_result("here:1")
+    group = TrainerGroup(members, tmp_path, CUT)  # type: ignore[arg-type]
+    one, two = members.made
+    learned, at = group.call("learn", 5), group.call("at")
+    one.expect("meet").set_result("here:1")
     for member in members.made:
-        assert member.calls[-1] == ("turn", 0, "begin", "here:1")
-        member.futures[-1].set_result(None)
-    return made, members.made
-
-
-def test_a_call_is_answered_when_all_ranks_have(tmp_path: Path) -> None:
-    made, (one, two) = group(tmp_path)
-    asked = made.call("learn", 5)
-    assert one.calls[-1] == two.calls[-1] == ("turn", 1, "learn", 5)
-    two.futures[-1].set_result("of the other")
-    assert not asked.done()
-    one.futures[-1].set_result("of the first")
-    assert asked.result() == "of the first"
-
-
-def test_a_death_is_told_at_once_and_before_what_it_made_others_raise() -> None:
-    one: Future[Any] = Future()
-    two: Future[Any] = Future()
-    asked = together([one, two])
-    one.set_exception(RuntimeError("connection closed by peer"))
-    assert not asked.done()
-    two.set_exception(ActorDied("trainer-1 died"))
+        member.expect("begin", "here:1").set_result(None)
+    replies = [member.expect("learn", 5) for member in members.made]
+    replies[1].set_result("of the other")
+    assert not learned.done() and one.calls.empty()
+    replies[0].set_result("of the first")
+    assert learned.result(timeout=patience(10)) == "of the first"
+    one.expect("at").set_exception(RuntimeError("connection closed by peer"))
+    reply = two.expect("at")
+    assert not at.done()
+    reply.set_exception(ActorDied("trainer-1 died"))
     with pytest.raises(ActorDied):
-        asked.result(timeout=patience(1))
+        at.result(timeout=patience(1))
 
 
-def test_a_failure_of_one_rank_is_told_though_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_one_rank_is_raised_though_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     one: Future[Any] = Future()
     monkeypatch.setattr(trainer_ranks, "HEARD_S", 0.05)
-    asked = together([one, Future()])
     one.set_exception(ValueError("its own"))
     with pytest.raises(ValueError, match="its own"):
-        asked.result(timeout=patience(5))
+        together([one, Future()])

@@ -18,10 +18,12 @@ class ThreadRemote:
         self.dead = False
 
     def call(self, method: str, *values: Any) -> Future[Any]:
-        return self._pool.submit(self._invoke, method, values)
-
-    def wait(self, method: str, *values: Any) -> Any:
-        return self._invoke(method, values)
+        try:
+            return self._pool.submit(self._invoke, method, values)
+        except RuntimeError as ended:
+            reply: Future[Any] = Future()
+            reply.set_exception(ActorDied(str(ended)))
+            return reply
 
     def _invoke(self, method: str, values: tuple[Any, ...]) -> Any:
         if self.dead:
@@ -48,6 +50,14 @@ class Threads:
     def make(self, kind: Callable[..., Any], *values: Any, name: str, threads: int = 1, gpus: int = 0) -> ThreadRemote:
         self.made[name] = ThreadRemote(kind, values, threads)
         return self.made[name]
+
+    def make_ranks(
+        self, kind: Callable[..., Any], count: int, *values: Any, name: str, threads: int, gpus: int = 0
+    ) -> list[ThreadRemote]:
+        return [self.make(kind, rank, *values, name=f"{name}-{rank}", threads=threads) for rank in range(count)]
+
+    def share(self, value: Any) -> Any:
+        return value
 
     def close(self) -> None:
         for remote in self.made.values():
