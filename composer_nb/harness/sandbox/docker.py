@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_nb.harness.sandbox.backend import BOOT, ResidentBackend, resident_program
-from composer_nb.harness.sandbox.contract import LIMITS, WORKSPACE, Capabilities, Machine, SandboxSpec
+from composer_nb.harness.sandbox.contract import LIMITS, WORKSPACE, WRITABLE, Capabilities, Machine, SandboxSpec
 from composer_nb.harness.sandbox.engine import MARK, TIMEOUT_S, connect, remove_container
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.host import Channel, hide_network_counts
@@ -257,6 +257,7 @@ class DockerBackend(ResidentBackend):
     def _configuration(self, spec: SandboxSpec, image: str, mark: str) -> dict[str, Any]:
         """Return the configuration of a container, in the words of the engine's API."""
         owner = this_process()
+        options = f"rw,exec,nosuid,nodev,nr_inodes={spec.inodes},uid={UID},gid={UID},mode=755"
         most = {"nofile": spec.open_files, "core": 1, "fsize": spec.disk_bytes}
         return {
             "Image": image,
@@ -283,14 +284,7 @@ class DockerBackend(ResidentBackend):
                 "SecurityOpt": ["no-new-privileges"],
                 "ReadonlyRootfs": True,
                 "MaskedPaths": [*(f"/proc/{name}" for name in HIDDEN), "/sys", "/dev/pts"],
-                "Tmpfs": {
-                    path: f"rw,{exec},nosuid,nodev,size={size},nr_inodes={spec.inodes},uid={UID},gid={UID},mode=755"
-                    for path, size, exec in (
-                        (WORKSPACE, spec.disk_bytes, "exec"),
-                        ("/tmp", spec.disk_bytes, "exec"),
-                        ("/dev/shm", spec.disk_bytes // 4, "noexec"),
-                    )
-                },
+                "Tmpfs": {path: f"size={int(spec.disk_bytes * share)},{options}" for path, share in WRITABLE.items()},
                 "Memory": spec.memory_bytes,
                 "MemorySwap": spec.memory_bytes,
                 "PidsLimit": spec.processes + 1,  # the resident program is one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_nb.harness.sandbox import open_backend
+from composer_nb.harness.sandbox import layout, open_backend
 from composer_nb.harness.sandbox.bwrap import NICE, BwrapBackend
 from composer_nb.harness.sandbox.contract import WORKSPACE
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
@@ -86,7 +87,8 @@ def test_programs_are_there_wherever_they_are_installed(place: str, tmp_path: Pa
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=where)))
         folder.chmod(0o700 if place == "in a private folder" else 0o755)
         shutil.copy(host_programs()["rg"], folder / "rg")
-        monkeypatch.setattr("composer_nb.harness.sandbox.layout.host_programs", lambda: {"rg": str(folder / "rg")})
+        monkeypatch.setattr("composer_nb.harness.sandbox.image.host_programs", lambda: {"rg": str(folder / "rg")})
+        monkeypatch.setattr(layout, "_basic_files", functools.cache(layout._basic_files.__wrapped__))
         backend = stack.enter_context(BwrapBackend())
         box = stack.enter_context(backend.create())
         box.write("a.py", b"")

@@ -155,7 +155,7 @@ def confine(settings: Header) -> None:
 
 
 def furnish(settings: Header, layout: Header) -> None:
-    """Build this sandbox's root, of files that no other sandbox has, and enter it. `layout` comes from `Layout.plans`.
+    """Build this sandbox's root, of files that no other sandbox has, and enter it. `layout` comes from `Layout.roots`.
 
     Locks and watches belong to a file, so two sandboxes with one file in common could signal to each other by them, and keep
     each other waiting. An overlay gives every sandbox files of its own over the same contents. Devices cannot be overlaid.
@@ -167,7 +167,7 @@ def furnish(settings: Header, layout: Header) -> None:
         folders = [re.sub(r"([\\:,])", r"\\\1", folder) for folder in (*lower, empty)]
         mount("sandbox", path, "overlay", read_only | nosuid | nodev, "lowerdir=" + ":".join(folders))
 
-    overlay(new, *layout["root"])
+    overlay(new, layout["copy"])
     for path, share in layout["writable"].items():
         options = f"size={int(settings['disk_bytes'] * share)},nr_inodes={int(settings['inodes'])},mode=0755"
         mount("sandbox", new + path, "tmpfs", nosuid | nodev, options)
