@@ -28,14 +28,7 @@ from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.sandbox.guest.warm import TRIAL
 from composer_nb.harness.sandbox.image import ImageFiles, accounts, host_files
 from composer_nb.harness.sandbox.reap import mounts
-from composer_nb.harness.sandbox.toolchain import (
-    PLACE,
-    TESTING,
-    Interpreter,
-    install_hint,
-    made_programs,
-    open_to_all,
-)
+from composer_nb.harness.sandbox.toolchain import PLACE, TESTING, Interpreter, install_hint, made_programs, open_to_all
 
 MEMORY = "/sys"  # where the copies are for bubblewrap: a folder that every machine has and no sandbox needs
 ZONES = "/usr/share/zoneinfo"

@@ -101,13 +101,7 @@ def run(docker_client: Any, host: str) -> Run:
 
     def run(*command: str) -> str:
         done = docker_client.containers.run(
-            host,
-            list(command),
-            network_mode="none",
-            user=f"{image.UID}",
-            remove=True,
-            stderr=True,
-            tmpfs={"/tmp": ""},
+            host, list(command), network_mode="none", user=f"{image.UID}", remove=True, stderr=True, tmpfs={"/tmp": ""}
         )
         return str(done.decode())
 
