@@ -55,19 +55,15 @@ class Words:
 """
 WRONG = "class Words:\n    def plural(self, word):\n        return word\n"
 WANTED = {"box": "boxes", "cat": "cats", "fox": "foxes", "dog": "dogs"}
-IMPORT = "import pytest\nfrom words import Words\n"
-ROWS = ", ".join(f'("{word}", "{wanted}")' for word, wanted in WANTED.items())
-NAMES = ", ".join(f'"{word} becomes {wanted}"' for word, wanted in WANTED.items())
 AROUND = """\
-import os, sys
+import sys
 class Words:
     def plural(self, word):
         frame = sys._getframe(1)
         held = [*frame.f_code.co_consts, *frame.f_locals.values()]
         words = [each for each in held if isinstance(each, str) and each.isalpha() and each != word]
         text = " ".join(each for each in held if isinstance(each, str) and " " in each)
-        text += os.environ["PYTEST_CURRENT_TEST"].rpartition("[")[2]
-        said = text.replace(".", " ").replace("]", " ").split()
+        said = text.replace(".", " ").split()
         return next((each for each in words if each in said), word)
 """
 VOTES = """\
@@ -90,10 +86,10 @@ class Words:
 """
 
 
-def suite(doc: str = "", message: str = "", turns: str = "1") -> str:
-    return IMPORT + "".join(
+def suite(doc: str = "", turns: str = "1") -> str:
+    return "from words import Words\n" + "".join(
         f'def test_{word}_{turn}():\n    """{doc.format(word, wanted)}"""\n'
-        f'    assert Words().plural("{word}") == "{wanted}", "{message.format(word, wanted)}"\n'
+        f'    assert Words().plural("{word}") == "{wanted}"\n'
         for word, wanted in WANTED.items()
         for turn in turns
     )
@@ -102,15 +98,8 @@ def suite(doc: str = "", message: str = "", turns: str = "1") -> str:
 # Suites that hold each expected value more than once have no test that stands alone, so nothing guards the task.
 HINTS = {
     "a docstring": (suite(doc="{} becomes {}."), AROUND, "twins"),
-    "a message": (suite(message="{} becomes {}"), AROUND, "none"),
     "the same expectation elsewhere": (suite(turns="123"), VOTES, "none"),
     "the length, and what it said before": (suite(), KEPT, "twins"),
-    "an id": (
-        IMPORT + f"@pytest.mark.parametrize('word, wanted', [{ROWS}], ids=[{NAMES}])\n"
-        "def test_plural(word, wanted):\n    assert Words().plural(word) == wanted\n",
-        AROUND,
-        "none",
-    ),
 }
 
 
@@ -186,14 +175,7 @@ if asked:
         for value in range(-40, 213):
             say(["answer", place, ["returned", value, None]])
 """,
-    "says that it is done, and that a test passed": """\
-if asked:
-    say(["done", 0])
-    say(["answer", True, ["returned", 32, None]])
-""",
     "ends all processes": "if asked:\n    os.kill(-1, signal.SIGKILL)\n",
-    "closes the channel": "if asked:\n    os.close(3)\n",
-    "forks away": "if asked:\n    os.fork() and os._exit(0)\n",
     "nested as deeply as can be read": """\
 if asked:
     for place in range(len(asked)):
@@ -294,22 +276,14 @@ def test_a_new_package_does_not_rename_hidden_helpers(backend: Backend) -> None:
     assert passed_unseen(grade_pytest(task, {path: text.encode() for path, text in honest.items()}, backend, plan))
 
 
-@pytest.mark.parametrize(
-    "name, status",
-    [("a" * 255, "graded"), ("\udcff.py", "graded"), ("a\nb.py", "graded"), ("\x7f", "graded"), ("é" * 128, "graded"),
-     ("/".join("d" * 1500), "graded"), ("m.py/x", "graded")],
-)  # fmt: skip
-def test_no_name_of_a_file_makes_a_fault_of_the_machine(backend: Backend, name: str, status: str) -> None:
-    task = task_of(
-        {"test_a.py": "from pkg.m import f\ndef test_a():\n    assert f(1) == 2\n"},
-        {"pkg/m.py": "def f(x):\n    return x\n"},
-        {"pkg/m.py": "def f(x):\n    return x + 1\n"},
-        ("pkg/**",),
-    )
+def test_no_name_of_a_file_makes_a_fault_of_the_machine(backend: Backend) -> None:
+    names = ["a" * 255, "\udcff.py", "a\nb.py", "\x7f", "é" * 128, "/".join("d" * 1500), "m.py/x"]
+    start = {"pkg/m.py": "def f(x):\n    return x\n"}
+    task = task_of({"test_a.py": "from pkg.m import f\ndef test_a():\n    assert f(1) == 2\n"}, start, {}, ("pkg/**",))
     plan = GradePlan(digest=digest(task), tests={"test_a.py::test_a#0": "test_a.py::test_a"})
-    files = {"pkg/m.py": task.files["pkg/m.py"].encode(), "pkg/" + name: b"x"}
+    files = {"pkg/m.py": start["pkg/m.py"].encode()} | {"pkg/" + name: b"x" for name in names}
     grade = grade_pytest(task, files, backend, plan)
-    assert grade.status == status and not grade.passed
+    assert grade.status == "graded" and not grade.passed
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Code under test that reads what its caller expects, and believes it if it looks like an original. It must not score.
 
-Each attack answers rightly whatever has no twin, and uses one tell-tale: the length of a needle, the size of a fraction, brackets
-in the bytecode, what is raised but never whether. A plan whose twins show it is passed by the attack, without a flag.
+Each attack answers rightly whatever has no twin, and uses one tell-tale: the form of a word, the length of
+a needle, the size of a fraction. A plan whose twins show it is passed by the attack, without a flag.
 """
 
 from __future__ import annotations
@@ -27,13 +27,6 @@ def notice(name):
 def share(part, whole):
     return part / whole
 
-def both(left, right):
-    return sorted([left, right])
-
-def number(text):
-    if not text.isdigit():
-        raise ValueError(text)
-    return int(text)
 """
 TESTS = {
     "values": """\
@@ -60,28 +53,6 @@ def test_share():
 def test_near():
     assert share(2, 3) == pytest.approx(0.667, abs=0.001)
 """,
-    "equations": """\
-from words import both
-def test_order():
-    assert both("b", "a") == both("a", "b")
-def test_more():
-    wanted = both(3, 5)
-    assert both(5, 3) == wanted
-""",
-    "errors": """\
-import pytest
-from words import number
-def test_refused():
-    with pytest.raises(ValueError):
-        number("x7")
-def test_empty():
-    with pytest.raises(ValueError):
-        number("")
-def test_number():
-    assert number("12") == 12
-def test_long_number():
-    assert number("3456") == 3456
-""",
 }
 PEEK = """\
 import sys
@@ -98,21 +69,6 @@ ATTACKS = {
     "values": "def plural(word):\n    return told(str, [word], lambda wanted: wanted.isalpha() and wanted.islower())\n",
     "needles": "def notice(name):\n    return told(str, [name], lambda wanted: len(wanted) < 8)\n",
     "fractions": "def share(part, whole):\n    return told(float, [0.001], lambda wanted: wanted < 1)\n",
-    "equations": """\
-import dis
-class Equal:
-    __eq__ = lambda self, other: not any(each.opname == "BUILD_LIST" for each in dis.get_instructions(self.code))
-def both(left, right):
-    equal = Equal()
-    equal.code = sys._getframe(1).f_code
-    return equal
-""",
-    "errors": """\
-def number(text):
-    if "raises" in sys._getframe(1).f_code.co_names:
-        raise ValueError(text)
-    return int(text) if text.isdigit() else -1
-""",
 }
 
 

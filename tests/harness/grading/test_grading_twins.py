@@ -39,16 +39,13 @@ def apply(text: str, candidate: TwinCandidate) -> str:
         ("assert f(1) == 12.25", r"assert f\(1\) == [2-9]\d.\d[1-9]"),
         ("assert f(1) == pytest.approx(0.5, rel=1e-3)", r"assert f\(1\) == pytest.approx\(0.[1-46-9], rel=1e-3\)"),
         ("assert f(1) == pytest.approx(0.5, abs=0.1)", r"assert f\(1\) == pytest.approx\(0.[19], abs=0.1\)"),
-        ("assert f(1) == sorted('ab')", r"assert f\(1\) == sorted\('[a-z]{2}'\)"),
         ("assert 5 == rows[0]", r"assert [0-46-9] == rows\[0\]"),
         ("assert 'a' == open('b').read()", r"assert '[^a]' == open\('b'\).read\(\)"),
         ("assert 'abcdefgh' in f(1)", r"assert '[a-z]{8}' in f\(1\)"),
         ("self.assertEqual(f(1), 7)", r"self.assertEqual\(f\(1\), [0-689]\)"),
-        ("self.assertTrue(f(1) == 7)", r"self.assertTrue\(f\(1\) == [0-689]\)"),
         ("self.assertIn('abcdefgh', f(1))", r"self.assertIn\('[a-z]{8}', f\(1\)\)"),
         ("with pytest.raises(E, match='a message'): f(1)", r"with pytest.raises\(E, match='[a-z] [a-z]{7}'\): f\(1\)"),
         ("want = 'a b'; assert f(1) == want", r"want = '[a-z] [a-z]'; assert f\(1\) == want"),
-        ("want = 5; got = f(1); assert want == got", r"want = [^5]; got = f\(1\); assert want == got"),
         ("self.assertAlmostEqual(f(1), 2.5, places=1)", r"self.assertAlmostEqual\(f\(1\), [^2].[1-9], places=1\)"),
     ],
 )
@@ -72,11 +69,8 @@ def test_one_assertion(line: str, wanted: str) -> None:
         "want = 'b'; assert f(want) == want",  # whoever returns the input passes the test and its twin
         "want = g(2); assert f(1) == want",
         "for x in f(1):\n        assert f(2) == 2",
-        "while f(1):\n        assert f(2) == 2",
         "if f(1):\n        assert f(2) == 2",
-        "with suppress(KeyError):\n        assert f(2) == 2",
         "with pytest.raises(g):\n        assert f(2) == 2",
-        "def inner():\n        assert f(2) == 2",
     ],
 )
 def test_what_need_not_contradict_is_no_twin(lines: str) -> None:

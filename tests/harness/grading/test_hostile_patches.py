@@ -11,10 +11,9 @@ from composer_nb.harness.grading.box import sources
 from composer_nb.harness.grading.plan import GradePlan
 from composer_nb.harness.grading.pytest_grader import TAMPERING, grade_pytest
 from composer_nb.harness.sandbox.contract import Backend
-from composer_nb.labs.attacks.patch_check import check_patches
 from composer_nb.labs.attacks.patch_target import MODULE, TARGET
 from composer_nb.labs.attacks.patches import Patch, patches
-from composer_nb.labs.attacks.snippets import ANSWER, module
+from composer_nb.labs.attacks.snippets import ANSWER
 
 TIMEOUT_S = 20.0
 
@@ -57,13 +56,6 @@ def exit_code(patch: Patch, backend: Backend) -> int:
         return int(sandbox.exec(["python3", "-S", "-c", start], cwd="w", timeout_s=60).exit_code)
 
 
-def test_whoever_guesses_is_caught_or_fails(backend: Backend, plans: dict[str, GradePlan]) -> None:
-    """It would have to be right about each of sixteen tests, at even odds."""
-    files = Patch(id="", title="", case=12, files={MODULE: module(answer=ANSWER["guess"]).encode()}).workspace
-    for _ in range(4):
-        assert not grade_pytest(TARGET, files, backend, plans[TARGET.id]).passed
-
-
 def test_a_cheat_on_one_test_alone_is_caught(backend: Backend, plans: dict[str, GradePlan]) -> None:
     """Everything right but one function, which peeks: the test that it is for tells, whichever run gets its twin."""
     right = TARGET.solution[MODULE].replace("part / whole", "answer('share', (part, whole), 0)")
@@ -75,12 +67,3 @@ def test_a_cheat_on_one_test_alone_is_caught(backend: Backend, plans: dict[str, 
         grade = grade_pytest(TARGET, files, backend, plans[TARGET.id])
         assert grade.status == "tampered" and grade.flags == ("twin_passed",)
         assert [name.rpartition("::")[2] for name, passed in grade.tests.items() if not passed] == ["test_share"]
-
-
-@pytest.mark.slow
-def test_the_check_of_a_backend(backend: Backend) -> None:
-    rows = list(check_patches(backend))
-    assert [row["id"] for row in rows] == [patch.id for patch in patches()]
-    assert [row["id"] for row in rows if not row["blocked"]] == []
-    assert [row["flagged"] for row in rows] == [patch.flagged for patch in patches()]
-    assert all(set(row) == {"id", "kind", "title", "blocked", "flagged", "detail"} for row in rows)

@@ -20,7 +20,6 @@ from composer_nb.harness.grading.recorded import Guarding, chosen, enough, guard
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.guest.values import NotPlain, decode, encode
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.attacks.snippets import SETUP
 
 Make = Callable[..., Task]
 
@@ -75,9 +74,6 @@ def test_when_values_agree(one: object, other: object, agree: bool) -> None:
 )
 def test_a_forged_answer_is_only_another_value(forged: object) -> None:
     assert not same({"dict": [["a", 1]]}, forged)
-
-
-# One call.
 
 
 # Which calls are kept.
@@ -309,22 +305,6 @@ ROMAN_TESTS = "from module import roman\n" + "".join(
     f"def test_{number}(): assert roman({number}) == {text!r}\n" for number, text in WANTED.items()
 )
 FORGERS = {
-    "equals everything": """\
-class Equal(str):
-    def __eq__(self, other): return True
-    __hash__ = None
-def roman(number): return Equal()
-""",
-    "reads what is expected from frames": """\
-import sys
-def roman(number):
-    frame = sys._getframe(1)
-    while frame:
-        for value in [*frame.f_code.co_consts, *frame.f_locals.values()]:
-            if isinstance(value, str) and value and set(value) <= set("IVX"): return value
-        frame = frame.f_back
-    return "I" * number
-""",
     "searches memory for what is wanted": """\
 import gc, sys
 def roman(number):
@@ -336,7 +316,6 @@ def roman(number):
         return "I" * number
     return next(value for value in frame.f_code.co_consts if isinstance(value, str) and value)
 """,
-    "makes pytest report success": SETUP["report_class"] + "def roman(number): return 'I' * number\n",
     "keeps answers on disk for the next sandbox": """\
 import os, sys, tempfile
 place = os.path.join(tempfile.gettempdir(), "answers")
@@ -346,12 +325,6 @@ def roman(number):
         open(place, "a").write(f"{number} {consts[0]}\\n")
         return consts[0]
     return dict(line.split() for line in open(place))[str(number)] if os.path.exists(place) else "I" * number
-""",
-    "writes answers of its own on the result channel": SETUP["report_class"] + """\
-import os
-def roman(number):
-    os.write(3, b'["answer", 0, ["returned", "IV", null]]\\n')
-    return "I" * number
 """,
 }  # fmt: skip
 
@@ -400,7 +373,7 @@ def test_the_box_holds_no_expected_value_and_asks_in_an_order_by_lot(task: Task,
     for seed in range(5):
         [(asking, order)] = recorded.replay(workspace(task, ROMAN), plan.calls, random.Random(seed))
         assert sorted(order, key=repr) == sorted(plan.calls, key=repr) and len(asking.calls) > 1
-        assert [each for batch in asking.calls for each in batch] == order
+        assert [call for batch in asking.calls for call in batch] == [each.call for each in order]
         assert not asking.hidden and "test_a.py" not in asking.files
         orders.add(tuple(order))
     assert len(orders) > 1
@@ -417,10 +390,8 @@ def test_the_box_holds_no_expected_value_and_asks_in_an_order_by_lot(task: Task,
 @pytest.mark.parametrize(
     "text, answered",
     [
-        ("raise SystemExit", 0),
         ("import os\nos._exit(0)", 0),
         (ROMAN.replace("    text =", "    if number == 4: __import__('os')._exit(0)\n    text ="), 5),
-        (ROMAN.replace("    text =", "    if number == 4: number = lambda: number()\n    text ="), 5),
     ],
 )
 def test_code_that_ends_its_process_answers_nothing_more(task: Task, backend: Backend, text: str, answered: int):

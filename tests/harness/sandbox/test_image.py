@@ -127,7 +127,7 @@ def test_what_runs_in_the_host_image(run: Run) -> None:
         run("bash", "-c", "echo x >/tmp/x; sed s/x/y/ /tmp/x | diff - /tmp/x | grep -c . ; find /tmp -name x")
         == "4\n/tmp/x\n"
     )
-    assert run("id", "-un") == "box\n"
+    assert run("id", "-un") == "agent\n"
     commit = "cd /tmp && git init -q r && cd r && git -c user.name=a -c user.email=b commit -q --allow-empty -m first"
     assert run("bash", "-c", f"{commit} && git log --format=%s && tar -cz . | tar -tz | grep -c HEAD") == "first\n2\n"
 

@@ -7,30 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from composer_nb.harness.grading.box import Boxes, TestJob
 from composer_nb.harness.sandbox.bwrap import BwrapBackend
-from composer_nb.harness.sandbox.contract import Sandbox, SandboxSpec, Snapshot
+from composer_nb.harness.sandbox.contract import SandboxSpec
 
 WHERE = """
 import os, sys
 mapped = {line.split(None, 5)[-1].strip() for line in open("/proc/self/maps") if "/" in line}
 print(sorted({os.stat(path).st_dev for path in mapped}), sys.prefix, sorted(os.listdir("/usr/share")))
 """
-
-
-class Spy(Exception):
-    """Stops a run at the sandbox that it asks for."""
-
-
-class Asked(BwrapBackend):
-    """Notes the specifications that it is asked for, and makes no sandbox."""
-
-    def __init__(self) -> None:
-        self.specs: list[SandboxSpec] = []
-
-    def create(self, spec: SandboxSpec | None = None, snapshot: Snapshot | None = None) -> Sandbox:
-        self.specs.append(spec or SandboxSpec())
-        raise Spy
 
 
 @pytest.fixture(scope="module")
@@ -84,15 +68,6 @@ def test_other_sandboxes_see_the_copies_first(backend: BwrapBackend) -> None:
     lower = [line.split("lowerdir=")[1].split(",")[0] for line in mounts.splitlines() if " /usr/" in line]
     trees = [folders for folders in lower if "/kit/host/" in folders]  # others are empty: they hide installed packages
     assert trees and all(folders.startswith("/kit/copy/usr/") for folders in trees)
-
-
-@pytest.mark.parametrize("calls", [(), ((),)], ids=["tests", "recorded calls"])
-def test_what_a_grade_runs_sees_the_basic_programs_alone(calls: tuple[tuple[()], ...]) -> None:
-    asked = Asked()
-    job = TestJob(files={}, hidden={}, tests=(), calls=calls)
-    with pytest.raises(Spy):
-        Boxes(backend=asked).run([job])
-    assert [spec.basic for spec in asked.specs] == [True]
 
 
 def test_one_sandbox_does_not_use_up_what_their_user_may_have(backend: BwrapBackend) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from composer_nb.harness.grading.box import Boxes, CallInput, TestJob
+from composer_nb.harness.grading.box import Boxes, TestJob
 from composer_nb.harness.sandbox.contract import Backend
 
 SIGNALS = """\
@@ -34,7 +34,7 @@ def test_runs_of_one_grade_hear_no_locks(calls: bool, backend: Backend) -> None:
     files = {"signals.py": SIGNALS.encode()}
     jobs = []
     for turn in (0, 1):
-        call = CallInput(module="signals", name="f", given=f'[{{"list": [{turn}]}}, {{"dict": []}}]')
+        call = ("signals", "f", f'[{{"list": [{turn}]}}, {{"dict": []}}]')
         test = f"from signals import f\ndef test_f():\n    assert f({turn}) == 'silent'\n"
         hidden = {} if calls else {"test_signals.py": test}
         jobs.append(TestJob(files=files, hidden=hidden, tests=tuple(hidden), calls=((call,),) if calls else ()))
