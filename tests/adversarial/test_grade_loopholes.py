@@ -209,54 +209,6 @@ def test_what_fools_the_tests_does_not_answer_the_calls(degrees: tuple[Task, Gra
     assert not grade.passed and grade.status in ("graded", "agent_failed", "tampered")
 
 
-# What a replay shows of one function may say what another one answers.
-
-READ = """\
-import json, sys
-frame = sys._getframe(1)
-while frame and "prepared" not in frame.f_locals: frame = frame.f_back
-prepared = frame.f_locals["prepared"]
-asked = [(name, json.loads(given)[0]["list"]) for batch in prepared.asked["calls"] for _, name, given in batch]
-def of(name): return [given for each, given in asked if each == name]
-"""
-NEGATE = "def warm(c):\n    return 40 - c\n"
-GIVEAWAYS = {
-    "the next step's argument, in order": (
-        "label({f})", "def label(f):\n    return 'cold' if f < 60 else 'hot'\n",
-        "mine, other = (sorted(given[0] for given in of(name)) for name in ('warm', 'label'))\n"
-        "    return other[mine.index(c)]",
-    ),
-    "written otherwise": (
-        "code(hex({c}), hex({f}))", "def code(one, other):\n    return one + other\n",
-        "return next(int(given[1], 16) for given in of('code') if int(given[0], 16) == c)",
-    ),
-    "an answer that is an argument elsewhere": (
-        "warm({f})", "", "values = sorted(given[0] for given in of('warm'))\n    return values[::-1][values.index(c)]",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("asks, neighbour, guess", GIVEAWAYS.values(), ids=GIVEAWAYS.keys())
-def test_arguments_do_not_give_answers_away(backend: Backend, asks: str, neighbour: str, guess: str) -> None:
-    right = RIGHT.partition("def cool")[0] if neighbour else NEGATE
-    degrees = {c: 40 - c for c in (3, 7, 11, 15, 19, 20)} if not neighbour else DEGREES
-    tests = "from words import *\n" + "".join(
-        f"def test_{at}():\n    assert warm({c}) == {f}\n    assert {asks.format(c=c, f=f)} is not None\n"
-        for at, (c, f) in enumerate(degrees.items())
-    )
-    task = task_of({"test_words.py": tests}, {"words.py": f"def warm(c):\n    return None\n{neighbour}"},
-                   {"words.py": right + neighbour})  # fmt: skip
-    names = {f"test_words.py::test_{at}#0": f"test_words.py::test_{at}" for at in range(len(degrees))}
-    plan = GradePlan(digest=digest(task), tests=names)
-    plan = replace(plan, calls=record(task, plan, names.values(), Boxes(backend=backend)))
-    assert enough(plan.calls)
-    attack = f"{READ}def warm(c):\n    {guess.format()}\n{neighbour}"
-    grade = grade_pytest(task, {"words.py": attack.encode()}, backend, plan)
-    assert grade.calls == len(plan.calls) and grade.calls_failed, "read what it should compute"
-    grade = grade_pytest(task, {"words.py": (right + neighbour).encode()}, backend, plan)
-    assert passed_unseen(grade)
-
-
 # Names.
 
 

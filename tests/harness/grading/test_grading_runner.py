@@ -185,17 +185,6 @@ def test_honest_code_is_not_flagged(run: Run) -> None:
     assert outcomes(ran) == {"test_a#0": "passed", "test_b#0": "passed"} and ran.flags == frozenset()
 
 
-def test_nothing_in_the_workspace_stands_in_for_what_tests_import(run: Run) -> None:
-    evil = "raise SystemExit(0)\n"
-    names = [
-        "pytest", "_pytest/__init__", "pluggy", "unittest/__init__", "random", "json", "sitecustomize",
-        "usercustomize",
-    ]  # fmt: skip
-    files = {f"{name}.py": evil for name in names} | {"conftest.py": evil, "pytest.ini": "[pytest]\naddopts = --nope\n"}
-    ran = run({"test_a.py": "import json, random, unittest, pytest\ndef test_a(): pass\n"}, files)
-    assert outcomes(ran) == {"test_a#0": "passed"}
-
-
 def test_what_a_box_does_not_hold(run: Run) -> None:
     """Neither our packages nor pygments' stand-in can be imported; the environment is empty of ours."""
     test = """\
@@ -211,22 +200,6 @@ def test_a():
     held = [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3, 64) if os.path.exists(f"/proc/self/fd/{fd}")]
     assert [place.partition(":")[0] for place in held if place != "/dev/null"] == ["pipe"]
     assert sys.path[-1] == os.getcwd() and sys.path.count(os.getcwd()) == 1
-"""
-    assert outcomes(run({"test_a.py": test})) == {"test_a#0": "passed"}
-
-
-def test_what_watches_can_neither_be_read_nor_traced(run: Run) -> None:
-    test = """\
-import os
-def test_a():
-    parent = "/proc/%d/" % os.getppid()
-    for name in ("mem", "environ", "maps", "fd/0", "fd/1", "cwd", "root"):
-        try:
-            os.close(os.open(parent + name, os.O_RDONLY))
-        except OSError:
-            continue
-        assert False, name
-    assert os.read(0, 10) == b""
 """
     assert outcomes(run({"test_a.py": test})) == {"test_a#0": "passed"}
 
@@ -249,13 +222,6 @@ def test_what_is_noticed(run: Run, line: str, flags: set[str]) -> None:
     ran = run({"test_a.py": text})
     assert ran.flags == flags
     assert outcomes(ran) in ({"test_a#0": "passed"}, {"test_a#0": "passed", "test_b#0": "failed"})
-
-
-@pytest.mark.parametrize("line", ["os.kill(os.getppid(), 9)", "os.kill(-1, 9)"])
-def test_nobody_ends_what_watches(run: Run, line: str) -> None:
-    text = f"import contextlib, os\ndef test_a():\n    with contextlib.suppress(ProcessLookupError): {line}\n"
-    ran = run({"test_a.py": text})
-    assert outcomes(ran) == {"test_a#0": "passed"} and not ran.flags
 
 
 TAKES = """\

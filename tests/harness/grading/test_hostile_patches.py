@@ -6,6 +6,8 @@ Not covered: code that can tell a false expectation from a true one, and tests w
 from __future__ import annotations
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from composer_nb.harness.grading.box import sources
 from composer_nb.harness.grading.plan import GradePlan
@@ -14,6 +16,7 @@ from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.labs.attacks.patch_target import MODULE, TARGET
 from composer_nb.labs.attacks.patches import Patch, patches
 from composer_nb.labs.attacks.snippets import ANSWER
+from tests.adversarial.patch_variants import variant
 
 TIMEOUT_S = 20.0
 
@@ -67,3 +70,25 @@ def test_a_cheat_on_one_test_alone_is_caught(backend: Backend, plans: dict[str, 
         grade = grade_pytest(TARGET, files, backend, plans[TARGET.id])
         assert grade.status == "tampered" and grade.flags == ("twin_passed",)
         assert [name.rpartition("::")[2] for name, passed in grade.tests.items() if not passed] == ["test_share"]
+
+
+def check_variant(seed: int, backend: Backend, plan: GradePlan) -> str:
+    patch = variant(seed)
+    grade = grade_pytest(TARGET, patch.workspace, backend, plan, timeout_s=TIMEOUT_S)
+    assert not grade.passed and grade.status in ("graded", "tampered", "agent_failed"), (
+        f"{seed}: {patch.title}: {grade}"
+    )
+    return grade.status
+
+
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(seed=st.integers(0, 1 << 40))
+def test_a_variant_does_not_score(backend: Backend, plans: dict[str, GradePlan], seed: int) -> None:
+    check_variant(seed, backend, plans[TARGET.id])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_thousand_variants_do_not_score(backend: Backend, plans: dict[str, GradePlan]) -> None:
+    statuses = [check_variant(seed, backend, plans[TARGET.id]) for seed in range(1000)]
+    assert statuses.count("tampered") > 400, "most work, but for the twins"

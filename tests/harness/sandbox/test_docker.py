@@ -9,7 +9,6 @@ import random
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from composer_nb.harness.sandbox.contract import SandboxSpec
 from composer_nb.harness.sandbox.docker import DockerBackend, DockerChannel
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.image import build_image, host_image
-from composer_nb.harness.sandbox.system.linux import patience
 
 SMALL = SandboxSpec(memory_bytes=128 << 20, disk_bytes=16 << 20, inodes=500, processes=20, cpus=0.5, open_files=64)
 
@@ -86,30 +84,6 @@ def test_how_a_stream_ends(pair: tuple[DockerChannel, socket.socket]) -> None:
     with pytest.raises(OSError, match="^MemoryError: full$"):
         channel.receive(5)
     assert channel.ended
-
-
-def test_closing_wakes_who_waits() -> None:
-    """Also where another connection gets the number of the closed one at once."""
-    for _ in range(100):
-        here, there = socket.socketpair()
-        channel = DockerChannel(here)
-        told: list[object] = []
-
-        def wait(channel: DockerChannel = channel, told: list[object] = told) -> None:
-            try:
-                told.append(channel.receive(60))
-            except OSError as error:
-                told.append(error)
-
-        thread = threading.Thread(target=wait, daemon=True)
-        thread.start()
-        time.sleep(0.002)
-        channel.close()
-        others = socket.socketpair()
-        thread.join(timeout=patience(10))
-        assert not thread.is_alive() and told
-        for each in (there, *others):
-            each.close()
 
 
 # -- refusals ------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import resource
@@ -184,9 +183,6 @@ def test_a_directory_in_which_somebody_mounted_something_is_not_emptied(owner: C
     left = owner("directory", "process")
     folder, pid = left.names
     left.kill()
-    [file] = journal_files(tmp_path)
-    with file.open("a") as cut:
-        cut.write('{"event": "made", "kind": "proc')
     foreign = Path(folder, "foreign")
     foreign.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(foreign)], check=True)
@@ -243,25 +239,6 @@ def test_a_journal_is_there_only_while_it_holds_something(tmp_path: Path) -> Non
     assert not journal.file.exists() and reap(tmp_path) == Reaped()
     journal.made("directory", folder)
     assert len(journal.file.read_text().splitlines()) == 1
-
-
-def test_a_directory_that_can_not_be_removed_now_is_removed_the_next_time(
-    owner: Callable[..., Owner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As when something that is about to end still writes into it."""
-    left = owner("directory")
-    left.kill()
-    [folder] = map(Path, left.names)
-
-    def never(path: Path) -> None:
-        raise OSError(errno.ENOTEMPTY, "not empty")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(reaping, "PATIENCE_S", 0.1)
-        patched.setattr(Path, "rmdir", never)
-        found = reap(tmp_path / "runs")
-    assert not found.directories and "cannot be emptied" in found.failed[0] and folder.is_dir()
-    assert reap(tmp_path / "runs").directories == (str(folder),) and not folder.exists()
 
 
 def test_what_lives_for_a_directory_ends_before_it_and_can_not_make_it_anew(owner: Callable[..., Owner], tmp_path):
