@@ -329,16 +329,12 @@ def _explained(error: BaseException, image: str) -> Exception:
 def _group(container: dict[str, Any]) -> Cgroup | None:
     """Return the control group of a running container, if the engine's processes and groups can be seen from here."""
     try:
-        lines = Path(f"/proc/{container['State']['Pid']}/cgroup").read_text().splitlines()
+        text = Path(f"/proc/{container['State']['Pid']}/cgroup").read_text()
     except OSError:
         return None
-    folders, version = [], 2
-    for controllers, path in (line.split(":", 2)[1:] for line in lines):
-        folder = Path("/sys/fs/cgroup", controllers, path.lstrip("/"))
-        if container["Id"] in path and folder.is_dir():
-            folders.append(folder)
-            version = 1 if controllers else version
-    group = Cgroup(tuple(folders), version)
+    lines = [line.split(":", 2) for line in text.splitlines()]
+    places = [(path, Path("/sys/fs/cgroup", controllers, path.lstrip("/"))) for _, controllers, path in lines]
+    group = Cgroup(tuple(folder for path, folder in places if container["Id"] in path and folder.is_dir()))
     try:
         group.kills()
     except OSError:

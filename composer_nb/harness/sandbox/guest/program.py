@@ -31,7 +31,6 @@ import importlib
 import json
 import os
 import re
-import resource
 import select
 import signal
 import socket
@@ -59,6 +58,7 @@ from composer_nb.harness.sandbox.system.linux import (
     network_settings,
     read_exactly,
     send_frame,
+    set_limits,
     umount,
     write_ids,
 )
@@ -144,11 +144,7 @@ def confine(settings: Header) -> None:
     hide_memory()
     check(libc.prctl(PR_SET_CHILD_SUBREAPER, *map(ctypes.c_ulong, (1, 0, 0, 0))), "subreaper")
     drop_capabilities(machine())
-    for name, value in settings["rlimits"].items():
-        kind = getattr(resource, name)
-        hard = resource.getrlimit(kind)[1]
-        most = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (most, most))
+    set_limits(settings["rlimits"])
     # Workers, which calls need, are made by namespaces and have a filter of their own.
     if not settings["calls"]:
         install_filter(base64.b64decode(settings["filter"]))

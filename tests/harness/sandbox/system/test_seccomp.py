@@ -55,20 +55,7 @@ def test_all_refuse_the_kernel_and_strange_numbers(table: dict[str, int]) -> Non
         assert verdict(table["clone"], THREAD) == ALLOW and verdict(table["clone"], 0x1011) == DENY
 
 
-CALLS = RULED | {"execve": PROCESS["execve"], "flock": PROCESS["flock"], "inotify_init1": PROCESS["inotify_init1"]}
-FCNTL = {
-    1: ALLOW,
-    5: ALLOW,
-    36: ALLOW,
-    6: ALLOW,
-    7: ALLOW,
-    37: ALLOW,
-    38: ALLOW,
-    1024: DENY,
-    1026: DENY,
-    1036: DENY,
-    1038: DENY,
-}
+FCNTL = dict.fromkeys((1, 5, 36, 6, 7, 37, 38), ALLOW) | dict.fromkeys((1024, 1026, 1036, 1038), DENY)
 # Of commands: the call, and arguments with the answer to them.
 RULES: dict[str, dict[tuple[int, ...], int]] = {
     "clone": {(17,): ALLOW, (17 | 0x4100,): ALLOW},
@@ -98,7 +85,7 @@ RULES: dict[str, dict[tuple[int, ...], int]] = {
 
 def assert_rules(table: dict[str, int], verdict: Verdict, rules: dict[str, dict[tuple[int, ...], int]]) -> None:
     for name, answers in rules.items():
-        number = table["clone"] if name == "clone" else CALLS[name][table["column"]]
+        number = table["clone"] if name == "clone" else RULED[name][table["column"]]
         assert number is None or {arguments: verdict(number, *arguments) for arguments in answers} == answers, name
 
 
