@@ -43,11 +43,10 @@ HIDDEN = """
     kpagecount kpageflags latency_stats loadavg locks mdstat modules pagetypeinfo partitions pressure sched_debug schedstat scsi
     slabinfo softirqs swaps sys sysrq-trigger sysvipc timer_list timer_stats tty vmallocinfo vmstat zoneinfo
 """.split()
-# Reads all files of an image, three times, so that all their pages are among those in use (`layout.STAGE`); locks them in memory;
-# says whether that worked, and stays until its input ends.
+# Reads all files of an image, three times, so that all their pages are among those in use (`layout.STAGE`), and maps them. Then,
+# for each byte of its input, touches every page, which brings back what was evicted.
 PIN = """
-import ctypes, mmap, os
-locked = ctypes.CDLL(None).mlockall(2) == 0  # what is mapped from now on
+import mmap, os
 maps = []
 for top, below, names in os.walk("/"):
     if top == "/":
@@ -60,12 +59,13 @@ for top, below, names in os.walk("/"):
                         file.seek(0)
                         while file.read(1 << 20):
                             pass
-                    if locked:
-                        maps.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-        except (OSError, ValueError):
-            locked = locked and not os.access(path, os.R_OK)
-print("locked" if locked else "read", flush=True)
-os.read(0, 1)
+                    maps.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+        except OSError:
+            pass
+while os.read(0, 1):
+    for map in maps:
+        map[::4096]
+    os.write(1, b".")
 """
 # Facts of the engine about limits that it cannot set everywhere.
 COUNTED = {"memory_bytes": "MemoryLimit", "processes": "PidsLimit", "cpus": "CpuCfsQuota"}
@@ -164,18 +164,16 @@ class DockerBackend(ResidentBackend):
             raise SandboxUnavailable(f"the Docker Engine runs {kind} containers on {machine}: {advice}")
         self._image, self._image_lock = "", threading.Lock()
         self._pins = dict[str, _ContainerMachine]()  # by image: what holds its files in memory
-        self._unpinned = set[str]()  # images whose files could not be locked there
+        self._large = set[str]()  # images larger than half the engine's memory
         super().__init__(run_id, journal, MACHINES[machine])
 
     def capabilities(self) -> Capabilities:
         enforced = dict.fromkeys(LIMITS, True) | {name: bool(self._facts.get(fact)) for name, fact in COUNTED.items()}
         warnings = "; ".join(self._facts.get("Warnings") or ()) or "the Docker Engine does not say why"
         why = {name: f"no control group for it: {warnings}" for name, works in enforced.items() if not works}
-        if self._unpinned:
+        if self._large:
             enforced["page_cache"] = False
-            why["page_cache"] = (
-                f"not all files stay in memory of {', '.join(sorted(self._unpinned))}: use smaller images"
-            )
+            why["page_cache"] = f"not all files stay in memory of {', '.join(sorted(self._large))}: use smaller images"
         return Capabilities(backend=self.name, mode=self._runtime, uid=UID, enforced=enforced, why_not=why)
 
     def close(self) -> None:
@@ -205,7 +203,7 @@ class DockerBackend(ResidentBackend):
         image = spec.image or self._host_image()
         with self._lock:
             self._check_open()
-        machine = _ContainerMachine(id=f"composer_nb-{uuid.uuid4().hex[:12]}", backend=self)
+        machine = self._machine()
         try:
             config = self._client.api.inspect_image(image)["Config"]
             if volumes := config.get("Volumes"):
@@ -231,6 +229,9 @@ class DockerBackend(ResidentBackend):
             machine.channel.send(program, patience(SEND_S))
         return machine
 
+    def _machine(self) -> _ContainerMachine:
+        return _ContainerMachine(id=f"composer_nb-{uuid.uuid4().hex[:12]}", backend=self)
+
     def _run(self, machine: _ContainerMachine, configuration: dict[str, Any]) -> None:
         """Make a container, attach its streams and start it."""
         mark = configuration["Labels"][MARK] = uuid.uuid4().hex
@@ -241,30 +242,27 @@ class DockerBackend(ResidentBackend):
         self._client.api.start(machine.id)
 
     def _pin(self, image: str) -> None:
-        """Hold all files of an image in memory, by a container of its own, as long as this backend is open.
+        """Bring all files of an image into memory, by a container of its own that maps them as long as this backend is open.
 
-        Sandboxes share their pages. Those that stay in memory tell none who read them, and do not count for one, which could have
-        them evicted by using up its memory.
+        Sandboxes share their pages. Those that are in memory before a sandbox starts tell none who read them, and do not count
+        for one, which could have them evicted by using up its memory. The machine evicts some when others want memory.
         """
         with self._image_lock:
-            if image in self._pins:
-                return
-            machine = self._pins[image] = _ContainerMachine(id=f"composer_nb-{uuid.uuid4().hex[:12]}", backend=self)
-            configuration = self._configuration(SandboxSpec(), image)
-            small = self._client.api.inspect_image(image)["Size"] <= self._facts["MemTotal"] // 2
-            del configuration["Labels"]["composer_nb.run"]  # it belongs to no sandbox
-            configuration["Cmd"] = [PIN]
-            configuration["HostConfig"] |= dict.fromkeys(("Memory", "MemorySwap", "NanoCpus"), 0)
-            if small:
-                configuration["HostConfig"]["Ulimits"].append({"Name": "memlock", "Soft": -1, "Hard": -1})
+            fresh = image not in self._pins
+            machine = self._pins.setdefault(image, self._machine())
             try:
-                self._run(machine, configuration)
-                pinned = machine.channel.receive(patience(TIMEOUT_S)) == b"locked\n"
+                if fresh:
+                    configuration = self._configuration(SandboxSpec(), image) | {"Cmd": [PIN], "Labels": {}}
+                    configuration["HostConfig"] |= dict.fromkeys(("Memory", "MemorySwap", "NanoCpus"), 0)
+                    self._run(machine, configuration)
+                    if self._client.api.inspect_image(image)["Size"] > self._facts["MemTotal"] // 2:
+                        self._large.add(image)
+                machine.channel.send(b"\n", patience(SEND_S))
+                if not machine.channel.receive(patience(TIMEOUT_S)):
+                    raise ConnectionResetError("the container that holds its files in memory ended")
             except BaseException:
                 self._pins.pop(image).end()
                 raise
-            if not pinned:
-                self._unpinned.add(image)
 
     def _host_image(self) -> str:
         with self._image_lock:
