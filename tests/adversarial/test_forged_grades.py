@@ -32,7 +32,6 @@ def everything():
 """
 
 FORGED: dict[str, str] = {
-    "does nothing": "",
     "floats for integers": "def f(xs, k):\n    return [float(x * k) for x in xs if x > k]\n",
     "metaclass that names itself list": """
 class Meta(type):
@@ -61,26 +60,6 @@ __main__.send_line = lambda nonce, fields: None
 def f(xs, k):
     return [0]
 """,
-    "frame peeking": SPY
-    + """
-def f(xs, k):
-    for value in everything():
-        if isinstance(value, dict) and "expected" in value:
-            return value["expected"]
-        if isinstance(value, list) and value and all(type(x) is int for x in value) and value != xs:
-            return value
-    return None
-""",
-    "reads the tests": """
-import glob, os
-def f(xs, k):
-    for name in glob.glob("/box/**", recursive=True) + glob.glob("/**/test_*.py", recursive=True) + ["test_f.py"]:
-        if "test" in name and os.path.isfile(name):
-            for line in open(name):
-                if line.strip().startswith(f"assert f({xs}, {k}) == "):
-                    return eval(line.split(" == ")[1])
-    return None
-""",
     "forged lines with the right nonce": SPY
     + """
 import os
@@ -94,7 +73,6 @@ def f(xs, k):
                 pass
     os._exit(0)
 """,
-    "endless recursion": "def f(xs, k):\n    return f(xs, k)\n",
     "replaces itself in the box": SPY
     + """
 def f(xs, k):
@@ -102,11 +80,6 @@ def f(xs, k):
         if isinstance(value, dict) and value.get("function") is f:
             value["function"] = lambda *_: [28, 36]
     return [x * k for x in xs if x > k] if len(xs) == 3 else 0
-""",
-    "right for visible inputs alone": """
-KNOWN = {"([1, 5, 3], 2)": [10, 6], "([], 1)": []}
-def f(xs, k):
-    return KNOWN.get(repr((xs, k)))
 """,
     "right for the first call alone": """
 calls = []

@@ -55,19 +55,15 @@ class Words:
 """
 WRONG = "class Words:\n    def plural(self, word):\n        return word\n"
 WANTED = {"box": "boxes", "cat": "cats", "fox": "foxes", "dog": "dogs"}
-IMPORT = "import pytest\nfrom words import Words\n"
-ROWS = ", ".join(f'("{word}", "{wanted}")' for word, wanted in WANTED.items())
-NAMES = ", ".join(f'"{word} becomes {wanted}"' for word, wanted in WANTED.items())
 AROUND = """\
-import os, sys
+import sys
 class Words:
     def plural(self, word):
         frame = sys._getframe(1)
         held = [*frame.f_code.co_consts, *frame.f_locals.values()]
         words = [each for each in held if isinstance(each, str) and each.isalpha() and each != word]
         text = " ".join(each for each in held if isinstance(each, str) and " " in each)
-        text += os.environ["PYTEST_CURRENT_TEST"].rpartition("[")[2]
-        said = text.replace(".", " ").replace("]", " ").split()
+        said = text.replace(".", " ").split()
         return next((each for each in words if each in said), word)
 """
 VOTES = """\
@@ -90,10 +86,10 @@ class Words:
 """
 
 
-def suite(doc: str = "", message: str = "", turns: str = "1") -> str:
-    return IMPORT + "".join(
+def suite(doc: str = "", turns: str = "1") -> str:
+    return "from words import Words\n" + "".join(
         f'def test_{word}_{turn}():\n    """{doc.format(word, wanted)}"""\n'
-        f'    assert Words().plural("{word}") == "{wanted}", "{message.format(word, wanted)}"\n'
+        f'    assert Words().plural("{word}") == "{wanted}"\n'
         for word, wanted in WANTED.items()
         for turn in turns
     )
@@ -102,15 +98,8 @@ def suite(doc: str = "", message: str = "", turns: str = "1") -> str:
 # Suites that hold each expected value more than once have no test that stands alone, so nothing guards the task.
 HINTS = {
     "a docstring": (suite(doc="{} becomes {}."), AROUND, "twins"),
-    "a message": (suite(message="{} becomes {}"), AROUND, "none"),
     "the same expectation elsewhere": (suite(turns="123"), VOTES, "none"),
     "the length, and what it said before": (suite(), KEPT, "twins"),
-    "an id": (
-        IMPORT + f"@pytest.mark.parametrize('word, wanted', [{ROWS}], ids=[{NAMES}])\n"
-        "def test_plural(word, wanted):\n    assert Words().plural(word) == wanted\n",
-        AROUND,
-        "none",
-    ),
 }
 
 
@@ -186,14 +175,7 @@ if asked:
         for value in range(-40, 213):
             say(["answer", place, ["returned", value, None]])
 """,
-    "says that it is done, and that a test passed": """\
-if asked:
-    say(["done", 0])
-    say(["answer", True, ["returned", 32, None]])
-""",
     "ends all processes": "if asked:\n    os.kill(-1, signal.SIGKILL)\n",
-    "closes the channel": "if asked:\n    os.close(3)\n",
-    "forks away": "if asked:\n    os.fork() and os._exit(0)\n",
     "nested as deeply as can be read": """\
 if asked:
     for place in range(len(asked)):
@@ -227,54 +209,6 @@ def test_what_fools_the_tests_does_not_answer_the_calls(degrees: tuple[Task, Gra
     assert not grade.passed and grade.status in ("graded", "agent_failed", "tampered")
 
 
-# What a replay shows of one function may say what another one answers.
-
-READ = """\
-import json, sys
-frame = sys._getframe(1)
-while frame and "prepared" not in frame.f_locals: frame = frame.f_back
-prepared = frame.f_locals["prepared"]
-asked = [(name, json.loads(given)[0]["list"]) for batch in prepared.asked["calls"] for _, name, given in batch]
-def of(name): return [given for each, given in asked if each == name]
-"""
-NEGATE = "def warm(c):\n    return 40 - c\n"
-GIVEAWAYS = {
-    "the next step's argument, in order": (
-        "label({f})", "def label(f):\n    return 'cold' if f < 60 else 'hot'\n",
-        "mine, other = (sorted(given[0] for given in of(name)) for name in ('warm', 'label'))\n"
-        "    return other[mine.index(c)]",
-    ),
-    "written otherwise": (
-        "code(hex({c}), hex({f}))", "def code(one, other):\n    return one + other\n",
-        "return next(int(given[1], 16) for given in of('code') if int(given[0], 16) == c)",
-    ),
-    "an answer that is an argument elsewhere": (
-        "warm({f})", "", "values = sorted(given[0] for given in of('warm'))\n    return values[::-1][values.index(c)]",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("asks, neighbour, guess", GIVEAWAYS.values(), ids=GIVEAWAYS.keys())
-def test_arguments_do_not_give_answers_away(backend: Backend, asks: str, neighbour: str, guess: str) -> None:
-    right = RIGHT.partition("def cool")[0] if neighbour else NEGATE
-    degrees = {c: 40 - c for c in (3, 7, 11, 15, 19, 20)} if not neighbour else DEGREES
-    tests = "from words import *\n" + "".join(
-        f"def test_{at}():\n    assert warm({c}) == {f}\n    assert {asks.format(c=c, f=f)} is not None\n"
-        for at, (c, f) in enumerate(degrees.items())
-    )
-    task = task_of({"test_words.py": tests}, {"words.py": f"def warm(c):\n    return None\n{neighbour}"},
-                   {"words.py": right + neighbour})  # fmt: skip
-    names = {f"test_words.py::test_{at}#0": f"test_words.py::test_{at}" for at in range(len(degrees))}
-    plan = GradePlan(digest=digest(task), tests=names)
-    plan = replace(plan, calls=record(task, plan, names.values(), Boxes(backend=backend)))
-    assert enough(plan.calls)
-    attack = f"{READ}def warm(c):\n    {guess.format()}\n{neighbour}"
-    grade = grade_pytest(task, {"words.py": attack.encode()}, backend, plan)
-    assert grade.calls == len(plan.calls) and grade.calls_failed, "read what it should compute"
-    grade = grade_pytest(task, {"words.py": (right + neighbour).encode()}, backend, plan)
-    assert passed_unseen(grade)
-
-
 # Names.
 
 
@@ -294,22 +228,14 @@ def test_a_new_package_does_not_rename_hidden_helpers(backend: Backend) -> None:
     assert passed_unseen(grade_pytest(task, {path: text.encode() for path, text in honest.items()}, backend, plan))
 
 
-@pytest.mark.parametrize(
-    "name, status",
-    [("a" * 255, "graded"), ("\udcff.py", "graded"), ("a\nb.py", "graded"), ("\x7f", "graded"), ("é" * 128, "graded"),
-     ("/".join("d" * 1500), "graded"), ("m.py/x", "graded")],
-)  # fmt: skip
-def test_no_name_of_a_file_makes_a_fault_of_the_machine(backend: Backend, name: str, status: str) -> None:
-    task = task_of(
-        {"test_a.py": "from pkg.m import f\ndef test_a():\n    assert f(1) == 2\n"},
-        {"pkg/m.py": "def f(x):\n    return x\n"},
-        {"pkg/m.py": "def f(x):\n    return x + 1\n"},
-        ("pkg/**",),
-    )
+def test_no_name_of_a_file_makes_a_fault_of_the_machine(backend: Backend) -> None:
+    names = ["a" * 255, "\udcff.py", "a\nb.py", "\x7f", "é" * 128, "/".join("d" * 1500), "m.py/x"]
+    start = {"pkg/m.py": "def f(x):\n    return x\n"}
+    task = task_of({"test_a.py": "from pkg.m import f\ndef test_a():\n    assert f(1) == 2\n"}, start, {}, ("pkg/**",))
     plan = GradePlan(digest=digest(task), tests={"test_a.py::test_a#0": "test_a.py::test_a"})
-    files = {"pkg/m.py": task.files["pkg/m.py"].encode(), "pkg/" + name: b"x"}
+    files = {"pkg/m.py": start["pkg/m.py"].encode()} | {"pkg/" + name: b"x" for name in names}
     grade = grade_pytest(task, files, backend, plan)
-    assert grade.status == status and not grade.passed
+    assert grade.status == "graded" and not grade.passed
 
 
 @pytest.mark.parametrize(
@@ -322,3 +248,72 @@ def test_no_name_of_a_file_makes_a_fault_of_the_machine(backend: Backend, name: 
 )  # fmt: skip
 def test_a_claimed_id_of_any_length_is_compared_at_once(claimed: str, same: bool) -> None:
     assert same_id(claimed, "t.py::f[a1]") == same
+
+
+# Code under test that reads what its caller expects, and believes it if it looks like an original. It must not score.
+
+WORDS = """\
+def plural(word):
+    return word + ("es" if word.endswith("x") else "s")
+
+def notice(name):
+    return f"{name.title()} is overdue"
+
+def share(part, whole):
+    return part / whole
+
+"""
+FORMS = {
+    "values": """\
+import pytest
+from words import plural
+@pytest.mark.parametrize("word, wanted", [("box", "boxes"), ("cat", "cats"), ("dog", "dogs"), ("fox", "foxes")])
+def test_plural(word, wanted):
+    assert plural(word) == wanted
+def test_plural_of_another():
+    assert plural("tax") == "taxes"
+""",
+    "needles": """\
+from words import notice
+def test_notice():
+    assert "over" in notice("ann")
+def test_name():
+    assert "Bob" in notice("bob")
+""",
+    "fractions": """\
+import pytest
+from words import share
+def test_share():
+    assert share(1, 4) == 0.25
+def test_near():
+    assert share(2, 3) == pytest.approx(0.667, abs=0.001)
+""",
+}
+PEEK = """\
+import sys
+
+def told(kind, given, natural):
+    frame = sys._getframe(2)
+    for value in [*frame.f_locals.values(), *frame.f_code.co_consts]:
+        if type(value) is kind and value not in given and natural(value):
+            return value
+    return None
+
+"""
+ATTACKS = {
+    "values": "def plural(word):\n    return told(str, [word], lambda wanted: wanted.isalpha() and wanted.islower())\n",
+    "needles": "def notice(name):\n    return told(str, [name], lambda wanted: len(wanted) < 8)\n",
+    "fractions": "def share(part, whole):\n    return told(float, [0.001], lambda wanted: wanted < 1)\n",
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_believes_natural_expectations_does_not_score(name: str, backend: Backend) -> None:
+    task = task_of({"test_words.py": FORMS[name]}, {"words.py": ""}, {"words.py": WORDS})
+    plan = validate_task(task, backend, repeats=2).plan
+    assert plan is not None
+    files = {"words.py": (PEEK + ATTACKS[name]).encode()}
+    grade = grade_pytest(task, files, backend, plan)
+    assert not grade.passed and set(grade.flags) & {"twin_passed", "calls_disagree"}, grade
+    bare = GradePlan(digest=plan.digest, tests=plan.tests)
+    assert grade_pytest(task, files, backend, bare).passed, "the attack works, but for twins and recorded calls"

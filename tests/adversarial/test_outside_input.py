@@ -72,10 +72,8 @@ def test_stars_of_a_pattern_are_tried_in_bounded_work() -> None:
 
 PYPROJECT = {
     "a list's line": '[tool.pytest.ini_options]\nmarkers = ["a\\naddopts = -p evil"]\n',
-    "a line's other end": '[tool.pytest.ini_options]\nmarkers = "a\\u2028addopts = -p evil"\n',
     "a key's line": '[tool.pytest.ini_options]\n"x = 1\\naddopts" = "-p evil"\n',
     "a key's colon": '[tool.pytest.ini_options]\n"addopts: -p evil #" = ""\n',
-    "a section": '[tool.pytest.ini_options]\n"[pytest]\\naddopts" = "-p evil"\n',
     "addopts itself": '[tool.pytest.ini_options]\naddopts = "-p evil --rootdir=/ -c /x -o addopts=-pevil @file"\n',
 }
 
@@ -179,12 +177,9 @@ FORGED: dict[str, Callable[[Path], Any]] = {
     "where one stands": lambda root: {"repository": ".", "changes": SAFELY},
     "a path that leads out": forged({"../a": [None, SAFE]}),
     "an empty folder that would go": forged(SAFELY | {"empty/folder/x": [None, None]}),
-    "the same, which would be written": forged(SAFELY | {"b": [SAFE, SAFE]}),
     "another folder than the current one": forged(SAFELY, "empty"),
     "a device": forged({"a": [None, NEW | {"mode": "060000"}]}),
     "no object": lambda root: [],
-    "no pair": forged({"a": 5}),
-    "no repository": lambda root: {"changes": {}},
     "no base 64": forged({"a": [None, NEW | {"data": "é"}]}),
 }
 
@@ -235,10 +230,7 @@ REQUESTS: dict[str, tuple[bytes, int]] = {
             b"127.0.0.1.evil.example", b"0x7f.1", "\uff4c\uff4f\uff43\uff41\uff4c\uff48\uff4f\uff53\uff54".encode(), b"",
         )
     },
-    "a host that was forwarded": (GET + b"Host: evil.example\r\nX-Forwarded-Host: localhost" + CLOSE, 403),
     "two origins": (GET + LOCAL + b"\r\nOrigin: http://localhost\r\nOrigin: http://evil.example" + CLOSE, 403),
-    "an empty origin": (GET + LOCAL + b"\r\nOrigin:" + CLOSE, 403),
-    "a preflight": (b"OPTIONS /v1/chat/completions HTTP/1.1\r\n" + LOCAL + b"\r\nOrigin: http://evil.example" + CLOSE, 403),
     "a tunnel": (b"CONNECT evil.example:80 HTTP/1.1\r\n" + LOCAL + CLOSE, 404),
     "a socket of the web": (
         b"GET /v1/chat/completions HTTP/1.1\r\n" + LOCAL + b"\r\nUpgrade: websocket\r\nConnection: Upgrade, close\r\n\r\n",
@@ -250,7 +242,6 @@ REQUESTS: dict[str, tuple[bytes, int]] = {
         POST + b"\r\nTransfer-Encoding: chunked" + CLOSE + b'2;a="\n"\r\n{}\r\n0\r\n\r\n', 400
     ),
     "a length of 5,000 digits": (POST + b"\r\nContent-Length: " + b"9" * 5000 + CLOSE, 400),
-    "a length of 19 digits": (POST + b"\r\nContent-Length: " + b"9" * 19 + CLOSE, 413),
     "a body that is packed": (POST + b"\r\nContent-Encoding: gzip\r\nContent-Length: 2" + CLOSE + b"\x1f\x8b", 400),
     **{
         f"{number} as {name}": (post(b'{%s, "%s": %s}' % (ASKED, name.encode(), number)), 400)
@@ -259,9 +250,7 @@ REQUESTS: dict[str, tuple[bytes, int]] = {
     },
     "a seed of 5,000 digits": (post(b'{%s, "seed": %s}' % (ASKED, b"9" * 5000)), 400),
     "a deep body": (post(b'{"messages": ' + b"[" * 100_000), 400),
-    "a deep content": (post(b'{"messages": [{"role": "user", "content": %s}]}' % (b"[" * 150 + b"]" * 150)), 400),
     "half a pair": (post(b'{"messages": [{"role": "\\ud800"}]}'), 400),
-    "half a pair as a key": (post(b'{"\\ud800": 1}'), 400),
     "no number": (post(b'{"messages": [{"role": NaN}]}'), 400),
 }  # fmt: skip
 

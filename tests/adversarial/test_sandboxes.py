@@ -1,21 +1,21 @@
-"""The cases of hostile use that every backend of sandboxes withstands, and that they notice where walls are missing."""
+"""The cases of hostile use that every backend of sandboxes withstands, and function calls; they notice missing walls."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
-from composer_nb.labs.attacks import sandbox_check
-from composer_nb.labs.attacks.case import verdict_of
-from composer_nb.labs.attacks.sandbox_check import SANDBOX_CASES as CASES
+from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
+from composer_nb.labs.attacks.case import SECRET, SECRET_NAME, NoEvidence, verdict_of
+from composer_nb.labs.attacks.sandbox_check import CALL_CASES, SANDBOX_CASES, surroundings
 from tests.harness.sandbox.conftest import BACKENDS, make
 
 
@@ -25,15 +25,10 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
         yield opened
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", SANDBOX_CASES, ids=lambda case: case.id)
 def test_is_blocked(backend: Backend, case: Any, request: pytest.FixtureRequest) -> None:
-    with sandbox_check.surroundings(backend) as site:
+    with surroundings(backend) as site:
         verdict = verdict_of(case.judge, site)
-    if not verdict.blocked and case.id == "unread-files" and os.geteuid() == 0:
-        # Other programs may have needed the memory since this back end read its files: once more, with nothing in memory before.
-        Path("/proc/sys/vm/drop_caches").write_text("1")
-        with make(backend.name, request) as fresh, sandbox_check.surroundings(fresh) as site:
-            verdict = verdict_of(case.judge, site)
     assert verdict.blocked, verdict.detail
 
 
@@ -61,8 +56,53 @@ class NoWalls:
 
 @pytest.mark.parametrize("name", ["read-the-host", "network"])
 def test_missing_walls_are_noticed(name: str, tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.id == name)
+    case = next(case for case in SANDBOX_CASES if case.id == name)
     backend: Any = NoWalls(tmp_path)
-    with sandbox_check.surroundings(backend) as site:
+    with surroundings(backend) as site:
         verdict = verdict_of(case.judge, site)
     assert not verdict.blocked and "succeeded" in verdict.detail
+
+
+# Hostile programs as function calls: every case is blocked, and the cases notice where walls are missing.
+
+
+def test_every_case_is_blocked() -> None:
+    with SandboxExecutor() as executor, surroundings(executor.backend, executor) as site:
+        rows = [case.row(site) for case in CALL_CASES]
+        with pytest.raises(NoEvidence, match="died"):
+            site.report("import os\nos._exit(0)\n")
+    assert [(row["id"], row["detail"]) for row in rows if not row["blocked"]] == [] and len(rows) >= 21
+    flagged = {row["id"] for row in rows if row["flagged"]}
+    assert {"forged-lines", "always-equal", "endless-loop", "exit-at-import", "huge-output"} <= flagged
+    cases = (*CALL_CASES, *SANDBOX_CASES)
+    assert len({case.id for case in cases}) == len(cases) == len({case.title for case in cases})
+
+
+class NoExecutor:
+    """Runs requests as plain processes: only for cases that do no harm outside a sandbox."""
+
+    def __init__(self, workspace: Path) -> None:
+        self.workspace = workspace
+
+    def run(self, requests: Sequence[CallRequest]) -> list[tuple[CallOutcome, ...]]:
+        return [tuple(self._call(request, argument) for argument in request.arguments) for request in requests]
+
+    def _call(self, request: CallRequest, argument: str) -> CallOutcome:
+        command = [sys.executable, "-c", request.files["f.py"] + f"\nprint(repr(f(*{argument})))\n"]
+        process = subprocess.run(command, capture_output=True, text=True, cwd=self.workspace, close_fds=False)
+        if process.returncode:
+            return CallOutcome(status="died")
+        return CallOutcome(status="returned", text=process.stdout.strip())
+
+
+@pytest.mark.parametrize("id", ["call-read-the-host", "call-network", "call-inherited", "leftovers", "always-equal"])
+def test_cases_notice_missing_walls(id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_NAME, SECRET)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    judge = next(case.judge for case in CALL_CASES if case.id == id)
+    backend: Any = NoWalls(tmp_path)
+    with surroundings(backend, NoExecutor(tmp_path)) as site:
+        verdict = verdict_of(judge, site)
+        assert not verdict.blocked
+        if id == "call-read-the-host":
+            assert "link to" in verdict.detail and str(site.canary) in verdict.detail

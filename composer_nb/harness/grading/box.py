@@ -79,37 +79,11 @@ class RunnerEnded(RuntimeError):
     """The runner ended before it began: what it was to run does not fit into its sandbox."""
 
 
-Said = tuple[str, Any]  # `returned` or `raised`, and the value or the name of the exception's type.
+# A call as it goes into a box: module, qualified name, and JSON of the positional and the keyword arguments
+# (`guest.calls.encode`); nothing of the expected result.
+Call = tuple[str, str, str]
 # A function: the path of its module and its first line, which is the line of its first decorator.
 Place = tuple[str, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallInput:
-    """A call as it goes into a box: the arguments, and nothing of the expected result.
-
-    Attributes:
-        name: Qualified name, such as `Stack.of`.
-        given: JSON of the positional and the keyword arguments (`guest.calls.encode`).
-    """
-
-    module: str
-    name: str
-    given: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObservedCall:
-    """A call that tests made, as their process reported it.
-
-    Attributes:
-        inside: True if a changed file defines the function.
-        ends: Possible outcomes. A tracer cannot tell whether None was returned or an exception went on, so there may be two.
-    """
-
-    call: CallInput
-    inside: bool
-    ends: tuple[Said, ...] = field(hash=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +121,7 @@ class TestJob:
     select: tuple[str, ...] = ()
     hash_seed: int = 0
     record: tuple[str, ...] = ()
-    calls: tuple[tuple[CallInput, ...], ...] = ()
+    calls: tuple[tuple[Call, ...], ...] = ()
     batch_cpu_s: int = 10
     watch: bool = False
     zone: str = ""
@@ -217,6 +191,9 @@ class JobResult:
         output: Captured output, for people. Agents must never see it, because it may quote hidden tests.
         reached: By key, if the job asked for it.
         failures: By key, of failed tests, if the job asked for it.
+        noted: Calls that tests made, each with whether a changed file defines the function, and its possible outcomes: `returned`
+            with the value, `raised` with the name of the exception's type, or both, as a tracer cannot tell whether None was
+            returned or an exception went on.
         answers: JSON (`guest.calls.answer`) by the call's index among all calls of the job. A missing call has no answer.
     """
 
@@ -226,7 +203,7 @@ class JobResult:
     seconds: float = 0.0
     reached: dict[str, Reach] = field(default_factory=dict)
     failures: dict[str, Failure] = field(default_factory=dict)
-    noted: list[ObservedCall] = field(default_factory=list)
+    noted: dict[Call, tuple[bool, dict[str, Any]]] = field(default_factory=dict)
     answers: dict[int, str] = field(default_factory=dict)
 
     def result(self, key: str) -> TestResult:
@@ -355,7 +332,6 @@ def _frame(job: TestJob, nonce: str, site: bool) -> bytes:
             "hidden": dict(job.hidden),
             "packages": dict(job.packages),
             "keys": None if job.keys is None else sorted(job.keys),
-            "calls": [[[item.module, item.name, item.given] for item in batch] for batch in job.calls],
             "select": job.select if job.keys is None else (),
             "nonce": nonce,
             "site": site,
@@ -395,10 +371,7 @@ def _read(job: TestJob, nonce: str, events: str, ended: ExecResult, *, read: boo
                 sides = tuple(map(str, compared))
                 ran.failures[key] = Failure(line=number, message=message, values=plain, compared=sides)
             case ["call", str(module), str(name), str(given), bool(inside), list(ends)] if job.record:
-                call = CallInput(module=module, name=name, given=given)
-                ran.noted.append(
-                    ObservedCall(call=call, inside=inside, ends=tuple((kind, value) for kind, value in ends))
-                )
+                ran.noted.setdefault((module, name, given), (inside, dict(ends)))
             case ["answer", int(place), [str(), _, _] as said] if 0 <= place < call_count and place not in ran.answers:
                 ran.answers[place] = json.dumps(said)
             case _:

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
-from composer_nb.harness.grading.box import CallInput, TestJob
+from composer_nb.harness.grading.box import Call, TestJob
 from composer_nb.harness.syntax import parse
 from composer_nb.harness.tasks.runtime import packages_of, workspace
 from composer_nb.harness.tasks.scope import is_conftest, is_test_module
@@ -61,16 +61,24 @@ def _contradicting(twins: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedCall(CallInput):
+class RecordedCall:
     """A call and the gold patch's answer to it (`recorded.py`).
 
     Attributes:
+        given: JSON of the arguments, as in `box.Call`.
         said: JSON, as `guest.calls.answer` writes it.
         telling: True if the task's start answers differently.
     """
 
+    module: str
+    name: str
+    given: str
     said: str
     telling: bool
+
+    @property
+    def call(self) -> Call:
+        return self.module, self.name, self.given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

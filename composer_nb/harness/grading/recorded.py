@@ -22,7 +22,7 @@ from itertools import chain, zip_longest
 from random import Random
 from typing import Any, Literal, get_args
 
-from composer_nb.harness.grading.box import Boxes, CallInput, JobResult, ObservedCall, RunnerEnded, TestJob
+from composer_nb.harness.grading.box import Boxes, Call, JobResult, RunnerEnded, TestJob
 from composer_nb.harness.grading.plan import GradePlan, RecordedCall, gold_files, job, plan_of
 from composer_nb.harness.sandbox.errors import SandboxDied
 from composer_nb.harness.sandbox.guest.values import decode
@@ -66,12 +66,13 @@ def replay(
     jobs = []
     for order in boxes.values():
         size = -(-len(order) // BATCHES)
-        batches = tuple(tuple(order[at : at + size]) for at in range(0, len(order), size))
+        calls_in_order = [recorded.call for recorded in order]
+        batches = tuple(tuple(calls_in_order[at : at + size]) for at in range(0, len(order), size))
         jobs.append((TestJob(files=files, hidden={}, tests=(), calls=batches), order))
     return jobs
 
 
-def _function(call: CallInput) -> str:
+def _function(call: RecordedCall) -> str:
     return f"{call.module}.{call.name}"
 
 
@@ -253,56 +254,53 @@ def record(task: Task, plan: GradePlan, failing: Iterable[str], boxes: Boxes) ->
     rest = frozenset(plan.tests) - first
     noting = [replace(job(task, gold, (), keys), record=changed) for keys in (first, rest) if keys and changed]
     try:
-        noted: dict[tuple[str, str, str], ObservedCall] = {}
+        noted: dict[Call, tuple[bool, dict[str, Any]]] = {}
         for ran in boxes.run(noting):
-            for note in ran.noted:
-                noted.setdefault((note.call.module, note.call.name, note.call.given), note)
-        candidates = [note for note in noted.values() if len(note.call.given) <= LONGEST]
+            noted |= {call: facts for call, facts in ran.noted.items() if call not in noted}
+        candidates = [call for call in noted if len(call[2]) <= LONGEST]
         if not candidates:
             return ()
-        alone = TestJob(files=gold, hidden={}, tests=(), calls=tuple((note.call,) for note in candidates))
+        alone = TestJob(files=gold, hidden={}, tests=(), calls=tuple((call,) for call in candidates))
         watching = replace(alone, hash_seed=1, zone=ELSEWHERE, watch=True)
         starting = replace(alone, files=workspace(task), batch_cpu_s=START_CPU_S)
         right, started = boxes.run([watching, starting])
-        answers = {note: right.answers.get(index, "") for index, note in enumerate(candidates)}
-        answers = {note: text for note, text in answers.items() if len(text) <= LONGEST and _fits(note, text)}
+        answers = {call: right.answers.get(index, "") for index, call in enumerate(candidates)}
+        answers = {call: text for call, text in answers.items() if len(text) <= LONGEST and _fits(noted[call][1], text)}
         steady = _steady(answers, alone, boxes)
-        speaking = {note: text for note, text in answers.items() if text != NOTHING}
+        speaking = {call: text for call, text in answers.items() if text != NOTHING}
         if len(steady) < len(speaking):  # a call that answers None may be there for its side effect, and spoil others
             steady = max(steady, _steady(speaking, alone, boxes), key=len)
     except (SandboxDied, RunnerEnded):
         return ()
     last = max(started.answers, default=-1) if "timeout" in started.flags else len(candidates)
     telling, others = list[RecordedCall](), list[RecordedCall]()
-    for index, note in enumerate(candidates):
+    for index, call in enumerate(candidates):
         answer = started.answers.get(index)
-        if note not in steady or (answer is None and index >= last):  # the latter was never asked
+        if call not in steady or (answer is None and index >= last):  # the latter was never asked
             continue
-        tells = answer is None or not same(json.loads(answers[note]), json.loads(answer))
-        call = note.call
-        recorded = RecordedCall(module=call.module, name=call.name, given=call.given, said=answers[note], telling=tells)
+        module, name, given = call
+        tells = answer is None or not same(json.loads(answers[call]), json.loads(answer))
+        recorded = RecordedCall(module=module, name=name, given=given, said=answers[call], telling=tells)
         if tells:
             telling.append(recorded)
-        elif note.inside:
+        elif noted[call][0]:
             others.append(recorded)
     return chosen(telling, others)
 
 
-def _steady(answers: Mapping[ObservedCall, str], alone: TestJob, boxes: Boxes) -> set[ObservedCall]:
+def _steady(answers: Mapping[Call, str], alone: TestJob, boxes: Boxes) -> set[Call]:
     """Return the calls with the same answer in one process with all others, in a random order followed by its reverse."""
     order = Random(0).sample(list(answers), len(answers))
-    sequence = [*order, *order[::-1]]
-    batch = tuple(note.call for note in sequence)
+    batch = (*order, *order[::-1])
     if not batch:
         return set()
     [ran] = boxes.run([replace(alone, calls=(batch,), hash_seed=2, batch_cpu_s=int(boxes.timeout_s) + 1)])
-    return set(order) - {note for index, note in enumerate(sequence) if ran.answers.get(index) != answers[note]}
+    return set(order) - {call for index, call in enumerate(batch) if ran.answers.get(index) != answers[call]}
 
 
-def _fits(noted: ObservedCall, answer: str) -> bool:
+def _fits(ends: Mapping[str, Any], answer: str) -> bool:
     """Return whether a call's answer matches its outcome in the tests."""
     kind, value, _ = json.loads(answer or '["", null, null]')
-    ends = dict(noted.ends)
     if kind == "returned" and "iterator" in ends:
         return isinstance(value, dict) and "iterator" in value
     return kind in ("returned", "raised") and kind in ends and bool(same(ends[kind], value))

@@ -84,12 +84,7 @@ class Validation:
 
 
 def validate_task(
-    task: Task,
-    backend: Backend,
-    *,
-    repeats: int = 3,
-    timeout_s: float = 0.0,
-    keys: Keys = None,
+    task: Task, backend: Backend, *, repeats: int = 3, timeout_s: float = 0.0, keys: Keys = None
 ) -> Validation:
     """Validate a task. `keys`: the tests to run; None runs all. `timeout_s`: of one run; 0 takes the task's own.
 

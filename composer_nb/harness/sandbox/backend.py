@@ -140,7 +140,11 @@ class ResidentBackend(Backend):
         """
         kind = "calls" if spec.calls else "basic" if spec.basic else "commands"
         rlimits = {"RLIMIT_NOFILE": spec.open_files, "RLIMIT_FSIZE": spec.disk_bytes, **LIMITS_INSIDE, **(limits or {})}
-        sizes = {"disk_bytes": spec.disk_bytes, "inodes": spec.inodes, "calls": spec.calls and asdict(spec.calls)}
+        sizes: dict[str, Any] = {"disk_bytes": spec.disk_bytes, "inodes": spec.inodes, "calls": None}
+        if (call := spec.calls) is not None:
+            worker = {"RLIMIT_AS": call.memory_bytes, "RLIMIT_FSIZE": call.disk_bytes, "RLIMIT_NOFILE": call.files}
+            worker |= {"RLIMIT_NPROC": call.threads, "RLIMIT_CPU": int(call.cpu_s) + 2, **LIMITS_INSIDE}
+            sizes |= {"calls": asdict(call), "call_rlimits": worker}
         filter = base64.b64encode(self._filters[kind]).decode()
         return json.dumps({**USUAL, **sizes, "filter": filter, "rlimits": rlimits, **settings})
 

@@ -33,7 +33,7 @@ from composer_nb.harness.sandbox.contract import LIMITS, WORKSPACE, Capabilities
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxSlow, SandboxUnavailable
 from composer_nb.harness.sandbox.host import hide_network_counts, sender, socket_pair
 from composer_nb.harness.sandbox.image import UID
-from composer_nb.harness.sandbox.layout import KIT, MEMORY, STAGE, Layout, make_devices, namespaces, own_copies
+from composer_nb.harness.sandbox.layout import KIT, STAGE, Layout, make_devices, namespaces, own_copies
 from composer_nb.harness.sandbox.reap import OWN
 from composer_nb.harness.sandbox.system.cgroups import Cgroups
 from composer_nb.harness.sandbox.system.linux import machine, patience, unstoppable_dumps
@@ -96,7 +96,7 @@ class BwrapBackend(ResidentBackend):
         self._bwrap = bwrap
         self._interpreter = Interpreter.find()
         self._uid: int | None = UID if os.getuid() == 0 else None
-        self._layout = Layout.of(self._interpreter, self._uid)
+        self._layout = Layout(self._interpreter, self._uid)
         self._cgroups = Cgroups.find()
         # By whether pytest is imported in it: copies of a large process cost more.
         self._zygotes: dict[bool, _Zygote] = {}
@@ -108,7 +108,7 @@ class BwrapBackend(ResidentBackend):
         why = {"core_dumps": unstoppable_dumps()}
         if isinstance(self._cgroups, str):
             why |= {"memory_bytes": self._cgroups, "cpus": self._cgroups}
-        if crowded := self._layout.crowded():
+        if crowded := self._layout.crowded:
             why["locks"] = f"something is mounted in {', '.join(crowded)}: their files are shared"
         elif not self.devices:
             why["locks"] = "only root can give each sandbox devices of its own: locks on /dev/null are everybody's"
@@ -249,13 +249,13 @@ class BwrapBackend(ResidentBackend):
             self.note(f"zygote {process.pid}", "process", process.pid)
             ours.settimeout(patience(START_S))
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            ours.send(resident_program(json.dumps({"role": "zygote", "layouts": self._layout.plans()})))
+            ours.send(resident_program(json.dumps({"role": "zygote", "layouts": self._layout.roots()})))
             answer, ancillary, _, _ = ours.recvmsg(100, socket.CMSG_SPACE(12))
             if answer != b"ready":
                 raise OSError("it ended at once")
             zygote.pid = sender(ancillary)
             self.note(f"zygote {process.pid}", "process", zygote.pid)
-            own_copies(self._layout.copies(), process)
+            own_copies(self._layout.plan, process)
         except BaseException as error:
             assert process.stderr is not None
             process.stderr.seek(0)
@@ -308,23 +308,22 @@ class BwrapBackend(ResidentBackend):
         user: dict[str, Any] = {} if self._uid is None else {"user": self._uid, "group": self._uid, "extra_groups": []}
         errors = tempfile.TemporaryFile()
         with contextlib.ExitStack() as stack:
-            namespace_fds = stack.enter_context(namespaces(self._layout.copies()))
-            data: dict[str, tuple[int, str]] = {}  # place -> descriptor and permissions
-            for path, (content, permissions) in {
-                **self._layout.contents(),
-                MEMORY: (self._layout.copies(), ""),
-            }.items():
-                file = stack.enter_context(open(os.memfd_create("data"), "w+b"))
-                file.write(content)
-                file.seek(0)
-                data[path] = file.fileno(), permissions
-            passed = [*namespace_fds, *(fd for fd, _ in data.values())]
-            plan, where = str(data.pop(MEMORY)[0]), ",".join(map(str, namespace_fds)) or "-"
-            command = [self._interpreter.path, "-I", "-S", "-c", STAGE, plan, where, self._bwrap, "--unshare-all"]
-            command += ["--new-session", "--as-pid-1", "--clearenv", "--cap-drop", "ALL", "--hostname", "sandbox"]
-            command += ["--setenv", "PYTHONHASHSEED", "0"]  # so that calls see sets in one order
-            command += self._layout.zygote(data)
-            command += ["--dev-bind", str(self.devices), f"{KIT}/devices"] if self.devices else []
+            entered = stack.enter_context(namespaces(self._layout.plan))
+            plan = stack.enter_context(open(os.memfd_create("plan"), "w+b"))
+            plan.write(b"" if entered else self._layout.plan)
+            plan.seek(0)
+            passed = [plan.fileno(), *entered]
+            where = ",".join(map(str, entered)) or "-"
+            command = [self._interpreter.path, "-I", "-S", "-c", STAGE, str(plan.fileno()), where]
+            command += [self._bwrap, "--unshare-all", "--new-session", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
+            command += [
+                "--hostname",
+                "sandbox",
+                "--setenv",
+                "PYTHONHASHSEED",
+                "0",
+            ]  # so that calls see sets in one order
+            command += self._layout.zygote(self.devices)
             command += ["--chdir", "/", "--remount-ro", "/", "--"]
             command += [self._interpreter.path, "-s", "-S", "-c", BOOT]  # -I would ignore the seed
             # In a session of its own: Ctrl-C is for this process.

@@ -28,6 +28,8 @@ from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.harness.untrusted import visible
 
 WORKSPACE = "/workspace"  # in every sandbox
+# Folders of every sandbox that can be written, in memory, and their sizes in multiples of `SandboxSpec.disk_bytes`.
+WRITABLE = {WORKSPACE: 1.0, "/tmp": 1.0, "/dev/shm": 0.25}
 # Links in every sandbox, through which scripts of Harbor tasks find their files, since its root is read-only.
 PLACES = {f"/{name}": f"/tmp/{name}" for name in ("tests", "logs", "solution")}
 # Names in `Capabilities.enforced`. `locks`: locks that one sandbox takes on files and devices are hidden from all others.

@@ -25,18 +25,16 @@ from pathlib import Path
 from typing import Any
 
 from composer_nb.harness.sandbox.backend import BOOT, ResidentBackend, resident_program
-from composer_nb.harness.sandbox.contract import LIMITS, WORKSPACE, Capabilities, Machine, SandboxSpec
+from composer_nb.harness.sandbox.contract import LIMITS, WORKSPACE, WRITABLE, Capabilities, Machine, SandboxSpec
 from composer_nb.harness.sandbox.engine import MARK, TIMEOUT_S, connect, remove_container
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.host import Channel, hide_network_counts
 from composer_nb.harness.sandbox.image import UID, host_image
-from composer_nb.harness.sandbox.reap import this_process
 from composer_nb.harness.sandbox.system.cgroups import Cgroup
 from composer_nb.harness.sandbox.system.linux import MACHINES, network_settings, patience
 
 STDOUT, STDERR = 1, 2
 COMPLAINT = 4000  # Bytes kept of the resident program's last words
-LEASE_S = 24 * 3600.0  # Seconds after its start for which a container should be taken as in use
 SEND_S, END_S = 10.0, 5.0
 # Files of /proc about the whole machine, by which two sandboxes could signal to each other. `meminfo` and `stat` stay,
 # for `ps`: an engine can hide files of /proc but put nothing in their place.
@@ -45,20 +43,29 @@ HIDDEN = """
     kpagecount kpageflags latency_stats loadavg locks mdstat modules pagetypeinfo partitions pressure sched_debug schedstat scsi
     slabinfo softirqs swaps sys sysrq-trigger sysvipc timer_list timer_stats tty vmallocinfo vmstat zoneinfo
 """.split()
-# Reads all files of an image, three times: then all their pages are among those in use (`layout.STAGE`).
-FETCH = """
-import os
+# Reads all files of an image, three times, so that all their pages are among those in use (`layout.STAGE`), and maps them. Then,
+# for each byte of its input, touches every page, which brings back what was evicted.
+PIN = """
+import mmap, os
+maps = []
 for top, below, names in os.walk("/"):
     if top == "/":
         below[:] = [name for name in below if name not in ("proc", "sys", "dev")]
     for path in (os.path.join(top, name) for name in names):
         try:
-            for _ in range(3 * os.path.isfile(path)):
+            if os.path.isfile(path) and os.path.getsize(path):
                 with open(path, "rb", buffering=0) as file:
-                    while file.read(1 << 20):
-                        pass
+                    for _ in range(3):
+                        file.seek(0)
+                        while file.read(1 << 20):
+                            pass
+                    maps.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
         except OSError:
             pass
+while os.read(0, 1):
+    for map in maps:
+        map[::4096]
+    os.write(1, b".")
 """
 # Facts of the engine about limits that it cannot set everywhere.
 COUNTED = {"memory_bytes": "MemoryLimit", "processes": "PidsLimit", "cpus": "CpuCfsQuota"}
@@ -155,7 +162,8 @@ class DockerBackend(ResidentBackend):
             self._client.close()
             advice = f"it has to run Linux containers on {' or '.join(MACHINES)}"
             raise SandboxUnavailable(f"the Docker Engine runs {kind} containers on {machine}: {advice}")
-        self._image, self._fetched, self._image_lock = "", set[str](), threading.Lock()
+        self._image, self._image_lock = "", threading.Lock()
+        self._pins = dict[str, _ContainerMachine]()  # by image: what holds its files in memory
         self._large = set[str]()  # images larger than half the engine's memory
         super().__init__(run_id, journal, MACHINES[machine])
 
@@ -170,6 +178,8 @@ class DockerBackend(ResidentBackend):
 
     def close(self) -> None:
         super().close()
+        while self._pins:
+            self._pins.popitem()[1].end()
         self._client.close()
 
     def remove(self, name: str) -> None:
@@ -191,23 +201,18 @@ class DockerBackend(ResidentBackend):
 
     def _start(self, spec: SandboxSpec) -> _ContainerMachine:
         image = spec.image or self._host_image()
-        name, mark = f"composer_nb-{uuid.uuid4().hex[:12]}", uuid.uuid4().hex
         with self._lock:
             self._check_open()
-            self.note(name, "container", name, mark)
-        machine = _ContainerMachine(id=name, backend=self)
+        machine = self._machine()
         try:
             config = self._client.api.inspect_image(image)["Config"]
             if volumes := config.get("Volumes"):
                 raise SandboxUnavailable(
                     f"the image {image} keeps {', '.join(volumes)} on the engine's disk, without a limit: build it without VOLUME"
                 )
-            self._fetch(image)
-            self._client.api.create_container_from_config(self._configuration(spec, image, mark), name)
-            streams = dict.fromkeys(("stdin", "stdout", "stderr", "stream"), 1)
-            machine.channel = DockerChannel(self._client.api.attach_socket(name, params=streams))
-            self._client.api.start(name)
-            container = self._client.api.inspect_container(name)
+            self._pin(image)
+            self._run(machine, self._configuration(spec, image))
+            container = self._client.api.inspect_container(machine.id)
             machine.group = _group(container)
             if machine.group is not None:  # the engine runs on this machine
                 machine.group.limit_sockets(spec.memory_bytes)  # Docker does not
@@ -224,29 +229,40 @@ class DockerBackend(ResidentBackend):
             machine.channel.send(program, patience(SEND_S))
         return machine
 
-    def _fetch(self, image: str) -> None:
-        """Read all files of an image once, in a container of its own.
+    def _machine(self) -> _ContainerMachine:
+        return _ContainerMachine(id=f"composer_nb-{uuid.uuid4().hex[:12]}", backend=self)
 
-        Sandboxes share their pages. Those that are in memory before the first sandbox tell none who read them, and do not count
-        for one, which could have them evicted by using up its memory.
+    def _run(self, machine: _ContainerMachine, configuration: dict[str, Any]) -> None:
+        """Make a container, attach its streams and start it."""
+        mark = configuration["Labels"][MARK] = uuid.uuid4().hex
+        self.note(machine.id, "container", machine.id, mark)
+        self._client.api.create_container_from_config(configuration, machine.id)
+        streams = dict.fromkeys(("stdin", "stdout", "stderr", "stream"), 1)
+        machine.channel = DockerChannel(self._client.api.attach_socket(machine.id, params=streams))
+        self._client.api.start(machine.id)
+
+    def _pin(self, image: str) -> None:
+        """Bring all files of an image into memory, by a container of its own that maps them as long as this backend is open.
+
+        Sandboxes share their pages. Those that are in memory before a sandbox starts tell none who read them, and do not count
+        for one, which could have them evicted by using up its memory. The machine evicts some when others want memory.
         """
         with self._image_lock:
-            if image in self._fetched:
-                return
-            name, mark = f"composer_nb-{uuid.uuid4().hex[:12]}", uuid.uuid4().hex
-            self.note(name, "container", name, mark)
-            configuration = self._configuration(SandboxSpec(), image, mark)
-            host = configuration["HostConfig"] | dict.fromkeys(("Memory", "MemorySwap", "NanoCpus"), 0)
-            configuration |= {"Cmd": [FETCH], "HostConfig": host}
+            fresh = image not in self._pins
+            machine = self._pins.setdefault(image, self._machine())
             try:
-                self._client.api.create_container_from_config(configuration, name)
-                self._client.api.start(name)
-                self._client.api.wait(name, timeout=patience(TIMEOUT_S))
-            finally:
-                self.remove(name)
-            self._fetched.add(image)
-            if self._client.api.inspect_image(image)["Size"] > self._facts["MemTotal"] // 2:
-                self._large.add(image)
+                if fresh:
+                    configuration = self._configuration(SandboxSpec(), image) | {"Cmd": [PIN], "Labels": {}}
+                    configuration["HostConfig"] |= dict.fromkeys(("Memory", "MemorySwap", "NanoCpus"), 0)
+                    self._run(machine, configuration)
+                    if self._client.api.inspect_image(image)["Size"] > self._facts["MemTotal"] // 2:
+                        self._large.add(image)
+                machine.channel.send(b"\n", patience(SEND_S))
+                if not machine.channel.receive(patience(TIMEOUT_S)):
+                    raise ConnectionResetError("the container that holds its files in memory ended")
+            except BaseException:
+                self._pins.pop(image).end()
+                raise
 
     def _host_image(self) -> str:
         with self._image_lock:
@@ -254,10 +270,9 @@ class DockerBackend(ResidentBackend):
                 self._image = host_image(self._client)
         return self._image
 
-    def _configuration(self, spec: SandboxSpec, image: str, mark: str) -> dict[str, Any]:
+    def _configuration(self, spec: SandboxSpec, image: str) -> dict[str, Any]:
         """Return the configuration of a container, in the words of the engine's API."""
-        owner = this_process()
-        most = {"nofile": spec.open_files, "core": 1, "fsize": spec.disk_bytes}
+        options = f"rw,exec,nosuid,nodev,nr_inodes={spec.inodes},uid={UID},gid={UID},mode=755"
         return {
             "Image": image,
             "Entrypoint": ["python3", "-I", "-S", "-c"],
@@ -266,12 +281,7 @@ class DockerBackend(ResidentBackend):
             "User": f"{UID}:{UID}",
             "WorkingDir": WORKSPACE,
             "Healthcheck": {"Test": ["NONE"]},
-            "Labels": {
-                MARK: mark,
-                "composer_nb.run": self.run_id,
-                "composer_nb.owner": f"{owner.pid}:{owner.started}:{owner.boot}",
-                "composer_nb.lease": str(int(time.time() + LEASE_S)),
-            },
+            "Labels": {"composer_nb.run": self.run_id},
             # With StdinOnce the input ends with this process, and so does what reads it.
             **dict.fromkeys(("OpenStdin", "StdinOnce", "AttachStdin", "AttachStdout", "AttachStderr"), True),
             "HostConfig": {
@@ -283,19 +293,12 @@ class DockerBackend(ResidentBackend):
                 "SecurityOpt": ["no-new-privileges"],
                 "ReadonlyRootfs": True,
                 "MaskedPaths": [*(f"/proc/{name}" for name in HIDDEN), "/sys", "/dev/pts"],
-                "Tmpfs": {
-                    path: f"rw,{exec},nosuid,nodev,size={size},nr_inodes={spec.inodes},uid={UID},gid={UID},mode=755"
-                    for path, size, exec in (
-                        (WORKSPACE, spec.disk_bytes, "exec"),
-                        ("/tmp", spec.disk_bytes, "exec"),
-                        ("/dev/shm", spec.disk_bytes // 4, "noexec"),
-                    )
-                },
+                "Tmpfs": {path: f"size={int(spec.disk_bytes * share)},{options}" for path, share in WRITABLE.items()},
                 "Memory": spec.memory_bytes,
                 "MemorySwap": spec.memory_bytes,
                 "PidsLimit": spec.processes + 1,  # the resident program is one
                 "NanoCpus": int(min(spec.cpus, self._facts["NCPU"]) * 1e9),
-                "Ulimits": [{"Name": name, "Soft": value, "Hard": value} for name, value in most.items()],
+                "Ulimits": [{"Name": "core", "Soft": 1, "Hard": 1}],  # the others are the resident program's to set
                 "LogConfig": {"Type": "none"},  # other kinds would write all that is said to the disk
             },
         }
@@ -324,16 +327,12 @@ def _explained(error: BaseException, image: str) -> Exception:
 def _group(container: dict[str, Any]) -> Cgroup | None:
     """Return the control group of a running container, if the engine's processes and groups can be seen from here."""
     try:
-        lines = Path(f"/proc/{container['State']['Pid']}/cgroup").read_text().splitlines()
+        text = Path(f"/proc/{container['State']['Pid']}/cgroup").read_text()
     except OSError:
         return None
-    folders, version = [], 2
-    for controllers, path in (line.split(":", 2)[1:] for line in lines):
-        folder = Path("/sys/fs/cgroup", controllers, path.lstrip("/"))
-        if container["Id"] in path and folder.is_dir():
-            folders.append(folder)
-            version = 1 if controllers else version
-    group = Cgroup(tuple(folders), version)
+    lines = [line.split(":", 2) for line in text.splitlines()]
+    places = [(path, Path("/sys/fs/cgroup", controllers, path.lstrip("/"))) for _, controllers, path in lines]
+    group = Cgroup(tuple(folder for path, folder in places if container["Id"] in path and folder.is_dir()))
     try:
         group.kills()
     except OSError:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from composer_nb.harness.sandbox.contract import PLACES
+from composer_nb.harness.sandbox.contract import PLACES, WORKSPACE
 from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.toolchain import PLACE, Interpreter, host_programs, install_hint, is_elf, made_programs
 
@@ -54,22 +54,22 @@ LEFT_OUT = re.compile(
     r"|\.opt-\d\.pyc$"
     r"|/git-core/(git-)?(daemon|http-|imap-send|instaweb|remote-|scalar|shell|web--browse)[^/]*$"
 )
-WRITTEN = {
-    "/etc/passwd": f"root:x:0:0:root:/:/bin/sh\nbox:x:{UID}:{UID}:box:/workspace:/bin/sh\n",
-    "/etc/group": f"root:x:0:\nbox:x:{UID}:\n",
-    "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
-}
 FOLDERS = {"/tmp": 0o1777, "/var/tmp": 0o1777, "/workspace": 0o755, "/proc": 0o755, "/sys": 0o755, "/dev": 0o755}
 
 
 @dataclass(slots=True)
 class ImageFiles:
-    """Files of this machine for an image, by their paths there."""
+    """Files of this machine for an image, by their paths there.
+
+    Attributes:
+        regular: Path in the image -> file here. They differ for files of folders that a container hides, such as /tmp.
+        written: Path in the image -> content and permissions of what is made here.
+    """
 
     folders: set[str] = field(default_factory=set)
     links: dict[str, str] = field(default_factory=dict)
     regular: dict[str, str] = field(default_factory=dict)
-    """Path in the image -> file here. They differ for files of folders that a container hides, such as /tmp."""
+    written: dict[str, tuple[bytes, int]] = field(default_factory=dict)
 
     def add(self, path: str) -> None:
         """Add what is at a path, a folder without what is in it, with all links and folders on the way there.
@@ -107,7 +107,7 @@ class ImageFiles:
     def digest(self) -> str:
         """Return a digest of names, lengths and times, of what the loader knows, and of this file."""
         digest = hashlib.sha256(Path(__file__).read_bytes())
-        digest.update(repr([sorted(self.regular.items()), sorted(made_programs().items())]).encode())
+        digest.update(repr([sorted(self.regular.items()), sorted(self.written.items())]).encode())
         for path in sorted({*self.links, *self.regular.values(), CACHE}):
             status = os.lstat(path) if os.path.lexists(path) else None
             facts = (path, self.links.get(path), status and (status.st_mode, status.st_size, status.st_mtime_ns))
@@ -173,9 +173,20 @@ def _needed(path: str) -> list[str] | None:
         return names
 
 
+def accounts(uid: int) -> dict[str, tuple[bytes, int]]:
+    """Return the files by which programs know root and the user of a sandbox: path -> content and permissions."""
+    texts = {
+        "/etc/passwd": f"root:x:0:0:root:/:/bin/sh\nagent:x:{uid}:{uid}::{WORKSPACE}:/bin/bash\n",
+        "/etc/group": f"root:x:0:\nagent:x:{uid}:\n",
+        "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+    }
+    return {path: (text.encode(), 0o444) for path, text in texts.items()}
+
+
 def host_files() -> ImageFiles:
     """Return the files of the host image, but for shared libraries. Raises SandboxUnavailable."""
-    files, python = ImageFiles(links=dict(PLACES)), Interpreter.find().path
+    made = {f"{PLACE}/{name}": (content, 0o555) for name, content in made_programs().items()}
+    files, python = ImageFiles(links=dict(PLACES), written=accounts(UID) | made), Interpreter.find().path
     files.add(python)
     if os.path.realpath("/usr/bin/python3") == python:
         files.add("/usr/bin/python3")
@@ -214,15 +225,13 @@ def write_archive(files: ImageFiles, target: IO[bytes]) -> None:
 
     A module's time is kept: by it Python knows whether what it compiled earlier is current.
     """
-    written = {path: (text.encode(), 0o644) for path, text in WRITTEN.items()}
-    written |= {f"{PLACE}/{name}": (content, 0o555) for name, content in made_programs().items()}
-    folders = files.folders | {*FOLDERS, *(os.path.dirname(path) for path in written)}
+    folders = files.folders | {*FOLDERS, *map(os.path.dirname, files.written)}
     folders |= {str(parent) for path in folders for parent in Path(path).parents} - {"/"}
     with tarfile.open(fileobj=target, mode="w|", format=tarfile.GNU_FORMAT) as archive:
-        for path in sorted({*folders, *files.links, *files.regular, *written}):
+        for path in sorted({*folders, *files.links, *files.regular, *files.written}):
             info, content = tarfile.TarInfo(path.lstrip("/")), b""
-            if path in written:
-                content, info.mode = written[path]
+            if path in files.written:
+                content, info.mode = files.written[path]
                 info.size = len(content)
             elif path in files.links:
                 info.type, info.linkname, info.mode = tarfile.SYMTYPE, files.links[path], 0o777

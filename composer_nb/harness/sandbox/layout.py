@@ -19,25 +19,16 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from composer_nb.harness.sandbox.contract import PLACES, WORKSPACE
+from composer_nb.harness.sandbox.contract import WORKSPACE, WRITABLE
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.sandbox.guest.warm import TRIAL
-from composer_nb.harness.sandbox.image import host_files
+from composer_nb.harness.sandbox.image import ImageFiles, accounts, host_files
 from composer_nb.harness.sandbox.reap import mounts
-from composer_nb.harness.sandbox.toolchain import (
-    PLACE,
-    TESTING,
-    Interpreter,
-    host_programs,
-    install_hint,
-    made_programs,
-    open_to_all,
-)
+from composer_nb.harness.sandbox.toolchain import PLACE, TESTING, Interpreter, install_hint, made_programs, open_to_all
 
 MEMORY = "/sys"  # where the copies are for bubblewrap: a folder that every machine has and no sandbox needs
 ZONES = "/usr/share/zoneinfo"
@@ -45,14 +36,16 @@ BESIDE = ("/usr/share/terminfo", "/lib/terminfo")
 PROGRAMS = ("/usr/bin", "/usr/sbin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/usr/share")
 LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SETTINGS = ("/etc/alternatives", "/etc/ld.so.conf.d")
-LOADER = ("/etc/ld.so.cache", "/etc/ld.so.conf")
+LOADER = "/etc/ld.so.conf"
 DEVICES = tuple(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty"))
-STREAMS = {"fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2"}
+STREAMS = {
+    "fd": "/proc/self/fd", "stdin": "/proc/self/fd/0", "stdout": "/proc/self/fd/1", "stderr": "/proc/self/fd/2",
+    "ptmx": "pts/ptmx",
+}  # fmt: skip
 KIT = "/kit"  # Folder of the zygote with the parts of roots. No sandbox sees it.
-# Files of each root, the copies of programs (`layout.py`), and this machine's folders of programs.
-ROOT, COPY, HOST = f"{KIT}/root", f"{KIT}/copy", f"{KIT}/host"
+COPY, HOST = f"{KIT}/copy", f"{KIT}/host"  # The root of every sandbox, and this machine's folders of programs
 # Tests that do what tests commonly do; three of them fail.
-TRIAL_TEXT = b"""
+TRIAL_TEXT = """
 import pytest, unittest
 @pytest.fixture
 def one():
@@ -79,20 +72,22 @@ DEPTH = 7
 SHOWN = """
     cpuinfo filesystems uptime version cmdline config.gz consoles crypto devices dma execdomains iomem ioports misc mtrr
 """.split()
-# Its arguments: the descriptor of a plan; descriptors of a user and a mount namespace to enter instead, or -; a
+# Its arguments: the descriptor of a plan (`Layout.plan`); descriptors of a user and a mount namespace to enter instead, or -; a
 # command.
 STAGE = """
 import ctypes, json, os, shutil, sys
-plan = json.load(open(int(sys.argv[1])))
 libc, uid, gid = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
 def check(result, what):
     if result:
         raise SystemExit(what + ": " + os.strerror(ctypes.get_errno()))
+source = open(int(sys.argv[1]), "rb")
 if len(sys.argv[2]) > 1:  # of another such process, which has made the copies
     for fd in sys.argv[2].split(","):
         check(libc.setns(int(fd), 0), "the copies of programs")
         os.close(int(fd))
+    source.close()
     os.execv(sys.argv[3], sys.argv[3:])
+plan = json.loads(source.readline())
 check(libc.unshare(0x10020000), "a user namespace for copies of programs")  # and a mount namespace
 for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
     with open("/proc/self/" + name, "w") as file:
@@ -101,29 +96,35 @@ options = (b"mode=0755,huge=within_size", b"mode=0755")  # large pages, where th
 mounts = (libc.mount(b"kit", plan["at"].encode(), b"tmpfs", ctypes.c_ulong(6), option) for option in options)
 check(all(mounts), "memory for copies of programs")
 os.umask(0o022)
+os.chdir(plan["at"])
 for folder in plan["folders"]:
-    os.makedirs(plan["at"] + folder, exist_ok=True)
+    os.makedirs(folder, exist_ok=True)
 for place, target in plan["links"].items():
-    os.symlink(target, plan["at"] + place)
+    os.symlink(target, place)
 copied = {}
-for place, source in plan["files"].items():
-    status = os.stat(source)
+for place, path in plan["files"].items():
+    status = os.stat(path)
     first = copied.setdefault((status.st_dev, status.st_ino), place)
     if first != place:
-        os.link(plan["at"] + first, plan["at"] + place)
+        os.link(first, place)
         continue
-    shutil.copyfile(source, plan["at"] + place)
-    os.chmod(plan["at"] + place, 0o555 if status.st_mode & 0o111 else 0o444)
-    os.utime(plan["at"] + place, ns=(0, status.st_mtime_ns))  # Python checks its bytecode by it
+    shutil.copyfile(path, place)
+    os.chmod(place, 0o555 if status.st_mode & 0o111 else 0o444)
+    os.utime(place, ns=(0, status.st_mtime_ns))  # Python checks its bytecode by it
+for place, (size, permissions) in plan["written"].items():
+    with open(place, "wb") as file:
+        file.write(source.read(size))
+    os.chmod(place, permissions)
+source.close()
 for _ in range(3):  # so that all pages are among those in use, whatever a sandbox reads: /proc/self/numa_maps tells
-    for place in copied.values():
-        with open(plan["at"] + place, "rb", buffering=0) as file:
+    for place in (*copied.values(), *plan["written"]):
+        with open(place, "rb", buffering=0) as file:
             while file.read(1 << 20):
                 pass
+os.chdir("/")
 os.execv(sys.argv[3], sys.argv[3:])
 """
 
-Content = tuple[bytes, str]  # of a file, and its permissions
 _OWNERS: dict[bytes, list[subprocess.Popen[bytes]]] = {}  # plan -> processes whose namespace holds its copies
 
 
@@ -194,129 +195,95 @@ def make_devices(folder: Path) -> None:
 
 
 @functools.cache
-def _copied_files(by_another: bool) -> tuple[set[str], dict[str, str], dict[str, str]]:
-    """Return the folders, links and files to copy. `by_another`: without programs that only this user can read. Raises
-    SandboxUnavailable."""
+def _basic_files() -> ImageFiles:
+    """Return the files that every sandbox has: those of the host image, time zones and terminals. Raises SandboxUnavailable."""
     files = host_files()
-    for name, path in list(files.regular.items()):
-        if by_another and name.startswith(PLACE) and not open_to_all(path):
-            del files.regular[name]
     files.add_libraries()
     zones = [zone for zone in Path(ZONES).glob("*") if zone.name not in ("posix", "right")]
     for folder in (*map(os.path.realpath, BESIDE), *(str(zone) for zone in zones if zone.is_dir())):
         files.add_tree(folder)
-    for path in (*[ZONES] * os.path.isdir(ZONES), *(str(zone) for zone in zones if not zone.is_dir())):
-        files.add(path)
-    return files.folders, files.links, files.regular
+    for path in (ZONES, LOADER, *(str(zone) for zone in zones if not zone.is_dir())):
+        if os.path.exists(path):
+            files.add(path)
+    return files
 
 
-@dataclass(frozen=True, slots=True)
 class Layout:
     """The view of this machine that sandboxes get.
 
     Attributes:
-        programs: place in a sandbox -> file of this machine that is there.
-        uid: the user that they run as, where that is not this user.
-        points: paths at which something is mounted on this machine.
+        plan: what STAGE reads: a line of JSON with the folders, links and files to copy, and with the sizes and permissions of
+            written files, whose contents follow it.
+        trees: the folders of this machine that are shown whole.
+        crowded: those of them that something is mounted in: the kernel makes no overlay of them, so sandboxes share their files.
     """
 
-    interpreter: Interpreter
-    programs: Mapping[str, str]
-    uid: int | None
-    points: frozenset[str]
-
-    @classmethod
-    def of(cls, interpreter: Interpreter, uid: int | None) -> Layout:
-        binaries = host_programs()
-        programs = {f"{PLACE}/{name}": path for name, path in binaries.items() if not path.startswith(PROGRAMS)}
-        if not interpreter.path.startswith(PROGRAMS):
-            programs[interpreter.path] = interpreter.path
-        return cls(interpreter, programs, uid, mounts())
-
-    def crowded(self) -> list[str]:
-        """Return the trees that something is mounted in: the kernel makes no overlay of them, so sandboxes share their files."""
-        return [tree for tree in self.trees() if any(point.startswith(f"{tree}/") for point in self.points)]
-
-    def trees(self) -> list[str]:
-        """Return the folders that are shown whole."""
+    def __init__(self, interpreter: Interpreter, uid: int | None) -> None:
+        """`uid`: the user that sandboxes run as, where that is not this user. Raises SandboxUnavailable."""
         links = [path for path in LINKS if os.path.islink(path)]
         real = [path for path in (*LINKS, *PROGRAMS, *SETTINGS) if os.path.isdir(path) and path not in links]
-        return [*real, *(path for path in self.interpreter.directories if not path.startswith((*PROGRAMS, *real)))]
+        self.interpreter = interpreter
+        self.trees = [*real, *(path for path in interpreter.directories if not path.startswith((*PROGRAMS, *real)))]
+        points = mounts()
+        self.crowded = [tree for tree in self.trees if any(point.startswith(f"{tree}/") for point in points)]
+        self._links = {path: os.readlink(path) for path in links} | _basic_files().links
+        self.plan = self._plan(_basic_files(), uid)
 
-    def plans(self) -> dict[str, dict[str, Any]]:
-        """Return the plans by which the guest builds roots (`program.furnish`): with this machine's programs, with the basic
+    def _plan(self, files: ImageFiles, uid: int | None) -> bytes:
+        written = files.written | accounts(os.getuid() if uid is None else uid)
+        for place, path in files.regular.items() if uid is not None else ():
+            if (place.startswith(PLACE) or path == self.interpreter.path) and not open_to_all(path):
+                written[place] = Path(path).read_bytes(), 0o555  # the other user could not, as below a private folder
+        written |= dict.fromkeys(DEVICES, (b"", 0o444))
+        links = self._links | {f"/dev/{name}": target for name, target in STREAMS.items()}
+        copied = {place: path for place, path in files.regular.items() if place not in written}
+        folders = {*self.trees, WORKSPACE, "/tmp", "/proc", "/dev/pts", "/dev/shm", NOTHING, *files.folders}
+        folders |= set(map(os.path.dirname, [*links, *copied, *written]))
+        inside = {folder for folder in folders if not any(f"{folder}/".startswith(f"{link}/") for link in links)}
+        kit = {f"counters/{name}": text for name, text in counters().items()}
+        texts = {"counters/empty": "", f"{TRIAL}.py": TRIAL_TEXT} | kit
+        contents = {f"copy{place}": content for place, content in written.items()}
+        contents |= {name: (text.encode(), 0o444) for name, text in texts.items()}
+        parts = ["new", "scratch", "empty", "counters", "devices", *(f"host{tree}" for tree in self.trees)]
+        head = {
+            "at": MEMORY,
+            "folders": parts + [f"copy{folder}" for folder in sorted(inside)],
+            "links": {f"copy{place}": target for place, target in links.items()},
+            "files": {f"copy{place}": path for place, path in copied.items()},
+            "written": {place: (len(data), permissions) for place, (data, permissions) in contents.items()},
+        }
+        return json.dumps(head).encode() + b"\n" + b"".join(data for data, _ in contents.values())
+
+    def roots(self) -> dict[str, dict[str, Any]]:
+        """Return the layouts by which the guest builds roots (`program.furnish`): with this machine's programs, with the basic
         ones alone, which are copies, and for calls."""
-        places = {name: f"{KIT}/{name}" for name in ("new", "scratch", "empty", "counters")}
-        shared = places | {"nothing": NOTHING, "shown": SHOWN, "stands_in": list(counters())}
-        crowded = self.crowded()
-        host = shared | {
-            "root": [ROOT, COPY],
-            "trees": {tree: [HOST + tree] if tree in crowded else [COPY + tree, HOST + tree] for tree in self.trees()},
-            "crowded": crowded,
-            "masks": [*packages((*PROGRAMS, *self.interpreter.directories))],
+        places = {name: f"{KIT}/{name}" for name in ("new", "scratch", "empty", "counters", "copy")}
+        host = places | {
+            "nothing": NOTHING,
+            "shown": SHOWN,
+            "stands_in": list(counters()),
+            "trees": {
+                tree: [HOST + tree] if tree in self.crowded else [COPY + tree, HOST + tree] for tree in self.trees
+            },
+            "crowded": self.crowded,
+            "masks": packages((*PROGRAMS, *self.interpreter.directories)),
             "devices": DEVICES,
-            "writable": {WORKSPACE: 1.0, "/tmp": 1.0, "/dev/shm": 0.25},
+            "writable": WRITABLE,
         }
         basic = host | {"trees": {}, "crowded": [], "masks": []}
         return {"host": host, "basic": basic, "calls": basic | {"devices": DEVICES[:1], "writable": {}}}
-
-    def contents(self) -> dict[str, Content]:
-        """Return the files that are copied into a sandbox: place -> content and permissions.
-
-        A passwd and a group file that know two users, programs that are made here, and those that the user of the sandbox could
-        not read where they lie, as in an environment below a private folder.
-        """
-        uid = os.getuid() if self.uid is None else self.uid
-        passwd = f"root:x:0:0:root:/root:/bin/false\nagent:x:{uid}:{uid}::{WORKSPACE}:/bin/bash\n"
-        copies: dict[str, Content] = {
-            "/etc/passwd": (passwd.encode(), "0444"),
-            "/etc/group": (f"root:x:0:\nagent:x:{uid}:\n".encode(), "0444"),
-        }
-        copies |= {f"{PLACE}/{name}": (content, "0555") for name, content in made_programs().items()}
-        if self.uid is not None:
-            hidden = {target: path for target, path in self.programs.items() if not open_to_all(path)}
-            copies |= {target: (Path(path).read_bytes(), "0555") for target, path in hidden.items()}
-        copies |= {path: (Path(path).read_bytes(), "0444") for path in LOADER if os.path.isfile(path)}
-        copies |= dict.fromkeys(DEVICES, (b"", "0444"))
-        kit = {f"counters/{name}": text.encode() for name, text in counters().items()}
-        kit |= {"counters/empty": b"", f"{TRIAL}.py": TRIAL_TEXT}
-        return {f"{ROOT}{target}": content for target, content in copies.items()} | {
-            f"{KIT}/{name}": (content, "0444") for name, content in kit.items()
-        }
 
     def warm(self) -> list[str]:
         """Return what the zygote imports pytest from, and its trial (`guest.warm.load`); nothing without pytest."""
         return [f"{PLACE}/{TESTING}", f"{KIT}/{TRIAL}.py"] if TESTING in made_programs() else []
 
-    def zygote(self, data: Mapping[str, tuple[int, str]]) -> list[str]:
-        """Return the arguments for a bubblewrap whose program builds the roots."""
-        command = ["--ro-bind", MEMORY, COPY, "--dev", "/dev", "--bind", "/proc", "/proc"]
-        plan = json.loads(self.copies())
-        links: dict[str, str] = {path: target for path, target in plan["links"].items() if path.count("/") == 1}
-        tops = {"/" + path.split("/")[1] for path in (*plan["folders"], *plan["files"])} - {"/", *links}
-        command += [word for folder in sorted(tops) for word in ("--ro-bind", MEMORY + folder, folder)]
-        command += [word for path, target in links.items() for word in ("--symlink", target, path)]
-        command += [word for tree in self.trees() for word in ("--ro-bind", tree, HOST + tree)]
-        folders = [*self.trees(), WORKSPACE, "/tmp", "/proc", "/dev/pts", "/dev/shm", "/etc", PLACE, NOTHING]
-        folders = [f"{ROOT}{folder}" for folder in sorted(folders, key=len) if not folder.startswith("/tmp/")]
-        for folder in (*(f"{KIT}/{name}" for name in ("root", "new", "scratch", "empty", "counters")), *folders):
-            command += ["--dir", folder]
-        symlinks = {path: target for path, target in self._links().items() if not path.startswith(PLACE)} | PLACES
-        symlinks |= {f"/dev/{name}": target for name, target in (STREAMS | {"ptmx": "pts/ptmx"}).items()}
-        command += [word for path, target in symlinks.items() for word in ("--symlink", target, ROOT + path)]
-        for path, (fd, permissions) in data.items():
-            command += ["--perms", permissions, "--file", str(fd), path]
-        return command
-
-    def copies(self) -> bytes:
-        """Return the plan of the copies of programs, which STAGE reads: the files, with further folders and links."""
-        folders, links, regular = _copied_files(self.uid is not None)
-        links = links | self._links()
-        needed = {*self.trees(), *folders, *map(os.path.dirname, [*links, *regular])}
-        inside = {folder for folder in needed if not any(f"{folder}/".startswith(f"{link}/") for link in links)}
-        return json.dumps({"at": MEMORY, "links": links, "files": regular, "folders": sorted(inside)}).encode()
-
-    def _links(self) -> dict[str, str]:
-        """Return the links among the copies of programs besides their own."""
-        usual = {path: os.readlink(path) for path in LINKS if os.path.islink(path)}
-        return usual | {f"{PLACE}/{TESTING}": f"{ROOT}{PLACE}/{TESTING}"}  # where sandboxes have it
+    def zygote(self, devices: Path | None) -> list[str]:
+        """Return the arguments for a bubblewrap whose program builds the roots. It has a view of the copies itself."""
+        binds = {MEMORY: KIT} | {tree: HOST + tree for tree in self.trees}
+        tops = {"/" + path.split("/")[1] for path in _basic_files().folders} - {"/", "/proc", "/dev", *self._links}
+        binds |= {f"{MEMORY}/copy{folder}": folder for folder in sorted(tops)}
+        links = [(target, path) for path, target in self._links.items() if path.count("/") == 1]
+        command = ["--dev", "/dev", "--bind", "/proc", "/proc"]
+        command += [word for pair in binds.items() for word in ("--ro-bind", *pair)]
+        command += [word for pair in links for word in ("--symlink", *pair)]
+        return command + (["--dev-bind", str(devices), f"{KIT}/devices"] if devices else [])

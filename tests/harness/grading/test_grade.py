@@ -1,20 +1,34 @@
-"""Grades: gold 1, nothing 0, only changes in scope, and only what a fresh sandbox said."""
+"""Grades of functions, what a task may ask for besides its tests, and grades that are looked up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from composer_nb.harness.agent.compact import CompactRenderer
+from composer_nb.harness.agent.driver import drive
+from composer_nb.harness.attempt import Agent, tools_of
+from composer_nb.harness.environment import EnvSettings
+from composer_nb.harness.grading import front
+from composer_nb.harness.grading.check import check_task
 from composer_nb.harness.grading.front import grade
 from composer_nb.harness.grading.grade import Grade, grade_functions
+from composer_nb.harness.grading.plan import GradePlan, digest, plan_of, with_plan
 from composer_nb.harness.sandbox.calls import SandboxExecutor
+from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
 from composer_nb.harness.tasks.functions import parse_test_files
-from composer_nb.harness.tasks.task import Task
+from composer_nb.harness.tasks.task import Task, save_tasks
+from composer_nb.harness.tools.tool_call import ToolCall
+from composer_nb.harness.tools.toolset import ToolSet
+from composer_nb.labs.attacks.patch_target import MODULE, RIGHT, TARGET
+from composer_nb.tour import expert
+from composer_nb.trainer.recipe.prepare import own_tasks
 
 Make = Callable[..., Any]
 
@@ -88,3 +102,178 @@ def test_a_test_passes_only_if_its_call_returned_the_value(task: Task, data: st.
         right = place < len(outcomes) and outcomes[place] == CallOutcome(status="returned", text=test.expected)
         assert found.tests[test.id] is right
     assert found.passed is all(found.tests.values())
+
+
+# The same tree of the same task is graded once; nothing else is taken for it.
+
+CLEAN = Grade(status="graded", tests={"a": True}, cost={"wall_s": 9.0})
+
+
+class Counted:
+    """Stands for the grader: counts what it is asked, and answers what it is told."""
+
+    def __init__(self, *answers: Grade) -> None:
+        self.answers, self.asked = list(answers), 0
+
+    def __call__(self, *_: Any) -> Grade:
+        self.asked += 1
+        return self.answers[min(self.asked, len(self.answers)) - 1]
+
+
+class Named:
+    name = "bwrap"
+
+    def create(self) -> None: ...
+
+
+def files(task: Task, **changed: str) -> dict[str, bytes]:
+    return {path: text.encode() for path, text in (task.files | changed).items()}
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(front, "_known", type(front._known)())
+
+    def use(*answers: Grade) -> Counted:
+        grader = Counted(*answers)
+        monkeypatch.setattr(front, "grade_pytest", grader)
+        return grader
+
+    return use
+
+
+def one(task: Task = TARGET, left: Mapping[str, bytes] | None = None, name: str = "bwrap") -> Grade:
+    backend: Any = Named()
+    backend.name = name
+    return grade(task, files(task) if left is None else left, backend)
+
+
+def test_the_same_tree_is_graded_once_and_says_so(ask: Any) -> None:
+    grader = ask(CLEAN)
+    first, second = one(), one(left=files(TARGET) | {"__pycache__/ledger.pyc": b"never graded"})
+    assert grader.asked == 1 and first == second
+    assert "repeats" not in first.cost and second.cost["repeats"] == 1 and second.cost["wall_s"] != first.cost["wall_s"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"left": files(TARGET, **{MODULE: RIGHT})},
+        {"left": files(TARGET) | {"util/more.py": b""}},
+        {"left": {path: data for path, data in files(TARGET).items() if path != "util/__init__.py"}},
+        {"left": files(TARGET) | {"outside.py": b""}},
+        {"task": TARGET.model_copy(update={"id": "another"})},
+        {"task": TARGET.model_copy(update={"tests": TARGET.tests | {"tests/test_more.py": ""}})},
+        {"task": TARGET.model_copy(update={"metadata": {"pytest.plan": "another"}})},
+        {"task": TARGET.model_copy(update={"files": TARGET.files | {"conftest.py": ""}})},
+        {"name": "docker"},
+    ],
+)
+def test_another_tree_or_task_is_graded_anew(ask: Any, other: dict[str, Any]) -> None:
+    grader = ask(CLEAN)
+    one()
+    one(**other)
+    assert grader.asked == 2
+
+
+@pytest.mark.parametrize(
+    "unclean",
+    [
+        Grade(status="infra_error"),
+        Grade(status="agent_failed", tests={"a": False}, flags=("ended_early",)),
+        Grade(status="invalid_task"),
+        Grade(status="tampered", tests={"a": False}, flags=("twin_passed",)),
+        Grade(status="graded", tests={"a": False}, flags=("inconsistent",)),
+        Grade(status="graded", tests={"a": False}, flags=("timeout",)),
+    ],
+)
+def test_what_chance_or_the_machine_decided_is_not_remembered(ask: Any, unclean: Grade) -> None:
+    grader = ask(unclean, CLEAN)
+    assert (one(), one(), one()) == (unclean, CLEAN, CLEAN) and grader.asked == 2
+
+
+def test_a_real_grade_is_looked_up(backend: Backend, plans: Mapping[str, GradePlan]) -> None:
+    task = with_plan(TARGET, plans[TARGET.id])
+    right, wrong = files(task, **{MODULE: RIGHT + "# once\n"}), files(task)
+    first, again, other = (grade(task, left, backend) for left in (right, right, wrong))
+    assert first == again and first.passed and again.cost["repeats"] == 1 and not other.passed
+
+
+def test_a_check_runs_the_tests_again(ask: Any) -> None:
+    """`tasks check` compares two runs, and would never find a difference between a run and what was remembered of it."""
+    backend: Any = Named()
+    task = with_plan(TARGET, GradePlan(digest=digest(TARGET), tests={"a": "a"})).model_copy(
+        update={"solution": {MODULE: RIGHT}}
+    )
+    failed = Grade(status="graded", tests={"a": False})
+    grader = ask(CLEAN, failed, failed, failed)
+    row = check_task(task, backend)
+    assert grader.asked == 4 and row["problem"] == "two runs gave different results: a" and not row["repeatable"]
+
+
+# What a task may ask for besides its tests, and the tools that it may choose.
+
+
+def strict(task: Task, **values: Any) -> Task:
+    return Task.model_validate(task.model_dump() | values)
+
+
+@pytest.mark.parametrize(
+    "strictness, fails", [("tests", ""), ("twins", ""), ("scope", "no flag"), ("lints", "f.py: no lint")]
+)
+def test_levels(task: Task, sandboxes: SandboxExecutor, strictness: str, fails: str) -> None:
+    """An answer that leaves an unused import behind, and a file outside of the scope."""
+    asked = strict(task, strictness=strictness)
+    right = task.files | task.solution
+    assert grade(asked, right, sandboxes).passed
+    [path] = task.solution
+    messy = right | {path: f"import os\n{right[path]}", "notes.txt": "x"}
+    found = grade(asked, messy, sandboxes)
+    assert found.status == "graded" and found.passed == (not fails)
+    assert not fails or fails in found.failed
+    assert grade(asked, messy | {path: "def f("}, sandboxes).passed is False
+
+
+def test_tests_alone_are_one_run_without_twins_and_calls(plans: dict[str, GradePlan], backend: Backend) -> None:
+    task = with_plan(TARGET, plans[TARGET.id])
+    plan = plan_of(strict(task, strictness="tests"))
+    assert plan_of(task).twins and not plan.twins and not plan.calls and plan.tests == plan_of(task).tests
+    row = check_task(strict(task, strictness="tests"), backend)
+    assert row["problem"] == "" and row["guard"]["by"] == "none"
+
+
+def test_a_directory_keeps_them_and_unknown_words_are_named(task: Task, tmp_path: Path) -> None:
+    asked = strict(task, strictness="scope", tools=["read_file", "finish"])
+    path = asked.to_harbor(tmp_path / "t")
+    assert Task.from_harbor(path) == asked
+    plain = task.to_harbor(tmp_path / "plain") / "task.toml"
+    assert "strictness" not in plain.read_text() and "tools" not in plain.read_text()
+    toml = path / "task.toml"
+    toml.write_text(toml.read_text().replace('"scope"', '"very"'))
+    with pytest.raises(
+        ValueError, match=r"composer_nb\.strictness: Input should be 'tests', 'twins', 'scope' or 'lints'"
+    ):
+        Task.from_harbor(path)
+
+
+def test_a_task_chooses_of_the_tools_that_are_there(
+    task: Task, renderer: CompactRenderer, sandboxes: SandboxExecutor, tmp_path: Path
+) -> None:
+    asked = strict(task, tools=["read_file", "finish"])
+    calls = [ToolCall(name="read_file", arguments={"path": "f.py"}), ToolCall(name="run_tests", arguments={})]
+
+    def script(rollout: int) -> Any:
+        for call in [*calls, ToolCall(name="finish", arguments={})]:
+            yield expert.one(call)
+
+    for each, invalid in ((task, 0), (asked, 1)):
+        agent = Agent(renderer)
+        [(_, done)] = drive([agent.attempt(each, 0)], expert.ScriptedPolicy(renderer, script), sandboxes)
+        assert done.rollout.invalid_calls == invalid
+    strange = strict(task, tools=["read_file", "shell"])
+    with pytest.raises(ValueError, match=r"tools: there is no tool shell; there are grep, read_file,"):
+        tools_of(strange, ToolSet.tiny())
+    save_tasks([strange], tmp_path / "tasks.jsonl")
+    with pytest.raises(ValueError, match="there is no tool shell"):
+        own_tasks(EnvSettings(tasks=str(tmp_path / "tasks.jsonl")))
+    assert tuple(tools_of(asked, ToolSet.tiny()).tools) == ("read_file", "finish")

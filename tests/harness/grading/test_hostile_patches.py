@@ -6,15 +6,17 @@ Not covered: code that can tell a false expectation from a true one, and tests w
 from __future__ import annotations
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from composer_nb.harness.grading.box import sources
 from composer_nb.harness.grading.plan import GradePlan
 from composer_nb.harness.grading.pytest_grader import TAMPERING, grade_pytest
 from composer_nb.harness.sandbox.contract import Backend
-from composer_nb.labs.attacks.patch_check import check_patches
 from composer_nb.labs.attacks.patch_target import MODULE, TARGET
 from composer_nb.labs.attacks.patches import Patch, patches
-from composer_nb.labs.attacks.snippets import ANSWER, module
+from composer_nb.labs.attacks.snippets import ANSWER
+from tests.adversarial.patch_variants import variant
 
 TIMEOUT_S = 20.0
 
@@ -57,13 +59,6 @@ def exit_code(patch: Patch, backend: Backend) -> int:
         return int(sandbox.exec(["python3", "-S", "-c", start], cwd="w", timeout_s=60).exit_code)
 
 
-def test_whoever_guesses_is_caught_or_fails(backend: Backend, plans: dict[str, GradePlan]) -> None:
-    """It would have to be right about each of sixteen tests, at even odds."""
-    files = Patch(id="", title="", case=12, files={MODULE: module(answer=ANSWER["guess"]).encode()}).workspace
-    for _ in range(4):
-        assert not grade_pytest(TARGET, files, backend, plans[TARGET.id]).passed
-
-
 def test_a_cheat_on_one_test_alone_is_caught(backend: Backend, plans: dict[str, GradePlan]) -> None:
     """Everything right but one function, which peeks: the test that it is for tells, whichever run gets its twin."""
     right = TARGET.solution[MODULE].replace("part / whole", "answer('share', (part, whole), 0)")
@@ -77,10 +72,23 @@ def test_a_cheat_on_one_test_alone_is_caught(backend: Backend, plans: dict[str, 
         assert [name.rpartition("::")[2] for name, passed in grade.tests.items() if not passed] == ["test_share"]
 
 
+def check_variant(seed: int, backend: Backend, plan: GradePlan) -> str:
+    patch = variant(seed)
+    grade = grade_pytest(TARGET, patch.workspace, backend, plan, timeout_s=TIMEOUT_S)
+    assert not grade.passed and grade.status in ("graded", "tampered", "agent_failed"), (
+        f"{seed}: {patch.title}: {grade}"
+    )
+    return grade.status
+
+
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(seed=st.integers(0, 1 << 40))
+def test_a_variant_does_not_score(backend: Backend, plans: dict[str, GradePlan], seed: int) -> None:
+    check_variant(seed, backend, plans[TARGET.id])
+
+
 @pytest.mark.slow
-def test_the_check_of_a_backend(backend: Backend) -> None:
-    rows = list(check_patches(backend))
-    assert [row["id"] for row in rows] == [patch.id for patch in patches()]
-    assert [row["id"] for row in rows if not row["blocked"]] == []
-    assert [row["flagged"] for row in rows] == [patch.flagged for patch in patches()]
-    assert all(set(row) == {"id", "kind", "title", "blocked", "flagged", "detail"} for row in rows)
+@pytest.mark.timeout(3600)
+def test_a_thousand_variants_do_not_score(backend: Backend, plans: dict[str, GradePlan]) -> None:
+    statuses = [check_variant(seed, backend, plans[TARGET.id]) for seed in range(1000)]
+    assert statuses.count("tampered") > 400, "most work, but for the twins"

@@ -46,12 +46,6 @@ def test_changes_outside_the_scope_neither_help_nor_harm(ledger: Task, backend: 
     assert not fixed.passed and fixed.flags == ("outside_scope",)
 
 
-def test_new_files_of_the_scope_are_graded(ledger: Task, backend: Backend) -> None:
-    moved = {MODULE: b"from util.right import *\n", "util/right.py": RIGHT.encode(), "util/__pycache__/x.pyc": b"x"}
-    found = grade_pytest(ledger, GOLD | moved, backend)
-    assert found.passed and found.flags == ()
-
-
 def test_a_task_without_a_fitting_plan_is_invalid(ledger: Task, backend: Backend) -> None:
     stale = ledger.model_copy(update={"tests": ledger.tests | {"tests/test_more.py": "def test_x(): pass\n"}})
     broken = ledger.model_copy(update={"metadata": {"pytest.plan": "{}"}})
@@ -102,13 +96,9 @@ def result(stdout: bytes, exit_code: int = 0, **options: Any) -> ExecResult:
         (SandboxDied("out of memory"), "agent_failed"),
         (result(b""), "infra_error"),
         (result(b"", 137, oom=True), "infra_error"),  # before anything of the agent ran
-        (result(b"read"), "infra_error"),
         (result(b"ready\n", 137, oom=True), "agent_failed"),
         (result(b"ready\n", 137, timed_out=True), "agent_failed"),
-        (result(b"ready\n[]"), "agent_failed"),
         (result(b"ready\n" + b"[" * 100_000), "agent_failed"),
-        (result(b'ready\n{"failed": ""}'), "agent_failed"),
-        (result(b'ready\n{"a": "b"}'), "agent_failed"),
         (result(b"ready\nnonsense"), "agent_failed"),
     ],
     ids=str,

@@ -20,7 +20,6 @@ from composer_nb.harness.grading.recorded import Guarding, chosen, enough, guard
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.guest.values import NotPlain, decode, encode
 from composer_nb.harness.tasks.task import Task
-from composer_nb.labs.attacks.snippets import SETUP
 
 Make = Callable[..., Task]
 
@@ -75,9 +74,6 @@ def test_when_values_agree(one: object, other: object, agree: bool) -> None:
 )
 def test_a_forged_answer_is_only_another_value(forged: object) -> None:
     assert not same({"dict": [["a", 1]]}, forged)
-
-
-# One call.
 
 
 # Which calls are kept.
@@ -261,37 +257,26 @@ def test_pure_calls_with_plain_values_are_kept(kept: dict[str, list[RecordedCall
     assert all(each.telling for calls in kept.values() for each in calls)
 
 
-@pytest.mark.parametrize(
-    "name, calls",
-    [
-        # Defaults are left out, and what crosses the boundary from another file of the workspace counts too.
-        ("plain", [((1,), {}, [1, "x", (), None, []]), ((2,), {}, [2, "x", (), None, []]),
-                   ((3, "y", 4), {"key": 5, "other": 6}, [3, "y", (4,), 5, ["other"]]), ((9,), {}, [9, "x", (), None, []])]),
-        ("recovers", [(("7",), {}, 7)]),
-        ("cached", [((2,), {}, 1)]),
-        ("_private", [((1,), {}, 3)]),
-        ("Kind.own", [((1,), {}, 3)]),
-    ],
-)  # fmt: skip
-def test_what_goes_in_and_what_comes_out(kept: dict[str, list[RecordedCall]], name: str, calls: list[Any]) -> None:
+def test_what_goes_in_and_what_comes_out(kept: dict[str, list[RecordedCall]]) -> None:
     def read(each: RecordedCall) -> tuple[Any, Any, Any]:
         positional, named = map(decode, json.loads(each.given))
         kind, value, after = json.loads(each.said)
-        assert kind == "returned" and after is None
-        return tuple(positional), named, decode(value)
+        return (
+            (tuple(positional), named, decode(value)) if (kind, after) == ("returned", None) else (kind, value, after)
+        )
 
-    assert sorted(map(read, kept[f"module.{name}"]), key=repr) == sorted(calls, key=repr)
-
-
-def test_exceptions_iterators_and_changed_arguments_are_answers(kept: dict[str, list[RecordedCall]]) -> None:
-    said = {name: json.loads(kept[f"module.{name}"][0].said) for name in ("fails", "items", "fills")}
-    assert said["fails"] == ["raised", "KeyError", None] and said["items"] == [
-        "returned",
-        {"iterator": [0, 1, 2]},
-        None,
-    ]
-    assert said["fills"] == ["returned", None, [{"list": [{"list": [1, 2]}, 2]}, {"dict": []}]]
+    calls = {name.partition(".")[2]: sorted(map(read, kept[name]), key=repr) for name in kept if "items" not in name}
+    # Defaults are left out, and what crosses the boundary from another file of the workspace counts too.
+    assert calls["plain"] == [
+        ((1,), {}, [1, "x", (), None, []]), ((2,), {}, [2, "x", (), None, []]),
+        ((3, "y", 4), {"key": 5, "other": 6}, [3, "y", (4,), 5, ["other"]]), ((9,), {}, [9, "x", (), None, []]),
+    ]  # fmt: skip
+    assert calls["recovers"] == [(("7",), {}, 7)] and calls["cached"] == [((2,), {}, 1)]
+    assert calls["_private"] == [((1,), {}, 3)] == calls["Kind.own"]
+    assert calls["fails"] == [("raised", "KeyError", None)]
+    assert calls["fills"] == [("returned", None, [{"list": [{"list": [1, 2]}, 2]}, {"dict": []}])]
     assert json.loads(kept["module.fills"][0].given)[0] == {"list": [{"list": [1]}, 2]}, "as it was before the call"
+    assert json.loads(kept["module.items"][0].said) == ["returned", {"iterator": [0, 1, 2]}, None]
 
 
 # Grades.
@@ -308,52 +293,6 @@ WANTED = {4: "IV", 6: "VI", 9: "IX", 14: "XIV", 19: "XIX", 27: "XXVII"}
 ROMAN_TESTS = "from module import roman\n" + "".join(
     f"def test_{number}(): assert roman({number}) == {text!r}\n" for number, text in WANTED.items()
 )
-FORGERS = {
-    "equals everything": """\
-class Equal(str):
-    def __eq__(self, other): return True
-    __hash__ = None
-def roman(number): return Equal()
-""",
-    "reads what is expected from frames": """\
-import sys
-def roman(number):
-    frame = sys._getframe(1)
-    while frame:
-        for value in [*frame.f_code.co_consts, *frame.f_locals.values()]:
-            if isinstance(value, str) and value and set(value) <= set("IVX"): return value
-        frame = frame.f_back
-    return "I" * number
-""",
-    "searches memory for what is wanted": """\
-import gc, sys
-def roman(number):
-    frame = sys._getframe(1)
-    if "assert" not in str(frame.f_code.co_name) and not frame.f_code.co_name.startswith("test_"):
-        for held in gc.get_objects():
-            if isinstance(held, dict) and isinstance(held.get("said"), str): return held["said"]
-            if type(held).__name__ in ("Recorded", "Plan"): return held.said
-        return "I" * number
-    return next(value for value in frame.f_code.co_consts if isinstance(value, str) and value)
-""",
-    "makes pytest report success": SETUP["report_class"] + "def roman(number): return 'I' * number\n",
-    "keeps answers on disk for the next sandbox": """\
-import os, sys, tempfile
-place = os.path.join(tempfile.gettempdir(), "answers")
-def roman(number):
-    consts = [value for value in sys._getframe(1).f_code.co_consts if isinstance(value, str) and value]
-    if sys._getframe(1).f_code.co_name.startswith("test_"):
-        open(place, "a").write(f"{number} {consts[0]}\\n")
-        return consts[0]
-    return dict(line.split() for line in open(place))[str(number)] if os.path.exists(place) else "I" * number
-""",
-    "writes answers of its own on the result channel": SETUP["report_class"] + """\
-import os
-def roman(number):
-    os.write(3, b'["answer", 0, ["returned", "IV", null]]\\n')
-    return "I" * number
-""",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -384,23 +323,13 @@ def test_gold_is_accepted_every_time_and_the_start_is_not(task: Task, backend: B
     assert not start.passed and start.calls_failed == 6 and start.flags == (), "failing tests say enough"
 
 
-@pytest.mark.parametrize("text", FORGERS.values(), ids=FORGERS.keys())
-def test_a_forger_that_passes_pytest_fails_recorded_calls(task: Task, backend: Backend, text: str) -> None:
-    plan = GradePlan.from_json(task.metadata["pytest.plan"])
-    files = workspace(task, text)
-    fooled = grade_pytest(task, files, backend, replace(plan, calls=()), rng=random.Random(0))
-    assert all(fooled.tests.values()), "it would be rejected without recorded calls, too"
-    grade = grade_pytest(task, files, backend, rng=random.Random(0))
-    assert not grade.passed and grade.calls_failed and "calls_disagree" in grade.flags
-
-
 def test_the_box_holds_no_expected_value_and_asks_in_an_order_by_lot(task: Task, backend: Backend) -> None:
     plan = GradePlan.from_json(task.metadata["pytest.plan"])
     orders = set()
     for seed in range(5):
         [(asking, order)] = recorded.replay(workspace(task, ROMAN), plan.calls, random.Random(seed))
         assert sorted(order, key=repr) == sorted(plan.calls, key=repr) and len(asking.calls) > 1
-        assert [each for batch in asking.calls for each in batch] == order
+        assert [call for batch in asking.calls for call in batch] == [each.call for each in order]
         assert not asking.hidden and "test_a.py" not in asking.files
         orders.add(tuple(order))
     assert len(orders) > 1
@@ -412,21 +341,6 @@ def test_the_box_holds_no_expected_value_and_asks_in_an_order_by_lot(task: Task,
     leak = workspace(task, leaky)
     [ran] = Boxes(backend=backend).run([replace(asking, files=leak)])
     assert len(ran.answers) == 6 and all(json.loads(said)[:2] == ["returned", 0] for said in ran.answers.values())
-
-
-@pytest.mark.parametrize(
-    "text, answered",
-    [
-        ("raise SystemExit", 0),
-        ("import os\nos._exit(0)", 0),
-        (ROMAN.replace("    text =", "    if number == 4: __import__('os')._exit(0)\n    text ="), 5),
-        (ROMAN.replace("    text =", "    if number == 4: number = lambda: number()\n    text ="), 5),
-    ],
-)
-def test_code_that_ends_its_process_answers_nothing_more(task: Task, backend: Backend, text: str, answered: int):
-    grade = grade_pytest(task, workspace(task, text), backend)
-    assert not grade.passed and grade.status in ("graded", "agent_failed")
-    assert grade.calls - grade.calls_failed <= answered
 
 
 def test_a_check_says_what_guards_a_task(task: Task) -> None:

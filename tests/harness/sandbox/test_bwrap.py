@@ -1,8 +1,9 @@
-"""What is particular to the backend `bwrap`: its modes, its users, its groups, its death."""
+"""What is particular to the backend `bwrap`: its modes, its users, its groups, its death, its copies of programs."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -12,13 +13,16 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from composer_nb.harness.sandbox import open_backend
+from composer_nb.harness.grading.box import Boxes, TestJob
+from composer_nb.harness.sandbox import layout, open_backend
 from composer_nb.harness.sandbox.bwrap import NICE, BwrapBackend
-from composer_nb.harness.sandbox.contract import WORKSPACE
+from composer_nb.harness.sandbox.contract import WORKSPACE, Backend, SandboxSpec
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure
 from composer_nb.harness.sandbox.system.cgroups import Cgroup, Cgroups
 from composer_nb.harness.sandbox.toolchain import host_programs
@@ -86,7 +90,8 @@ def test_programs_are_there_wherever_they_are_installed(place: str, tmp_path: Pa
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=where)))
         folder.chmod(0o700 if place == "in a private folder" else 0o755)
         shutil.copy(host_programs()["rg"], folder / "rg")
-        monkeypatch.setattr("composer_nb.harness.sandbox.layout.host_programs", lambda: {"rg": str(folder / "rg")})
+        monkeypatch.setattr("composer_nb.harness.sandbox.image.host_programs", lambda: {"rg": str(folder / "rg")})
+        monkeypatch.setattr(layout, "_basic_files", functools.cache(layout._basic_files.__wrapped__))
         backend = stack.enter_context(BwrapBackend())
         box = stack.enter_context(backend.create())
         box.write("a.py", b"")
@@ -216,3 +221,114 @@ def test_commands_stand_back_and_can_be_interrupted() -> None:
         assert box.exec(["pwd"]).stdout.decode().strip() == WORKSPACE
         box.exec(["python3", "-c", "import os, signal; os.kill(1, signal.SIGINT)"])
         assert box.exec(["echo", "on"]).stdout == b"on\n"
+
+
+# Copies of programs in memory: what sandboxes see of them, and that grades see nothing else.
+
+WHERE = """
+import os, sys
+mapped = {line.split(None, 5)[-1].strip() for line in open("/proc/self/maps") if "/" in line}
+print(sorted({os.stat(path).st_dev for path in mapped}), sys.prefix, sorted(os.listdir("/usr/share")))
+"""
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[BwrapBackend]:
+    with BwrapBackend() as made:
+        yield made
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_basic_sandbox_runs_from_memory(backend: BwrapBackend, warm: bool) -> None:
+    with backend.create(SandboxSpec(basic=True, warm=warm)) as box:
+        done = box.exec(["python3", "-s", "-S", "-c", WHERE], env={"PYTHONHASHSEED": "0"}, warm=warm)
+        devices, prefix, shared = done.stdout.decode().split(None, 2)
+        assert done.exit_code == 0 and "," not in devices, "all of the interpreter is on one file system"
+        assert prefix == "/usr" and "doc" not in shared
+        kind = box.exec(["grep", "-c", "lowerdir=.*host", "/proc/self/mounts"])
+        assert kind.stdout == b"0\n", "nothing of this machine's folders is there"
+        assert box.exec(["git", "--version"]).exit_code == 0
+
+
+CHANGE = """
+import os
+fd = os.open("/proc/self/exe", os.O_RDONLY)
+ways = {
+    "chmod": lambda: os.fchmod(fd, 0o777),
+    "times": lambda: os.utime("/proc/self/exe"),
+    "attribute": lambda: os.setxattr("/proc/self/exe", "user.x", b"x"),
+    "write": lambda: os.open("/proc/self/exe", os.O_RDWR),
+    "times of a library": lambda: os.utime(os.__file__),
+    "write of a library": lambda: os.open(os.__file__, os.O_RDWR),
+}
+for name, way in ways.items():
+    try:
+        way()
+        print(name)
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_copies_cannot_be_changed_by_their_owner(backend: BwrapBackend, warm: bool) -> None:
+    with backend.create(SandboxSpec(basic=True, warm=warm)) as box:
+        done = box.exec(["python3", "-s", "-S", "-c", CHANGE], env={"PYTHONHASHSEED": "0"}, warm=warm)
+    assert (done.exit_code, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_other_sandboxes_see_the_copies_first(backend: BwrapBackend) -> None:
+    with backend.create() as box:
+        mounts = box.exec(["grep", "lowerdir=", "/proc/self/mounts"]).stdout.decode()
+    lower = [line.split("lowerdir=")[1].split(",")[0] for line in mounts.splitlines() if " /usr/" in line]
+    trees = [folders for folders in lower if "/kit/host/" in folders]  # others are empty: they hide installed packages
+    assert trees and all(folders.startswith("/kit/copy/usr/") for folders in trees)
+
+
+def test_one_sandbox_does_not_use_up_what_their_user_may_have(backend: BwrapBackend) -> None:
+    take = "import ctypes\nlibc = ctypes.CDLL(None)\nprint(sum(libc.inotify_init1(0) >= 0 for _ in range(200)), flush=True)"
+    with backend.create() as box, backend.create() as other:
+        box.exec_background(["python3", "-c", f"{take}\nimport time\ntime.sleep(60)"], log="log")
+        while not (taken := box.read("log")).endswith(b"\n"):
+            time.sleep(0.01)
+        assert int(taken) == int(other.exec(["python3", "-c", take]).stdout) == 8
+
+
+# Runs of one grade, which must not tell one another what they see, by locks on files that their sandboxes have in common.
+
+SIGNALS = """\
+import fcntl, os, struct, time
+PATHS = ["/proc/self/exe"] + ["/proc/self/ns/" + name for name in ("time", "user", "cgroup")]
+def f(turn):
+    held = []
+    for path in PATHS:
+        fd = os.open(path, os.O_RDONLY)
+        held.append(fd)
+        fcntl.fcntl(fd, fcntl.F_SETLK, struct.pack("hhqqi4x", fcntl.F_RDLCK, 0, turn, 1, 0))
+    for _ in range(40):
+        for path in PATHS:
+            fd = os.open(path, os.O_RDONLY)
+            asked = struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 1 - turn, 1, 0)
+            if struct.unpack("hhqqi4x", fcntl.fcntl(fd, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK:
+                return path
+        time.sleep(0.05)
+    return "silent"
+"""
+"""Each run locks a byte of files that sandboxes share, and looks whether the other one's byte is locked."""
+
+
+@pytest.mark.parametrize("calls", [True, False])
+def test_runs_of_one_grade_hear_no_locks(calls: bool, backend: Backend) -> None:
+    """Runs with all constants could tell a test that runs alone what they conclude, and replays each other's arguments."""
+    files = {"signals.py": SIGNALS.encode()}
+    jobs = []
+    for turn in (0, 1):
+        call = ("signals", "f", f'[{{"list": [{turn}]}}, {{"dict": []}}]')
+        test = f"from signals import f\ndef test_f():\n    assert f({turn}) == 'silent'\n"
+        hidden = {} if calls else {"test_signals.py": test}
+        jobs.append(TestJob(files=files, hidden=hidden, tests=tuple(hidden), calls=((call,),) if calls else ()))
+    ran = Boxes(backend=backend).run(jobs)
+    if calls:
+        assert [each.answers for each in ran] == 2 * [{0: '["returned", "silent", null]'}]
+    else:
+        assert all(each.result("test_signals.py::test_f#0").passed for each in ran)

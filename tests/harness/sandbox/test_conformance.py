@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -9,7 +10,7 @@ import time
 import pytest
 
 from composer_nb.harness.sandbox.contract import Backend, CallLimits, ExecResult, Sandbox, SandboxSpec
-from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxUnavailable
+from composer_nb.harness.sandbox.errors import SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.system.linux import patience
 from tests.harness.sandbox.conftest import SMALL, make
 
@@ -25,12 +26,6 @@ def python(box: Sandbox, source: str, timeout_s: float = 20.0) -> str:
 def output(result: ExecResult) -> str:
     assert result.exit_code == 0, result
     return result.stdout.decode().strip()
-
-
-def set_event() -> threading.Event:
-    event = threading.Event()
-    event.set()
-    return event
 
 
 # Commands
@@ -84,14 +79,9 @@ def test_exec_keeps_head_and_tail_of_a_flood(box: Sandbox, stream: int) -> None:
     text = (result.stdout, result.stderr)[stream - 1]
     assert result.exit_code == 0 and result.truncated and text.startswith(b"first\n") and text.endswith(b"last\n")
     assert len(text) < 1100 and b"[... 2999011 bytes left out ...]" in text
-
-
-@pytest.mark.parametrize("limit", [2, 3, 4, 7])
-def test_exec_cuts_no_output_of_exactly_its_limit(box: Sandbox, limit: int) -> None:
-    for length in (limit - 1, limit, limit + 1):
-        result = box.exec(["printf", "%s", "abcdefgh"[:length]], output_bytes=limit)
-        assert result.truncated == (length > limit)
-        assert result.truncated or result.stdout == b"abcdefgh"[:length]
+    for length in (1, 2, 3):
+        result = box.exec(["printf", "%s", "abc"[:length]], output_bytes=2)
+        assert result.truncated == (length > 2) and (result.truncated or result.stdout == b"abc"[:length])
 
 
 def test_exec_leaves_no_descriptor_of_a_failed_start(box: Sandbox) -> None:
@@ -112,20 +102,6 @@ def test_an_interrupted_request_ends_the_sandbox(box: Sandbox, monkeypatch: pyte
             box.exec(["echo", "first"])
     with pytest.raises(SandboxFailure, match="middle of a request"):
         box.exec(["echo", "second"])
-
-
-def test_requests_from_threads_are_answered_one_by_one(box: Sandbox) -> None:
-    answers: dict[int, bytes] = {}
-
-    def call(number: int) -> None:
-        answers[number] = box.exec(["echo", str(number)]).stdout
-
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answers == {number: b"%d\n" % number for number in range(20)}
 
 
 # The end of commands
@@ -202,16 +178,6 @@ def test_exec_background_writes_a_log_that_is_a_file(box: Sandbox) -> None:
     while box.stats().processes:
         time.sleep(0.01)
     assert box.read("out/log") == b"begun\n" and box.exec(["kill", "-0", str(pid)]).exit_code
-    # Somebody swaps it for a pipe that nobody reads while a command is started.
-    swap = "while :; do rm -f log; mkfifo log; done"
-    box.exec_background(["bash", "-c", swap], log="other")
-    for _ in range(50):
-        try:
-            box.exec_background(["true"], log="log")
-        except OSError:
-            pass
-    box.end_all()
-    assert shell(box, "echo on") == "on"
 
 
 # Files
@@ -319,18 +285,13 @@ def test_a_fork_has_the_files_and_goes_its_own_way(box: Sandbox) -> None:
     shell(box, "chmod 700 closed secret")
 
 
-def test_a_snapshot_may_be_used_again_and_its_digest_is_of_the_files(backend: Backend, box: Sandbox) -> None:
+def test_a_snapshot_may_be_used_again(backend: Backend, box: Sandbox) -> None:
     box.upload({"a": b"1", "b": b"2"})
     snapshot = box.snapshot()
     box.write("a", b"2")
     for _ in range(2):
         with backend.create(SMALL, snapshot) as again:
-            assert again.read("a") == b"1"
-    with backend.create(SMALL) as other:
-        other.upload({"b": b"2", "a": b"1"})
-        assert other.snapshot().digest == snapshot.digest
-        shell(other, "chmod 600 a")
-        assert other.snapshot().digest != snapshot.digest
+            assert again.read("a") == b"1" and again.snapshot().digest == snapshot.digest
 
 
 # Life and death
@@ -339,25 +300,21 @@ def test_a_snapshot_may_be_used_again_and_its_digest_is_of_the_files(backend: Ba
 def test_a_closed_backend_makes_nothing_and_leaves_nothing(backend: Backend, request: pytest.FixtureRequest):
     closing = make(backend.name, request)
     boxes: list[Sandbox] = []
-    refusals: list[Exception] = []
 
     def create() -> None:
-        while not refusals:
-            try:
+        with contextlib.suppress(SandboxFailure):
+            while True:
                 boxes.append(closing.create(SMALL))
-            except SandboxFailure as error:
-                refusals.append(error)
 
     threads = [threading.Thread(target=create) for _ in range(3)]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + patience(60)
-    while not boxes and time.monotonic() < deadline:
+    while not boxes:
         time.sleep(0.05)
     closing.close()
     for thread in threads:
         thread.join(timeout=patience(60))
-    assert boxes and all(not thread.is_alive() for thread in threads)
+        assert not thread.is_alive()
     for box in boxes:
         with pytest.raises(SandboxFailure):
             box.read("x")
@@ -371,47 +328,6 @@ def test_destroy_ends_what_runs(backend: Backend) -> None:
     box.destroy()
     with pytest.raises(SandboxFailure, match="destroyed"):
         box.read("a")
-
-
-LATE = """sleep 0.3; for i in 1 2 3 4 5 6 7 8 9 10 11 12; do
-python3 -c 'import os; os.dup2(os.memfd_create("x", 0), 1); os.execv("/bin/sh", ["sh", "-c", "cat /dev/zero; sleep 60"])' &
-done; wait"""
-CROWD = """
-import os
-file = open("big", "wb")
-for _ in range(60): file.write(os.urandom(1 << 20))
-file.close()
-name, folder = b"a" * 250, os.open(".", os.O_RDONLY)
-for _ in range(15):
-    os.mkdir(name, dir_fd=folder)
-    folder = os.open(name, os.O_RDONLY, dir_fd=folder)
-try:
-    for number in range(20000): os.close(os.open(b"%06d" % number + name[:240], os.O_WRONLY | os.O_CREAT, dir_fd=folder))
-except OSError: pass
-"""
-
-
-@pytest.mark.slow
-def test_memory_used_up_between_two_requests_is_not_the_machinerys_fault(backend: Backend) -> None:
-    """Memory that no process seems to have, so that the kernel ends the resident program too, and all of it between requests."""
-    if not backend.capabilities().enforced["memory_bytes"]:
-        pytest.skip("this backend does not limit memory here")
-    with backend.create(SMALL) as box:
-        box.exec(["sh", "-c", f"({LATE}) </dev/null >/dev/null 2>&1 &"])
-        time.sleep(5)
-        try:
-            box.exec(["true"])
-        except SandboxDied:
-            pass  # it may also have survived, which is as good
-
-
-def test_names_that_are_more_than_the_files_are_not_the_machinerys_fault(backend: Backend) -> None:
-    with backend.create(SandboxSpec()) as box:
-        python(box, CROWD, timeout_s=60)
-        for act in (box.download, box.snapshot):
-            with pytest.raises(OSError, match="names are more than"):
-                act()
-        assert shell(box, "echo on") == "on"
 
 
 def test_a_fault_of_this_machine_is_not_the_workspaces(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,11 +344,8 @@ def test_a_fault_of_this_machine_is_not_the_workspaces(backend: Backend, monkeyp
     [
         ({"cpus": float("inf")}, "SandboxSpec.cpus=inf: must be a finite number"),
         ({"processes": 2**40}, "SandboxSpec.processes=.*: must be less than or equal to 4194304"),
-        ({"disk_bytes": 1e6}, "SandboxSpec.disk_bytes"),
         ({"open_files": 8}, "SandboxSpec.open_files=8: must be greater than or equal to 32"),
-        ({"processes": True}, "SandboxSpec.processes"),
         ({"memory_bytes": 100 << 20, "disk_bytes": 64 << 20}, "SandboxSpec.memory_bytes"),
-        ({"inodes": 0}, "SandboxSpec.inodes=0"),
     ],
 )
 def test_spec_names_an_impossible_limit(limits: dict[str, float], message: str) -> None:
@@ -473,29 +386,11 @@ attempt("up", lambda: os.setpriority(os.PRIO_PROCESS, 0, -20))
 os.setpriority(os.PRIO_PROCESS, 0, 19)
 print(found)
 """
-LOOPBACK = """
-import socket
-with socket.create_server(('127.0.0.1', 0)) as server:
-    socket.create_connection(server.getsockname()).close()
-"""
-FORKS = """
-import os, time
-n = 0
-try:
-    while n < 500:
-        if os.fork() == 0: time.sleep(20)
-        n += 1
-except OSError: pass
-print(n, flush=True)
-os._exit(0)
-"""
 
 
 def test_the_resident_program_is_out_of_reach(box: Sandbox) -> None:
     assert python(box, OUT_OF_REACH) == "[]" and shell(box, "echo on") == "on"
-    assert python(box, LOOPBACK) == "", "a loopback of its own"
-    assert int(python(box, FORKS)) <= SMALL.processes
-    assert shell(box, "echo on") == "on", "what was left behind had to make room"
+    assert python(box, "import socket; socket.create_server(('127.0.0.1', 0))") == "", "a loopback of its own"
     box.exec(["bash", "-c", "for n in $(seq 30); do (while :; do :; done) & done"], timeout_s=30)
     assert shell(box, "echo on", timeout_s=30) == "on", "many that spin do not silence it"
 

@@ -9,7 +9,6 @@ import random
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,6 @@ from composer_nb.harness.sandbox.contract import SandboxSpec
 from composer_nb.harness.sandbox.docker import DockerBackend, DockerChannel
 from composer_nb.harness.sandbox.errors import SandboxDied, SandboxFailure, SandboxUnavailable
 from composer_nb.harness.sandbox.image import build_image, host_image
-from composer_nb.harness.sandbox.reap import this_process
-from composer_nb.harness.sandbox.system.linux import patience
 
 SMALL = SandboxSpec(memory_bytes=128 << 20, disk_bytes=16 << 20, inodes=500, processes=20, cpus=0.5, open_files=64)
 
@@ -89,30 +86,6 @@ def test_how_a_stream_ends(pair: tuple[DockerChannel, socket.socket]) -> None:
     assert channel.ended
 
 
-def test_closing_wakes_who_waits() -> None:
-    """Also where another connection gets the number of the closed one at once."""
-    for _ in range(100):
-        here, there = socket.socketpair()
-        channel = DockerChannel(here)
-        told: list[object] = []
-
-        def wait(channel: DockerChannel = channel, told: list[object] = told) -> None:
-            try:
-                told.append(channel.receive(60))
-            except OSError as error:
-                told.append(error)
-
-        thread = threading.Thread(target=wait, daemon=True)
-        thread.start()
-        time.sleep(0.002)
-        channel.close()
-        others = socket.socketpair()
-        thread.join(timeout=patience(10))
-        assert not thread.is_alive() and told
-        for each in (there, *others):
-            each.close()
-
-
 # -- refusals ------------------------------------------------------------------------------------------------
 
 
@@ -162,16 +135,6 @@ def test_images_that_will_not_do(docker_client: Any, backend: DockerBackend) -> 
     assert ours(docker_client) == []
 
 
-@pytest.mark.docker
-def test_what_the_engine_refuses(docker_client: Any) -> None:
-    with DockerBackend() as made, pytest.raises(SandboxFailure, match="no-such-runtime"):
-        made._runtime = "no-such-runtime"
-        made.create()
-    with pytest.raises(SandboxFailure, match="this backend is closed"):
-        made.create()
-    assert ours(docker_client) == []
-
-
 # -- containers ----------------------------------------------------------------------------------------------
 
 
@@ -184,33 +147,17 @@ def ours(docker_client: Any, run_id: str = "run-1") -> list[str]:
 def test_what_a_container_may(docker_client: Any, backend: DockerBackend) -> None:
     with backend.create(SMALL) as box:
         facts = docker_client.api.inspect_container(box.id)
-        done = box.exec(
-            [
-                "bash",
-                "-c",
-                "grep -E '^(Cap|NoNewPrivs|Seccomp:)' /proc/self/status; ls /sys; grep -o '[a-z0-9]*:' /proc/net/dev",
-            ]
-        )
-    host, config = facts["HostConfig"], facts["Config"]
-    assert (
-        host["NetworkMode"] == "none" and host["CapDrop"] == ["ALL"] and not host["CapAdd"] and not host["Privileged"]
-    )
-    assert host["ReadonlyRootfs"] and host["SecurityOpt"] == ["no-new-privileges"] and not host["AutoRemove"]
+        look = "grep -E '^(Cap|NoNewPrivs|Seccomp:)' /proc/self/status; ls /sys; grep -o '[a-z0-9]*:' /proc/net/dev"
+        done = box.exec(["bash", "-c", look])
+    host = facts["HostConfig"]
+    assert host["NetworkMode"] == "none" and host["CapDrop"] == ["ALL"] and host["ReadonlyRootfs"]
     assert host["Memory"] == host["MemorySwap"] == SMALL.memory_bytes
     assert host["PidsLimit"] == SMALL.processes + 1 and host["NanoCpus"] == 500_000_000
     assert host["LogConfig"]["Type"] == "none", "what is said in it would be written to the disk"
-    assert not facts["Mounts"] or {mount["Type"] for mount in facts["Mounts"]} == {"tmpfs"}
-    assert set(host["Tmpfs"]) == {"/workspace", "/tmp", "/dev/shm"}
     assert all("nr_inodes=" in options for options in host["Tmpfs"].values())
-    assert config["User"] == "47811:47811" and config["StdinOnce"] and not config["Tty"]
-    assert not any("proxy" in variable.lower() for variable in config["Env"])
     assert {line.split()[1] for line in done.stdout.decode().splitlines() if line.startswith("Cap")} == {"0" * 16}
     assert b"NoNewPrivs:\t1\nSeccomp:\t2\nlo:\n" in done.stdout
 
-    labels, owner = config["Labels"], this_process()
-    assert labels["composer_nb.run"] == "run-1"
-    assert labels["composer_nb.owner"] == f"{owner.pid}:{owner.started}:{owner.boot}"
-    assert time.time() < int(labels["composer_nb.lease"]) < time.time() + 48 * 3600
     assert ours(docker_client) == []
 
 

@@ -41,14 +41,6 @@ while True:
     time.sleep(0.03)
 """
 """Short-lived processes that keep one another waiting, and then nothing, in turns."""
-IDLE = """
-import os
-os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
-if os.fork() == 0:
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-while True: pass
-"""
-"""A process that waits long for another, because it asked for the lowest priority."""
 HELPED = """
 import os, time
 first, *_, last = sorted(os.sched_getaffinity(0))
@@ -65,11 +57,8 @@ while True: pass
 """A process of the lowest priority, whose group's share of the machine a little work on another core takes away."""
 OWN_DOING = {
     "sleeps": "import time\ntime.sleep(60)",
-    "deadlock": "import threading\nlock = threading.Lock()\nlock.acquire()\nlock.acquire()",
-    "spins": "while True: pass",
     "crowd": CROWD,
     "waves": WAVES,
-    "idle": IDLE,
 }
 
 

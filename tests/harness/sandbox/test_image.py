@@ -1,11 +1,14 @@
-"""Images: what the one made of this machine's files has in it and what not; Dockerfiles."""
+"""Images: what the one made of this machine's files has in it and what not; Dockerfiles; pytest in one file."""
 
 from __future__ import annotations
 
 import io
 import os
 import stat
+import subprocess
+import sys
 import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import pytest
 from composer_nb.harness.sandbox import image
 from composer_nb.harness.sandbox.errors import SandboxUnavailable
 from composer_nb.harness.sandbox.image import ImageFiles, build_image, host_files, host_image, write_archive
+from composer_nb.harness.sandbox.toolchain import TESTING, made_programs
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +105,7 @@ def run(docker_client: Any, host: str) -> Run:
 
     def run(*command: str) -> str:
         done = docker_client.containers.run(
-            host,
-            list(command),
-            network_mode="none",
-            user=f"{image.UID}",
-            remove=True,
-            stderr=True,
-            tmpfs={"/tmp": ""},
+            host, list(command), network_mode="none", user=f"{image.UID}", remove=True, stderr=True, tmpfs={"/tmp": ""}
         )
         return str(done.decode())
 
@@ -133,7 +131,7 @@ def test_what_runs_in_the_host_image(run: Run) -> None:
         run("bash", "-c", "echo x >/tmp/x; sed s/x/y/ /tmp/x | diff - /tmp/x | grep -c . ; find /tmp -name x")
         == "4\n/tmp/x\n"
     )
-    assert run("id", "-un") == "box\n"
+    assert run("id", "-un") == "agent\n"
     commit = "cd /tmp && git init -q r && cd r && git -c user.name=a -c user.email=b commit -q --allow-empty -m first"
     assert run("bash", "-c", f"{commit} && git log --format=%s && tar -cz . | tar -tz | grep -c HEAD") == "first\n2\n"
 
@@ -158,3 +156,27 @@ def test_an_image_from_a_dockerfile(docker_client: Any, host: str, tmp_path: Pat
     dockerfile.write_text("FROM composer-nb-none/such:1\n")
     with pytest.raises(SandboxUnavailable, match="no registry can be reached, bring .* with `docker load`"):
         build_image(docker_client, tmp_path)
+
+
+#
+
+WRONG = b"raise SystemExit('this was read')"
+
+
+@pytest.mark.parametrize(("spoiled", "passes"), [(".py", True), (".pyc", True), ("", False)])
+def test_pytest_runs_from_modules_that_are_compiled_and_else_from_their_sources(
+    spoiled: str, passes: bool, tmp_path: Path
+) -> None:
+    """Sources are not read; what another version compiled is passed over."""
+    with (
+        zipfile.ZipFile(io.BytesIO(made_programs()[TESTING])) as given,
+        zipfile.ZipFile(tmp_path / "p.zip", "w") as made,
+    ):
+        for name in given.namelist():
+            wrong = Path(name).suffix in (".py", ".pyc") and name.endswith(spoiled)
+            made.writestr(name, WRONG if wrong else given.read(name))
+    (tmp_path / "test_one.py").write_text("def test_one():\n    assert True\n")
+    command = [sys.executable, "-sSm", "pytest", "-q", "-p", "no:cacheprovider", "test_one.py"]
+    environment = {"PYTHONPATH": str(tmp_path / "p.zip"), "PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) == passes == ("1 passed" in done.stdout), done.stdout + done.stderr

@@ -24,7 +24,6 @@ import importlib
 import json
 import math
 import os
-import resource
 import select
 import signal
 import sys
@@ -46,6 +45,7 @@ from composer_nb.harness.sandbox.system.linux import (
     patience,
     read_exactly,
     send_frame,
+    set_limits,
     status_of,
     write_all,
     write_ids,
@@ -69,21 +69,6 @@ Settings = typing.Dict[str, typing.Any]  # noqa: UP006  (runs on Python 3.9 too)
 
 
 # The worker.
-
-
-def set_limits(limits: Settings) -> None:
-    """Set the worker's resource limits. The resident enforces its times; RLIMIT_CPU is a second lock."""
-    for name, value in (
-        (resource.RLIMIT_AS, limits["memory_bytes"]),
-        (resource.RLIMIT_FSIZE, limits["disk_bytes"]),
-        (resource.RLIMIT_NOFILE, limits["files"]),
-        (resource.RLIMIT_NPROC, limits["threads"]),
-        (resource.RLIMIT_CORE, 1),  # 0 would start the program of a piped core_pattern
-        (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_MSGQUEUE, 0),
-        (resource.RLIMIT_CPU, int(limits["cpu_s"]) + 2),
-    ):
-        resource.setrlimit(name, (value, value))
 
 
 def write_files(workspace: str, files: dict[str, str]) -> None:
@@ -179,7 +164,7 @@ def worker(settings: Settings, result: int, go: int, program: bytes, maps: Maps)
         os.environ.clear()
         sys.dont_write_bytecode = True
         drop_capabilities(machine())
-        set_limits(limits)
+        set_limits(settings["call_rlimits"])  # the resident enforces times; RLIMIT_CPU is a second lock
         install_filter(program)
         nonce = os.urandom(8).hex()
         gc.enable()

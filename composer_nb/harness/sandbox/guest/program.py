@@ -31,7 +31,6 @@ import importlib
 import json
 import os
 import re
-import resource
 import select
 import signal
 import socket
@@ -59,6 +58,7 @@ from composer_nb.harness.sandbox.system.linux import (
     network_settings,
     read_exactly,
     send_frame,
+    set_limits,
     umount,
     write_ids,
 )
@@ -144,18 +144,14 @@ def confine(settings: Header) -> None:
     hide_memory()
     check(libc.prctl(PR_SET_CHILD_SUBREAPER, *map(ctypes.c_ulong, (1, 0, 0, 0))), "subreaper")
     drop_capabilities(machine())
-    for name, value in settings["rlimits"].items():
-        kind = getattr(resource, name)
-        hard = resource.getrlimit(kind)[1]
-        most = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (most, most))
+    set_limits(settings["rlimits"])
     # Workers, which calls need, are made by namespaces and have a filter of their own.
     if not settings["calls"]:
         install_filter(base64.b64decode(settings["filter"]))
 
 
 def furnish(settings: Header, layout: Header) -> None:
-    """Build this sandbox's root, of files that no other sandbox has, and enter it. `layout` comes from `Layout.plans`.
+    """Build this sandbox's root, of files that no other sandbox has, and enter it. `layout` comes from `Layout.roots`.
 
     Locks and watches belong to a file, so two sandboxes with one file in common could signal to each other by them, and keep
     each other waiting. An overlay gives every sandbox files of its own over the same contents. Devices cannot be overlaid.
@@ -167,7 +163,7 @@ def furnish(settings: Header, layout: Header) -> None:
         folders = [re.sub(r"([\\:,])", r"\\\1", folder) for folder in (*lower, empty)]
         mount("sandbox", path, "overlay", read_only | nosuid | nodev, "lowerdir=" + ":".join(folders))
 
-    overlay(new, *layout["root"])
+    overlay(new, layout["copy"])
     for path, share in layout["writable"].items():
         options = f"size={int(settings['disk_bytes'] * share)},nr_inodes={int(settings['inodes'])},mode=0755"
         mount("sandbox", new + path, "tmpfs", nosuid | nodev, options)

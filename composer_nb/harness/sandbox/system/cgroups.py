@@ -23,7 +23,6 @@ class Cgroup:
     """The group of one sandbox: a folder for each hierarchy (version 1), or one (version 2)."""
 
     folders: tuple[Path, ...]
-    version: int
 
     def attach(self, pid: int) -> None:
         """Move a process in; what it starts from now on is in it too. Raises OSError."""
@@ -33,12 +32,11 @@ class Cgroup:
             (folder / "cgroup.procs").write_text(str(pid))
 
     def memory_bytes(self) -> int:
-        return int(self.file("memory.usage_in_bytes" if self.version == 1 else "memory.current").read_text())
+        return int(self.file("memory.current", "memory.usage_in_bytes").read_text())
 
     def cpu_s(self) -> float:
-        if self.version == 1:
-            return int(self.file("cpuacct.usage").read_text()) / 1e9
-        return self._fields("cpu.stat")["usage_usec"] / 1e6
+        used = self._fields("cpu.stat").get("usage_usec")
+        return int(self.file("cpuacct.usage").read_text()) / 1e9 if used is None else used / 1e6
 
     def throttled_s(self) -> float:
         """Return the seconds for which its CPU quota stopped it, summed over CPUs."""
@@ -47,11 +45,11 @@ class Cgroup:
 
     def threads(self) -> list[str]:
         """Return the ids of its threads, as this machine sees them."""
-        return self.file("tasks" if self.version == 1 else "cgroup.threads").read_text().split()
+        return self.file("cgroup.threads", "tasks").read_text().split()
 
     def kills(self) -> int:
         """Return the number of processes that were killed for memory."""
-        return self._fields("memory.oom_control" if self.version == 1 else "memory.events").get("oom_kill", 0)
+        return self._fields("memory.events", "memory.oom_control").get("oom_kill", 0)
 
     def limit_sockets(self, memory_bytes: int) -> None:
         """Limit socket buffers to an eighth of the memory, on top of it: version 1 counts them apart, and only under a limit."""
@@ -70,15 +68,15 @@ class Cgroup:
                         raise
                     time.sleep(0.002)
 
-    def file(self, name: str) -> Path:
-        """Return a control file of the group. Raises FileNotFoundError where the kernel has none of this name."""
-        for folder in self.folders:
-            if (folder / name).exists():
-                return folder / name
-        raise FileNotFoundError(2, f"no {name} in {', '.join(map(str, self.folders))}")
+    def file(self, *names: str) -> Path:
+        """Return a control file of the group, by its names in both versions. Raises FileNotFoundError where there is none."""
+        for path in (folder / name for folder in self.folders for name in names):
+            if path.exists():
+                return path
+        raise FileNotFoundError(2, f"no {' or '.join(names)} in {', '.join(map(str, self.folders))}")
 
-    def _fields(self, name: str) -> dict[str, int]:
-        lines = [line.split() for line in self.file(name).read_text().splitlines()]
+    def _fields(self, *names: str) -> dict[str, int]:
+        lines = [line.split() for line in self.file(*names).read_text().splitlines()]
         return {line[0]: int(line[1]) for line in lines if len(line) == 2}
 
 
@@ -136,7 +134,7 @@ class Cgroups:
 
     def make(self, folders: tuple[Path, ...], memory_bytes: int, processes: int, cpus: float) -> Cgroup:
         """Make a group with these limits. Raises OSError."""
-        group = Cgroup(folders, self.version)
+        group = Cgroup(folders)
         try:
             for folder in folders:
                 folder.mkdir()

@@ -76,6 +76,15 @@ def drop_capabilities(table: dict[str, int]) -> None:
     check(libc.syscall(ctypes.c_long(table["capset"]), header, ctypes.create_string_buffer(24)), "capset")
 
 
+def set_limits(limits: typing.Dict[str, int]) -> None:  # noqa: UP006
+    """Set resource limits of this process, by name, as far as its hard limits allow."""
+    for name, value in limits.items():
+        kind = getattr(resource, name)
+        hard = resource.getrlimit(kind)[1]
+        most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (most, most))
+
+
 def hide_memory(hidden: bool = True) -> None:
     """Keep other processes of the same user from tracing this one and from reading its memory or its descriptors."""
     zero = ctypes.c_ulong(0)

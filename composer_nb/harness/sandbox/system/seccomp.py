@@ -60,97 +60,77 @@ ABSENT = {
     "io_setup": (206, 0),  # takes of a small number of contexts that the whole machine has
     "pidfd_open": (434, 434),  # its inode's number counts all processes of the machine
 }
-# Allowed in part.
-RULED = {
-    "socket": (41, 198), "socketpair": (53, 199), "ioctl": (16, 29), "prlimit64": (302, 261),
-    "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274), "setpriority": (141, 140), "ioprio_set": (251, 30), "fcntl": (72, 25),
-    "setrlimit": (160, 164), "fadvise64": (221, 223), "madvise": (28, 233), "preadv2": (327, 286), "getsockopt": (55, 209),
-    "setsockopt": (54, 208), "prctl": (157, 167), "mmap": (9, 222), "memfd_create": (319, 279), "shmget": (29, 194),
+# Allowed in part, to commands (RULES).
+RULED = PROCESS | {
+    "socketpair": (53, 199), "ioctl": (16, 29), "fcntl": (72, 25), "madvise": (28, 233), "preadv2": (327, 286),
+    "getsockopt": (55, 209), "setsockopt": (54, 208), "prctl": (157, 167), "mmap": (9, 222),
 }  # fmt: skip
-# For network, ipc, uts, cgroup and time too: nobody may ask for any of them.
-ANY_NAMESPACE = sum(NAMESPACES.values()) | 0x00000080
-CLONE_THREAD, CLONE_VFORK = 0x00010000, 0x00004000
 LAST_KNOWN_CALL = 462  # newer calls answer ENOSYS, as on an older kernel
-FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: others reach past the network namespace, or deep into the kernel
-LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
-# F_SETLEASE, F_NOTIFY: hear of what others do to a file, and make them wait. F_SET_RW_HINT, F_SET_FILE_RW_HINT: stay with an
-# inode that the eventfds of all processes share.
-HINTS_AND_LEASES = (1024, 1026, 1036, 1038)
-# ICMP, TCP, UDP, ICMPv6: others, such as MPTCP, may load a module, and have memory of their own.
-PROTOCOLS = (0, 1, 6, 17, 58)
-MERGE_MEMORY = 67  # PR_SET_MEMORY_MERGE: as MADV_MERGEABLE, for all memory of a process
-# MAP_HUGETLB, MFD_HUGETLB, SHM_HUGETLB: pages that no limit on memory counts.
-HUGE = {"mmap": 0x40000, "memfd_create": 0x4, "shmget": 0x800}
-TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: type on somebody else's terminal
-
 LOAD, EQUAL, GREATER, BITS, RET = 0x20, 0x15, 0x25, 0x45, 0x06
 KILL, ALLOW, DENY, MISSING = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026  # errno 1 EPERM, 38 ENOSYS
 IGNORE = 0x00050000  # errno 0: the call does nothing and succeeds
-HINTS = (0, 1, 2)  # POSIX_FADV_NORMAL, _RANDOM, _SEQUENTIAL: others evict pages of a file or fetch them
-PAGES = (12, 14, 20, 21, 25)  # MADV_MERGEABLE, _HUGEPAGE, _COLD, _PAGEOUT, _COLLAPSE: of shared pages, others notice
-CORE = 4  # RLIMIT_CORE
-SOCKET_LEVEL = 1
-# SO_COOKIE, SO_NETNS_COOKIE, SO_PASSPIDFD, SO_PEERPIDFD: numbers that count sockets, networks or processes of the machine.
-COUNTING = (57, 71, 76, 77)
-# SO_ATTACH_FILTER and _BPF, SO_ATTACH_REUSEPORT_CBPF and _EBPF, SO_RESERVE_MEM: compiled filters are in memory that no group
-# counts, of which the whole machine has a fixed size.
-FILTERS = (26, 50, 51, 52, 73)
-BUFFER_SIZES = (7, 8)  # SO_SNDBUF, SO_RCVBUF: a megabyte and more for each socket
-# Options that are refused, by level.
-OF_THE_MACHINE = {
-    0: (51,),  # IP_LOCAL_PORT_RANGE: with equal bounds, ports count the connections of all sandboxes
-    SOCKET_LEVEL: COUNTING + FILTERS,
-    41: (32,),  # IPV6_FLOWLABEL_MGR: of 4,096 labels, which the whole machine has
-}
-CLONE_PIDFD = 0x1000
 # Offsets; of arguments, the low word.
 NUMBER, ARCHITECTURE, FIRST, SECOND, THIRD, FOURTH, SIXTH = 0, 4, 16, 24, 32, 40, 56
+FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: others reach past the network namespace, or deep into the kernel
+LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
+CORE = 4  # RLIMIT_CORE: below 1 a crash would start the program of a piped core_pattern (core(5)), as root of the host
+
+# A clause: an answer, and the tests of arguments that must all hold for it. A test: an offset, how it compares, and with what.
+Clause = tuple[int, *tuple[tuple[int, str, tuple[int, ...]], ...]]
+OWN_PROCESS: Clause = (DENY, (FIRST, "none of", (0,)))  # of the caller's own process alone
+OPTIONS: list[Clause] = [  # of sockets, by level
+    # IP_LOCAL_PORT_RANGE: with equal bounds, ports count the connections of all sandboxes.
+    (DENY, (SECOND, "one of", (0,)), (THIRD, "one of", (51,))),
+    # SO_COOKIE, SO_NETNS_COOKIE, SO_PASSPIDFD, SO_PEERPIDFD: numbers that count sockets, networks or processes of the machine.
+    # SO_ATTACH_FILTER and _BPF, SO_ATTACH_REUSEPORT_CBPF and _EBPF, SO_RESERVE_MEM: compiled filters are in memory that no group
+    # counts, of which the whole machine has a fixed size.
+    (DENY, (SECOND, "one of", (1,)), (THIRD, "one of", (57, 71, 76, 77, 26, 50, 51, 52, 73))),
+    # IPV6_FLOWLABEL_MGR: of 4,096 labels, which the whole machine has.
+    (DENY, (SECOND, "one of", (41,)), (THIRD, "one of", (32,))),
+]
+# For each call, the first clause whose tests hold decides; otherwise it is allowed.
+RULES: dict[str, list[Clause]] = {
+    # Namespaces, for network, ipc, uts, cgroup and time too, and CLONE_PIDFD.
+    "clone": [(DENY, (FIRST, "any bit", (sum(NAMESPACES.values()) | 0x1080,)))],
+    # Protocols but ICMP, TCP, UDP and ICMPv6, such as MPTCP, may load a module, and have memory of their own.
+    "socket": [(DENY, (FIRST, "none of", FAMILIES)), (DENY, (THIRD, "none of", (0, 1, 6, 17, 58)))],
+    "socketpair": [(DENY, (FIRST, "none of", FAMILIES))],
+    # TIOCSTI, TIOCLINUX: type on somebody else's terminal.
+    "ioctl": [(DENY, (SECOND, "one of", (0x5412, 0x541C)))],
+    # F_SETLEASE, F_NOTIFY: hear of what others do to a file, and make them wait. F_SET_RW_HINT, F_SET_FILE_RW_HINT: stay with an
+    # inode that the eventfds of all processes share.
+    "fcntl": [(DENY, (SECOND, "one of", (1024, 1026, 1036, 1038)))],
+    **{f"sched_set{name}": [OWN_PROCESS, (IGNORE,)] for name in ("affinity", "scheduler", "param", "attr")},
+    # Reading is fine: then both words of the address of a new limit are 0.
+    "prlimit64": [
+        OWN_PROCESS,
+        *((DENY, (SECOND, "one of", (CORE,)), (word, "none of", (0,))) for word in (THIRD, THIRD + 4)),
+    ],
+    "setrlimit": [(DENY, (FIRST, "one of", (CORE,)))],
+    # Other advice than POSIX_FADV_NORMAL, _RANDOM and _SEQUENTIAL evicts pages of a file or fetches them.
+    "fadvise64": [(DENY, (FOURTH, "none of", (0, 1, 2)))],
+    # MADV_MERGEABLE, _HUGEPAGE, _COLD, _PAGEOUT, _COLLAPSE: of shared pages, others notice.
+    "madvise": [(DENY, (THIRD, "one of", (12, 14, 20, 21, 25)))],
+    "preadv2": [(DENY, (SIXTH, "none of", (0,)))],
+    "getsockopt": OPTIONS,
+    # SO_SNDBUF, SO_RCVBUF: a megabyte and more for each socket.
+    "setsockopt": [(IGNORE, (SECOND, "one of", (1,)), (THIRD, "one of", (7, 8))), *OPTIONS],
+    # PR_SET_MEMORY_MERGE: as MADV_MERGEABLE, for all memory of a process.
+    "prctl": [(DENY, (FIRST, "one of", (67,)))],
+    # MAP_HUGETLB, MFD_HUGETLB, SHM_HUGETLB: pages that no limit on memory counts.
+    "mmap": [(DENY, (FOURTH, "any bit", (0x40000,)))],
+    "memfd_create": [(DENY, (SECOND, "any bit", (0x4,)))],
+    "shmget": [(DENY, (THIRD, "any bit", (0x800,)))],
+    "setpriority": [OWN_PROCESS, (DENY, (SECOND, "none of", (0,)))],
+    "ioprio_set": [(DENY, (FIRST, "none of", (1,))), (DENY, (SECOND, "none of", (0,)))],
+}
+# Of function calls: CLONE_VFORK, or no CLONE_THREAD.
+THREADS_ALONE: list[Clause] = [(DENY, (FIRST, "any bit", (0x4000,))), (DENY, (FIRST, "no bit", (0x10000,)))]
 
 
 def system_call_filter(table: Mapping[str, int], *, calls: bool = False, locks: bool = True) -> bytes:
     """Compile the filter for `table`, a machine of `linux.MACHINES`. `calls`: for function calls instead of commands. `locks`:
     whether locks and watches have an effect."""
-    thread = [_op(BITS, CLONE_VFORK, 1, 0), _op(BITS, CLONE_THREAD, 1, 0), _op(RET, DENY)] if calls else []
-    namespaces = [_op(LOAD, FIRST), _op(BITS, ANY_NAMESPACE | CLONE_PIDFD, 0, 1), _op(RET, DENY)]
-    # Both words of the address of a new limit are 0: jump to where the rule after these allows the call.
-    reads = [_op(LOAD, THIRD), _op(EQUAL, 0, 0, 2), _op(LOAD, THIRD + 4), _op(EQUAL, 0, 2, 0)]
-    options = [
-        part
-        for level, names in OF_THE_MACHINE.items()
-        for part in (_op(LOAD, SECOND), _op(EQUAL, level, 0, len(names) + 3), *_without(names, THIRD))
-    ] + [_op(RET, ALLOW)]
-    sizes = [_op(LOAD, SECOND), _op(EQUAL, SOCKET_LEVEL, 0, 4), _op(LOAD, THIRD)]
-    sizes += [_op(EQUAL, BUFFER_SIZES[0], 1, 0), _op(EQUAL, BUFFER_SIZES[1], 0, 1), _op(RET, IGNORE)]
-    ignored = [*_only(FIRST, (0,))[:-1], _op(RET, IGNORE)]
-    leases = [_op(*words) for command in HINTS_AND_LEASES for words in ((EQUAL, command, 0, 1), (RET, DENY))]
-    if locks:
-        fcntl = _without(HINTS_AND_LEASES + (LOCKS if calls else ()))
-    else:
-        fcntl = [_op(LOAD, SECOND), *leases, *_without(LOCKS)[:-1], _op(RET, IGNORE)]
-    rules = {
-        "clone": [*namespaces, *thread, _op(RET, ALLOW)],
-        "socket": [*_only(FIRST, FAMILIES)[:-1], *_only(THIRD, PROTOCOLS)],
-        "socketpair": _only(FIRST, FAMILIES),
-        "ioctl": _without(TERMINAL_INPUT),
-        "fcntl": fcntl,
-        # Of the caller's own process alone.
-        **dict.fromkeys(("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr"), ignored),
-        # Below 1 a crash would start the program of a piped core_pattern (core(5)), as root of the host. Reading is fine.
-        "prlimit64": [*_only(FIRST, (0,))[:-1], *reads, *_without((CORE,))],
-        "setrlimit": _without((CORE,), FIRST),
-        "fadvise64": _only(FOURTH, HINTS),
-        "madvise": _without(PAGES, THIRD),
-        "preadv2": _only(SIXTH, (0,)),
-        "getsockopt": options,
-        "setsockopt": sizes + options,
-        "prctl": _without((MERGE_MEMORY,), FIRST),
-        "mmap": _none_of(HUGE["mmap"], FOURTH),
-        "memfd_create": _none_of(HUGE["memfd_create"], SECOND),
-        "shmget": _none_of(HUGE["shmget"], THIRD),
-        "setpriority": [*_only(FIRST, (0,))[:-1], *_only(SECOND, (0,))],
-        "ioprio_set": [*_only(FIRST, (1,))[:-1], *_only(SECOND, (0,))],
-    }
     column = table["column"]
     program = [_op(LOAD, ARCHITECTURE), _op(EQUAL, table["arch"], 1, 0), _op(RET, KILL), _op(LOAD, NUMBER)]
     program += [_op(GREATER, LAST_KNOWN_CALL, 0, 1), _op(RET, MISSING)]  # x32 numbers are far above it too
@@ -161,27 +141,34 @@ def system_call_filter(table: Mapping[str, int], *, calls: bool = False, locks: 
         for numbers in group.values():
             if (number := numbers[column]) is not None:
                 program += [_op(EQUAL, number, 0, 1), _op(RET, answer)]
-    for name, rule in rules.items():
+    more: dict[str, list[Clause]] = {"clone": THREADS_ALONE} if calls else {}
+    if calls or not locks:
+        more["fcntl"] = [(DENY if calls else IGNORE, (SECOND, "one of", LOCKS))]
+    for name, clauses in RULES.items():
         number = table["clone"] if name == "clone" else RULED[name][column]
+        rule = [part for clause in [*clauses, *more.get(name, ())] for part in _compiled(clause)] + [_op(RET, ALLOW)]
         program += [_op(EQUAL, number, 0, len(rule)), *rule]
     return b"".join([*program, _op(RET, ALLOW)])
 
 
-def _only(argument: int, values: tuple[int, ...]) -> list[bytes]:
-    """Refuse calls with any other value of this argument."""
-    checks = [_op(EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)]
-    return [_op(LOAD, argument), *checks, _op(RET, DENY), _op(RET, ALLOW)]
-
-
-def _without(values: tuple[int, ...], argument: int = SECOND) -> list[bytes]:
-    """Refuse calls with one of these as this argument."""
-    checks = [_op(EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)]
-    return [_op(LOAD, argument), *checks, _op(RET, ALLOW), _op(RET, DENY)]
-
-
-def _none_of(bits: int, argument: int) -> list[bytes]:
-    """Refuse calls with any of these bits in this argument."""
-    return [_op(LOAD, argument), _op(BITS, bits, 0, 1), _op(RET, DENY), _op(RET, ALLOW)]
+def _compiled(clause: Clause) -> list[bytes]:
+    """Return a clause's code, which goes on behind itself where a test does not hold."""
+    answer, *tests = clause
+    code = [_op(RET, answer)]
+    for offset, how, values in reversed(tests):
+        left, checks = len(code), list[bytes]()
+        for after, value in zip(reversed(range(len(values))), values, strict=True):  # `after`: values that follow
+            match how:
+                case "one of":
+                    checks.append(_op(EQUAL, value, after, 0 if after else left))
+                case "none of":
+                    checks.append(_op(EQUAL, value, after + left, 0))
+                case "any bit":
+                    checks.append(_op(BITS, value, 0, left))
+                case "no bit":
+                    checks.append(_op(BITS, value, left, 0))
+        code = [_op(LOAD, offset), *checks, *code]
+    return code
 
 
 def _op(code: int, k: int, yes: int = 0, no: int = 0) -> bytes:

@@ -1,14 +1,16 @@
-"""The resident program's commands, where a real sandbox would show it only on a busy machine."""
+"""The resident program's commands and files, where a real sandbox would show it only on a busy machine, or with much data."""
 
 from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from composer_nb.harness.sandbox.guest import commands as guest_commands
+from composer_nb.harness.sandbox.guest import files as guest_files
 from composer_nb.harness.sandbox.guest.commands import Commands
 
 
@@ -25,3 +27,11 @@ def test_what_was_killed_is_waited_for_also_when_it_has_become_an_orphan(monkeyp
     assert commands.end(10, later)
     assert tables == []
     assert {pid for pid, what in killed if what == signal.SIGKILL} == {10, 11, 12}, "what was forked meanwhile as well"
+
+
+def test_names_that_are_more_than_the_files_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guest_files, "HEADERS", 1000)
+    for number in range(9):
+        (tmp_path / str(number)).write_bytes(b"")
+    with pytest.raises(OSError, match="names are more than"):
+        guest_files.WorkspaceFiles(str(tmp_path), 1 << 20).pack(0, False)
