@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -13,27 +13,26 @@ from rich.markup import escape
 from rich.table import Table
 
 from composer_nb.harness.grading.recorded import guards_line
-from composer_nb.harness.tasks.making.make import MakeProgress
+from composer_nb.harness.tasks.making.make import Report
 from composer_nb.harness.untrusted import visible
 
 LINE_S = 30.0  # Seconds between lines where there is no terminal.
 
 
 @contextmanager
-def progress(console: Console) -> Iterator[Callable[[MakeProgress], None]]:
-    """Yield a function that shows the states that it is given: in one line on a terminal, else as a line now and then."""
+def progress(console: Console) -> Iterator[Report]:
+    """Yield a function that shows what is being done: in one line on a terminal, else as a line now and then."""
     last, when = "", -LINE_S
     with console.status("reading") if console.is_terminal else nullcontext() as status:
 
-        def show(state: MakeProgress) -> None:
+        def show(doing: str, counts: str) -> None:
             nonlocal last, when
-            counts = f": {state.tasks} of {state.limit} tasks, {state.tried} tried" if state.limit else ""
-            counts += f"; {state.below}" if state.below else ""
+            line = f"{doing}: {counts}" if counts else doing
             if status is not None:
-                status.update(escape(state.doing + counts))
-            elif state.doing != last or time.monotonic() - when >= LINE_S:
-                last, when = state.doing, time.monotonic()
-                console.print(state.doing + counts, highlight=False, markup=False)
+                status.update(escape(line))
+            elif doing != last or time.monotonic() - when >= LINE_S:
+                last, when = doing, time.monotonic()
+                console.print(line, highlight=False, markup=False)
 
         yield show
 
