@@ -81,6 +81,21 @@ def test_options_that_cannot_be_followed_are_named(files: dict[str, str], given:
         read_options(SUITE | files, given)
 
 
+PYTEST = '[pytest]\naddopts = ["-m", "not network"]\ntestpaths = ["tests"]\npython_functions = ["check_*"]\nxfail_strict = true\n'
+
+
+def test_the_newest_forms_of_pytests_configuration_are_read_first() -> None:
+    others = {"pytest.ini": "[pytest]\naddopts = -k none\n", "tests/test_a.py": ""}
+    for name in ("pytest.toml", ".pytest.toml"):
+        found = read_options(others | {name: "\ufeff" + PYTEST})
+        assert found.select == ("-m", "not network") and found.paths == ("tests",)
+        assert found.ini == "python_functions =\n    check_*\nxfail_strict =\n    True\n"
+    assert read_options(others | {"pytest.toml": ""}).select == (), "an empty one counts too, as pytest has it"
+    assert read_options(others | {"pytest.toml": PYTEST, ".pytest.toml": "["}).paths == ("tests",)
+    with pytest.raises(ValueError, match=r"pytest.toml cannot be read for pytest's options: .*table \[pytest\]"):
+        read_options({"pytest.toml": "addopts = '-x'\n"})
+
+
 HELPER = {
     "helper/__init__.py": "LIMIT = 3\n",
     "helper/plugin.py": "import pytest\n\n\n@pytest.fixture\ndef limit():\n    return 3\n",
