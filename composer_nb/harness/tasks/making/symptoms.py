@@ -195,11 +195,10 @@ def _raises(item: ast.withitem) -> bool:
 
 def differing(expected: str, actual: str) -> tuple[str, str]:
     """Return two values, cut to where they differ if one of them is long."""
-    if max(len(expected), len(actual)) <= MAX_QUOTE or not actual:
+    if max(len(expected), len(actual)) <= MAX_QUOTE:
         return short(expected), short(actual)
-    least = min(len(expected), len(actual))
-    first = next((at for at in range(least) if expected[at] != actual[at]), least)
-    start = max(0, first - CONTEXT)
+    unlike = (at for at, (one, other) in enumerate(zip(expected, actual, strict=False)) if one != other)
+    start = max(0, next(unlike, min(len(expected), len(actual))) - CONTEXT)
 
     def cut(text: str) -> str:
         part = text[start : start + MAX_QUOTE // 2]

@@ -150,20 +150,15 @@ def test_a_suite_that_needs_packages_and_leaves_tests_out(tmp_path: Path, backen
     found = measure(repository, backend, SandboxSpec(), lambda doing: None, running, options)
     assert list(found.plan.tests.values()) == ["tests/test_shapes.py::test_clamp"] and not found.left_out
     bare = Repository(name="shapes", files=REPOSITORY, settings={})
-    with pytest.raises(ValueError, match=r"only 0 of .*Bring helper by --packages FOLDER"):
-        measure(bare, backend, SandboxSpec(), lambda doing: None, running, read_options(REPOSITORY))
     at_once = replace(bare, files=REPOSITORY | {"tests/conftest.py": "import helper\n"})
-    with pytest.raises(ValueError, match=r"early, before its first test: ModuleNotFoundError.*Bring helper"):
-        measure(at_once, backend, SandboxSpec(), lambda doing: None, running, read_options(REPOSITORY))
-    with pytest.raises(ValueError, match=r"takes longer than 3 s, .*--pytest-args .*--suite-seconds"):
-        measure(
-            repository,
-            backend,
-            SandboxSpec(),
-            lambda doing: None,
-            RunOptions(suite_s=3.0),
-            Options(ini=repository.settings["pytest.ini"]),
-        )
+    usual, slowly = read_options(REPOSITORY), Options(ini=repository.settings["pytest.ini"])
+    for unfit, limits, way, message in (
+        (bare, running, usual, r"only 0 of .*Bring helper by --packages FOLDER"),
+        (at_once, running, usual, r"early, before its first test: ModuleNotFoundError.*Bring helper"),
+        (repository, RunOptions(suite_s=3.0), slowly, r"takes longer than 3 s, .*--pytest-args .*--suite-seconds"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            measure(unfit, backend, SandboxSpec(), lambda doing: None, limits, way)
 
 
 def test_a_copy_among_the_packages_is_an_answer(tmp_path: Path, backend: Backend) -> None:
