@@ -16,9 +16,8 @@ from composer_nb.harness.grading.pytest_grader import grade_pytest
 from composer_nb.harness.sandbox.contract import Backend, SandboxSpec
 from composer_nb.harness.tasks.making import make as making
 from composer_nb.harness.tasks.making.baseline import Baseline, measure
-from composer_nb.harness.tasks.making.make import RECORD, TASKS, MakeProgress, make
+from composer_nb.harness.tasks.making.make import RECORD, TASKS, make
 from composer_nb.harness.tasks.making.repository import read_repository
-from composer_nb.harness.tasks.making.show import table
 from composer_nb.harness.tasks.task import Task, load_tasks
 
 LIMIT = 7
@@ -159,23 +158,21 @@ def test_a_guard_can_be_required(tmp_path: Path, backend: Backend) -> None:
     }
     assert {task.id for task in load_tasks(out / TASKS)} == set(strict["guards"])
     assert all('"a.py::total"' in task.metadata["places"] for task in load_tasks(out / TASKS))
-    told = str(table(free).title)
-    assert "guarded by recorded calls" in told and "so nothing should be trained on them" in told
 
 
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_to_the_same_tasks(checkout, made, tmp_path, backend: Backend, monkeypatch):
     """What an earlier run found out is not found out again, and tasks are written whatever ends a run."""
 
-    def interrupt(state: MakeProgress) -> None:
-        if state.tasks == 3:
+    def interrupt(doing: str, counts: str) -> None:
+        if counts.startswith("3 of"):
             raise KeyboardInterrupt
 
     wanted = [task.id for task in load_tasks(made / TASKS)]
     shutil.copyfile(made / RECORD, tmp_path / RECORD)
     with pytest.raises(KeyboardInterrupt):
         make(checkout, tmp_path, backend, limit=LIMIT, report=interrupt)
-    assert [task.id for task in load_tasks(tmp_path / TASKS)] == wanted[:2]
+    assert [task.id for task in load_tasks(tmp_path / TASKS)] == wanted[:3]
     settled: list[str] = []
     real = making.settle
     monkeypatch.setattr(making, "settle", lambda *given: settled.append(given[1].key) or real(*given))
