@@ -64,7 +64,7 @@ def _built(run: RunDir) -> dict[str, Any]:
     settings, infos = status.settings, {name: dict(status.infos[name]) for name in _in_order(status.infos, STAGES)}
     provenance_file = beneath(run.path, "provenance.json")
     provenance = json_of(provenance_file.read_text()) if provenance_file.is_file() else {}
-    spent = {name: seconds for name, (_, seconds) in status.checkpoints.items()} | status.stages
+    spent = {**{name: seconds for name, (_, seconds) in status.checkpoints.items()}, **status.stages}
     wall_s = {name: spent[name] for name in ("midtrain", "extend", "sft", "rl") if name in spent}
     if scored := [seconds for name, seconds in spent.items() if name.startswith("eval_")]:
         wall_s["eval"] = sum(scored)
