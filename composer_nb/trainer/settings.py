@@ -267,8 +267,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raise ValueError if settings of two groups contradict each other."""
-        if not self.model.start or self.model.folder.is_dir():  # a finished run is read without its checkpoint
-            self._check_model(self.model.architecture)
+        if not self.model.start:  # no file is read here: a finished run is looked at without its checkpoint
+            self.resolve()
         if self.services.on:
             self.schedule()
         elif self.meshed and self.until == "rl" and not self.control_steps:
@@ -303,7 +303,10 @@ class Settings:
                 f"({needed}): each task is taken once"
             )
 
-    def _check_model(self, model: ModelConfig) -> None:
+    def resolve(self) -> None:
+        """Check the settings against the sizes of the model, which are read from its checkpoint if there is one. Raises
+        ValueError, which names the setting, if one does not fit."""
+        model = self.model.architecture
         Mesh.of(self.mesh, self.ranks).require_experts(model.num_experts if model.moe_layers else 1)
         numerics, narrow = ENGINES[self.engine.numerics], (model.hidden_size, model.moe_intermediate_size)
         for bits, group, widths in ((numerics.expert_bits, 32, narrow), (numerics.router_bits, 64, narrow[:1])):

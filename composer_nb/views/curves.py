@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.recipe.reader import Status
 from composer_nb.views import style
 from composer_nb.views.style import Picture, as_share, from_zero, key, title, whole_steps
 
@@ -26,19 +26,18 @@ _LOSSES = {
 }
 
 
-def supervised(run: RunDir) -> Picture:
+def supervised(status: Status) -> Picture:
     """Draw the losses of mid-training, the long-context phase if there is one, and fine-tuning, in nats per token."""
     stages = {"midtrain": "mid-training", "extend": "on longer rows", "sft": "fine-tuning (SFT)"}
-    steps = {name: run.steps(name) for name in stages}
-    if not steps["midtrain"]:
+    if "midtrain" not in status.supervised:
         return style.empty("mid-training has not reached its first checkpoint yet")
-    if not steps["extend"]:
+    if "extend" not in status.supervised:
         del stages["extend"]
     picture = Picture(9.5, 3.4)
     widths = (2, *[1] * (len(stages) - 1))
     for ax, (name, text) in zip(picture.panels(1, len(stages), width_ratios=widths), stages.items(), strict=True):
         for loss, (label, color) in _LOSSES.items():
-            if points := known(steps[name], loss):
+            if points := known(status.supervised.get(name, ()), loss):
                 ax.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3, linewidth=1.6, label=label)
         from_zero(whole_steps(ax))
         title(ax, text, "optimiser step", "nats a token" if name == "midtrain" else "")
@@ -99,10 +98,9 @@ def scaled(ax: Axes, name: str) -> Axes:
     return ax
 
 
-def reinforcement(run: RunDir) -> Picture:
+def reinforcement(status: Status) -> Picture:
     """Draw RL: solved rollouts and tuning tasks, entropy, calls per rollout, and failures."""
-    steps = run.steps("rl")
-    if not steps:
+    if not (steps := status.steps):
         return style.empty("RL has not reached its first checkpoint yet")
     derived = [{**p, "unfinished": 1 - p["finished"], "dead": 1 - p["live_groups"]} for p in steps]
     picture = Picture(9.5, 6.0)
@@ -134,20 +132,18 @@ def known(steps: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, floa
     return [(p["step"], p[name]) for p in steps if p.get(name) is not None]
 
 
-def time_split(run: RunDir, report: Mapping[str, Any]) -> Picture:
+def time_split(status: Status) -> Picture:
     """Draw seconds by stage, and how an average rank spent each RL step."""
-    stages: Mapping[str, float] = report["stages"]
-    steps = run.steps("rl")
-    if not stages:
+    if not (stages := status.stages):
         return style.empty("no stage is complete yet")
     picture = Picture(9.5, 3.4)
     bars, split = picture.panels(1, 2)
     style.bars(bars, stages, style.SKY, ".0f").set_xlim(0, max(stages.values()) * 1.12)
     title(bars, "seconds by stage", "seconds")
-    if not steps:
+    if status.steps:
+        step_times(split, status.steps)
+    else:
         split.axis("off")
-        return picture
-    step_times(split, steps)
     return picture
 
 
@@ -169,12 +165,11 @@ def step_times(ax: Axes, steps: Sequence[Mapping[str, Any]]) -> None:
     ax.legend(frameon=False, fontsize=8.5, labelcolor=style.INK, reverse=True, loc="upper left")
 
 
-def staleness(run: RunDir, report: Mapping[str, Any]) -> Picture:
-    """Draw the staleness of trained rollouts step by step with the bound, and where it arose."""
-    steps, train = run.steps("rl"), report["train"]
+def staleness(status: Status, train: Mapping[str, Any]) -> Picture:
+    """Draw the staleness of trained rollouts step by step with the bound, and where it arose (`report.training`)."""
     picture = Picture(9.5, 3.0)
     ages, parts = picture.panels(1, 2)
-    metric(ages, steps, "staleness", train["staleness_bound"])
+    metric(ages, status.steps, "staleness", train["staleness_bound"])
     names = {"while sampled": "in_flight", "while waiting": "in_queue"}
     parts_of_age = {text: train[name] for text, name in names.items() if train.get(name) is not None}
     style.bars(parts, parts_of_age, [style.BLUE, style.SKY][: len(parts_of_age)])

@@ -24,7 +24,7 @@ from matplotlib.ticker import MaxNLocator
 
 from composer_nb.harness.untrusted import as_html
 from composer_nb.trainer.recipe.launch import LOCK
-from composer_nb.trainer.recipe.reader import ReadOnly, Status, read_status
+from composer_nb.trainer.recipe.reader import Status, read_status
 from composer_nb.trainer.recipe.report import reward_trend
 from composer_nb.trainer.services.head import holder
 from composer_nb.trainer.services.journal import REFUSED
@@ -119,10 +119,9 @@ def _spoken(seconds: float) -> str:
 
 def plain(status: Status) -> dict[str, Any]:
     """Return the status ready for JSON, with the last RL step alone."""
-    values = asdict(status)
-    steps = values.pop("steps")
-    last = steps[-1] if steps else None
-    return {**values, "path": str(status.path), "utilisation": utilisation(status), "last_step": last}
+    values = asdict(status) | {"path": str(status.path), "scores": status.scores, "trained": status.trained}
+    steps, *_ = (values.pop(name) for name in ("steps", "supervised", "infos", "checkpoints"))
+    return {**values, "utilisation": utilisation(status), "last_step": steps[-1] if steps else None}
 
 
 # As a picture
@@ -130,8 +129,8 @@ def plain(status: Status) -> dict[str, Any]:
 
 def picture(status: Status) -> Picture:
     """Draw curves over RL steps, the ledger, the groups in flight and the seconds of each stage; before RL, the losses."""
-    if not status.steps and (run := ReadOnly(status.path)).steps("midtrain"):
-        return supervised(run)
+    if not status.steps and "midtrain" in status.supervised:
+        return supervised(status)
     figure = Picture(9.5, 6.6)
     # Two parts, so that the long names of bars do not narrow the curves.
     upper, lower = figure.subfigures(2, 1, squeeze=False, height_ratios=(2, 1)).flat

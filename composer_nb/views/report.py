@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 
 from composer_nb.harness.files import write_atomic, write_json
-from composer_nb.trainer.recipe.reader import stages_of
+from composer_nb.trainer.recipe.reader import read_status, stages_of
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views import curves, rollout, scores
 from composer_nb.views.page import document, figure, html_table, shown, text_table
+from composer_nb.views.style import Picture
 
 SCORES = (
     "policy", "pass@1", "95 %", "greedy", "best of k", "in 12 calls", "tasks", "calls", "invalid", "tests", "recovery",
@@ -29,26 +30,22 @@ SCORES = (
 
 def pictures(run: RunDir) -> dict[str, tuple[str, bytes]]:
     """Return (caption, PNG) by name of every figure that the run has data for."""
-    report = build_report(run)
-    rl, scored = "train" in report, "eval" in report
-    stale = rl and "mixed_versions" in report["train"]
+    report, status = build_report(run), read_status(run.path)
+    stale = "mixed_versions" in (train := report.get("train", {}))
     age = "By how many batches the oldest token of a rollout was behind when it was trained."
-    drawings = {
-        "policies": (
-            scored,
-            lambda: scores.policies(report),
-            "Bars: share of held-out tasks solved; lines: 95 % over tasks.",
-        ),
-        "families": (scored, lambda: scores.families(report), "The same by family of program."),
-        "behaviour": (scored, lambda: scores.behaviour(report), "What the policies do, in sampled attempts."),
-        "losses": ("midtrain" in report, lambda: curves.supervised(run), "Cross-entropy of the supervised stages."),
-        "rl": (rl, lambda: curves.reinforcement(run), f"RL. Bold: mean of the last {curves.WINDOW} steps."),
-        "staleness": (stale, lambda: curves.staleness(run, report), age),
-        "experts": (rl, lambda: rollout.experts(run), "Which experts the tokens of the last RL step took."),
-        "mismatch": ("replay" in report, lambda: scores.mismatch(report), "How far engine and trainer are apart."),
-        "time": (report["stages"], lambda: curves.time_split(run, report), "Where the time went."),
+    bars = "Bars: share of held-out tasks solved; lines: 95 % over tasks."
+    drawings: dict[str, tuple[Any, Callable[..., Picture], tuple[Any, ...], str]] = {
+        "policies": ("eval" in report, scores.policies, (report,), bars),
+        "families": ("eval" in report, scores.families, (report,), "The same by family of program."),
+        "behaviour": ("eval" in report, scores.behaviour, (report,), "What the policies do, in sampled attempts."),
+        "losses": ("midtrain" in report, curves.supervised, (status,), "Cross-entropy of the supervised stages."),
+        "rl": (train, curves.reinforcement, (status,), f"RL. Bold: mean of the last {curves.WINDOW} steps."),
+        "staleness": (stale, curves.staleness, (status, train), age),
+        "experts": (train, rollout.experts, (run,), "Which experts the tokens of the last RL step took."),
+        "mismatch": ("replay" in report, scores.mismatch, (report,), "How far engine and trainer are apart."),
+        "time": (status.stages, curves.time_split, (status,), "Where the time went."),
     }
-    return {name: (caption, draw().png()) for name, (there, draw, caption) in drawings.items() if there}
+    return {name: (caption, draw(*tables).png()) for name, (there, draw, tables, caption) in drawings.items() if there}
 
 
 def write_report(run: RunDir, figures: Mapping[str, tuple[str, bytes]] | None = None) -> dict[str, Any]:

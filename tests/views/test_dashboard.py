@@ -79,7 +79,7 @@ def test_rollouts_under_way_are_stacked_by_group(run: RunDir) -> None:
         PromptSlot(slot=7, size=4, done=3, running=1, training=False),
         PromptSlot(slot=9, size=4, done=0, running=2, training=False),
     )
-    seen = replace(read_status(run.path), slots=slots, served=3, trained=4, versions=4)
+    seen = replace(read_status(run.path), slots=slots, served=3, steps=(POINT | {"step": 1},) * 4, versions=4)
     heights = {
         container.get_label(): [bar.get_height() for bar in container]
         for container in panels(seen)["rollouts in flight, by prompt"].containers

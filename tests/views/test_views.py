@@ -20,6 +20,7 @@ from composer_nb.harness.rollout import Kind
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.untrusted import visible_lines
 from composer_nb.trainer.models.checkpoint import load_pretrained
+from composer_nb.trainer.recipe.reader import read_status
 from composer_nb.trainer.recipe.report import build_report
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.views import curves, rollout, scores, style, task
@@ -52,9 +53,9 @@ def test_a_run_has_all_its_figures_and_each_shows_something(tiny_run: RunDir):
 
 
 DRAWN: dict[str, Callable[[RunDir, dict[str, Any]], style.Picture]] = {
-    "supervised": lambda run, report: curves.supervised(run),
-    "reinforcement": lambda run, report: curves.reinforcement(run),
-    "time": curves.time_split,
+    "supervised": lambda run, report: curves.supervised(read_status(run.path)),
+    "reinforcement": lambda run, report: curves.reinforcement(read_status(run.path)),
+    "time": lambda run, report: curves.time_split(read_status(run.path)),
     "policies": lambda run, report: scores.policies(report),
     "families": lambda run, report: scores.families(report),
     "behaviour": lambda run, report: scores.behaviour(report),
@@ -96,7 +97,7 @@ def test_the_bars_are_the_scores(tiny_run: RunDir):
 
 def test_curves_hold_every_durable_step(tiny_run: RunDir):
     steps = tiny_run.steps("rl")
-    solved, entropy, calls, _ = curves.reinforcement(tiny_run).axes
+    solved, entropy, calls, _ = curves.reinforcement(read_status(tiny_run.path)).axes
     raw = [line for line in calls.lines if line.get_alpha() == 0.3]
     assert list(raw[0].get_ydata()) == [step["turns"] for step in steps]
     dots = {line.get_label(): list(line.get_ydata()) for line in solved.lines}

@@ -186,6 +186,8 @@ def _launch(run: RunDir, settings: Settings, say: Callable[[str], None]) -> None
     start = time.perf_counter()
     _reap(run, say)
     run.clean()
+    if run.finished("midtrain") is None:
+        settings.resolve()
     if run.finished("sft") is None or settings.mesh.gpus:
         require_room(settings, this_machine())
     rl_comes = settings.until == "rl" and not settings.control_steps and run.finished("rl") is None

@@ -63,6 +63,7 @@ def check_inputs(settings: Settings) -> None:
     if model.start and not model.folder.is_dir():
         raise ValueError(f"model.start={model.start!r}: {TO_CONVERT if model.folder.is_file() else 'no such folder'}")
     if model.start:
+        settings.resolve()
         try:
             tokenizer, source = (
                 load_tokenizer(model.folder, FORMATS[renderer].tokens),

@@ -109,19 +109,21 @@ class SettingChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The state of a run at one moment.
+    """A run at one moment: its tables, from one transaction, and what follows from them.
 
     Attributes:
+        state: live, complete or dead
         pid: process that runs it; 0 if unknown
         last_line: last line of its log; empty if there is none
         quiet_s: seconds since the run last wrote a record
         stages: seconds of each complete stage
-        scores: results of the evaluation of each policy so far
+        infos: results of each complete stage
+        checkpoints: steps and seconds of the newest checkpoint of each stage
+        supervised: metrics of the durable steps of each stage but RL
+        steps: metrics of RL steps; of a live run, also those that its next checkpoint will make durable
         stage: first stage that is not complete; empty if all are
         done, total: optimizer or RL steps of that stage, 0 if it has no steps; of a complete run, the RL steps
         left_s: estimated seconds until that stage is complete; None without an estimate
-        steps: metrics of RL steps; of a live run, also those that its next checkpoint will make durable
-        trained: number of trained batches
         ledger: sampled tokens of RL by their use; `held` tokens belong to rollouts that wait for training
         sampled: tokens that RL sampled and reported, the sum of the ledger; None if they are only counted at the end
         served: trained batches behind the oldest weights that an engine serves; None for the synchronous loop, which has no
@@ -135,13 +137,14 @@ class Status:
     quiet_s: float | None
     settings: Mapping[str, Any]
     stages: Mapping[str, float]
-    scores: Mapping[str, Mapping[str, Any]]
+    infos: Mapping[str, Mapping[str, Any]]
+    checkpoints: Mapping[str, tuple[int, float]]
+    supervised: Mapping[str, Sequence[Mapping[str, Any]]]
     stage: str
     done: int
     total: int
     left_s: float | None
     steps: tuple[Mapping[str, Any], ...]
-    trained: int
     ledger: Mapping[str, int]
     sampled: int | None = None
     served: int | None = None
@@ -149,6 +152,16 @@ class Status:
     versions: int = 0
     engines: tuple[EngineVersion, ...] = ()
     changes: tuple[SettingChange, ...] = ()
+
+    @property
+    def scores(self) -> dict[str, Mapping[str, Any]]:
+        """Results of the evaluation of each policy so far."""
+        return {name.removeprefix("eval_"): info for name, info in self.infos.items() if name.startswith("eval_")}
+
+    @property
+    def trained(self) -> int:
+        """Number of trained batches."""
+        return len(self.steps)
 
     @property
     def bound(self) -> int:
@@ -170,27 +183,31 @@ def read_status(path: Path) -> Status:
     malformed records."""
     run = ReadOnly(path)
     pid = holder(run.path / LOCK)  # first, so that the reads after the end of a run see its final state
+    settings = run.settings() if (run.path / "settings.json").is_file() else {}
+    steps: dict[str, list[dict[str, Any]]] = {}
     with closing(run.connect()) as db, well_formed(run.path / "run.db"):
         db.execute("BEGIN")
-        rows = db.execute("SELECT step, metrics FROM step WHERE stage = 'rl' ORDER BY step")
-        steps = [_step(step, json_of(metrics)) for step, metrics in rows]
-        infos = [(str(name), float(s), info) for name, s, info in db.execute("SELECT * FROM stage ORDER BY rowid")]
-        scores = {name.removeprefix("eval_"): json_of(info) for name, _, info in infos if name.startswith("eval_")}
+        results = db.execute("SELECT name, seconds, info FROM stage ORDER BY rowid").fetchall()
         saved = db.execute("SELECT stage, step, seconds FROM checkpoint")
         checkpoints = {str(name): (int(step), float(seconds)) for name, step, seconds in saved}
+        for name, step, metrics in db.execute("SELECT stage, step, metrics FROM step ORDER BY step"):
+            steps.setdefault(str(name), []).append({"step": int(step), **json_of(metrics)})
+        rl = steps.pop("rl", [])
+        for point in rl:
+            point["time"] |= {name: float(point["time"][name]) for name in ("wall_s", "train_s")}
+        stages = {str(name): float(seconds) for name, seconds, _ in results}
+        infos = {str(name): json_of(info) for name, _, info in results}
         services = _services(db)
     logged, last_line = _logged_steps(run.path / "metrics.jsonl"), _last_line(run.path / SAID)
     records = [run.path / name for name in ("run.db", "run.db-wal", "metrics.jsonl", SAID)]
     written = [record.stat().st_mtime for record in records if record.is_file()]
-    settings = run.settings() if (run.path / "settings.json").is_file() else {}
-    stages = {name: seconds for name, seconds, _ in infos}
     missing = [name for name in stages_of(settings) if name not in stages]
     complete = last_line.startswith(COMPLETE) or not missing
     live = pid is not None
     if live:
-        steps += [point for at, point in sorted(logged.get("rl", {}).items()) if at > len(steps)]
+        rl += [point for at, point in sorted(logged.get("rl", {}).items()) if at > len(rl)]
     stage = "" if complete and not live else next(iter(missing), "")
-    done, total, left_s = _progress(stage or "rl", settings, steps, checkpoints, logged)
+    done, total, left_s = _progress(stage or "rl", settings, rl, checkpoints, logged)
     return Status(
         path=run.path,
         state="live" if live else "complete" if complete else "dead",
@@ -199,20 +216,16 @@ def read_status(path: Path) -> Status:
         quiet_s=max(0.0, time.time() - max(written)) if written else None,
         settings=settings,
         stages=stages,
-        scores=scores,
+        infos=infos,
+        checkpoints=checkpoints,
+        supervised=steps,
         stage=stage,
         done=done,
         total=total,
         left_s=left_s if live and stage else None,
-        steps=tuple(steps),
-        trained=len(steps),
+        steps=tuple(rl),
         **services,
     )
-
-
-def _step(number: Any, metrics: dict[str, Any]) -> dict[str, Any]:
-    wall_s, train_s = (float(metrics["time"][name]) for name in ("wall_s", "train_s"))
-    return {"step": int(number), **metrics, "time": metrics["time"] | {"wall_s": wall_s, "train_s": train_s}}
 
 
 def _services(db: sqlite3.Connection) -> dict[str, Any]:
@@ -228,16 +241,16 @@ def _services(db: sqlite3.Connection) -> dict[str, Any]:
     engines = db.execute(newest + "GROUP BY engine) ORDER BY rowid")
     changes = db.execute("SELECT name, value, step FROM change ORDER BY number")
     [(versions,)] = db.execute("SELECT COUNT(*) FROM version")
-    groups, training = state["groups"], state["training"]
-    running = [sum(reason == "restored" for _, _, reason, _ in group["gone"]) for group in groups]  # as `Group.pack`
+    slots = []
+    for group in state["groups"]:
+        running = sum(reason == "restored" for _, _, reason, _ in group["gone"])  # as `Group.pack`
+        training = group["slot"] in state["training"]
+        slots.append(PromptSlot(group["slot"], group["size"], len(group["done"]), running, training))
     return {
         "ledger": dict(ledger),
         "sampled": state["counts"].get("received_tokens", 0),
         "served": state["served"],
-        "slots": tuple(
-            PromptSlot(group["slot"], group["size"], len(group["done"]), count, group["slot"] in training)
-            for group, count in zip(groups, running, strict=True)
-        ),
+        "slots": tuple(slots),
         "versions": versions,
         "engines": tuple(EngineVersion(str(n), int(v), str(h), float(s), float(p)) for n, v, h, s, p in engines),
         "changes": tuple(
@@ -255,7 +268,7 @@ def _snapshot(db: sqlite3.Connection) -> dict[str, Any] | None:
     return json_of(row[0]) if row else None
 
 
-def _whole_lines(raw: bytes) -> list[str]:
+def whole_lines(raw: bytes) -> list[str]:
     """Return all complete lines."""
     return raw[: raw.rfind(b"\n") + 1].decode("utf-8", "replace").splitlines()
 
@@ -263,14 +276,14 @@ def _whole_lines(raw: bytes) -> list[str]:
 def _last_line(file: Path) -> str:
     with suppress(FileNotFoundError), file.open("rb") as log:
         log.seek(max(0, file.stat().st_size - TAIL))
-        return next((line for line in reversed(_whole_lines(log.read())) if line.strip()), "")
+        return next((line for line in reversed(whole_lines(log.read())) if line.strip()), "")
     return ""
 
 
 def _logged_steps(file: Path) -> dict[str, dict[int, dict[str, Any]]]:
     """Return the last entry of metrics.jsonl for each step, by stage and step."""
     points: dict[str, dict[int, dict[str, Any]]] = {}
-    for number, line in enumerate(_whole_lines(file.read_bytes()) if file.is_file() else (), 1):
+    for number, line in enumerate(whole_lines(file.read_bytes()) if file.is_file() else (), 1):
         try:
             point = json_of(line)
             points.setdefault(point.pop("stage"), {})[point["step"]] = point
@@ -395,24 +408,26 @@ def _prompts_of_files(run: RunDir) -> Counter[int] | None:
 # Stored rollouts and weights
 
 
+def _rl_files(run: RunDir) -> list[tuple[int, Path]]:
+    """Return (step from 0, path) of the stored files of rollouts of durable steps, in order."""
+    durable, files = len(run.steps("rl")), sorted((run.path / "rollouts").glob("rl_*.parquet"))
+    numbered = [(int(match[1]), path) for path in files if (match := RL_FILE.fullmatch(path.name))]
+    return [(number, path) for number, path in numbered if number < durable]
+
+
 def stored_steps(run: RunDir) -> list[int]:
     """Return the durable RL steps, from 1, whose rollouts are stored (an excerpt stores few)."""
-    durable = len(run.steps("rl"))
-    numbers = {int(match[1]) for path in (run.path / "rollouts").iterdir() if (match := RL_FILE.fullmatch(path.name))}
-    return [number + 1 for number in sorted(numbers) if number < durable]
+    return sorted({number + 1 for number, _ in _rl_files(run)})
 
 
 def rl_tables(run: RunDir, columns: Sequence[str]) -> Iterator[tuple[int, pa.Table]]:
     """Yield (step from 0, columns) of each stored file of rollouts of a durable step, in order. Raises ValueError for a damaged
     file."""
-    durable = len(run.steps("rl"))
-    for path in sorted((run.path / "rollouts").glob("rl_*.parquet")):
-        match = RL_FILE.fullmatch(path.name)
-        if match and int(match[1]) < durable:
-            try:
-                yield int(match[1]), pq.read_table(path, columns=list(columns))
-            except (pa.ArrowException, OSError) as error:
-                raise ValueError(f"{path}: damaged or incomplete ({error})") from None
+    for number, path in _rl_files(run):
+        try:
+            yield number, pq.read_table(path, columns=list(columns))
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{path}: damaged or incomplete ({error})") from None
 
 
 def solved_by_task(run: RunDir, policy: str, within: int | None = None, *, greedy: bool = False) -> dict[str, float]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from composer_nb.harness.bench import bootstrap
 from composer_nb.harness.tasks.task import load_tasks
 from composer_nb.harness.untrusted import beneath, json_of
-from composer_nb.trainer.recipe.reader import STAGES, rl_tables, solved_by_task, stages_of
+from composer_nb.trainer.recipe.reader import STAGES, read_status, rl_tables, solved_by_task, stages_of
 from composer_nb.trainer.records.rundir import RunDir, well_formed
 from composer_nb.trainer.rl import FAILED
 from composer_nb.trainer.settings import from_dict, to_dict
@@ -60,16 +60,13 @@ def _built(run: RunDir) -> dict[str, Any]:
     if run.excerpt is not None:
         stored: dict[str, Any] = json.loads((run.path / "report.json").read_text())
         return stored
-    settings = run.settings() if (run.path / "settings.json").is_file() else {}
+    status = read_status(run.path)
+    settings, infos = status.settings, {name: dict(status.infos[name]) for name in _in_order(status.infos, STAGES)}
     provenance_file = beneath(run.path, "provenance.json")
     provenance = json_of(provenance_file.read_text()) if provenance_file.is_file() else {}
-    rows = run.query("SELECT name, seconds, info FROM stage ORDER BY rowid")
-    infos = {name: json_of(info) for name, _, info in rows}
-    infos = {name: infos[name] for name in _in_order(infos, STAGES)}
-    seconds = {name: float(spent) for name, spent, _ in rows}
-    spent = {name: float(s) for name, s in run.query("SELECT stage, seconds FROM checkpoint")} | seconds
+    spent = {**{name: seconds for name, (_, seconds) in status.checkpoints.items()}, **status.stages}
     wall_s = {name: spent[name] for name in ("midtrain", "extend", "sft", "rl") if name in spent}
-    if scored := [s for name, s in spent.items() if name.startswith("eval_")]:
+    if scored := [seconds for name, seconds in spent.items() if name.startswith("eval_")]:
         wall_s["eval"] = sum(scored)
     wall_s["total"] = sum(spent.values())
     report: dict[str, Any] = {
@@ -79,16 +76,18 @@ def _built(run: RunDir) -> dict[str, Any]:
         "versions": provenance.get("versions"),
         "settings": settings,
         "provenance": provenance,
-        "stages": {name: seconds[name] for name in infos},
+        "stages": {name: status.stages[name] for name in infos},
         "wall_s": wall_s,
         **{name: infos[name] for name in ("tokenizer", "data") if name in infos},
     }
-    report |= {stage: curve for stage in ("midtrain", "extend", "sft") if (curve := supervised(run, stage))}
+    report |= {
+        name: _ends(status.supervised[name]) for name in ("midtrain", "extend", "sft") if name in status.supervised
+    }
     if sharpness := {name: value for name, value in infos.get("sft", {}).items() if name.startswith("sharpness")}:
         report.setdefault("sft", {}).update(sharpness)
     if "extend" in infos:
         report["extend"]["before"] = {name: infos["extend"][name] for name in ("plain", "stretched")}
-    scores = {name.removeprefix("eval_"): info for name, info in infos.items() if name.startswith("eval_")}
+    scores = {name: dict(score) for name, score in status.scores.items()}
     rooms = {name: room for name, score in scores.items() if (room := score.pop("headroom", None))}
     if scores:
         report["eval"] = {name: scores[name] for name in _in_order(sorted(scores), POLICIES)}
@@ -98,9 +97,9 @@ def _built(run: RunDir) -> dict[str, Any]:
         report["gain"] = gain
     if live := run.changed_live():
         report["changed_live"] = live
-    if steps := run.steps("rl"):
-        ledger, rl_info = run.ledger(), infos.get("rl", {})
-        report["train"] = training(steps, settings, rl_info, ledger, wall_s["rl"])
+    if steps := run.steps("rl"):  # the durable ones
+        ledger = run.ledger()
+        report["train"] = training(steps, settings, infos.get("rl", {}), ledger, wall_s["rl"])
         report |= {"rewards": rewards(run, steps), "ledger": ledger}
     if numerics := infos.get("numerics"):
         report["replay"], report["fidelity"] = numerics["replay"], numerics.get("fidelity")
@@ -114,16 +113,11 @@ def _in_order(names: Iterable[str], order: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
 
 
-def supervised(run: RunDir, stage: str) -> dict[str, Any]:
-    """Return the steps and the first and last losses of a supervised stage, in nats per token; {} before its first checkpoint."""
-    steps = run.steps(stage)
+def _ends(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the number of steps and the first and last losses of a supervised stage, in nats per token."""
     losses = ("loss", "agent_loss", *(f"heldout_{part}_loss" for part in ("agent", "code", "own", "long")))
-    ends = {
-        end: {name: steps[at][name] for name in losses if steps[at].get(name) is not None}
-        for end, at in (("first", 0), ("last", -1))
-        if steps
-    }
-    return {"steps": steps[-1]["step"], **ends} if steps else {}
+    first, last = ({name: steps[at][name] for name in losses if steps[at].get(name) is not None} for at in (0, -1))
+    return {"steps": steps[-1]["step"], "first": first, "last": last}
 
 
 def training(
