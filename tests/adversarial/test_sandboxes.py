@@ -14,7 +14,6 @@ import pytest
 
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.labs.attacks import sandbox_check
-from composer_nb.labs.attacks.case import verdict_of
 from composer_nb.labs.attacks.sandbox_check import SANDBOX_CASES as CASES
 from tests.harness.sandbox.conftest import BACKENDS, make
 
@@ -28,12 +27,12 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_is_blocked(backend: Backend, case: Any, request: pytest.FixtureRequest) -> None:
     with sandbox_check.surroundings(backend) as site:
-        verdict = verdict_of(case.judge, site)
+        verdict = case.verdict(site)
     if not verdict.blocked and case.id == "unread-files" and os.geteuid() == 0:
         # Other programs may have needed the memory since this back end read its files: once more, with nothing in memory before.
         Path("/proc/sys/vm/drop_caches").write_text("1")
         with make(backend.name, request) as fresh, sandbox_check.surroundings(fresh) as site:
-            verdict = verdict_of(case.judge, site)
+            verdict = case.verdict(site)
     assert verdict.blocked, verdict.detail
 
 
@@ -64,5 +63,5 @@ def test_missing_walls_are_noticed(name: str, tmp_path: Path) -> None:
     case = next(case for case in CASES if case.id == name)
     backend: Any = NoWalls(tmp_path)
     with sandbox_check.surroundings(backend) as site:
-        verdict = verdict_of(case.judge, site)
+        verdict = case.verdict(site)
     assert not verdict.blocked and "succeeded" in verdict.detail
