@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 
@@ -66,14 +67,14 @@ def word(term: str) -> str:
     return rf"(?<![\w@-]){re.escape(term)}(?:s|es)?(?![\w-])"
 
 
-def unlinked(path: Path) -> Iterator[str]:
-    """Terms whose first use in the prose of a notebook does not lead to the glossary."""
-    text = NOT_PROSE.sub("", prose(path))
-    for term in TERMS:
+def unlinked_terms(path: Path, text: str) -> Iterator[str]:
+    """Terms whose first use in a notebook does not lead to the glossary; a line *Words*: below the title does as well."""
+    for term in TERMS if path.suffix == ".ipynb" else ():
         own = f"../docs/glossary.md#{slug(term)}"
-        plain = re.sub(r"\[([^\]]*)\]\(([^)]*)\)", lambda m, own=own: f"\0{own}\0" if m[2] == own else "", text)
-        found = re.search(f"{word(term)}|\0", plain, re.I)
-        if found and found[0] != "\0" and (path.stem, term) not in OTHER_SENSE:
+        plain = NOT_PROSE.sub("", text)
+        plain = re.sub(r"\[([^\]]*)\]\(([^)]*)\)", lambda m, own=own: f"\0{own}\0" if m[2] == own else "", plain)
+        use = re.search(f"{word(term)}|\0", plain, re.I)
+        if use and use[0] != "\0" and (path.stem, term) not in OTHER_SENSE:
             yield f"[{term}]({own})"
 
 
@@ -81,11 +82,6 @@ def test_the_glossary_is_sorted_and_every_term_is_used() -> None:
     assert sorted(TERMS, key=str.lower) == TERMS and len(set(TERMS)) == len(TERMS) > 40
     others = "\n".join(prose(path) for path in (*PAGES, *make_docs.notebooks()) if path.name != "glossary.md")
     assert [term for term in TERMS if not re.search(word(term), others, re.I)] == []
-
-
-@pytest.mark.parametrize("path", make_docs.notebooks(), ids=lambda path: path.stem)
-def test_a_notebook_links_to_the_glossary_where_it_first_uses_a_term(path: Path) -> None:
-    assert list(unlinked(path)) == [], "link the first use; a line *Words*: below the title does as well"
 
 
 def test_the_readme_shows_the_path_in_its_order() -> None:
@@ -148,17 +144,18 @@ def test_an_environment_of_ones_own_runs_in_this_process_as_its_page_says(tmp_pa
     assert done.returncode == 0 and -1 < float(done.stdout) <= 1, done.stderr
 
 
-def test_every_link_leads_somewhere() -> None:
-    anchors = {path: anchors_of(prose(path)) for path in (*PAGES, *WITH_OUTPUTS, *make_docs.notebooks())}
-    lost = []
-    for path in anchors:
-        text = re.sub(r"```.*?```", "", prose(path), flags=re.S)
-        for target in re.findall(r"\]\(([^)\s]+)\)", text):
-            file, _, place = target.partition("#")
-            found = (path.parent / file).resolve() if file else path
-            if "://" not in target and not (found.exists() and (not place or place in anchors[found])):
-                lost.append(f"{path.name}: {target}")
-    assert lost == [], 'a heading with capitals or signs needs a line <a id="as-github-writes-it"></a> above it'
+@cache
+def anchors() -> dict[Path, set[str]]:
+    return {path: anchors_of(prose(path)) for path in (*PAGES, *WITH_OUTPUTS, *make_docs.notebooks())}
+
+
+def lost_links(path: Path, text: str) -> Iterator[str]:
+    """A heading with capitals or signs needs a line <a id="as-github-writes-it"></a> above it."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.S)):
+        file, _, place = target.partition("#")
+        page = (path.parent / file).resolve() if file else path
+        if "://" not in target and not (page.exists() and (not place or place in anchors()[page])):
+            yield target
 
 
 def commands_in(text: str) -> Iterator[list[str]]:
@@ -183,26 +180,36 @@ def unknown(words: list[str]) -> list[str]:
     return [word for word in words if re.fullmatch(r"--[a-z][a-z-]*", word) and word not in known]
 
 
-@pytest.mark.parametrize("path", [*NOW, *make_docs.notebooks()], ids=lambda path: path.stem)
-def test_a_page_names_commands_settings_and_files_that_exist(path: Path) -> None:
-    text = prose(path)
-    lost = [" ".join(words) + f": {name}" for words in commands_in(text) for name in unknown(words)]
-    lost += [name for name in re.findall(r"(?:^|`)make ([a-z-]{2,})", text, re.M) if name not in TARGETS]
+def unknown_commands(path: Path, text: str) -> Iterator[str]:
+    yield from (" ".join(words) + f": {name}" for words in commands_in(text) for name in unknown(words))
+    yield from (name for name in re.findall(r"(?:^|`)make ([a-z-]{2,})", text, re.M) if name not in TARGETS)
+
+
+def unknown_settings(path: Path, text: str) -> Iterator[str]:
     heads = "|".join(sorted({key.split(".")[0] for key in SETTINGS}))
-    named = re.findall(rf"(?<![\w./-])((?:{heads})(?:\.[a-z]\w*)+)(?![\w(/]|\.\w)", text)
-    lost += [
-        key
-        for key in named
-        if key not in SETTINGS | REPORTED and not re.search(r"\.(json|md|py|txt|safetensors)$", key)
-    ]
+    for key in re.findall(rf"(?<![\w./-])((?:{heads})(?:\.[a-z]\w*)+)(?![\w(/]|\.\w)", text):
+        if key not in SETTINGS | REPORTED and not re.search(r"\.(json|md|py|txt|safetensors)$", key):
+            yield key
+
+
+def lost_files(path: Path, text: str) -> Iterator[str]:
     for file, name in re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|yml|css|ipynb))(?:::?(\w+))?(?:`| )", text):
         places = [place for place in FILES if f"/{place}".endswith(f"/{file}")]
         written = "\n".join((ROOT / place).read_text(encoding="utf-8") for place in places)
         if not places and file not in MADE_BY_READERS:
-            lost.append(file)
+            yield file
         elif name and not re.search(rf"^\s*(?:(?:async )?def |class )?{name}\b", written, re.M):
-            lost.append(f"{file}:{name}")
-    assert lost == []
+            yield f"{file}:{name}"
+
+
+RULES = (lost_links, unlinked_terms, unknown_commands, unknown_settings, lost_files)
+
+
+@pytest.mark.parametrize("path", [*PAGES, *WITH_OUTPUTS, *make_docs.notebooks()], ids=lambda path: path.name)
+def test_a_page_keeps_the_rules(path: Path) -> None:
+    rules = RULES if path in NOW or path.suffix == ".ipynb" else RULES[:1]
+    faults = {rule.__name__: [*rule(path, prose(path))] for rule in rules}
+    assert {name: found for name, found in faults.items() if found} == {}
 
 
 def test_the_client_configuration_that_a_page_shows_starts_the_server() -> None:

@@ -14,7 +14,7 @@ import pytest
 from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest
-from composer_nb.labs.attacks.case import SECRET, SECRET_NAME, NoEvidence, verdict_of
+from composer_nb.labs.attacks.case import SECRET, SECRET_NAME, NoEvidence
 from composer_nb.labs.attacks.sandbox_check import CALL_CASES, SANDBOX_CASES, surroundings
 from tests.harness.sandbox.conftest import BACKENDS, make
 
@@ -28,7 +28,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
 @pytest.mark.parametrize("case", SANDBOX_CASES, ids=lambda case: case.id)
 def test_is_blocked(backend: Backend, case: Any, request: pytest.FixtureRequest) -> None:
     with surroundings(backend) as site:
-        verdict = verdict_of(case.judge, site)
+        verdict = case.verdict(site)
     assert verdict.blocked, verdict.detail
 
 
@@ -59,7 +59,7 @@ def test_missing_walls_are_noticed(name: str, tmp_path: Path) -> None:
     case = next(case for case in SANDBOX_CASES if case.id == name)
     backend: Any = NoWalls(tmp_path)
     with surroundings(backend) as site:
-        verdict = verdict_of(case.judge, site)
+        verdict = case.verdict(site)
     assert not verdict.blocked and "succeeded" in verdict.detail
 
 
@@ -88,7 +88,7 @@ class NoExecutor:
         return [tuple(self._call(request, argument) for argument in request.arguments) for request in requests]
 
     def _call(self, request: CallRequest, argument: str) -> CallOutcome:
-        command = [sys.executable, "-c", request.files["f.py"] + f"\nprint(repr(f(*{argument})))\n"]
+        command = [sys.executable, "-c", request.files["f.py"] + f"\nprint(repr({request.function}(*{argument})))\n"]
         process = subprocess.run(command, capture_output=True, text=True, cwd=self.workspace, close_fds=False)
         if process.returncode:
             return CallOutcome(status="died")
@@ -99,10 +99,10 @@ class NoExecutor:
 def test_cases_notice_missing_walls(id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET_NAME, SECRET)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    judge = next(case.judge for case in CALL_CASES if case.id == id)
+    case = next(case for case in CALL_CASES if case.id == id)
     backend: Any = NoWalls(tmp_path)
     with surroundings(backend, NoExecutor(tmp_path)) as site:
-        verdict = verdict_of(judge, site)
+        verdict = case.verdict(site)
         assert not verdict.blocked
         if id == "call-read-the-host":
             assert "link to" in verdict.detail and str(site.canary) in verdict.detail

@@ -15,14 +15,7 @@ from tokenizers import Tokenizer
 
 from composer_nb.cli import main
 from composer_nb.harness.tasks.patch import apply_patch
-from composer_nb.labs.bases import (
-    BaseCandidate,
-    chosen,
-    distance,
-    make_histories,
-    make_questions,
-    rolling_loss,
-)
+from composer_nb.labs.bases import BaseCandidate, chosen, distance, make_histories, make_questions, rolling_loss
 from composer_nb.trainer.models.checkpoint import save_pretrained
 
 TEXT = "".join(

@@ -16,16 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from composer_nb.labs import losses as module
-from composer_nb.labs.losses import (
-    EXACT,
-    LOSSES,
-    OURS,
-    SampledTokens,
-    bench,
-    effective_share,
-    exact,
-    slope,
-)
+from composer_nb.labs.losses import EXACT, LOSSES, OURS, SampledTokens, bench, effective_share, exact, slope
 from composer_nb.trainer.engine import Engine
 from composer_nb.trainer.learning.loss import LossSettings
 from composer_nb.trainer.learning.packing import FlatBatch, Stream
@@ -210,24 +201,6 @@ def test_weights_and_reasons_say_what_the_slope_does(name: str, seed: int):
         assert all(len({why[i] for i in np.flatnonzero(tokens.rollout_S == rollout)}) == 1 for rollout in range(5))
 
 
-def test_on_policy_the_token_losses_are_one_and_gspo_is_the_length_norm():
-    """At r = 1 min, clip and masks do nothing, and ∇r = r ∇ℓ = ∇ℓ: what is left is −A ∇ℓ. GSPO's ∇s = s · mean of ∇ℓ, which a sum
-    over |o| tokens turns into Σ ∇ℓ: without its length norm it is PPO's, with it PPO's with the same norm."""
-    _, tokens = toy(3)
-    tokens = tokens._replace(sampled_S=tokens.logprob_S.detach())
-    count = len(tokens.rollout_S)
-    plain = exact(tokens, count).slope_S
-    for name in ("ours", "reinforce", "cispo", "tis", "icepop", "dppo"):
-        assert torch.equal(slope(tokens, LOSSES[name], count).slope_S, plain), name
-    lengths = torch.bincount(tokens.rollout_S)[tokens.rollout_S]
-    gspo = slope(tokens, LOSSES["gspo"], 5).slope_S
-    torch.testing.assert_close(gspo, plain * count / 5 / lengths)
-    torch.testing.assert_close(gspo, slope(tokens, LOSSES["length norm"], 5).slope_S)
-    unnormed = slope(tokens, replace(LOSSES["gspo"], length_norm=False), count).slope_S
-    torch.testing.assert_close(unnormed, plain)
-    assert not torch.allclose(gspo, plain)
-
-
 def test_the_exact_gradient_is_that_of_the_expected_reward():
     """Every group of two rollouts of two tokens that some policy can draw, each with its probability: the expectation of the
     estimate is (1 − 1/G) G times the gradient of the expected reward, since a rollout is a part of its own baseline. No loss that
@@ -268,33 +241,6 @@ def test_the_exact_gradient_is_that_of_the_expected_reward():
 
 
 # Effective sample size
-
-
-@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=200), st.floats(1e-3, 1e3))
-def test_the_effective_share_lies_in_its_bounds_and_knows_no_scale(values: list[float], scale: float):
-    weights = np.array(values)
-    share = effective_share(weights)
-    assert 1 / len(weights) - 1e-9 <= share <= 1 + 1e-9
-    assert effective_share(weights * scale) == pytest.approx(share)
-
-
-@given(st.integers(1, 500), st.integers(0, 500))
-def test_a_mask_leaves_its_share(kept: int, dropped: int):
-    assert effective_share(np.repeat([0.3, 0.0], [kept, dropped])) == pytest.approx(kept / (kept + dropped))
-    assert math.isnan(effective_share(np.zeros(kept)))
-
-
-def test_length_norm_has_the_share_of_its_lengths(bigrams: None):
-    model, groups = Bigram(1), random_groups(5)
-    own = on_policy(model, groups)
-    found = bench(model, own, reference=Bigram(2))
-    lengths = np.array([stream.acted[1:].sum() for group in groups for stream in group])
-    wanted = len(lengths) ** 2 / (lengths.sum() * (1 / lengths).sum())
-    for name in ("length norm", "gspo"):
-        assert found.row(name).ess == pytest.approx(wanted, rel=1e-4)
-    for name in ("ours", "reinforce", "cispo", "tis", "icepop", "dppo", EXACT):
-        assert found.row(name).ess == pytest.approx(1, abs=1e-6)
-    assert found.row("std norm").ess < 0.999 < found.row("ours").ess, "groups weigh differently"
 
 
 # Gradients
@@ -344,27 +290,31 @@ def as_stream(done: Any, advantage: float) -> Stream:
 # The table
 
 
-def test_rows_add_up_and_the_first_is_what_others_are_held_against(bigrams: None):
+@given(st.integers(1, 500), st.integers(0, 500), st.floats(1e-3, 1e3))
+def test_effective_share_of_a_mask_is_what_it_leaves(kept: int, dropped: int, scale: float):
+    assert effective_share(np.repeat([scale, 0.0], [kept, dropped])) == pytest.approx(kept / (kept + dropped))
+    assert math.isnan(effective_share(np.zeros(kept)))
+
+
+def test_rows_and_their_figure(bigrams: None):
+    """A group that teaches nothing counts in the rows; a batch of such groups has no numbers rather than wrong ones."""
     model, groups = Bigram(1), random_groups(7)
-    dead = [replace(stream, advantage=0 * stream.advantage) for stream in groups[1]]
-    found = bench(model, [groups[0], dead, *groups[2:]], reference=Bigram(2))
-    assert [row.loss for row in found.rows] == [*LOSSES, EXACT]
-    lengths = [sum(int(stream.acted[1:].sum()) for stream in group) for group in groups]
-    for row in found.rows:
-        assert sum(row.reasons.values()) == pytest.approx(1)
-        assert row.masked == row.reasons["above"] + row.reasons["below"]
-    assert found.row("reinforce").masked == found.row(EXACT).masked == 0 < found.row("ours").masked
-    assert found.row("ours").reasons["no advantage"] == pytest.approx(lengths[1] / sum(lengths))
-    assert np.allclose(found.cosines, found.cosines.T) and np.allclose(np.diag(found.cosines), 1)
-
-
-def test_a_batch_that_teaches_nothing_has_no_numbers_rather_than_wrong_ones(bigrams: None):
-    model = Bigram(1)
-    dead = [[replace(s, advantage=0 * s.advantage) for s in group] for group in random_groups(2)]
-    pulled = {OURS: LossSettings(), "k1": LOSSES["k1"]}
-    found = bench(model, dead, pulled, reference=Bigram(2))
-    assert found.row("k1").norm > 0 and math.isnan(found.cosines[0, 1]), (
-        "the reference pulls, with nothing to compare to"
+    dead = [[replace(stream, advantage=0 * stream.advantage) for stream in group] for group in groups]
+    table = bench(model, [groups[0], dead[1], *groups[2:]], reference=Bigram(2))
+    assert [row.loss for row in table.rows] == [*LOSSES, EXACT]
+    lengths = np.array([[int(stream.acted[1:].sum()) for stream in group] for group in groups])
+    assert all(sum(row.reasons.values()) == pytest.approx(1) for row in table.rows)
+    assert table.row("reinforce").masked == table.row(EXACT).masked == 0 < table.row("ours").masked
+    assert table.row("ours").reasons["no advantage"] == pytest.approx(lengths[1].sum() / lengths.sum())
+    own = bench(model, on_policy(model, groups), {"length norm": LOSSES["length norm"], OURS: LOSSES[OURS]})
+    by_closed_form = lengths.size**2 / (lengths.sum() * (1 / lengths).sum())
+    assert own.row("length norm").ess == pytest.approx(by_closed_form, rel=1e-4) and own.row(OURS).ess == pytest.approx(
+        1
     )
-    row = found.row(OURS)
-    assert row.norm == 0 and row.masked == 0 and row.reasons["no advantage"] == 1 and math.isnan(row.ess)
+
+    nothing = bench(model, dead, {OURS: LossSettings(), "k1": LOSSES["k1"]}, reference=Bigram(2))
+    assert nothing.row("k1").norm > 0 == nothing.row(OURS).norm, "the reference pulls, with nothing to compare to"
+    assert math.isnan(nothing.cosines[0, 1]) and math.isnan(nothing.row(OURS).ess)
+    [ax] = module.cosines(nothing, "own weights").axes
+    texts = ["–" if math.isnan(x) else f"{x:.2f}" for x in nothing.cosines.ravel()]
+    assert [text.get_text() for text in ax.texts] == texts and ax.images[0].get_array().mask.any()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from composer_nb.cli import main
-from composer_nb.labs.scaling import bits_per_byte, bytes_per_token, fit_loss, predictions
+from composer_nb.labs.scaling import bytes_per_token, fit_loss, predictions
 from composer_nb.trainer.learning.data import TokenRow, code_rows
 from composer_nb.trainer.recipe.reader import EXAMPLES
 
@@ -32,16 +32,6 @@ def test_points_on_a_line_give_that_line(intercept: float, slope: float):
     assert power.predict(2e6) / power.predict(1e6) == pytest.approx(2**slope, rel=1e-6), "a share a doubling"
 
 
-def test_a_line_through_other_points_is_that_of_least_squares():
-    random = np.random.default_rng(0)
-    loss = 4 - 0.3 * np.log(TOKENS) + random.normal(0, 0.1, len(TOKENS))
-    design = np.stack([np.ones(len(TOKENS)), np.log(TOKENS)], 1)
-    wanted = np.linalg.lstsq(design, loss, rcond=None)[0]
-    found = fit_loss(TOKENS, loss)
-    assert (found.intercept, found.slope) == pytest.approx(wanted.tolist())
-    assert found.predict(TOKENS) == pytest.approx(design @ wanted)
-
-
 def test_bytes_are_those_of_the_text(tokenizer: Tokenizer):
     texts = ["def f(xs):\n    return 'äß✓' * 3  # ∑\n" * 20]
     rows = code_rows(texts, tokenizer, 1.0)
@@ -55,11 +45,6 @@ def test_bytes_are_those_of_the_text(tokenizer: Tokenizer):
     assert bytes_per_token([row], tokenizer) == pytest.approx(3 / (len(ids) + 1)), "special tokens are no text"
     with pytest.raises(ValueError, match="nothing to predict"):
         bytes_per_token([], tokenizer)
-
-
-def test_a_byte_of_which_nothing_is_known_costs_eight_bits():
-    assert bits_per_byte(math.log(256), 1.0) == pytest.approx(8.0)
-    assert bits_per_byte([math.log(2)] * 2, 2.0) == pytest.approx([0.5, 0.5])
 
 
 def test_a_prediction_is_judged_at_the_last_point():

@@ -11,9 +11,10 @@ from extremes import cut_off, execute, has_no_new_structures, pays_for_nothing, 
 
 from composer_nb.trainer.records.rundir import RunDir
 
+SOLVED = "everything solved"
 EXTREMES: dict[str, Callable[[RunDir], None]] = {
     "nothing solved": lambda run: solves(run, False),
-    "everything solved": lambda run: solves(run, True),
+    SOLVED: lambda run: solves(run, True),
     "all groups dead": pays_for_nothing,
     "cut off": cut_off,
 }
@@ -27,20 +28,16 @@ SMALL: dict[str, dict[str, Any]] = {
     "12_weight_sync": {},
     "06_compare_runs": {},
 }
-OFTEN = {("04_reward_design", "all groups dead"), ("10_router_replay", "all groups dead"), ("05_rl_run", "cut off")} | {
+OFTEN = {
+    ("04_reward_design", "all groups dead"),
+    ("05_rl_run", "cut off"),
     ("06_compare_runs", "cut off"),
-    ("12_weight_sync", "all groups dead"),
     ("11_mismatch_and_losses", "all groups dead"),
-    ("02_mid_training", "everything solved"),
+    ("12_weight_sync", "all groups dead"),
 }
-"""One extreme a notebook, which `make test` reads too; `make test-slow` reads the others, and 07, which takes a minute."""
+"""Where an extreme reaches most code of a notebook: `make test` reads these, and `make test-slow` the others."""
 READ = [
-    pytest.param(
-        book,
-        extreme,
-        marks=[] if (book, extreme) in OFTEN else [pytest.mark.slow],
-        id=f"{book}, {extreme}",
-    )
+    pytest.param(book, extreme, marks=[] if (book, extreme) in OFTEN else [pytest.mark.slow], id=f"{book}, {extreme}")
     for extreme in EXTREMES
     for book in SMALL
 ]
@@ -58,7 +55,14 @@ def test_a_run_of_any_outcome_can_be_read(
     assert not re.search(r"(?<!\w)nan(?!\w)", said, re.I), "a missing value is told by a word or a dash"
 
 
-@pytest.mark.parametrize("extreme", ["all groups dead", "out of time", "everything solved", "no new structures"])
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        "all groups dead",
+        "out of time",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in (SOLVED, "no new structures")),
+    ],
+)
 @pytest.mark.whole
 def test_the_tour_of_any_outcome_comes_to_its_end(
     extreme: str, tiny_run: RunDir, copy_of: Callable[[RunDir], RunDir]

@@ -6,43 +6,23 @@ import ast
 import json
 import socket
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from composer_nb.harness.sandbox.contract import Backend, CallLimits, Sandbox, SandboxSpec
 from composer_nb.harness.sandbox.requests import CallOutcome, CallRequest, Executor
+from composer_nb.labs.attacks import hostile
 
 SPEC = SandboxSpec(memory_bytes=192 << 20, disk_bytes=16 << 20, inodes=2000, processes=48, open_files=256)
 LIMITS = CallLimits()
 SECRET_NAME = "COMPOSER_NB_CHECK_SECRET"  # an environment variable of the host, with SECRET in it
 SECRET = "canary-7f3a91"
 REFUSED = (OSError, ValueError, KeyError)  # errors of a sandbox's methods that are no fault of the sandbox
-# Functions for every hostile program: `attempt(found, name, thunk)` notes a name when the thunk raises nothing, `repeat` counts
-# how often a thunk works.
-HELPERS = """
-import ctypes, json, os, sys
-libc = ctypes.CDLL(None, use_errno=True)
-def attempt(found, name, thunk):
-    try:
-        result = thunk()
-    except BaseException:
-        return
-    found.append(name if result is None or result is True else name + "=" + repr(result)[:60])
-def repeat(thunk, most):
-    count = []
-    while len(count) < most:
-        before = len(count)
-        attempt(count, "", thunk)
-        if len(count) == before:
-            break
-    return len(count)
-def syscall(number, *arguments):
-    result = libc.syscall(*map(ctypes.c_long, (number, *arguments)))
-    if result < 0:
-        raise OSError(ctypes.get_errno(), "refused")
-    return result
-"""
+HOSTILE = Path(hostile.__file__).read_text(encoding="utf-8")
+
+Program = Callable[..., Any]  # a function of `hostile`
 
 
 class NoEvidence(Exception):
@@ -88,35 +68,41 @@ class Site:
                 pass
         return names
 
-    def call(self, source: str, *arguments: str) -> tuple[CallOutcome, ...]:
-        """Call `f` of a program once for each text of an argument tuple, and return the outcomes."""
+    def call(self, program: Program | str, *arguments: str) -> tuple[CallOutcome, ...]:
+        """Call a program, or `f` of a text, once for each text of an argument tuple, and return the outcomes."""
         if self.calls is None:
             raise ValueError("this backend serves no calls")
-        request = CallRequest(files={"f.py": source}, module="f", function="f", arguments=arguments or ("()",))
+        text, name = (program, "f") if isinstance(program, str) else (HOSTILE, program.__name__)
+        request = CallRequest(files={"f.py": text}, module="f", function=name, arguments=arguments or ("()",))
         return self.calls.run([request])[0]
 
-    def report(self, source: str, *arguments: object) -> Any:
-        """Return the plain value of `f(*arguments)`, called as a function. Raises NoEvidence when there is none."""
-        outcome = self.call(HELPERS + source, repr(arguments))[0]
+    def report(self, program: Program | str, *arguments: object) -> Any:
+        """Return the plain value of a program, called as a function. Raises NoEvidence when there is none."""
+        outcome = self.call(program, repr(arguments))[0]
         if outcome.status != "returned":
             raise NoEvidence(f"{outcome.status} {outcome.text}".strip())
         return ast.literal_eval(outcome.text)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Cell:
-    """Where hostile programs run: as commands of a sandbox, or as function calls where `box` is None."""
+    """Where hostile programs run: as commands of a sandbox, or as function calls. Its sandboxes end with it."""
 
     site: Site
-    box: Sandbox | None
+    called: bool
+    sandboxes: ExitStack = field(default_factory=ExitStack)
 
-    def run(self, source: str, *arguments: object) -> Any:
-        """Return the plain value of `f(*arguments)` of a program. Raises NoEvidence or ValueError when it gives none."""
-        return self.site.report(source, *arguments) if self.box is None else python(self.box, source, *arguments)
+    def sandbox(self, spec: SandboxSpec = SPEC) -> Sandbox:
+        """Return a new sandbox."""
+        return self.sandboxes.enter_context(self.site.backend.create(spec))
+
+    def run(self, program: Program, *arguments: object) -> Any:
+        """Return a program's plain value, in a new sandbox or as a call. Raises NoEvidence or ValueError when it gives none."""
+        return self.site.report(program, *arguments) if self.called else python(self.sandbox(), program, *arguments)
 
 
-Judge = Callable[[Site], AttackVerdict]
-CellJudge = Callable[[Cell], AttackVerdict]
+# Returns a verdict, or the names of what a program could do: it is blocked if there are none.
+Judge = Callable[[Cell], AttackVerdict | list[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +114,19 @@ class SandboxCase:
     title: str
     judge: Judge
 
+    def verdict(self, site: Site) -> AttackVerdict:
+        """Judge the case. A program that gives no evidence is not proved to be stopped."""
+        cell = Cell(site, called=not self.number)
+        try:
+            with cell.sandboxes:
+                verdict = self.judge(cell)
+        except (NoEvidence, ValueError) as silence:
+            return AttackVerdict(False, f"no evidence: the program ended with {silence}")
+        return verdict if isinstance(verdict, AttackVerdict) else nothing(verdict)
+
     def row(self, site: Site) -> dict[str, Any]:
         """Return {"id", "kind", "title", "blocked", "flagged", "detail"}."""
-        return row(self.id, self.number, self.title, verdict_of(self.judge, site))
+        return row(self.id, self.number, self.title, self.verdict(site))
 
 
 SANDBOX_CASES: list[SandboxCase] = []  # of every backend
@@ -141,46 +137,29 @@ def row(id: str, kind: int, title: str, verdict: AttackVerdict) -> dict[str, Any
     return {"id": id, "kind": kind, "title": title, **asdict(verdict)}
 
 
-def verdict_of(judge: Judge, site: Site) -> AttackVerdict:
-    """Return a judge's verdict; a program that gives no evidence is not proved to be stopped."""
-    try:
-        return judge(site)
-    except (NoEvidence, ValueError) as silence:
-        return AttackVerdict(False, f"no evidence: the program ended with {silence}")
-
-
-def register(number: int, title: str) -> Callable[[Judge], Judge]:
-    """Add a judge to SANDBOX_CASES, or with the number 0 to CALL_CASES; its name, with hyphens, is the case's id."""
+def case(number: int, title: str, *, called: bool = False) -> Callable[[Judge], Judge]:
+    """Add a judge to SANDBOX_CASES, or with the number 0 to CALL_CASES; its name, with hyphens, is the case's id. `called`: it is
+    judged as a function call, too."""
 
     def add(judge: Judge) -> Judge:
-        cases = SANDBOX_CASES if number else CALL_CASES
-        cases.append(SandboxCase(judge.__name__.replace("_", "-"), number, title, judge))
-        return judge
-
-    return add
-
-
-def register_both(number: int, title: str) -> Callable[[CellJudge], CellJudge]:
-    """Add a judge to SANDBOX_CASES, for commands, and to CALL_CASES, for function calls: there its id begins with `call-`."""
-
-    def add(judge: CellJudge) -> CellJudge:
-        def commands(site: Site) -> AttackVerdict:
-            with site.backend.create(SPEC) as box:
-                return judge(Cell(site, box))
-
         id = judge.__name__.replace("_", "-")
-        SANDBOX_CASES.append(SandboxCase(id, number, title, commands))
-        called = f"{title}: as a function call"
-        CALL_CASES.append(SandboxCase(f"call-{id}", 0, called, lambda site: judge(Cell(site, None))))
+        (SANDBOX_CASES if number else CALL_CASES).append(SandboxCase(id, number, title, judge))
+        if called:
+            CALL_CASES.append(SandboxCase(f"call-{id}", 0, f"{title}: as a function call", judge))
         return judge
 
     return add
 
 
-def python(box: Sandbox, source: str, *arguments: object) -> Any:
-    """Return `f(*arguments)` of a program that a command runs. Raises ValueError when it reports nothing."""
-    text = f"{HELPERS}\n{source}\nprint(json.dumps(f(*json.load(sys.stdin))))"
-    result = box.exec(["python3", "-c", text], timeout_s=120.0, stdin=json.dumps(arguments).encode())
+def command(program: Program, arguments: str = "") -> list[str]:
+    """Return a command that runs a program."""
+    return ["python3", "-c", f"{HOSTILE}\nprint(json.dumps({program.__name__}({arguments})))"]
+
+
+def python(box: Sandbox, program: Program, *arguments: object) -> Any:
+    """Return the value of a program that a command runs. Raises ValueError when it reports nothing."""
+    words = command(program, "*json.load(sys.stdin)")
+    result = box.exec(words, timeout_s=120.0, stdin=json.dumps(arguments).encode())
     if not (lines := result.stdout.decode("utf-8", "replace").splitlines()):
         raise ValueError(f"no evidence: exit code {result.exit_code}, {result.stderr[-200:]!r}")
     return json.loads(lines[-1])

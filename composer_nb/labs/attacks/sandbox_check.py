@@ -25,7 +25,7 @@ from composer_nb.harness.sandbox import open_backend
 from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.sandbox.contract import Backend
 from composer_nb.harness.sandbox.requests import Executor
-from composer_nb.labs.attacks import burdens, calls, remains, walls  # noqa: F401  (each adds its cases)
+from composer_nb.labs.attacks import calls, uses  # noqa: F401  (each adds its cases)
 from composer_nb.labs.attacks.case import CALL_CASES, SANDBOX_CASES, SECRET, SECRET_NAME, Site
 from composer_nb.labs.attacks.joint import check_fitted
 from composer_nb.labs.attacks.patch_check import check_patches

@@ -15,6 +15,7 @@ from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rollout import Rollout
 from composer_nb.harness.tasks import harbor
 from composer_nb.harness.tasks.task import Task
+from composer_nb.labs.audit.audit import Rewards
 
 Sections = dict[str, dict[str, str]]
 """Kind of a section (`file`, `calls`, `test`, `fix`, or that of a setting) -> its argument -> its text."""
@@ -81,57 +82,38 @@ def _task(instruction: str, sections: Sections) -> Task:
     return Task.model_validate(held)
 
 
-class Own:
-    """An environment of one task, whose subclasses have a reward."""
-
-    def __init__(self, task: Task) -> None:
-        self._task = task
-
-    def tasks(self) -> list[Task]:
-        return [self._task]
+def _last_run(rollout: Rollout, grade: Grade) -> float:
+    runs = [turn for turn in rollout.turns if turn.tests_run]
+    return (runs[-1].tests_passed or 0) / (runs[-1].tests_run or 1) if runs else 0.0
 
 
-class RanIsPassed(Own):
-    def reward(self, rollout: Rollout, grade: Grade) -> float:
-        return 1.0 if grade.status == "graded" else 0.0
+def _per_call(rollout: Rollout, grade: Grade) -> float:
+    return float(grade.passed) - 0.5 * sum(turn.error is not None for turn in rollout.turns) / len(rollout.turns)
 
 
-class PerCall(Own):
-    def reward(self, rollout: Rollout, grade: Grade) -> float:
-        return float(grade.passed) - 0.5 * sum(turn.error is not None for turn in rollout.turns) / len(rollout.turns)
+def _careful(rollout: Rollout, grade: Grade) -> float:
+    looked = any("read" in turn.call for turn in rollout.turns)
+    return -1.0 if grade.status == "tampered" else float(grade.passed) + 0.1 * looked
 
 
-class LastRun(Own):
-    def reward(self, rollout: Rollout, grade: Grade) -> float:
-        runs = [turn for turn in rollout.turns if turn.tests_run]
-        return (runs[-1].tests_passed or 0) / (runs[-1].tests_run or 1) if runs else 0.0
+def _partial(rollout: Rollout, grade: Grade) -> float:
+    return 0.5 * (sum(grade.tests.values()) / len(grade.tests) if grade.tests else 0.0) + 0.5 * grade.passed
 
 
-class Tokens(Own):
-    def reward(self, rollout: Rollout, grade: Grade) -> float:
-        return min(1.0, rollout.tokens / 1000)
+def _brief(rollout: Rollout, grade: Grade) -> float:
+    return float(grade.passed) - min(0.2, 0.0001 * rollout.tokens + 0.005 * len(rollout.turns))
 
 
-class Brief(Own):
-    def reward(self, rollout: Rollout, grade: Grade) -> float:
-        return float(grade.passed) - min(0.2, 0.0001 * rollout.tokens + 0.005 * len(rollout.turns))
-
-
-class Partial(Own):
-    def reward(self, rollout: Rollout, grade: Grade) -> float:
-        share = sum(grade.tests.values()) / len(grade.tests) if grade.tests else 0.0
-        return 0.5 * share + 0.5 * grade.passed
-
-
-class Careful(Own):
-    def reward(self, rollout: Rollout, grade: Grade) -> float:
-        looked = any("read" in turn.call for turn in rollout.turns)
-        return -1.0 if grade.status == "tampered" else float(grade.passed) + 0.1 * looked
-
-
-REWARDS = {each.__name__: each for each in (RanIsPassed, PerCall, LastRun, Tokens, Brief, Partial, Careful)}
-CASES: dict[str, tuple[str, Task, Own | None]] = {}
-"""Name -> the kind of the fault, or `sound`; the task; and its environment, if it has a reward of its own."""
+REWARDS: dict[str, Rewards] = {
+    "RanIsPassed": lambda rollout, grade: float(grade.status == "graded"),
+    "PerCall": _per_call,
+    "LastRun": _last_run,
+    "Tokens": lambda rollout, grade: min(1.0, rollout.tokens / 1000),
+    "Brief": _brief,
+    "Partial": _partial,
+    "Careful": _careful,
+}
+CASES: dict[str, tuple[str, Task, Rewards | None]] = {}
+"""Name -> the kind of the fault, or `sound`; the task; and its environment's reward, if that is its own."""
 for _name, (_kind, _ask, _sections) in _read(Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")).items():
-    _made = _task(_ask, _sections)
-    CASES[_name] = _kind, _made, next((REWARDS[name](_made) for name in _sections["reward"]), None)
+    CASES[_name] = _kind, _task(_ask, _sections), next((REWARDS[name] for name in _sections["reward"]), None)

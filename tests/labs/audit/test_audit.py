@@ -12,10 +12,9 @@ import pytest
 from composer_nb.cli import main
 from composer_nb.harness.grading.grade import Grade
 from composer_nb.harness.rollout import Rollout
-from composer_nb.harness.sandbox.calls import SandboxExecutor
 from composer_nb.harness.tasks.functions import render_tests
 from composer_nb.harness.tasks.task import Task, save_tasks
-from composer_nb.labs.audit.audit import audit, audit_task, limited
+from composer_nb.labs.audit.audit import audit, limited
 from composer_nb.labs.audit.probes import contradicted, leaks, probes, untold
 
 RIGHT = "def clip(values, most):\n    kept = [value for value in values if value < most]\n    return sorted(kept, reverse=True)\n"
@@ -40,31 +39,6 @@ def sound(**changes: Any) -> Task:
 
 def with_files(**files: str) -> dict[str, Any]:
     return {"files": sound().files | files}
-
-
-FAULTS: dict[str, tuple[dict[str, Any], str]] = {
-    "sound": ({}, ""),
-    "its tests pass before anything is changed": (with_files(**{"clip.py": RIGHT + "\n# old\n"}), "false positive"),
-    "its solution is wrong": ({"solution": {"clip.py": WRONG + "# new\n"}}, "false negative"),
-    "it has no solution": ({"solution": {}}, "false negative"),
-    "its visible tests say all": ({"tests": {"test_clip.py": render_tests("clip", "clip", SHOWN)}}, "false positive"),  # type: ignore[arg-type]
-    "None is right": (
-        {"tests": {"test_clip.py": "from clip import clip\n\n\ndef test_0():\n    assert clip([], 1) == None\n"}}
-        | {"solution": {"clip.py": "def clip(values, most):\n    if values:\n        return values\n"}},
-        "false positive",
-    ),
-    "the solution lies beside it": (with_files(**{"clip.py.orig": RIGHT}), "leak"),
-    "the instruction holds it": ({"instruction": f"Write this into clip.py:\n{RIGHT}"}, "leak"),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(name: str) -> None:
-    changes, kind = FAULTS[name]
-    with SandboxExecutor() as calls:
-        row = audit_task(sound(**changes), calls, {})
-    assert kind in {found for found, _ in row["problems"]} if kind else row["problems"] == []
-    assert not kind or row["problems"][0][1]
 
 
 def test_probes_are_what_they_say() -> None:
@@ -114,42 +88,29 @@ def test_what_an_agent_can_read(places: dict[str, str], wanted: list[str]) -> No
     task = sound(**with_files(**places))
     start = {path: text.encode() for path, text in task.files.items()}
     assert list(leaks(task, start, start | {"clip.py": RIGHT.encode()})) == wanted
-    mine = {"test_clip.py::test_0": "test_clip.py::test_0", "": "test_other.py::test_0"}
-    assert list(leaks(task, start, start | {"clip.py": RIGHT.encode()}, [mine[""]]))[1:] == []
-
-
-OWN = "def test_first():\n    assert clip([1, 2], 2) == [1]\n    assert clip([3, 4], 4) == [3]\n"
-LATER = OWN.replace("):\n", "):\n    check(clip)\n")
-
-
-@pytest.mark.parametrize(("passing", "told"), [((), True), (("test_own.py::test_first",), False)])
-def test_an_earlier_version_of_a_hidden_test_is_no_copy_of_it(passing: tuple[str, ...], told: bool) -> None:
-    task = sound().model_copy(update={"tests": {"test_own.py": LATER}})
-    start = {path: text.encode() for path, text in {**task.files, "test_own.py": OWN}.items()}
-    found = list(leaks(task, start, start | {"clip.py": RIGHT.encode()}, ["test_own.py::test_first[1]"], passing))
-    assert found == ["the hidden tests of test_own.py lie in test_own.py"] * told
 
 
 PAIR = "def test_one():\n    assert clip([1, 2], 2) == [1]\n\n\ndef test_two():\n    assert clip([3, 4], 4) == [3]\n"
 BEFORE = "def test_one():\n    assert clip([], 1) == []\n\n\ndef test_two():\n    assert clip([5], 1) == [5]\n"
 RENAMED = PAIR.replace("test_one", "test_any").replace("test_two", "test_another")
+COPIES = {
+    "under other names": ("test_copy.py", RENAMED),
+    "in comments below earlier versions": ("test_pair.py", BEFORE + "".join(f"# {x}\n" for x in PAIR.splitlines())),
+    "skipped below earlier versions": ("test_pair.py", BEFORE + RENAMED.replace("def ", "\n\n@skip\ndef ")),
+    "an earlier version, no copy": ("", ""),
+}
 
 
-@pytest.mark.parametrize(
-    ("place", "text"),
-    [
-        ("test_copy.py", RENAMED),
-        ("test_pair.py", BEFORE + "".join(f"# {line}\n" for line in PAIR.splitlines())),
-        ("test_pair.py", BEFORE + RENAMED.replace("def ", "\n\n@skip\ndef ")),
-    ],
-    ids=["under other names", "in comments below earlier versions", "skipped below earlier versions"],
-)
-def test_a_copy_of_hidden_tests_is_found_whatever_it_is_called_and_where_it_lies(place: str, text: str) -> None:
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_of_hidden_tests_is_told_from_their_earlier_version(name: str) -> None:
+    """Whatever it is called and wherever it lies."""
+    place, text = COPIES[name]
     task = sound().model_copy(update={"tests": {"test_pair.py": PAIR}})
-    start = {path: text.encode() for path, text in {**task.files, "test_pair.py": BEFORE, place: text}.items()}
+    files = {**task.files, "test_pair.py": BEFORE} | ({place: text} if place else {})
+    start = {path: text.encode() for path, text in files.items()}
     names = ["test_pair.py::test_one", "test_pair.py::test_two"]
-    found = list(leaks(task, start, start | {"clip.py": RIGHT.encode()}, names, names))
-    assert found == [f"the hidden tests of test_pair.py lie in {place}"]
+    lines = list(leaks(task, start, start | {"clip.py": RIGHT.encode()}, names, names))
+    assert lines == [f"the hidden tests of test_pair.py lie in {place}"] * bool(place)
 
 
 def test_names_of_parameters_and_variables_must_be_told_too() -> None:
@@ -197,15 +158,6 @@ def test_scripts_of_others(text: str, kind: str, tmp_path: Path) -> None:
     assert found["problems"][kind] == 1 and found["audited"] == found["read"] == 1
 
 
-def test_a_bug_that_loops_costs_no_more_than_the_limit() -> None:
-    toml = '[agent]\ntimeout_sec = 900\n\n[verifier]\nenvironment_mode = "shared"\ntimeout_sec = 800.0\n'
-    kept = {"name": "clip", "toml": toml}
-    task = Task.model_validate(sound().model_dump() | script("exit", kept=kept))
-    asked = limited(task, 7).settings
-    assert (asked.agent.timeout_sec, asked.verifier.timeout_sec) == (900, 7)
-    assert limited(task, 900) is task and limited(sound(), 7) == sound()
-
-
 class Own:
     """An environment whose reward pays for words."""
 
@@ -222,13 +174,21 @@ def test_a_reward_that_pays_for_talk(capsys: pytest.CaptureFixture[str]) -> None
     assert "pays 1 for the solution, and up to 5.6 for: a long answer" in shown and "0 of 1 tasks are sound" in shown
 
 
+def test_a_bug_that_loops_costs_no_more_than_the_limit() -> None:
+    toml = '[agent]\ntimeout_sec = 900\n\n[verifier]\nenvironment_mode = "shared"\ntimeout_sec = 800.0\n'
+    task = Task.model_validate(sound().model_dump() | script("exit", kept={"name": "clip", "toml": toml}))
+    settings = limited(task, 7).settings
+    assert (settings.agent.timeout_sec, settings.verifier.timeout_sec) == (900, 7) and limited(task, 900) is task
+
+
 def test_a_set_of_tasks(tmp_path: Path) -> None:
     tasks = [sound(id=f"t{number}") for number in range(3)]
     save_tasks([*tasks, tasks[0]], tmp_path / "tasks.jsonl")
-    (tmp_path / "tasks.jsonl").open("a").write("nonsense\n")
-    held = [(task.id, task) for task in [*tasks, tasks[0]]]
-    found = audit([*held, ("line 5", ValueError("not JSON"))])
-    assert found["problems"] == Counter(unreadable=3) and (found["sound"], found["audited"], found["read"]) == (2, 5, 5)
-    assert audit(held, seconds=0)["audited"] == 1
-    assert main(["audit", str(tmp_path / "tasks.jsonl")]) == 1
-    assert main(["audit", str(tmp_path / "none")]) == 2
+    with (tmp_path / "tasks.jsonl").open("a") as file:
+        file.write("nonsense\n")
+    named = [(task.id, task) for task in [*tasks, tasks[0]]]
+    report = audit([*named, ("line 5", ValueError("not JSON"))])
+    assert report["problems"] == Counter(unreadable=3)
+    assert (report["sound"], report["audited"], report["read"]) == (2, 5, 5)
+    assert audit(named, seconds=0)["audited"] == 1
+    assert main(["audit", str(tmp_path / "tasks.jsonl")]) == 1 and main(["audit", str(tmp_path / "none")]) == 2

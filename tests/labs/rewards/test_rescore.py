@@ -147,12 +147,6 @@ def test_lengths_and_angles_are_those_of_autograd(
     assert gradients.cosine(one_R, other_R) == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_kl_weight_is_refused(lab: Lab, make_model: Callable[..., Model]):
-    batch = replace(lab.batch, settings=override(lab.batch.settings, {"loss.beta": 0.1}))
-    with pytest.raises(ValueError, match=r"loss\.beta is above 0"):
-        policy_gradients(make_model(), batch)
-
-
 # Groups
 
 

@@ -2,14 +2,13 @@
 
 import html
 import json
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from composer_nb.harness.rewards import Effort, RewardSettings, effort_curve
+from composer_nb.harness.rewards import Effort, RewardSettings
 from composer_nb.labs.rewards import view as rewards
 from composer_nb.labs.rewards.rescore import Lab, judge, open_lab
 from composer_nb.trainer.recipe.reader import example_run
@@ -92,10 +91,3 @@ def test_a_slider_runs_no_model(example: Lab, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.Tensor, "backward", refuse)
     found = judge(example, rewards.with_values(example.batch.settings.reward, {"effort.weight": 0.1}))
     assert rewards.drawn(example, found).png()
-
-
-def test_effort_makes_terms_of_the_stored_batch(lab: Lab):
-    effort = replace(lab.batch.settings.reward.effort, weight=0.1)
-    found = judge(lab, replace(lab.batch.settings.reward, effort=effort))
-    for terms, attempt in zip(found.scores.terms, lab.batch.attempts, strict=True):
-        assert terms["effort"] == -0.1 * effort_curve(effort.of(attempt.rollout), effort.k, effort.q)

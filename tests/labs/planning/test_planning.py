@@ -1,0 +1,140 @@
+"""Schedules in virtual time on recorded durations, closed forms of a fleet, and pictures of a mesh read back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from composer_nb.labs.planning import (
+    GIB,
+    Durations,
+    Fleet,
+    RunSpeed,
+    SimulatedLoad,
+    grids,
+    ks,
+    measured,
+    needs,
+    simulate,
+)
+from composer_nb.trainer.models.transformer import ModelConfig
+from composer_nb.trainer.parallel.memory import RankLoad, estimate
+from composer_nb.trainer.parallel.mesh import Mesh, MeshSettings
+from composer_nb.trainer.recipe.reader import example_run
+from composer_nb.trainer.records.rundir import RunDir
+from composer_nb.trainer.schedule import Schedule
+
+DATA = Path(__file__).resolve().parents[3] / "data"
+LOAD = SimulatedLoad(durations=Durations.read(DATA / "durations.csv"))
+FLEET = Fleet(gpus=10, regions=4, sandboxes=400, batch=100, step_s=50.0, rollout_s=100.0, update_bytes=1e9)
+
+
+@cache
+def result(**changes: Any) -> dict[str, Any]:
+    limits = {"ahead": 4, "bound": 2 * changes.get("ahead", 4), "window": 0.5, "hang_s": 1800.0}
+    return simulate(Schedule(**{"steps": 60, **limits, **changes}), LOAD)
+
+
+def even(seconds: float, **load: Any) -> SimulatedLoad:
+    durations = Durations(seconds=np.full((1, 1), seconds), tokens=np.full((1, 1), 10))
+    return SimulatedLoad(durations=durations, **load)
+
+
+def test_tables_of_durations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    table = tmp_path / "table.csv"
+    table.write_text("prompt,draw,seconds,tokens\n0,0,1.5,10\n1,1,2.5,20\n")
+    with pytest.raises(ValueError, match="one row for each of 2 prompts × 2 draws"):
+        Durations.read(table)
+    table.write_text("# any order\nprompt,draw,seconds,tokens\n1,0,2.5,20\n0,0,1.5,10\n")
+    assert Durations.read(table).seconds.tolist() == [[1.5], [2.5]]
+    steps = RunDir.steps
+    monkeypatch.setattr(RunDir, "steps", lambda run, stage: [{**step, "time": {}} for step in steps(run, stage)])
+    with pytest.raises(ValueError, match="keeps no durations of rollouts"):
+        measured(example_run())
+
+
+def test_schedules_by_hand():
+    """Three times 10 s of sampling and 4 s of training; one batch ahead, training is hidden but for the last step."""
+    load = even(10.0, workers=2, capacity=2, train_s=4.0)
+    r = simulate(Schedule(prompts=2, group=2, ahead=0, steps=3), load)
+    assert r["seconds"] == 42.0 and r["samples_s"] == 12 / 42 and r["optimum_s"] == 12 / 30
+    assert r["workers_busy"] == pytest.approx(30 / 42) and r["trainer_busy"] == pytest.approx(12 / 42)
+    assert r["staleness_max"] == 0 and r["not_trained"] == 0
+    r = simulate(Schedule(prompts=2, group=2, ahead=1, steps=3), load)
+    assert r["seconds"] == 34.0 and r["staleness_max"] == 1
+
+
+@pytest.mark.parametrize(
+    "a, b, distance", [([1, 2, 3], [1, 2, 3], 0.0), ([1, 2], [3, 4], 1.0), ([1, 1, 1, 2], [1, 2], 0.25)]
+)
+def test_the_distance_of_two_distributions(a: list[int], b: list[int], distance: float):
+    assert ks(a, b) == distance == ks(b, a)
+
+
+def test_running_ahead_doubles_the_throughput_and_a_bound_costs_a_wait_and_never_a_rollout():
+    synchronous, window, bounded = result(ahead=0), result(), result(bound=4)
+    assert window["samples_s"] >= 2 * synchronous["samples_s"] and window["of_optimum"] >= 0.85
+    assert result(order="fifo")["samples_s"] < window["samples_s"]
+    assert bounded["not_trained"] == 0 and bounded["mean_ratio"] == 1 and bounded["ks"] == 0
+    assert bounded["of_optimum"] < window["of_optimum"]
+    assert simulate(Schedule(steps=10, hang_s=1800.0), LOAD) == simulate(Schedule(steps=10, hang_s=1800.0), LOAD)
+
+
+@pytest.mark.parametrize("order", ["window", "fifo", "discard"])
+@pytest.mark.parametrize("ahead, bound", [(0, 0), (1, 1), (2, 5), (4, 4)])
+def test_staleness_stays_within_its_bound(order: str, ahead: int, bound: int):
+    r = result(order=order, ahead=ahead, bound=bound, steps=20)
+    assert r["staleness_max"] <= bound
+    assert r["staleness_total"] == pytest.approx(r["staleness_in_flight"] + r["staleness_in_queue"])
+    assert 0 < r["of_optimum"] < 1 and 0 < r["workers_busy"] <= 1
+
+
+def test_the_recorded_table_predicts_its_run_and_comes_back_as_it_was(tmp_path: Path):
+    table = DATA / "tour_durations.csv"
+    run = RunSpeed.read(table)
+    predicted = simulate(replace(run.schedule, refill=0), run.load)["samples_s"]
+    assert predicted == pytest.approx(run.reached, rel=0.15)
+    assert "2 cores" in run.origin and 0 < run.delta_bytes < run.full_bytes / 5
+    run.write(tmp_path / "again.csv")
+    assert (tmp_path / "again.csv").read_text() == table.read_text()
+
+
+def test_a_fleet_in_closed_form():
+    """Limited by its trainer, or with fewer sandboxes by these."""
+    assert FLEET.rate == 2.0 and FLEET.needed == 200.0 and FLEET.bytes_s == 1e9 / 50
+    assert FLEET.dollars(36.0, 0.0, 0.0) == pytest.approx(10 * 36 / 3600 * 500)  # 1,000 rollouts take 500 s
+    assert FLEET.dollars(0.0, 3.6, 0.0) == pytest.approx(400 * 3.6 / 3600 * 500)
+    assert FLEET.dollars(0.0, 0.0, 0.5) == pytest.approx(10 * 4 * 0.5)  # 10 updates of 1 GB to 4 regions
+    few = replace(FLEET, sandboxes=100)
+    assert few.rate == 1.0 and few.bytes_s == 1e9 / 100 and few.needed == 200.0
+
+
+@pytest.mark.parametrize("sandboxes, busy", [(100, 0.5), (200, 1.0), (400, 1.0)])
+def test_littles_number_keeps_the_trainer_busy_where_durations_are_even(sandboxes: int, busy: float):
+    load = even(FLEET.rollout_s, workers=1, capacity=sandboxes, train_s=FLEET.step_s)
+    r = simulate(Schedule(prompts=10, group=10, ahead=4, bound=8, window=0.5, hang_s=1800.0, steps=60), load)
+    assert r["trainer_busy"] == pytest.approx(busy, rel=0.07)
+    assert r["samples_s"] <= replace(FLEET, sandboxes=sandboxes).rate
+
+
+def test_pictures_of_a_mesh() -> None:
+    """Every rank stands at its place in both grids; bars of memory add up to the peak."""
+    mesh = Mesh.of(MeshSettings(shard=4, cp=2, ep=8), 8)
+    picture = grids(mesh, experts=16)
+    for ax in picture.axes:
+        axes = [label.get_text() for label in ax.get_yticklabels()]
+        numbers = {tuple(map(round, text.get_position())): int(text.get_text()) for text in ax.texts}
+        assert numbers == {(rank, row): mesh.place(rank)[name] for rank in range(8) for row, name in enumerate(axes)}
+    assert [label.get_text() for label in picture.axes[1].get_xticklabels()][3] == "3\n6–7"
+    estimates = {
+        str(ranks): estimate(ModelConfig(), Mesh.of(MeshSettings(shard=ranks), ranks), RankLoad(tokens=512))
+        for ranks in (1, 4)
+    }
+    [ax] = needs(estimates, 2**28).axes
+    widths = [sum(bar.get_width() for bar in bars) for bars in zip(*ax.containers, strict=True)]
+    assert widths == pytest.approx([need.peak / GIB for need in estimates.values()])
