@@ -14,10 +14,10 @@ import psutil
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
+from composer_nb.harness.sandbox.reap import started as living
 from composer_nb.harness.sandbox.system.linux import patience
 from composer_nb.jobs.check import check_parameters
 from composer_nb.jobs.notebook import JobFailed, run_notebook
-from composer_nb.jobs.processes import living
 
 PARAMETERS = "steps: int = 3\nrate: float = 0.5\nname: str = 'a'\ntry_it: bool = False\nmore: dict = {}"
 
@@ -143,7 +143,7 @@ def test_sigterm_interrupts_keeps_output_and_leaves_no_process(tmp_path: Path):
     assert states(output)[-1] == "pending"
     assert "begun" in code(output)[-2].outputs[0].text
     deadline = time.monotonic() + patience(10)
-    while time.monotonic() < deadline and any(map(living, started)):
+    while time.monotonic() < deadline and any(living(process.pid) for process in started):
         time.sleep(0.1)
-    assert not any(map(living, started))
+    assert not any(living(process.pid) for process in started)
     assert not os.path.exists(f"/proc/{pid}")

@@ -19,8 +19,8 @@ import pytest
 import yaml
 from test_jobs import notebook
 
+from composer_nb.harness.sandbox.reap import owned_directory
 from composer_nb.harness.sandbox.system.linux import patience
-from composer_nb.jobs import processes
 from composer_nb.jobs.notebook import JobFailed, run_notebook
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -290,7 +290,7 @@ def test_processes_without_a_mark_end_with_the_run(tmp_path: Path):
     """A program that cleared its environment; one that lives for something else is spared."""
     bare = "env -i sleep 600 & echo $!; COMPOSER_NB_DIRECTORY=other sleep 600 & echo $!; wait"
     record: dict[str, Any] = {}
-    with processes.owned_directory(tmp_path, record):
+    with owned_directory(tmp_path, record):
         attempt = subprocess.Popen(["sh", "-c", bare], stdout=subprocess.PIPE, text=True)
         assert attempt.stdout is not None
         lost, spared = (psutil.Process(int(attempt.stdout.readline())) for _ in range(2))

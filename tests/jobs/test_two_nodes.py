@@ -14,7 +14,7 @@ from clusters import Cluster, two_nodes
 from test_jobs_fire import Bench
 
 from composer_nb.harness.sandbox.system.linux import patience
-from composer_nb.jobs.on_ray import run_attempt
+from composer_nb.jobs.runner import run_attempt
 from composer_nb.trainer.recipe.launch import fork
 from composer_nb.trainer.records.rundir import RunDir
 from composer_nb.trainer.services.actors import NotSeen
