@@ -147,7 +147,7 @@ def status(folder: Path, *, running: bool | None = None) -> dict[str, Any]:
         raise ValueError(f"{folder / 'job.json'} cannot be read: this run is lost; start a new one")
     running = alive(folder) if running is None else running
     summary = read_json(folder / "run.json") or {"id": job["id"], "name": job["name"], "state": "running", "nodes": {}}
-    nodes = {}
+    nodes: dict[str, dict[str, Any]] = {}
     for name in job["nodes"]:
         node = {"state": "pending", "attempt": 0, **summary["nodes"].get(name, {})}
         if node["state"] not in ENDED and (paths := attempts(folder, name)):  # the last attempt knows better

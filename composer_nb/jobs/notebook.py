@@ -110,7 +110,6 @@ def run_notebook(
         output_values.unlink(missing_ok=True)
         with owned_directory(output.parent, record) as (sockets, mark):
             variables = {WRITER: with_mark(mark), processes.RUN: run_mark, OUTPUTS: str(output_values)}
-            variables["JUPYTER_RUNTIME_DIR"] = str(sockets)
             book = load_notebook_node(str(source))
             logging.getLogger("papermill").setLevel(logging.CRITICAL)  # the record says it
             book = parameterize_notebook(book, values) if values else book
@@ -119,6 +118,7 @@ def run_notebook(
                 keep = f"from composer_nb.jobs.directory import keep\n\nkeep({values_of})"
                 book.cells.append(new_code_cell(keep, metadata={"tags": ["outputs"]}))
             manager = _Manager(book, str(output), progress_bar=False, autosave_cell_every=SAVE_S)
+            manager.outer = sys.exc_info()[1]
             # Kernels that start at once take each other's TCP ports and hang: sockets are files.
             channels = {"transport": "ipc", "ip": f"{sockets}/k", "connection_file": f"{sockets}/kernel.json"}
             limits = {"timeout": cell_timeout_s, "startup_timeout": int(patience(START_S))}
@@ -148,7 +148,10 @@ def _versions() -> dict[str, str]:
 
 
 class _Manager(NotebookExecutionManager):
-    """papermill's record of an execution, with true states, in a file that is always whole."""
+    """papermill's record of an execution, with true states, in a file that is always whole. `outer`: the error that the caller of
+    all this handles, if there is one."""
+
+    outer: BaseException | None
 
     def save(self, **_: Any) -> None:
         write_atomic(Path(self.output_path), nbformat.writes(self.nb) + "\n")  # the record's digest tells whether it is
@@ -157,8 +160,10 @@ class _Manager(NotebookExecutionManager):
     def cell_complete(self, cell: nbformat.NotebookNode, cell_index: int | None = None, **_: Any) -> None:
         """Give a cell its state: that of the error, if one is under way here."""
         super().cell_complete(cell, cell_index)
-        if (error := sys.exc_info()[1]) is not None:
-            state = error.args[0] if isinstance(error, KeyboardInterrupt) else getattr(error, "state", "failed")
+        if (error := sys.exc_info()[1]) is not self.outer:
+            state = getattr(error, "state", "failed")
+            if isinstance(error, KeyboardInterrupt):
+                state = [*error.args, "interrupted"][0]
             cell.metadata.papermill["status"] = state
             self.save()
 

@@ -25,7 +25,6 @@ from typing import Any
 from composer_nb.harness.sandbox.reap import package_environment
 
 RUN = "COMPOSER_NB_RUN"
-PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
@@ -53,7 +52,7 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 def end_with(parent: int) -> None:
     """Have the kernel interrupt this process when its parent ends, however that ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)
 

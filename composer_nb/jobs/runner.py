@@ -119,8 +119,6 @@ class Local:
 class OnRay:
     """Attempts as Ray tasks; Ray's resources decide how many run at once."""
 
-    limit = None
-
     def __init__(self, address: str, run: str, job: Job, mark: str) -> None:
         """Raise ValueError where Ray is not installed, there is no cluster, or no machine of it is large enough."""
         try:
@@ -130,7 +128,7 @@ class OnRay:
             raise ValueError("--ray: Ray is not installed here; pip install ray") from None
         except ConnectionError as error:
             raise ValueError(f"--ray: {error}") from None
-        self.ray, self.run, self.mark, self.gone = ray, run, mark, False
+        self.ray, self.run, self.mark, self.limit, self.gone = ray, run, mark, None, False
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         for node in job.nodes.values():
             needs = {"CPU": node.spec.cpus, "GPU": node.spec.gpus}

@@ -422,22 +422,16 @@ def _in_order(messages: Sequence[Message], ids: Sequence[str]) -> list[Message]:
     ValueError for a call without a result, and a result without a call."""
     ordered: list[Message] = []
     waiting: dict[str, CallResult | None] = dict.fromkeys(ids)
-    for message in messages:
+    for message in (*messages, None):
         if isinstance(message, CallResult):
             if waiting.get(message.id, message) is not None:
                 raise ValueError(f"messages: a result of {message.id!r}, and no call of that id waits for one")
             waiting[message.id] = message
-            if all(waiting.values()):
-                ordered += [result for result in waiting.values() if result is not None]
-                waiting = {}
-            continue
-        if waiting:
-            break
-        ordered.append(message)
-        waiting = dict.fromkeys(written.id for written in message.calls) if isinstance(message, Said) else {}
-    if waiting:
-        lacking = [name for name, result in waiting.items() if result is None]
-        raise ValueError(f"messages: no result of {', '.join(map(repr, lacking))}")
+        elif lacking := [name for name, result in waiting.items() if result is None]:
+            raise ValueError(f"messages: no result of {', '.join(map(repr, lacking))}")
+        else:
+            ordered += filter(None, (*waiting.values(), message))
+            waiting = dict.fromkeys(written.id for written in message.calls) if isinstance(message, Said) else {}
     return ordered
 
 

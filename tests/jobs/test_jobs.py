@@ -89,19 +89,6 @@ def test_a_parameters_cell_holds_annotated_names_alone(tmp_path: Path, cell: str
         check_parameters(notebook(tmp_path / "n.ipynb", parameters=cell), {})
 
 
-def test_an_error_is_one_line_and_cells_after_it_are_pending(tmp_path: Path):
-    source = notebook(tmp_path / "n.ipynb", "1 / 0", "print('never')", "2")
-    output = tmp_path / "out.ipynb"
-    with pytest.raises(
-        JobFailed, match=r"^ZeroDivisionError: division by zero, in cell \[2\], line 1: `1 / 0` \(.*out\.ipynb\)$"
-    ):
-        run_notebook(source, output)
-    assert states(output)[-3:] == ["failed", "pending", "pending"]
-    found = record(output)
-    assert (found["state"], found["cells"], found["cells_run"]) == ("failed", 4, 2)
-    assert "ZeroDivisionError" in "".join(code(output)[-3].outputs[0].traceback)
-
-
 @pytest.mark.parametrize(
     "cell, limit, state",
     [("import time; time.sleep(60)", 1, "timed_out"), ("import os; os.kill(os.getpid(), 9)", None, "lost")],

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import torch
 
@@ -17,7 +16,6 @@ from composer_nb.harness.grading.grade import Attempt, Grade
 from composer_nb.harness.rollout import Rollout, Turn
 from composer_nb.harness.store import save_attempts
 from composer_nb.harness.tasks.task import Task, load_tasks, save_tasks
-from composer_nb.production.conversations import Conversations
 from composer_nb.production.improve import (
     FEWER_EDITS,
     attempts_of,
@@ -30,12 +28,12 @@ from composer_nb.production.improve import (
     publish,
 )
 from composer_nb.production.policies import open_engine, trained_with
-from composer_nb.production.record import RolloutRecord, Verdict, keep_judged, served
-from composer_nb.production.serve import ChatServer
+from composer_nb.production.record import Verdict, keep_judged, served
 from composer_nb.trainer.model import load_pretrained, save_pretrained
 from composer_nb.trainer.recipe.reader import EXAMPLES
 from composer_nb.trainer.settings import Settings
 from composer_nb.trainer.versions.receiver import Receiver
+from tests.production.conftest import serving
 
 START = EXAMPLES[0] / "weights" / "final"
 TASKS = EXAMPLES[0] / "data" / "heldout.jsonl"
@@ -147,15 +145,11 @@ OTHERWISE = {
 def test_turns_that_a_request_had_drawn_from_another_distribution_are_left_out(gate: Path, tmp_path: Path) -> None:
     """However near its log-probabilities are."""
     run, asked = tmp_path / "record", [{"role": "user", "content": "fix f.py"}]
-    with open_engine(START, slots=2, tokens=512) as engine:
-        record = RolloutRecord(run, engine.tokenizer)
-        answer = Conversations(engine.shared, engine.tokenizer, engine.format, engine.tokens, record)
-        with ChatServer(answer, grade=answer.grade) as server:
-            client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
-            for name, given in ({"plain": {}, "same": {"temperature": 1, "top_p": 1}} | OTHERWISE).items():
-                body = {**given.pop("extra_body", {}), "rollout": name}
-                client.chat.completions.create(model="model", messages=asked, max_tokens=12, extra_body=body, **given)
-                answer.grade(name, Verdict(reward=1.0))
+    with open_engine(START, slots=2, tokens=512) as engine, serving(engine, run) as site:
+        for name, given in ({"plain": {}, "same": {"temperature": 1, "top_p": 1}} | OTHERWISE).items():
+            body = {**given.get("extra_body", {}), "rollout": name}
+            site.chat(**{**given, "messages": asked, "max_tokens": 12, "extra_body": body})
+            site.answer.grade(name, Verdict(reward=1.0))
     turns = {name: {turn.sampling for turn in done.rollout.turns} for name, done in served(run).items()}
     assert turns.pop("plain") == turns.pop("same") == {""}
     assert turns == {
