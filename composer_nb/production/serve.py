@@ -319,7 +319,7 @@ class ChatServer:
             if answer.done() and not answer.cancelled():
                 answered = answer.result()
                 self._counts["tokens_read_total"] += answered.read
-                self._counts["tokens_written_total"] += sum(choice.written for choice in answered.choices)
+                self._counts["tokens_written_total"] += answered.written
                 return answered
             raise TimeIsUp
         finally:

@@ -29,8 +29,8 @@ from tests.conftest import TINY
 pytest.importorskip("ray", reason="Ray is an extra")
 pytestmark = pytest.mark.whole
 
-HERE, THERE = {"cpus": 2}, {"gpus": 1}
-"""What only the first node has, and only the second."""
+THERE = {"gpus": 1}
+"""What only the second node has."""
 WAITS = "import time\nfrom pathlib import Path\nPath(flag).touch()\nwhile not Path(go).exists(): time.sleep(0.1)"
 
 
@@ -55,15 +55,6 @@ def bench(tmp_path: Path, cluster: Cluster) -> Iterator[Bench]:
         process.kill()
 
 
-def test_a_node_that_does_not_see_the_runs_says_so(bench: Bench, cluster: Cluster, hidden: Path):
-    job = bench.job({"a": {"notebook": bench.notebook("n", "1"), "retries": 0} | THERE})
-    bench.runs = hidden / "runs"
-    code, said = bench.run("run", str(job), "--ray", cluster.address)
-    attempt = bench.attempt("a").resolve() / "attempt.json"
-    assert code == 75 and f"does not see {attempt}: keep --runs on a shared file system" in said
-    assert not bench.attempt("a").with_name("log.txt").exists()
-
-
 def test_a_node_that_does_not_see_the_notebooks_says_so(tmp_path: Path):
     attempt = tmp_path / "attempt.json"
     attempt.write_text(json.dumps({"folder": str(tmp_path / "elsewhere")}))
@@ -82,20 +73,24 @@ def begun(source: RunDir, runs: Path, name: str, cluster: Cluster) -> RunDir:
     return fork(source, override(Settings(), TINY | changes), runs=runs, name=name)
 
 
-def reinforce(run: RunDir, bench: Bench) -> tuple[int, str]:
-    """The process of RL: its exit status and what it said."""
+def reinforce(run: RunDir, bench: Bench) -> subprocess.Popen[str]:
+    """Start the process of RL."""
     command = [sys.executable, "-m", "composer_nb.trainer.services.run", str(run.path)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(command, env=bench.environment, check=False, timeout=patience(300), **pipes)
-    print(done.stdout)
-    return done.returncode, done.stdout
+    return subprocess.Popen(command, env=bench.environment, **pipes)
+
+
+def said_by(process: subprocess.Popen[str]) -> str:
+    said, _ = process.communicate(timeout=patience(300))
+    print(said)
+    return said
 
 
 def test_rl_over_two_nodes_accounts_for_every_rollout(tiny_run: RunDir, bench: Bench, cluster: Cluster):
     run, before = begun(tiny_run, bench.runs, "shared", cluster), cluster.actors()
-    code, said = reinforce(run, bench)
-    info = run.finished("rl")
-    assert code == 0 and info is not None and "died" not in said
+    process = reinforce(run, bench)
+    said, info = said_by(process), run.finished("rl")
+    assert process.returncode == 0 and info is not None and "died" not in said
     places = {kind: node for _, kind, node in cluster.actors() - before}
     assert places.keys() == {"TrainerService", "EngineService", "EnvironmentService"}
     assert set(places.values()) == {cluster.head, cluster.other}
@@ -106,13 +101,18 @@ def test_rl_over_two_nodes_accounts_for_every_rollout(tiny_run: RunDir, bench: B
     assert (run.path / "weights" / "final" / "model.safetensors").is_file()
 
 
-def test_rl_where_a_node_does_not_see_the_run_ends_with_one_line(
-    tiny_run: RunDir, bench: Bench, cluster: Cluster, hidden: Path
-):
-    """Nodes are asked before RL begins; where a service starts, the test below asks."""
+def test_a_node_that_does_not_see_the_runs_says_so(tiny_run: RunDir, bench: Bench, cluster: Cluster, hidden: Path):
+    """A job's runner, and RL before it begins; where a service of RL starts, the test below asks."""
     run = begun(tiny_run, hidden, "hidden", cluster)
-    code, said = reinforce(run, bench)
-    assert code == 1 and said.splitlines()[-1].endswith(
+    process = reinforce(run, bench)
+    job = bench.job({"a": {"notebook": bench.notebook("n", "1"), "retries": 0} | THERE})
+    bench.runs = hidden / "runs"
+    code, said = bench.run("run", str(job), "--ray", cluster.address)
+    attempt = bench.attempt("a").resolve() / "attempt.json"
+    assert code == 75 and f"does not see {attempt}: keep --runs on a shared file system" in said
+    assert not bench.attempt("a").with_name("log.txt").exists()
+    said = said_by(process)
+    assert process.returncode == 1 and said.splitlines()[-1].endswith(
         f"does not see {run.path}: keep --runs on a file system that all nodes of services.address share, under the same path"
     )
     assert "made again" not in said and len(said.splitlines()) == 2

@@ -205,8 +205,7 @@ def test_a_served_checkpoint_is_offered_the_tools_of_its_training(
         damaged = replace(engine.training, renderer="none")  # type: ignore[arg-type]
         for training, why in ((foreign, "which only its training has"), (damaged, r"training is damaged \(renderer ")):
             with serving(engine, trained=training) as server, pytest.raises(ValueError, match=why):
-                equipment(f"openai:{server.url}")
-        gone = f"openai:{server.url}"
+                equipment(gone := f"openai:{server.url}")
     tools, limits = equipment(f"{gone}#named")
     assert "run_terminal_cmd" in tools.tools and limits == LIMITS
     monkeypatch.setattr(policies, "Endpoint", partial(Endpoint, retries=0))

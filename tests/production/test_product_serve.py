@@ -293,8 +293,6 @@ LENGTH = b"Content-Length: %d\r\n" % len(BODY)
         (POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n" + HIDDEN, 400),
         (POST + b"Host: evil.example\r\n" + LENGTH + b"\r\n" + BODY + HIDDEN, 400),
         (b"GET /health HTTP/1.1\r\n\r\n" + HIDDEN, 400),
-        (b"GET /health HTTP/1.1\r\nHost: localhost.evil.example:80\r\n\r\n" + HIDDEN, 403),
-        (b"GET /health HTTP/1.1\r\nHost: 192.0.2.1\r\n\r\n" + HIDDEN, 403),
         (b"GET /health HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\n\r\n" + HIDDEN, 403),
         (POST + b"Content-Length: %d\r\n\r\n" % (17 << 20), 413),
         (
