@@ -161,9 +161,7 @@ def load_job(path: Path, settings: Mapping[str, str] | None = None) -> Job:
         with problems.noted():
             for node in _expand(path, family):
                 if nodes.setdefault(node.name, node) is not node:
-                    raise ValueError(
-                        f"{path}: two nodes of a grid have the same name; label its values: {{label: value}}"
-                    )
+                    raise ValueError(f"{path}: two nodes of a grid have the same name; label the grid's values")
     for node in nodes.values():
         for name, value in node.parameters.items():
             with problems.noted():

@@ -317,8 +317,8 @@ class Runner:
     def _keep(self, node: Node, record: dict[str, Any], path: Path) -> bool:
         """Return whether an earlier attempt is undamaged and has the node's key; what it says is then the node's."""
         attempt = read_json(path / "run.json") or {}
-        known = (attempt.get("state"), attempt.get("key"), attempt.get("package_digest"))
-        if known != ("completed", record["key"], self.package):  # the package may be edited while the runner runs
+        identity = (attempt.get("state"), attempt.get("key"), attempt.get("package_digest"))
+        if identity != ("completed", record["key"], self.package):  # the package may be edited while the runner runs
             return False
         output = path / attempt["output"]
         if not output.is_file() or file_digest(output) != attempt["output_sha256"]:

@@ -108,14 +108,14 @@ class Canary(Replicas):
         options: Sequence[dict[str, Any]],
         share: float,
         verdicts: int,
-        known: Known,
+        state: Known,
         file: Path,
     ) -> None:
-        """`share`: of the users who get a new version first. `verdicts`: see `Trial`. `file`: keeps what is `known`."""
+        """`share`: of the users who get a new version first. `verdicts`: see `Trial`. `file`: keeps the `state`."""
         super().__init__(actors, options)
         *self.usual, self.early = self._replicas
-        self.share, self.verdicts, self.file, self._trial = share, verdicts, file, Trial(known.trusted, verdicts)
-        self._decided(known)
+        self.share, self.verdicts, self.file, self._trial = share, verdicts, file, Trial(state.trusted, verdicts)
+        self._decided(state)
 
     @property
     def capacity(self) -> int:
@@ -212,13 +212,13 @@ def open_canary(
         raise ValueError(f"--canary {share:g}: {follow} has no version yet, so there is none to trust")
     decisions = Known(store=follow, trusted=newest)
     if file.is_file():
-        again = "remove it, and the newest version will be trusted"
         try:
             decisions = Known.model_validate_json(file.read_bytes())
+            if decisions.store != follow or decisions.trusted > newest:
+                raise ValueError(f"it is of {decisions.store} and trusts version {decisions.trusted}")
         except ValueError as error:
-            raise ValueError(f"{file} is damaged; {again}: {error}") from None
-        if decisions.store != follow or decisions.trusted > newest:
-            raise ValueError(f"{file} is of {decisions.store} and trusts version {decisions.trusted}; {again}")
+            again = "remove it, and the newest version will be trusted"
+            raise ValueError(f"{file} is damaged or of another store; {again}: {error}") from None
     run.mkdir(parents=True, exist_ok=True)
     model, tokenizer, form = chat_of(path)
     usual = {**more, "path": path.resolve(), "follow": follow, "slots": -(-slots // count)}

@@ -187,7 +187,7 @@ def test_a_lost_node_costs_an_attempt_and_nothing_else(bench: Bench, cluster: Cl
     nodes = {n: {"notebook": book, "parameters": {"flag": str(f), "go": str(go)}} for n, f in flags.items()}
     runner = bench.start("run", str(bench.job(nodes)), "--ray", cluster.address)
     bench.wait(lambda: all(flag.exists() for flag in flags.values()))  # one CPU a node: both nodes are at work
-    cluster.lose_a_node()
+    cluster.lose(cluster.nodes[1])
     bench.wait(lambda: "lost" in (bench.runs / "job" / "log.txt").read_text())
     go.touch()
     output, _ = runner.communicate(timeout=patience(300))

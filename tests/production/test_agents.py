@@ -125,9 +125,7 @@ def test_nothing_is_changed_without_a_yes(repository: Path, script: Path, tmp_pa
     assert (repository / "f.py").read_text() == RIGHT
 
 
-def test_git_shows_nothing_of_what_is_kept_inside_the_repository(
-    repository: Path, script: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_work_is_ignored_by_git(repository: Path, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(repository)
     asked = ["agent", ".", "fix it", "--policy", f"scripted:{script}", "--verdict", "later"]
     for _ in range(2):  # of an earlier one, the agent and the next diff see nothing either
@@ -139,9 +137,7 @@ def test_git_shows_nothing_of_what_is_kept_inside_the_repository(
     assert len(folders) == 2 and len({(each / "changes.diff").read_bytes() for each in folders}) == 1
 
 
-def test_a_verdict_may_be_given_later(
-    repository: Path, script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_later_verdict(repository: Path, script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "the work"
     asked = ["agent", str(repository), "fix it", "--policy", f"scripted:{script}", "--out", str(out)]
     main([*asked, "--verdict", "later"])
@@ -232,9 +228,7 @@ def test_an_agent_in_an_image(repository: Path, script: Path, tmp_path: Path, do
 
 
 @pytest.mark.parametrize(("keys", "verdict"), [(b"xY", "accepted"), (b"n", "rejected")])
-def test_one_key_decides_and_none_from_before_the_question(
-    repository: Path, script: Path, tmp_path: Path, keys: bytes, verdict: str
-) -> None:
+def test_one_key_decides(repository: Path, script: Path, tmp_path: Path, keys: bytes, verdict: str) -> None:
     ours, theirs = os.openpty()
     words = ["agent", str(repository), "fix it", "--policy", f"scripted:{script}", "--out", str(tmp_path / "out")]
     os.write(ours, b"y" if verdict == "rejected" else b"n")

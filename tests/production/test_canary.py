@@ -176,7 +176,7 @@ def test_a_bad_version_leaves_its_users_and_a_good_one_reaches_all_of_them(path:
         assert here.health["canary"]["trying"] == 7
     for text, why in (
         ("{", "damaged"),
-        (json.dumps({"store": "elsewhere", "trusted": 6}), "is of elsewhere"),
+        (json.dumps({"store": "elsewhere", "trusted": 6}), "is of elsewhere and"),
         (json.dumps({"store": store, "trusted": 9}), "trusts version 9"),
     ):
         (run / FILE).write_text(text)

@@ -191,9 +191,7 @@ def test_a_checkpoint_carries_its_environment(compact: Path, repository: Path, t
     assert found["tool_calls_per_task"] == found["calls_per_turn"]  # one turn each
 
 
-def test_a_served_checkpoint_is_offered_the_tools_of_its_training(
-    compact: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_served_tools_are_those_of_training(compact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     carry(compact, EnvSettings(), Limits(turns=3, turn_tokens=9, tokens=300))
     with open_engine(compact, slots=1, tokens=300) as engine:
         with serving(engine, model="tour", trained=engine.training) as server:

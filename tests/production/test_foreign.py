@@ -75,9 +75,7 @@ def doubles(place: Path) -> Iterator[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_an_audit_of_verifiers_finds_a_rubric_that_looks_for_the_answer_anywhere(
-    doubles: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_audit_of_verifiers_finds_a_loose_rubric(doubles: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row == {"tried": 4, "wrong": 0} for row in audit_verifiers(doubles)["probes"].values())
     assert main(["audit", "verifiers:sound_env"]) == 0 and main(["audit", "verifiers:loose_env"]) == 1
     assert "many numbers" in capsys.readouterr().out

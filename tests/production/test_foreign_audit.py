@@ -78,13 +78,21 @@ PLANTED: dict[str, tuple[str, str, str, set[str]]] = {
     "a question": (ASKS, "", "", set()),
     "a walk": (WALK, "", "", set()),
     "a seed that is not used": (GUESS, "Random(seed)", "Random()", {"a new environment"}),
+    "noise": (WALK, "before - abs(self.away)", "before - abs(self.away) + random.random()", {"a new environment"}),
     "what another episode left": (
         WALK,
         "before, self.left =",
         "self.moves = getattr(self, 'moves', 0) + 0.01\n        before, self.left = self.moves +",
         {"the same environment"},
     ),
+    "what another environment left": (
+        GUESS,
+        "        return self.over(",
+        "        Env.played = getattr(Env, 'played', 0) + 1\n        return self.over(str(Env.played) + ",
+        {"a new environment"},
+    ),
     "no end": (WALK, "not self.left or not self.away", "False", {"no end"}),
+    "a reward that is no number": (GUESS, GUESSED, "float('nan')", {"no reward"}),
     "no reward": (ASKS, ANSWERED, "None", {"no reward"}),
     "an action that is valid and unknown": (
         GUESS,
@@ -93,6 +101,7 @@ PLANTED: dict[str, tuple[str, str, str, set[str]]] = {
         {"an exception"},
     ),
     "pay for any answer": (ASKS, "action.answer == self.answer", "True", set(PAID)),
+    "pay for an empty answer": (ASKS, "action.answer == self.answer", "not action.answer", {"the smallest action"}),
     "the answer anywhere": (ASKS, "action.answer == self.answer", "self.answer in action.answer", {"many numbers"}),
     "the same answer at every seed": (WALK, "[-6, -4, -3, 3, 4, 6]", "[3, 4, 5, 6, 7, 8, 9, 10, 11, 12]", {ONE}),
 }

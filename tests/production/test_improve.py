@@ -67,22 +67,15 @@ def words(record: Path, gate: Path, out: Path, **settings: Any) -> list[str]:
 def test_a_group_is_a_named_task_that_several_conversations_had(record: Path, tmp_path: Path) -> None:
     done = served(record)["user0"]
     kept = [("one", "alice", "alice"), ("one", "alice+1", "alice"), ("two", "alice", "alice")]
-    for run, stored, task in [
-        *kept,
-        ("one", "bob", "issue 1"),
-        ("two", "carol", "issue 1"),
-        ("two", "dave", "issue 2"),
-    ]:
+    kept += [("one", "bob", "issue 1"), ("two", "carol", "issue 1"), ("two", "dave", "issue 2")]
+    for run, stored, task in kept:
         (folder := tmp_path / run / "rollouts").mkdir(parents=True, exist_ok=True)
-        named = replace(
-            done, task=done.task.model_copy(update={"id": task}), rollout=replace(done.rollout, task_id=task)
-        )
+        named = replace(done.rollout, task_id=task)
+        named = replace(done, task=done.task.model_copy(update={"id": task}), rollout=named)
         save_attempts(folder / f"served_{stored}.parquet", [named], {"instruction": ["fix"]})
     groups = grouped([told for run in ("one", "two") for told in conversations(tmp_path / run)])
     assert [len(group) for group in groups] == [2, 4] and {each.task.id for each in groups[0]} == {"issue 1"}
-    assert len({each.task.id for each in groups[1]}) == 3, (
-        "alice's parts are one conversation, and each run has its own alice"
-    )
+    assert len({each.task.id for each in groups[1]}) == 3, "alice's parts are one conversation, and each run has one"
 
 
 def test_one_update_ships_and_can_be_taken_back(record: Path, gate: Path, tmp_path: Path, capsys: Any) -> None:
@@ -91,10 +84,8 @@ def test_one_update_ships_and_can_be_taken_back(record: Path, gate: Path, tmp_pa
     assert main([*words(record, gate, out, **{"rl.lr": 1e-6}), "--store", store]) == 0
     assert "passed" in capsys.readouterr().out
     found = json.loads((out / "improve.json").read_text())
-    assert (
-        found["rollouts"] == {"judged": 8, "drawn_otherwise": 0, "stale": 0, "trained": 8}
-        and found["gate"]["stopped"] == ""
-    )
+    assert found["rollouts"] == {"judged": 8, "drawn_otherwise": 0, "stale": 0, "trained": 8}
+    assert found["gate"]["stopped"] == ""
     judged = [done.grade.rewards["reward"] for done in served(record).values() if done.grade.known]
     assert -0.25 <= found["reward"] <= sum(judged) / 8 + 1e-6, "invalid calls cost something"
     newest = Receiver(store).fetch(found["version"]).tensors

@@ -110,9 +110,7 @@ def test_who_plans_is_paid(own: float | None, price: Any, tokens: float, cost: f
     assert row["dollars_per_task"] == (None if cost is None else pytest.approx(cost))
 
 
-def test_an_endpoint_plans_and_a_policy_executes(
-    tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planned_arm(tasks: list[Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planned arm has the same tasks and its own rollouts, resumes, and belongs to its planner."""
     script = tmp_path / "plan.json"
     script.write_text(json.dumps([{"text": "1. read it"}]))
@@ -165,7 +163,7 @@ def test_a_policy_has_the_score_of_its_folder_behind_serve(tmp_path: Path) -> No
         assert scores["infra_errors"] == 0 and (arm == "all" or scores["invalid_call_rate"] > 0.3)
 
 
-def test_too_many_lost_attempts_are_an_error(
+def test_too_many_lost_attempts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("composer_nb.harness.agent.endpoint.LONGEST_WAIT_S", 0)

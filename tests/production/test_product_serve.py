@@ -70,9 +70,7 @@ def scripted() -> Iterator[ScriptServer]:
         ("grün und blau", "ün", "gr"),
     ],
 )
-def test_a_text_that_stops_a_turn_is_not_shown(
-    text: str, stop: str | list[str], shown: str, tokenizer: Tokenizer
-) -> None:
+def test_stop_text_is_not_shown(text: str, stop: str | list[str], shown: str, tokenizer: Tokenizer) -> None:
     turn = QwenRenderer(tokenizer).turn(Said(text=text))
     with served(tokenizer, turn, turn[:-1], turn) as (client, policy):
         done = chat(client, stop=stop)
@@ -149,12 +147,8 @@ def test_what_is_not_honoured_is_refused_by_name(tokenizer: Tokenizer) -> None:
 
 def test_what_changes_nothing_is_accepted(tokenizer: Tokenizer) -> None:
     turn = QwenRenderer(tokenizer).turn(Said(text="Done."))
-    usual: dict[str, Any] = {
-        "n": 1,
-        "response_format": {"type": "text"},
-        "frequency_penalty": 0,
-        "presence_penalty": 0.0,
-    }
+    usual: dict[str, Any] = {"n": 1, "response_format": {"type": "text"}, "frequency_penalty": 0}
+    usual["presence_penalty"] = 0.0
     with served(tokenizer, turn) as (client, _):
         usual |= {"service_tier": "auto", "prompt_cache_key": "k", "modalities": ["text"], "safety_identifier": "s"}
         usual |= {"logit_bias": {}, "store": False, "user": "me", "metadata": {"a": "b"}, "tool_choice": "auto"}
@@ -221,9 +215,7 @@ class Held:
 
 def post(server: ChatServer, text: str) -> socket.socket:
     body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
-    return send(
-        server, b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body), body
-    )
+    return send(server, POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
 
 
 def send(server: ChatServer, *data: bytes) -> socket.socket:
@@ -368,9 +360,7 @@ def test_serve_connection_limit() -> None:
         assert answers(send(server, HIDDEN.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))) == [200]
 
 
-def test_large_tools_are_checked_beside_the_event_loop_and_bounded(
-    scripted: ScriptServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_tools_are_checked_beside_the_loop(scripted: ScriptServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """While they are checked, others are answered."""
     checked, check = list[str](), wire._OpenAITool.model_validate
 

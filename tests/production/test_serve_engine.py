@@ -214,9 +214,7 @@ def test_new_versions_are_taken_in_the_middle_of_an_answer_and_every_answer_name
         old, new = parts[-1].choices[0].weight_versions
         assert (old["version"], old["start"], new["version"]) == (4, 0, 5) and old["end"] == new["start"] > 0
         spoiled = turned(model, float("nan"))
-        with (
-            monkeypatch.context() as careless
-        ):  # as by another program: this publisher refuses numbers that are not finite
+        with monkeypatch.context() as careless:  # as by another program: ours refuses numbers that are not finite
             careless.setattr("composer_nb.trainer.versions.publisher.require_finite", lambda *names: None)
             publisher.publish(6, spoiled, FILES)
         wait_until(lambda: "6 is left out" in caplog.text)
@@ -239,19 +237,14 @@ def test_a_checkpoint_is_served_with_the_newest_version_of_a_store(tmp_path: Pat
     rounded = as_engine(load_pretrained(example / "start"), "int8").state_dict()
     with open_engine(example / "final", **follow, numerics="int8") as engine:
         torch.testing.assert_close(engine.shared.policy.model.state_dict(), rounded, rtol=0, atol=0)
-    with (
-        pytest.raises(ValueError, match="--numerics int9: there are float32, .*int8"),
-        open_engine(example, **follow, numerics="int9"),
-    ):
-        pass
+    with pytest.raises(ValueError, match="--numerics int9: there are float32, .*int8"):
+        open_engine(example, **follow, numerics="int9").__enter__()
 
 
 # Tokens
 
 
-def test_tokens_go_in_and_tokens_come_out_with_all_that_training_needs(
-    served: Served, model: Model, tokenizer: Tokenizer
-) -> None:
+def test_tokens_in_and_out(served: Served, model: Model, tokenizer: Tokenizer) -> None:
     prompt = QwenRenderer(tokenizer).render([User(text="fix f")])
     sampling = {"n": 2, "max_tokens": 20, "seed": 3, "logprobs": 2}
     body = {"prompt_token_ids": prompt, "sampling_params": sampling, "return_routed_experts": True}
@@ -259,9 +252,8 @@ def test_tokens_go_in_and_tokens_come_out_with_all_that_training_needs(
     engine = Engine(model, stop=QwenRenderer(tokenizer).stop, slots=1, max_length=LONG)
     [turn] = engine.generate([Request(rollout=3, token_ids=prompt, max_tokens=20)])
     first, second = done["choices"]
-    assert first["token_ids"] == turn.token_ids != second["token_ids"] and first["policy_versions"] == [0] * len(
-        turn.token_ids
-    )
+    assert first["token_ids"] == turn.token_ids != second["token_ids"]
+    assert first["policy_versions"] == [0] * len(turn.token_ids)
     told = first["logprobs"]["content"]
     assert [each["logprob"] for each in told] == pytest.approx(turn.logprobs, abs=1e-5)
     assert [each["token"] for each in told] == [f"token_id:{token}" for token in turn.token_ids]
@@ -379,30 +371,21 @@ def test_text_is_continued_whole_and_as_a_stream(model: Model, tokenizer: Tokeni
     with serving(model, tokenizer, slots=4) as small:
 
         def complete(**given: Any) -> Any:
-            return small.client.completions.create(
-                **{"model": "model", "prompt": "def f(x):", "max_tokens": 12, **given}
-            )
+            usual = {"model": "model", "prompt": "def f(x):", "max_tokens": 12}
+            return small.client.completions.create(**usual | given)
 
         whole = complete(seed=3, logprobs=2, n=2)
         first = whole.choices[0]
         assert whole.object == "text_completion" and whole.usage.prompt_tokens == 9 and len(whole.choices) == 2
-        assert (
-            len(first.logprobs.tokens) == len(first.logprobs.token_logprobs)
-            and len(first.logprobs.top_logprobs[0]) == 2
-        )
+        assert len(first.logprobs.tokens) == len(first.logprobs.token_logprobs)
+        assert len(first.logprobs.top_logprobs[0]) == 2
         assert "".join(part.choices[0].text for part in complete(seed=3, stream=True) if part.choices) == first.text
         assert complete(seed=3, prompt=tokenizer.encode("def f(x):").ids).choices[0].text == first.text
         assert complete(seed=3, stop=first.text[4]).choices[0].text == first.text[: first.text.index(first.text[4])]
         assert complete(seed=3, top_p=1e-6).choices[0].text == complete(temperature=0).choices[0].text
         assert complete(max_tokens=None).usage.completion_tokens == 16
-        for wrong in (
-            {"prompt": ""},
-            {"echo": True},
-            {"prompt": [999]},
-            {"prompt": ["a", "b"]},
-            {"suffix": "x"},
-            {"best_of": 2},
-        ):
+        prompts: list[Any] = ["", [999], ["a", "b"]]
+        for wrong in (*({"prompt": prompt} for prompt in prompts), {"echo": True}, {"suffix": "x"}, {"best_of": 2}):
             with pytest.raises(openai.BadRequestError):
                 complete(**wrong)
         narrow = small.chat(seed=4, max_tokens=9, extra_body={"top_k": 1, "min_p": 0.1}).choices[0].message.content

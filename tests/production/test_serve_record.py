@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +93,7 @@ class ByAnthropic(ByOpenAI):
         with self.made.messages.stream(model="model", max_tokens=64, messages=self.talk, tools=told) as stream:
             said = stream.get_final_message()
         self.talk.append({"role": "assistant", "content": [block.model_dump() for block in said.content]})
-        assert said.usage.input_tokens and said.stop_reason == (
-            "tool_use" if said.content[-1].type == "tool_use" else said.stop_reason
-        )
+        assert said.usage.input_tokens and (said.content[-1].type != "tool_use" or said.stop_reason == "tool_use")
         return [(b.id, ToolCall(name=b.name, arguments=dict(b.input))) for b in said.content if b.type == "tool_use"]
 
     def hear(self, replies: Sequence[tuple[str, str]]) -> None:
@@ -128,17 +127,8 @@ def scored_again(segment: Segment) -> list[float]:
     for place in np.flatnonzero(segment.acted).tolist():
         told: list[Any] = []
         whole = model.config.vocab_size
-        engine.generate(
-            [
-                Request(
-                    rollout=0,
-                    token_ids=ids[:place],
-                    max_tokens=1,
-                    top=whole,
-                    heard=lambda drawn, to=told: to.append(drawn),
-                )
-            ]
-        )
+        request = Request(rollout=0, token_ids=ids[:place], max_tokens=1, top=whole)
+        engine.generate([replace(request, heard=told.append)])
         engine.release(0)
         found.append(dict(told[0].top)[ids[place]])
     return found
@@ -178,9 +168,8 @@ def test_a_rewritten_history_is_a_branch_and_no_token_trains_twice(tmp_path: Pat
             calls = said.message.tool_calls or []
             talk.append(said.message.model_dump(exclude_none=True))
             talk += [{"role": "tool", "tool_call_id": c.id, "content": "fail 1/2"} for c in calls] or [user]
-        chat(
-            client, [{"role": "user", "content": "another"}], tools=tools
-        )  # takes the only slot: the first is read again
+        another = [{"role": "user", "content": "another"}]
+        chat(client, another, tools=tools)  # takes the only slot: the first is read again
         chat(client, talk, tools=tools, seed=1)
         first = next(n for n, message in enumerate(talk) if n > 1 and message["role"] == "assistant")
         chat(client, [*talk[:first], talk[first], *([{**talk[first + 1], "content": "short"}])], tools=tools, seed=1)
